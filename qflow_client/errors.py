@@ -1,0 +1,175 @@
+"""What qflow_client raises.
+
+Two families never mix. `ProducerFlowed` and its subclass mean that the message was not sent and never will be. Everything
+about a message that *was* admitted is a `DeliveryError` (its fate is known, or known to be unknown) or a `ConfirmTimeout`
+(its fate is not known yet).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from qflow_client.flow import Hold
+
+if TYPE_CHECKING:
+    from qflow_client.message import Message
+    from qflow_client.receipt import Receipt
+
+__all__ = [
+    "ConfirmTimeout",
+    "ConnectionFailed",
+    "DeliveryError",
+    "FlowControlTimeout",
+    "MessageFailed",
+    "MessageNacked",
+    "MessageRejected",
+    "MessageReturned",
+    "OutcomeUnknown",
+    "ProducerClosed",
+    "ProducerFlowed",
+    "QflowError",
+    "SettingsError",
+    "UndeliveredMessages",
+]
+
+
+class QflowError(Exception):
+    """The base of all that this package raises on purpose."""
+
+
+class SettingsError(QflowError, ValueError):
+    """A setting has a value that is not allowed; the text names the setting, the value and what is allowed."""
+
+
+class ConnectionFailed(QflowError, ConnectionError):
+    """No connection, or no channel on it, could be had from any of the given hosts."""
+
+
+class ProducerClosed(QflowError):
+    """The producer takes no more messages: it was closed, or lost its connection. This message was not sent.
+
+    Attributes:
+        message: what was to be sent; ``None`` where no message was involved.
+    """
+
+    def __init__(self, text: str, message: Any = None) -> None:
+        super().__init__(text)
+        self.message = message
+
+
+class ProducerFlowed(QflowError):
+    """The producer is flowed. The message was not sent and never will be: not one byte of it is on the wire (A4 D1).
+
+    Attributes:
+        holds: every hold that was on the producer, the oldest first.
+        waited: seconds that the call was blocked.
+        message: what was to be sent, as it was given.
+    """
+
+    def __init__(self, holds: Sequence[Hold], waited: float, message: Any, advice: str = "") -> None:
+        self.holds = tuple(holds)
+        self.waited = waited
+        self.message = message
+        why = ", ".join(map(str, self.holds)) or "messages that were there before it"
+        waited_text = f" after {waited:.3g} s" if waited else ""
+        super().__init__(
+            f"the message was not sent{waited_text}: the producer is held by {why}{'; ' if advice else ''}{advice}"
+        )
+
+
+class FlowControlTimeout(ProducerFlowed, TimeoutError):
+    """The producer was still flowed when the time to wait was up. The message was not sent and never will be (A4)."""
+
+
+class ConfirmTimeout(QflowError, TimeoutError):
+    """The broker has not confirmed in time. The message was admitted; its outcome is not known yet.
+
+    Attributes:
+        unsettled: how many messages the call was waiting for still.
+    """
+
+    def __init__(self, text: str, unsettled: int = 1) -> None:
+        super().__init__(text)
+        self.unsettled = unsettled
+
+
+class DeliveryError(QflowError):
+    """A message was admitted and not delivered, or nobody knows.
+
+    Attributes:
+        receipt: of the message.
+    """
+
+    def __init__(self, text: str, receipt: Receipt) -> None:
+        super().__init__(text)
+        self.receipt = receipt
+
+
+class MessageNacked(DeliveryError):
+    """The broker answered with ``Basic.Nack``: it did not take responsibility for the message."""
+
+
+class MessageReturned(DeliveryError):
+    """The message was mandatory and no queue was there for it (``Basic.Return``).
+
+    Attributes:
+        reply_code: the broker's, such as 312.
+        reply_text: the broker's words.
+    """
+
+    def __init__(self, text: str, receipt: Receipt, reply_code: int, reply_text: str) -> None:
+        super().__init__(text, receipt)
+        self.reply_code = reply_code
+        self.reply_text = reply_text
+
+
+class MessageRejected(DeliveryError):
+    """The broker closed the channel over this message.
+
+    Attributes:
+        reply_code: the broker's, such as 404.
+        reply_text: the broker's words.
+    """
+
+    def __init__(self, text: str, receipt: Receipt, reply_code: int, reply_text: str) -> None:
+        super().__init__(text, receipt)
+        self.reply_code = reply_code
+        self.reply_text = reply_text
+
+
+class MessageFailed(DeliveryError):
+    """The message was admitted and never written. It is safe to send it again."""
+
+
+class OutcomeUnknown(DeliveryError):
+    """The message was written, and the connection ended before the broker answered. A second copy may result from
+    sending it again."""
+
+
+class UndeliveredMessages(QflowError):
+    """Messages that were admitted were not delivered, and nobody has looked at their receipts.
+
+    Attributes:
+        receipts: of all of them, in the order of admission.
+    """
+
+    def __init__(self, receipts: Sequence[Receipt], text: str = "") -> None:
+        self.receipts = tuple(receipts)
+        unknown = len(self.unknown)
+        first = f"; the first: {self.receipts[0].describe()}" if self.receipts else ""
+        super().__init__(
+            text
+            or f"{len(self.receipts)} admitted messages were not delivered: {len(self.receipts) - unknown} safe to send "
+            f"again (.unsent), {unknown} of unknown outcome (.unknown){first}"
+        )
+
+    @property
+    def unsent(self) -> tuple[Message, ...]:
+        """Messages that are known not to have been delivered: sending them again makes no second copy."""
+        return tuple(receipt.message for receipt in self.receipts if not receipt.may_have_arrived)
+
+    @property
+    def unknown(self) -> tuple[Message, ...]:
+        """Messages that may have arrived: sending them again may make a second copy. They bear their message ids."""
+        return tuple(receipt.message for receipt in self.receipts if receipt.may_have_arrived)

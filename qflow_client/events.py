@@ -1,0 +1,100 @@
+"""What a producer tells about its flow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from qflow_client.flow import Hold
+
+__all__ = ["FlowEvent", "FlowEventKind", "FlowState", "HoldKind"]
+
+
+class HoldKind(StrEnum):
+    """Why a producer is flowed. Each is one dialect in which a broker, or somebody else, can say stop."""
+
+    #: ``Channel.Flow(active=False)``.
+    CHANNEL_FLOW = "channel_flow"
+    #: ``Connection.Blocked``.
+    CONNECTION_BLOCKED = "connection_blocked"
+    #: The window is full: the broker's confirms are late, or withheld.
+    CAPACITY = "capacity"
+    #: The socket takes no more bytes.
+    TRANSPORT = "transport"
+    #: There is no connection.
+    DISCONNECTED = "disconnected"
+    #: The producer's own rate limit.
+    RATE = "rate"
+    #: `pause`, or the manager's `stop_all`.
+    PAUSED = "paused"
+
+
+class FlowEventKind(StrEnum):
+    """What happened."""
+
+    #: The first hold was raised: the producer is flowed.
+    FLOWED = "flowed"
+    #: One more hold was raised.
+    HOLD_RAISED = "hold_raised"
+    #: A hold was lifted, and there are others.
+    HOLD_LIFTED = "hold_lifted"
+    #: The last hold was lifted: the producer is unflowed.
+    UNFLOWED = "unflowed"
+    #: A `send` is still waiting; comes every `flow_control_wait_notify_period`.
+    WAITING = "waiting"
+
+
+@dataclass(frozen=True, slots=True)
+class FlowEvent:
+    """One change of a producer's flow, or a notice that it lasts.
+
+    Attributes:
+        kind: what happened.
+        producer: the producer's name.
+        hold: the hold that was raised or lifted; for a notice, the oldest one, if there is any.
+        holds: the holds that are on the producer now, the oldest first.
+        at: when it happened, in seconds since 1970.
+        since: when the hold was raised, or, for a notice, when the send began to wait; in seconds since 1970.
+        seconds: how long that has lasted.
+    """
+
+    kind: FlowEventKind
+    producer: str
+    hold: Hold | None
+    holds: tuple[Hold, ...]
+    at: float
+    since: float
+    seconds: float
+
+    @property
+    def flowed(self) -> bool:
+        """Whether the producer is flowed after this event."""
+        return bool(self.holds)
+
+    def __str__(self) -> str:
+        why = f" by {self.hold}" if self.hold is not None else ""
+        lasted = f" after {self.seconds:.3g} s" if self.seconds else ""
+        return f"{self.producer}: {self.kind}{why}{lasted}"
+
+
+@dataclass(frozen=True, slots=True)
+class FlowState:
+    """A producer's flow at one moment.
+
+    Attributes:
+        holds: the holds that are on it, the oldest first.
+        since: when it became flowed, in seconds since 1970; ``None`` while it is not.
+        times_flowed: how often it became flowed.
+        seconds_flowed: seconds held so far, by hold kind, the present holds included.
+    """
+
+    holds: tuple[Hold, ...]
+    since: float | None
+    times_flowed: int
+    seconds_flowed: Mapping[str, float]
+
+    @property
+    def flowed(self) -> bool:
+        """Whether the producer must not publish now."""
+        return bool(self.holds)

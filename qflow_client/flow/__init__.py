@@ -1,0 +1,35 @@
+"""Flow control as a module of its own (F1): gates, limiters, thresholds, controllers and their registry.
+
+Nothing in here knows AMQP, does I/O, reads a clock or starts a thread. The producers' admission and the broker's queues
+are both built from it, and it can be used alone.
+"""
+
+from __future__ import annotations
+
+from qflow_client.flow.controller import FifoLine, FlowController, FlowSource, Line, Ticket, WeightedLine
+from qflow_client.flow.gate import Gate, Hold
+from qflow_client.flow.limiters import CompositeLimiter, Limiter, RateLimiter, SizeLimiter, WindowLimiter
+from qflow_client.flow.manager import FlowManager, FlowResource
+from qflow_client.flow.thresholds import Capacity, StopResume, ThresholdLimiter, Thresholds
+
+__all__ = [
+    "Capacity",
+    "CompositeLimiter",
+    "FifoLine",
+    "FlowController",
+    "FlowManager",
+    "FlowResource",
+    "FlowSource",
+    "Gate",
+    "Hold",
+    "Limiter",
+    "Line",
+    "RateLimiter",
+    "SizeLimiter",
+    "StopResume",
+    "ThresholdLimiter",
+    "Thresholds",
+    "Ticket",
+    "WeightedLine",
+    "WindowLimiter",
+]

@@ -1,0 +1,416 @@
+"""Controllers: a limiter and a gate, and whose turn it is.
+
+A `FlowController` stands at the entrance of one resource. It serves two kinds of source:
+
+* one that can wait *before* its element is taken: it asks with `try_acquire` and otherwise stands in line with a
+  `Ticket`; the limit is then never passed;
+* one that cannot (F3): `offer` takes its element at once, even beyond the limit, and blocks the source instead.
+
+Nothing here knows threads, tasks or clocks: the caller guards the controller and says what time it is.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterator
+from typing import Protocol
+
+from qflow_client.flow.gate import Gate
+from qflow_client.flow.limiters import Limiter
+
+__all__ = ["FifoLine", "FlowController", "FlowSource", "Line", "Ticket", "WeightedLine"]
+
+# Below this length a line is not worth sweeping.
+_SWEEP_FROM = 64
+
+
+class Ticket:
+    """A place in the line of a controller.
+
+    Attributes:
+        size: of the element that waits.
+        source: whose element it is; sources only matter to a `WeightedLine`.
+    """
+
+    __slots__ = ("cancelled", "size", "source")
+
+    def __init__(self, size: int, source: str = "") -> None:
+        self.size = size
+        self.source = source
+        # Set by a cancel; the line drops the ticket when it comes to it.
+        self.cancelled = False
+
+
+class Line(Protocol):
+    """An order in which tickets are served. Every ticket that is pushed is at the head at some time."""
+
+    def push(self, ticket: Ticket) -> None:
+        """Put a ticket in its place."""
+
+    def head(self) -> Ticket | None:
+        """Whose turn it is; ``None`` if nobody waits."""
+
+    def pop(self) -> None:
+        """Serve the head."""
+
+
+class FifoLine:
+    """First come, first served (F4)."""
+
+    __slots__ = ("_sweep_at", "_tickets")
+
+    def __init__(self) -> None:
+        self._tickets: deque[Ticket] = deque()
+        # How long the line gets before it is rid of cancelled tickets, which pile up behind one that waits for long.
+        self._sweep_at = _SWEEP_FROM
+
+    def push(self, ticket: Ticket) -> None:
+        if len(self._tickets) >= self._sweep_at:
+            self._tickets = deque(each for each in self._tickets if not each.cancelled)
+            self._sweep_at = max(_SWEEP_FROM, 2 * len(self._tickets))
+        self._tickets.append(ticket)
+
+    def head(self) -> Ticket | None:
+        tickets = self._tickets
+        while tickets and tickets[0].cancelled:
+            tickets.popleft()
+        return tickets[0] if tickets else None
+
+    def pop(self) -> None:
+        self._tickets.popleft()
+
+
+class WeightedLine:
+    """Start-time fair queuing: sources that wait get turns in proportion to their weights, none starves (F4).
+
+    Tickets of one source are served in the order in which they came. One that is cancelled costs its source no turn.
+
+    Args:
+        weights: turns of a source for each turn of a source of weight 1; a source that is not named has weight 1.
+    """
+
+    __slots__ = ("_finish", "_heap", "_lines", "_serial", "_time", "weights")
+
+    def __init__(self, weights: dict[str, float] | None = None) -> None:
+        for source, weight in (weights or {}).items():
+            if not weight > 0:
+                raise ValueError(f"the weight of {source!r} must be more than 0, not {weight!r}")
+        self.weights = dict(weights or {})
+        # The tickets of each source in line.
+        self._lines: dict[str, FifoLine] = {}
+        # For each source in line, the virtual start of its next turn.
+        self._heap: list[tuple[float, int, str]] = []
+        # The virtual time at which each source's last turn ended; forgotten when nobody waits.
+        self._finish: dict[str, float] = {}
+        # The virtual start of the turn that was served last.
+        self._time = 0.0
+        # Breaks ties by arrival.
+        self._serial = 0
+
+    def push(self, ticket: Ticket) -> None:
+        source = ticket.source
+        line = self._lines.get(source)
+        if line is None:
+            line = self._lines[source] = FifoLine()
+            self._enter(source, max(self._time, self._finish.get(source, 0.0)))
+        line.push(ticket)
+
+    def head(self) -> Ticket | None:
+        while self._heap:
+            source = self._heap[0][2]
+            ticket = self._lines[source].head()
+            if ticket is not None:
+                return ticket
+            # It cancelled all its tickets, and no turn of it is spent.
+            self._leave()
+        return None
+
+    def pop(self) -> None:
+        start, _, source = self._heap[0]
+        line = self._lines[source]
+        line.pop()
+        self._time = start
+        finish = self._finish[source] = start + 1.0 / self.weights.get(source, 1.0)
+        if line.head() is None:
+            self._leave()
+        else:
+            heapq.heappop(self._heap)
+            self._enter(source, finish)
+
+    def _enter(self, source: str, start: float) -> None:
+        self._serial += 1
+        heapq.heappush(self._heap, (start, self._serial, source))
+
+    def _leave(self) -> None:
+        """Take the source that is next out of the line."""
+        del self._lines[heapq.heappop(self._heap)[2]]
+        if not self._heap:
+            self._finish.clear()
+            self._time = 0.0
+
+
+class FlowSource:
+    """Where elements come from that cannot wait to be taken: it is told to stop instead (F3, J4).
+
+    Any number of controllers may block it; it is unblocked only when none does. Subclasses say what stopping means. What
+    they do may call back into the controllers, but must not raise: others wait behind it for being unblocked.
+
+    Args:
+        name: for people, and for the manager's graph.
+    """
+
+    __slots__ = ("_reserved", "blocked_by", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        # The controllers that block this source, oldest first.
+        self.blocked_by: dict[FlowController, None] = {}
+        # What its own elements still occupy upstream: (controller, blocker, size), see `forward`.
+        self._reserved: list[tuple[FlowController, FlowController, int]] = []
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether any controller blocks it."""
+        return bool(self.blocked_by)
+
+    def on_blocked(self) -> None:
+        """Called when it goes from unblocked to blocked."""
+
+    def on_unblocked(self) -> None:
+        """Called when the last controller has let it go."""
+
+    def block(self, controller: FlowController) -> None:
+        """Be blocked by a controller; a second time changes nothing."""
+        first = not self.blocked_by
+        self.blocked_by.setdefault(controller)
+        if first:
+            self.on_blocked()
+
+    def unblock(self, controller: FlowController) -> None:
+        """Be let go by a controller, and give back what was reserved for the elements that it had blocked."""
+        if controller not in self.blocked_by:
+            return
+        del self.blocked_by[controller]
+        freed = [entry for entry in self._reserved if entry[1] is controller]
+        if freed:
+            self._reserved = [entry for entry in self._reserved if entry[1] is not controller]
+        if not self.blocked_by:
+            self.on_unblocked()
+        for upstream, _, size in freed:
+            upstream.release(size)
+
+    def forward(self, size: int, downstream: FlowController, now: float, *, held: FlowController | None = None) -> bool:
+        """Pass an element on to the next resource.
+
+        Args:
+            size: of the element.
+            downstream: the controller of the next resource.
+            now: seconds.
+            held: the controller in which the element occupies space on this side. The space is released at once if the
+                element fits downstream, and only when `downstream` unblocks this source if it overflowed (F3).
+
+        Returns:
+            True if this source is blocked by `downstream` now.
+        """
+        blocked = downstream.offer(self, size, now)
+        if held is not None:
+            if blocked:
+                self._reserved.append((held, downstream, size))
+            else:
+                held.release(size)
+        return blocked
+
+
+class FlowController:
+    """The entrance of one resource.
+
+    Args:
+        limiter: what may be inside.
+        gate: further reasons to let nobody in; a new one unless given.
+        line: the order in which waiting tickets are served; first come, first served unless given.
+        name: for people, and for the manager's graph.
+    """
+
+    __slots__ = ("_blocked", "_limited", "_line", "gate", "limiter", "name", "waiting")
+
+    def __init__(self, limiter: Limiter, *, gate: Gate | None = None, line: Line | None = None, name: str = "") -> None:
+        self.limiter = limiter
+        self.gate = gate if gate is not None else Gate()
+        self.name = name
+        self._line: Line = line if line is not None else FifoLine()
+        # The kind of the hold that stands for the limiter on the gate, or None.
+        self._limited: str | None = None
+        # Tickets that stand in line and were not cancelled.
+        self.waiting = 0
+        # Sources blocked by an overflow, oldest first.
+        self._blocked: dict[FlowSource, None] = {}
+
+    @property
+    def blocked(self) -> tuple[FlowSource, ...]:
+        """The sources that this controller blocks, oldest first."""
+        return tuple(self._blocked)
+
+    # Sources that wait.
+
+    def try_acquire(self, size: int, now: float) -> bool:
+        """Enter at once, or not at all: nobody who came later passes one who waits.
+
+        Returns:
+            True if the element is inside now.
+        """
+        if self.waiting:
+            return False
+        # The limiter's own hold may have been outlived by time or by a release.
+        if not self.gate.is_open and (self._limited is None or not self._look(size, now)):
+            return False
+        limiter = self.limiter
+        kind = limiter.refusal(size, now)
+        if kind is not None:
+            self._limit(kind, now)
+            return False
+        limiter.add(size, now)
+        return True
+
+    def stand_in_line(self, ticket: Ticket, now: float) -> None:
+        """Wait for a turn. `grant` says when it has come."""
+        self._line.push(ticket)
+        self.waiting += 1
+        if self.waiting == 1:
+            self._look(ticket.size, now)
+
+    def leave_line(self, ticket: Ticket) -> None:
+        """Give up waiting. Only for a ticket that stands in line, once.
+
+        `grant` is to be called next: who stood behind a large element may fit.
+        """
+        ticket.cancelled = True
+        self.waiting -= 1
+
+    def dismiss(self) -> Ticket | None:
+        """Send the head of the line away without letting it in; ``None`` if nobody waits."""
+        ticket = self._line.head()
+        if ticket is not None:
+            self._line.pop()
+            self.waiting -= 1
+        return ticket
+
+    def grant(self, now: float) -> Ticket | None:
+        """Let the head of the line in, if it may enter now.
+
+        Returns:
+            The ticket, whose element is inside now; ``None`` if nobody waits or nobody may enter.
+        """
+        ticket = self._line.head()
+        if ticket is None:
+            return None
+        if not self._look(ticket.size, now):
+            return None
+        self._line.pop()
+        self.waiting -= 1
+        self.limiter.add(ticket.size, now)
+        return ticket
+
+    def release(self, size: int, count: int = 1) -> None:
+        """Take note that `count` elements of together `size` have left, and unblock whom that lets go on (J6)."""
+        for _ in self.release_steps(size, count):
+            pass
+
+    def look(self, now: float) -> bool:
+        """Bring the gate up to date with the limiter.
+
+        Returns:
+            Whether the next one to come, of the smallest size above 0, could enter now.
+        """
+        head = self._line.head()
+        # Nothing always fits, and would say of a limiter that is exactly full that it has room.
+        return self._look(head.size if head is not None else 1, now) and head is None
+
+    def ready_at(self, now: float) -> float | None:
+        """When to call `grant` again if nothing else happens; ``None`` if time alone changes nothing."""
+        head = self._line.head()
+        if head is None or self._limited is None:
+            return None
+        return self.limiter.ready_at(head.size, now)
+
+    def _look(self, size: int, now: float) -> bool:
+        kind = self.limiter.refusal(size, now)
+        if kind is not None:
+            self._limit(kind, now)
+        elif self._limited is not None:
+            self.gate.lift(self._limited, now=now)
+            self._limited = None
+        return self.gate.is_open
+
+    def _limit(self, kind: str, now: float) -> None:
+        if self._limited == kind:
+            return
+        self.gate.hold(kind, now=now)
+        if self._limited is not None:
+            self.gate.lift(self._limited, now=now)
+        self._limited = kind
+
+    # Sources that cannot wait.
+
+    def offer(self, source: FlowSource, size: int, now: float) -> bool:
+        """Take an element at once; if it overflows, block its source (F3 J3).
+
+        Returns:
+            True if this controller blocks the source now.
+        """
+        for _ in self.offer_steps(source, size, now):
+            pass
+        return source in self._blocked
+
+    def offer_steps(self, source: FlowSource, size: int, now: float) -> Iterator[str]:
+        """`offer`, one atomic step at a time: each yield is a point at which another thread may come in between.
+
+        Yields:
+            The name of the step that was done.
+        """
+        overflows = self.limiter.add(size, now)
+        if not overflows:
+            return
+        yield "over the mark"
+        self._blocked.setdefault(source)
+        source.block(self)
+        yield "blocked"
+        # What left between the two steps did not see that this source is blocked (J5).
+        if self.limiter.resumable:
+            self._unblock(source)
+
+    def release_steps(self, size: int, count: int = 1) -> Iterator[str]:
+        """`release`, one atomic step at a time.
+
+        Yields:
+            The name of the step that was done.
+        """
+        self.limiter.remove(size, count)
+        if not self._blocked:
+            return
+        yield "removed"
+        self.resume()
+
+    def resume(self) -> None:
+        """Unblock every source if the limiter allows it, the oldest first. To be called when its marks change."""
+        for source in tuple(self._blocked):
+            # One that was unblocked may at once have brought so much that the others have to stay.
+            if not self.limiter.resumable:
+                return
+            self._unblock(source)
+
+    def block(self, source: FlowSource) -> None:
+        """Block a source that brought nothing now, such as one that did so recently (D12), unless all may go on."""
+        self._blocked.setdefault(source)
+        source.block(self)
+        if self.limiter.resumable:
+            self._unblock(source)
+
+    def forget(self, source: FlowSource) -> None:
+        """Drop a source that is gone."""
+        self._unblock(source)
+
+    def _unblock(self, source: FlowSource) -> None:
+        if source in self._blocked:
+            del self._blocked[source]
+            source.unblock(self)

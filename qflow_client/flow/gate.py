@@ -1,0 +1,112 @@
+"""The gate: open exactly when nobody holds it.
+
+A gate decides one thing, whether something may pass *now*, from the set of *holds* that are on it. Every hold has a
+kind (why) and a source (who), so that two reasons, or two sources with the same reason, never lift each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["Gate", "Hold"]
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """One reason for which a gate is closed.
+
+    Attributes:
+        kind: why, as one word, such as ``"paused"``.
+        since: when it was raised, in the seconds of the clock that the caller uses.
+        source: who raised it; a second hold of the same kind from another source is a hold of its own.
+        detail: what the source said, for people to read.
+    """
+
+    kind: str
+    since: float
+    source: str = ""
+    detail: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.kind} by {self.source}" if self.source else self.kind
+        return f"{text} ({self.detail})" if self.detail else text
+
+
+class Gate:
+    """A set of holds; open exactly when it is empty.
+
+    Neither thread-safe nor tied to a clock: the caller guards it and says what time it is.
+    """
+
+    __slots__ = ("_closed_at", "_held_for", "_holds", "is_open", "observer", "times_closed")
+
+    def __init__(self) -> None:
+        # In the order in which they were raised.
+        self._holds: dict[tuple[str, str], Hold] = {}
+        # Seconds that each kind has held, for holds that are over.
+        self._held_for: dict[str, float] = {}
+        # When the gate closed, by a hold that may be gone while later ones stay; None while it is open.
+        self._closed_at: float | None = None
+        # True exactly when there is no hold. A plain attribute, because a hot path reads it.
+        self.is_open = True
+        # How often the gate went from open to closed.
+        self.times_closed = 0
+        # Told of every hold that is raised (True) or lifted (False), after the fact, and when.
+        self.observer: Callable[[Hold, bool, float], None] | None = None
+
+    @property
+    def holds(self) -> tuple[Hold, ...]:
+        """The present holds, the oldest first."""
+        return tuple(self._holds.values())
+
+    @property
+    def closed_since(self) -> float | None:
+        """When the gate closed, in the caller's seconds; ``None`` while it is open."""
+        return self._closed_at
+
+    def hold(self, kind: str, *, now: float, source: str = "", detail: str = "") -> bool:
+        """Raise a hold. A hold that is already there stays as it is.
+
+        Returns:
+            True if it is new.
+        """
+        key = (kind, source)
+        if key in self._holds:
+            return False
+        hold = self._holds[key] = Hold(kind, now, source, detail)
+        if self.is_open:
+            self.is_open = False
+            self.times_closed += 1
+            self._closed_at = now
+        if self.observer is not None:
+            self.observer(hold, True, now)
+        return True
+
+    def lift(self, kind: str, *, now: float, source: str = "") -> Hold | None:
+        """Lift a hold.
+
+        Returns:
+            The hold that is gone, or ``None`` if there was no such hold.
+        """
+        hold = self._holds.pop((kind, source), None)
+        if hold is None:
+            return None
+        self._held_for[kind] = self._held_for.get(kind, 0.0) + (now - hold.since)
+        if not self._holds:
+            self.is_open = True
+            self._closed_at = None
+        if self.observer is not None:
+            self.observer(hold, False, now)
+        return hold
+
+    def is_held_by(self, kind: str) -> bool:
+        """Whether any source holds the gate for this reason."""
+        return any(key[0] == kind for key in self._holds)
+
+    def seconds_held(self, now: float) -> dict[str, float]:
+        """Seconds held so far by kind, the present holds included."""
+        seconds = dict(self._held_for)
+        for hold in self._holds.values():
+            seconds[hold.kind] = seconds.get(hold.kind, 0.0) + (now - hold.since)
+        return seconds

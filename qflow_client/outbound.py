@@ -1,0 +1,125 @@
+"""What is to be written on one channel, in the order of the wire, and how far that has got.
+
+The one place that knows which message has begun: a stop (``Channel.Flow``) lets the message that has begun end, then the
+answer goes out, then nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+__all__ = ["Outbound"]
+
+
+class _More(bytes):
+    """A frame that continues the message of the piece before it."""
+
+
+class _Control(bytes):
+    """A frame that belongs to no message."""
+
+
+class Outbound:
+    """A queue of whole frames, and an offset into the first of them."""
+
+    __slots__ = ("_offset", "_pieces", "_special", "begun", "finished", "size", "stopped")
+
+    def __init__(self) -> None:
+        # Each piece is one or more whole frames; plain ``bytes`` begin a message.
+        self._pieces: deque[bytes] = deque()
+        # Bytes of the first piece that are written.
+        self._offset = 0
+        # Pieces that are not plain.
+        self._special = 0
+        # Bytes that are not written.
+        self.size = 0
+        # Messages of which at least one byte is written, and those of which all are.
+        self.begun = 0
+        self.finished = 0
+        # While True no message may begin.
+        self.stopped = False
+
+    @property
+    def mid_frame(self) -> bool:
+        """Whether a frame has begun and not ended, so that nothing else may be written on the connection."""
+        return self._offset > 0
+
+    @property
+    def unfinished(self) -> bytes:
+        """The rest of the piece that has begun; empty at a frame border."""
+        return self._pieces[0][self._offset :] if self._offset else b""
+
+    def put(self, frames: bytes) -> None:
+        """Append a whole message."""
+        self._pieces.append(frames)
+        self.size += len(frames)
+
+    def put_frames(self, frames: list[bytes]) -> None:
+        """Append a whole message as several frames, between which other channels may write."""
+        self.put(frames[0])
+        for more in frames[1:]:
+            self.put(_More(more))
+            self._special += 1
+
+    def put_control(self, frame: bytes) -> None:
+        """Have a frame written before every message that has not begun."""
+        pieces = self._pieces
+        at = 1 if self._offset else 0
+        while at < len(pieces) and type(pieces[at]) is not bytes:
+            at += 1
+        pieces.insert(at, _Control(frame))
+        self._special += 1
+        self.size += len(frame)
+
+    def data(self, limit: int) -> bytes:
+        """The next bytes to write, about `limit` of them at the most (a piece is not cut); empty if there are none."""
+        pieces = self._pieces
+        if not pieces:
+            return b""
+        if self.stopped:
+            return self._data_while_stopped()
+        if self.size <= limit:
+            joined = b"".join(pieces)
+        else:
+            taken, size = [], 0
+            for piece in pieces:
+                taken.append(piece)
+                size += len(piece)
+                if size >= limit:
+                    break
+            joined = b"".join(taken)
+        return joined[self._offset :] if self._offset else joined
+
+    def _data_while_stopped(self) -> bytes:
+        taken = []
+        for at, piece in enumerate(self._pieces):
+            if type(piece) is bytes and not (at == 0 and self._offset):
+                break
+            taken.append(piece)
+        return b"".join(taken)[self._offset :]
+
+    def advance(self, count: int) -> None:
+        """Take note that so many bytes of `data` are written."""
+        pieces = self._pieces
+        if count == self.size and not self._special and not self._offset:
+            self.begun += len(pieces)
+            self.finished += len(pieces)
+            self.size = 0
+            pieces.clear()
+            return
+        self.size -= count
+        while count:
+            piece = pieces[0]
+            if not self._offset and type(piece) is bytes:
+                self.begun += 1
+            left = len(piece) - self._offset
+            if count < left:
+                self._offset += count
+                return
+            count -= left
+            self._offset = 0
+            pieces.popleft()
+            if type(piece) is not bytes:
+                self._special -= 1
+            if type(piece) is not _Control and not (pieces and type(pieces[0]) is _More):
+                self.finished += 1

@@ -1,0 +1,610 @@
+"""One AMQP publishing channel, sans-I/O: admission, confirms, flow, and what becomes of every message.
+
+`ProducerProtocol` is told what happened (a message is to be sent, the broker acked, the socket took bytes, time passed)
+and says what to do (bytes to write, waiters to wake, receipts that are settled). It knows no threads, tasks, sockets or
+clocks: whoever owns it calls one method at a time and says what time it is, in monotonic seconds.
+
+Two rules:
+
+1. Everything that decides whether a message may go, whose turn it is, and what an answer of the broker settles, is here.
+2. A message that is admitted has a receipt, and every receipt is settled exactly once.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from qflow_client.errors import ProducerClosed
+from qflow_client.events import FlowEvent, FlowEventKind, FlowState, HoldKind
+from qflow_client.flow import (
+    CompositeLimiter,
+    FlowController,
+    Hold,
+    Limiter,
+    Line,
+    RateLimiter,
+    SizeLimiter,
+    Ticket,
+    WindowLimiter,
+)
+from qflow_client.frames import PublishEncoder, decode_message, flow_ok, properties
+from qflow_client.message import Message
+from qflow_client.outbound import Outbound
+from qflow_client.receipt import Outcome, Receipt
+from qflow_client.settings import ProducerSettings
+
+__all__ = ["ProducerProtocol", "SendTicket"]
+
+logger = logging.getLogger(__name__)
+
+# Holds that come and go with every burst are for debugging, those that people have to know of are not.
+_LOG_LEVELS = {
+    HoldKind.CHANNEL_FLOW: logging.INFO,
+    HoldKind.PAUSED: logging.INFO,
+    HoldKind.CONNECTION_BLOCKED: logging.WARNING,
+}
+
+# The holds under which messages that are already admitted do not leave either.
+_STOPS_WRITING = (HoldKind.CHANNEL_FLOW, HoldKind.CONNECTION_BLOCKED)
+
+
+class SendTicket(Ticket):
+    """A message that waits to be admitted."""
+
+    __slots__ = ("error", "exchange", "payload", "receipt", "routing_key", "since", "waiter")
+
+    def __init__(self, payload: bytes | Message, exchange: str, routing_key: str, size: int, since: float) -> None:
+        super().__init__(size)
+        self.payload = payload
+        self.exchange = exchange
+        self.routing_key = routing_key
+        # When it began to wait.
+        self.since = since
+        # Set when it is admitted, or when it never will be.
+        self.receipt: Receipt | None = None
+        self.error: Exception | None = None
+        # What the skin wakes its owner by.
+        self.waiter: Any = None
+
+
+class ProducerProtocol:
+    """The state of one producer.
+
+    Args:
+        settings: the producer's settings.
+        id_prefix: the beginning of the message ids that it gives; the number in 12 hexadecimal digits follows.
+        receipt_type: what it makes for every message.
+        now: seconds.
+        wall_offset: what to add to `now` for seconds since 1970.
+        line: the order in which waiting messages are served; first come, first served unless given.
+    """
+
+    def __init__(
+        self,
+        settings: ProducerSettings,
+        *,
+        id_prefix: str,
+        receipt_type: type[Receipt] = Receipt,
+        now: float,
+        wall_offset: float = 0.0,
+        line: Line | None = None,
+    ) -> None:
+        self.settings = settings
+        self.window = WindowLimiter(settings.capacity, kind=HoldKind.CAPACITY)
+        parts: list[Limiter] = [self.window]
+        # The part of the window that counts bytes; None if it is not limited.
+        self.byte_window: SizeLimiter | None = None
+        if settings.capacity_bytes is not None:
+            self.byte_window = SizeLimiter(settings.capacity_bytes, kind=HoldKind.CAPACITY)
+            parts.append(self.byte_window)
+        if settings.rate is not None:
+            parts.append(RateLimiter(settings.rate, burst=settings.rate_burst, kind=HoldKind.RATE))
+        self.controller = FlowController(
+            parts[0] if len(parts) == 1 else CompositeLimiter(parts), line=line, name=settings.name
+        )
+        self.gate = self.controller.gate
+        self._id_prefix = id_prefix if settings.message_ids else None
+        self._receipt_type = receipt_type
+        self._wall_offset = wall_offset
+        # The number of the next message; with the prefix it is its message id.
+        self._next_number = 1
+        # Replaced when a channel opens.
+        self._encoder = self._new_encoder(0, 0)
+        self.outbound = Outbound()
+        # By delivery tag, which on one channel is the order of admission.
+        self._unsettled: dict[int, Receipt] = {}
+        self._next_tag = 1
+        # No tag below this one is unsettled.
+        self._oldest = 1
+        # Mandatory messages with an id of their own, because a return names nothing else.
+        self._by_id: dict[str, list[Receipt]] = {}
+        # Who waits until every tag up to one is settled, and who waits for an open gate.
+        self._flushes: list[tuple[int, Any]] = []
+        self._unflow_waiters: list[Any] = []
+        # Why nothing can be sent any more; None while it can.
+        self.closed: str | None = None
+        # The channel number while a channel is open.
+        self.channel: int | None = None
+
+        # To be taken by the skin: whom to wake, …
+        self.wake: list[Any] = []
+        # … receipts that are settled, if somebody wants all of them, …
+        self.settled: list[Receipt] | None = None
+        # … flow events, if somebody listens, …
+        self.events: list[FlowEvent] | None = None
+        # … and failures of which nobody has been told yet.
+        self.failures: list[Receipt] = []
+
+        self.gate.observer = self._gate_changed
+        self.gate.hold(HoldKind.DISCONNECTED, now=now)
+
+    def _new_encoder(self, channel: int, frame_max: int) -> PublishEncoder:
+        return PublishEncoder(
+            channel, frame_max, id_prefix=self._id_prefix or "", mandatory=self.settings.mandatory
+        )
+
+    # What the application does.
+
+    @property
+    def unsettled(self) -> int:
+        """Messages that are admitted and not settled."""
+        return len(self._unsettled)
+
+    @property
+    def in_flight(self) -> int:
+        """The part of the unsettled messages that has begun to be written."""
+        return len(self._unsettled) - (self._next_tag - 1 - self.outbound.begun)
+
+    def send(self, payload: bytes | Message, exchange: str, routing_key: str, now: float) -> Receipt | None:
+        """Admit a message if that is possible now.
+
+        Returns:
+            Its receipt; ``None`` if the producer is flowed or others wait, and nothing has happened.
+
+        Raises:
+            ProducerClosed: no message will ever be admitted again.
+            ValueError: it cannot be encoded.
+        """
+        if type(payload) is bytes:
+            size = len(payload)
+            if self.controller.try_acquire(size, now):
+                return self._admit(payload, exchange, routing_key, size, now)
+        else:
+            size = len(payload.body)  # type: ignore[union-attr]  # not bytes, so a Message
+            if self.controller.try_acquire(size, now):
+                return self._admit(payload, exchange, routing_key, size, now)
+        if self.closed is not None:
+            raise ProducerClosed(self.closed, payload)
+        return None
+
+    def stand_in_line(self, payload: bytes | Message, exchange: str, routing_key: str, now: float) -> SendTicket:
+        """Have a message wait for its admission. Its ticket's waiter is in `wake` when that is decided."""
+        # Names and properties that cannot be encoded are refused before the wait, not after it.
+        self._encoder.route(exchange, routing_key)
+        if isinstance(payload, Message):
+            properties(payload)
+            size = len(payload.body)
+        else:
+            size = len(payload)
+        ticket = SendTicket(payload, exchange, routing_key, size, now)
+        self.controller.stand_in_line(ticket, now)
+        return ticket
+
+    def give_up(self, ticket: SendTicket) -> bool:
+        """Stop waiting.
+
+        Returns:
+            True if the message was not admitted, and never will be; False if it is too late for that.
+        """
+        if ticket.receipt is not None or ticket.error is not None:
+            return False
+        self.controller.leave_line(ticket)
+        return True
+
+    def set_capacity(self, capacity: int, now: float) -> None:
+        """Change the window. A lower one cancels nothing: nothing is admitted until there is room (C6)."""
+        self.window.capacity = capacity
+        self._grant(now)
+
+    def hold(self, kind: str, now: float, *, source: str = "", detail: str = "") -> None:
+        """Raise a hold."""
+        self.gate.hold(kind, now=now, source=source, detail=detail)
+
+    def lift(self, kind: str, now: float, *, source: str = "") -> None:
+        """Lift a hold, and admit whom that lets in."""
+        if self.gate.lift(kind, now=now, source=source) is not None:
+            self._grant(now)
+
+    def flow_state(self, now: float) -> FlowState:
+        """The flow at this moment."""
+        self.controller.look(now)
+        since = self.gate.closed_since
+        return FlowState(
+            self.gate.holds,
+            None if since is None else since + self._wall_offset,
+            self.gate.times_closed,
+            self.gate.seconds_held(now),
+        )
+
+    def when_flushed(self, waiter: Any) -> bool:
+        """Have a waiter woken once all that is admitted now is settled.
+
+        Returns:
+            False if it is already, and the waiter is not kept.
+        """
+        if not self._unsettled:
+            return False
+        self._flushes.append((self._next_tag - 1, waiter))
+        return True
+
+    def when_unflowed(self, waiter: Any, now: float) -> bool:
+        """Have a waiter woken once the producer is unflowed.
+
+        Returns:
+            False if it is already, and the waiter is not kept.
+        """
+        self.controller.look(now)
+        if self.gate.is_open:
+            return False
+        self._unflow_waiters.append(waiter)
+        return True
+
+    def forget_waiter(self, waiter: Any) -> None:
+        """Drop a waiter of `when_flushed` or `when_unflowed`."""
+        self._flushes = [entry for entry in self._flushes if entry[1] is not waiter]
+        self._unflow_waiters = [entry for entry in self._unflow_waiters if entry is not waiter]
+
+    def take_failures(self) -> list[Receipt]:
+        """The failures of which nobody has been told, and forget them."""
+        failures = [receipt for receipt in self.failures if not receipt._seen]
+        self.failures.clear()
+        return failures
+
+    def close(self, reason: str, now: float) -> None:
+        """Admit nothing from now on. Who waits is told; what is admitted goes on."""
+        if self.closed is not None:
+            return
+        self.closed = reason
+        # A gate that stays shut keeps the question whether it is closed off the way of every send.
+        self.gate.hold(HoldKind.DISCONNECTED, now=now, source="close", detail=reason)
+        while (ticket := self.controller.dismiss()) is not None:
+            assert isinstance(ticket, SendTicket)
+            ticket.error = ProducerClosed(reason, ticket.payload)
+            self.wake.append(ticket.waiter)
+        self.wake += self._unflow_waiters
+        self._unflow_waiters.clear()
+
+    @property
+    def unsettled_receipts(self) -> tuple[Receipt, ...]:
+        """The receipts of the unsettled messages, in the order of admission."""
+        return tuple(self._unsettled.values())
+
+    # What happens to the connection.
+
+    def reopen(self) -> None:
+        """Another host is tried after one that could not be connected to. Only before the first channel."""
+        self.closed = None
+        self.gate.lift(HoldKind.DISCONNECTED, now=0.0, source="close")
+
+    def channel_opened(self, channel: int, frame_max: int, now: float) -> None:
+        """A channel is there, in confirm mode if the settings want it; its first publish has delivery tag 1.
+
+        Args:
+            channel: its number.
+            frame_max: the negotiated frame size in bytes; 0 for no limit.
+            now: seconds.
+        """
+        self.channel = channel
+        self._encoder = self._new_encoder(channel, frame_max)
+        self.outbound = Outbound()
+        self._next_tag = self._oldest = 1
+        self.lift(HoldKind.DISCONNECTED, now)
+
+    def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
+        """The broker closed the channel.
+
+        Args:
+            code: its reply code.
+            text: its reply text.
+            method: class and method id that it names.
+            now: seconds.
+        """
+        suspects = [tag for tag in self._unsettled if tag <= self.outbound.begun]
+        # Only a lone message in flight can be told to be the culprit.
+        if len(suspects) == 1 and method == (60, 40):
+            self._unsettled[suspects[0]]._reply = (code, text)
+        self._end(f"the broker closed the channel: {code} {text}", now)
+
+    def connection_lost(self, reason: str, now: float) -> None:
+        """The connection is gone, or given up."""
+        self._end(reason, now)
+
+    def _end(self, reason: str, now: float) -> None:
+        self.channel = None
+        self.gate.hold(HoldKind.DISCONNECTED, now=now, detail=reason)
+        self.close(reason, now)
+        unsettled, self._unsettled = self._unsettled, {}
+        begun = self.outbound.begun
+        self.outbound = Outbound()
+        size = 0
+        for tag, receipt in unsettled.items():
+            size += receipt.size
+            if tag > begun:
+                outcome = Outcome.FAILED
+            elif receipt._reply is None:
+                outcome = Outcome.UNKNOWN
+            else:
+                outcome = Outcome.RETURNED if receipt._reply[0] in (312, 313) else Outcome.REJECTED
+            self._settle(receipt, outcome)
+        self._by_id.clear()
+        self._released(len(unsettled), size, now)
+
+    # What the broker says.
+
+    def on_flow(self, active: bool, now: float) -> None:
+        """``Channel.Flow``: it is answered at once, right after the message that has begun, if any (J7)."""
+        assert self.channel is not None
+        self.outbound.put_control(flow_ok(self.channel, active))
+        if active:
+            self.lift(HoldKind.CHANNEL_FLOW, now)
+        else:
+            self.hold(HoldKind.CHANNEL_FLOW, now)
+
+    def on_blocked(self, reason: str, now: float) -> None:
+        """``Connection.Blocked``."""
+        self.hold(HoldKind.CONNECTION_BLOCKED, now, detail=reason)
+
+    def on_unblocked(self, now: float) -> None:
+        """``Connection.Unblocked``."""
+        self.lift(HoldKind.CONNECTION_BLOCKED, now)
+
+    def on_ack(self, tag: int, multiple: bool, now: float) -> None:
+        """``Basic.Ack``: the broker takes responsibility."""
+        self._answered(tag, multiple, Outcome.CONFIRMED, now)
+
+    def on_nack(self, tag: int, multiple: bool, now: float) -> None:
+        """``Basic.Nack``: the broker does not."""
+        self._answered(tag, multiple, Outcome.NACKED, now)
+
+    def on_return(self, code: int, text: str, exchange: str, routing_key: str, header: bytes, body: bytes) -> None:
+        """``Basic.Return``: no queue took a mandatory message. Its ack follows.
+
+        Args:
+            code: the reply code.
+            text: the reply text.
+            exchange: where it was published.
+            routing_key: with which key.
+            header: the payload of the content header frame.
+            body: the content.
+        """
+        message = decode_message(header, body)
+        receipt = self._find(message.message_id)
+        if receipt is not None:
+            receipt._reply = (code, text)
+        elif not self.settings.confirms:
+            # Settled when it was written; what came back is all there is to tell of it.
+            receipt = self._receipt_type(message, self._encoder.route(exchange, routing_key), None, 0)
+            receipt._reply = (code, text)
+            self._settle(receipt, Outcome.RETURNED)
+        else:
+            logger.warning("%s: the broker returned a message that is not unsettled: %s", self.settings.name, message)
+
+    def _find(self, message_id: str | None) -> Receipt | None:
+        if message_id is None:
+            return None
+        own = self._by_id.get(message_id)
+        if own:
+            return own.pop(0)
+        prefix = self._id_prefix
+        if prefix is None or not message_id.startswith(prefix):
+            return None
+        # Tags and numbers run in step on one channel.
+        number = int(message_id[len(prefix) :], 16)
+        receipt = self._unsettled.get(number - (self._next_number - self._next_tag))
+        return receipt if receipt is not None and receipt.message_id == message_id else None
+
+    # What the socket says.
+
+    def data_to_write(self, limit: int) -> bytes:
+        """The next bytes to write, about `limit` at the most; empty if nothing may be written now."""
+        return self.outbound.data(limit)
+
+    def advance(self, count: int, now: float) -> bool:
+        """Take note that so many bytes of `data_to_write` were taken by the socket.
+
+        Returns:
+            True if that ends at a frame border, so that something else may be written on the connection.
+        """
+        outbound = self.outbound
+        outbound.advance(count)
+        if not self.settings.confirms:
+            self._written(now)
+        if not self.gate.is_open and outbound.size <= self.settings.max_unwritten_bytes // 2:
+            self.lift(HoldKind.TRANSPORT, now)
+        return not outbound.mid_frame
+
+    @property
+    def unfinished(self) -> bytes:
+        """What is still to be written of frames that have begun; empty at a frame border."""
+        return self.outbound.unfinished
+
+    # What the clock says.
+
+    def next_timer(self, now: float) -> float | None:
+        """When to call `on_timer`; ``None`` if not."""
+        return self.controller.ready_at(now)
+
+    def on_timer(self, now: float) -> None:
+        """Time has passed."""
+        self._grant(now)
+
+    def notice(self, ticket: SendTicket, now: float) -> None:
+        """Say that a message is still waiting to be admitted."""
+        holds = self.gate.holds
+        logger.warning(
+            "%s: a send has been waiting for %.1f s; held by %s",
+            self.settings.name,
+            now - ticket.since,
+            ", ".join(map(str, holds)) or "those before it",
+        )
+        if self.events is not None:
+            self._event(FlowEventKind.WAITING, holds[0] if holds else None, ticket.since, now)
+
+    # How it is done.
+
+    def _admit(self, payload: bytes | Message, exchange: str, routing_key: str, size: int, now: float) -> Receipt:
+        number = self._next_number
+        encoder = self._encoder
+        outbound = self.outbound
+        try:
+            route = encoder.route(exchange, routing_key)
+            if type(payload) is bytes and self._id_prefix is not None and size <= encoder.max_body:
+                outbound.put(encoder.plain(route, payload, number))
+            else:
+                message = payload if isinstance(payload, Message) else Message(payload)
+                frames = encoder.message(route, message, None if self._id_prefix is None else number)
+                outbound.put_frames(frames)
+        except (TypeError, ValueError):
+            self.controller.release(size)
+            raise
+        self._next_number = number + 1
+        tag = self._next_tag
+        self._next_tag = tag + 1
+        receipt = self._receipt_type(payload, route, self._id_prefix, number)
+        self._unsettled[tag] = receipt
+        if type(payload) is not bytes and self.settings.mandatory:
+            own_id = payload.message_id  # type: ignore[union-attr]  # not bytes, so a Message
+            if own_id is not None:
+                self._by_id.setdefault(own_id, []).append(receipt)
+        if outbound.size > self.settings.max_unwritten_bytes:
+            self.gate.hold(HoldKind.TRANSPORT, now=now)
+        return receipt
+
+    def _grant(self, now: float) -> None:
+        """Admit from the line whom the gate and the window let in now."""
+        controller = self.controller
+        while (ticket := controller.grant(now)) is not None:
+            assert isinstance(ticket, SendTicket)
+            try:
+                ticket.receipt = self._admit(ticket.payload, ticket.exchange, ticket.routing_key, ticket.size, now)
+            except (TypeError, ValueError) as error:
+                ticket.error = error
+            self.wake.append(ticket.waiter)
+        if self._unflow_waiters:
+            controller.look(now)
+
+    def _answered(self, tag: int, multiple: bool, outcome: Outcome, now: float) -> None:
+        begun = self.outbound.begun
+        if tag > begun or (tag == 0 and not multiple):
+            logger.warning(
+                "%s: the broker answered delivery tag %d, but %d messages were written; ignored",
+                self.settings.name,
+                tag,
+                begun,
+            )
+            return
+        unsettled = self._unsettled
+        if multiple:
+            # Tag 0 stands for all (AMQP 0-9-1, Basic.Ack).
+            run = range(self._oldest, (tag or begun) + 1)
+            receipts = [receipt for each in run if (receipt := unsettled.pop(each, None)) is not None]
+            self._oldest = max(self._oldest, run.stop)
+        else:
+            receipt = unsettled.pop(tag, None)
+            receipts = [] if receipt is None else [receipt]
+        if outcome is Outcome.CONFIRMED:
+            wake = self.wake
+            for receipt in receipts:
+                if receipt._reply is None:
+                    receipt._outcome = outcome
+                    if receipt._waiter is not None:
+                        wake.append(receipt._waiter)
+                else:
+                    self._settle(receipt, Outcome.RETURNED, report=False)
+        else:
+            for receipt in receipts:
+                self._settle(receipt, outcome, report=False)
+        if self.settled is not None:
+            self.settled += receipts
+        self._left(receipts, now)
+
+    def _written(self, now: float) -> None:
+        """Without confirms a message is settled once it is written."""
+        finished = self.outbound.finished
+        receipts = []
+        while self._oldest <= finished:
+            receipt = self._unsettled.pop(self._oldest, None)
+            self._oldest += 1
+            if receipt is not None:
+                self._settle(receipt, Outcome.SENT)
+                receipts.append(receipt)
+        if receipts:
+            self._left(receipts, now)
+
+    def _settle(self, receipt: Receipt, outcome: Outcome, *, report: bool = True) -> None:
+        receipt._outcome = outcome
+        if receipt._waiter is not None:
+            self.wake.append(receipt._waiter)
+        if report and self.settled is not None:
+            self.settled.append(receipt)
+        if not receipt.delivered and self.settled is None:
+            self.failures.append(receipt)
+
+    def _left(self, receipts: list[Receipt], now: float) -> None:
+        if self._by_id:
+            for receipt in receipts:
+                self._forget_id(receipt)
+        size = 0 if self.byte_window is None else sum(receipt.size for receipt in receipts)
+        self._released(len(receipts), size, now)
+
+    def _forget_id(self, receipt: Receipt) -> None:
+        payload = receipt._payload
+        if isinstance(payload, Message) and payload.message_id is not None:
+            own = self._by_id.get(payload.message_id)
+            if own is not None:
+                if receipt in own:
+                    own.remove(receipt)
+                if not own:
+                    del self._by_id[payload.message_id]
+
+    def _released(self, count: int, size: int, now: float) -> None:
+        if count:
+            self.controller.release(size, count)
+        if self.controller.waiting or self._unflow_waiters:
+            self._grant(now)
+        if self._flushes:
+            self._look_at_flushes()
+
+    def _look_at_flushes(self) -> None:
+        unsettled = self._unsettled
+        while self._oldest < self._next_tag and self._oldest not in unsettled:
+            self._oldest += 1
+        done = self._next_tag if not unsettled else self._oldest
+        self.wake += [waiter for tag, waiter in self._flushes if tag < done]
+        self._flushes = [entry for entry in self._flushes if entry[0] >= done]
+
+    def _gate_changed(self, hold: Hold, raised: bool, now: float) -> None:
+        if hold.kind in _STOPS_WRITING:
+            self.outbound.stopped = any(self.gate.is_held_by(kind) for kind in _STOPS_WRITING)
+        if self.gate.is_open and self._unflow_waiters:
+            self.wake += self._unflow_waiters
+            self._unflow_waiters.clear()
+        level = _LOG_LEVELS.get(HoldKind(hold.kind), logging.DEBUG)
+        if raised:
+            logger.log(level, "%s: held by %s", self.settings.name, hold)
+        else:
+            logger.log(level, "%s: no longer held by %s, after %.3g s", self.settings.name, hold, now - hold.since)
+        if self.events is not None:
+            if raised:
+                kind = FlowEventKind.FLOWED if len(self.gate.holds) == 1 else FlowEventKind.HOLD_RAISED
+            else:
+                kind = FlowEventKind.UNFLOWED if self.gate.is_open else FlowEventKind.HOLD_LIFTED
+            self._event(kind, hold, hold.since, now)
+
+    def _event(self, kind: FlowEventKind, hold: Hold | None, since: float, now: float) -> None:
+        assert self.events is not None
+        offset = self._wall_offset
+        self.events.append(
+            FlowEvent(kind, self.settings.name, hold, self.gate.holds, now + offset, since + offset, now - since)
+        )

@@ -1,0 +1,150 @@
+"""Receipts: the fate of one message."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from qflow_client.errors import (
+    DeliveryError,
+    MessageFailed,
+    MessageNacked,
+    MessageRejected,
+    MessageReturned,
+    OutcomeUnknown,
+)
+from qflow_client.message import Message
+
+if TYPE_CHECKING:
+    from qflow_client.frames import Route
+
+__all__ = ["Outcome", "Receipt"]
+
+
+class Outcome(StrEnum):
+    """How a message ended."""
+
+    #: The broker has taken responsibility (``Basic.Ack``).
+    CONFIRMED = "confirmed"
+    #: Written, in a producer without confirms.
+    SENT = "sent"
+    #: The broker has refused responsibility (``Basic.Nack``).
+    NACKED = "nacked"
+    #: Mandatory, and no queue was there for it (``Basic.Return``).
+    RETURNED = "returned"
+    #: The broker closed the channel over it.
+    REJECTED = "rejected"
+    #: Never written.
+    FAILED = "failed"
+    #: Written, and the connection ended before the broker answered.
+    UNKNOWN = "unknown"
+
+
+class Receipt:
+    """What is known of one admitted message. The producers' own receipts add ways to wait for it."""
+
+    # One is made for every message, so it holds references to what is there anyway, and computes the rest when asked.
+    __slots__ = ("_id_prefix", "_number", "_outcome", "_payload", "_reply", "_route", "_seen", "_waiter")
+
+    def __init__(self, payload: bytes | Message, route: Route, id_prefix: str | None, number: int) -> None:
+        # What the application gave; a plain body stands for a persistent message without further properties.
+        self._payload = payload
+        self._route = route
+        # The beginning of the ids that the producer gives; None if it gives none.
+        self._id_prefix = id_prefix
+        # The producer's number for it, in the order of admission.
+        self._number = number
+        # None while unsettled.
+        self._outcome: Outcome | None = None
+        # The broker's code and words, once it has returned the message or closed the channel over it.
+        self._reply: tuple[int, str] | None = None
+        # Whether the application has been told of a failure, so that flush and close need not.
+        self._seen = False
+        # What a waiting skin has put here to be woken by; None while nobody waits.
+        self._waiter: Any = None
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """How it ended; ``None`` while it is unsettled."""
+        return self._outcome
+
+    @property
+    def done(self) -> bool:
+        """Whether it is settled."""
+        return self._outcome is not None
+
+    @property
+    def delivered(self) -> bool:
+        """Whether it is confirmed or, in a producer without confirms, sent."""
+        return self._outcome is Outcome.CONFIRMED or self._outcome is Outcome.SENT
+
+    @property
+    def may_have_arrived(self) -> bool:
+        """Whether a copy of the message may be in the broker."""
+        return self._outcome not in (Outcome.NACKED, Outcome.RETURNED, Outcome.REJECTED, Outcome.FAILED)
+
+    @property
+    def exchange(self) -> str:
+        """The exchange it was sent to."""
+        return self._route.exchange
+
+    @property
+    def routing_key(self) -> str:
+        """The routing key it was sent with."""
+        return self._route.routing_key
+
+    @property
+    def message_id(self) -> str | None:
+        """The message id it bears on the wire."""
+        payload = self._payload
+        if isinstance(payload, Message) and payload.message_id is not None:
+            return payload.message_id
+        return None if self._id_prefix is None else f"{self._id_prefix}{self._number:012x}"
+
+    @property
+    def message(self) -> Message:
+        """The message, with the message id that it bears on the wire."""
+        payload = self._payload
+        if isinstance(payload, Message):
+            if payload.message_id is not None or self._id_prefix is None:
+                return payload
+            values = {name: getattr(payload, name) for name in Message.__dataclass_fields__}
+            return Message(**(values | {"message_id": self.message_id}))
+        return Message(payload, message_id=self.message_id)
+
+    @property
+    def size(self) -> int:
+        """The length of the body in bytes."""
+        payload = self._payload
+        return len(payload.body if isinstance(payload, Message) else payload)
+
+    def error(self) -> DeliveryError | None:
+        """The error that stands for its outcome; ``None`` if it was delivered or is unsettled.
+
+        Whoever asks has been told: `flush` and `close` will not bring it up again.
+        """
+        if self._outcome is None or self.delivered:
+            return None
+        self._seen = True
+        text = self.describe()
+        code, words = self._reply or (0, "")
+        match self._outcome:
+            case Outcome.NACKED:
+                return MessageNacked(text, self)
+            case Outcome.RETURNED:
+                return MessageReturned(text, self, code, words)
+            case Outcome.REJECTED:
+                return MessageRejected(text, self, code, words)
+            case Outcome.FAILED:
+                return MessageFailed(text, self)
+        return OutcomeUnknown(text, self)
+
+    def describe(self) -> str:
+        """One line for people."""
+        text = f"message {self.message_id or self._number} to {self.exchange!r}/{self.routing_key!r}: " + (
+            self._outcome or "unsettled"
+        )
+        return f"{text} ({self._reply[0]} {self._reply[1]})" if self._reply is not None else text
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.describe()}>"

@@ -1,0 +1,245 @@
+"""A producer's settings: what there is, what is allowed, and where a value may come from.
+
+In this order of precedence: a keyword argument, a `ProducerSettings`, a query parameter of the URL, an environment variable
+(``QFLOW_`` and the name in capitals), the default.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+from qflow_client.errors import SettingsError
+
+__all__ = ["ProducerSettings", "WhenFlowed", "hide_password"]
+
+
+_URL = "amqp://guest:guest@localhost:5672/%2F"
+
+
+class WhenFlowed(StrEnum):
+    """What `send` does while the producer is flowed (D1)."""
+
+    #: Wait, at most `max_producer_flow_control_wait`.
+    BLOCK = "block"
+    #: Raise `ProducerFlowed` at once.
+    RAISE = "raise"
+
+
+def hide_password(url: str) -> str:
+    """The URL as it may be shown."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit(parts._replace(netloc=f"{parts.username}:***@{host}"))
+
+
+def _seconds(text: str) -> float | None:
+    return None if text.lower() in ("none", "forever", "") else float(text)
+
+
+def _optional_int(text: str) -> int | None:
+    return None if text.lower() in ("none", "") else int(text)
+
+
+def _boolean(text: str) -> bool:
+    known = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    try:
+        return known[text.lower()]
+    except KeyError:
+        raise ValueError("use true or false") from None
+
+
+def _setting(default: Any, parse: Callable[[str], Any], allowed: str, check: Callable[[Any], bool]) -> Any:
+    return field(default=default, metadata={"parse": parse, "allowed": allowed, "check": check})
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and len(value.encode()) <= 255
+
+
+_BOOL: tuple[Callable[[str], Any], str, Callable[[Any], bool]] = (_boolean, "True or False", lambda v: isinstance(v, bool))
+_NAME: tuple[Callable[[str], Any], str, Callable[[Any], bool]] = (str, "a str of at most 255 bytes", _is_name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProducerSettings:
+    """Everything that can be set about a producer.
+
+    Attributes:
+        url: ``amqp://`` or ``amqps://`` URL of the broker, or several, which are tried in turn. What the query does not
+            name after a setting goes to pika (``heartbeat``, ``socket_timeout``, ``ssl_options``, …).
+        exchange: where `send` publishes unless told otherwise; ``""`` is the default exchange.
+        routing_key: with which it publishes unless told otherwise.
+        capacity: the most unsettled messages there may be (C6).
+        capacity_bytes: the most body bytes of unsettled messages; a message larger than that is admitted alone. ``None``
+            for no limit.
+        max_producer_flow_control_wait: seconds that a `send` may stay blocked; ``None`` for ever, 0 not at all (A4).
+        when_flowed: ``"block"`` or ``"raise"`` (D1).
+        confirms: ask the broker for publisher confirms. Without, a receipt says ``sent`` once the message is written.
+        mandatory: have the broker return what no queue takes, so that it is not lost in silence.
+        message_ids: give every message that has none a message id.
+        rate: the most messages per second, on average; ``None`` for no limit (F2 F6).
+        rate_burst: how many messages may pass at once after a rest.
+        max_unwritten_bytes: the most bytes that may be admitted and not yet written; beyond it the producer is held by
+            ``transport``.
+        flow_control_wait_notify_period: seconds between two notices that a `send` still waits.
+        connect_timeout: seconds that connecting to one host may take, with TLS, authentication and opening the channel.
+        name: what flow events, logs and the broker's management show.
+
+    Raises:
+        SettingsError: a value that is not allowed.
+    """
+
+    url: str | Sequence[str] = _setting(
+        _URL, str, "an amqp:// or amqps:// URL, or a non-empty sequence of them", lambda v: bool(_urls(v))
+    )
+    exchange: str = _setting("", *_NAME)
+    routing_key: str = _setting("", *_NAME)
+    capacity: int = _setting(1000, int, "a whole number of messages, at least 1", lambda v: _is_int(v) and v >= 1)
+    capacity_bytes: int | None = _setting(
+        None,
+        _optional_int,
+        "None or a whole number of bytes, at least 1",
+        lambda v: v is None or (_is_int(v) and v >= 1),
+    )
+    max_producer_flow_control_wait: float | None = _setting(
+        60.0, _seconds, "None (for ever) or seconds, at least 0", lambda v: v is None or (_is_number(v) and v >= 0)
+    )
+    when_flowed: WhenFlowed = _setting(
+        WhenFlowed.BLOCK, str, "'block' or 'raise'", lambda v: v in list(WhenFlowed) and isinstance(v, str)
+    )
+    confirms: bool = _setting(True, *_BOOL)
+    mandatory: bool = _setting(True, *_BOOL)
+    message_ids: bool = _setting(True, *_BOOL)
+    rate: float | None = _setting(
+        None, _seconds, "None or messages per second, more than 0", lambda v: v is None or (_is_number(v) and v > 0)
+    )
+    rate_burst: int = _setting(1, int, "a whole number of messages, at least 1", lambda v: _is_int(v) and v >= 1)
+    max_unwritten_bytes: int = _setting(
+        1 << 20, int, "a whole number of bytes, at least 1", lambda v: _is_int(v) and v >= 1
+    )
+    flow_control_wait_notify_period: float = _setting(
+        5.0, float, "seconds, more than 0", lambda v: _is_number(v) and v > 0
+    )
+    connect_timeout: float = _setting(15.0, float, "seconds, more than 0", lambda v: _is_number(v) and v > 0)
+    name: str = _setting("producer", *_NAME)
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if not setting.metadata["check"](value):
+                raise _refused(setting.name, value, setting.metadata["allowed"])
+        object.__setattr__(self, "url", self.url if isinstance(self.url, str) else tuple(self.url))
+        object.__setattr__(self, "when_flowed", WhenFlowed(self.when_flowed))
+        if self.mandatory and not self.message_ids:
+            raise SettingsError(
+                "mandatory=True with message_ids=False: a returned message can only be told by its message id; "
+                "set mandatory=False, or leave message_ids on"
+            )
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The hosts to try, each as a URL, without the query parameters that are settings of ours."""
+        return tuple(_split_url(url)[0] for url in _urls(self.url))
+
+    def __repr__(self) -> str:
+        shown = ", ".join(
+            f"{setting.name}={value!r}"
+            for setting in fields(self)
+            if (value := getattr(self, setting.name)) != setting.default and setting.name != "url"
+        )
+        urls = [hide_password(url) for url in _urls(self.url)]
+        return f"ProducerSettings(url={urls[0] if len(urls) == 1 else urls!r}{', ' if shown else ''}{shown})"
+
+    @classmethod
+    def load(
+        cls,
+        url: str | Sequence[str] | None = None,
+        settings: ProducerSettings | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+        **keywords: Any,
+    ) -> ProducerSettings:
+        """Gather the settings from everywhere they may come from, each from the first place that has it.
+
+        Args:
+            url: as the setting; ``None`` if not given.
+            settings: what a keyword does not say.
+            environ: the environment; that of the process unless given.
+            keywords: settings by name.
+
+        Raises:
+            SettingsError: a value that is not allowed, or a name that is no setting.
+        """
+        known = {setting.name: setting for setting in fields(cls)}
+        for name in keywords:
+            if name not in known:
+                raise SettingsError(f"{name}={keywords[name]!r}: there is no such setting; there are {', '.join(known)}")
+        environ = os.environ if environ is None else environ
+        values: dict[str, Any] = {}
+        for name, setting in known.items():
+            text = environ.get(f"QFLOW_{name.upper()}")
+            if text is not None:
+                values[name] = _parse(name, f"QFLOW_{name.upper()}", text, setting.metadata)
+        if isinstance(values.get("url"), str) and "," in values["url"]:
+            values["url"] = tuple(values["url"].split(","))
+        explicit = {} if settings is None else {n: getattr(settings, n) for n in known}
+        if settings is not None:
+            # What a ProducerSettings leaves at its default it does not say.
+            explicit = {n: v for n, v in explicit.items() if v != known[n].default}
+        url = url if url is not None else explicit.get("url", values.get("url", _URL))
+        if not known["url"].metadata["check"](url):
+            raise _refused("url", url, known["url"].metadata["allowed"])
+        for each in reversed(_urls(url)):
+            for name, text in _split_url(each)[1].items():
+                values[name] = _parse(name, f"the URL's {name}", text, known[name].metadata)
+        return cls(**(values | explicit | keywords | {"url": url}))
+
+
+def _parse(name: str, place: str, text: str, metadata: Mapping[str, Any]) -> Any:
+    try:
+        value = metadata["parse"](text)
+    except ValueError:
+        raise _refused(place, text, metadata["allowed"]) from None
+    if not metadata["check"](value):
+        raise _refused(place, hide_password(text) if name == "url" else text, metadata["allowed"])
+    return value
+
+
+def _refused(name: str, value: Any, allowed: str) -> SettingsError:
+    if name == "url" and isinstance(value, str):
+        value = hide_password(value)
+    return SettingsError(f"{name}={value!r}: it must be {allowed}")
+
+
+def _urls(value: Any) -> tuple[str, ...]:
+    urls = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else ()
+    return urls if all(isinstance(u, str) and urlsplit(u).scheme in ("amqp", "amqps") for u in urls) else ()
+
+
+def _split_url(url: str) -> tuple[str, dict[str, str]]:
+    """A URL without our query parameters, and those."""
+    parts = urlsplit(url)
+    names = {setting.name for setting in fields(ProducerSettings)} - {"url"}
+    ours, theirs = {}, []
+    for name, value in parse_qsl(parts.query, keep_blank_values=True):
+        if name in names:
+            ours[name] = value
+        else:
+            theirs.append((name, value))
+    return urlunsplit(parts._replace(query=urlencode(theirs))), ours

@@ -1,0 +1,8 @@
+"""The producer for threads, on pika."""
+
+from __future__ import annotations
+
+from qflow_client.sync.producer import Producer
+from qflow_client.sync.receipt import SyncReceipt
+
+__all__ = ["Producer", "SyncReceipt"]

@@ -1,0 +1,219 @@
+"""A connection of pika's on an I/O thread of its own, with the tap at its socket."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pika
+from pika.exceptions import ConnectionClosed as PikaConnectionClosed
+
+from qflow_client.errors import ConnectionFailed
+from qflow_client.protocol import ProducerProtocol
+from qflow_client.settings import hide_password
+from qflow_client.sync.pika_io import TapIOServices
+from qflow_client.tap import Tap
+
+__all__ = ["Link"]
+
+logger = logging.getLogger(__name__)
+
+# Seconds that an orderly end of a connection may take before it is cut.
+_CLOSE_GRACE = 3.0
+
+
+def _words(error: object) -> str:
+    """What went wrong, in one line."""
+    if isinstance(error, PikaConnectionClosed):
+        return f"{error.reply_code} {error.reply_text}"
+    return str(error) or type(error).__name__
+
+
+class Link:
+    """One connection, its I/O thread, and the publishing channel on it.
+
+    The thread runs pika's own loop, so heartbeats go on whatever the application does.
+
+    Args:
+        url: where to connect; the query is pika's.
+        protocol: the producer's state; everybody who touches it holds `lock`.
+        lock: the lock.
+        after: called on the I/O thread, without the lock, after anything that may have changed the protocol.
+        timeout: seconds that connecting, authenticating and opening the channel may take together.
+    """
+
+    def __init__(
+        self, url: str, protocol: ProducerProtocol, lock: threading.Lock, after: Callable[[], None], timeout: float
+    ) -> None:
+        self.url = url
+        self._protocol = protocol
+        self._lock = lock
+        self._after = after
+        self._tap = Tap()
+        self.services = TapIOServices(self._tap, lock, self._after_io)
+        self._parameters = pika.URLParameters(url)
+        self._parameters.client_properties = {
+            "connection_name": protocol.settings.name,
+            "product": "qflow_client",
+        } | (self._parameters.client_properties or {})
+        self._parameters.stack_timeout = min(timeout, self._parameters.stack_timeout or timeout)
+        self._parameters.socket_timeout = min(timeout, self._parameters.socket_timeout or timeout)
+        self._connection: pika.SelectConnection | None = None
+        # Set once the channel is there, or failed once it cannot be.
+        self._opened: Future[None] = Future()
+        # When the timer that is armed fires; None if none is.
+        self._timer_at: float | None = None
+        self._thread = threading.Thread(target=self._run, name=f"qflow-io {protocol.settings.name}", daemon=True)
+
+    def open(self, timeout: float) -> None:
+        """Connect and open the channel.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            ConnectionFailed: it cannot be had, and why.
+        """
+        self._thread.start()
+        try:
+            self._opened.result(timeout)
+        except TimeoutError:
+            self.cut()
+            raise ConnectionFailed(f"{hide_password(self.url)}: no answer within {timeout:.3g} s") from None
+        except BaseException:
+            self.cut()
+            raise
+
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether the caller is the I/O thread."""
+        return threading.current_thread() is self._thread
+
+    def close(self) -> None:
+        """End the connection in order if the broker answers soon, and otherwise cut it; wait for the thread to end."""
+        if not self._thread.is_alive():
+            return
+        # A broker that blocks the connection reads no good-bye.
+        if self._tap.is_blocked:
+            self.cut()
+        else:
+            self.services.add_callback_threadsafe(self._close)
+        self._thread.join(_CLOSE_GRACE)
+        if self._thread.is_alive():
+            self.cut()
+            self._thread.join(_CLOSE_GRACE)
+
+    def cut(self) -> None:
+        """End the connection at once."""
+        self.services.add_callback_threadsafe(self._cut)
+
+    def forget(self) -> None:
+        """In a child process after a fork: let go of the parent's socket without a word to the broker."""
+        self.services.forget()
+
+    def arm_timer(self) -> None:
+        """Have the protocol told when its time comes. For any thread."""
+        self.services.add_callback_threadsafe(self._arm_timer)
+
+    # On the I/O thread.
+
+    def _run(self) -> None:
+        try:
+            self._connection = pika.SelectConnection(
+                self._parameters,
+                on_open_callback=self._on_open,
+                on_open_error_callback=self._on_open_error,
+                on_close_callback=self._on_close,
+                custom_ioloop=self.services,
+            )
+            self.services.run()
+        except Exception as error:
+            # Whoever waits must learn of it, whatever it is.
+            logger.exception("%s: the I/O thread failed", self._protocol.settings.name)
+            self._lost(f"the I/O thread failed: {error!r}")
+        finally:
+            self.services.close()
+
+    def _on_open(self, connection: Any) -> None:
+        connection.channel(on_open_callback=self._on_channel_open)
+
+    def _on_open_error(self, _connection: Any, error: BaseException) -> None:
+        self._lost(_words(error))
+
+    def _on_channel_open(self, channel: Any) -> None:
+        channel.add_on_close_callback(self._on_channel_close)
+        if not self._protocol.settings.confirms:
+            self._ready(channel)
+            return
+        try:
+            # Never called: the tap takes the answers out.
+            channel.confirm_delivery(lambda _answer: None, callback=lambda _select_ok: self._ready(channel))
+        except Exception as error:
+            # pika raises when the broker does not announce confirms.
+            self._fail(f"publisher confirms cannot be had: {_words(error)}; confirms=False does without")
+
+    def _ready(self, channel: Any) -> None:
+        parameters = channel.connection.params
+        now = time.monotonic()
+        self._tap.heartbeat = float(parameters.heartbeat or 0)
+        with self._lock:
+            self._protocol.channel_opened(channel.channel_number, parameters.frame_max, now)
+            self._tap.attach(channel.channel_number, self._protocol, now)
+        self._opened.set_result(None)
+        self._after_io()
+        self.services.pump()
+
+    def _on_channel_close(self, _channel: Any, reason: BaseException) -> None:
+        # Nothing else is on this connection.
+        self._fail(_words(reason))
+
+    def _fail(self, why: str) -> None:
+        if not self._opened.done():
+            self._opened.set_exception(ConnectionFailed(f"{hide_password(self.url)}: {why}"))
+        self._close()
+
+    def _on_close(self, _connection: Any, reason: BaseException) -> None:
+        self._lost(f"the connection is lost: {_words(reason)}")
+
+    def _lost(self, why: str) -> None:
+        if not self._opened.done():
+            self._opened.set_exception(ConnectionFailed(f"{hide_password(self.url)}: {why}"))
+        with self._lock:
+            self._protocol.connection_lost(why, time.monotonic())
+        self._after_io()
+        self.services.stop()
+
+    def _close(self) -> None:
+        connection = self._connection
+        if connection is not None and not (connection.is_closing or connection.is_closed):
+            connection.close()
+
+    def _cut(self) -> None:
+        if self.services.tapped is not None:
+            self.services.tapped.cut()
+        else:
+            self._lost("the connection was given up")
+
+    def _after_io(self) -> None:
+        self._after()
+        if self._protocol.controller.waiting:
+            self._arm_timer()
+
+    def _arm_timer(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            at = self._protocol.next_timer(now)
+        if at is not None and (self._timer_at is None or at < self._timer_at):
+            self._timer_at = at
+            self.services.call_later(max(0.0, at - now), self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer_at = None
+        with self._lock:
+            self._protocol.on_timer(time.monotonic())
+        self._after_io()
+        self.services.pump()

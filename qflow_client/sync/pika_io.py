@@ -1,0 +1,277 @@
+"""The tap put into pika, through pika's public interface for I/O services.
+
+pika hands the socket that it has connected to `AbstractIOServices.create_streaming_connection`. Ours wraps that socket:
+what pika receives has gone through the tap, what pika sends waits for a frame border, and the channels' own bytes are
+written when the socket takes them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Lock
+from typing import Any
+
+from pika.adapters.select_connection import IOLoop
+from pika.adapters.utils.selector_ioloop_adapter import SelectorIOServicesAdapter
+
+from qflow_client.frames import FrameError
+from qflow_client.tap import Tap
+
+__all__ = ["TapIOServices"]
+
+# What the kernel has not taken, a stop can still hold back: a large chunk costs nothing but the memory to join it. TLS
+# cannot take back a write that it has begun, so there a chunk is one record.
+_WRITE_CHUNK = 1 << 17
+_TLS_WRITE_CHUNK = 1 << 14
+_READ_CHUNK = 1 << 17
+
+_WOULD_BLOCK = (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError)
+
+
+class _TapSocket:
+    """A connected socket, plain or TLS, as pika uses one."""
+
+    def __init__(self, sock: Any, services: TapIOServices) -> None:
+        self._sock = sock
+        self._services = services
+        self._is_tls = isinstance(sock, ssl.SSLSocket)
+        # Whether pika has begun a chunk that the socket did not take whole.
+        self.library_mid_chunk = False
+        # Set by the first failure to write; pika meets the same one when it reads.
+        self.broken = False
+        # Whether the socket takes no more of ours for now.
+        self.full = False
+        # A TLS record of ours that was begun.
+        self._begun_record = b""
+        self.write_chunk = _TLS_WRITE_CHUNK if self._is_tls else _WRITE_CHUNK
+        services.tapped = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
+
+    def recv(self, _size: int) -> bytes:
+        """What pika is to see of what has come."""
+        while True:
+            data = self._sock.recv(_READ_CHUNK)
+            if not data:
+                return b""
+            passed = self._services.received(data)
+            if passed:
+                return passed
+            # A TLS socket may hold bytes back that no poll tells of, so it is read until it says that it has none.
+            if not self._is_tls:
+                raise BlockingIOError(errno.EAGAIN, "nothing for the library")
+
+    def send(self, data: bytes) -> int:
+        """Send for pika, at a frame border."""
+        if not self.library_mid_chunk and (self._begun_record or not self._services.tap.at_border):
+            if self._is_tls:
+                raise ssl.SSLWantWriteError(ssl.SSL_ERROR_WANT_WRITE, "a frame of a producer has begun")
+            raise BlockingIOError(errno.EAGAIN, "a frame of a producer has begun")
+        try:
+            sent: int = self._sock.send(data)
+        except _WOULD_BLOCK:
+            # A TLS record that was begun must be offered again before anything else.
+            self.library_mid_chunk = self._is_tls
+            raise
+        self.library_mid_chunk = sent < len(data)
+        return sent
+
+    def send_ours(self, data: bytes) -> int:
+        """Send for a producer.
+
+        Returns:
+            How many bytes are sent, or cannot be taken back; `full` tells whether to go on.
+        """
+        try:
+            sent: int = self._sock.send(data)
+        except _WOULD_BLOCK:
+            self.full = True
+            if not self._is_tls:
+                return 0
+            self._begun_record = data
+            return len(data)
+        except OSError:
+            self.broken = True
+            return 0
+        self.full = sent < len(data)
+        return sent
+
+    def finish_record(self) -> None:
+        """Go on with a TLS record that the socket did not take whole."""
+        if self._begun_record:
+            data, self._begun_record = self._begun_record, b""
+            self.send_ours(data)
+        else:
+            self.full = False
+
+    def cut(self) -> None:
+        """End the connection at once; pika finds it closed when it reads."""
+        self.broken = True
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close it, and stop watching it."""
+        self._services.untap()
+        self._sock.close()
+
+
+class _TapContext(ssl.SSLContext):
+    """The application's TLS context, whose sockets are tapped. The context itself stays as it is."""
+
+    _context: ssl.SSLContext
+    _services: TapIOServices
+
+    def __new__(cls, context: ssl.SSLContext, services: TapIOServices) -> _TapContext:
+        self = super().__new__(cls, ssl.PROTOCOL_TLS_CLIENT)
+        self._context = context
+        self._services = services
+        return self
+
+    def wrap_socket(self, sock: Any, *args: Any, **kwargs: Any) -> Any:
+        """A tapped TLS socket."""
+        return _TapSocket(self._context.wrap_socket(sock, *args, **kwargs), self._services)
+
+
+class TapIOServices(SelectorIOServicesAdapter):
+    """pika's I/O services for one connection, with a tap at its socket.
+
+    Everything but `wake` belongs to the thread that runs the loop.
+
+    Args:
+        tap: the tap.
+        lock: held around every use of the tap and of the channels behind it.
+        after: called, without the lock, after anything that may have changed a channel.
+    """
+
+    def __init__(self, tap: Tap, lock: Lock, after: Callable[[], None]) -> None:
+        super().__init__(IOLoop())
+        self.tap = tap
+        self.lock = lock
+        self._after = after
+        # The socket, once it is connected and until it is closed.
+        self.tapped: _TapSocket | None = None
+        # pika's own interest in the socket taking bytes, and ours.
+        self._library_writer: Callable[[], None] | None = None
+        self._ours = False
+        # Whether `pump` runs, or will without being asked; guarded by the lock.
+        self.awake = False
+
+    def wake(self) -> None:
+        """Have `pump` run soon. For any thread, after it has found `awake` False under the lock and set it."""
+        self.add_callback_threadsafe(self.pump)
+
+    # The socket's bytes.
+
+    def received(self, data: bytes) -> bytes:
+        """Give what came to the tap, and do what follows from it."""
+        now = time.monotonic()
+        with self.lock:
+            try:
+                passed = self.tap.received(data, now)
+            except FrameError as error:
+                raise ConnectionAbortedError(errno.ECONNABORTED, f"the broker sent {error}") from error
+            self.awake = True
+        self._after()
+        self.pump()
+        return passed
+
+    def pump(self) -> None:
+        """Write what the channels have, until there is no more or the socket is full."""
+        tapped = self.tapped
+        if tapped is None or tapped.broken or tapped.library_mid_chunk:
+            # Whatever ends that comes back here.
+            with self.lock:
+                self.awake = tapped is not None and tapped.library_mid_chunk
+            return
+        tap, lock = self.tap, self.lock
+        changed = False
+        tapped.finish_record()
+        while not tapped.full and not tapped.broken:
+            with lock:
+                data = tap.data_to_write(tapped.write_chunk)
+                if not data:
+                    self.awake = False
+                    break
+            if len(data) > tapped.write_chunk:
+                data = data[: tapped.write_chunk]
+            sent = tapped.send_ours(data)
+            with lock:
+                tap.advance(sent, time.monotonic())
+            changed = True
+        if tapped.full != self._ours:
+            self._ours = tapped.full
+            self._watch(tapped.fileno())
+        if changed:
+            self._after()
+
+    # pika's interface.
+
+    def create_streaming_connection(
+        self,
+        protocol_factory: Any,
+        sock: Any,
+        on_done: Any,
+        ssl_context: ssl.SSLContext | None = None,
+        server_hostname: str | None = None,
+    ) -> Any:
+        """As pika's, with the tap at the socket."""
+        if ssl_context is not None:
+            ssl_context = _TapContext(ssl_context, self)
+        else:
+            sock = _TapSocket(sock, self)
+        return super().create_streaming_connection(protocol_factory, sock, on_done, ssl_context, server_hostname)
+
+    def set_writer(self, fd: int, on_writable: Callable[[], None]) -> None:
+        """As pika's; the socket that is tapped has two writers."""
+        if self.tapped is None or fd != self.tapped.fileno():
+            super().set_writer(fd, on_writable)
+            return
+        self._library_writer = on_writable
+        self._watch(fd)
+
+    def remove_writer(self, fd: int) -> bool:
+        """As pika's."""
+        if self.tapped is None or fd != self.tapped.fileno():
+            return bool(super().remove_writer(fd))
+        had = self._library_writer is not None
+        self._library_writer = None
+        self._watch(fd)
+        return had
+
+    def forget(self) -> None:
+        """After a fork, in the child: close its copy of the socket. The connection itself is the parent's."""
+        if self.tapped is not None:
+            with suppress(OSError):
+                os.close(self.tapped.fileno())
+
+    def untap(self) -> None:
+        """The socket is about to be closed."""
+        if self.tapped is not None:
+            fd = self.tapped.fileno()
+            self._library_writer, self._ours = None, False
+            self._watch(fd)
+            self.tapped = None
+
+    def _watch(self, fd: int) -> None:
+        if self._library_writer is not None or self._ours:
+            super().set_writer(fd, self._on_writable)
+        else:
+            super().remove_writer(fd)
+
+    def _on_writable(self) -> None:
+        tapped = self.tapped
+        # Who has begun ends first.
+        if tapped is not None and not tapped.library_mid_chunk:
+            self.pump()
+        if self._library_writer is not None:
+            self._library_writer()
+        if tapped is not None and not tapped.library_mid_chunk:
+            self.pump()

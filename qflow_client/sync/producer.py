@@ -1,0 +1,577 @@
+"""`Producer`: for threads."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self
+from uuid import uuid4
+
+from qflow_client.errors import (
+    ConfirmTimeout,
+    ConnectionFailed,
+    FlowControlTimeout,
+    ProducerClosed,
+    ProducerFlowed,
+    UndeliveredMessages,
+)
+from qflow_client.events import FlowEvent, FlowState, HoldKind
+from qflow_client.flow import FlowManager, Line
+from qflow_client.manager import flow_manager
+from qflow_client.message import Message, as_body
+from qflow_client.protocol import ProducerProtocol, SendTicket
+from qflow_client.receipt import Receipt
+from qflow_client.settings import ProducerSettings, WhenFlowed
+from qflow_client.sync.dispatcher import Dispatcher
+from qflow_client.sync.link import Link
+from qflow_client.sync.receipt import SyncReceipt
+
+__all__ = ["Producer"]
+
+logger = logging.getLogger(__name__)
+
+
+class _Default:
+    """Stands for the setting where ``None`` has a meaning of its own."""
+
+    def __repr__(self) -> str:
+        return "<the setting>"
+
+
+_DEFAULT: Any = _Default()
+
+_monotonic = time.monotonic
+
+
+class _Waiter:
+    """Wakes one thread, once; cheaper than an event."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        self._lock.release()
+
+    def wait(self, timeout: float) -> bool:
+        """Whether it was woken within so many seconds."""
+        return self._lock.acquire(timeout=min(timeout, threading.TIMEOUT_MAX))
+
+
+class Producer:
+    """Publishes to an AMQP 0-9-1 broker, never faster than the broker allows. Any number of threads may use one.
+
+    It connects when it is made, and has a connection and an I/O thread of its own.
+
+    Args:
+        url: URL of the broker, or several to try in turn.
+        on_delivery: called with every receipt once it is settled, on the producer's callback thread. With it, `flush`
+            and `close` do not bring failures up again.
+        settings: settings that no keyword gives.
+        line: the order in which waiting sends are served; first come, first served unless given (F4).
+        manager: where it registers, to be stopped and started with all others; the process's own unless given.
+        keywords: settings by name, see `ProducerSettings`.
+
+    Raises:
+        SettingsError: a setting has a value that is not allowed.
+        ConnectionFailed: no host could be connected to.
+    """
+
+    def __init__(
+        self,
+        url: str | Sequence[str] | None = None,
+        *,
+        on_delivery: Callable[[Receipt], object] | None = None,
+        settings: ProducerSettings | None = None,
+        line: Line | None = None,
+        manager: FlowManager = flow_manager,
+        **keywords: Any,
+    ) -> None:
+        self.settings = ProducerSettings.load(url, settings, **keywords)
+        now = _monotonic()
+        # Guards the protocol and the link's `awake`.
+        self._lock = threading.Lock()
+        self._protocol = ProducerProtocol(
+            self.settings,
+            id_prefix=f"{uuid4().hex[:16]}-",
+            receipt_type=SyncReceipt,
+            now=now,
+            wall_offset=time.time() - now,
+            line=line,
+        )
+        self._exchange = self.settings.exchange
+        self._routing_key = self.settings.routing_key
+        self._on_delivery = on_delivery
+        if on_delivery is not None:
+            self._protocol.settled = []
+        self._dispatcher = Dispatcher(f"qflow-callbacks {self.settings.name}")
+        # Who is told of flow events.
+        self._listeners: list[Callable[[FlowEvent], object]] = []
+        self._queues: list[queue.SimpleQueue[FlowEvent | None]] = []
+        self._ended = False
+        self._pid = os.getpid()
+        self._link = self._connect()
+        self._services = self._link.services
+        self._manager = manager
+        manager.register(self)
+        _producers.add(self)
+
+    def _connect(self) -> Link:
+        errors = []
+        for url in self.settings.urls:
+            link = Link(url, self._protocol, self._lock, self._after, self.settings.connect_timeout)
+            try:
+                link.open(self.settings.connect_timeout)
+            except ConnectionFailed as error:
+                errors.append(error)
+                self._protocol.reopen()
+            else:
+                return link
+        raise errors[0] if len(errors) == 1 else ConnectionFailed(
+            f"none of {len(errors)} hosts could be connected to: {'; '.join(map(str, errors))}"
+        )
+
+    # Sending.
+
+    def send(
+        self,
+        message: bytes | str | Message,
+        *,
+        exchange: str | None = None,
+        routing_key: str | None = None,
+        timeout: float | None = _DEFAULT,
+    ) -> SyncReceipt:
+        """Admit a message, waiting while the producer is flowed (J7 A4 D1).
+
+        Args:
+            message: the body, or a `Message` with properties.
+            exchange: where to publish; the setting unless given.
+            routing_key: with which key; the setting unless given.
+            timeout: seconds that it may stay blocked; ``None`` for ever, 0 not at all; the setting
+                `max_producer_flow_control_wait` unless given.
+
+        Returns:
+            Its receipt, as soon as it is admitted, which is before the broker's confirm.
+
+        Raises:
+            FlowControlTimeout: still flowed after `timeout`; the message was not sent and never will be.
+            ProducerFlowed: flowed, and `when_flowed` is ``"raise"``; likewise.
+            ProducerClosed: it was closed, or lost its connection; likewise.
+            TypeError: the message is of another type.
+            ValueError: it cannot be encoded.
+        """
+        payload = message if type(message) is bytes or isinstance(message, Message) else as_body(message)
+        if exchange is None:
+            exchange = self._exchange
+        if routing_key is None:
+            routing_key = self._routing_key
+        services = self._services
+        with self._lock:
+            receipt = self._protocol.send(payload, exchange, routing_key, _monotonic())
+            if receipt is not None:
+                asleep = not services.awake
+                if asleep:
+                    services.awake = True
+        if receipt is not None:
+            if asleep:
+                services.wake()
+            return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
+        if self.settings.when_flowed is WhenFlowed.RAISE:
+            raise self._flowed(ProducerFlowed, payload, 0.0, "when_flowed='block' waits")
+        if timeout is _DEFAULT:
+            timeout = self.settings.max_producer_flow_control_wait
+        return self._send_when_unflowed(payload, exchange, routing_key, timeout)
+
+    def send_nowait(
+        self, message: bytes | str | Message, *, exchange: str | None = None, routing_key: str | None = None
+    ) -> SyncReceipt:
+        """As `send`, but never wait.
+
+        Raises:
+            ProducerFlowed: flowed; the message was not sent and never will be.
+        """
+        try:
+            return self.send(message, exchange=exchange, routing_key=routing_key, timeout=0)
+        except FlowControlTimeout as error:
+            raise ProducerFlowed(error.holds, 0.0, error.message, "send() waits") from None
+
+    def _flowed(self, kind: type[ProducerFlowed], payload: Any, waited: float, advice: str) -> ProducerFlowed:
+        with self._lock:
+            now = _monotonic()
+            self._protocol.controller.look(now)
+            holds = self._protocol.gate.holds
+        self._after()
+        return kind(holds, waited, payload, advice)
+
+    def _send_when_unflowed(
+        self, payload: bytes | Message, exchange: str, routing_key: str, timeout: float | None
+    ) -> SyncReceipt:
+        began = _monotonic()
+        if timeout is not None and timeout <= 0:
+            raise self._flowed(FlowControlTimeout, payload, 0.0, "a longer timeout waits")
+        deadline = float("inf") if timeout is None else began + timeout
+        period = self.settings.flow_control_wait_notify_period
+        notice_at = began + period
+        waiter = _Waiter()
+        with self._lock:
+            if self._protocol.closed is not None:
+                raise ProducerClosed(self._protocol.closed, payload)
+            ticket = self._protocol.stand_in_line(payload, exchange, routing_key, began)
+            ticket.waiter = waiter
+            # Whatever was in the way may be gone since.
+            self._protocol.on_timer(began)
+            timed = self._protocol.next_timer(began) is not None
+        self._after()
+        if timed:
+            self._link.arm_timer()
+        try:
+            while True:
+                now = _monotonic()
+                if waiter.wait(max(0.0, min(deadline, notice_at) - now)):
+                    break
+                now = _monotonic()
+                if now >= deadline:
+                    with self._lock:
+                        gave_up = self._protocol.give_up(ticket)
+                        holds = self._protocol.gate.holds
+                    if gave_up:
+                        raise FlowControlTimeout(holds, now - began, payload)
+                    break
+                if now >= notice_at:
+                    notice_at = now + period
+                    with self._lock:
+                        self._protocol.notice(ticket, now)
+                    self._after()
+        except BaseException:
+            # Ctrl-C above all: what was not admitted is not sent.
+            with self._lock:
+                self._protocol.give_up(ticket)
+            self._kick()
+            raise
+        self._kick()
+        return self._admitted(ticket)
+
+    @staticmethod
+    def _admitted(ticket: SendTicket) -> SyncReceipt:
+        if ticket.error is not None:
+            raise ticket.error
+        assert isinstance(ticket.receipt, SyncReceipt)
+        return ticket.receipt
+
+    def _kick(self) -> None:
+        """Have the I/O thread write what there is, and tell whom there is to tell."""
+        with self._lock:
+            asleep = not self._services.awake and self._protocol.outbound.size > 0
+            if asleep:
+                self._services.awake = True
+        if asleep:
+            self._services.wake()
+        self._after()
+
+    def flush(self, timeout: float | None = _DEFAULT) -> None:
+        """Wait until all that was admitted before is settled.
+
+        Args:
+            timeout: seconds; ``None`` for ever; the setting `max_producer_flow_control_wait` unless given.
+
+        Raises:
+            ConfirmTimeout: some is not; its outcome is not known yet.
+            UndeliveredMessages: all is settled, and some of it, of which nobody has been told, was not delivered.
+        """
+        if timeout is _DEFAULT:
+            timeout = self.settings.max_producer_flow_control_wait
+        if not self._wait(self._protocol.when_flushed, timeout):
+            unsettled = self.unsettled
+            assert timeout is not None
+            raise ConfirmTimeout(f"{unsettled} messages are not settled after {timeout:.3g} s", unsettled)
+        with self._lock:
+            failures = self._protocol.take_failures()
+        if failures:
+            raise UndeliveredMessages(failures)
+
+    def _wait(self, enroll: Callable[[_Waiter], bool], timeout: float | None) -> bool:
+        """Wait for something of the protocol's, at most so many seconds; whether it came."""
+        deadline = float("inf") if timeout is None else _monotonic() + timeout
+        waiter = _Waiter()
+        with self._lock:
+            if not enroll(waiter):
+                return True
+        try:
+            while not waiter.wait(max(0.0, deadline - _monotonic())):
+                if _monotonic() >= deadline:
+                    return False
+        finally:
+            with self._lock:
+                self._protocol.forget_waiter(waiter)
+        return True
+
+    # The window.
+
+    @property
+    def capacity(self) -> int:
+        """The most unsettled messages there may be. A lower one cancels nothing (C6)."""
+        return self._protocol.window.capacity
+
+    @capacity.setter
+    def capacity(self, capacity: int) -> None:
+        # The setting's own check and words.
+        ProducerSettings(capacity=capacity)
+        with self._lock:
+            self._protocol.set_capacity(capacity, _monotonic())
+        self._kick()
+
+    @property
+    def available(self) -> int:
+        """How many messages could be admitted before the window is full; never below 0."""
+        return max(0, self._protocol.window.capacity - self._protocol.window.used)
+
+    @property
+    def unsettled(self) -> int:
+        """Messages that are admitted and not settled."""
+        return self._protocol.unsettled
+
+    @property
+    def in_flight(self) -> int:
+        """The part of the unsettled messages that has begun to be written."""
+        with self._lock:
+            return self._protocol.in_flight
+
+    # Flow.
+
+    @property
+    def flow_state(self) -> FlowState:
+        """Whether the producer is flowed, by what, since when and how often."""
+        with self._lock:
+            state = self._protocol.flow_state(_monotonic())
+        self._after()
+        return state
+
+    def wait_unflowed(self, timeout: float | None = None) -> bool:
+        """Wait until no hold is left.
+
+        Args:
+            timeout: seconds; ``None`` for ever.
+
+        Returns:
+            Whether none is.
+
+        Raises:
+            ProducerClosed: it is closed, so it never will be.
+        """
+        if not self._wait(lambda waiter: self._protocol.when_unflowed(waiter, _monotonic()), timeout):
+            return False
+        if self._protocol.closed is not None:
+            raise ProducerClosed(self._protocol.closed)
+        return True
+
+    def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]:
+        """Have a callback called with every flow event, in order, on the producer's callback thread.
+
+        It may call any method of the producer. If it raises, that is logged.
+
+        Returns:
+            What to call to have it called no more.
+        """
+        with self._lock:
+            self._listeners.append(callback)
+            self._listen()
+
+        def unsubscribe() -> None:
+            with self._lock:
+                if callback in self._listeners:
+                    self._listeners.remove(callback)
+
+        return unsubscribe
+
+    def flow_events(self) -> Iterator[FlowEvent]:
+        """The flow events from now on; blocks for the next one, and ends when the producer is closed."""
+        events: queue.SimpleQueue[FlowEvent | None] = queue.SimpleQueue()
+        with self._lock:
+            if self._ended:
+                events.put(None)
+            else:
+                self._queues.append(events)
+                self._listen()
+        return self._iterate(events)
+
+    def _iterate(self, events: queue.SimpleQueue[FlowEvent | None]) -> Iterator[FlowEvent]:
+        try:
+            while (event := events.get()) is not None:
+                yield event
+        finally:
+            with self._lock:
+                if events in self._queues:
+                    self._queues.remove(events)
+
+    def _listen(self) -> None:
+        if self._protocol.events is None:
+            self._protocol.events = []
+
+    def pause(self, reason: str = "") -> None:
+        """Hold the producer until `resume`. What is admitted already still leaves (D5)."""
+        self.hold(HoldKind.PAUSED, source="", detail=reason)
+
+    def resume(self) -> None:
+        """Lift the hold of `pause`. One that the manager raised stays."""
+        self.lift(HoldKind.PAUSED, source="")
+
+    def hold(self, kind: str, *, source: str, detail: str) -> None:
+        """Raise a hold; for managers. Applications use `pause`."""
+        with self._lock:
+            self._protocol.hold(kind, _monotonic(), source=source, detail=detail)
+        self._after()
+
+    def lift(self, kind: str, *, source: str) -> None:
+        """Lift a hold; for managers. Applications use `resume`."""
+        with self._lock:
+            self._protocol.lift(kind, _monotonic(), source=source)
+        self._kick()
+
+    # The end.
+
+    @property
+    def name(self) -> str:
+        """The setting."""
+        return self.settings.name
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more messages."""
+        return self._protocol.closed is not None
+
+    def close(self, timeout: float | None = _DEFAULT) -> None:
+        """Flush, and end the connection. A second call does nothing.
+
+        Args:
+            timeout: seconds that messages may take to be settled; ``None`` for ever; the setting
+                `max_producer_flow_control_wait` unless given.
+
+        Raises:
+            UndeliveredMessages: some were not delivered, and nobody has been told. Nothing else is dropped.
+        """
+        if timeout is _DEFAULT:
+            timeout = self.settings.max_producer_flow_control_wait
+        failures = self._close(timeout)
+        if failures:
+            raise UndeliveredMessages(failures)
+
+    def _close(self, timeout: float | None) -> list[Receipt]:
+        with self._lock:
+            if self._ended:
+                return []
+            self._ended = True
+            self._protocol.close("the producer is closed", _monotonic())
+        self._kick()
+        self._manager.unregister(self)
+        try:
+            self._wait(self._protocol.when_flushed, timeout)
+        finally:
+            with self._lock:
+                left = list(self._protocol.unsettled_receipts)
+                self._protocol.connection_lost("the producer was closed before the broker answered", _monotonic())
+                failures = self._protocol.take_failures()
+            self._after()
+            self._link.close()
+            with self._lock:
+                queues, self._queues = self._queues, []
+            for events in queues:
+                events.put(None)
+            self._dispatcher.stop(timeout=5.0)
+        # With on_delivery, what was left has been told to it, but nobody may have been listening any more.
+        return failures or [receipt for receipt in left if not receipt.delivered]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc is None:
+            self.close()
+            return
+        # Whoever leaves by an exception does not wait for holds; what is lost by that is said on the exception.
+        timeout = self.settings.max_producer_flow_control_wait if self._flows() else 0.0
+        failures = self._close(timeout)
+        if failures:
+            undelivered = UndeliveredMessages(failures)
+            exc.add_note(f"qflow_client: {undelivered}")
+            exc.undelivered = undelivered  # type: ignore[attr-defined]
+
+    def _flows(self) -> bool:
+        """Whether what is admitted leaves and is answered, as far as anyone can tell."""
+        with self._lock:
+            return not self._protocol.outbound.stopped and self._protocol.channel is not None
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "flowed" if not self._protocol.gate.is_open else "open"
+        return f"<Producer {self.settings.name!r} {state} unsettled={self.unsettled}>"
+
+    # Whatever changed the protocol calls this afterwards, without the lock.
+
+    def _after(self) -> None:
+        protocol = self._protocol
+        if not protocol.wake and not protocol.events and not protocol.settled:
+            return
+        with self._lock:
+            wake, protocol.wake = protocol.wake, []
+            events: list[FlowEvent] = []
+            if protocol.events:
+                events, protocol.events = protocol.events, []
+            settled: list[Receipt] = []
+            if protocol.settled:
+                settled, protocol.settled = protocol.settled, []
+            # In the order of the lock, so that two threads cannot swap what they tell.
+            for event in events:
+                for events_queue in self._queues:
+                    events_queue.put(event)
+                for listener in self._listeners:
+                    self._dispatcher.call(listener, event)
+            if settled:
+                self._dispatcher.call(self._deliver, settled)
+        for waiter in wake:
+            waiter.set()
+
+    def _deliver(self, receipts: list[Receipt]) -> None:
+        assert self._on_delivery is not None
+        for receipt in receipts:
+            try:
+                self._on_delivery(receipt)
+            except Exception:
+                # The application's mistake must not cost it the receipts that follow.
+                logger.exception("on_delivery failed on %r", receipt)
+
+    # Forks.
+
+    def _forked(self) -> None:
+        """In a child process: everything of this producer is the parent's."""
+        self._lock = threading.Lock()
+        self._link.forget()
+        self._ended = True
+        self._protocol.close(
+            f"it was made in process {self._pid}, and this is process {os.getpid()}: a connection cannot be shared with "
+            "a child process; make a producer in the child",
+            _monotonic(),
+        )
+
+
+_producers: weakref.WeakSet[Producer] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for producer in tuple(_producers):
+        producer._forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,58 @@
+"""Receipts that a thread can wait for."""
+
+from __future__ import annotations
+
+import threading
+
+from qflow_client.errors import ConfirmTimeout
+from qflow_client.receipt import Outcome, Receipt
+
+__all__ = ["SyncReceipt"]
+
+# Guards the making of a receipt's event; held for an instant, so one for all will do.
+_making = threading.Lock()
+
+
+class SyncReceipt(Receipt):
+    """The fate of one message that a `Producer` sent."""
+
+    __slots__ = ()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is settled.
+
+        Args:
+            timeout: seconds; ``None`` for ever.
+
+        Returns:
+            Whether it is.
+        """
+        if self._outcome is None:
+            with _making:
+                if self._waiter is None:
+                    self._waiter = threading.Event()
+            # Settled meanwhile: the one who settles sets the outcome first and looks for a waiter then.
+            if self._outcome is None:
+                self._waiter.wait(timeout)
+        return self._outcome is not None
+
+    def result(self, timeout: float | None = None) -> Outcome:
+        """Wait for the outcome.
+
+        Args:
+            timeout: seconds; ``None`` for ever.
+
+        Returns:
+            `Outcome.CONFIRMED`, or `Outcome.SENT` in a producer without confirms.
+
+        Raises:
+            ConfirmTimeout: it is not settled yet. It may still be.
+            DeliveryError: of the class that stands for any other outcome.
+        """
+        if not self.wait(timeout):
+            raise ConfirmTimeout(f"no answer of the broker within {timeout:.3g} s for {self.describe()}")
+        error = self.error()
+        if error is not None:
+            raise error
+        assert self._outcome is not None
+        return self._outcome

@@ -1,0 +1,277 @@
+"""Between the socket and the library that owns the connection, sans-I/O.
+
+pika or aio-pika keeps the connection: connecting, TLS, authentication, heartbeats, topology, consuming. The tap stands
+between it and the socket. Inwards it takes out the frames that belong to publishing channels (confirms, returns, flow),
+copies what both sides must know (close, blocked), and passes everything else on unchanged. Outwards it merges the
+channels' bytes with the library's at frame borders. It knows frames, and nothing of producers.
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+from struct import error as struct_error
+from typing import Protocol
+
+from qflow_client.frames import (
+    ACK,
+    BODY_FRAME,
+    CHANNEL_CLOSE,
+    CHANNEL_FLOW,
+    CONNECTION_BLOCKED,
+    CONNECTION_UNBLOCKED,
+    HEADER_FRAME,
+    HEARTBEAT,
+    METHOD_FRAME,
+    NACK,
+    RETURN,
+    FrameError,
+    FrameSplitter,
+)
+
+__all__ = ["Tap", "TapChannel"]
+
+_TAG_AND_BITS = Struct(">QB")
+_CLOSE_IDS = Struct(">HH")
+_BODY_SIZE = Struct(">Q")
+
+
+class TapChannel(Protocol):
+    """What the tap tells, and asks, a publishing channel. `ProducerProtocol` is one."""
+
+    @property
+    def unfinished(self) -> bytes:
+        """What is still to be written of frames that have begun; empty at a frame border."""
+
+    def data_to_write(self, limit: int) -> bytes:
+        """The channel's next bytes."""
+
+    def advance(self, count: int, now: float) -> bool:
+        """So many of them are written; True if that ends at a frame border."""
+
+    def on_ack(self, tag: int, multiple: bool, now: float) -> None:
+        """``Basic.Ack``."""
+
+    def on_nack(self, tag: int, multiple: bool, now: float) -> None:
+        """``Basic.Nack``."""
+
+    def on_return(self, code: int, text: str, exchange: str, routing_key: str, header: bytes, body: bytes) -> None:
+        """``Basic.Return`` with its content: the payload of the header frame, and the body."""
+
+    def on_flow(self, active: bool, now: float) -> None:
+        """``Channel.Flow``."""
+
+    def on_blocked(self, reason: str, now: float) -> None:
+        """``Connection.Blocked``."""
+
+    def on_unblocked(self, now: float) -> None:
+        """``Connection.Unblocked``."""
+
+    def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
+        """``Channel.Close`` from the broker; the library answers it."""
+
+
+class _Returned:
+    """A returned message whose content is still coming."""
+
+    __slots__ = ("body", "header", "left", "method")
+
+    def __init__(self, method: tuple[int, str, str, str]) -> None:
+        self.method = method
+        self.header = b""
+        # Chunks of the body, and how many bytes are still to come.
+        self.body: list[bytes] = []
+        self.left = 0
+
+
+def _short(data: bytes, at: int) -> tuple[str, int]:
+    stop = at + 1 + data[at]
+    return data[at + 1 : stop].decode("utf-8", "replace"), stop
+
+
+class Tap:
+    """The state between one socket and one library connection.
+
+    Bytes of frames that do not parse go to the library as they are: it knows what to do about them.
+    """
+
+    def __init__(self) -> None:
+        self._splitter = FrameSplitter()
+        self._channels: dict[int, TapChannel] = {}
+        # By channel, the return whose content is still coming.
+        self._returns: dict[int, _Returned] = {}
+        # Why the broker blocks the connection; None while it does not.
+        self._blocked: str | None = None
+        # The negotiated heartbeat interval in seconds; 0 for none.
+        self.heartbeat = 0.0
+        # When the library last was given anything.
+        self._fed_at = 0.0
+        # The channel that has a frame on the wire which has not ended.
+        self._writer: TapChannel | None = None
+        # The end of such a frame whose channel is gone.
+        self._remains = b""
+        # The channel number that writes next, so that each gets its turn.
+        self._turn = 0
+
+    # Channels.
+
+    def attach(self, number: int, channel: TapChannel, now: float) -> None:
+        """Take the frames of a channel out from now on. The channel is open, and in confirm mode if it is to be."""
+        self._channels[number] = channel
+        if self._blocked is not None:
+            channel.on_blocked(self._blocked, now)
+
+    def detach(self, number: int) -> None:
+        """Pass a channel's frames on to the library again. A frame of it that has begun is still brought to its end."""
+        channel = self._channels.pop(number, None)
+        self._returns.pop(number, None)
+        if channel is not None and channel is self._writer:
+            self._remains = channel.unfinished
+            self._writer = None
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether the broker blocks the connection (``Connection.Blocked``)."""
+        return self._blocked is not None
+
+    # Inwards.
+
+    def received(self, data: bytes, now: float) -> bytes:
+        """Take what the socket received.
+
+        Args:
+            data: the bytes, cut anywhere.
+            now: seconds.
+
+        Returns:
+            What the library is to see of them, whole frames only; may be empty.
+
+        Raises:
+            FrameError: they are not AMQP frames.
+        """
+        splitter = self._splitter
+        channels = self._channels
+        passed: list[bytes] = []
+        # Where the run of frames that are passed on began.
+        run = -1
+        stop = -1
+        for kind, number, start, stop in splitter.feed(data):
+            if number in channels:
+                try:
+                    taken = self._take(channels[number], number, kind, start, stop, now)
+                except (struct_error, IndexError) as error:
+                    raise FrameError(f"a method frame on channel {number} that cannot be decoded: {error}") from error
+            else:
+                taken = False
+            if taken:
+                if run >= 0:
+                    passed.append(splitter.data[run : start - 7])
+                    run = -1
+                continue
+            if number == 0 and kind == METHOD_FRAME:
+                self._copy_connection(splitter.data, start, stop, now)
+            if run < 0:
+                run = start - 7
+        if run >= 0:
+            passed.append(splitter.data[run : stop + 1])
+        if passed:
+            self._fed_at = now
+            return b"".join(passed)
+        # A library that hears nothing for long takes the broker for dead.
+        if stop >= 0 and self.heartbeat and now - self._fed_at >= self.heartbeat / 2:
+            self._fed_at = now
+            return HEARTBEAT
+        return b""
+
+    def _take(self, channel: TapChannel, number: int, kind: int, start: int, stop: int, now: float) -> bool:
+        """Deal with one frame of a publishing channel.
+
+        Returns:
+            True if the library is not to see it.
+        """
+        data = self._splitter.data
+        if kind != METHOD_FRAME:
+            return number in self._returns and self._take_content(channel, number, kind, start, stop)
+        method = data[start : start + 4]
+        if method == ACK:
+            tag, bits = _TAG_AND_BITS.unpack_from(data, start + 4)
+            channel.on_ack(tag, bits & 1 != 0, now)
+        elif method == NACK:
+            tag, bits = _TAG_AND_BITS.unpack_from(data, start + 4)
+            channel.on_nack(tag, bits & 1 != 0, now)
+        elif method == CHANNEL_FLOW:
+            channel.on_flow(data[start + 4] & 1 != 0, now)
+        elif method == RETURN:
+            code = int.from_bytes(data[start + 4 : start + 6], "big")
+            text, at = _short(data, start + 6)
+            exchange, at = _short(data, at)
+            self._returns[number] = _Returned((code, text, exchange, _short(data, at)[0]))
+        else:
+            if method == CHANNEL_CLOSE:
+                code = int.from_bytes(data[start + 4 : start + 6], "big")
+                text, at = _short(data, start + 6)
+                ids = _CLOSE_IDS.unpack_from(data, at)
+                self.detach(number)
+                channel.channel_closed(code, text, ids, now)
+            return False
+        return True
+
+    def _take_content(self, channel: TapChannel, number: int, kind: int, start: int, stop: int) -> bool:
+        data = self._splitter.data
+        returned = self._returns[number]
+        if kind == HEADER_FRAME:
+            returned.header = data[start:stop]
+            returned.left = _BODY_SIZE.unpack_from(data, start + 4)[0]
+        elif kind == BODY_FRAME:
+            returned.body.append(data[start:stop])
+            returned.left -= stop - start
+        if returned.left <= 0:
+            del self._returns[number]
+            channel.on_return(*returned.method, returned.header, b"".join(returned.body))
+        return True
+
+    def _copy_connection(self, data: bytes, start: int, stop: int, now: float) -> None:
+        method = data[start : start + 4]
+        if method == CONNECTION_BLOCKED:
+            self._blocked = _short(data, start + 4)[0] if stop > start + 4 else ""
+            for channel in tuple(self._channels.values()):
+                channel.on_blocked(self._blocked, now)
+        elif method == CONNECTION_UNBLOCKED:
+            self._blocked = None
+            for channel in tuple(self._channels.values()):
+                channel.on_unblocked(now)
+
+    # Outwards.
+
+    @property
+    def at_border(self) -> bool:
+        """Whether the library may write: no frame of ours has begun and not ended."""
+        return self._writer is None and not self._remains
+
+    def data_to_write(self, limit: int) -> bytes:
+        """The channels' next bytes, about `limit` of them at the most; empty if there are none.
+
+        Whoever calls must write them, or a beginning of them, and then `advance` before anything else happens.
+        """
+        if self._remains:
+            return self._remains
+        if self._writer is not None:
+            return self._writer.data_to_write(limit)
+        channels = self._channels
+        # From the channel after the one that wrote last.
+        turns = channels if len(channels) == 1 else sorted(channels, key=lambda each: (each <= self._turn, each))
+        for number in turns:
+            data = channels[number].data_to_write(limit)
+            if data:
+                self._writer = channels[number]
+                self._turn = number
+                return data
+        return b""
+
+    def advance(self, count: int, now: float) -> None:
+        """Take note that so many bytes of what `data_to_write` returned are written; 0 if the socket took none."""
+        if self._remains:
+            self._remains = self._remains[count:]
+            return
+        assert self._writer is not None
+        if self._writer.advance(count, now):
+            self._writer = None
