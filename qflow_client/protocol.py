@@ -39,7 +39,7 @@ __all__ = ["ProducerProtocol", "SendTicket"]
 logger = logging.getLogger(__name__)
 
 # Holds that come and go with every burst are for debugging, those that people have to know of are not.
-_LOG_LEVELS = {
+_LOG_LEVELS: dict[str, int] = {
     HoldKind.CHANNEL_FLOW: logging.INFO,
     HoldKind.PAUSED: logging.INFO,
     HoldKind.CONNECTION_BLOCKED: logging.WARNING,
@@ -191,7 +191,7 @@ class ProducerProtocol:
         self.controller.stand_in_line(ticket, now)
         return ticket
 
-    def give_up(self, ticket: SendTicket) -> bool:
+    def give_up(self, ticket: SendTicket, now: float) -> bool:
         """Stop waiting.
 
         Returns:
@@ -200,6 +200,8 @@ class ProducerProtocol:
         if ticket.receipt is not None or ticket.error is not None:
             return False
         self.controller.leave_line(ticket)
+        # It may have stood before one that is small enough.
+        self._grant(now)
         return True
 
     def set_capacity(self, capacity: int, now: float) -> None:
@@ -282,11 +284,6 @@ class ProducerProtocol:
 
     # What happens to the connection.
 
-    def reopen(self) -> None:
-        """Another host is tried after one that could not be connected to. Only before the first channel."""
-        self.closed = None
-        self.gate.lift(HoldKind.DISCONNECTED, now=0.0, source="close")
-
     def channel_opened(self, channel: int, frame_max: int, now: float) -> None:
         """A channel is there, in confirm mode if the settings want it; its first publish has delivery tag 1.
 
@@ -323,6 +320,9 @@ class ProducerProtocol:
     def _end(self, reason: str, now: float) -> None:
         self.channel = None
         self.gate.hold(HoldKind.DISCONNECTED, now=now, detail=reason)
+        # What the broker said about the channel and the connection ends with them.
+        self.gate.lift(HoldKind.CHANNEL_FLOW, now=now)
+        self.gate.lift(HoldKind.CONNECTION_BLOCKED, now=now)
         self.close(reason, now)
         unsettled, self._unsettled = self._unsettled, {}
         begun = self.outbound.begun
@@ -432,7 +432,9 @@ class ProducerProtocol:
     # What the clock says.
 
     def next_timer(self, now: float) -> float | None:
-        """When to call `on_timer`; ``None`` if not."""
+        """When to call `on_timer`; ``None`` if nobody waits for time to pass."""
+        if not self.controller.waiting and not self._unflow_waiters:
+            return None
         return self.controller.ready_at(now)
 
     def on_timer(self, now: float) -> None:
@@ -513,6 +515,8 @@ class ProducerProtocol:
         else:
             receipt = unsettled.pop(tag, None)
             receipts = [] if receipt is None else [receipt]
+            if tag == self._oldest:
+                self._oldest += 1
         if outcome is Outcome.CONFIRMED:
             wake = self.wake
             for receipt in receipts:
@@ -590,7 +594,7 @@ class ProducerProtocol:
         if self.gate.is_open and self._unflow_waiters:
             self.wake += self._unflow_waiters
             self._unflow_waiters.clear()
-        level = _LOG_LEVELS.get(HoldKind(hold.kind), logging.DEBUG)
+        level = _LOG_LEVELS.get(hold.kind, logging.DEBUG)
         if raised:
             logger.log(level, "%s: held by %s", self.settings.name, hold)
         else:

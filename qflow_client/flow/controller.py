@@ -328,10 +328,10 @@ class FlowController:
 
     def ready_at(self, now: float) -> float | None:
         """When to call `grant` again if nothing else happens; ``None`` if time alone changes nothing."""
-        head = self._line.head()
-        if head is None or self._limited is None:
+        if self._limited is None:
             return None
-        return self.limiter.ready_at(head.size, now)
+        head = self._line.head()
+        return self.limiter.ready_at(head.size if head is not None else 0, now)
 
     def _look(self, size: int, now: float) -> bool:
         kind = self.limiter.refusal(size, now)

@@ -81,11 +81,14 @@ class Link:
         self._thread.start()
         try:
             self._opened.result(timeout)
-        except TimeoutError:
+        except BaseException as error:
+            if not self._opened.cancel() and isinstance(error, TimeoutError):
+                # Decided at the last moment.
+                self._opened.result()
+                return
             self.cut()
-            raise ConnectionFailed(f"{hide_password(self.url)}: no answer within {timeout:.3g} s") from None
-        except BaseException:
-            self.cut()
+            if isinstance(error, TimeoutError):
+                raise ConnectionFailed(f"{hide_password(self.url)}: no answer within {timeout:.3g} s") from None
             raise
 
     @property
@@ -93,15 +96,13 @@ class Link:
         """Whether the caller is the I/O thread."""
         return threading.current_thread() is self._thread
 
-    def close(self) -> None:
-        """End the connection in order if the broker answers soon, and otherwise cut it; wait for the thread to end."""
-        if not self._thread.is_alive():
-            return
-        # A broker that blocks the connection reads no good-bye.
-        if self._tap.is_blocked:
-            self.cut()
-        else:
-            self.services.add_callback_threadsafe(self._close)
+    def close(self, reason: str) -> None:
+        """Give up what is unsettled, and end the connection: in order if the broker answers soon, otherwise cut it.
+
+        Args:
+            reason: for the receipts of what is given up.
+        """
+        self.services.add_callback_threadsafe(lambda: self._leave(reason))
         self._thread.join(_CLOSE_GRACE)
         if self._thread.is_alive():
             self.cut()
@@ -157,6 +158,8 @@ class Link:
             self._fail(f"publisher confirms cannot be had: {_words(error)}; confirms=False does without")
 
     def _ready(self, channel: Any) -> None:
+        if not self._opened.set_running_or_notify_cancel():
+            return
         parameters = channel.connection.params
         now = time.monotonic()
         self._tap.heartbeat = float(parameters.heartbeat or 0)
@@ -172,19 +175,39 @@ class Link:
         self._fail(_words(reason))
 
     def _fail(self, why: str) -> None:
-        if not self._opened.done():
-            self._opened.set_exception(ConnectionFailed(f"{hide_password(self.url)}: {why}"))
+        self._not_opened(why)
         self._close()
+
+    def _not_opened(self, why: str) -> bool:
+        """Whether the channel was never there; then `open` learns why."""
+        if self._opened.done():
+            return self._opened.cancelled() or self._opened.exception() is not None
+        if self._opened.set_running_or_notify_cancel():
+            self._opened.set_exception(ConnectionFailed(f"{hide_password(self.url)}: {why}"))
+        return True
+
+    def _leave(self, reason: str) -> None:
+        with self._lock:
+            number = self._protocol.channel
+            if number is not None:
+                self._tap.detach(number)
+            self._protocol.connection_lost(reason, time.monotonic())
+        self._after_io()
+        # A broker that blocks the connection reads no good-bye.
+        if self._tap.is_blocked:
+            self._cut()
+        else:
+            self.services.pump()
+            self._close()
 
     def _on_close(self, _connection: Any, reason: BaseException) -> None:
         self._lost(f"the connection is lost: {_words(reason)}")
 
     def _lost(self, why: str) -> None:
-        if not self._opened.done():
-            self._opened.set_exception(ConnectionFailed(f"{hide_password(self.url)}: {why}"))
-        with self._lock:
-            self._protocol.connection_lost(why, time.monotonic())
-        self._after_io()
+        if not self._not_opened(why):
+            with self._lock:
+                self._protocol.connection_lost(why, time.monotonic())
+            self._after_io()
         self.services.stop()
 
     def _close(self) -> None:
@@ -200,7 +223,7 @@ class Link:
 
     def _after_io(self) -> None:
         self._after()
-        if self._protocol.controller.waiting:
+        if self._protocol.settings.rate is not None:
             self._arm_timer()
 
     def _arm_timer(self) -> None:

@@ -117,6 +117,11 @@ class _TapSocket:
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
+    def forget(self) -> None:
+        """Close this process's descriptor and nothing else."""
+        with suppress(OSError):
+            os.close(self._sock.detach())
+
     def close(self) -> None:
         """Close it, and stop watching it."""
         self._services.untap()
@@ -249,8 +254,7 @@ class TapIOServices(SelectorIOServicesAdapter):
     def forget(self) -> None:
         """After a fork, in the child: close its copy of the socket. The connection itself is the parent's."""
         if self.tapped is not None:
-            with suppress(OSError):
-                os.close(self.tapped.fileno())
+            self.tapped.forget()
 
     def untap(self) -> None:
         """The socket is about to be closed."""

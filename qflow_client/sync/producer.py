@@ -132,7 +132,6 @@ class Producer:
                 link.open(self.settings.connect_timeout)
             except ConnectionFailed as error:
                 errors.append(error)
-                self._protocol.reopen()
             else:
                 return link
         raise errors[0] if len(errors) == 1 else ConnectionFailed(
@@ -177,13 +176,12 @@ class Producer:
         with self._lock:
             receipt = self._protocol.send(payload, exchange, routing_key, _monotonic())
             if receipt is not None:
-                asleep = not services.awake
-                if asleep:
-                    services.awake = True
+                if services.awake:
+                    return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
+                services.awake = True
         if receipt is not None:
-            if asleep:
-                services.wake()
-            return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
+            services.wake()
+            return receipt  # type: ignore[return-value]  # as above
         if self.settings.when_flowed is WhenFlowed.RAISE:
             raise self._flowed(ProducerFlowed, payload, 0.0, "when_flowed='block' waits")
         if timeout is _DEFAULT:
@@ -228,9 +226,11 @@ class Producer:
             ticket.waiter = waiter
             # Whatever was in the way may be gone since.
             self._protocol.on_timer(began)
-            timed = self._protocol.next_timer(began) is not None
-        self._after()
-        if timed:
+        if ticket.receipt is not None:
+            self._kick()
+        else:
+            self._after()
+        if self.settings.rate is not None:
             self._link.arm_timer()
         try:
             while True:
@@ -240,8 +240,8 @@ class Producer:
                 now = _monotonic()
                 if now >= deadline:
                     with self._lock:
-                        gave_up = self._protocol.give_up(ticket)
                         holds = self._protocol.gate.holds
+                        gave_up = self._protocol.give_up(ticket, now)
                     if gave_up:
                         raise FlowControlTimeout(holds, now - began, payload)
                     break
@@ -253,10 +253,9 @@ class Producer:
         except BaseException:
             # Ctrl-C above all: what was not admitted is not sent.
             with self._lock:
-                self._protocol.give_up(ticket)
+                self._protocol.give_up(ticket, _monotonic())
             self._kick()
             raise
-        self._kick()
         return self._admitted(ticket)
 
     @staticmethod
@@ -366,7 +365,13 @@ class Producer:
         Raises:
             ProducerClosed: it is closed, so it never will be.
         """
-        if not self._wait(lambda waiter: self._protocol.when_unflowed(waiter, _monotonic()), timeout):
+        def enroll(waiter: _Waiter) -> bool:
+            waits = self._protocol.when_unflowed(waiter, _monotonic())
+            if waits and self.settings.rate is not None:
+                self._link.arm_timer()
+            return waits
+
+        if self._protocol.closed is None and not self._wait(enroll, timeout):
             return False
         if self._protocol.closed is not None:
             raise ProducerClosed(self._protocol.closed)
@@ -471,16 +476,16 @@ class Producer:
             self._protocol.close("the producer is closed", _monotonic())
         self._kick()
         self._manager.unregister(self)
+        left: tuple[Receipt, ...] = ()
         try:
             self._wait(self._protocol.when_flushed, timeout)
         finally:
             with self._lock:
-                left = list(self._protocol.unsettled_receipts)
-                self._protocol.connection_lost("the producer was closed before the broker answered", _monotonic())
-                failures = self._protocol.take_failures()
+                left = self._protocol.unsettled_receipts
+            self._link.close("the producer was closed before the broker answered")
             self._after()
-            self._link.close()
             with self._lock:
+                failures = self._protocol.take_failures()
                 queues, self._queues = self._queues, []
             for events in queues:
                 events.put(None)
