@@ -13,9 +13,10 @@ Two rules:
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
-from qflow_client.errors import ProducerClosed
+from qflow_client.errors import FlowControlTimeout, ProducerClosed
 from qflow_client.events import FlowEvent, FlowEventKind, FlowState, HoldKind
 from qflow_client.flow import (
     CompositeLimiter,
@@ -52,15 +53,17 @@ _STOPS_WRITING = (HoldKind.CHANNEL_FLOW, HoldKind.CONNECTION_BLOCKED)
 class SendTicket(Ticket):
     """A message that waits to be admitted."""
 
-    __slots__ = ("error", "exchange", "payload", "receipt", "routing_key", "since", "waiter")
+    __slots__ = ("deadline", "error", "exchange", "notice_at", "payload", "receipt", "routing_key", "since", "waiter")
 
     def __init__(self, payload: bytes | Message, exchange: str, routing_key: str, size: int, since: float) -> None:
         super().__init__(size)
         self.payload = payload
         self.exchange = exchange
         self.routing_key = routing_key
-        # When it began to wait.
+        # When it began to wait, when it will have waited long enough, and when that is next to be said.
         self.since = since
+        self.deadline = math.inf
+        self.notice_at = math.inf
         # Set when it is admitted, or when it never will be.
         self.receipt: Receipt | None = None
         self.error: Exception | None = None
@@ -178,8 +181,29 @@ class ProducerProtocol:
             raise ProducerClosed(self.closed, payload)
         return None
 
-    def stand_in_line(self, payload: bytes | Message, exchange: str, routing_key: str, now: float) -> SendTicket:
-        """Have a message wait for its admission. Its ticket's waiter is in `wake` when that is decided."""
+    def stand_in_line(
+        self,
+        payload: bytes | Message,
+        exchange: str,
+        routing_key: str,
+        now: float,
+        *,
+        timeout: float | None = None,
+        waiter: Any = None,
+    ) -> SendTicket:
+        """Have a message wait for its admission.
+
+        Args:
+            payload: what `send` did not admit.
+            exchange: where to publish.
+            routing_key: with which key.
+            now: seconds.
+            timeout: seconds that it may wait; ``None`` for ever.
+            waiter: is in `wake` once the ticket is decided.
+
+        Raises:
+            TypeError, ValueError: it cannot be encoded.
+        """
         # Names and properties that cannot be encoded are refused before the wait, not after it.
         self._encoder.route(exchange, routing_key)
         if isinstance(payload, Message):
@@ -188,16 +212,42 @@ class ProducerProtocol:
         else:
             size = len(payload)
         ticket = SendTicket(payload, exchange, routing_key, size, now)
+        ticket.waiter = waiter
+        ticket.notice_at = now + self.settings.flow_control_wait_notify_period
+        if timeout is not None:
+            ticket.deadline = now + timeout
         self.controller.stand_in_line(ticket, now)
+        # Whatever was in the way may be gone since.
+        self._grant(now)
         return ticket
+
+    def look_at(self, ticket: SendTicket, now: float) -> float | None:
+        """Decide about a waiting message by the time.
+
+        Returns:
+            When to look again; ``None`` once it is decided, and then the ticket has its receipt or its error.
+
+        Raises:
+            FlowControlTimeout: it has waited long enough, and will not be sent.
+        """
+        if ticket.receipt is not None or ticket.error is not None:
+            return None
+        if now >= ticket.deadline:
+            holds = self.gate.holds
+            self.give_up(ticket, now)
+            raise FlowControlTimeout(holds, now - ticket.since, ticket.payload)
+        if now >= ticket.notice_at:
+            ticket.notice_at = now + self.settings.flow_control_wait_notify_period
+            self._notice(ticket, now)
+        return min(ticket.deadline, ticket.notice_at)
 
     def give_up(self, ticket: SendTicket, now: float) -> bool:
         """Stop waiting.
 
         Returns:
-            True if the message was not admitted, and never will be; False if it is too late for that.
+            True if the message was not admitted, and never will be; False if that was decided before.
         """
-        if ticket.receipt is not None or ticket.error is not None:
+        if ticket.receipt is not None or ticket.error is not None or ticket.cancelled:
             return False
         self.controller.leave_line(ticket)
         # It may have stood before one that is small enough.
@@ -441,8 +491,7 @@ class ProducerProtocol:
         """Time has passed."""
         self._grant(now)
 
-    def notice(self, ticket: SendTicket, now: float) -> None:
-        """Say that a message is still waiting to be admitted."""
+    def _notice(self, ticket: SendTicket, now: float) -> None:
         holds = self.gate.holds
         logger.warning(
             "%s: a send has been waiting for %.1f s; held by %s",

@@ -212,48 +212,28 @@ class Producer:
     def _send_when_unflowed(
         self, payload: bytes | Message, exchange: str, routing_key: str, timeout: float | None
     ) -> SyncReceipt:
-        began = _monotonic()
         if timeout is not None and timeout <= 0:
             raise self._flowed(FlowControlTimeout, payload, 0.0, "a longer timeout waits")
-        deadline = float("inf") if timeout is None else began + timeout
-        period = self.settings.flow_control_wait_notify_period
-        notice_at = began + period
+        protocol = self._protocol
         waiter = _Waiter()
         with self._lock:
-            if self._protocol.closed is not None:
-                raise ProducerClosed(self._protocol.closed, payload)
-            ticket = self._protocol.stand_in_line(payload, exchange, routing_key, began)
-            ticket.waiter = waiter
-            # Whatever was in the way may be gone since.
-            self._protocol.on_timer(began)
-        if ticket.receipt is not None:
-            self._kick()
-        else:
-            self._after()
+            if protocol.closed is not None:
+                raise ProducerClosed(protocol.closed, payload)
+            now = _monotonic()
+            ticket = protocol.stand_in_line(payload, exchange, routing_key, now, timeout=timeout, waiter=waiter)
+            look_at = protocol.look_at(ticket, now)
+        self._kick()
         if self.settings.rate is not None:
             self._link.arm_timer()
         try:
-            while True:
-                now = _monotonic()
-                if waiter.wait(max(0.0, min(deadline, notice_at) - now)):
-                    break
-                now = _monotonic()
-                if now >= deadline:
-                    with self._lock:
-                        holds = self._protocol.gate.holds
-                        gave_up = self._protocol.give_up(ticket, now)
-                    if gave_up:
-                        raise FlowControlTimeout(holds, now - began, payload)
-                    break
-                if now >= notice_at:
-                    notice_at = now + period
-                    with self._lock:
-                        self._protocol.notice(ticket, now)
-                    self._after()
+            while look_at is not None and not waiter.wait(max(0.0, look_at - _monotonic())):
+                with self._lock:
+                    look_at = protocol.look_at(ticket, _monotonic())
+                self._after()
         except BaseException:
             # Ctrl-C above all: what was not admitted is not sent.
             with self._lock:
-                self._protocol.give_up(ticket, _monotonic())
+                protocol.give_up(ticket, _monotonic())
             self._kick()
             raise
         return self._admitted(ticket)

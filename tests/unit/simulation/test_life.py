@@ -1,0 +1,186 @@
+"""A day in a producer's life, and proof that the day would show what can go wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from qflow_client.frames import flow_ok
+from qflow_client.outbound import Outbound
+from qflow_client.protocol import ProducerProtocol, SendTicket
+from qflow_client.receipt import Outcome, Receipt
+
+from .life import BrokenContract, Life
+
+HOUR = 3600.0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_contract_holds_for_24_hours_of_flow_blocks_acks_nacks_and_returns(seed: int) -> None:
+    life = Life(seed)
+    # Twelve lives of two hours are a day, with twelve different settings.
+    life.live(2 * HOUR)
+    assert set(life.counts) == {do.__name__ for do, _ in Life.STEPS}
+
+
+class LostRelease(ProducerProtocol):
+    """A nack does not give its place in the window back."""
+
+    losing = False
+
+    def on_nack(self, tag: int, multiple: bool, now: float) -> None:
+        self.losing = True
+        super().on_nack(tag, multiple, now)
+        self.losing = False
+
+    def _released(self, count: int, size: int, now: float) -> None:
+        if not self.losing:
+            super()._released(count, size, now)
+
+
+class OffByOneTag(ProducerProtocol):
+    """An ack of several leaves the last one out."""
+
+    def on_ack(self, tag: int, multiple: bool, now: float) -> None:
+        super().on_ack(tag - 1 if multiple and tag > 1 else tag, multiple, now)
+
+
+class ForgottenHold(ProducerProtocol):
+    """Connection.Blocked is not heard."""
+
+    def on_blocked(self, reason: str, now: float) -> None:
+        pass
+
+
+class UnansweredFlow(ProducerProtocol):
+    """Channel.Flow is obeyed and not answered."""
+
+    def on_flow(self, active: bool, now: float) -> None:
+        (self.lift if active else self.hold)("channel_flow", now)
+
+
+class LateFlowOk(ProducerProtocol):
+    """Flow-Ok waits for its turn behind the messages that are admitted."""
+
+    def on_flow(self, active: bool, now: float) -> None:
+        self.outbound.put(flow_ok(1, active))
+        (self.lift if active else self.hold)("channel_flow", now)
+
+
+class PublishesAfterStop(ProducerProtocol):
+    """What is admitted goes out although the channel is stopped."""
+
+    def data_to_write(self, limit: int) -> bytes:
+        self.outbound.stopped = False
+        return super().data_to_write(limit)
+
+
+class WrongHoldLifted(ProducerProtocol):
+    """Connection.Unblocked opens the channel, too."""
+
+    def on_unblocked(self, now: float) -> None:
+        super().on_unblocked(now)
+        self.lift("channel_flow", now)
+
+
+class Barging(ProducerProtocol):
+    """Who comes later passes those who wait."""
+
+    def send(self, payload: object, exchange: str, routing_key: str, now: float) -> Receipt | None:
+        waiting, self.controller.waiting = self.controller.waiting, 0
+        try:
+            return super().send(payload, exchange, routing_key, now)  # type: ignore[arg-type]
+        finally:
+            self.controller.waiting = waiting
+
+
+class SentAfterTimeout(ProducerProtocol):
+    """A message that was given up keeps its place in the line."""
+
+    def give_up(self, ticket: SendTicket, now: float) -> bool:
+        self.controller.waiting -= 1
+        return True
+
+
+class ForgottenReturn(ProducerProtocol):
+    """A returned message is taken for delivered."""
+
+    def on_return(self, code: int, text: str, exchange: str, routing_key: str, header: bytes, body: bytes) -> None:
+        pass
+
+
+class NackTakenForAck(ProducerProtocol):
+    """A nack settles as an ack does."""
+
+    def on_nack(self, tag: int, multiple: bool, now: float) -> None:
+        self._answered(tag, multiple, Outcome.CONFIRMED, now)
+
+
+class BytesLost(ProducerProtocol):
+    """Of a message that the socket took in part, the rest is counted wrongly."""
+
+    def advance(self, count: int, now: float) -> bool:
+        border = super().advance(count, now)
+        if self.outbound._offset > 1:
+            self.outbound._offset += 1
+        return border
+
+
+class StopForgetsTheBegun(ProducerProtocol):
+    """A stop cuts the message that has begun between two of its frames."""
+
+    class _Outbound(Outbound):
+        __slots__ = ()
+
+        def _data_while_stopped(self) -> bytes:
+            taken = []
+            for at, piece in enumerate(self._pieces):
+                if type(piece).__name__ != "_Control" and not (at == 0 and self._offset):
+                    break
+                taken.append(piece)
+            return b"".join(taken)[self._offset :]
+
+    def channel_opened(self, channel: int, frame_max: int, now: float) -> None:
+        super().channel_opened(channel, frame_max, now)
+        self.outbound = self._Outbound()
+
+
+class CapacityIgnored(ProducerProtocol):
+    """A lowered capacity is not in force."""
+
+    def set_capacity(self, capacity: int, now: float) -> None:
+        super().set_capacity(max(capacity, self.window.capacity), now)
+
+
+class LateDeadline(ProducerProtocol):
+    """A deadline is decided one look too late."""
+
+    def look_at(self, ticket: SendTicket, now: float) -> float | None:
+        return super().look_at(ticket, now - 1.0)
+
+
+BUGS: list[Callable[..., ProducerProtocol]] = [
+    LostRelease,
+    OffByOneTag,
+    ForgottenHold,
+    UnansweredFlow,
+    LateFlowOk,
+    PublishesAfterStop,
+    WrongHoldLifted,
+    Barging,
+    SentAfterTimeout,
+    ForgottenReturn,
+    NackTakenForAck,
+    BytesLost,
+    StopForgetsTheBegun,
+    CapacityIgnored,
+    LateDeadline,
+]
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_caught_within_the_day(bug: type[ProducerProtocol]) -> None:
+    with pytest.raises(BrokenContract):
+        for seed in range(12):
+            Life(seed, bug).live(2 * HOUR)
