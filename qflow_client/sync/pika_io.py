@@ -157,7 +157,7 @@ class TapIOServices(SelectorIOServicesAdapter):
     """
 
     def __init__(self, tap: Tap, lock: Lock, after: Callable[[], None]) -> None:
-        super().__init__(IOLoop())
+        super().__init__(IOLoop())  # type: ignore[arg-type]  # pika's own loop is what it takes
         self.tap = tap
         self.lock = lock
         self._after = after
