@@ -71,10 +71,10 @@ class ProducerFlowed(QflowError):
         self.holds = tuple(holds)
         self.waited = waited
         self.message = message
-        why = ", ".join(map(str, self.holds)) or "messages that were there before it"
-        waited_text = f" after {waited:.3g} s" if waited else ""
+        why = ", ".join(map(str, self.holds)) or "others wait before it"
+        waited_text = f" within {waited:.3g} s" if waited else ""
         super().__init__(
-            f"the message was not sent{waited_text}: the producer is held by {why}{'; ' if advice else ''}{advice}"
+            f"the message was not sent{waited_text}, the producer is flowed: {why}{'; ' if advice else ''}{advice}"
         )
 
 

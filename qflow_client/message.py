@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 __all__ = ["DeliveryMode", "Message"]
 
@@ -76,6 +76,27 @@ class Message:
     user_id: str | None = None
     app_id: str | None = None
     cluster_id: str | None = None
+
+    if TYPE_CHECKING:
+        # The generated one, but for the body.
+        def __init__(
+            self,
+            body: bytes | bytearray | memoryview | str,
+            content_type: str | None = None,
+            content_encoding: str | None = None,
+            headers: Mapping[str, Any] | None = None,
+            delivery_mode: int | None = DeliveryMode.PERSISTENT,
+            priority: int | None = None,
+            correlation_id: str | None = None,
+            reply_to: str | None = None,
+            expiration: str | None = None,
+            message_id: str | None = None,
+            timestamp: int | datetime | None = None,
+            type: str | None = None,
+            user_id: str | None = None,
+            app_id: str | None = None,
+            cluster_id: str | None = None,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         body = self.body

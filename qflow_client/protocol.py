@@ -49,6 +49,12 @@ _LOG_LEVELS: dict[str, int] = {
 # The holds under which messages that are already admitted do not leave either.
 _STOPS_WRITING = (HoldKind.CHANNEL_FLOW, HoldKind.CONNECTION_BLOCKED)
 
+# The holds that stand for the limits of admission.
+_LIMITS = (HoldKind.CAPACITY, HoldKind.RATE)
+
+# Below this length the list of failures is not worth sweeping.
+_SWEEP_FROM = 64
+
 
 class SendTicket(Ticket):
     """A message that waits to be admitted."""
@@ -127,8 +133,9 @@ class ProducerProtocol:
         self._unflow_waiters: list[Any] = []
         # Why nothing can be sent any more; None while it can.
         self.closed: str | None = None
-        # The channel number while a channel is open.
+        # The channel number while a channel is open, and whether one ever was.
         self.channel: int | None = None
+        self._was_open = False
 
         # To be taken by the skin: whom to wake, …
         self.wake: list[Any] = []
@@ -138,6 +145,8 @@ class ProducerProtocol:
         self.events: list[FlowEvent] | None = None
         # … and failures of which nobody has been told yet.
         self.failures: list[Receipt] = []
+        # How many there may be before they are rid of those that were looked at since.
+        self._sweep_at = _SWEEP_FROM
 
         self.gate.observer = self._gate_changed
         self.gate.hold(HoldKind.DISCONNECTED, now=now)
@@ -202,8 +211,11 @@ class ProducerProtocol:
             waiter: is in `wake` once the ticket is decided.
 
         Raises:
+            ProducerClosed: no message will ever be admitted again.
             TypeError, ValueError: it cannot be encoded.
         """
+        if self.closed is not None:
+            raise ProducerClosed(self.closed, payload)
         # Names and properties that cannot be encoded are refused before the wait, not after it.
         self._encoder.route(exchange, routing_key)
         if isinstance(payload, Message):
@@ -294,10 +306,10 @@ class ProducerProtocol:
         """Have a waiter woken once the producer is unflowed.
 
         Returns:
-            False if it is already, and the waiter is not kept.
+            False if it is already, or is closed and never will be, and the waiter is not kept.
         """
         self.controller.look(now)
-        if self.gate.is_open:
+        if self.gate.is_open or self.closed is not None:
             return False
         self._unflow_waiters.append(waiter)
         return True
@@ -308,10 +320,13 @@ class ProducerProtocol:
         self._unflow_waiters = [entry for entry in self._unflow_waiters if entry is not waiter]
 
     def take_failures(self) -> list[Receipt]:
-        """The failures of which nobody has been told, and forget them."""
-        failures = [receipt for receipt in self.failures if not receipt._seen]
+        """The failures of which nobody has been told, in the order of admission, and forget them."""
+        failures = sorted(self._untold(), key=lambda receipt: receipt._number)
         self.failures.clear()
         return failures
+
+    def _untold(self) -> list[Receipt]:
+        return [receipt for receipt in self.failures if not receipt._seen]
 
     def close(self, reason: str, now: float) -> None:
         """Admit nothing from now on. Who waits is told; what is admitted goes on."""
@@ -345,8 +360,14 @@ class ProducerProtocol:
         self.channel = channel
         self._encoder = self._new_encoder(channel, frame_max)
         self.outbound = Outbound()
+        self._look_at_stops()
         self._next_tag = self._oldest = 1
+        first = not self._was_open
+        self._was_open = True
         self.lift(HoldKind.DISCONNECTED, now)
+        if first:
+            # That a producer connects before it can send is no flow control.
+            self.gate.forget_past()
 
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
         """The broker closed the channel.
@@ -370,9 +391,10 @@ class ProducerProtocol:
     def _end(self, reason: str, now: float) -> None:
         self.channel = None
         self.gate.hold(HoldKind.DISCONNECTED, now=now, detail=reason)
-        # What the broker said about the channel and the connection ends with them.
+        # What the broker said about the channel and the connection ends with them, and so does what the socket said.
         self.gate.lift(HoldKind.CHANNEL_FLOW, now=now)
         self.gate.lift(HoldKind.CONNECTION_BLOCKED, now=now)
+        self.gate.lift(HoldKind.TRANSPORT, now=now)
         self.close(reason, now)
         unsettled, self._unsettled = self._unsettled, {}
         begun = self.outbound.begun
@@ -389,6 +411,8 @@ class ProducerProtocol:
             self._settle(receipt, outcome)
         self._by_id.clear()
         self._released(len(unsettled), size, now)
+        # No tag is left that somebody could ask for.
+        self._next_tag = self._oldest = 1
 
     # What the broker says.
 
@@ -429,7 +453,7 @@ class ProducerProtocol:
             body: the content.
         """
         message = decode_message(header, body)
-        receipt = self._find(message.message_id)
+        receipt = self._find(message.message_id, exchange, routing_key)
         if receipt is not None:
             receipt._reply = (code, text)
         elif not self.settings.confirms:
@@ -440,17 +464,23 @@ class ProducerProtocol:
         else:
             logger.warning("%s: the broker returned a message that is not unsettled: %s", self.settings.name, message)
 
-    def _find(self, message_id: str | None) -> Receipt | None:
+    def _find(self, message_id: str | None, exchange: str, routing_key: str) -> Receipt | None:
         if message_id is None:
             return None
         own = self._by_id.get(message_id)
         if own:
-            return own.pop(0)
+            # One id may have gone to several places, of which only some have a queue.
+            places = [(receipt.exchange, receipt.routing_key) for receipt in own]
+            place = exchange, routing_key
+            return own.pop(places.index(place) if place in places else 0)
         prefix = self._id_prefix
         if prefix is None or not message_id.startswith(prefix):
             return None
         # Tags and numbers run in step on one channel.
-        number = int(message_id[len(prefix) :], 16)
+        try:
+            number = int(message_id[len(prefix) :], 16)
+        except ValueError:
+            return None
         receipt = self._unsettled.get(number - (self._next_number - self._next_tag))
         return receipt if receipt is not None and receipt.message_id == message_id else None
 
@@ -482,9 +512,7 @@ class ProducerProtocol:
     # What the clock says.
 
     def next_timer(self, now: float) -> float | None:
-        """When to call `on_timer`; ``None`` if nobody waits for time to pass."""
-        if not self.controller.waiting and not self._unflow_waiters:
-            return None
+        """When to call `on_timer`; ``None`` if time alone changes nothing."""
         return self.controller.ready_at(now)
 
     def on_timer(self, now: float) -> None:
@@ -494,10 +522,10 @@ class ProducerProtocol:
     def _notice(self, ticket: SendTicket, now: float) -> None:
         holds = self.gate.holds
         logger.warning(
-            "%s: a send has been waiting for %.1f s; held by %s",
+            "%s: a send has been waiting for %.1f s: %s",
             self.settings.name,
             now - ticket.since,
-            ", ".join(map(str, holds)) or "those before it",
+            ", ".join(map(str, holds)) or "others wait before it",
         )
         if self.events is not None:
             self._event(FlowEventKind.WAITING, holds[0] if holds else None, ticket.since, now)
@@ -542,23 +570,25 @@ class ProducerProtocol:
             except (TypeError, ValueError) as error:
                 ticket.error = error
             self.wake.append(ticket.waiter)
-        if self._unflow_waiters:
+        if self._unflow_waiters or (not controller.waiting and any(map(self.gate.is_held_by, _LIMITS))):
+            # Such a hold ends when there is room, not only when somebody next asks for it.
             controller.look(now)
 
     def _answered(self, tag: int, multiple: bool, outcome: Outcome, now: float) -> None:
-        begun = self.outbound.begun
-        if tag > begun or (tag == 0 and not multiple):
+        # A message that is half written cannot have arrived.
+        written = self.outbound.finished
+        if tag > written or (tag == 0 and not multiple):
             logger.warning(
                 "%s: the broker answered delivery tag %d, but %d messages were written; ignored",
                 self.settings.name,
                 tag,
-                begun,
+                written,
             )
             return
         unsettled = self._unsettled
         if multiple:
             # Tag 0 stands for all (AMQP 0-9-1, Basic.Ack).
-            run = range(self._oldest, (tag or begun) + 1)
+            run = range(self._oldest, (tag or written) + 1)
             receipts = [receipt for each in run if (receipt := unsettled.pop(each, None)) is not None]
             self._oldest = max(self._oldest, run.stop)
         else:
@@ -587,11 +617,10 @@ class ProducerProtocol:
         finished = self.outbound.finished
         receipts = []
         while self._oldest <= finished:
-            receipt = self._unsettled.pop(self._oldest, None)
+            receipt = self._unsettled.pop(self._oldest)
             self._oldest += 1
-            if receipt is not None:
-                self._settle(receipt, Outcome.SENT)
-                receipts.append(receipt)
+            self._settle(receipt, Outcome.SENT)
+            receipts.append(receipt)
         if receipts:
             self._left(receipts, now)
 
@@ -602,6 +631,10 @@ class ProducerProtocol:
         if report and self.settled is not None:
             self.settled.append(receipt)
         if not receipt.delivered and self.settled is None:
+            if len(self.failures) >= self._sweep_at:
+                # Those that were looked at would pile up in a producer that never flushes.
+                self.failures = self._untold()
+                self._sweep_at = max(_SWEEP_FROM, 2 * len(self.failures))
             self.failures.append(receipt)
 
     def _left(self, receipts: list[Receipt], now: float) -> None:
@@ -624,7 +657,7 @@ class ProducerProtocol:
     def _released(self, count: int, size: int, now: float) -> None:
         if count:
             self.controller.release(size, count)
-        if self.controller.waiting or self._unflow_waiters:
+        if self.controller.waiting or not self.gate.is_open:
             self._grant(now)
         if self._flushes:
             self._look_at_flushes()
@@ -639,21 +672,24 @@ class ProducerProtocol:
 
     def _gate_changed(self, hold: Hold, raised: bool, now: float) -> None:
         if hold.kind in _STOPS_WRITING:
-            self.outbound.stopped = any(self.gate.is_held_by(kind) for kind in _STOPS_WRITING)
+            self._look_at_stops()
         if self.gate.is_open and self._unflow_waiters:
             self.wake += self._unflow_waiters
             self._unflow_waiters.clear()
         level = _LOG_LEVELS.get(hold.kind, logging.DEBUG)
         if raised:
-            logger.log(level, "%s: held by %s", self.settings.name, hold)
+            logger.log(level, "%s: held: %s", self.settings.name, hold)
         else:
-            logger.log(level, "%s: no longer held by %s, after %.3g s", self.settings.name, hold, now - hold.since)
+            logger.log(level, "%s: no longer held after %.3g s: %s", self.settings.name, now - hold.since, hold)
         if self.events is not None:
             if raised:
                 kind = FlowEventKind.FLOWED if len(self.gate.holds) == 1 else FlowEventKind.HOLD_RAISED
             else:
                 kind = FlowEventKind.UNFLOWED if self.gate.is_open else FlowEventKind.HOLD_LIFTED
             self._event(kind, hold, hold.since, now)
+
+    def _look_at_stops(self) -> None:
+        self.outbound.stopped = any(self.gate.is_held_by(kind) for kind in _STOPS_WRITING)
 
     def _event(self, kind: FlowEventKind, hold: Hold | None, since: float, now: float) -> None:
         assert self.events is not None

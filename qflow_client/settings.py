@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -18,6 +19,10 @@ from qflow_client.errors import SettingsError
 
 __all__ = ["ProducerSettings", "WhenFlowed", "hide_password"]
 
+
+# A scheme, a user name and a colon, and then the password. In what is no URL at all it may have any character in it.
+_PASSWORD = re.compile(r"(://[^/?#@:]*:)[^/?#]*@")
+_PASSWORD_OF_SORTS = re.compile(r"(://[^/@:]*:)(?:(?!://).)*@", re.DOTALL)
 
 _URL = "amqp://guest:guest@localhost:5672/%2F"
 
@@ -33,15 +38,15 @@ class WhenFlowed(StrEnum):
 
 def hide_password(url: str) -> str:
     """The URL as it may be shown."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    host = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{parts.username}:***@{host}"))
+    return _PASSWORD.sub(r"\1***@", url)
 
 
 def _seconds(text: str) -> float | None:
     return None if text.lower() in ("none", "forever", "") else float(text)
+
+
+def _comma_list(text: str) -> str | tuple[str, ...]:
+    return tuple(each.strip() for each in text.split(",")) if "," in text else text
 
 
 def _optional_int(text: str) -> int | None:
@@ -69,7 +74,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and len(value.encode()) <= 255
+    try:
+        return isinstance(value, str) and len(value.encode()) <= 255
+    except UnicodeEncodeError:
+        return False
 
 
 _BOOL: tuple[Callable[[str], Any], str, Callable[[Any], bool]] = (_boolean, "True or False", lambda v: isinstance(v, bool))
@@ -106,7 +114,7 @@ class ProducerSettings:
     """
 
     url: str | Sequence[str] = _setting(
-        _URL, str, "an amqp:// or amqps:// URL, or a non-empty sequence of them", lambda v: bool(_urls(v))
+        _URL, _comma_list, "an amqp:// or amqps:// URL, or a non-empty sequence of them", lambda v: bool(_urls(v))
     )
     exchange: str = _setting("", *_NAME)
     routing_key: str = _setting("", *_NAME)
@@ -138,9 +146,17 @@ class ProducerSettings:
     )
     connect_timeout: float = _setting(15.0, float, "seconds, more than 0", lambda v: _is_number(v) and v > 0)
     name: str = _setting("producer", *_NAME)
+    # The names of the settings that were given, whatever their values.
+    _given: frozenset[str] = field(init=False, repr=False, compare=False)
+
+    def __new__(cls, **given: Any) -> ProducerSettings:
+        """Keeps in mind what is given, because what is left at its default does not take precedence."""
+        self = object.__new__(cls)
+        object.__setattr__(self, "_given", frozenset(given))
+        return self
 
     def __post_init__(self) -> None:
-        for setting in fields(self):
+        for setting in _SETTINGS.values():
             value = getattr(self, setting.name)
             if not setting.metadata["check"](value):
                 raise _refused(setting.name, value, setting.metadata["allowed"])
@@ -160,7 +176,7 @@ class ProducerSettings:
     def __repr__(self) -> str:
         shown = ", ".join(
             f"{setting.name}={value!r}"
-            for setting in fields(self)
+            for setting in _SETTINGS.values()
             if (value := getattr(self, setting.name)) != setting.default and setting.name != "url"
         )
         urls = [hide_password(url) for url in _urls(self.url)]
@@ -186,7 +202,7 @@ class ProducerSettings:
         Raises:
             SettingsError: a value that is not allowed, or a name that is no setting.
         """
-        known = {setting.name: setting for setting in fields(cls)}
+        known = _SETTINGS
         for name in keywords:
             if name not in known:
                 raise SettingsError(f"{name}={keywords[name]!r}: there is no such setting; there are {', '.join(known)}")
@@ -195,47 +211,53 @@ class ProducerSettings:
         for name, setting in known.items():
             text = environ.get(f"QFLOW_{name.upper()}")
             if text is not None:
-                values[name] = _parse(name, f"QFLOW_{name.upper()}", text, setting.metadata)
-        if isinstance(values.get("url"), str) and "," in values["url"]:
-            values["url"] = tuple(values["url"].split(","))
-        explicit = {} if settings is None else {n: getattr(settings, n) for n in known}
-        if settings is not None:
-            # What a ProducerSettings leaves at its default it does not say.
-            explicit = {n: v for n, v in explicit.items() if v != known[n].default}
+                values[name] = _parse(f"QFLOW_{name.upper()}", text, setting.metadata)
+        explicit = {} if settings is None else {name: getattr(settings, name) for name in settings._given}
         url = url if url is not None else explicit.get("url", values.get("url", _URL))
         if not known["url"].metadata["check"](url):
             raise _refused("url", url, known["url"].metadata["allowed"])
         for each in reversed(_urls(url)):
             for name, text in _split_url(each)[1].items():
-                values[name] = _parse(name, f"the URL's {name}", text, known[name].metadata)
+                values[name] = _parse(f"the URL's {name}", text, known[name].metadata)
         return cls(**(values | explicit | keywords | {"url": url}))
 
 
-def _parse(name: str, place: str, text: str, metadata: Mapping[str, Any]) -> Any:
+_SETTINGS = {setting.name: setting for setting in fields(ProducerSettings) if setting.init}
+
+
+def _parse(place: str, text: str, metadata: Mapping[str, Any]) -> Any:
     try:
         value = metadata["parse"](text)
     except ValueError:
         raise _refused(place, text, metadata["allowed"]) from None
     if not metadata["check"](value):
-        raise _refused(place, hide_password(text) if name == "url" else text, metadata["allowed"])
+        raise _refused(place, text, metadata["allowed"])
     return value
 
 
 def _refused(name: str, value: Any, allowed: str) -> SettingsError:
-    if name == "url" and isinstance(value, str):
-        value = hide_password(value)
-    return SettingsError(f"{name}={value!r}: it must be {allowed}")
+    shown = _PASSWORD_OF_SORTS.sub(r"\1***@", repr(value))
+    return SettingsError(f"{name}={shown}: it must be {allowed}")
 
 
 def _urls(value: Any) -> tuple[str, ...]:
     urls = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else ()
-    return urls if all(isinstance(u, str) and urlsplit(u).scheme in ("amqp", "amqps") for u in urls) else ()
+    return urls if all(isinstance(url, str) and _is_url(url) for url in urls) else ()
+
+
+def _is_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        # Looked at because a port that is none is only found then.
+        return parts.scheme in ("amqp", "amqps") and parts.port != 0
+    except ValueError:
+        return False
 
 
 def _split_url(url: str) -> tuple[str, dict[str, str]]:
     """A URL without our query parameters, and those."""
     parts = urlsplit(url)
-    names = {setting.name for setting in fields(ProducerSettings)} - {"url"}
+    names = _SETTINGS.keys() - {"url"}
     ours, theirs = {}, []
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
         if name in names:

@@ -73,9 +73,11 @@ class TapChannel(Protocol):
 class _Returned:
     """A returned message whose content is still coming."""
 
-    __slots__ = ("body", "header", "left", "method")
+    __slots__ = ("body", "channel", "header", "left", "method")
 
-    def __init__(self, method: tuple[int, str, str, str]) -> None:
+    def __init__(self, channel: TapChannel, method: tuple[int, str, str, str]) -> None:
+        # Who is told; None once it is detached, and what still comes is for nobody.
+        self.channel: TapChannel | None = channel
         self.method = method
         self.header = b""
         # Chunks of the body, and how many bytes are still to come.
@@ -85,18 +87,19 @@ class _Returned:
 
 def _short(data: bytes, at: int) -> tuple[str, int]:
     stop = at + 1 + data[at]
+    if stop > len(data):
+        raise IndexError("a short string runs past the end of the frame")
     return data[at + 1 : stop].decode("utf-8", "replace"), stop
 
 
 class Tap:
-    """The state between one socket and one library connection.
-
-    Bytes of frames that do not parse go to the library as they are: it knows what to do about them.
-    """
+    """The state between one socket and one library connection."""
 
     def __init__(self) -> None:
         self._splitter = FrameSplitter()
         self._channels: dict[int, TapChannel] = {}
+        # By channel that is still being opened, what the broker has said of its flow.
+        self._expected: dict[int, list[bool]] = {}
         # By channel, the return whose content is still coming.
         self._returns: dict[int, _Returned] = {}
         # Why the broker blocks the connection; None while it does not.
@@ -114,16 +117,28 @@ class Tap:
 
     # Channels.
 
+    def expect(self, number: int) -> None:
+        """Keep what the broker says of the flow of a channel that the library opens, until it is attached.
+
+        A broker may stop a channel in the same breath in which it opens it, before anybody has heard of that.
+        """
+        self._expected[number] = []
+
     def attach(self, number: int, channel: TapChannel, now: float) -> None:
         """Take the frames of a channel out from now on. The channel is open, and in confirm mode if it is to be."""
         self._channels[number] = channel
+        for active in self._expected.pop(number, ()):
+            channel.on_flow(active, now)
         if self._blocked is not None:
             channel.on_blocked(self._blocked, now)
 
     def detach(self, number: int) -> None:
         """Pass a channel's frames on to the library again. A frame of it that has begun is still brought to its end."""
         channel = self._channels.pop(number, None)
-        self._returns.pop(number, None)
+        self._expected.pop(number, None)
+        if number in self._returns:
+            # The library must not get the end of a content whose beginning it has not seen.
+            self._returns[number].channel = None
         if channel is not None and channel is self._writer:
             self._remains = channel.unfinished
             self._writer = None
@@ -146,7 +161,7 @@ class Tap:
             What the library is to see of them, whole frames only; may be empty.
 
         Raises:
-            FrameError: they are not AMQP frames.
+            FrameError: they are not AMQP frames, or a method frame that is ours cannot be decoded.
         """
         splitter = self._splitter
         channels = self._channels
@@ -155,20 +170,24 @@ class Tap:
         run = -1
         stop = -1
         for kind, number, start, stop in splitter.feed(data):
-            if number in channels:
-                try:
+            try:
+                if number in channels:
                     taken = self._take(channels[number], number, kind, start, stop, now)
-                except (struct_error, IndexError) as error:
-                    raise FrameError(f"a method frame on channel {number} that cannot be decoded: {error}") from error
-            else:
-                taken = False
+                else:
+                    taken = kind != METHOD_FRAME and number in self._returns
+                    if taken:
+                        self._take_content(number, kind, start, stop)
+                    elif kind == METHOD_FRAME and number == 0:
+                        self._copy_connection(splitter.data[start:stop], now)
+                    elif kind == METHOD_FRAME and number in self._expected:
+                        taken = self._keep_flow(number, splitter.data[start:stop])
+            except (struct_error, IndexError) as error:
+                raise FrameError(f"a frame on channel {number} that cannot be decoded: {error}") from error
             if taken:
                 if run >= 0:
                     passed.append(splitter.data[run : start - 7])
                     run = -1
                 continue
-            if number == 0 and kind == METHOD_FRAME:
-                self._copy_connection(splitter.data, start, stop, now)
             if run < 0:
                 run = start - 7
         if run >= 0:
@@ -176,8 +195,8 @@ class Tap:
         if passed:
             self._fed_at = now
             return b"".join(passed)
-        # A library that hears nothing for long takes the broker for dead.
-        if stop >= 0 and self.heartbeat and now - self._fed_at >= self.heartbeat / 2:
+        # A library that hears nothing for long takes the broker for dead, also while a frame of its own is on its way.
+        if data and self.heartbeat and now - self._fed_at >= self.heartbeat / 2:
             self._fed_at = now
             return HEARTBEAT
         return b""
@@ -190,49 +209,60 @@ class Tap:
         """
         data = self._splitter.data
         if kind != METHOD_FRAME:
-            return number in self._returns and self._take_content(channel, number, kind, start, stop)
-        method = data[start : start + 4]
+            if number not in self._returns:
+                return False
+            self._take_content(number, kind, start, stop)
+            return True
+        # A copy, so that nothing is read past the end of the frame.
+        payload = data[start:stop]
+        method = payload[:4]
         if method == ACK:
-            tag, bits = _TAG_AND_BITS.unpack_from(data, start + 4)
+            tag, bits = _TAG_AND_BITS.unpack_from(payload, 4)
             channel.on_ack(tag, bits & 1 != 0, now)
         elif method == NACK:
-            tag, bits = _TAG_AND_BITS.unpack_from(data, start + 4)
+            tag, bits = _TAG_AND_BITS.unpack_from(payload, 4)
             channel.on_nack(tag, bits & 1 != 0, now)
         elif method == CHANNEL_FLOW:
-            channel.on_flow(data[start + 4] & 1 != 0, now)
+            channel.on_flow(payload[4] & 1 != 0, now)
         elif method == RETURN:
-            code = int.from_bytes(data[start + 4 : start + 6], "big")
-            text, at = _short(data, start + 6)
-            exchange, at = _short(data, at)
-            self._returns[number] = _Returned((code, text, exchange, _short(data, at)[0]))
+            text, at = _short(payload, 6)
+            exchange, at = _short(payload, at)
+            reply = int.from_bytes(payload[4:6], "big"), text, exchange, _short(payload, at)[0]
+            self._returns[number] = _Returned(channel, reply)
         else:
             if method == CHANNEL_CLOSE:
-                code = int.from_bytes(data[start + 4 : start + 6], "big")
-                text, at = _short(data, start + 6)
-                ids = _CLOSE_IDS.unpack_from(data, at)
+                code = int.from_bytes(payload[4:6], "big")
+                text, at = _short(payload, 6)
+                ids = _CLOSE_IDS.unpack_from(payload, at)
                 self.detach(number)
                 channel.channel_closed(code, text, ids, now)
             return False
         return True
 
-    def _take_content(self, channel: TapChannel, number: int, kind: int, start: int, stop: int) -> bool:
+    def _take_content(self, number: int, kind: int, start: int, stop: int) -> None:
         data = self._splitter.data
         returned = self._returns[number]
         if kind == HEADER_FRAME:
             returned.header = data[start:stop]
-            returned.left = _BODY_SIZE.unpack_from(data, start + 4)[0]
+            returned.left = _BODY_SIZE.unpack_from(returned.header, 4)[0]
         elif kind == BODY_FRAME:
             returned.body.append(data[start:stop])
             returned.left -= stop - start
         if returned.left <= 0:
             del self._returns[number]
-            channel.on_return(*returned.method, returned.header, b"".join(returned.body))
+            if returned.channel is not None:
+                returned.channel.on_return(*returned.method, returned.header, b"".join(returned.body))
+
+    def _keep_flow(self, number: int, payload: bytes) -> bool:
+        if payload[:4] != CHANNEL_FLOW:
+            return False
+        self._expected[number].append(payload[4] & 1 != 0)
         return True
 
-    def _copy_connection(self, data: bytes, start: int, stop: int, now: float) -> None:
-        method = data[start : start + 4]
+    def _copy_connection(self, payload: bytes, now: float) -> None:
+        method = payload[:4]
         if method == CONNECTION_BLOCKED:
-            self._blocked = _short(data, start + 4)[0] if stop > start + 4 else ""
+            self._blocked = _short(payload, 4)[0] if len(payload) > 4 else ""
             for channel in tuple(self._channels.values()):
                 channel.on_blocked(self._blocked, now)
         elif method == CONNECTION_UNBLOCKED:
@@ -247,6 +277,11 @@ class Tap:
         """Whether the library may write: no frame of ours has begun and not ended."""
         return self._writer is None and not self._remains
 
+    @property
+    def unfinished(self) -> bytes:
+        """What is still to be written until the library may; empty at a frame border. As with `data_to_write`."""
+        return self._remains or (self._writer.unfinished if self._writer is not None else b"")
+
     def data_to_write(self, limit: int) -> bytes:
         """The channels' next bytes, about `limit` of them at the most; empty if there are none.
 
@@ -254,9 +289,11 @@ class Tap:
         """
         if self._remains:
             return self._remains
-        if self._writer is not None:
-            return self._writer.data_to_write(limit)
         channels = self._channels
+        if self._writer is not None:
+            # To the next border and no further, or one whose every write ends in mid-frame would never let go.
+            rest = self._writer.unfinished if len(channels) > 1 else b""
+            return rest or self._writer.data_to_write(limit)
         # From the channel after the one that wrote last.
         turns = channels if len(channels) == 1 else sorted(channels, key=lambda each: (each <= self._turn, each))
         for number in turns:

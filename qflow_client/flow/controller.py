@@ -153,8 +153,8 @@ class WeightedLine:
 class FlowSource:
     """Where elements come from that cannot wait to be taken: it is told to stop instead (F3, J4).
 
-    Any number of controllers may block it; it is unblocked only when none does. Subclasses say what stopping means. What
-    they do may call back into the controllers, but must not raise: others wait behind it for being unblocked.
+    Any number of controllers may block it; it is unblocked only when none does. Subclasses say what that means. Their
+    code may call back into the controllers, but must not raise: other sources wait behind it for being unblocked.
 
     Args:
         name: for people, and for the manager's graph.
@@ -313,8 +313,9 @@ class FlowController:
 
     def release(self, size: int, count: int = 1) -> None:
         """Take note that `count` elements of together `size` have left, and unblock whom that lets go on (J6)."""
-        for _ in self.release_steps(size, count):
-            pass
+        self.limiter.remove(size, count)
+        if self._blocked:
+            self.resume()
 
     def look(self, now: float) -> bool:
         """Bring the gate up to date with the limiter.
@@ -331,7 +332,7 @@ class FlowController:
         if self._limited is None:
             return None
         head = self._line.head()
-        return self.limiter.ready_at(head.size if head is not None else 0, now)
+        return self.limiter.ready_at(head.size if head is not None else 1, now)
 
     def _look(self, size: int, now: float) -> bool:
         kind = self.limiter.refusal(size, now)
@@ -358,8 +359,9 @@ class FlowController:
         Returns:
             True if this controller blocks the source now.
         """
-        for _ in self.offer_steps(source, size, now):
-            pass
+        if self.limiter.add(size, now):
+            for _ in self._overflow_steps(source):
+                pass
         return source in self._blocked
 
     def offer_steps(self, source: FlowSource, size: int, now: float) -> Iterator[str]:
@@ -368,10 +370,11 @@ class FlowController:
         Yields:
             The name of the step that was done.
         """
-        overflows = self.limiter.add(size, now)
-        if not overflows:
-            return
-        yield "over the mark"
+        if self.limiter.add(size, now):
+            yield "over the mark"
+            yield from self._overflow_steps(source)
+
+    def _overflow_steps(self, source: FlowSource) -> Iterator[str]:
         self._blocked.setdefault(source)
         source.block(self)
         yield "blocked"

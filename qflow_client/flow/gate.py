@@ -29,8 +29,8 @@ class Hold:
     detail: str = ""
 
     def __str__(self) -> str:
-        text = f"{self.kind} by {self.source}" if self.source else self.kind
-        return f"{text} ({self.detail})" if self.detail else text
+        words = ": ".join(filter(None, (self.source, self.detail)))
+        return f"{self.kind} ({words})" if words else self.kind
 
 
 class Gate:
@@ -99,6 +99,11 @@ class Gate:
         if self.observer is not None:
             self.observer(hold, False, now)
         return hold
+
+    def forget_past(self) -> None:
+        """Count holds, and how long they held, from now on. Only while the gate is open."""
+        self._held_for.clear()
+        self.times_closed = 0
 
     def is_held_by(self, kind: str) -> bool:
         """Whether any source holds the gate for this reason."""

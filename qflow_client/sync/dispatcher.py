@@ -37,6 +37,11 @@ class Dispatcher:
                     self._thread.start()
         self._calls.put((callback, argument))
 
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether the caller is one of the callbacks."""
+        return threading.current_thread() is self._thread
+
     def stop(self, timeout: float) -> None:
         """Let it end after the calls that are due, and wait for that, unless called from one of them.
 
@@ -46,7 +51,7 @@ class Dispatcher:
         thread = self._thread
         if thread is not None:
             self._calls.put(None)
-            if thread is not threading.current_thread():
+            if not self.is_current_thread:
                 thread.join(timeout)
 
     def _run(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pika
 from pika.exceptions import ConnectionClosed as PikaConnectionClosed
 
-from qflow_client.errors import ConnectionFailed
+from qflow_client.errors import ConnectionFailed, SettingsError
 from qflow_client.protocol import ProducerProtocol
 from qflow_client.settings import hide_password
 from qflow_client.sync.pika_io import TapIOServices
@@ -30,7 +30,14 @@ def _words(error: object) -> str:
     """What went wrong, in one line."""
     if isinstance(error, PikaConnectionClosed):
         return f"{error.reply_code} {error.reply_text}"
-    return str(error) or type(error).__name__
+    # pika wraps what happened in what it was doing, several times.
+    causes = getattr(error, "exceptions", None) or getattr(error, "args", ())
+    cause = causes[-1] if causes else getattr(error, "exception", None)
+    if isinstance(getattr(error, "exception", None), BaseException):
+        cause = error.exception  # type: ignore[attr-defined]  # AMQPConnectorException's
+    if isinstance(cause, BaseException):
+        return _words(cause)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 class Link:
@@ -50,12 +57,16 @@ class Link:
         self, url: str, protocol: ProducerProtocol, lock: threading.Lock, after: Callable[[], None], timeout: float
     ) -> None:
         self.url = url
+        # First, because what cannot be read must leave nothing open.
+        try:
+            self._parameters = pika.URLParameters(url)
+        except (SyntaxError, TypeError, ValueError) as error:
+            raise SettingsError(f"url={hide_password(url)!r}: {error}") from error
         self._protocol = protocol
         self._lock = lock
         self._after = after
         self._tap = Tap()
         self.services = TapIOServices(self._tap, lock, self._after_io)
-        self._parameters = pika.URLParameters(url)
         self._parameters.client_properties = {
             "connection_name": protocol.settings.name,
             "product": "qflow_client",
@@ -140,7 +151,9 @@ class Link:
             self.services.close()
 
     def _on_open(self, connection: Any) -> None:
-        connection.channel(on_open_callback=self._on_channel_open)
+        channel = connection.channel(on_open_callback=self._on_channel_open)
+        with self._lock:
+            self._tap.expect(channel.channel_number)
 
     def _on_open_error(self, _connection: Any, error: BaseException) -> None:
         self._lost(_words(error))

@@ -200,10 +200,13 @@ class TapIOServices(SelectorIOServicesAdapter):
         changed = False
         tapped.finish_record()
         while not tapped.full and not tapped.broken:
+            # pika has something to write too: it gets the next frame border, or a socket that is always full would keep
+            # its heartbeats and acks back for ever. The socket's being writable brings us back.
+            yields = self._library_writer is not None
             with lock:
-                data = tap.data_to_write(tapped.write_chunk)
+                data = tap.unfinished if yields else tap.data_to_write(tapped.write_chunk)
                 if not data:
-                    self.awake = False
+                    self.awake = yields
                     break
             if len(data) > tapped.write_chunk:
                 data = data[: tapped.write_chunk]

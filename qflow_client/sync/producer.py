@@ -117,6 +117,8 @@ class Producer:
         self._listeners: list[Callable[[FlowEvent], object]] = []
         self._queues: list[queue.SimpleQueue[FlowEvent | None]] = []
         self._ended = False
+        # Set when the first close has come to its end.
+        self._all_ended = threading.Event()
         self._pid = os.getpid()
         self._link = self._connect()
         self._services = self._link.services
@@ -433,7 +435,7 @@ class Producer:
         return self._protocol.closed is not None
 
     def close(self, timeout: float | None = _DEFAULT) -> None:
-        """Flush, and end the connection. A second call does nothing.
+        """Flush, and end the connection. A second call waits for the end of the first and does nothing else.
 
         Args:
             timeout: seconds that messages may take to be settled; ``None`` for ever; the setting
@@ -450,10 +452,14 @@ class Producer:
 
     def _close(self, timeout: float | None) -> list[Receipt]:
         with self._lock:
-            if self._ended:
-                return []
+            again = self._ended
             self._ended = True
             self._protocol.close("the producer is closed", _monotonic())
+        if again:
+            # A callback must not wait for the end of the callbacks.
+            if not self._dispatcher.is_current_thread:
+                self._all_ended.wait(timeout)
+            return []
         self._kick()
         self._manager.unregister(self)
         left: tuple[Receipt, ...] = ()
@@ -470,6 +476,7 @@ class Producer:
             for events in queues:
                 events.put(None)
             self._dispatcher.stop(timeout=5.0)
+            self._all_ended.set()
         # With on_delivery, what was left has been told to it, but nobody may have been listening any more.
         return failures or [receipt for receipt in left if not receipt.delivered]
 
@@ -543,6 +550,8 @@ class Producer:
         self._lock = threading.Lock()
         self._link.forget()
         self._ended = True
+        self._all_ended = threading.Event()
+        self._all_ended.set()
         self._protocol.close(
             f"it was made in process {self._pid}, and this is process {os.getpid()}: a connection cannot be shared with "
             "a child process; make a producer in the child",

@@ -1,0 +1,138 @@
+"""pika, as its documentation has it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pika
+from pika.adapters.blocking_connection import BlockingChannel
+from pika.exceptions import ConnectionWrongStateError
+
+from benchmarks.peers.base import MESSAGE_ID, Job, Stopwatch, Timing
+
+__all__ = ["Blocking", "Select"]
+
+# One object for all messages: the cheapest use of pika, and the same bytes as the others'.
+_PROPERTIES = pika.BasicProperties(delivery_mode=2, message_id=MESSAGE_ID % 1)
+
+
+class Blocking:
+    """`BlockingConnection`, which waits for the confirm of each message."""
+
+    title = "pika BlockingConnection, one by one"
+    distribution = "pika"
+
+    def run(self, job: Job) -> Timing:
+        connection = pika.BlockingConnection(pika.URLParameters(job.url))
+        try:
+            channel: BlockingChannel = connection.channel()
+            if job.confirmed:
+                channel.confirm_delivery()
+            publish, queue, body = channel.basic_publish, job.queue, job.body
+            watch = Stopwatch()
+            for _ in range(job.count):
+                publish("", queue, body, _PROPERTIES, mandatory=True)
+            if not job.confirmed:
+                channel.close()
+            return watch.stop()
+        finally:
+            connection.close()
+
+
+class _SelectRun:
+    """One run on a `SelectConnection`: publishes whenever an ack makes room in the window."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._published = 0
+        self._confirmed = 0
+        self._floor = 0
+        self._channel: Any = None
+        self._watch = Stopwatch()
+        self.timing: Timing | None = None
+        self.error: BaseException | None = None
+        self._connection = pika.SelectConnection(
+            pika.URLParameters(job.url),
+            on_open_callback=lambda connection: connection.channel(on_open_callback=self._opened),
+            on_open_error_callback=self._ended,
+            on_close_callback=self._ended,
+        )
+
+    def run(self) -> None:
+        self._connection.ioloop.start()
+
+    def _ended(self, _connection: Any, error: Any) -> None:
+        if self.timing is None:
+            self.error = error if isinstance(error, BaseException) else ConnectionError(str(error))
+        self._connection.ioloop.stop()
+
+    def _opened(self, channel: Any) -> None:
+        self._channel = channel
+        channel.add_on_close_callback(self._channel_closed)
+        if self._job.confirmed:
+            channel.confirm_delivery(self._answered, callback=lambda _frame: self._begin())
+        else:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._watch = Stopwatch()
+        if self._job.confirmed:
+            self._fill()
+        else:
+            self._next_lot()
+
+    def _fill(self) -> None:
+        job, publish = self._job, self._channel.basic_publish
+        until = min(job.count, self._confirmed + job.window)
+        for _ in range(self._published, until):
+            publish("", job.queue, job.body, _PROPERTIES, mandatory=True)
+        self._published = max(self._published, until)
+
+    def _next_lot(self) -> None:
+        # Unconfirmed, a window of messages for each turn of the loop, or pika would buffer all of them first.
+        self._confirmed = self._published
+        self._fill()
+        if self._published < self._job.count:
+            self._connection.ioloop.add_callback(self._next_lot)
+        else:
+            self._channel.close()
+
+    def _answered(self, frame: Any) -> None:
+        method = frame.method
+        if method.NAME != "Basic.Ack":
+            self.error = ConnectionError(f"the broker answered {method.NAME}")
+            self._connection.close()
+            return
+        # RabbitMQ acks the messages of one queue in order, so a single ack never is of a tag above an open one.
+        if method.multiple:
+            self._confirmed = max(self._confirmed, method.delivery_tag)
+        else:
+            self._confirmed += 1
+        if self._confirmed >= self._job.count:
+            self.timing = self._watch.stop()
+            self._connection.close()
+        else:
+            self._fill()
+
+    def _channel_closed(self, _channel: Any, reason: BaseException) -> None:
+        if not self._job.confirmed and self._published == self._job.count:
+            self.timing = self._watch.stop()
+        elif self.timing is None:
+            self.error = reason
+        with contextlib.suppress(ConnectionWrongStateError):
+            self._connection.close()
+
+
+class Select:
+    """`SelectConnection`, one thread, a window."""
+
+    title = "pika SelectConnection"
+    distribution = "pika"
+
+    def run(self, job: Job) -> Timing:
+        run = _SelectRun(job)
+        run.run()
+        if run.error is not None or run.timing is None:
+            raise run.error or ConnectionError("the connection ended")
+        return run.timing

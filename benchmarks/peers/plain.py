@@ -1,0 +1,159 @@
+"""The reference: a socket, frames that were made before the clock started, and a sliding window."""
+
+from __future__ import annotations
+
+import select
+from struct import Struct
+
+from pamqp import commands
+
+from benchmarks.peers.base import MESSAGE_ID, Job, Stopwatch, Timing
+from benchmarks.wire import FRAME_HEAD, FRAME_OVERHEAD, Wire, frame
+
+__all__ = ["AckWindow", "PlainSocket", "publish_frames"]
+
+_ACK = bytes((0, 60, 0, 80))
+_TAG_AND_MULTIPLE = Struct(">QB")
+# A whole Basic.Ack frame: head, class and method id, delivery tag, bits, end.
+_ACK_FRAME = Struct(">7x4xQBx")
+_ACK_HEAD = FRAME_HEAD.pack(1, 1, 13) + _ACK
+_READ = 1 << 17
+_WRITE = 1 << 17
+
+
+def publish_frames(queue: str, body: bytes, count: int, frame_max: int) -> tuple[bytes, int]:
+    """The frames of all messages in one piece, and the length of one message in bytes."""
+    key = queue.encode()
+    method = frame(1, 1, b"\0\x3c\0\x28" + b"\0\0" + b"\0" + bytes((len(key),)) + key + b"\1")
+    room = frame_max - FRAME_OVERHEAD
+    bodies = b"".join(frame(3, 1, body[at : at + room]) for at in range(0, len(body), room))
+    length = len(MESSAGE_ID % 0)
+    # Class 60, weight 0, the length, and the flags of delivery-mode and message-id.
+    fixed = Struct(">HHQH").pack(60, 0, len(body), 1 << 12 | 1 << 7) + b"\2" + bytes((length,))
+    head = method + FRAME_HEAD.pack(2, 1, len(fixed) + length) + fixed
+    tail = b"\xce" + bodies
+    messages = b"".join(head + (MESSAGE_ID % number).encode() + tail for number in range(count))
+    return messages, len(messages) // count
+
+
+class AckWindow:
+    """How many messages are confirmed, counted from acks as the broker sends them."""
+
+    def __init__(self) -> None:
+        # Every message up to this delivery tag is confirmed …
+        self.floor = 0
+        # … and these above it.
+        self.above: set[int] = set()
+        self._rest = b""
+
+    @property
+    def confirmed(self) -> int:
+        """Messages that are confirmed."""
+        return self.floor + len(self.above)
+
+    def feed(self, data: bytes) -> None:
+        """Take what the socket received.
+
+        Raises:
+            ConnectionError: it is anything but an ack or a heartbeat.
+        """
+        data = self._rest + data if self._rest else data
+        whole = len(data) - len(data) % _ACK_FRAME.size
+        # Nearly always there is nothing but acks. As many heads as there is room for, the first and the last of them in
+        # their places, leave no room for anything else.
+        last = whole - _ACK_FRAME.size
+        if (
+            data.startswith(_ACK_HEAD)
+            and data.startswith(_ACK_HEAD, last)
+            and data.count(_ACK_HEAD, 0, whole) == whole // _ACK_FRAME.size
+        ):
+            self._rest = data[whole:]
+            floor, above = self.floor, self.above
+            for tag, multiple in _ACK_FRAME.iter_unpack(data[:whole]):
+                if multiple:
+                    floor = max(floor, tag)
+                elif tag == floor + 1:
+                    floor = tag
+                else:
+                    above.add(tag)
+            self.floor = floor
+        else:
+            self._slowly(data)
+        if self.above:
+            self._settle()
+
+    def _settle(self) -> None:
+        above = self.above
+        if min(above) <= self.floor:
+            above = self.above = {tag for tag in above if tag > self.floor}
+        while self.floor + 1 in above:
+            self.floor += 1
+            above.remove(self.floor)
+
+    def _slowly(self, data: bytes) -> None:
+        at = 0
+        while len(data) - at >= FRAME_OVERHEAD:
+            kind, _, size = FRAME_HEAD.unpack_from(data, at)
+            if len(data) - at < size + FRAME_OVERHEAD:
+                break
+            payload = data[at + 7 : at + 7 + size]
+            if payload[:4] == _ACK:
+                tag, multiple = _TAG_AND_MULTIPLE.unpack_from(payload, 4)
+                if multiple:
+                    self.floor = max(self.floor, tag)
+                else:
+                    self.above.add(tag)
+            elif kind != 8:
+                raise ConnectionError(f"the broker sent a frame of type {kind} that is no ack: {payload[:60]!r}")
+            at += size + FRAME_OVERHEAD
+        self._rest = data[at:]
+
+
+class PlainSocket:
+    """As fast as Python can: what is above it is what a library costs."""
+
+    title = "plain socket"
+    distribution = ""
+
+    def run(self, job: Job) -> Timing:
+        with Wire(job.url) as wire:
+            messages, length = publish_frames(job.queue, job.body, job.count, wire.frame_max)
+            if not job.confirmed:
+                watch = Stopwatch()
+                wire.socket.sendall(messages)
+                wire.call(commands.Channel.Close(200, "done", 0, 0))
+                return watch.stop()
+            wire.call(commands.Confirm.Select())
+            return self._window(wire, memoryview(messages), length, job)
+
+    def _window(self, wire: Wire, messages: memoryview, length: int, job: Job) -> Timing:
+        sock, window, count = wire.socket, job.window * length, job.count
+        sock.setblocking(False)
+        poll = select.poll()
+        acks = AckWindow()
+        at, total = 0, len(messages)
+        watching = 0
+        watch = Stopwatch()
+        while acks.confirmed < count:
+            allowed = min(acks.confirmed * length + window, total)
+            try:
+                while at < allowed:
+                    at += sock.send(messages[at : min(allowed, at + _WRITE)])
+            except BlockingIOError:
+                pass
+            wanted = select.POLLIN | (select.POLLOUT if at < allowed else 0)
+            if wanted != watching:
+                watching = wanted
+                poll.register(sock, wanted)
+            if not poll.poll(30_000):
+                raise TimeoutError(f"no confirm for 30 s; {acks.confirmed} of {count} messages are confirmed")
+            try:
+                data = sock.recv(_READ)
+            except BlockingIOError:
+                continue
+            if not data:
+                raise ConnectionError("the broker closed the connection")
+            acks.feed(data)
+        timing = watch.stop()
+        sock.settimeout(30.0)
+        return timing

@@ -1,0 +1,107 @@
+"""How many messages per second each publisher gets confirmed, all in one run.
+
+Only the ratios of one run mean anything: the machine, the broker and their mood are in every figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from benchmarks import peers as known
+from benchmarks.report import Bar, broker_name, document, missed, print_table, summarize
+from benchmarks.runner import Lost, Plan, measure
+from benchmarks.wire import Wire
+
+__all__ = ["BARS", "main"]
+
+#: What ``--check`` asks for: one thread, with confirms, against peers of the same run.
+BARS = (Bar("qflow", 100, "to_plain", 0.65), Bar("qflow", 100, "to_pika_select", 1.5))
+
+
+def _whole(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    sizes = tuple(int(part) for part in text.split(","))
+    if min(sizes) < 0:
+        raise argparse.ArgumentTypeError(f"a body has at least 0 bytes, not {min(sizes)}")
+    return tuple(dict.fromkeys(sizes))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(known.PEERS) if text == "all" else tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in known.PEERS:
+            raise argparse.ArgumentTypeError(f"no peer is called {name!r}; there are {', '.join(known.PEERS)}, and all")
+    return names
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="python -m benchmarks.publish", description=__doc__)
+    made.add_argument("--url", default="amqp://guest:guest@localhost:5672/%2F", help="amqp:// URL of the broker")
+    made.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
+    made.add_argument("--messages", type=_whole, default=50_000, help="per run; slow peers get fewer (%(default)s)")
+    made.add_argument("--sizes", type=_sizes, default=(100, 1024), help="of bodies, in bytes (100,1024)")
+    made.add_argument("--window", type=_whole, default=1000, help="the most unconfirmed messages (%(default)s)")
+    made.add_argument(
+        "--peers",
+        type=_names,
+        default=known.DEFAULT,
+        help=f"separated by commas, or all; there are {', '.join(known.PEERS)} ({','.join(known.DEFAULT)})",
+    )
+    made.add_argument("--repeat", type=_whole, default=7, help="rounds, of which the median counts (%(default)s)")
+    made.add_argument("--unconfirmed", action="store_true", help="without publisher confirms")
+    made.add_argument("--check", action="store_true", help=f"fail unless {'; '.join(map(str, BARS))}")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it.
+
+    Returns:
+        The exit code: 1 if messages were lost, or with ``--check`` a bar was missed.
+    """
+    options = parser().parse_args(arguments)
+    plan = Plan(
+        options.url, options.messages, options.sizes, options.window, options.repeat, confirmed=not options.unconfirmed
+    )
+    found = {name: peer for name in options.peers if (peer := known.load(name)) is not None}
+    with Wire(plan.url) as wire:
+        server_properties = wire.server_properties
+    try:
+        measurements = measure(plan, found, _say)
+    except Lost as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    finally:
+        _say("")
+    rows = summarize(options.peers, found, measurements)
+    failed = missed(BARS, rows) if options.check else []
+    if options.json:
+        made = document(plan, found, rows, measurements, server_properties)
+        print(json.dumps(made | ({"missed": failed} if options.check else {}), indent=2))
+    else:
+        broker = " ".join(broker_name(server_properties).values()) or "a broker that does not say its name"
+        how = "confirmed" if plan.confirmed else "unconfirmed"
+        print_table(f"{how}, window {plan.window}, median of {plan.repeat}; {broker}", rows)
+    for words in failed:
+        print(f"missed: {words}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _say(text: str) -> None:
+    # One line that is written over, for who watches.
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

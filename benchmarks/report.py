@@ -1,0 +1,232 @@
+"""What the measurements say, for people and for machines."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from statistics import median
+from typing import Any, TextIO
+
+import qflow_client
+from benchmarks.peers import Peer
+from benchmarks.runner import Measurement, Plan, rates
+
+__all__ = [
+    "Bar",
+    "Row",
+    "broker_name",
+    "cells",
+    "document",
+    "missed",
+    "plain_table",
+    "print_table",
+    "summarize",
+    "versions",
+]
+
+#: The peers that others are compared with.
+PLAIN = "plain"
+PIKA_SELECT = "pika_select"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One peer with one size of body; medians over the rounds.
+
+    Attributes:
+        peer: its name.
+        title: for people.
+        size: bytes of a body.
+        installed: whether its library is; if not, the rest is ``None``.
+        count: messages per run.
+        rate: messages per second.
+        slowest: messages per second in the worst round.
+        fastest: messages per second in the best round.
+        to_plain: its rate over the plain socket's of the same round; ``None`` if that did not run.
+        to_pika_select: its rate over that of pika's `SelectConnection` of the same round, likewise.
+        cpu_per_100k: CPU seconds of the client process for 100,000 messages.
+    """
+
+    peer: str
+    title: str
+    size: int
+    installed: bool
+    count: int | None = None
+    rate: float | None = None
+    slowest: float | None = None
+    fastest: float | None = None
+    to_plain: float | None = None
+    to_pika_select: float | None = None
+    cpu_per_100k: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """What a ratio must reach at least.
+
+    Attributes:
+        peer: whose.
+        size: bytes of a body.
+        ratio: name of the ratio, an attribute of `Row`.
+        least: the bar.
+    """
+
+    peer: str
+    size: int
+    ratio: str
+    least: float
+
+    def __str__(self) -> str:
+        return f"{self.peer}, {self.size} bytes: {self.ratio} >= {self.least}"
+
+
+def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
+    # Round by round: a disturbance that lasts for some rounds then falls out.
+    pairs = list(zip(ours, theirs, strict=False))
+    return median(mine / other for mine, other in pairs) if pairs else None
+
+
+def summarize(names: Sequence[str], peers: Mapping[str, Peer], measurements: Sequence[Measurement]) -> list[Row]:
+    """A row for each peer that was asked for, whether or not it is installed, and each size."""
+    rows = []
+    for size in dict.fromkeys(each.size for each in measurements):
+        plain, select = (rates(measurements, each, size) for each in (PLAIN, PIKA_SELECT))
+        for name in names:
+            if name not in peers:
+                rows.append(Row(name, name, size, installed=False))
+                continue
+            own = [each for each in measurements if each.peer == name and each.size == size]
+            mine = rates(measurements, name, size)
+            rows.append(
+                Row(
+                    name,
+                    peers[name].title,
+                    size,
+                    installed=True,
+                    count=own[0].count,
+                    rate=median(mine),
+                    slowest=min(mine),
+                    fastest=max(mine),
+                    to_plain=_ratio(mine, plain),
+                    to_pika_select=_ratio(mine, select),
+                    cpu_per_100k=median(each.cpu_seconds / each.count for each in own) * 100_000,
+                )
+            )
+    return rows
+
+
+def missed(bars: Sequence[Bar], rows: Sequence[Row]) -> list[str]:
+    """The bars that were not reached, in words; one that was not measured is missed."""
+    found = {(row.peer, row.size): row for row in rows}
+    words = []
+    for bar in bars:
+        row = found.get((bar.peer, bar.size))
+        value = None if row is None else getattr(row, bar.ratio)
+        if value is None:
+            words.append(f"{bar}: not measured")
+        elif value < bar.least:
+            words.append(f"{bar}: {value:.3f}")
+    return words
+
+
+def versions(peers: Mapping[str, Peer]) -> dict[str, str]:
+    """Of Python and everything that was measured."""
+    found = {"python": platform.python_version(), "qflow_client": qflow_client.__version__}
+    # What ours stands on, whether or not it runs by itself.
+    for name in dict.fromkeys(["pika", *(peer.distribution for peer in peers.values())]):
+        if name:
+            try:
+                found[name] = version(name)
+            except PackageNotFoundError:
+                found[name] = "unknown"
+    return found
+
+
+def broker_name(server_properties: Mapping[str, Any]) -> dict[str, str]:
+    """Product, version and platform as the broker states them."""
+    return {key: str(server_properties[key]) for key in ("product", "version", "platform") if key in server_properties}
+
+
+def document(
+    plan: Plan,
+    peers: Mapping[str, Peer],
+    rows: Sequence[Row],
+    measurements: Sequence[Measurement],
+    server_properties: Mapping[str, Any],
+) -> dict[str, Any]:
+    """All of it, for ``json.dumps``. The password of the URL is not in it."""
+    settings = asdict(plan)
+    del settings["url"]
+    return {
+        "benchmark": "publish",
+        "settings": settings,
+        "versions": versions(peers),
+        "machine": {"cpus": os.cpu_count(), "system": platform.platform(), "machine": platform.machine()},
+        "broker": broker_name(server_properties),
+        "rows": [asdict(row) for row in rows],
+        "measurements": [asdict(each) | {"rate": each.rate} for each in measurements],
+    }
+
+
+_HEADINGS = ("peer", "body", "messages", "msg/s", "lowest – highest", "/ plain", "/ pika select", "CPU s / 100k")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """The row as words."""
+    if not row.installed:
+        return (row.title, str(row.size), "not installed", "", "", "", "", "")
+    return (
+        row.title,
+        str(row.size),
+        _number(row.count, ",d"),
+        _number(row.rate, ",.0f"),
+        f"{_number(row.slowest, ',.0f')} – {_number(row.fastest, ',.0f')}",
+        _number(row.to_plain, ".3f"),
+        _number(row.to_pika_select, ".2f"),
+        _number(row.cpu_per_100k, ".2f"),
+    )
+
+
+def print_table(title: str, rows: Sequence[Row], out: TextIO | None = None) -> None:
+    """With rich if it is installed, and otherwise as plain text."""
+    out = out or sys.stdout
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ModuleNotFoundError:
+        print(plain_table(title, rows), file=out)
+        return
+    table = Table(title=title)
+    for at, heading in enumerate(_HEADINGS):
+        table.add_column(heading, justify="right" if at else "left")
+    for at, row in enumerate(rows):
+        table.add_row(*cells(row), end_section=at + 1 < len(rows) and rows[at + 1].size != row.size)
+    # Into a file or a pipe, 80 columns would break every row.
+    console = Console(file=out)
+    (console if console.is_terminal else Console(file=out, width=140)).print(table)
+
+
+def plain_table(title: str, rows: Sequence[Row]) -> str:
+    """The table without colours and lines."""
+    lines = [_HEADINGS, *map(cells, rows)]
+    widths = [max(len(line[at]) for line in lines) for at in range(len(_HEADINGS))]
+    return "\n".join(
+        [
+            title,
+            *(
+                "  ".join(
+                    cell.ljust(width) if at == 0 else cell.rjust(width)
+                    for at, (cell, width) in enumerate(zip(line, widths, strict=True))
+                ).rstrip()
+                for line in lines
+            ),
+        ]
+    )

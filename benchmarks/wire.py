@@ -1,0 +1,126 @@
+"""A bare AMQP 0-9-1 client on a blocking socket: enough to prepare a queue, to count what is in it, and to shake hands.
+
+It shares no code with what is measured.
+"""
+
+from __future__ import annotations
+
+import socket
+from struct import Struct
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import unquote, urlsplit
+
+from pamqp import base, commands
+from pamqp.frame import marshal, unmarshal
+from pamqp.header import ProtocolHeader
+
+__all__ = ["FRAME_HEAD", "FRAME_OVERHEAD", "Wire", "frame"]
+
+FRAME_HEAD = Struct(">BHI")
+#: Bytes of a frame that are not payload.
+FRAME_OVERHEAD = 8
+
+# Seconds without an answer after which something is wrong.
+_TIMEOUT = 30.0
+
+
+def frame(kind: int, channel: int, payload: bytes) -> bytes:
+    """One whole frame."""
+    return FRAME_HEAD.pack(kind, channel, len(payload)) + payload + b"\xce"
+
+
+class Wire:
+    """A connection with one open channel, number 1.
+
+    Args:
+        url: an ``amqp://`` URL.
+    """
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "amqp":
+            raise ValueError(f"the plain socket speaks amqp:// only, not {parts.scheme}://")
+        user, password = unquote(parts.username or "guest"), unquote(parts.password or "guest")
+        self.socket = socket.create_connection((parts.hostname or "localhost", parts.port or 5672), _TIMEOUT)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._buffer = b""
+        self.socket.sendall(ProtocolHeader().marshal())
+        start = self._expect(commands.Connection.Start)
+        #: What the broker says of itself.
+        self.server_properties: dict[str, Any] = dict(start.server_properties)
+        self._send(
+            commands.Connection.StartOk(
+                client_properties={
+                    "product": "qflow_client benchmarks",
+                    "capabilities": {"publisher_confirms": True, "basic.nack": True, "connection.blocked": False},
+                },
+                mechanism="PLAIN",
+                response=f"\0{user}\0{password}",
+                locale="en_US",
+            ),
+            0,
+        )
+        tune = self._expect(commands.Connection.Tune)
+        #: The largest frame, in bytes.
+        self.frame_max: int = tune.frame_max or 1 << 17
+        # No heartbeats: the connection rests while others are measured.
+        self._send(commands.Connection.TuneOk(tune.channel_max, self.frame_max, 0), 0)
+        self._send(commands.Connection.Open(unquote(parts.path[1:]) or "/"), 0)
+        self._expect(commands.Connection.OpenOk)
+        self.call(commands.Channel.Open())
+
+    def call(self, request: base.Frame) -> Any:
+        """Send a method on the channel and return the answer.
+
+        Raises:
+            ConnectionError: the broker closes the channel or the connection instead.
+        """
+        self._send(request, 1)
+        return self._expect(getattr(commands, request.name.split(".")[0]).__dict__[request.name.split(".")[1] + "Ok"])
+
+    def depth(self, queue: str) -> int:
+        """Messages in a queue that are ready."""
+        return int(self.call(commands.Queue.Declare(queue=queue, passive=True)).message_count)
+
+    def close(self) -> None:
+        """Say good-bye, and close the socket whatever comes of that."""
+        try:
+            self._send(commands.Connection.Close(200, "done", 0, 0), 0)
+            self._expect(commands.Connection.CloseOk)
+        except (OSError, ConnectionError):
+            # Nothing is lost with it.
+            pass
+        finally:
+            self.socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _send(self, method: base.Frame, channel: int) -> None:
+        self.socket.sendall(marshal(method, channel))
+
+    def _expect(self, kind: type[Any]) -> Any:
+        while True:
+            answer = self._next()
+            if isinstance(answer, kind):
+                return answer
+            if isinstance(answer, (commands.Channel.Close, commands.Connection.Close)):
+                raise ConnectionError(f"the broker answered {answer.reply_code} {answer.reply_text}")
+
+    def _next(self) -> Any:
+        while True:
+            if len(self._buffer) >= FRAME_OVERHEAD:
+                size = FRAME_HEAD.unpack_from(self._buffer)[2] + FRAME_OVERHEAD
+                if len(self._buffer) >= size:
+                    whole, self._buffer = self._buffer[:size], self._buffer[size:]
+                    return unmarshal(whole)[2]
+            data = self.socket.recv(1 << 16)
+            if not data:
+                raise ConnectionError("the broker closed the connection")
+            self._buffer += data

@@ -1,0 +1,45 @@
+"""The capacities of the producers bound how far a queue goes past its stop threshold: 100 + 50 + 15 is 165 (C6)."""
+
+from __future__ import annotations
+
+import threading
+
+from qflow_client import FlowControlTimeout, Producer
+from qflow_client.broker import Broker
+
+STOP, RESUME, CAPACITIES = 100, 70, (50, 15)
+
+# It looks into the queue, so this one always brings its own broker. Here the queue holds producers by their confirms.
+with Broker(enforcement="completion") as broker:
+    broker.declare_queue("orders", arguments={"qpid.flow_stop_count": STOP, "qpid.flow_resume_count": RESUME})
+    producers = [Producer(broker.url, routing_key="orders", capacity=capacity) for capacity in CAPACITIES]
+
+    def publish_until_held(producer: Producer) -> None:
+        """Nobody consumes, so every producer has its whole capacity in the queue before long."""
+        while True:
+            try:
+                producer.send(b"x", timeout=0.5)
+            except FlowControlTimeout as error:
+                print(f"capacity {producer.capacity}: {error}")
+                return
+
+    threads = [threading.Thread(target=publish_until_held, args=(producer,)) for producer in producers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+
+    worst = STOP + sum(CAPACITIES)
+    broker.wait_until(lambda b: b.queue("orders").depth == worst)
+    queue = broker.queue("orders")
+    print(f"stop threshold {STOP}, deepest {queue.peak_depth}, worst case {worst}")
+    assert queue.peak_depth == worst
+    assert [producer.unsettled for producer in producers] == list(CAPACITIES)
+
+    # Room in the queue is room in the windows.
+    broker.purge("orders")
+    for producer in producers:
+        producer.flush(timeout=10)
+        assert producer.available == producer.capacity
+        producer.close()
+    print("all confirmed once the queue had drained")

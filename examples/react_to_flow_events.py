@@ -1,0 +1,42 @@
+"""Be told when the broker says stop, why, and for how long."""
+
+from __future__ import annotations
+
+import threading
+
+from qflow_client import FlowEvent, FlowEventKind, Producer
+from qflow_client.broker import Broker
+
+# It takes a broker that can be told to stop its producers, so this one always brings its own.
+with Broker() as broker:
+    broker.declare_queue("orders")
+    with Producer(broker.url, routing_key="orders", name="till 7") as producer:
+        events: list[FlowEvent] = []
+        unflowed = threading.Event()
+
+        def on_flow(event: FlowEvent) -> None:
+            """Called in order, on a thread of the producer's; it may call any method of the producer."""
+            print(event)
+            events.append(event)
+            if event.kind is FlowEventKind.UNFLOWED:
+                unflowed.set()
+
+        producer.send(b"first").result(timeout=10)
+        unsubscribe = producer.on_flow(on_flow)
+
+        broker.flow(False)
+        broker.wait_until(lambda b: b.producers()[0].flowed)
+        # This one waits on another thread until the broker lets it go.
+        sender = threading.Thread(target=producer.send, args=(b"second",), kwargs={"timeout": None})
+        sender.start()
+        broker.flow(True)
+        sender.join(timeout=10)
+        assert unflowed.wait(timeout=10)
+        unsubscribe()
+
+        assert events[0].kind is FlowEventKind.FLOWED
+        assert events[0].hold is not None
+        assert events[0].hold.kind == "channel_flow"
+        held = producer.flow_state.seconds_flowed["channel_flow"]
+        print(f"held by channel_flow for {held:.3f} s in all")
+        assert held > 0

@@ -1,0 +1,588 @@
+"""A channel, sans-I/O: publishing with confirms or in transactions, consuming, and being flowed."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable
+from struct import Struct
+from typing import TYPE_CHECKING, Any
+
+import pamqp.base
+from pamqp import commands
+
+from qflow_client.broker import wire
+from qflow_client.broker.confirms import Confirms
+from qflow_client.broker.consumer import ChannelConsumer, Delivery
+from qflow_client.broker.errors import ChannelException, ConnectionException, ReplyCode
+from qflow_client.broker.message import StoredMessage, Target
+from qflow_client.broker.methods import TOPOLOGY_METHODS, named_queue
+from qflow_client.broker.queue import Queue
+from qflow_client.broker.transaction import Settlement, Transaction
+from qflow_client.flow import FlowController, FlowSource
+from qflow_client.frames import ACK, METHOD_FRAME, frame
+
+if TYPE_CHECKING:
+    from qflow_client.broker.session import Session
+
+__all__ = ["Channel"]
+
+_TAG_BIT = Struct(">QB")
+_CONTENT_HEADER = Struct(">HHQ")
+_BASIC = 60
+
+
+class Channel(FlowSource):
+    """One channel of a session. Queues that are ON flow it (J3 J4).
+
+    Args:
+        session: the connection's.
+        number: of the channel.
+    """
+
+    def __init__(self, session: Session, number: int) -> None:
+        super().__init__(f"{session.name} ({number})")
+        self.session = session
+        self.number = number
+        self.host = session.host
+        self._controls = session.controls
+        # Set when either side has sent Channel.Close; what comes after it is ignored.
+        self.is_closing = False
+        # The queue that it declared last, which an empty queue name stands for.
+        self.last_queue = ""
+        # The message that is coming in: where to, its header once that is here, its body so far and what lacks of it.
+        self._target: Target | None = None
+        self._header: bytes | None = None
+        self._parts: list[bytes] = []
+        self._missing = 0
+        # Whether it has published, or said that it will.
+        self.is_producer = False
+        self.published = 0
+        self.returned = 0
+        self.nacked = 0
+        # Only set in confirm mode.
+        self.confirms: Confirms | None = None
+        # Only set in transaction mode.
+        self.transaction: Transaction | None = None
+        # Given out and not settled, by delivery tag; how many of them to consumers.
+        self.unacked: dict[int, Delivery] = {}
+        self.consumer_unacked = 0
+        self.consumers: dict[str, ChannelConsumer] = {}
+        self._delivery_tag = 0
+        self.delivered = 0
+        self.acked = 0
+        # Prefetch counts: of the whole channel, and of consumers that come.
+        self.prefetch = 0
+        self._consumer_prefetch = 0
+        # Whether the client wants deliveries, which its own Channel.Flow says.
+        self.delivers = True
+        # Being flowed: since when, how often, seconds that are over.
+        self.flowed_since: float | None = None
+        self.times_flowed = 0
+        self._flowed_seconds = 0.0
+
+    # Frames.
+
+    def on_method(self, payload: bytes) -> None:
+        """A method frame's payload came."""
+        if self._target is not None:
+            raise ConnectionException(
+                ReplyCode.UNEXPECTED_FRAME, f"{wire.method_name(payload)} came in the middle of a message's content"
+            )
+        target = self.host.targets.get(payload)
+        if target is not None:
+            self._target = target
+            return
+        if payload.startswith(ACK) and len(payload) == 13:
+            tag, multiple = _TAG_BIT.unpack_from(payload, 4)
+            self._settle(self._deliveries(tag, multiple=bool(multiple & 1)), acked=True, requeue=False)
+            return
+        method = wire.decode_method(payload)
+        if isinstance(method, commands.Basic.Publish):
+            self._on_publish(payload, method)
+            return
+        handler = _METHODS.get(type(method))
+        if handler is None:
+            raise ConnectionException(
+                ReplyCode.COMMAND_INVALID, f"{method.name} is not for channel {self.number} or not for a client to send"
+            )
+        handler(self, method)
+
+    def on_header(self, payload: bytes) -> None:
+        """A content header frame's payload came."""
+        if self._target is None or self._header is not None:
+            raise ConnectionException(ReplyCode.UNEXPECTED_FRAME, "a content header came without a Basic.Publish")
+        if len(payload) < 14:
+            raise ConnectionException(
+                ReplyCode.SYNTAX_ERROR, f"content header: {len(payload)} bytes, at least 14 needed"
+            )
+        class_id, weight, size = _CONTENT_HEADER.unpack_from(payload)
+        if class_id != _BASIC or weight:
+            raise ConnectionException(
+                ReplyCode.FRAME_ERROR, f"a content header of class {class_id} and weight {weight}; it must be 60 and 0"
+            )
+        user_id = wire.user_id_of(payload)
+        if user_id is not None and user_id != self.session.user:
+            raise ChannelException(
+                ReplyCode.PRECONDITION_FAILED,
+                f"user_id property is '{user_id}', but the connection's user is '{self.session.user}'",
+            )
+        if size > self.session.settings.max_message_size:
+            raise ChannelException(
+                ReplyCode.PRECONDITION_FAILED,
+                f"a message of {size} bytes is larger than the broker takes ({self.session.settings.max_message_size})",
+            )
+        if size:
+            self._header = payload
+            self._missing = size
+        else:
+            self._finish(self._target, payload, b"")
+
+    def on_body(self, payload: bytes) -> None:
+        """A content body frame's payload came."""
+        target, header = self._target, self._header
+        if target is None or header is None:
+            raise ConnectionException(ReplyCode.UNEXPECTED_FRAME, "a content body came without a content header")
+        self._missing -= len(payload)
+        if self._missing > 0:
+            if payload:
+                self._parts.append(payload)
+            return
+        if self._missing < 0:
+            raise ConnectionException(
+                ReplyCode.FRAME_ERROR, f"a content body is {-self._missing} bytes longer than its header says"
+            )
+        if self._parts:
+            self._parts.append(payload)
+            payload = b"".join(self._parts)
+            self._parts = []
+        self._finish(target, header, payload)
+
+    # Publishing.
+
+    def _on_publish(self, payload: bytes, method: commands.Basic.Publish) -> None:
+        if method.immediate:
+            raise ConnectionException(
+                ReplyCode.NOT_IMPLEMENTED, "Basic.Publish with immediate=True; use mandatory, or expire the message"
+            )
+        target = Target(method.exchange or "", method.routing_key or "", mandatory=bool(method.mandatory))
+        targets = self.host.targets
+        if len(targets) >= self.host.MAX_TARGETS:
+            targets.clear()
+        targets[payload] = self._target = target
+
+    def _finish(self, target: Target, header: bytes, body: bytes) -> None:
+        self._target = self._header = None
+        if target.version != self.host.version:
+            self.host.resolve(target)
+        message = StoredMessage(target, header, body)
+        self.published += 1
+        if not self.is_producer:
+            self._become_producer()
+        if self.transaction is not None:
+            self.transaction.publishes.append(message)
+            return
+        confirms = self.confirms
+        tag = confirms.next_tag() if confirms is not None else 0
+        if target.watched or self._controls.nack_publishes:
+            self._publish_watched(message, tag)
+            return
+        queues = target.queues
+        if queues:
+            for queue in queues:
+                queue.enqueue(message)
+                if queue.active:
+                    queue.dispatch()
+        elif target.mandatory:
+            self._return(message)
+        if confirms is not None:
+            confirms.confirm(tag)
+
+    def _publish_watched(self, message: StoredMessage, tag: int) -> None:
+        """Publish to queues that have marks or a maximum, or that have to be found first."""
+        confirms = self.confirms
+        queues = self.host.destinations(message)
+        reason = self.host.refusal(queues, message.size)
+        if self._controls.nack_publishes:
+            reason = "the broker refuses every publish now"
+        if reason is not None:
+            if confirms is None:
+                raise ChannelException(ReplyCode.RESOURCE_ERROR, reason)
+            self.nacked += 1
+            self.session.write(wire.nack(self.number, tag))
+            return
+        if not queues and message.target.mandatory:
+            self._return(message)
+        completion = confirms.completion(tag) if confirms is not None else None
+        for queue in queues:
+            queue.enqueue(message, self, completion)
+        if confirms is not None and completion is not None:
+            confirms.arm(completion)
+        for queue in queues:
+            queue.dispatch()
+
+    def _return(self, message: StoredMessage) -> None:
+        self.returned += 1
+        names = message.target.names
+        self.session.write(wire.return_(self.number, ReplyCode.NO_ROUTE, ReplyCode.NO_ROUTE.title, names))
+        self.session.write(wire.content_frames(self.number, message.header, message.body, self.session.frame_max))
+
+    def _become_producer(self) -> None:
+        self.is_producer = True
+        if self._controls.producers_stopped:
+            self.block(self._controls.operator)
+
+    # Confirms.
+
+    def _has_confirms(self) -> None:
+        if not self.is_closing:
+            self.session.has_confirms(self)
+
+    @property
+    def unconfirmed(self) -> int:
+        """Publishes that are neither acked nor nacked yet."""
+        return len(self.confirms) if self.confirms is not None else 0
+
+    def _confirm_select(self, method: commands.Confirm.Select) -> None:
+        if self.transaction is not None:
+            raise ChannelException(ReplyCode.PRECONDITION_FAILED, "a channel in transaction mode cannot confirm")
+        if self.confirms is None:
+            self.confirms = Confirms(self.number, self._has_confirms)
+        if not method.nowait:
+            self._reply(commands.Confirm.SelectOk())
+        if not self.is_producer:
+            self._become_producer()
+
+    # Being flowed (J3 J4).
+
+    def on_blocked(self) -> None:
+        """The first hold: one Channel.Flow."""
+        if not self.is_closing:
+            self.times_flowed += 1
+            self.flowed_since = self.host.clock()
+            self._reply(commands.Channel.Flow(active=False))
+
+    def on_unblocked(self) -> None:
+        """The last hold is gone: one Channel.Flow."""
+        if not self.is_closing:
+            self._flowed_seconds = self.flowed_seconds
+            self.flowed_since = None
+            self._reply(commands.Channel.Flow(active=True))
+
+    @property
+    def flowed_seconds(self) -> float:
+        """Seconds for which it was flowed so far, the present time included."""
+        if self.flowed_since is None:
+            return self._flowed_seconds
+        return self._flowed_seconds + self.host.clock() - self.flowed_since
+
+    def _flow_ok(self, method: commands.Channel.FlowOk) -> None:
+        """The client has read a Channel.Flow; nothing here waits for it."""
+
+    # Transactions.
+
+    def _tx_select(self, method: commands.Tx.Select) -> None:
+        if self.confirms is not None:
+            raise ChannelException(ReplyCode.PRECONDITION_FAILED, "a channel in confirm mode cannot have transactions")
+        if self.transaction is None:
+            self.transaction = Transaction()
+        self._reply(commands.Tx.SelectOk())
+        if not self.is_producer:
+            self._become_producer()
+
+    def _open_transaction(self) -> Transaction:
+        if self.transaction is None:
+            raise ChannelException(
+                ReplyCode.PRECONDITION_FAILED, "the channel is not in transaction mode; Tx.Select first"
+            )
+        return self.transaction
+
+    def _tx_commit(self, method: commands.Tx.Commit) -> None:
+        transaction = self._open_transaction()
+        for message in transaction.publishes:
+            if message.target.version != self.host.version:
+                self.host.resolve(message.target)
+        destinations = [self.host.destinations(message) for message in transaction.publishes]
+        reason = transaction.refusal(destinations)
+        if self._controls.nack_publishes and transaction.publishes:
+            reason = "the broker refuses every publish now"
+        if reason is not None:
+            self._roll_back(transaction)
+            raise ChannelException(ReplyCode.PRECONDITION_FAILED, f"queue full, all is rolled back: {reason}")
+        self.transaction = Transaction()
+        touched: dict[Queue, None] = {}
+        for settlement in transaction.settlements:
+            self._apply(settlement.deliveries, acked=settlement.acked, requeue=settlement.requeue)
+        for message, queues in zip(transaction.publishes, destinations, strict=True):
+            if not queues and message.target.mandatory:
+                self._return(message)
+            for queue in queues:
+                queue.enqueue(message, self)
+                touched[queue] = None
+        self._reply(commands.Tx.CommitOk())
+        for queue in touched:
+            queue.dispatch()
+
+    def _tx_rollback(self, method: commands.Tx.Rollback) -> None:
+        self._roll_back(self._open_transaction())
+        self._reply(commands.Tx.RollbackOk())
+
+    def _roll_back(self, transaction: Transaction) -> None:
+        """Forget the publishes; what was settled is unsettled again, and not delivered anew."""
+        self.transaction = Transaction()
+        for settlement in transaction.settlements:
+            for delivery in settlement.deliveries:
+                self._count_unacked(delivery, 1)
+                self.unacked[delivery.tag] = delivery
+        self.unacked = dict(sorted(self.unacked.items()))
+
+    # Consuming.
+
+    def next_delivery_tag(self) -> int:
+        """The number of the next delivery."""
+        self._delivery_tag += 1
+        return self._delivery_tag
+
+    def _qos(self, method: commands.Basic.Qos) -> None:
+        if method.prefetch_size:
+            raise ConnectionException(
+                ReplyCode.NOT_IMPLEMENTED, f"prefetch_size={method.prefetch_size}; use prefetch_count, with size 0"
+            )
+        if method.global_:
+            self.prefetch = method.prefetch_count or 0
+        else:
+            self._consumer_prefetch = method.prefetch_count or 0
+        self._reply(commands.Basic.QosOk())
+        self.wake()
+
+    def _consume(self, method: commands.Basic.Consume) -> None:
+        queue = named_queue(self, method.queue or "")
+        tag = method.consumer_tag or f"ctag-{self.number}.{secrets.token_urlsafe(12)}"
+        if tag in self.consumers:
+            raise ConnectionException(
+                ReplyCode.NOT_ALLOWED, f"consumer tag '{tag}' is in use on channel {self.number}; choose another"
+            )
+        if queue.exclusive_consumer is not None or (method.exclusive and queue.consumers):
+            raise ChannelException(
+                ReplyCode.ACCESS_REFUSED, f"queue '{queue.name}' has a consumer that excludes this one"
+            )
+        consumer = ChannelConsumer(self, tag, queue, no_ack=bool(method.no_ack), prefetch=self._consumer_prefetch)
+        self.consumers[tag] = consumer
+        if not method.nowait:
+            self.session.write(wire.consumer_ok(self.number, commands.Basic.ConsumeOk, tag))
+        queue.add_consumer(consumer, exclusive=bool(method.exclusive))
+        queue.dispatch()
+
+    def _cancel(self, method: commands.Basic.Cancel) -> None:
+        tag = method.consumer_tag or ""
+        consumer = self.consumers.pop(tag, None)
+        if consumer is not None:
+            consumer.queue.remove_consumer(consumer)
+            self.host.consumer_gone(consumer.queue)
+        if not method.nowait:
+            self.session.write(wire.consumer_ok(self.number, commands.Basic.CancelOk, tag))
+
+    def _cancel_ok(self, method: commands.Basic.CancelOk) -> None:
+        """The client has read that its consumer is gone."""
+
+    def consumer_lost(self, consumer: ChannelConsumer) -> None:
+        """The queue of a consumer was deleted."""
+        self.consumers.pop(consumer.tag, None)
+        if self.session.understands("consumer_cancel_notify") and not self.is_closing:
+            self.session.write(wire.cancel(self.number, consumer.tag))
+
+    def _get(self, method: commands.Basic.Get) -> None:
+        queue = named_queue(self, method.queue or "")
+        entry = queue.take(no_ack=bool(method.no_ack))
+        if entry is None:
+            self._reply(commands.Basic.GetEmpty())
+            return
+        tag = self.next_delivery_tag()
+        if not method.no_ack:
+            self.unacked[tag] = Delivery(tag, entry, None)
+        self.delivered += 1
+        message = entry.message
+        self.session.write(wire.get_ok(self.number, tag, entry.redelivered, message.target.names, len(queue.ready)))
+        self.session.write(wire.content_frames(self.number, message.header, message.body, self.session.frame_max))
+
+    def wake(self) -> None:
+        """Something changed that consumers may have waited for."""
+        for consumer in tuple(self.consumers.values()):
+            if not consumer.is_active:
+                consumer.queue.wake(consumer)
+                consumer.queue.dispatch()
+
+    def _client_flow(self, method: commands.Channel.Flow) -> None:
+        self.delivers = bool(method.active)
+        self._reply(commands.Channel.FlowOk(active=self.delivers))
+        if self.delivers:
+            self.wake()
+
+    # Settling.
+
+    def _deliveries(self, tag: int, *, multiple: bool) -> tuple[Delivery, ...]:
+        """What an ack is about, taken out of what is unacked."""
+        unacked = self.unacked
+        if not multiple:
+            delivery = unacked.pop(tag, None)
+            if delivery is None:
+                raise self._unknown(tag)
+            self._count_unacked(delivery, -1)
+            return (delivery,)
+        if tag and tag not in unacked:
+            raise self._unknown(tag)
+        deliveries = []
+        for known, delivery in unacked.items():
+            if tag and known > tag:
+                break
+            deliveries.append(delivery)
+        for delivery in deliveries:
+            del unacked[delivery.tag]
+            self._count_unacked(delivery, -1)
+        return tuple(deliveries)
+
+    @staticmethod
+    def _unknown(tag: int) -> ChannelException:
+        return ChannelException(
+            ReplyCode.PRECONDITION_FAILED, f"unknown delivery tag {tag}: never given out, or settled already"
+        )
+
+    def _count_unacked(self, delivery: Delivery, change: int) -> None:
+        if delivery.consumer is not None:
+            delivery.consumer.unacked += change
+            self.consumer_unacked += change
+
+    def _settle(self, deliveries: tuple[Delivery, ...], *, acked: bool, requeue: bool) -> None:
+        if self.transaction is not None:
+            self.transaction.settlements.append(Settlement(deliveries, acked, requeue))
+        else:
+            self._apply(deliveries, acked=acked, requeue=requeue)
+
+    def _apply(self, deliveries: Iterable[Delivery], *, acked: bool, requeue: bool) -> None:
+        back: dict[Queue, list[Delivery]] = {}
+        for delivery in deliveries:
+            entry = delivery.entry
+            if requeue:
+                back.setdefault(entry.queue, []).append(delivery)
+            else:
+                entry.queue.settle(entry, acked=acked)
+                if acked:
+                    self.acked += 1
+        for queue, returned in back.items():
+            queue.requeue(delivery.entry for delivery in returned)
+        self.wake()
+        for queue in back:
+            queue.dispatch()
+
+    def _nack(self, method: commands.Basic.Nack) -> None:
+        deliveries = self._deliveries(method.delivery_tag or 0, multiple=bool(method.multiple))
+        self._settle(deliveries, acked=False, requeue=bool(method.requeue))
+
+    def _reject(self, method: commands.Basic.Reject) -> None:
+        deliveries = self._deliveries(method.delivery_tag or 0, multiple=False)
+        self._settle(deliveries, acked=False, requeue=bool(method.requeue))
+
+    def _recover(self, method: commands.Basic.Recover) -> None:
+        self._redeliver(requeue=bool(method.requeue))
+        self._reply(commands.Basic.RecoverOk())
+
+    def _recover_async(self, method: commands.Basic.RecoverAsync) -> None:
+        self._redeliver(requeue=bool(method.requeue))
+
+    def _redeliver(self, *, requeue: bool) -> None:
+        deliveries = self._deliveries(0, multiple=True)
+        here: list[Delivery] = []
+        back: list[Delivery] = []
+        for delivery in deliveries:
+            (here if not requeue and self._is_served(delivery) else back).append(delivery)
+        self._apply(back, acked=False, requeue=True)
+        for delivery in here:
+            delivery.entry.redelivered = True
+            assert delivery.consumer is not None
+            delivery.consumer.deliver(delivery.entry)
+
+    def _is_served(self, delivery: Delivery) -> bool:
+        consumer = delivery.consumer
+        return consumer is not None and self.consumers.get(consumer.tag) is consumer and not delivery.entry.is_gone
+
+    # The end.
+
+    def _reply(self, method: pamqp.base.Frame) -> None:
+        self.session.write(wire.method(self.number, method))
+
+    def _close(self, method: commands.Channel.Close) -> None:
+        self.end()
+        self._reply(commands.Channel.CloseOk())
+        self.session.channel_closed(self)
+
+    def fail(self, code: int, text: str, cause: bytes = b"\0\0\0\0") -> None:
+        """Close the channel.
+
+        Args:
+            code: the reply code.
+            text: the reply text.
+            cause: class and method id of the method at fault.
+        """
+        if self.is_closing:
+            return
+        self.end()
+        raw = text.encode()[:255].decode(errors="ignore").encode()
+        payload = b"\0\x14\0\x28" + code.to_bytes(2, "big") + bytes((len(raw),)) + raw + cause
+        self.session.write(frame(METHOD_FRAME, self.number, payload))
+
+    def end(self) -> None:
+        """Leave nothing of the channel behind: consumers go, what is unacked returns to its queues, nobody flows it."""
+        if self.is_closing:
+            return
+        if self.confirms is not None and self.confirms.is_due and not self._controls.withhold_confirms:
+            # What is in its queues is confirmed before the close is sent.
+            self.session.write(self.confirms.flush())
+        self._flowed_seconds = self.flowed_seconds
+        self.flowed_since = None
+        self.is_closing = True
+        self._target = self._header = None
+        self._parts = []
+        for controller in tuple(self.blocked_by):
+            controller.forget(self)
+            self.unblock(controller)
+        self.host.source_gone(self)
+        consumers = tuple(self.consumers.values())
+        self.consumers.clear()
+        for consumer in consumers:
+            consumer.queue.remove_consumer(consumer)
+        if self.transaction is not None:
+            self._roll_back(self.transaction)
+        back: dict[Queue, list[Delivery]] = {}
+        for delivery in self.unacked.values():
+            back.setdefault(delivery.entry.queue, []).append(delivery)
+        self.unacked.clear()
+        for queue, deliveries in back.items():
+            queue.requeue(delivery.entry for delivery in deliveries)
+            queue.dispatch()
+        for consumer in consumers:
+            self.host.consumer_gone(consumer.queue)
+
+    @property
+    def blocking(self) -> tuple[FlowController, ...]:
+        """What flows it, the oldest first."""
+        return tuple(self.blocked_by)
+
+
+_METHODS: dict[type[pamqp.base.Frame], Callable[[Channel, Any], None]] = {
+    **TOPOLOGY_METHODS,
+    commands.Channel.Flow: Channel._client_flow,
+    commands.Channel.FlowOk: Channel._flow_ok,
+    commands.Channel.Close: Channel._close,
+    commands.Basic.Qos: Channel._qos,
+    commands.Basic.Consume: Channel._consume,
+    commands.Basic.Cancel: Channel._cancel,
+    commands.Basic.CancelOk: Channel._cancel_ok,
+    commands.Basic.Get: Channel._get,
+    commands.Basic.Nack: Channel._nack,
+    commands.Basic.Reject: Channel._reject,
+    commands.Basic.Recover: Channel._recover,
+    commands.Basic.RecoverAsync: Channel._recover_async,
+    commands.Confirm.Select: Channel._confirm_select,
+    commands.Tx.Select: Channel._tx_select,
+    commands.Tx.Commit: Channel._tx_commit,
+    commands.Tx.Rollback: Channel._tx_rollback,
+}

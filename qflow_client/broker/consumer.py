@@ -1,0 +1,88 @@
+"""A channel's consumers and what they have been given."""
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import TYPE_CHECKING
+
+from qflow_client.broker import wire
+from qflow_client.broker.queue import Queue, QueueEntry
+from qflow_client.frames import METHOD_FRAME
+
+if TYPE_CHECKING:
+    from qflow_client.broker.channel import Channel
+
+__all__ = ["ChannelConsumer", "Delivery"]
+
+_HEAD = Struct(">BHI")
+_TAG_BIT = Struct(">QB")
+
+
+class Delivery:
+    """A message that was given out and not settled yet."""
+
+    __slots__ = ("consumer", "entry", "tag")
+
+    def __init__(self, tag: int, entry: QueueEntry, consumer: ChannelConsumer | None) -> None:
+        self.tag = tag
+        self.entry = entry
+        # None if it was got, not consumed.
+        self.consumer = consumer
+
+
+class ChannelConsumer:
+    """A consumer on a channel.
+
+    Args:
+        channel: its channel.
+        tag: its consumer tag.
+        queue: what it consumes.
+        no_ack: whether a delivery settles the message.
+        prefetch: unsettled messages that it may have; 0 for any number.
+    """
+
+    __slots__ = ("_prefix", "channel", "is_active", "no_ack", "prefetch", "queue", "tag", "unacked")
+
+    def __init__(self, channel: Channel, tag: str, queue: Queue, *, no_ack: bool, prefetch: int) -> None:
+        self.channel = channel
+        self.tag = tag
+        self.queue = queue
+        self.no_ack = no_ack
+        self.prefetch = prefetch
+        self.is_active = False
+        # Messages that it has not settled.
+        self.unacked = 0
+        self._prefix = wire.deliver_prefix(tag)
+
+    @property
+    def can_take(self) -> bool:
+        channel = self.channel
+        if not channel.delivers or not channel.session.takes_deliveries:
+            return False
+        if self.no_ack:
+            return True
+        return not (0 < self.prefetch <= self.unacked or 0 < channel.prefetch <= channel.consumer_unacked)
+
+    def deliver(self, entry: QueueEntry) -> None:
+        channel = self.channel
+        tag = channel.next_delivery_tag()
+        if not self.no_ack:
+            self.unacked += 1
+            channel.consumer_unacked += 1
+            channel.unacked[tag] = Delivery(tag, entry, self)
+        channel.delivered += 1
+        message = entry.message
+        payload = b"%b%b%b" % (self._prefix, _TAG_BIT.pack(tag, entry.redelivered), message.target.names)
+        number, session = channel.number, channel.session
+        session.deliver(
+            b"%b%b\xce%b"
+            % (
+                _HEAD.pack(METHOD_FRAME, number, len(payload)),
+                payload,
+                wire.content_frames(number, message.header, message.body, session.frame_max),
+            )
+        )
+
+    def cancelled_by_queue(self) -> None:
+        self.is_active = False
+        self.channel.consumer_lost(self)

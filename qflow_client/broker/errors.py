@@ -1,0 +1,63 @@
+"""AMQP 0-9-1's reply codes, and the exceptions that end a channel or a connection with one of them."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+__all__ = ["AmqpError", "ChannelException", "ConnectionException", "ReplyCode"]
+
+
+class ReplyCode(IntEnum):
+    """The reply codes of AMQP 0-9-1, section 1.1 of its XML."""
+
+    SUCCESS = 200
+    CONTENT_TOO_LARGE = 311
+    NO_ROUTE = 312
+    NO_CONSUMERS = 313
+    CONNECTION_FORCED = 320
+    INVALID_PATH = 402
+    ACCESS_REFUSED = 403
+    NOT_FOUND = 404
+    RESOURCE_LOCKED = 405
+    PRECONDITION_FAILED = 406
+    FRAME_ERROR = 501
+    SYNTAX_ERROR = 502
+    COMMAND_INVALID = 503
+    CHANNEL_ERROR = 504
+    UNEXPECTED_FRAME = 505
+    RESOURCE_ERROR = 506
+    NOT_ALLOWED = 530
+    NOT_IMPLEMENTED = 540
+    INTERNAL_ERROR = 541
+
+    @property
+    def title(self) -> str:
+        """The name as it stands in reply texts, such as ``NOT_FOUND``."""
+        return self.name
+
+
+class AmqpError(Exception):
+    """What a client did that AMQP answers with a close.
+
+    Args:
+        code: the reply code.
+        text: what went wrong and the way out, for people.
+    """
+
+    def __init__(self, code: ReplyCode, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+        self.text = text
+
+    @property
+    def reply_text(self) -> str:
+        """The text of the close method: the code's name and what went wrong."""
+        return f"{self.code.title} - {self.text}"
+
+
+class ChannelException(AmqpError):
+    """Closes the channel (reply codes 311, 313, 403 to 406, 506)."""
+
+
+class ConnectionException(AmqpError):
+    """Closes the connection (reply codes 320, 402, 501 to 505, 530, 540, 541)."""

@@ -1,0 +1,133 @@
+"""The methods that change the topology: classes exchange and queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pamqp.base
+from pamqp import commands
+
+from qflow_client.broker import wire
+from qflow_client.broker.errors import ChannelException, ReplyCode
+
+if TYPE_CHECKING:
+    from qflow_client.broker.channel import Channel
+    from qflow_client.broker.queue import Queue
+
+__all__ = ["TOPOLOGY_METHODS"]
+
+
+def _reply(channel: Channel, method: Any, answer: Callable[[], pamqp.base.Frame]) -> None:
+    if not method.nowait:
+        channel.session.write(wire.method(channel.number, answer()))
+
+
+def _exchange_declare(channel: Channel, method: Any) -> None:
+    if method.passive:
+        channel.host.exchange(method.exchange)
+    else:
+        channel.host.declare_exchange(
+            method.exchange,
+            method.exchange_type,
+            durable=method.durable,
+            auto_delete=method.auto_delete,
+            internal=method.internal,
+            arguments=method.arguments,
+        )
+    _reply(channel, method, commands.Exchange.DeclareOk)
+
+
+def _exchange_delete(channel: Channel, method: Any) -> None:
+    channel.host.delete_exchange(method.exchange, if_unused=method.if_unused)
+    _reply(channel, method, commands.Exchange.DeleteOk)
+
+
+def _exchange_bind(channel: Channel, method: Any) -> None:
+    destination = channel.host.exchange(method.destination)
+    channel.host.bind(destination, method.source, method.routing_key, method.arguments)
+    _reply(channel, method, commands.Exchange.BindOk)
+
+
+def _exchange_unbind(channel: Channel, method: Any) -> None:
+    destination = channel.host.exchange(method.destination)
+    channel.host.unbind(destination, method.source, method.routing_key, method.arguments)
+    _reply(channel, method, commands.Exchange.UnbindOk)
+
+
+def _queue_declare(channel: Channel, method: Any) -> None:
+    host, session = channel.host, channel.session
+    if method.passive:
+        queue = named_queue(channel, method.queue)
+    else:
+        queue = host.declare_queue(
+            method.queue,
+            durable=method.durable,
+            exclusive=method.exclusive,
+            auto_delete=method.auto_delete,
+            arguments=method.arguments,
+            owner=session,
+        )
+    channel.last_queue = queue.name
+    if not method.nowait:
+        session.write(wire.queue_declare_ok(channel.number, queue.name, len(queue.ready), len(queue.consumers)))
+
+
+def named_queue(channel: Channel, name: str) -> Queue:
+    """The queue that a method names; an empty name is the one that the channel declared last.
+
+    Raises:
+        ChannelException: 404; there is none. 405; it belongs to another connection.
+    """
+    if not name:
+        name = channel.last_queue
+        if not name:
+            raise ChannelException(ReplyCode.NOT_FOUND, "no queue is named, and this channel has declared none")
+    return channel.host.queue(name, channel.session)
+
+
+def _queue_bind(channel: Channel, method: Any) -> None:
+    queue = named_queue(channel, method.queue)
+    # The standard: with neither queue nor routing key, the queue's name is the routing key.
+    key = method.routing_key if method.queue or method.routing_key else queue.name
+    channel.host.bind(queue, method.exchange, key, method.arguments)
+    _reply(channel, method, commands.Queue.BindOk)
+
+
+def _queue_unbind(channel: Channel, method: Any) -> None:
+    queue = named_queue(channel, method.queue)
+    channel.host.unbind(queue, method.exchange, method.routing_key, method.arguments)
+    channel.session.write(wire.method(channel.number, commands.Queue.UnbindOk()))
+
+
+def _queue_purge(channel: Channel, method: Any) -> None:
+    count = named_queue(channel, method.queue).purge()
+    _reply(channel, method, lambda: commands.Queue.PurgeOk(count))
+
+
+def _queue_delete(channel: Channel, method: Any) -> None:
+    host = channel.host
+    count = 0
+    if not method.queue or method.queue in host.queues:
+        queue = named_queue(channel, method.queue)
+        if method.if_unused and queue.consumers:
+            raise ChannelException(
+                ReplyCode.PRECONDITION_FAILED, f"queue '{queue.name}' has {len(queue.consumers)} consumers"
+            )
+        if method.if_empty and queue.depth:
+            raise ChannelException(ReplyCode.PRECONDITION_FAILED, f"queue '{queue.name}' has {queue.depth} messages")
+        count = host.delete_queue(queue)
+    _reply(channel, method, lambda: commands.Queue.DeleteOk(count))
+
+
+TOPOLOGY_METHODS: dict[type[pamqp.base.Frame], Callable[[Channel, Any], None]] = {
+    commands.Exchange.Declare: _exchange_declare,
+    commands.Exchange.Delete: _exchange_delete,
+    commands.Exchange.Bind: _exchange_bind,
+    commands.Exchange.Unbind: _exchange_unbind,
+    commands.Queue.Declare: _queue_declare,
+    commands.Queue.Bind: _queue_bind,
+    commands.Queue.Unbind: _queue_unbind,
+    commands.Queue.Purge: _queue_purge,
+    commands.Queue.Delete: _queue_delete,
+}

@@ -1,0 +1,241 @@
+"""The skin: sockets, TLS and timers of asyncio around the sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import cast
+
+from qflow_client.broker.controls import Controls
+from qflow_client.broker.session import Session, State
+from qflow_client.broker.settings import BrokerSettings
+from qflow_client.broker.virtualhost import VirtualHost
+
+__all__ = ["Server"]
+
+_log = logging.getLogger(__name__)
+
+
+class Server:
+    """Listens, and runs one session for each connection.
+
+    Everything that is written in one turn of the event loop leaves in one write per connection.
+
+    Args:
+        settings: the broker's.
+        host: the virtual host.
+        controls: what an operator has set.
+        on_change: called at the end of every turn in which anything happened.
+    """
+
+    #: Seconds that peers have to read the last words of a broker that stops.
+    STOP_GRACE = 1.0
+    #: Turns of the loop from a socket's accept to `connection_made`.
+    TURNS_TO_CONNECT = 3
+
+    def __init__(
+        self, settings: BrokerSettings, host: VirtualHost, controls: Controls, on_change: Callable[[], None]
+    ) -> None:
+        self.settings = settings
+        self.host = host
+        self.controls = controls
+        # Oldest first.
+        self.connections: dict[Connection, None] = {}
+        self.clock = time.monotonic
+        self._on_change = on_change
+        self._server: asyncio.Server | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # Connections with something to send at the end of this turn.
+        self._writers: list[Connection] = []
+        self._turn_ends = False
+        # Set by `stop`: who comes now comes too late.
+        self.is_stopping = False
+
+    @property
+    def sessions(self) -> tuple[Session, ...]:
+        """The sessions of the present connections, oldest first."""
+        return tuple(connection.session for connection in self.connections)
+
+    async def start(self) -> int:
+        """Listen.
+
+        Returns:
+            The port.
+
+        Raises:
+            OSError: the address is in use or not ours.
+        """
+        settings = self.settings
+        self._loop = asyncio.get_running_loop()
+        self._server = await self._loop.create_server(
+            lambda: Connection(self),
+            settings.host,
+            settings.port,
+            ssl=settings.ssl_context,
+            ssl_handshake_timeout=settings.unauthenticated_timeout if settings.ssl_context is not None else None,
+            backlog=1024,
+        )
+        port = cast(int, self._server.sockets[0].getsockname()[1])
+        _log.info("listening on %s:%d", settings.host, port)
+        return port
+
+    async def stop(self) -> None:
+        """Stop listening and close all connections."""
+        if self._server is None:
+            return
+        self.is_stopping = True
+        # asyncio's Server.close forgets sockets that were accepted and have no transport yet: accept no more first.
+        for listener in self._server.sockets:
+            asyncio.get_running_loop().remove_reader(listener.fileno())
+        for _ in range(self.TURNS_TO_CONNECT):
+            await asyncio.sleep(0)
+        self._server.close()
+        now = self.clock()
+        for connection in tuple(self.connections):
+            connection.session.fail(320, "CONNECTION_FORCED - the broker shuts down", now)
+            connection.session.end()
+        self._end_turn()
+        for connection in tuple(self.connections):
+            connection.cut_off_after(self.STOP_GRACE)
+        while self.connections:
+            await asyncio.wait([connection.lost for connection in self.connections])
+        # From 3.12 on it waits for the connections' protocols, which are gone by now.
+        await self._server.wait_closed()
+        self._server = None
+
+    def abort_connections(self) -> None:
+        """Cut all connections without a word."""
+        for connection in tuple(self.connections):
+            connection.abort()
+
+    def has_output(self, connection: Connection) -> None:
+        """A connection has something to send."""
+        self._writers.append(connection)
+        self.touch()
+
+    def touch(self) -> None:
+        """Something has happened in this turn."""
+        if not self._turn_ends and self._loop is not None:
+            self._turn_ends = True
+            self._loop.call_soon(self._end_turn)
+
+    def _end_turn(self) -> None:
+        self._turn_ends = False
+        writers, self._writers = self._writers, []
+        now = self.clock()
+        for connection in writers:
+            connection.send(now)
+        for connection in writers:
+            connection.session.output_sent()
+        self._on_change()
+
+
+class Connection(asyncio.Protocol):
+    """One socket, and its session."""
+
+    #: Bytes that may wait for a socket that does not drain before nothing more is read from it.
+    MAX_BACKLOG = 8 * 1024 * 1024
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = float("inf")
+        self._is_reading = True
+        # Done when the connection is over.
+        self.lost: asyncio.Future[None] = self._loop.create_future()
+        self.session = Session("?", server.host, server.controls, server.clock(), self._has_output)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        server = self._server
+        peer = transport.get_extra_info("peername")
+        self.session.name = f"{peer[0]}:{peer[1]}" if peer else "unknown peer"
+        server.connections[self] = None
+        if server.is_stopping:
+            self._transport.abort()
+            return
+        if len(server.connections) > server.settings.max_connections:
+            _log.warning("%s: refused, there are %d connections", self.session.name, server.settings.max_connections)
+            self._transport.abort()
+            return
+        _log.debug("%s: connected", self.session.name)
+        self._set_timer()
+        server.touch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        _log.debug("%s: gone%s", self.session.name, f": {exc}" if exc else "")
+        if self._timer is not None:
+            self._timer.cancel()
+        self.session.end()
+        self._server.connections.pop(self, None)
+        self._server.touch()
+        self._transport = None
+        self.lost.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        session = self.session
+        try:
+            session.receive_data(data, self._server.clock())
+        except Exception:
+            # One connection's bad luck must not be another's.
+            _log.exception("%s: a frame could not be handled", session.name)
+            session.fail_internally(self._server.clock())
+        if session.wake_at < self._timer_at:
+            self._set_timer()
+        self._server.touch()
+
+    def pause_writing(self) -> None:
+        self.session.pause_writing()
+
+    def resume_writing(self) -> None:
+        if not self._is_reading and self._transport is not None:
+            self._is_reading = True
+            self._transport.resume_reading()
+        self.session.resume_writing()
+
+    def _has_output(self) -> None:
+        self._server.has_output(self)
+
+    def send(self, now: float) -> None:
+        """Give the transport what the session has to send."""
+        transport = self._transport
+        data = self.session.take_output(now)
+        if transport is None or transport.is_closing():
+            return
+        if data:
+            transport.write(data)
+        if self.session.state is State.ENDED:
+            transport.close()
+            self.cut_off_after(self._server.settings.close_timeout)
+        elif self._is_reading and transport.get_write_buffer_size() > self.MAX_BACKLOG:
+            self._is_reading = False
+            transport.pause_reading()
+
+    def abort(self) -> None:
+        """Cut the connection without a word."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def cut_off_after(self, seconds: float) -> None:
+        """Cut the connection if it is not gone by then, whatever still waits to be sent."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(seconds, self.abort)
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._timer_at = self.session.wake_at
+        if self._timer_at < float("inf"):
+            delay = max(0.0, self._timer_at - self._server.clock())
+            self._timer = self._loop.call_later(delay, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self.session.tick(self._server.clock())
+        if self.session.state is not State.ENDED:
+            self._set_timer()

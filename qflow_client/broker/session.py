@@ -1,0 +1,537 @@
+"""A connection, sans-I/O: bytes in, bytes out, and calls on the virtual host.
+
+The life of a connection is the sequence of `State`; every change of state is in this file.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any
+
+import pamqp.base
+from pamqp import commands
+
+from qflow_client.broker import wire
+from qflow_client.broker.channel import Channel
+from qflow_client.broker.controls import Controls
+from qflow_client.broker.errors import ChannelException, ConnectionException, ReplyCode
+from qflow_client.broker.settings import BrokerSettings
+from qflow_client.broker.virtualhost import VirtualHost
+from qflow_client.frames import (
+    CHANNEL_CLOSE,
+    CHANNEL_CLOSE_OK,
+    FRAME_MIN_SIZE,
+    HEADER_FRAME,
+    HEARTBEAT,
+    HEARTBEAT_FRAME,
+    METHOD_FRAME,
+    PUBLISH,
+    FrameError,
+    FrameSplitter,
+    frame,
+)
+
+__all__ = ["Session", "State"]
+
+_log = logging.getLogger(__name__)
+
+PROTOCOL_HEADER = b"AMQP\0\0\x09\x01"
+_CONNECTION_CLOSE = bytes((0, 10, 0, 50))
+_CHANNEL_OPEN = bytes((0, 20, 0, 10))
+_CAPABILITIES = {
+    "publisher_confirms": True,
+    "exchange_exchange_bindings": True,
+    "basic.nack": True,
+    "consumer_cancel_notify": True,
+    "connection.blocked": True,
+    "per_consumer_qos": True,
+    "authentication_failure_close": True,
+}
+_FRAME_KINDS = {1: "method", 2: "ContentHeader", 3: "ContentBody", 8: "Heartbeat"}
+
+
+class State(Enum):
+    """What a session waits for."""
+
+    HEADER = "protocol header"
+    START_OK = "Connection.Start-Ok"
+    TUNE_OK = "Connection.Tune-Ok"
+    OPEN = "Connection.Open"
+    RUNNING = "anything"
+    #: Connection.Close was sent.
+    CLOSE_OK = "Connection.Close-Ok"
+    #: Nothing that comes means anything any more; the socket is to be closed.
+    ENDED = "nothing"
+
+
+class Session:
+    """One connection.
+
+    Args:
+        name: of the peer, for people.
+        host: the virtual host.
+        controls: what an operator has set.
+        now: monotonic seconds.
+        on_output: called when there is something to send, once until `take_output`.
+    """
+
+    #: Bytes of deliveries that may wait to be sent; consumers get no more until they are.
+    MAX_DELIVERY_BYTES = 256 * 1024
+
+    def __init__(
+        self, name: str, host: VirtualHost, controls: Controls, now: float, on_output: Callable[[], None]
+    ) -> None:
+        self.name = name
+        self.host = host
+        self.controls = controls
+        self.settings: BrokerSettings = host.settings
+        self.state = State.HEADER
+        self._on_output = on_output
+        self._output_announced = False
+        self._output: list[bytes] = []
+        # Channels with confirms that are due.
+        self._confirming: dict[Channel, None] = {}
+        self._beginning = b""
+        self._splitter = FrameSplitter(FRAME_MIN_SIZE)
+        # Set after bytes that are no frames: the frames that follow cannot be found.
+        self._is_deaf = False
+        self.user = ""
+        self.client_properties: Mapping[str, Any] = {}
+        self._capabilities: Mapping[str, Any] = {}
+        self.channels: dict[int, Channel] = {}
+        # Negotiated.
+        self.frame_max = FRAME_MIN_SIZE
+        self.channel_max = self.settings.channel_max
+        self.heartbeat = 0
+        # Seconds of the clock: when something last came and went, and when `tick` is due.
+        self.last_received = now
+        self.last_sent = now
+        self._open_by = now + self.settings.unauthenticated_timeout
+        self.wake_at = self._open_by
+        # Whether the socket takes bytes, and whether there is little enough of deliveries waiting.
+        self._is_writable = True
+        self._delivery_bytes = 0
+        self.takes_deliveries = True
+        # Whether the client was told that it is blocked.
+        self.is_blocked = False
+        # Messages of channels that are gone.
+        self._published_before = 0
+        self._delivered_before = 0
+        self.bytes_received = 0
+        self.bytes_sent = 0
+
+    # Bytes in.
+
+    def receive_data(self, data: bytes, now: float) -> None:
+        """Take what the peer sent.
+
+        Args:
+            data: any number of bytes.
+            now: monotonic seconds.
+        """
+        self.last_received = now
+        self.bytes_received += len(data)
+        if self.state is State.HEADER:
+            data = self._receive_header(data)
+        if self._is_deaf or not data:
+            return
+        trace = self.settings.trace
+        splitter = self._splitter
+        channels = self.channels
+        try:
+            for kind, number, start, stop in splitter.feed(data):
+                payload = splitter.data[start:stop]
+                if trace is not None:
+                    trace("in", self.name, number, _frame_name(kind, payload))
+                channel = channels.get(number)
+                try:
+                    if channel is None or channel.is_closing or self.state is not State.RUNNING:
+                        self._receive_elsewhere(kind, number, payload, now)
+                    elif kind == METHOD_FRAME:
+                        channel.on_method(payload)
+                    elif kind == HEADER_FRAME:
+                        channel.on_header(payload)
+                    elif kind == HEARTBEAT_FRAME:
+                        self._receive_heartbeat(number)
+                    else:
+                        channel.on_body(payload)
+                except ChannelException as error:
+                    _log.info("%s: channel %d: %s", self.name, number, error.reply_text)
+                    cause = payload[:4] if kind == METHOD_FRAME else PUBLISH
+                    channels[number].fail(error.code, error.reply_text, cause)
+                except ConnectionException as error:
+                    cause = payload[:4] if kind == METHOD_FRAME else b"\0\0\0\0"
+                    self.fail(error.code, error.reply_text, now, cause)
+        except FrameError as error:
+            self._is_deaf = True
+            self.fail(ReplyCode.FRAME_ERROR, f"{ReplyCode.FRAME_ERROR.title} - {error}", now)
+
+    def _receive_header(self, data: bytes) -> bytes:
+        self._beginning += data
+        header, rest = self._beginning[:8], self._beginning[8:]
+        if not PROTOCOL_HEADER.startswith(header):
+            # The standard: answer with the header that is right, and close.
+            _log.info("%s: not an AMQP 0-9-1 client: %r", self.name, header)
+            self._is_deaf = True
+            self.write(PROTOCOL_HEADER)
+            self.end()
+            return b""
+        if len(header) < len(PROTOCOL_HEADER):
+            return b""
+        self._beginning = b""
+        self.state = State.START_OK
+        self._send(
+            commands.Connection.Start(
+                server_properties={
+                    "product": "qflow broker",
+                    "information": "an AMQP 0-9-1 broker for producer flow control",
+                    "capabilities": dict(_CAPABILITIES),
+                },
+                mechanisms="PLAIN",
+                locales="en_US",
+            )
+        )
+        return rest
+
+    def _receive_elsewhere(self, kind: int, number: int, payload: bytes, now: float) -> None:
+        """A frame for channel 0, for a channel that is not open, or at a time when channels mean nothing."""
+        if self.state is State.ENDED:
+            return
+        if kind == HEARTBEAT_FRAME:
+            self._receive_heartbeat(number)
+        elif self.state is State.CLOSE_OK:
+            self._receive_while_closing(kind, number, payload)
+        elif number == 0:
+            if kind != METHOD_FRAME:
+                raise ConnectionException(ReplyCode.CHANNEL_ERROR, "a content frame on channel 0, which has no content")
+            self._receive_method(wire.decode_method(payload), now)
+        elif self.state is not State.RUNNING:
+            raise ConnectionException(
+                ReplyCode.CHANNEL_ERROR, f"a frame on channel {number} before the connection is open"
+            )
+        elif number in self.channels:
+            self._receive_on_closing_channel(kind, number, payload)
+        elif kind == METHOD_FRAME and payload[:4] == _CHANNEL_OPEN:
+            self._open_channel(number, payload)
+        else:
+            raise ConnectionException(
+                ReplyCode.CHANNEL_ERROR, f"channel {number} is not open, and only Channel.Open opens it"
+            )
+
+    @staticmethod
+    def _receive_heartbeat(number: int) -> None:
+        if number:
+            raise ConnectionException(
+                ReplyCode.FRAME_ERROR, f"a heartbeat on channel {number}; it must be on channel 0"
+            )
+
+    def _receive_while_closing(self, kind: int, number: int, payload: bytes) -> None:
+        if kind != METHOD_FRAME or number:
+            return
+        method = payload[:4]
+        if method == _CONNECTION_CLOSE:
+            self._send(commands.Connection.CloseOk())
+            self.end()
+        elif method == commands.Connection.CloseOk.index.to_bytes(4, "big"):
+            self.end()
+
+    def _receive_on_closing_channel(self, kind: int, number: int, payload: bytes) -> None:
+        if kind != METHOD_FRAME:
+            return
+        if payload[:4] == CHANNEL_CLOSE_OK:
+            self.channel_closed(self.channels[number])
+        elif payload[:4] == CHANNEL_CLOSE:
+            self.write(wire.method(number, commands.Channel.CloseOk()))
+
+    # Channel 0.
+
+    def _receive_method(self, method: pamqp.base.Frame, now: float) -> None:
+        if isinstance(method, commands.Connection.Close):
+            _log.debug("%s: closed by its client: %s %s", self.name, method.reply_code, method.reply_text)
+            self._end_channels()
+            self._send(commands.Connection.CloseOk())
+            self.end()
+        elif self.state is State.START_OK and isinstance(method, commands.Connection.StartOk):
+            self._start_ok(method, now)
+        elif self.state is State.TUNE_OK and isinstance(method, commands.Connection.TuneOk):
+            self._tune_ok(method, now)
+        elif self.state is State.OPEN and isinstance(method, commands.Connection.Open):
+            self._open(method)
+        else:
+            raise ConnectionException(
+                ReplyCode.COMMAND_INVALID, f"{method.name} on channel 0 while waiting for {self.state.value}"
+            )
+
+    def _start_ok(self, method: commands.Connection.StartOk, now: float) -> None:
+        self.client_properties = method.client_properties or {}
+        capabilities = self.client_properties.get("capabilities")
+        self._capabilities = capabilities if isinstance(capabilities, dict) else {}
+        if method.mechanism != "PLAIN":
+            self._refuse_login(f"mechanism '{method.mechanism}' is not offered; use PLAIN", now)
+            return
+        response: str | bytes = method.response or b""
+        parts = (response.encode() if isinstance(response, str) else response).split(b"\0")
+        if len(parts) != 3:
+            raise ConnectionException(ReplyCode.SYNTAX_ERROR, "the PLAIN response is not NUL, user, NUL, password")
+        user = parts[1].decode(errors="replace")
+        password = self.settings.users.get(user)
+        # Compared even if there is no such user, so that the time taken does not tell.
+        is_right = hmac.compare_digest((password or "").encode(), parts[2])
+        if password is None or not is_right:
+            self._refuse_login(f"login of user '{user}' was refused using PLAIN; check user and password", now)
+            return
+        self.user = user
+        self.state = State.TUNE_OK
+        settings = self.settings
+        self._send(commands.Connection.Tune(settings.channel_max, settings.frame_max, settings.heartbeat))
+
+    def _refuse_login(self, text: str, now: float) -> None:
+        _log.warning("%s: %s", self.name, text)
+        if self.understands("authentication_failure_close"):
+            code = ReplyCode.ACCESS_REFUSED
+            self.fail(code, f"{code.title} - {text}", now, commands.Connection.StartOk.index.to_bytes(4, "big"))
+        else:
+            self.end()
+
+    def _tune_ok(self, method: commands.Connection.TuneOk, now: float) -> None:
+        settings = self.settings
+        self.channel_max = method.channel_max or settings.channel_max
+        self.frame_max = method.frame_max or settings.frame_max
+        if self.channel_max > settings.channel_max:
+            raise ConnectionException(
+                ReplyCode.NOT_ALLOWED, f"channel_max {self.channel_max} is above the broker's {settings.channel_max}"
+            )
+        if not FRAME_MIN_SIZE <= self.frame_max <= settings.frame_max:
+            raise ConnectionException(
+                ReplyCode.NOT_ALLOWED,
+                f"frame_max {self.frame_max} is not from {FRAME_MIN_SIZE} to the broker's {settings.frame_max}",
+            )
+        self._splitter.frame_max = self.frame_max
+        self.heartbeat = method.heartbeat or 0
+        self.state = State.OPEN
+        if self.heartbeat:
+            self.wake_at = min(self.wake_at, now + self.heartbeat / 2)
+
+    def _open(self, method: commands.Connection.Open) -> None:
+        if method.virtual_host != self.settings.virtual_host:
+            raise ConnectionException(
+                ReplyCode.NOT_ALLOWED,
+                f"vhost '{method.virtual_host}' does not exist; the broker has '{self.settings.virtual_host}'",
+            )
+        self.state = State.RUNNING
+        self._send(commands.Connection.OpenOk())
+        if self.controls.blocked is not None:
+            self.block(self.controls.blocked)
+
+    def _open_channel(self, number: int, payload: bytes) -> None:
+        wire.decode_method(payload)
+        if number > self.channel_max:
+            raise ConnectionException(
+                ReplyCode.NOT_ALLOWED, f"channel {number} is above the negotiated channel_max {self.channel_max}"
+            )
+        self.channels[number] = Channel(self, number)
+        self.write(wire.method(number, commands.Channel.OpenOk()))
+
+    def channel_closed(self, channel: Channel) -> None:
+        """Forget a channel whose closing is complete."""
+        del self.channels[channel.number]
+        self._confirming.pop(channel, None)
+        self._published_before += channel.published
+        self._delivered_before += channel.delivered
+
+    def understands(self, capability: str) -> bool:
+        """Whether the client announced a capability."""
+        return self._capabilities.get(capability) is True
+
+    # Connection.Blocked.
+
+    def block(self, reason: str) -> None:
+        """Tell the client that it is blocked, if it announced that it understands."""
+        if self.state is State.RUNNING and not self.is_blocked and self.understands("connection.blocked"):
+            self.is_blocked = True
+            self._send(commands.Connection.Blocked(reason.encode()[:255].decode(errors="ignore")))
+
+    def unblock(self) -> None:
+        """Tell the client that it is no longer blocked."""
+        if self.is_blocked:
+            self.is_blocked = False
+            if self.state is State.RUNNING:
+                self._send(commands.Connection.Unblocked())
+
+    # Bytes out.
+
+    def _send(self, method: pamqp.base.Frame) -> None:
+        self.write(wire.method(0, method))
+
+    def write(self, data: bytes) -> None:
+        """Put whole frames into what is to be sent."""
+        self._output.append(data)
+        if not self._output_announced:
+            self._announce()
+
+    def deliver(self, data: bytes) -> None:
+        """Put a delivery into what is to be sent."""
+        self._delivery_bytes += len(data)
+        if self._delivery_bytes > self.MAX_DELIVERY_BYTES:
+            self.takes_deliveries = False
+        self.write(data)
+
+    def has_confirms(self, channel: Channel) -> None:
+        """A channel has confirms that are due; they are sent with everything else."""
+        self._confirming[channel] = None
+        if not self._output_announced:
+            self._announce()
+
+    def _announce(self) -> None:
+        self._output_announced = True
+        self._on_output()
+
+    def announce_confirms(self) -> None:
+        """Confirms may be sent again."""
+        if self._confirming and not self._output_announced:
+            self._announce()
+
+    def take_output(self, now: float) -> bytes:
+        """What is to be sent now.
+
+        Args:
+            now: monotonic seconds.
+        """
+        self._output_announced = False
+        if self._confirming and not self.controls.withhold_confirms:
+            for channel in self._confirming:
+                if not channel.is_closing and channel.confirms is not None:
+                    self._output.append(channel.confirms.flush())
+            self._confirming.clear()
+        if not self._output:
+            return b""
+        data = b"".join(self._output) if len(self._output) > 1 else self._output[0]
+        self._output.clear()
+        self._delivery_bytes = 0
+        self.last_sent = now
+        self.bytes_sent += len(data)
+        if self.settings.trace is not None:
+            self._trace_output(data)
+        return data
+
+    def _trace_output(self, data: bytes) -> None:
+        trace = self.settings.trace
+        assert trace is not None
+        if data.startswith(b"AMQP"):
+            return
+        for kind, number, start, stop in FrameSplitter().feed(data):
+            trace("out", self.name, number, _frame_name(kind, data[start:stop]))
+
+    def output_sent(self) -> None:
+        """What `take_output` gave is with the transport; consumers may get more if it takes bytes."""
+        if not self.takes_deliveries and self._is_writable:
+            self._take_deliveries_again()
+
+    def pause_writing(self) -> None:
+        """The transport's buffer is full: consumers get nothing until it has drained."""
+        self._is_writable = False
+        self.takes_deliveries = False
+
+    def resume_writing(self) -> None:
+        """The transport's buffer has drained."""
+        self._is_writable = True
+        self._take_deliveries_again()
+
+    def _take_deliveries_again(self) -> None:
+        self.takes_deliveries = self._delivery_bytes <= self.MAX_DELIVERY_BYTES
+        for channel in tuple(self.channels.values()):
+            if self.takes_deliveries and channel.consumers:
+                channel.wake()
+
+    # Time.
+
+    def tick(self, now: float) -> None:
+        """Send and miss heartbeats, and give up on peers that take too long. To be called at `wake_at`."""
+        settings = self.settings
+        if self.state is State.ENDED or now < self.wake_at:
+            return
+        if self.state is State.CLOSE_OK:
+            _log.info("%s: no answer to Connection.Close within %s s", self.name, settings.close_timeout)
+            self.end()
+            return
+        if self.state is not State.RUNNING and now >= self._open_by:
+            _log.info("%s: not open within %s s", self.name, settings.unauthenticated_timeout)
+            self.end()
+            return
+        times = [self._open_by] if self.state is not State.RUNNING else []
+        if self.heartbeat:
+            if now - self.last_received >= 2 * self.heartbeat:
+                _log.info("%s: silent for two heartbeat intervals of %d s", self.name, self.heartbeat)
+                self.end()
+                return
+            if now - self.last_sent >= self.heartbeat / 2:
+                self.write(HEARTBEAT)
+                self.last_sent = now
+            times += [self.last_sent + self.heartbeat / 2, self.last_received + 2 * self.heartbeat]
+        self.wake_at = min(times, default=float("inf"))
+
+    # The end.
+
+    def fail(self, code: int, text: str, now: float, cause: bytes = b"\0\0\0\0") -> None:
+        """Close the connection.
+
+        Args:
+            code: the reply code.
+            text: the reply text.
+            now: monotonic seconds.
+            cause: class and method id of the method at fault.
+        """
+        if self.state in (State.CLOSE_OK, State.ENDED):
+            return
+        if self.state is State.HEADER:
+            self.end()
+            return
+        _log.info("%s: %s", self.name, text)
+        self.state = State.CLOSE_OK
+        self.wake_at = now + self.settings.close_timeout
+        self._end_channels()
+        raw = text.encode()[:255].decode(errors="ignore").encode()
+        payload = _CONNECTION_CLOSE + code.to_bytes(2, "big") + bytes((len(raw),)) + raw + cause.ljust(4, b"\0")
+        self.write(frame(METHOD_FRAME, 0, payload))
+
+    def fail_internally(self, now: float) -> None:
+        """An error of the broker's own: close the connection with 541; what still comes is not read."""
+        self._is_deaf = True
+        self.fail(ReplyCode.INTERNAL_ERROR, f"{ReplyCode.INTERNAL_ERROR.title} - see the broker's log", now)
+
+    def end(self) -> None:
+        """The connection is over: nothing of it stays behind. What is to be sent can still be taken."""
+        if self.state is State.ENDED:
+            return
+        self.state = State.ENDED
+        self.wake_at = float("inf")
+        self._end_channels()
+        if not self._output_announced:
+            self._announce()
+
+    def _end_channels(self) -> None:
+        for channel in tuple(self.channels.values()):
+            channel.end()
+        self.host.owner_gone(self)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the connection is open and not closing."""
+        return self.state is State.RUNNING
+
+    @property
+    def published(self) -> int:
+        """Messages that it published so far."""
+        return self._published_before + sum(channel.published for channel in self.channels.values())
+
+    @property
+    def delivered(self) -> int:
+        """Messages that it was given so far."""
+        return self._delivered_before + sum(channel.delivered for channel in self.channels.values())
+
+
+def _frame_name(kind: int, payload: bytes) -> str:
+    return wire.method_name(payload) if kind == METHOD_FRAME else _FRAME_KINDS[kind]

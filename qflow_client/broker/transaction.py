@@ -1,0 +1,67 @@
+"""What a channel in transaction mode has done and not yet committed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from qflow_client.broker.message import StoredMessage
+
+if TYPE_CHECKING:
+    from qflow_client.broker.consumer import Delivery
+    from qflow_client.broker.queue import Queue
+
+__all__ = ["Settlement", "Transaction"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """An ack, nack or reject that waits for the commit.
+
+    Attributes:
+        deliveries: what it is about.
+        acked: whether it is an ack.
+        requeue: whether what is not acked goes back to its queue.
+    """
+
+    deliveries: tuple[Delivery, ...]
+    acked: bool
+    requeue: bool
+
+
+@dataclass(slots=True)
+class Transaction:
+    """Publishes and settlements between two commits.
+
+    Attributes:
+        publishes: messages in their order.
+        settlements: in their order.
+    """
+
+    publishes: list[StoredMessage] = field(default_factory=list)
+    settlements: list[Settlement] = field(default_factory=list)
+
+    def refusal(self, destinations: list[tuple[Queue, ...]]) -> str | None:
+        """Why the transaction cannot be committed: a queue that has no room for all of it.
+
+        Args:
+            destinations: the queues of each publish.
+        """
+        counts: dict[Queue, int] = {}
+        sizes: dict[Queue, int] = {}
+        for settlement in self.settlements:
+            if settlement.requeue:
+                continue
+            for delivery in settlement.deliveries:
+                entry = delivery.entry
+                if not entry.is_gone:
+                    counts[entry.queue] = counts.get(entry.queue, 0) - 1
+                    sizes[entry.queue] = sizes.get(entry.queue, 0) - entry.message.size
+        for message, queues in zip(self.publishes, destinations, strict=True):
+            for queue in queues:
+                counts[queue] = counts.get(queue, 0) + 1
+                sizes[queue] = sizes.get(queue, 0) + message.size
+                reason = queue.refusal(sizes[queue], counts[queue])
+                if reason is not None:
+                    return reason
+        return None

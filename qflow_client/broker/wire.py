@@ -1,0 +1,271 @@
+"""Methods and content headers as bytes: strict decoding, and encoders for what the broker sends often.
+
+pamqp knows every method's fields; its decoder takes strings that are cut short for whole ones, so methods are decoded
+here, by pamqp's own tables. What repeats with every message is encoded by hand.
+"""
+
+from __future__ import annotations
+
+import struct
+from struct import Struct
+
+import pamqp.base
+import pamqp.commands
+import pamqp.decode
+import pamqp.header
+
+from qflow_client.broker.errors import ConnectionException, ReplyCode
+from qflow_client.frames import BODY_FRAME, FRAME_OVERHEAD, HEADER_FRAME, METHOD_FRAME, frame
+
+__all__ = [
+    "CONTENT_HEADER",
+    "ack",
+    "cancel",
+    "consumer_ok",
+    "content_frames",
+    "decode_method",
+    "decode_properties",
+    "deliver_prefix",
+    "encode_header",
+    "get_ok",
+    "method",
+    "method_name",
+    "nack",
+    "queue_declare_ok",
+    "return_",
+    "short",
+    "user_id_of",
+]
+
+_HEAD = Struct(">BHI")
+#: Class id, weight, body size, property flags.
+CONTENT_HEADER = Struct(">HHQH")
+_QUEUE_OK = Struct(">II")
+_TAG_BIT = Struct(">QB")
+_SIZES = {"octet": 1, "short": 2, "long": 4, "longlong": 8, "timestamp": 8}
+#: What pamqp's decoders raise for bytes that make no sense; nesting too deep is one of them.
+_UNDECODABLE = (ValueError, struct.error, OverflowError, OSError, KeyError, IndexError, TypeError, RecursionError)
+
+
+def short(text: str) -> bytes:
+    """A short string."""
+    raw = text.encode()
+    return bytes((len(raw),)) + raw
+
+
+def method(channel: int, value: pamqp.base.Frame) -> bytes:
+    """The frame of any method."""
+    return frame(METHOD_FRAME, channel, value.index.to_bytes(4, "big") + value.marshal())
+
+
+def method_name(payload: bytes) -> str:
+    """The name of the method in a method frame's payload, such as ``Basic.Publish``."""
+    kind: type[pamqp.base.Frame] | None = pamqp.commands.INDEX_MAPPING.get(int.from_bytes(payload[:4], "big"))
+    return kind.name if kind is not None else f"unknown method {payload[:4].hex()}"
+
+
+def _syntax(name: str, text: str) -> ConnectionException:
+    return ConnectionException(ReplyCode.SYNTAX_ERROR, f"{name}: {text}")
+
+
+def decode_method(payload: bytes) -> pamqp.base.Frame:
+    """A method frame's payload as pamqp's object.
+
+    Raises:
+        ConnectionException: 540 for a method that AMQP 0-9-1 does not know, 502 for fields that are not what the method
+            has.
+    """
+    if len(payload) < 4:
+        raise _syntax("method frame", f"{len(payload)} bytes cannot hold a class and a method id")
+    kind = pamqp.commands.INDEX_MAPPING.get(int.from_bytes(payload[:4], "big"))
+    if kind is None:
+        class_id, method_id = struct.unpack_from(">HH", payload)
+        raise ConnectionException(ReplyCode.NOT_IMPLEMENTED, f"no method {method_id} of class {class_id} is known here")
+    # Past the constructor, which warns of some methods; every field is set below.
+    value: pamqp.base.Frame = object.__new__(kind)
+    at, end, bits = 4, len(payload), 0
+    for field in value.__slots__:
+        data_type = value.amqp_type(field)
+        if data_type == "bit":
+            if bits == 8:
+                at, bits = at + 1, 0
+            if at >= end:
+                raise _syntax(value.name, f"the frame ends before {field}")
+            setattr(value, field, bool(payload[at] >> bits & 1))
+            bits += 1
+            continue
+        if bits:
+            at, bits = at + 1, 0
+        size = _field_size(data_type, payload, at)
+        if at + size > end:
+            raise _syntax(value.name, f"the frame ends before the end of {field}")
+        try:
+            setattr(value, field, pamqp.decode.by_type(payload[at : at + size], data_type)[1])
+        except _UNDECODABLE as error:
+            raise _syntax(value.name, f"{field} cannot be decoded: {error}") from error
+        at += size
+    if at + (1 if bits else 0) != end:
+        raise _syntax(value.name, f"{end - at - (1 if bits else 0)} bytes are left over")
+    return value
+
+
+def _field_size(data_type: str, payload: bytes, at: int) -> int:
+    if data_type == "shortstr":
+        return 1 + payload[at] if at < len(payload) else 1
+    if data_type in ("longstr", "table"):
+        return 4 + int.from_bytes(payload[at : at + 4], "big")
+    return _SIZES[data_type]
+
+
+_HEADERS_FLAG = 1 << 13
+_USER_ID_FLAG = 1 << 4
+#: Flag and fixed size of each basic property, in the order of the wire; size 0 is a short string.
+_PROPERTIES = (
+    (1 << 15, 0),
+    (1 << 14, 0),
+    (_HEADERS_FLAG, -1),
+    (1 << 12, 1),
+    (1 << 11, 1),
+    (1 << 10, 0),
+    (1 << 9, 0),
+    (1 << 8, 0),
+    (1 << 7, 0),
+    (1 << 6, 8),
+    (1 << 5, 0),
+    (_USER_ID_FLAG, 0),
+    (1 << 3, 0),
+    (1 << 2, 0),
+)
+#: What each combination of flags means, and header tables that were found sound.
+_layouts: dict[int, tuple[tuple[int, int], ...]] = {}
+_sound_tables: set[bytes] = set()
+_MAX_SOUND_TABLES = 1024
+
+
+def user_id_of(header: bytes) -> str | None:
+    """Check that a content header is well-formed, without decoding it.
+
+    Args:
+        header: the payload of a content header frame.
+
+    Returns:
+        The property ``user_id``, the only one that the broker itself has a say in.
+
+    Raises:
+        ConnectionException: 502; it is not well-formed.
+    """
+    end = len(header)
+    flags = int.from_bytes(header[12:14], "big")
+    if not flags:
+        if end != 14:
+            raise _syntax("content header", f"{end - 14} bytes follow flags that announce no property")
+        return None
+    layout = _layouts.get(flags)
+    if layout is None:
+        if flags & 3:
+            raise _syntax("content header", f"property flags 0x{flags:04x} name properties that class basic has not")
+        layout = _layouts[flags] = tuple(entry for entry in _PROPERTIES if flags & entry[0])
+    user_id = None
+    at = 14
+    for flag, size in layout:
+        start = at
+        if size > 0:
+            at += size
+        elif at >= end:
+            at = end + 1
+        elif size == 0:
+            at += 1 + header[at]
+        else:
+            at += 4 + int.from_bytes(header[at : at + 4], "big")
+        if at > end:
+            raise _syntax("content header", "the frame ends before the properties do")
+        if size < 0:
+            _check_table(header[start:at])
+        elif flag == _USER_ID_FLAG:
+            user_id = header[start + 1 : at].decode(errors="replace")
+    if at != end:
+        raise _syntax("content header", f"{end - at} bytes follow the properties")
+    return user_id
+
+
+def _check_table(table: bytes) -> None:
+    if table in _sound_tables:
+        return
+    try:
+        pamqp.decode.field_table(table)
+    except _UNDECODABLE as error:
+        raise _syntax("content header", f"headers cannot be decoded: {error}") from error
+    if len(_sound_tables) >= _MAX_SOUND_TABLES:
+        _sound_tables.clear()
+    _sound_tables.add(table)
+
+
+def decode_properties(header: bytes) -> pamqp.commands.Basic.Properties:
+    """The basic properties in the payload of a content header frame that was found well-formed."""
+    decoded = pamqp.header.ContentHeader()
+    decoded.unmarshal(header)
+    return decoded.properties
+
+
+def encode_header(size: int, properties: pamqp.commands.Basic.Properties | None) -> bytes:
+    """The payload of a content header frame for a body of `size` bytes."""
+    return pamqp.header.ContentHeader(body_size=size, properties=properties).marshal()
+
+
+def ack(channel: int, tag: int, multiple: bool) -> bytes:
+    """The frame of a ``Basic.Ack``."""
+    return b"\1%b\0\0\0\x0d\0\x3c\0\x50%b\xce" % (channel.to_bytes(2, "big"), _TAG_BIT.pack(tag, multiple))
+
+
+def nack(channel: int, tag: int) -> bytes:
+    """The frame of a ``Basic.Nack`` for one message."""
+    return b"\1%b\0\0\0\x0d\0\x3c\0\x78%b\xce" % (channel.to_bytes(2, "big"), _TAG_BIT.pack(tag, 0))
+
+
+def deliver_prefix(consumer_tag: str) -> bytes:
+    """The payload of every ``Basic.Deliver`` to a consumer, up to the delivery tag."""
+    return b"\0\x3c\0\x3c" + short(consumer_tag)
+
+
+def get_ok(channel: int, tag: int, redelivered: bool, names: bytes, message_count: int) -> bytes:
+    """The frame of a ``Basic.Get-Ok``; `names` are the exchange and the routing key as short strings."""
+    payload = b"\0\x3c\0\x47" + _TAG_BIT.pack(tag, redelivered) + names + message_count.to_bytes(4, "big")
+    return frame(METHOD_FRAME, channel, payload)
+
+
+def return_(channel: int, code: ReplyCode, text: str, names: bytes) -> bytes:
+    """The frame of a ``Basic.Return``; `names` are the exchange and the routing key as short strings."""
+    return frame(METHOD_FRAME, channel, b"\0\x3c\0\x32" + code.to_bytes(2, "big") + short(text) + names)
+
+
+def cancel(channel: int, consumer_tag: str) -> bytes:
+    """The frame of a ``Basic.Cancel`` that tells a client that its consumer is gone."""
+    return frame(METHOD_FRAME, channel, b"\0\x3c\0\x1e" + short(consumer_tag) + b"\1")
+
+
+def queue_declare_ok(channel: int, name: str, message_count: int, consumer_count: int) -> bytes:
+    """The frame of a ``Queue.Declare-Ok``."""
+    return frame(METHOD_FRAME, channel, b"\0\x32\0\x0b" + short(name) + _QUEUE_OK.pack(message_count, consumer_count))
+
+
+def consumer_ok(channel: int, kind: type[pamqp.base.Frame], consumer_tag: str) -> bytes:
+    """The frame of a ``Basic.Consume-Ok`` or ``Basic.Cancel-Ok``."""
+    return frame(METHOD_FRAME, channel, kind.index.to_bytes(4, "big") + short(consumer_tag))
+
+
+def content_frames(channel: int, header: bytes, body: bytes, frame_max: int) -> bytes:
+    """The header frame and the body frames of a message.
+
+    Args:
+        channel: the channel number.
+        header: the payload of the header frame.
+        body: of any length.
+        frame_max: the largest frame, in bytes.
+    """
+    head = b"%b%b\xce" % (_HEAD.pack(HEADER_FRAME, channel, len(header)), header)
+    size = frame_max - FRAME_OVERHEAD
+    if len(body) <= size:
+        return b"%b%b%b\xce" % (head, _HEAD.pack(BODY_FRAME, channel, len(body)), body) if body else head
+    parts = [head]
+    parts.extend(frame(BODY_FRAME, channel, body[at : at + size]) for at in range(0, len(body), size))
+    return b"".join(parts)

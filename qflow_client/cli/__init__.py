@@ -1,0 +1,29 @@
+"""The command line: ``qflow``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``qflow``.
+
+    Args:
+        arguments: of the command line; those of the process unless given.
+
+    Returns:
+        The exit code.
+    """
+    # Both come with an extra, and the package itself is of use without it.
+    missing = [name for name in ("typer", "rich") if find_spec(name) is None]
+    if missing:
+        needs = " and ".join(missing)
+        print(f"qflow: the command line needs {needs}: pip install 'qflow-client[cli]'", file=sys.stderr)
+        return 1
+    from qflow_client.cli.app import run
+
+    return run(sys.argv[1:] if arguments is None else arguments)

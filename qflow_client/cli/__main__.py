@@ -1,0 +1,10 @@
+"""``python -m qflow_client.cli``, where the command is not installed."""
+
+from __future__ import annotations
+
+import sys
+
+from qflow_client.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

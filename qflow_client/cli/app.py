@@ -1,0 +1,91 @@
+"""The commands of ``qflow`` put together, and how they fail."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+
+from qflow_client import QflowError, __version__
+from qflow_client.cli.broker import broker
+from qflow_client.cli.demo import demo
+from qflow_client.cli.errors import CommandError, ExitCode
+from qflow_client.cli.send import send
+
+__all__ = ["app", "run"]
+
+app = typer.Typer(
+    name="qflow",
+    add_completion=False,
+    no_args_is_help=True,
+    # Errors that are meant for people become one line in `run`; the others are shown whole, as Python shows them.
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"qflow {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _qflow(
+    context: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Log everything, and show tracebacks.")] = False,
+    _version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Publish to AMQP 0-9-1 brokers, never faster than they allow."""
+    context.obj["debug"] = debug
+    if debug:
+        logging.basicConfig(
+            level=logging.DEBUG, format="%(name)s: %(message)s", handlers=[RichHandler(console=Console(stderr=True))]
+        )
+    else:
+        # What these would say, the commands say themselves.
+        for name in ("qflow_client", "pika"):
+            logging.getLogger(name).addHandler(logging.NullHandler())
+
+
+app.command()(send)
+app.command()(broker)
+app.command()(demo)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command line.
+
+    Args:
+        arguments: without the program's name.
+
+    Returns:
+        The exit code.
+    """
+    shared = {"debug": False}
+    try:
+        app(args=list(arguments), prog_name="qflow", obj=shared)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else ExitCode.FAILED if end.code else ExitCode.OK
+    except BrokenPipeError:
+        # Nobody reads on; Python must not try to flush again when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.FAILED
+    except (CommandError, QflowError, OSError) as error:
+        if shared["debug"]:
+            raise
+        text = str(error)
+        if isinstance(error, OSError) and error.filename is not None:
+            text = f"{error.filename}: {error.strerror}"
+        print(f"qflow: {text}", file=sys.stderr)
+        return error.exit_code if isinstance(error, CommandError) else ExitCode.FAILED
+    return ExitCode.OK

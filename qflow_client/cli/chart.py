@@ -1,0 +1,79 @@
+"""A queue's depth over time as a chart of characters, with its marks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.segment import Segment
+from rich.style import Style
+
+__all__ = ["DepthChart", "level"]
+
+# Parts of a character, from none of it to all.
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
+
+
+def level(value: float, row: int, step: float) -> str:
+    """The character of a bar in one row.
+
+    Args:
+        value: the height of the bar.
+        row: from 0 at the bottom.
+        step: the height of a row.
+    """
+    filled = value / step - row
+    # What is there is seen, however little it is.
+    return _EIGHTHS[max(0, min(8, round(filled * 8) or (row == 0 < value)))]
+
+
+class DepthChart:
+    """Renders the depths of a queue, the last at the right.
+
+    Args:
+        depths: the lowest and the highest for each column; what does not fit is left out at the left.
+        marks: names of levels, by level.
+        resume: up to there a bar is green.
+        stop: up to there it is yellow, and above red.
+        height: rows.
+    """
+
+    def __init__(
+        self, depths: Sequence[tuple[int, int]], marks: Mapping[int, str], *, resume: int, stop: int, height: int = 10
+    ) -> None:
+        self._depths = depths
+        self._marks = marks
+        self._resume = resume
+        self._stop = stop
+        self._height = height
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(30, options.max_width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        top = max([1, *self._marks, *(highest for _, highest in self._depths)])
+        step = top / (self._height - 0.5)
+        # The highest mark of a row names it.
+        rows = {min(self._height - 1, int(mark / step)): mark for mark in sorted(self._marks)}
+        labels = {row: f"{self._marks[mark]} {mark:,}" for row, mark in rows.items()}
+        margin = max([0, *map(len, labels.values())])
+        columns = max(1, options.max_width - margin - 2)
+        depths = list(self._depths)[-columns:]
+        for row in reversed(range(self._height)):
+            label = labels.get(row, "")
+            yield Segment(f"{label:>{margin}} {'┤' if label else '│'}", Style(dim=not label))
+            yield from self._row(row, step, [(0, 0)] * (columns - len(depths)) + depths, is_mark=bool(label))
+            yield Segment.line()
+
+    def _row(self, row: int, step: float, depths: Sequence[tuple[int, int]], *, is_mark: bool) -> Iterator[Segment]:
+        top = (row + 1) * step
+        colour = "green" if top <= self._resume else "yellow" if top <= self._stop + step / 2 else "red"
+        # What the queue did not fall below is the background of what it moved in.
+        moved, stayed = Style(color=colour), Style(color=colour, dim=True)
+        for lowest, highest in depths:
+            character = level(highest, row, step)
+            if character != " ":
+                yield Segment(character, stayed if top <= lowest else moved)
+            else:
+                yield Segment("╌" if is_mark else " ", Style(dim=True))

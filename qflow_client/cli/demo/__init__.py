@@ -1,0 +1,242 @@
+"""``qflow demo``: a fast producer, a slow consumer, and a broker that does not overflow."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from qflow_client.broker import Broker, Enforcement
+from qflow_client.cli import text
+from qflow_client.cli.demo.actors import Failed, consume, produce
+from qflow_client.cli.demo.audit import ConsumerTally, ProducerTally, QueueTally, Run, audit, to_json
+from qflow_client.cli.demo.flights import FLIGHTS, open_flights
+from qflow_client.cli.demo.view import Scene, audit_table, progress_line
+from qflow_client.cli.errors import CommandError
+from qflow_client.cli.stopping import Stopped, Stopping
+
+__all__ = ["demo"]
+
+QUEUE = "flights"
+# The worst case as the documentation of Qpid C++'s flow control tells it (C6).
+STOP, RESUME = 100, 70
+ARGUMENTS = {"qpid.flow_stop_count": STOP, "qpid.flow_resume_count": RESUME}
+CAPACITIES = (50, 15)
+# All flights take a minute at this rate.
+RATE = 5_600.0
+# Seconds: between two looks at the queue, two pictures, two columns of the chart, and two lines without a terminal.
+_LOOK, _PICTURE, _COLUMN, _LINE = 0.02, 0.1, 0.2, 5.0
+# Seconds in which something has to move, before the run is given up.
+_PATIENCE = 30.0
+
+
+@dataclass(slots=True)
+class _Actor:
+    """A process, and the end of its pipe."""
+
+    process: multiprocessing.process.BaseProcess
+    reports: Connection
+    # Whether it has reported for the last time.
+    ended: bool = False
+
+    def latest(self) -> Any:
+        """The latest report; ``None`` if there is no new one.
+
+        Raises:
+            CommandError: the process cannot go on.
+        """
+        report = None
+        while not self.ended and self.reports.poll():
+            try:
+                report = self.reports.recv()
+            except (EOFError, ConnectionResetError):
+                self.ended = True
+            if isinstance(report, Failed):
+                raise CommandError(f"the {self.process.name} failed: {report}")
+        return report
+
+
+@contextmanager
+def _actor(name: str, body: Callable[..., None], *arguments: object) -> Iterator[_Actor]:
+    """A process for the time of the block, which ends with it at the latest."""
+    # A fork would take along the broker's sockets and locks.
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=body, args=(*arguments, theirs), name=name, daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield _Actor(process, ours)
+        process.join(1.0)
+    finally:
+        process.terminate()
+        process.join()
+        ours.close()
+
+
+class _Stage:
+    """One run of the demonstration.
+
+    Args:
+        broker: running.
+        messages: how many flights.
+        producers: the process of the producers.
+        consumer: the consumer's.
+    """
+
+    def __init__(self, broker: Broker, messages: int, producers: _Actor, consumer: _Actor) -> None:
+        self._broker = broker
+        self._producers = producers
+        self._consumer = consumer
+        self.run = Run(messages, (), ConsumerTally(), self._queue())
+        #: What is going on.
+        self.note = "no consumer yet: the queue fills to its stop threshold"
+        self._moved_at = time.monotonic()
+
+    def _queue(self) -> QueueTally:
+        queue = self._broker.queue(QUEUE)
+        return QueueTally(STOP, RESUME, queue.depth, queue.peak_depth, queue.flow_stopped, queue.flow_stopped_count)
+
+    def look(self) -> None:
+        """Take in what is new.
+
+        Raises:
+            CommandError: a process cannot go on, or nothing moves any more.
+        """
+        producers: Sequence[ProducerTally] = self._producers.latest() or self.run.producers
+        consumer: ConsumerTally = self._consumer.latest() or self.run.consumer
+        before = self.run
+        self.run = Run(before.messages, producers, consumer, self._queue())
+        now = time.monotonic()
+        if (consumer, self.run.queue) != (before.consumer, before.queue) or len(producers) != len(before.producers):
+            self._moved_at = now
+        elif now - self._moved_at > _PATIENCE:
+            raise CommandError(f"nothing has moved for {_PATIENCE:.0f} s: {progress_line(self.run, self.note, 0)}")
+
+    def play(self) -> Iterator[None]:
+        """One look after the other, until it is over."""
+        while not self._all_held() and not self._producers.ended:
+            self.look()
+            yield
+        # It comes late, and finds a queue past its stop threshold and every producer held.
+        self._tell_consumer("begin")
+        self.note = "the slow consumer takes what the broker lets the producers send"
+        while not self._producers.ended or self.run.queue.depth:
+            if self._consumer.ended:
+                raise CommandError(f"the consumer has ended too early: {progress_line(self.run, self.note, 0)}")
+            self.look()
+            yield
+        self._tell_consumer("end")
+        self.note = "the accounts are drawn up"
+        while not self._consumer.ended:
+            self.look()
+            yield
+
+    def _tell_consumer(self, what: str) -> None:
+        try:
+            self._consumer.reports.send(what)
+        except BrokenPipeError:
+            raise CommandError("the consumer has ended too early") from None
+
+    def _all_held(self) -> bool:
+        producers = self.run.producers
+        if sum(producer.sent for producer in producers) == self.run.messages:
+            return True
+        return self.run.queue.flow_stopped and bool(producers) and all(producer.holds for producer in producers)
+
+
+def _perform(
+    messages: int, enforcement: Enforcement, rate: float, console: Console, stopping: Stopping
+) -> tuple[Run, float]:
+    """Run it; what was found, and how many seconds it took."""
+    started = time.monotonic()
+    with ExitStack() as stack:
+        broker = stack.enter_context(Broker(enforcement=enforcement))
+        broker.declare_queue(QUEUE, arguments=ARGUMENTS)
+        producers = stack.enter_context(_actor("producers", produce, broker.url, QUEUE, CAPACITIES, messages))
+        consumer = stack.enter_context(_actor("consumer", consume, broker.url, QUEUE, messages, rate))
+        stage = _Stage(broker, messages, producers, consumer)
+        scene = Scene(enforcement.value)
+        live = None
+        if console.is_terminal:
+            live = stack.enter_context(Live(console=console, auto_refresh=False, transient=True))
+        depths: list[int] = []
+        next_picture = next_column = next_line = started
+        with stopping.breakable():
+            for _ in stage.play():
+                now = time.monotonic()
+                depths.append(stage.run.queue.depth)
+                if now >= next_column:
+                    next_column = now + _COLUMN
+                    scene.add_column(depths)
+                    depths.clear()
+                if live is not None and now >= next_picture:
+                    next_picture = now + _PICTURE
+                    live.update(scene.render(stage.run, stage.note, now - started), refresh=True)
+                elif live is None and now >= next_line:
+                    next_line = now + _LINE
+                    console.print(progress_line(stage.run, stage.note, now - started), highlight=False, soft_wrap=True)
+                time.sleep(_LOOK)
+        if live is not None:
+            # The last picture stays.
+            live.transient = False
+            live.update(scene.render(stage.run, "done", time.monotonic() - started), refresh=True)
+        return stage.run, time.monotonic() - started
+
+
+def demo(
+    # Enough of them to hold both producers before the consumer begins.
+    messages: Annotated[
+        int, typer.Option("--messages", "-n", min=200, max=FLIGHTS, help="How many flights.")
+    ] = FLIGHTS,
+    enforcement: Annotated[
+        Enforcement,
+        typer.Option(
+            help="How the broker holds the producers: [b]channel_flow[/b] sends Channel.Flow, [b]completion[/b] holds "
+            "confirms back."
+        ),
+    ] = Enforcement.BOTH,
+    consumer_rate: Annotated[
+        float, typer.Option(min=1, help="Messages per second that the consumer takes at the most.")
+    ] = RATE,
+    as_json: Annotated[bool, typer.Option("--json", help="Nothing but the audit, as JSON.")] = False,
+) -> None:
+    """Watch the flights of New York, 2013, go from fast producers through a broker to a slow consumer.
+
+    The broker runs in this process. Its queue has a stop threshold of 100 messages and a resume threshold of 70. Two
+    producers, of capacity 50 and 15, publish as fast as they may; the consumer is slower, and begins late. In the end
+    it is checked that nothing was lost and nothing came twice, that the queue never held more messages than its stop
+    threshold and the capacities of the producers together, 165, and that every producer was flowed, and unflowed again.
+
+    Exit codes: 0, the audit passed. 1, it failed. 130 and 143, interrupted.
+    """
+    console = Console(stderr=True, quiet=as_json)
+    with Stopping() as stopping:
+        # Before anything is started.
+        open_flights().__exit__(None, None, None)
+        try:
+            run, took = _perform(messages, enforcement, consumer_rate, console, stopping)
+        except Stopped:
+            assert stopping.signal is not None
+            raise CommandError(f"interrupted by {stopping.signal.name}: no audit", stopping.exit_code) from None
+    lines = audit(run)
+    if as_json:
+        print(json.dumps(to_json(run, lines, took), indent=2))
+    else:
+        out = Console()
+        total = text.count(run.messages, "message")
+        out.print(f"{total} in {text.seconds(took)}, {text.rate(run.consumer.consumed, took)}\n", highlight=False)
+        out.print(audit_table(lines))
+    failed = [line for line in lines if not line.passed]
+    if failed:
+        words = "; ".join(f"{line.statement}: {line.measured}, {line.difference}" for line in failed)
+        raise CommandError(f"the audit failed: {words}")

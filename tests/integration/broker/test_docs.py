@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+from qflow_client.broker import Broker, BrokerSettings, arguments
+
+PAGE = (Path(__file__).parents[3] / "docs" / "broker.md").read_text()
+
+
+def test_the_example_runs():
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    exec(compile(example, "docs/broker.md", "exec"), {})
+
+
+def test_every_setting_is_on_the_page_with_its_default():
+    settings = PAGE.split("## Settings")[1].split("##")[0]
+    rows = re.findall(r"^\| (`.*?`) \| (.*?) \|", settings, re.MULTILINE)
+    told = {}
+    for names, defaults in rows:
+        for name, default in zip(names.split(", "), re.findall(r"`(.*?)`", defaults), strict=True):
+            told[name.strip("`")] = default
+    expected = BrokerSettings()
+    assert told.keys() == {field.name for field in fields(BrokerSettings)}
+    for name, default in told.items():
+        value = getattr(expected, name)
+        assert eval(default) == (dict(value) if name == "users" else value), name
+
+
+def test_every_queue_argument_is_on_the_page():
+    section = PAGE.split("## Queue arguments")[1].split("##")[0]
+    names = [value for name, value in vars(arguments).items() if name.isupper() and isinstance(value, str)]
+    assert len(names) == 10
+    assert all(f"| `{name}` |" in section for name in names)
+
+
+def test_every_public_method_is_on_the_page():
+    methods = [name for name in vars(Broker) if not name.startswith("_") and name not in ("port", "url")]
+    missing = [name for name in methods if f"`{name}" not in PAGE and f"await {name}" not in PAGE]
+    assert missing == []

@@ -1,0 +1,302 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+
+import pytest
+from pamqp import commands
+
+from qflow_client.broker import Broker, ChannelException
+
+
+def test_a_broker_listens_on_a_free_loopback_port_and_lets_go_of_it():
+    with Broker() as broker, Broker() as other:
+        assert broker.port != other.port
+        assert broker.url == f"amqp://guest:guest@127.0.0.1:{broker.port}/%2F"
+        socket.create_connection(("127.0.0.1", broker.port)).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", broker.port))
+    # What it was can still be seen.
+    assert broker.queues() == ()
+
+
+def test_a_port_in_use_is_an_error_at_once():
+    with Broker() as broker, pytest.raises(OSError), Broker(port=broker.port):
+        pass
+
+
+def test_a_broker_runs_once_and_says_so():
+    broker = Broker()
+    with pytest.raises(RuntimeError, match="with Broker"):
+        _ = broker.port
+    with broker:
+        pass
+    with pytest.raises(RuntimeError, match="make a new Broker"), broker:
+        pass
+
+
+def test_a_wrong_setting_is_an_error_at_construction():
+    with pytest.raises(ValueError, match="enforcement must be one of"):
+        Broker(enforcement="none")
+    with pytest.raises(TypeError, match="colour"):
+        Broker(colour="red")  # type: ignore[call-arg]
+
+
+def test_the_url_escapes_names_and_passwords():
+    with Broker(users={"us/er": "p@ss"}, virtual_host="v/h") as broker:
+        assert broker.url == f"amqp://us%2Fer:p%40ss@127.0.0.1:{broker.port}/v%2Fh"
+
+
+def test_queues_and_messages_can_be_handled_without_a_connection(broker):
+    snapshot = broker.declare_queue("q", arguments={"qpid.flow_stop_count": 2}, durable=True)
+    assert (snapshot.name, snapshot.depth, snapshot.durable) == ("q", 0, True)
+    commands_properties = commands.Basic.Properties(message_id="m")
+    assert broker.publish(b"one", "q", properties=commands_properties) == 1
+    assert broker.publish(b"two", "q") == 1
+    assert broker.publish(b"three", "nowhere") == 0
+    assert [message.body for message in broker.messages("q")] == [b"one", b"two"]
+    message = broker.get("q")
+    assert (message.body, message.properties.message_id, message.exchange, message.routing_key) == (
+        b"one",
+        "m",
+        "",
+        "q",
+    )
+    assert message.redelivered is False
+    assert broker.purge("q") == 1
+    assert broker.get("q") is None
+    assert broker.delete_queue("q") == 0
+    with pytest.raises(ChannelException, match="no queue 'q'") as caught:
+        broker.queue("q")
+    assert caught.value.code == 404
+    with pytest.raises(ChannelException, match=r"qpid\.max_count='x'"):
+        broker.declare_queue("q", arguments={"qpid.max_count": "x"})
+
+
+def test_C7_counters_have_qpids_names(broker, connect):
+    broker.declare_queue("q", arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
+    client = connect(broker).open().channel()
+    client.publish()
+    client.publish()
+    assert client.expect(commands.Channel.Flow).active is False
+    client.call(1, commands.Queue.Purge(queue="q"), (commands.Channel.Flow, commands.Queue.PurgeOk))
+    json = broker.queue("q").to_json()
+    assert (json["flowStopped"], json["flowStoppedCount"], json["peakDepth"]) == (False, 1, 2)
+
+
+def test_snapshots_tell_who_is_flowed_by_which_queue_and_how_often(broker, connect):
+    for name in ("a", "b"):
+        broker.declare_queue(name, arguments={"qpid.flow_stop_count": 1})
+    client = connect(broker).open().channel(3, confirms=True)
+    for name in ("a", "b"):
+        client.publish(b"xy", name, channel=3)
+        client.publish(b"xy", name, channel=3)
+    broker.wait_until(lambda b: b.queue("b").flow_stopped)
+    (channel,) = broker.producers()
+    assert channel.name == f"{client.name} (3)"
+    assert (channel.flowed, channel.blocked_by, channel.times_flowed) == (True, ("a", "b"), 1)
+    assert (channel.published, channel.unconfirmed) == (4, 2)
+    assert channel.flowed_seconds > 0
+    queue = broker.queue("a")
+    assert (queue.blocked, queue.held_confirms) == ((channel.name,), 1)
+    assert (queue.depth, queue.peak_depth, queue.bytes, queue.peak_bytes) == (2, 2, 4, 4)
+    (connection,) = broker.connections()
+    assert (connection.name, connection.user, connection.channels) == (client.name, "guest", (3,))
+    assert connection.published == 4
+
+
+def test_wait_until_looks_again_whenever_something_has_happened(broker, connect):
+    broker.declare_queue("q")
+    client = connect(broker).open().channel()
+    looks = []
+
+    def three(b):
+        looks.append(b.queue("q").depth)
+        return looks[-1] == 3
+
+    waiter = threading.Thread(target=broker.wait_until, args=(three,))
+    waiter.start()
+    for _ in range(3):
+        client.publish()
+    waiter.join(10)
+    assert not waiter.is_alive()
+    assert looks[-1] == 3
+
+
+def test_wait_until_gives_up_in_time_and_says_what_it_saw(broker):
+    broker.declare_queue("some-queue")
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match="some-queue"):
+        broker.wait_until(lambda b: b.queue("some-queue").depth, timeout=0.05)
+    assert 0.05 <= time.monotonic() - started < 2
+
+
+def test_what_a_predicate_raises_comes_out(broker):
+    with pytest.raises(ChannelException):
+        broker.wait_until(lambda b: b.queue("nowhere"))
+
+
+def test_on_the_running_loop_everything_can_be_called_directly():
+    async def main():
+        async with Broker() as broker:
+            broker.declare_queue("q")
+            reader, writer = await asyncio.open_connection("127.0.0.1", broker.port)
+            writer.write(b"AMQP\0\0\x09\x01")
+            await reader.readexactly(7)
+            assert len(broker.connections()) == 1
+            broker.publish(b"x", "q")
+            await broker.wait_until_async(lambda b: b.queue("q").depth == 1)
+            with pytest.raises(RuntimeError, match="wait_until_async"):
+                broker.wait_until(lambda b: True)
+            with pytest.raises(TimeoutError, match="depth=1"):
+                await broker.wait_until_async(lambda b: b.queue("q").depth == 2, timeout=0.01)
+            waiting = asyncio.create_task(broker.wait_until_async(lambda b: not b.connections()))
+            writer.close()
+            await writer.wait_closed()
+            await waiting
+
+    asyncio.run(main())
+
+
+def test_a_broker_on_another_thread_can_be_awaited():
+    async def main(broker):
+        waiting = asyncio.create_task(broker.wait_until_async(lambda b: b.queue("q").depth == 1))
+        await asyncio.to_thread(broker.publish, b"x", "q")
+        await waiting
+
+    with Broker() as broker:
+        broker.declare_queue("q")
+        asyncio.run(main(broker))
+
+
+def test_many_threads_may_call_it_at_once(broker):
+    broker.declare_queue("q")
+
+    def work():
+        for _ in range(100):
+            broker.publish(b"x", "q")
+            assert broker.queue("q").depth
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert broker.queue("q").depth == 800
+
+
+def test_D5_all_producers_are_stopped_and_started_and_those_that_come_later_too(broker, connect):
+    early = connect(broker).open().channel(confirms=True)
+    consumer = connect(broker).open().channel()
+    broker.flow(False)
+    assert early.expect(commands.Channel.Flow).active is False
+    late = connect(broker).open().channel()
+    late.send(1, commands.Confirm.Select())
+    late.expect(commands.Confirm.SelectOk)
+    assert late.expect(commands.Channel.Flow).active is False
+    assert [channel.blocked_by for channel in broker.producers()] == [("operator",), ("operator",)]
+    broker.flow(True)
+    assert early.expect(commands.Channel.Flow).active is True
+    assert late.expect(commands.Channel.Flow).active is True
+    consumer.call(1, commands.Queue.Declare(queue="q"), commands.Queue.DeclareOk)
+
+
+def test_D5_one_channel_can_be_stopped_by_name(broker, connect):
+    client = connect(broker).open().channel(1, confirms=True).channel(2, confirms=True)
+    broker.flow(False, f"{client.name} (2)")
+    channel, flow = client.read()
+    assert (channel, flow.active) == (2, False)
+    with pytest.raises(LookupError, match=r"no channel 'other'.*\(1\)"):
+        broker.flow(False, "other")
+    broker.flow(True, f"{client.name} (2)")
+    channel, flow = client.read()
+    assert (channel, flow.active) == (2, True)
+
+
+def test_connections_are_blocked_and_unblocked(broker, connect):
+    early = connect(broker).open()
+    broker.block("low on memory")
+    assert early.expect(commands.Connection.Blocked).reason == "low on memory"
+    late = connect(broker).open()
+    late.expect(commands.Connection.Blocked)
+    assert all(connection.blocked for connection in broker.connections())
+    broker.unblock()
+    for client in (early, late):
+        client.expect(commands.Connection.Unblocked)
+
+
+def test_confirms_are_withheld_and_released(broker, connect):
+    broker.declare_queue("q")
+    client = connect(broker).open().channel(confirms=True)
+    broker.withhold_confirms()
+    for _ in range(3):
+        client.publish()
+    broker.wait_until(lambda b: b.queue("q").depth == 3)
+    assert broker.producers()[0].unconfirmed == 3
+    broker.release_confirms()
+    ack = client.expect(commands.Basic.Ack)
+    assert (ack.delivery_tag, ack.multiple) == (3, True)
+
+
+def test_publishes_are_nacked_while_so_told(broker, connect):
+    broker.declare_queue("q")
+    client = connect(broker).open().channel(confirms=True)
+    broker.nack_publishes()
+    client.publish()
+    assert client.expect(commands.Basic.Nack).delivery_tag == 1
+    broker.nack_publishes(False)
+    client.publish()
+    assert client.expect(commands.Basic.Ack).delivery_tag == 2
+    assert broker.queue("q").published == 1
+
+
+def test_channels_and_connections_are_closed_with_any_code(broker, connect):
+    client = connect(broker).open().channel()
+    broker.close_channels(404, "gone")
+    close = client.expect(commands.Channel.Close)
+    assert (close.reply_code, close.reply_text) == (404, "gone")
+    client.send(1, commands.Channel.CloseOk())
+    client.channel()
+    broker.close_connections()
+    close = client.expect(commands.Connection.Close)
+    assert close.reply_code == 320
+    client.send(0, commands.Connection.CloseOk())
+    assert client.is_over()
+
+
+def test_connections_are_dropped_without_a_word(broker, connect):
+    client = connect(broker).open().channel()
+    broker.drop_connections()
+    with pytest.raises((ConnectionResetError, EOFError)):
+        client.read()
+    broker.wait_until(lambda b: not b.connections())
+
+
+def test_a_broker_that_stops_says_so_even_to_those_who_do_not_listen(connect):
+    with Broker() as broker:
+        client = connect(broker).open()
+    assert client.expect(commands.Connection.Close).reply_code == 320
+    assert client.is_over()
+
+
+def test_a_broker_stops_although_a_peer_reads_nothing(connect):
+    with Broker() as broker:
+        broker.declare_queue("q")
+        client = connect(broker).open().channel()
+        for _ in range(40):
+            broker.publish(b"x" * 1_000_000, "q")
+        client.send(1, commands.Basic.Consume(queue="q", no_ack=True))
+        broker.wait_until(lambda b: b.queue("q").delivered)
+        assert broker.queue("q").depth > 20
+        started = time.monotonic()
+    assert time.monotonic() - started < 5
+
+
+def test_frames_can_be_traced(connect):
+    lines = []
+    with Broker(trace=lambda *line: lines.append(line)) as broker:
+        client = connect(broker).open().channel()
+        assert ("in", client.name, 1, "Channel.Open") in lines
+        assert ("out", client.name, 1, "Channel.OpenOk") in lines

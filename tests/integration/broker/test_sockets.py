@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import random
+import ssl
+import subprocess
+
+import pytest
+from pamqp import commands
+
+from qflow_client.broker import Broker
+
+PROTOCOL_HEADER = b"AMQP\0\0\x09\x01"
+
+
+def works(client):
+    """Whether the broker still serves this connection."""
+    client.call(1, commands.Queue.Declare(queue="alive"), commands.Queue.DeclareOk)
+    return True
+
+
+def test_a_wrong_protocol_header_is_answered_with_the_right_one_and_closed(broker, connect):
+    client = connect(broker)
+    client.send_bytes(b"HTTP/1.1 GET /\r\n\r\n")
+    assert client.read_bytes(8) == PROTOCOL_HEADER
+    assert client.is_over()
+
+
+def test_garbage_on_one_connection_disturbs_no_other(broker, connect):
+    good = connect(broker).open().channel()
+    for data, code in (
+        (b"\1\0\1\0\0\0\1x\0", 501),
+        (b"\x09\0\0\0\0\0\0\xce", 501),
+        (b"\1\0\1\xff\xff\xff\xff\0", 501),
+        (b"\1\0\1\0\0\0\4\0\x3c\0\x28\xce", 502),
+        (b"\1\0\0\0\0\0\4\0\x3c\0\x28\xce", 502),
+        (b"\3\0\1\0\0\0\1x\xce", 505),
+        (b"\1\0\7\0\0\0\4\0\x14\0\x29\xce", 504),
+    ):
+        bad = connect(broker).open().channel()
+        bad.send_bytes(data)
+        assert bad.expect(commands.Connection.Close).reply_code == code
+        bad.send(0, commands.Connection.CloseOk())
+        assert works(good)
+
+
+def test_random_bytes_never_disturb_another_connection(broker, connect):
+    good = connect(broker).open().channel()
+    chance = random.Random(7)
+    for _ in range(30):
+        bad = connect(broker)
+        if chance.random() < 0.7:
+            bad.open().channel()
+        bad.send_bytes(chance.randbytes(chance.randrange(1, 200)))
+        bad.socket.close()
+        assert works(good)
+    broker.wait_until(lambda b: len(b.connections()) == 1)
+
+
+def test_a_half_open_connection_is_closed_in_time(connect):
+    with Broker(unauthenticated_timeout=0.1) as broker:
+        silent, greeting = connect(broker), connect(broker)
+        greeting.send_bytes(PROTOCOL_HEADER)
+        greeting.expect(commands.Connection.Start)
+        opened = connect(broker).open().channel()
+        assert silent.is_over()
+        assert greeting.is_over()
+        assert works(opened)
+
+
+def test_a_peer_that_does_not_answer_close_is_cut_off(connect):
+    with Broker(close_timeout=0.1) as broker:
+        client = connect(broker).open()
+        client.send_bytes(b"\3\0\0\0\0\0\1x\xce")
+        client.expect(commands.Connection.Close)
+        assert client.is_over()
+
+
+def test_heartbeats_go_both_ways_and_a_silent_peer_is_closed(connect):
+    with Broker() as broker:
+        client = connect(broker).open(heartbeat=1)
+        beats = 0
+        try:
+            while True:
+                assert client.read()[1].name == "Heartbeat"
+                beats += 1
+        except (EOFError, ConnectionResetError):
+            pass
+        assert beats >= 2
+        assert broker.connections() == ()
+
+
+def test_more_connections_than_allowed_are_closed_at_once(connect):
+    with Broker(max_connections=2) as broker:
+        kept = [connect(broker).open().channel() for _ in range(2)]
+        assert connect(broker).is_over()
+        assert all(works(client) for client in kept)
+        kept[0].socket.close()
+        broker.wait_until(lambda b: len(b.connections()) == 1)
+        connect(broker).open()
+
+
+def test_J8_a_consumer_that_does_not_read_leaves_messages_in_the_queue(broker, connect):
+    broker.declare_queue("q")
+    client = connect(broker).open().channel()
+    client.send(1, commands.Basic.Consume(queue="q", consumer_tag="c", no_ack=True))
+    client.expect(commands.Basic.ConsumeOk)
+    for _ in range(200):
+        broker.publish(b"x" * 100_000, "q")
+    assert broker.queue("q").depth > 50
+    for _ in range(200):
+        client.expect(commands.Basic.Deliver)
+        client.read()
+        client.read()
+    broker.wait_until(lambda b: b.queue("q").depth == 0)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tls")
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-keyout", str(key), "-out", str(certificate), "-days", "2", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    subprocess.run(command, check=True, capture_output=True)
+    return certificate, key
+
+
+def test_tls(certificate, connect):
+    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    server.load_cert_chain(*certificate)
+    with Broker(ssl_context=server) as broker:
+        assert broker.url.startswith("amqps://")
+        trusting = ssl.create_default_context(cafile=certificate[0])
+        client = connect(broker, wrap=lambda plain: trusting.wrap_socket(plain, server_hostname="localhost"))
+        assert works(client.open().channel())
+        client.call(0, commands.Connection.Close(200, "", 0, 0), commands.Connection.CloseOk)

@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qflow_client.broker import Broker
+from qflow_client.cli import main
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("QFLOW_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def stdin(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
+    def give(content: bytes) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+    return give
+
+
+def bodies(broker: Broker) -> list[bytes]:
+    return [message.body for message in broker.messages("orders")]
+
+
+def summary(capsys: Capture) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return told
+
+
+def test_every_line_becomes_a_message_and_all_are_confirmed(
+    broker: Broker, stdin: Callable[[bytes], None], capsys: Capture
+) -> None:
+    stdin(b"one\ntwo\nthree\n")
+    assert main(["send", "--url", broker.url, "--routing-key", "orders"]) == 0
+    assert bodies(broker) == [b"one", b"two", b"three"]
+    out, err = capsys.readouterr()
+    assert out.startswith("3 records confirmed in ")
+    assert err == ""
+
+
+def test_csv_records_arrive_as_json_objects(broker: Broker, tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "orders.csv"
+    path.write_text("number,name\n1,Åse\n2,Bo\n", encoding="utf-8")
+    assert main(["send", str(path), "-u", broker.url, "-k", "orders", "--json"]) == 0
+    messages = broker.messages("orders")
+    assert [json.loads(message.body) for message in messages] == [
+        {"number": "1", "name": "Åse"},
+        {"number": "2", "name": "Bo"},
+    ]
+    assert {message.properties.content_type for message in messages} == {"application/json"}
+    told = summary(capsys)
+    assert (told["complete"], told["sent"], told["confirmed"], told["not_confirmed"]) == (True, 2, 2, {})
+    assert (told["confirmed_up_to_record"], told["error"]) == (2, None)
+
+
+def test_what_the_command_line_does_not_say_comes_from_the_environment(
+    broker: Broker, stdin: Callable[[bytes], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QFLOW_URL", broker.url)
+    monkeypatch.setenv("QFLOW_ROUTING_KEY", "elsewhere")
+    stdin(b"one\n")
+    assert main(["send", "--routing-key", "orders", "--quiet"]) == 0
+    assert bodies(broker) == [b"one"]
+
+
+def test_an_empty_input_is_complete(broker: Broker, stdin: Callable[[bytes], None], capsys: Capture) -> None:
+    stdin(b"")
+    assert main(["send", "-u", broker.url, "-k", "orders"]) == 0
+    assert capsys.readouterr().out.startswith("0 records confirmed")
+
+
+def test_quiet_says_nothing(broker: Broker, stdin: Callable[[bytes], None], capsys: Capture) -> None:
+    stdin(b"one\n")
+    assert main(["send", "-u", broker.url, "-k", "orders", "-q"]) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_skip_goes_on_where_a_run_ended(broker: Broker, stdin: Callable[[bytes], None], capsys: Capture) -> None:
+    stdin(b"one\ntwo\nthree\n")
+    assert main(["send", "-u", broker.url, "-k", "orders", "--skip", "2", "--json"]) == 0
+    assert bodies(broker) == [b"three"]
+    assert summary(capsys)["confirmed_up_to_record"] == 3
+
+
+def test_a_bad_record_ends_the_run_and_nothing_after_it_is_sent(
+    broker: Broker, tmp_path: Path, capsys: Capture
+) -> None:
+    path = tmp_path / "orders.jsonl"
+    path.write_text('{"n": 1}\n{"n": 2}\n{"n": \n{"n": 4}\n', encoding="utf-8")
+    assert main(["send", str(path), "-u", broker.url, "-k", "orders"]) == 1
+    assert bodies(broker) == [b'{"n": 1}', b'{"n": 2}']
+    out, err = capsys.readouterr()
+    assert err.startswith(f"qflow: {path}, line 3: not JSON")
+    assert err.endswith("nothing from there on was sent\n")
+    assert "confirmed without a gap up to record 2" in out
+
+
+def test_what_no_queue_takes_is_told_record_by_record(
+    broker: Broker, stdin: Callable[[bytes], None], capsys: Capture
+) -> None:
+    stdin(b"x\n" * 8)
+    assert main(["send", "-u", broker.url, "-k", "nowhere"]) == 1
+    out, err = capsys.readouterr()
+    assert "qflow: record 1 (line 1): " in err
+    assert "returned (312 NO_ROUTE)" in err
+    assert "returned" in out
+
+
+def test_a_nack_ends_the_run(broker: Broker, stdin: Callable[[bytes], None], capsys: Capture) -> None:
+    broker.nack_publishes()
+    stdin(b"one\n")
+    assert main(["send", "-u", broker.url, "-k", "orders", "--json"]) == 1
+    told = summary(capsys)
+    assert (told["complete"], told["confirmed"], told["not_confirmed"]) == (False, 0, {"nacked": 1})
+
+
+def test_a_flow_control_timeout_says_what_was_not_sent(
+    broker: Broker, stdin: Callable[[bytes], None], capsys: Capture
+) -> None:
+    broker.declare_queue("small", arguments={"qpid.flow_stop_count": 3, "x-qflow-enforcement": "channel_flow"})
+    stdin(b"".join(b"%d\n" % n for n in range(1, 100)))
+    arguments = ["-k", "small", "--capacity", "1", "--max-producer-flow-control-wait", "0.2"]
+    assert main(["send", "-u", broker.url, *arguments]) == 3
+    # One goes past the mark before the producer is flowed by it.
+    assert broker.queue("small").depth == 4
+    out, err = capsys.readouterr()
+    assert "record 5 (line 5) and all after it were not sent" in err
+    assert "held by channel_flow" in err
+    assert "confirmed without a gap up to record 4" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["no-such-file", "-k", "orders"], 1, "qflow: no-such-file: No such file or directory"),
+        (["-"], 2, "qflow: say where to: --routing-key QUEUE, or --exchange EXCHANGE"),
+        (["-", "-k", "orders", "--capacity", "0"], 1, "qflow: capacity=0: it must be a whole number of messages"),
+        (["-", "-k", "orders", "--max-producer-flow-control-wait", "long"], 2, "neither seconds nor 'forever'"),
+        (["-", "-k", "orders", "-u", "http://localhost"], 1, "qflow: url='http://localhost': it must be"),
+    ],
+)
+def test_what_cannot_be_done_is_one_clear_line(
+    stdin: Callable[[bytes], None], capsys: Capture, arguments: list[str], code: int, words: str
+) -> None:
+    stdin(b"")
+    assert main(["send", *arguments]) == code
+    err = capsys.readouterr().err
+    assert words in " ".join(err.split())
+    assert "Traceback" not in err
+
+
+def test_no_broker_is_one_clear_line(stdin: Callable[[bytes], None], capsys: Capture, unused_url: str) -> None:
+    stdin(b"one\n")
+    assert main(["send", "-u", unused_url, "-k", "orders"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("qflow: amqp://")
+    assert len(err.splitlines()) == 1
+
+
+@pytest.fixture
+def unused_url() -> str:
+    with Broker() as broker:
+        return broker.url
+
+
+def start(broker: Broker, *arguments: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "qflow_client.cli", "send", "-u", broker.url, "-k", "orders", "--json", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_while_it_reads_it_says_how_far_it_got(broker: Broker, number: signal.Signals, code: int) -> None:
+    process = start(broker)
+    assert process.stdin is not None
+    process.stdin.write(b"one\ntwo\n")
+    process.stdin.flush()
+    broker.wait_until(lambda b: b.queue("orders").depth == 2)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert err.decode() == f"qflow: interrupted by {number.name}\n"
+    told = json.loads(out)
+    assert (told["confirmed"], told["confirmed_up_to_record"], told["complete"]) == (2, 2, False)
+
+
+def test_interrupted_while_it_is_flowed_it_ends_soon_and_sends_nothing_more(broker: Broker) -> None:
+    process = start(broker)
+    assert process.stdin is not None
+    process.stdin.write(b"one\n")
+    process.stdin.flush()
+    broker.wait_until(lambda b: b.queue("orders").depth == 1)
+    broker.flow(False)
+    broker.wait_until(lambda b: all(channel.flowed for channel in b.producers()))
+    process.stdin.write(b"two\n" * 1000)
+    process.stdin.flush()
+    process.send_signal(signal.SIGINT)
+    out, _err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    told = json.loads(out)
+    assert told["confirmed_up_to_record"] >= 1
+    assert told["confirmed"] + sum(told["not_confirmed"].values()) == told["sent"]
+    assert broker.queue("orders").depth == told["confirmed"]
+
+
+def test_interrupted_while_it_waits_for_confirms_it_says_that_their_outcome_is_unknown(broker: Broker) -> None:
+    broker.withhold_confirms()
+    process = start(broker)
+    assert process.stdin is not None
+    process.stdin.write(b"one\ntwo\n")
+    process.stdin.close()
+    broker.wait_until(lambda b: b.queue("orders").depth == 2)
+    process.send_signal(signal.SIGTERM)
+    process.wait(timeout=20)
+    assert process.returncode == 143
+    assert process.stdout is not None
+    assert process.stderr is not None
+    told = json.loads(process.stdout.read())
+    assert (told["confirmed"], told["not_confirmed"]) == (0, {"unknown": 2})
+    assert process.stderr.read().endswith(b"qflow: interrupted by SIGTERM\n")
+    process.stdout.close()
+    process.stderr.close()
+
+
+def test_a_lost_connection_ends_the_run_and_says_how_far_it_got(broker: Broker) -> None:
+    process = start(broker)
+    assert process.stdin is not None
+    process.stdin.write(b"one\n")
+    process.stdin.flush()
+    broker.wait_until(lambda b: b.queue("orders").depth == 1)
+    broker.drop_connections()
+    out, err = process.communicate(b"two\nthree\n", timeout=20)
+    assert process.returncode == 1
+    told = json.loads(out)
+    # The answer to the first may have been lost with the connection.
+    assert told["confirmed_up_to_record"] == told["confirmed"] <= 1
+    assert told["confirmed"] + sum(told["not_confirmed"].values()) == told["sent"]
+    assert err.decode().startswith("qflow: record ")

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+from qflow_client.broker import Broker
+
+pytest_plugins = ["pytester"]
+
+# Installed, pytest finds it by itself, and would object to a second mention.
+_INSTALLED = bool(entry_points(group="pytest11", name="qflow"))
+PLUGIN = () if _INSTALLED else ("-p", "qflow_client.testing.plugin")
+
+USERS_TESTS = """
+from __future__ import annotations
+
+import pytest
+
+from qflow_client import (
+    ConfirmTimeout,
+    FlowControlTimeout,
+    MessageNacked,
+    Outcome,
+    OutcomeUnknown,
+    Producer,
+    UndeliveredMessages,
+)
+
+
+@pytest.fixture
+def producer(qflow_broker):
+    qflow_broker.declare_queue("orders")
+    producer = Producer(qflow_broker.url, routing_key="orders")
+    yield producer
+    try:
+        producer.close(timeout=0)
+    except UndeliveredMessages:
+        pass
+
+
+def test_a_message_arrives(qflow_broker, producer):
+    assert producer.send(b"one").result(10) is Outcome.CONFIRMED
+    assert [message.body for message in qflow_broker.messages("orders")] == [b"one"]
+
+
+def test_the_broker_is_fresh(qflow_broker):
+    assert qflow_broker.queues() == ()
+    assert qflow_broker.connections() == ()
+
+
+def test_a_flowed_producer_gives_up_in_time_and_sends_nothing(qflow_broker, producer):
+    producer.send(b"first").result(10)
+    qflow_broker.flow(False)
+    qflow_broker.wait_until(lambda broker: broker.producers()[0].flowed)
+    with pytest.raises(FlowControlTimeout):
+        while True:
+            producer.send(b"late", timeout=0.05)
+    depth = qflow_broker.queue("orders").depth
+    qflow_broker.flow(True)
+    assert producer.wait_unflowed(10)
+    producer.flush(10)
+    assert qflow_broker.queue("orders").depth == depth
+
+
+def test_a_blocked_connection_holds(qflow_broker, producer):
+    events = producer.flow_events()
+    qflow_broker.block("out of memory")
+    assert next(events).hold.kind == "connection_blocked"
+    qflow_broker.unblock()
+    assert producer.wait_unflowed(10)
+
+
+def test_withheld_confirms_leave_the_outcome_open(qflow_broker, producer):
+    qflow_broker.withhold_confirms()
+    receipt = producer.send(b"one")
+    qflow_broker.wait_until(lambda broker: broker.queue("orders").depth == 1)
+    with pytest.raises(ConfirmTimeout):
+        receipt.result(0)
+    qflow_broker.release_confirms()
+    assert receipt.result(10) is Outcome.CONFIRMED
+
+
+def test_a_nack_is_told(qflow_broker, producer):
+    qflow_broker.nack_publishes()
+    with pytest.raises(MessageNacked):
+        producer.send(b"one").result(10)
+
+
+@pytest.mark.parametrize("end", ["close_channels", "close_connections", "drop_connections"])
+def test_a_lost_link_leaves_the_outcome_unknown(qflow_broker, producer, end):
+    qflow_broker.withhold_confirms()
+    receipt = producer.send(b"one")
+    qflow_broker.wait_until(lambda broker: broker.queue("orders").depth == 1)
+    getattr(qflow_broker, end)()
+    with pytest.raises(OutcomeUnknown):
+        receipt.result(10)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _the_package_is_found_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]), prepend=os.pathsep)
+
+
+def test_users_test_their_own_producers_with_it(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(USERS_TESTS)
+    result = pytester.runpytest_subprocess(*PLUGIN, "-q", "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=9)
+
+
+def test_settings_come_from_the_fixture_and_the_nearest_marker_goes_first(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(
+        """
+        import pytest
+
+        @pytest.fixture(scope="session")
+        def qflow_broker_settings():
+            return {"enforcement": "completion", "heartbeat": 7}
+        """
+    )
+    pytester.makepyfile(
+        """
+        import pytest
+
+        pytestmark = pytest.mark.qflow_broker(users={"a": "b"}, flow_scope="publishers")
+
+        def test_fixture_and_module(qflow_broker):
+            settings = qflow_broker.settings
+            assert (settings.enforcement, settings.heartbeat) == ("completion", 7)
+            assert dict(settings.users) == {"a": "b"}
+            assert settings.flow_scope == "publishers"
+
+        @pytest.mark.qflow_broker(enforcement="channel_flow", flow_scope="offender")
+        def test_marker(qflow_broker):
+            settings = qflow_broker.settings
+            assert (settings.enforcement, settings.heartbeat) == ("channel_flow", 7)
+            assert settings.flow_scope == "offender"
+        """
+    )
+    result = pytester.runpytest_subprocess(*PLUGIN, "--strict-markers")
+    result.assert_outcomes(passed=2)
+
+
+@pytest.mark.parametrize(
+    ("marker", "words"),
+    [
+        ('"completion"', "takes settings by name, not 'completion'"),
+        ('enforcement="often"', "enforcement must be one of"),
+        ("colour=1", "colour"),
+    ],
+)
+def test_a_wrong_marker_is_an_error_that_names_it(pytester: pytest.Pytester, marker: str, words: str) -> None:
+    pytester.makepyfile(
+        f"""
+        import pytest
+
+        @pytest.mark.qflow_broker({marker})
+        def test(qflow_broker): pass
+        """
+    )
+    result = pytester.runpytest_subprocess(*PLUGIN)
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines([f"*{words}*"])
+
+
+def test_the_marker_is_listed(pytester: pytest.Pytester) -> None:
+    result = pytester.runpytest_subprocess(*PLUGIN, "--markers")
+    result.stdout.fnmatch_lines(["@pytest.mark.qflow_broker(**settings): *"])
+
+
+def test_a_broker_costs_a_test_little() -> None:
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        with Broker():
+            pass
+        times.append(time.perf_counter() - began)
+    # The best of them: what it takes where nothing else runs.
+    assert min(times) < 0.05
+
+
+def test_loading_the_plugin_brings_in_neither_broker_nor_client_library() -> None:
+    code = (
+        "import sys, qflow_client.testing.plugin\n"
+        "print(sorted({'pika', 'aio_pika', 'asyncio', 'typer', 'rich', 'qflow_client.broker'} & set(sys.modules)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from qflow_client import FlowControlTimeout, Outcome, Producer, ProducerFlowed
+from qflow_client.broker import Broker
+
+from .tools import Consumer, Stopwatch, Wire, bodies, eventually, holds, message_ids, start, wait_held, wait_in_line
+
+
+@pytest.mark.parametrize("size", [20, 5000, 300_000], ids=["small", "medium", "frames"])
+def test_j7_nothing_is_published_after_flow_ok_in_the_middle_of_a_burst(
+    make_producer: Callable[..., Producer], broker: Broker, wire: Wire, size: int
+) -> None:
+    producer = make_producer(capacity=2000 if size < 1000 else 100)
+    tail = bytes(size)
+    enough = threading.Event()
+
+    def work(thread: int) -> int:
+        number = 0
+        while not enough.is_set():
+            producer.send(b"%d %d " % (thread, number) + tail)
+            number += 1
+        return number
+
+    jobs = [start(work, thread) for thread in range(8)]
+    broker.wait_until(lambda b: b.queue("q").published >= {20: 3000, 5000: 300, 300_000: 10}[size])
+    broker.flow(False)
+    wire.wait_for("in", "Channel.FlowOk")
+    wait_held(producer, "channel_flow")
+    assert all(hold.since > 0 for hold in producer.flow_state.holds)
+
+    with Stopwatch() as watch, pytest.raises(FlowControlTimeout) as caught:
+        producer.send(b"too late", timeout=0.5)
+    assert watch.kept(0.5)
+    assert caught.value.message == b"too late"
+    assert "channel_flow" in [hold.kind for hold in caught.value.holds]
+    assert 0.5 <= caught.value.waited < 1.5
+    assert "channel_flow" in str(caught.value)
+
+    # Its Flow-Ok was to the first Flow, and nothing else was said.
+    assert wire.count("out", "Channel.Flow") == 1
+    assert wire.came_between(wire.where("in", "Channel.FlowOk")[0]) == []
+    assert all(job.is_alive() for job in jobs)
+    was_there = broker.queue("q").published
+
+    broker.flow(True)
+    broker.wait_until(lambda b: b.queue("q").published > was_there)
+    enough.set()
+    counts = [job.result() for job in jobs]
+    producer.flush(timeout=20)
+    answered, _ = wire.where("in", "Channel.FlowOk")
+    assert wire.came_between(answered, wire.where("out", "Channel.Flow")[1]) == []
+    # Ids are given in the order of admission, so that is the order in which everything left.
+    ids = message_ids(broker)
+    assert ids == sorted(ids)
+    found = [body[:-size] for body in bodies(broker)]
+    assert sorted(found) == sorted(b"%d %d " % (thread, n) for thread in range(8) for n in range(counts[thread]))
+    state = producer.flow_state
+    assert not state.flowed
+    assert state.since is None
+    assert state.seconds_flowed["channel_flow"] >= 0.5
+    channel = broker.producers()[0]
+    assert (channel.times_flowed, channel.flowed) == (1, False)
+
+
+def test_j7_flow_that_changes_often_is_answered_each_time_and_always_obeyed(
+    producer: Producer, broker: Broker, wire: Wire
+) -> None:
+    enough = threading.Event()
+
+    def work() -> int:
+        sent = 0
+        while not enough.is_set():
+            producer.send(b"")
+            sent += 1
+        return sent
+
+    jobs = [start(work) for _ in range(4)]
+    for turn in range(15):
+        broker.flow(False)
+        wire.wait_for("in", "Channel.FlowOk", 2 * turn + 1)
+        before = broker.queue("q").published
+        broker.flow(True)
+        if turn % 2:
+            broker.wait_until(lambda b, before=before: b.queue("q").published > before)  # type: ignore[misc]
+    enough.set()
+    sent = sum(job.result() for job in jobs)
+    producer.flush(timeout=20)
+    assert broker.queue("q").depth == sent
+    ids = message_ids(broker)
+    assert ids == sorted(set(ids))
+    wire.wait_for("in", "Channel.FlowOk", 30)
+    said, answered = wire.where("out", "Channel.Flow"), wire.where("in", "Channel.FlowOk")
+    # On and off take turns on either side, so each stop ends before the go-ahead after it was sent.
+    for stop in range(0, 30, 2):
+        assert wire.came_between(answered[stop], said[stop + 1]) == []
+
+
+def test_j7_stop_and_start_in_one_breath_are_both_answered(producer: Producer, broker: Broker, wire: Wire) -> None:
+    for _ in range(20):
+        broker.flow(False)
+        broker.flow(True)
+    wire.wait_for("in", "Channel.FlowOk", 40)
+    assert producer.send(b"").result(timeout=10) is Outcome.CONFIRMED
+
+
+def test_j7_a_send_that_waits_is_neither_admitted_nor_lost(producer: Producer, broker: Broker) -> None:
+    broker.flow(False)
+    wait_held(producer, "channel_flow")
+    job = start(producer.send, b"waited", timeout=None)
+    wait_in_line(producer, 1)
+    assert producer.unsettled == producer.in_flight == 0
+    broker.flow(True)
+    assert job.result().result(timeout=10) is Outcome.CONFIRMED
+    assert bodies(broker) == [b"waited"]
+
+
+def test_j7_other_channels_connections_consumers_and_acks_go_on(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    flowed, other = make_producer(name="flowed"), make_producer(name="other", routing_key="r")
+    broker.declare_queue("r")
+    flowed.send(b"").result(timeout=10)
+    name = next(c.name for c in broker.producers() if c.published)
+    broker.flow(False, name)
+    wait_held(flowed, "channel_flow")
+    with Consumer(broker.url, "r") as consumer:
+        for number in range(500):
+            other.send(b"%d" % number)
+        other.flush(timeout=10)
+        broker.wait_until(lambda b: b.queue("r").acked == 500)
+    assert consumer.bodies == [b"%d" % number for number in range(500)]
+    assert holds(flowed) == ["channel_flow"]
+    assert holds(other) == []
+
+
+def test_d11_clients_that_feed_each_other_do_not_deadlock(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    """Each acks a message once it has sent it on. Both queues between them are ON again and again."""
+    for name in ("ping", "pong"):
+        broker.declare_queue(name, arguments={"qpid.flow_stop_count": 10, "qpid.flow_resume_count": 5})
+    first, there, back = (make_producer(routing_key=key) for key in ("ping", "pong", "q"))
+    with (
+        Consumer(broker.url, "ping", prefetch=3, on_body=there.send),
+        Consumer(broker.url, "pong", prefetch=3, on_body=back.send),
+    ):
+        for number in range(300):
+            first.send(b"%d" % number)
+        broker.wait_until(lambda b: b.queue("q").depth == 300)
+    assert bodies(broker) == [b"%d" % number for number in range(300)]
+    assert broker.queue("ping").flow_stopped_count > 0
+
+
+def test_connection_blocked_holds_by_name_and_reason(producer: Producer, broker: Broker, wire: Wire) -> None:
+    broker.block("low on memory")
+    wait_held(producer, "connection_blocked")
+    with Stopwatch() as watch, pytest.raises(FlowControlTimeout, match="low on memory") as caught:
+        producer.send(b"no", timeout=0.2)
+    assert watch.kept(0.2)
+    assert [hold.kind for hold in caught.value.holds] == ["connection_blocked"]
+    job = start(producer.send, b"yes", timeout=None)
+    wait_in_line(producer, 1)
+    assert wire.came_between(0) == []
+    broker.unblock()
+    job.result().result(timeout=10)
+    assert bodies(broker) == [b"yes"]
+
+
+def test_connection_blocked_meets_a_producer_that_comes_later(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    broker.block("alarm")
+    producer = make_producer()
+    wait_held(producer, "connection_blocked")
+    broker.unblock()
+    assert producer.wait_unflowed(timeout=10)
+
+
+def test_channel_flow_meets_a_producer_that_comes_later(make_producer: Callable[..., Producer], broker: Broker) -> None:
+    broker.flow(False)
+    producer = make_producer()
+    wait_held(producer, "channel_flow")
+    broker.flow(True)
+    assert producer.wait_unflowed(timeout=10)
+
+
+def test_all_holds_at_once_are_named_and_all_must_go(make_producer: Callable[..., Producer], broker: Broker) -> None:
+    producer = make_producer(capacity=3)
+    broker.withhold_confirms()
+    for _ in range(3):
+        producer.send(b"")
+    broker.wait_until(lambda b: b.queue("q").depth == 3)
+    with pytest.raises(FlowControlTimeout) as caught:
+        producer.send(b"", timeout=0)
+    assert [hold.kind for hold in caught.value.holds] == ["capacity"]
+    broker.flow(False)
+    wait_held(producer, "channel_flow")
+    broker.block("both")
+    wait_held(producer, "connection_blocked")
+    producer.pause("by hand")
+    every = ["capacity", "channel_flow", "connection_blocked", "paused"]
+    assert holds(producer) == every
+    with pytest.raises(ProducerFlowed) as caught_now:
+        producer.send_nowait(b"no")
+    assert [hold.kind for hold in caught_now.value.holds] == every
+    for kind in every:
+        assert kind in str(caught_now.value)
+
+    job = start(producer.send, b"last", timeout=None)
+    wait_in_line(producer, 1)
+    for lift, kind in [
+        (broker.release_confirms, "capacity"),
+        (lambda: broker.flow(True), "channel_flow"),
+        (broker.unblock, "connection_blocked"),
+    ]:
+        assert job.is_alive()
+        lift()
+        eventually(lambda kind=kind: kind not in holds(producer))  # type: ignore[misc]
+        assert broker.queue("q").depth == 3
+    producer.resume()
+    job.result().result(timeout=10)
+    assert producer.flow_state.holds == ()
+    assert set(producer.flow_state.seconds_flowed) >= set(every)

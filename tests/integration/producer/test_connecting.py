@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from qflow_client import ConnectionFailed, Outcome, Producer, ProducerSettings, SettingsError, WhenFlowed
+from qflow_client.broker import Broker
+
+from .tools import Stopwatch, Wire, bodies, start
+
+
+@pytest.fixture
+def refused() -> int:
+    """A port at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+@pytest.fixture
+def silent() -> Iterator[int]:
+    """A port at which connections are accepted and nothing is ever said."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+@pytest.fixture
+def babbling() -> Iterator[int]:
+    """A port at which a server speaks something else."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            try:
+                while True:
+                    client, _ = listener.accept()
+                    client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 10)
+                    client.close()
+            except OSError:
+                pass
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(5)
+
+
+def test_a_port_at_which_nobody_listens(refused: int) -> None:
+    with Stopwatch() as watch, pytest.raises(ConnectionFailed) as caught:
+        Producer(f"amqp://guest:secret@127.0.0.1:{refused}/%2F", connect_timeout=10)
+    assert watch.kept(0.0)
+    assert isinstance(caught.value, ConnectionError)
+    assert str(refused) in str(caught.value)
+    assert "refused" in str(caught.value).lower()
+    assert "secret" not in str(caught.value)
+
+
+def test_a_host_without_an_address() -> None:
+    with pytest.raises(ConnectionFailed, match=r"nowhere\.invalid"):
+        Producer("amqp://guest:secret@nowhere.invalid/%2F", connect_timeout=5)
+
+
+def test_a_wrong_password(make_broker: Callable[..., Broker], caplog: pytest.LogCaptureFixture) -> None:
+    broker = make_broker(users={"ann": "right"})
+    url = f"amqp://ann:sesame@127.0.0.1:{broker.port}/%2F"
+    with Stopwatch() as watch, pytest.raises(ConnectionFailed) as caught:
+        Producer(url)
+    assert watch.kept(0.0)
+    text = str(caught.value)
+    assert "403" in text or "ACCESS_REFUSED" in text or "authentication" in text.lower()
+    assert "ann" in text
+    assert "sesame" not in text
+    assert "sesame" not in caplog.text
+    broker.wait_until(lambda b: not b.connections())
+
+
+def test_a_virtual_host_that_does_not_exist(broker: Broker) -> None:
+    with Stopwatch() as watch, pytest.raises(ConnectionFailed, match="nosuch"):
+        Producer(f"amqp://guest:guest@127.0.0.1:{broker.port}/nosuch")
+    assert watch.kept(0.0)
+    broker.wait_until(lambda b: not b.connections())
+
+
+def test_a_server_that_accepts_and_never_answers(silent: int) -> None:
+    with Stopwatch() as watch, pytest.raises(ConnectionFailed) as caught:
+        Producer(f"amqp://guest:guest@127.0.0.1:{silent}/%2F", connect_timeout=0.5)
+    assert watch.seconds < 1.5
+    assert str(silent) in str(caught.value)
+
+
+def test_a_server_that_accepts_and_never_answers_tls(silent: int) -> None:
+    with Stopwatch() as watch, pytest.raises(ConnectionFailed):
+        Producer(f"amqps://guest:guest@127.0.0.1:{silent}/%2F", connect_timeout=0.5)
+    assert watch.seconds < 1.5
+
+
+def test_a_server_that_speaks_something_else(babbling: int) -> None:
+    with Stopwatch() as watch, pytest.raises(ConnectionFailed):
+        Producer(f"amqp://guest:guest@127.0.0.1:{babbling}/%2F", connect_timeout=5)
+    assert watch.seconds < 6
+
+
+def test_a_broker_that_goes_away_while_we_connect() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"amqp://guest:guest@127.0.0.1:{listener.getsockname()[1]}/%2F"
+        job = start(Producer, url, connect_timeout=10)
+        client, _ = listener.accept()
+        assert client.recv(8) == b"AMQP\0\0\x09\x01"
+        client.close()
+        assert isinstance(job.wait(), ConnectionFailed)
+
+
+def test_hosts_are_tried_in_turn(
+    broker: Broker, refused: int, silent: int, make_producer: Callable[..., Producer]
+) -> None:
+    urls = [f"amqp://guest:guest@127.0.0.1:{port}/%2F" for port in (refused, silent)]
+    producer = make_producer([*urls, broker.url], connect_timeout=0.5)
+    assert producer.send(b"there").result(timeout=10) is Outcome.CONFIRMED
+
+
+def test_when_no_host_can_be_had_each_is_named(refused: int, silent: int) -> None:
+    urls = [f"amqp://guest:secret@127.0.0.1:{port}/%2F" for port in (refused, silent)]
+    with pytest.raises(ConnectionFailed) as caught:
+        Producer(urls, connect_timeout=0.3)
+    for port in (refused, silent):
+        assert str(port) in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_the_first_host_that_answers_is_taken(
+    make_broker: Callable[..., Broker], make_producer: Callable[..., Producer]
+) -> None:
+    first, second = make_broker(), make_broker()
+    make_producer([first.url, second.url]).send(b"").result(timeout=10)
+    assert (first.queue("q").depth, second.queue("q").depth) == (1, 0)
+
+
+def test_settings_come_from_keyword_settings_url_and_environment_in_that_order(
+    broker: Broker, make_producer: Callable[..., Producer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QFLOW_CAPACITY", "4")
+    monkeypatch.setenv("QFLOW_MAX_PRODUCER_FLOW_CONTROL_WAIT", "7.5")
+    monkeypatch.setenv("QFLOW_WHEN_FLOWED", "raise")
+    monkeypatch.setenv("QFLOW_NAME", "by environment")
+    url = f"{broker.url}?capacity=3&name=by+url&max_producer_flow_control_wait=none"
+    producer = make_producer(url, settings=ProducerSettings(capacity=2, routing_key="q"), name="by keyword")
+    assert producer.name == "by keyword"
+    assert producer.capacity == 2
+    assert producer.settings.max_producer_flow_control_wait is None
+    assert producer.settings.when_flowed is WhenFlowed.RAISE
+
+
+def test_everything_from_the_environment(
+    broker: Broker, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, refused: int
+) -> None:
+    monkeypatch.setenv("QFLOW_URL", f"amqp://guest:guest@127.0.0.1:{refused}/%2F,{broker.url}")
+    monkeypatch.setenv("QFLOW_ROUTING_KEY", "q")
+    monkeypatch.setenv("QFLOW_CAPACITY", "17")
+    producer = stack.enter_context(Producer())
+    assert producer.capacity == 17
+    producer.send(b"").result(timeout=10)
+    assert bodies(broker) == [b""]
+
+
+def test_what_is_not_ours_in_the_url_reaches_pika(
+    broker: Broker, make_producer: Callable[..., Producer], wire: Wire
+) -> None:
+    producer = make_producer(f"{broker.url}?heartbeat=1&capacity=5")
+    assert producer.capacity == 5
+    # pika sends one every half second, and would one every half minute.
+    wire.wait_for("in", "Heartbeat", 2)
+
+
+@pytest.mark.parametrize("query", ["no_such_parameter=1", "heartbeat=often", "ssl_options={"])
+def test_a_parameter_that_pika_does_not_understand_is_refused(broker: Broker, query: str) -> None:
+    with pytest.raises(SettingsError, match=query.split("=")[0]) as caught:
+        Producer(f"{broker.url}?{query}")
+    assert "guest:guest" not in str(caught.value)
+    assert broker.connections() == ()
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"capacity": 0}, "capacity=0: it must be a whole number"),
+        ({"capacity": "many"}, "capacity='many'"),
+        ({"when_flowed": "shout"}, "when_flowed='shout': it must be 'block' or 'raise'"),
+        ({"connect_timeout": -1}, "connect_timeout=-1"),
+        ({"no_such_setting": 1}, "no_such_setting=1"),
+    ],
+)
+def test_a_bad_value_is_refused_before_anything_is_connected(
+    broker: Broker, keywords: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        Producer(broker.url, **keywords)
+    assert words in str(caught.value)
+    assert broker.connections() == ()
+
+
+def test_a_broker_without_room_for_the_connection(make_broker: Callable[..., Broker]) -> None:
+    broker = make_broker(max_connections=1)
+    with Producer(broker.url, routing_key="q") as producer:
+        with pytest.raises(ConnectionFailed):
+            Producer(broker.url, connect_timeout=5)
+        producer.send(b"").result(timeout=10)

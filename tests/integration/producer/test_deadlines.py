@@ -1,0 +1,298 @@
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+
+from qflow_client import (
+    ConfirmTimeout,
+    FlowControlTimeout,
+    FlowEventKind,
+    Outcome,
+    Producer,
+    ProducerFlowed,
+)
+from qflow_client.broker import Broker
+
+from .tools import Flows, Stopwatch, bodies, eventually, start, wait_held, wait_in_line
+
+
+def _flow(broker: Broker, producer: Producer) -> None:
+    broker.flow(False)
+    wait_held(producer, "channel_flow")
+
+
+@pytest.mark.parametrize("timeout", [0, 0.0, -1])
+def test_a4_timeout_0_does_not_wait(producer: Producer, broker: Broker, timeout: float) -> None:
+    _flow(broker, producer)
+    with Stopwatch() as watch, pytest.raises(FlowControlTimeout) as caught:
+        producer.send(b"no", timeout=timeout)
+    assert watch.kept(0.0)
+    assert caught.value.waited == 0.0
+    broker.flow(True)
+    assert producer.wait_unflowed(timeout=10)
+    producer.send(b"yes", timeout=timeout).result(timeout=10)
+    assert bodies(broker) == [b"yes"]
+
+
+@pytest.mark.parametrize("timeout", [0.05, 0.3])
+def test_a4_a_deadline_is_kept_and_the_message_is_in_no_queue(
+    producer: Producer, broker: Broker, timeout: float
+) -> None:
+    _flow(broker, producer)
+    with Stopwatch() as watch, pytest.raises(FlowControlTimeout) as caught:
+        producer.send("text", timeout=timeout)
+    assert watch.kept(timeout)
+    assert isinstance(caught.value, TimeoutError)
+    assert isinstance(caught.value, ProducerFlowed)
+    assert not isinstance(caught.value, ConfirmTimeout)
+    assert caught.value.waited >= timeout
+    broker.flow(True)
+    assert producer.wait_unflowed(timeout=10)
+    producer.send(b"later")
+    producer.flush(timeout=10)
+    assert bodies(broker) == [b"later"]
+
+
+def test_a4_the_setting_is_the_deadline_unless_told_otherwise(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    producer = make_producer(max_producer_flow_control_wait=0.3)
+    _flow(broker, producer)
+    with Stopwatch() as watch, pytest.raises(FlowControlTimeout):
+        producer.send(b"")
+    assert watch.kept(0.3)
+    with Stopwatch() as watch, pytest.raises(FlowControlTimeout):
+        producer.send(b"", timeout=0.05)
+    assert watch.kept(0.05)
+
+
+@pytest.mark.parametrize("how", ["send", "setting"])
+def test_a4_none_waits_until_it_may(make_producer: Callable[..., Producer], broker: Broker, how: str) -> None:
+    producer = make_producer(max_producer_flow_control_wait=None if how == "setting" else 0.01)
+    _flow(broker, producer)
+    job = start(lambda: producer.send(b"", **({} if how == "setting" else {"timeout": None})))
+    wait_in_line(producer, 1)
+    with pytest.raises(FlowControlTimeout):
+        producer.send(b"", timeout=0.2)
+    assert job.is_alive()
+    broker.flow(True)
+    assert job.result().result(timeout=10) is Outcome.CONFIRMED
+
+
+def test_a4_every_thread_has_a_deadline_of_its_own(producer: Producer, broker: Broker) -> None:
+    _flow(broker, producer)
+    deadlines = [0.6, 0.1, 0.4, 0.2, 0.5, 0.3]
+
+    def work(timeout: float) -> float:
+        began = time.monotonic()
+        with pytest.raises(FlowControlTimeout):
+            producer.send(b"no", timeout=timeout)
+        return time.monotonic() - began
+
+    jobs = [start(work, timeout) for timeout in deadlines]
+    for job, timeout in zip(jobs, deadlines, strict=True):
+        assert timeout <= job.result() < timeout + 1.0
+    broker.flow(True)
+    assert producer.wait_unflowed(timeout=10)
+    assert producer.send(b"yes").result(timeout=10) is Outcome.CONFIRMED
+    assert bodies(broker) == [b"yes"]
+
+
+@pytest.mark.parametrize("turn", range(3))
+def test_a4_admitted_or_refused_and_never_both(
+    make_producer: Callable[..., Producer], broker: Broker, turn: int
+) -> None:
+    """Deadlines that fall together with the lifting of the hold: what raised is in no queue, all else is."""
+    producer = make_producer(capacity=5)
+
+    def work(thread: int) -> tuple[list[bytes], list[bytes]]:
+        sent, refused = [], []
+        for number in range(150):
+            body = b"%d %d" % (thread, number)
+            try:
+                producer.send(body, timeout=0.0002 * (number % 10))
+            except FlowControlTimeout:
+                refused.append(body)
+            else:
+                sent.append(body)
+        return sent, refused
+
+    jobs = [start(work, thread) for thread in range(8)]
+    while any(job.is_alive() for job in jobs):
+        broker.flow(False)
+        broker.flow(True)
+    results = [job.result() for job in jobs]
+    producer.flush(timeout=20)
+    sent = {body for some, _ in results for body in some}
+    refused = {body for _, some in results for body in some}
+    assert sent
+    assert refused
+    found = bodies(broker)
+    assert len(found) == len(set(found))
+    assert set(found) == sent
+    assert producer.available == 5
+
+
+def test_d1_when_flowed_raise_does_not_wait(make_producer: Callable[..., Producer], broker: Broker) -> None:
+    producer = make_producer(when_flowed="raise")
+    _flow(broker, producer)
+    with Stopwatch() as watch, pytest.raises(ProducerFlowed, match="channel_flow") as caught:
+        producer.send(b"no", timeout=10)
+    assert watch.kept(0.0)
+    assert not isinstance(caught.value, TimeoutError)
+    assert caught.value.message == b"no"
+    broker.flow(True)
+    assert producer.wait_unflowed(timeout=10)
+    assert producer.send(b"yes").result(timeout=10) is Outcome.CONFIRMED
+    assert bodies(broker) == [b"yes"]
+
+
+@pytest.mark.parametrize("when_flowed", ["block", "raise"])
+def test_d1_send_nowait_always_raises(make_producer: Callable[..., Producer], broker: Broker, when_flowed: str) -> None:
+    producer = make_producer(when_flowed=when_flowed)
+    assert producer.send_nowait(b"1").result(timeout=10) is Outcome.CONFIRMED
+    _flow(broker, producer)
+    with pytest.raises(ProducerFlowed) as caught:
+        producer.send_nowait(b"2")
+    assert type(caught.value) is ProducerFlowed
+    assert [hold.kind for hold in caught.value.holds] == ["channel_flow"]
+    assert bodies(broker) == [b"1"]
+
+
+def test_a_send_that_waits_says_so_again_and_again(
+    make_producer: Callable[..., Producer], broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer = make_producer(flow_control_wait_notify_period=0.1)
+    flows = Flows()
+    producer.on_flow(flows)
+    _flow(broker, producer)
+    with caplog.at_level(logging.WARNING, "qflow_client"):
+        job = start(producer.send, b"", timeout=None)
+        flows.wait_for(FlowEventKind.WAITING, 3)
+        broker.flow(True)
+        job.result()
+    notices = [event for event in flows.events if event.kind is FlowEventKind.WAITING]
+    for earlier, later in pairwise(notices):
+        assert later.at - earlier.at >= 0.099
+        assert later.since == earlier.since
+    assert notices[0].seconds >= 0.1
+    assert [hold.kind for hold in notices[0].holds] == ["channel_flow"]
+    logged = [record.getMessage() for record in caplog.records if "has been waiting" in record.getMessage()]
+    assert len(logged) == len(notices)
+    assert "channel_flow" in logged[0]
+
+
+def test_a_send_that_need_not_wait_for_long_says_nothing(producer: Producer, broker: Broker) -> None:
+    flows = Flows()
+    producer.on_flow(flows)
+    _flow(broker, producer)
+    with pytest.raises(FlowControlTimeout):
+        producer.send(b"", timeout=0.1)
+    assert FlowEventKind.WAITING not in flows.kinds
+
+
+def test_confirm_timeouts_are_not_flow_control_timeouts(producer: Producer, broker: Broker) -> None:
+    broker.withhold_confirms()
+    receipts = [producer.send(b"%d" % number) for number in range(3)]
+    with Stopwatch() as watch, pytest.raises(ConfirmTimeout) as caught:
+        receipts[0].result(timeout=0.2)
+    assert watch.kept(0.2)
+    assert not isinstance(caught.value, ProducerFlowed)
+    assert isinstance(caught.value, TimeoutError)
+    assert str(receipts[0].message_id) in str(caught.value)
+    with Stopwatch() as watch, pytest.raises(ConfirmTimeout) as caught:
+        producer.flush(timeout=0.2)
+    assert watch.kept(0.2)
+    assert caught.value.unsettled == 3
+    assert receipts[0].wait(timeout=0.01) is False
+    assert receipts[0].outcome is None
+    with pytest.raises(ConfirmTimeout):
+        receipts[0].result(timeout=0)
+    with pytest.raises(ConfirmTimeout):
+        producer.flush(timeout=0)
+    broker.release_confirms()
+    # The outcome was only not known yet.
+    assert [receipt.result(timeout=10) for receipt in receipts] == [Outcome.CONFIRMED] * 3
+    producer.flush(timeout=0)
+
+
+def test_a_full_window_is_flow_and_a_missing_confirm_is_not(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    producer = make_producer(capacity=1, max_producer_flow_control_wait=0.1)
+    broker.withhold_confirms()
+    receipt = producer.send(b"1")
+    with pytest.raises(FlowControlTimeout, match="capacity"):
+        producer.send(b"2")
+    with pytest.raises(ConfirmTimeout):
+        producer.flush()
+    with pytest.raises(ConfirmTimeout):
+        receipt.result(timeout=0.05)
+    broker.release_confirms()
+    assert receipt.result(timeout=10) is Outcome.CONFIRMED
+
+
+def test_flush_waits_for_what_was_admitted_before_it_and_no_more(
+    make_producer: Callable[..., Producer], make_broker: Callable[..., Broker]
+) -> None:
+    # The first message is confirmed when it is taken out, and the second goes on being held.
+    broker = make_broker(arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1}, enforcement="completion")
+    producer = make_producer(broker.url)
+    for number in range(3):
+        producer.send(b"%d" % number)
+    broker.wait_until(lambda b: b.queue("q").held_confirms == 2)
+    flushed = start(producer.flush, timeout=None)
+    eventually(lambda: producer._protocol._flushes)
+    producer.send(b"after")
+    broker.wait_until(lambda b: b.queue("q").held_confirms == 3)
+    assert [broker.get("q").body for _ in range(3)] == [b"0", b"1", b"2"]  # type: ignore[union-attr]
+    flushed.result()
+
+
+def test_wait_unflowed_keeps_its_deadline(producer: Producer, broker: Broker) -> None:
+    assert producer.wait_unflowed(timeout=0)
+    _flow(broker, producer)
+    with Stopwatch() as watch:
+        assert not producer.wait_unflowed(timeout=0.2)
+    assert watch.kept(0.2)
+    jobs = [start(producer.wait_unflowed) for _ in range(4)]
+    eventually(lambda: len(producer._protocol._unflow_waiters) == 4)
+    broker.flow(True)
+    assert [job.result() for job in jobs] == [True] * 4
+
+
+def test_f2_a_rate_is_kept_and_holds_by_name(make_producer: Callable[..., Producer], broker: Broker) -> None:
+    producer = make_producer(rate=100, rate_burst=5)
+    began = time.monotonic()
+    for number in range(30):
+        producer.send(b"%d" % number)
+    assert time.monotonic() - began >= 0.24
+
+    def send_at_once() -> None:
+        # A machine would have to stop for half a second in the midst of this.
+        for number in range(30, 80):
+            producer.send_nowait(b"%d" % number)
+
+    with pytest.raises(ProducerFlowed) as caught:
+        send_at_once()
+    assert [hold.kind for hold in caught.value.holds] == ["rate"]
+    assert producer.wait_unflowed(timeout=10)
+    jobs = [start(producer.send, b"thread", timeout=10) for _ in range(10)]
+    for job in jobs:
+        job.result()
+    producer.flush(timeout=10)
+    assert bodies(broker)[:30] == [b"%d" % number for number in range(30)]
+
+
+def test_a_timeout_on_a_rate_is_kept(make_producer: Callable[..., Producer], broker: Broker) -> None:
+    producer = make_producer(rate=0.1)
+    producer.send(b"1")
+    with Stopwatch() as watch, pytest.raises(FlowControlTimeout, match="rate"):
+        producer.send(b"2", timeout=0.2)
+    assert watch.kept(0.2)
+    producer.flush(timeout=10)
+    assert bodies(broker) == [b"1"]

@@ -1,0 +1,285 @@
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from qflow_client import FlowControlTimeout, FlowEvent, FlowEventKind, Outcome, Producer, ProducerClosed, Receipt
+from qflow_client.broker import Broker
+
+from .tools import Flows, eventually, start, wait_held
+
+FLOWED, UNFLOWED = FlowEventKind.FLOWED, FlowEventKind.UNFLOWED
+RAISED, LIFTED = FlowEventKind.HOLD_RAISED, FlowEventKind.HOLD_LIFTED
+
+
+def test_events_tell_what_why_and_for_how_long_in_order(make_producer: Callable[..., Producer], broker: Broker) -> None:
+    producer = make_producer(name="orders")
+    flows = Flows()
+    producer.on_flow(flows)
+    before = time.time()
+    broker.flow(False)
+    wait_held(producer, "channel_flow")
+    broker.block("low on memory")
+    wait_held(producer, "connection_blocked")
+    broker.flow(True)
+    flows.wait_for(LIFTED)
+    broker.unblock()
+    flows.wait_for(UNFLOWED)
+    assert flows.kinds == [FLOWED, RAISED, LIFTED, UNFLOWED]
+    assert [event.hold.kind for event in flows.events if event.hold] == [
+        "channel_flow",
+        "connection_blocked",
+        "channel_flow",
+        "connection_blocked",
+    ]
+    assert [[hold.kind for hold in event.holds] for event in flows.events] == [
+        ["channel_flow"],
+        ["channel_flow", "connection_blocked"],
+        ["connection_blocked"],
+        [],
+    ]
+    first, _, _, last = flows.events
+    assert first.producer == "orders"
+    assert before - 0.1 <= first.at <= last.at <= time.time() + 0.1
+    assert last.hold is not None
+    assert last.hold.detail == "low on memory"
+    assert last.seconds == pytest.approx(last.at - last.since, abs=1e-3)
+    assert [event.flowed for event in flows.events] == [True, True, True, False]
+    for word in ("orders", "unflowed", "connection_blocked", "low on memory"):
+        assert word in str(last)
+
+
+def test_callbacks_run_on_one_thread_of_their_own(producer: Producer, broker: Broker) -> None:
+    one, two = Flows(), Flows()
+    producer.on_flow(one)
+    producer.on_flow(two)
+    for _ in range(20):
+        broker.flow(False)
+        broker.flow(True)
+
+    # From two threads of the application besides.
+    def pause_and_resume() -> None:
+        for _ in range(50):
+            producer.pause()
+            producer.resume()
+
+    jobs = [start(pause_and_resume) for _ in range(2)]
+    for job in jobs:
+        job.result()
+    eventually(lambda: one.kinds and one.kinds[-1] is UNFLOWED and not producer.flow_state.flowed)
+    eventually(lambda: two.events == one.events)
+    assert one.threads == two.threads
+    assert len(one.threads) == 1
+    assert one.threads.isdisjoint({"MainThread", *(job.name for job in jobs)})
+    assert not any(name.startswith("qflow-io") for name in one.threads)
+    # What each says agrees with what the one before it said.
+    held = 0
+    for event in one.events:
+        held += 1 if event.kind in (FLOWED, RAISED) else -1
+        assert held == len(event.holds)
+
+
+def test_a_callback_may_call_any_method(producer: Producer, broker: Broker) -> None:
+    done: list[object] = []
+
+    def callback(event: FlowEvent) -> None:
+        if event.kind is FLOWED:
+            with pytest.raises(FlowControlTimeout):
+                producer.send(b"no", timeout=0.01)
+            assert producer.flow_state.flowed
+            assert not producer.wait_unflowed(timeout=0.01)
+            producer.pause("again")
+            producer.resume()
+            producer.capacity = 10
+            assert producer.available == 10
+            producer.on_flow(lambda _event: None)()
+            broker.flow(True)
+        elif event.kind is UNFLOWED:
+            receipt = producer.send(b"yes")
+            done.append(receipt.result(timeout=10))
+            producer.flush(timeout=10)
+            producer.close()
+            done.append(producer.closed)
+
+    producer.on_flow(callback)
+    broker.flow(False)
+    eventually(lambda: len(done) == 2)
+    assert done == [Outcome.CONFIRMED, True]
+    with pytest.raises(ProducerClosed):
+        producer.send(b"")
+
+
+def test_an_exception_in_a_callback_is_logged_and_costs_nothing(
+    producer: Producer, broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    def callback(event: FlowEvent) -> None:
+        raise RuntimeError(f"mistake at {event.kind}")
+
+    flows = Flows()
+    producer.on_flow(callback)
+    producer.on_flow(flows)
+    with caplog.at_level(logging.ERROR, "qflow_client"):
+        broker.flow(False)
+        flows.wait_for(FLOWED)
+        broker.flow(True)
+        flows.wait_for(UNFLOWED)
+    told = [str(record.exc_info[1]) for record in caplog.records if record.exc_info]
+    assert told == ["mistake at flowed", "mistake at unflowed"]
+    assert producer.send(b"").result(timeout=10) is Outcome.CONFIRMED
+
+
+def test_a_callback_that_takes_its_time_holds_nobody_up(producer: Producer, broker: Broker) -> None:
+    go_on = threading.Event()
+    producer.on_flow(lambda _event: go_on.wait(20))
+    broker.flow(False)
+    wait_held(producer, "channel_flow")
+    broker.flow(True)
+    assert producer.wait_unflowed(timeout=10)
+    assert producer.send(b"").result(timeout=10) is Outcome.CONFIRMED
+    go_on.set()
+
+
+def test_who_unsubscribed_hears_no_more(producer: Producer, broker: Broker) -> None:
+    gone, stays = Flows(), Flows()
+    unsubscribe = producer.on_flow(gone)
+    producer.on_flow(stays)
+    producer.pause()
+    stays.wait_for(FLOWED)
+    heard = gone.kinds
+    unsubscribe()
+    unsubscribe()
+    producer.resume()
+    producer.pause()
+    stays.wait_for(FLOWED, 2)
+    assert gone.kinds == heard == [FLOWED]
+
+
+def test_flow_events_iterates_until_the_producer_is_closed(producer: Producer, broker: Broker) -> None:
+    events, other = producer.flow_events(), producer.flow_events()
+    job = start(list, events)
+    broker.flow(False)
+    wait_held(producer, "channel_flow")
+    broker.flow(True)
+    assert producer.wait_unflowed(timeout=10)
+    producer.close()
+    seen = job.result()
+    assert [event.kind for event in seen][:2] == [FLOWED, UNFLOWED]
+    assert list(other) == seen
+    # It has ended.
+    assert list(producer.flow_events()) == []
+
+
+def test_an_iterator_that_is_left_leaves_nothing_behind(producer: Producer) -> None:
+    producer.pause()
+    events = producer.flow_events()
+    producer.resume()
+    for event in events:
+        assert event.kind is UNFLOWED
+        break
+    events.close()  # type: ignore[attr-defined]  # it is a generator
+    assert producer._queues == []
+
+
+def test_flow_events_ends_when_the_connection_is_lost_and_the_producer_closed(
+    producer: Producer, broker: Broker
+) -> None:
+    job = start(list, producer.flow_events())
+    broker.drop_connections()
+    eventually(lambda: producer.closed)
+    producer.close()
+    kinds = [event.kind for event in job.result()]
+    assert FLOWED in kinds
+    assert UNFLOWED not in kinds
+
+
+def test_flow_state_counts(producer: Producer, broker: Broker) -> None:
+    flowed = producer.flow_state.times_flowed
+    for turn in range(1, 4):
+        broker.flow(False)
+        wait_held(producer, "channel_flow")
+        state = producer.flow_state
+        assert state.flowed
+        assert state.since is not None
+        assert abs(time.time() - state.since) < 5
+        assert state.times_flowed == flowed + turn
+        broker.flow(True)
+        assert producer.wait_unflowed(timeout=10)
+    assert not producer.flow_state.flowed
+    assert producer.flow_state.since is None
+    assert producer.flow_state.seconds_flowed["channel_flow"] > 0
+
+
+def test_on_delivery_gets_every_receipt_once(make_producer: Callable[..., Producer], broker: Broker) -> None:
+    told: list[Receipt] = []
+    threads = set()
+
+    def on_delivery(receipt: Receipt) -> None:
+        told.append(receipt)
+        threads.add(threading.current_thread().name)
+        assert receipt.done
+
+    producer = make_producer(on_delivery=on_delivery)
+    jobs = [start(lambda: [producer.send(b"") for _ in range(500)]) for _ in range(4)]
+    receipts = [receipt for job in jobs for receipt in job.result()]
+    returned = producer.send(b"", routing_key="nowhere")
+    assert returned.wait(timeout=10)
+    broker.nack_publishes()
+    nacked = producer.send(b"")
+    # Failures have been told, and do not come up again.
+    producer.close()
+    assert len(told) == len(set(map(id, told))) == 2002
+    assert set(map(id, told)) == set(map(id, [*receipts, returned, nacked]))
+    assert (returned.outcome, nacked.outcome) == (Outcome.RETURNED, Outcome.NACKED)
+    assert len(threads) == 1
+    assert threads.isdisjoint({"MainThread"})
+
+
+def test_on_delivery_is_told_what_was_lost_with_the_connection(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    told: list[Receipt] = []
+    producer = make_producer(on_delivery=told.append)
+    broker.withhold_confirms()
+    receipts = [producer.send(b"") for _ in range(5)]
+    broker.wait_until(lambda b: b.queue("q").depth == 5)
+    broker.drop_connections()
+    eventually(lambda: len(told) == 5)
+    assert told == receipts
+    assert {receipt.outcome for receipt in told} == {Outcome.UNKNOWN}
+    producer.close()
+    assert len(told) == 5
+
+
+def test_an_exception_in_on_delivery_is_logged_and_costs_nothing(
+    make_producer: Callable[..., Producer], caplog: pytest.LogCaptureFixture
+) -> None:
+    told = []
+
+    def on_delivery(receipt: Receipt) -> None:
+        told.append(receipt)
+        raise RuntimeError("mistake")
+
+    producer = make_producer(on_delivery=on_delivery)
+    with caplog.at_level(logging.ERROR, "qflow_client"):
+        for _ in range(10):
+            producer.send(b"")
+        producer.close()
+    assert len(told) == 10
+    assert sum("on_delivery" in record.getMessage() for record in caplog.records) == 10
+
+
+def test_on_delivery_may_send_on(make_producer: Callable[..., Producer], broker: Broker) -> None:
+    sent: list[Receipt] = []
+
+    def on_delivery(receipt: Receipt) -> None:
+        if len(sent) < 50:
+            sent.append(producer.send(b"%d" % len(sent), timeout=5))
+
+    producer = make_producer(on_delivery=on_delivery, capacity=1)
+    producer.send(b"first")
+    broker.wait_until(lambda b: b.queue("q").depth == 51)
+    producer.flush(timeout=10)

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from qflow_client import Outcome, Producer, ProducerClosed
+from qflow_client.broker import Broker
+
+from .tools import Proxy, Wire, fill_transport, start, wait_held, wait_in_line
+
+
+@pytest.mark.slow
+def test_heartbeats_go_on_however_long_a_producer_is_idle_or_flowed_and_find_a_dead_peer(
+    make_producer: Callable[..., Producer], broker: Broker, proxy: Proxy, wire: Wire
+) -> None:
+    """All at once, because pika takes 12 s to find a peer dead at a heartbeat of 1 s; the broker takes 2 s."""
+    url = f"{broker.url}?heartbeat=1"
+    stopped = make_producer(url)
+    broker.flow(False, broker.producers()[0].name)
+    wait_held(stopped, "channel_flow")
+    idle, full = make_producer(url), make_producer(url, capacity=1)
+    idle.send(b"").result(timeout=10)
+    # It hears nothing but confirms, which the tap takes out: pika must not take the broker for dead.
+    busy = make_producer(url, rate=50)
+    # Behind the proxy nothing passes any more, and no socket is closed.
+    dead = make_producer(f"{proxy.url(broker)}?heartbeat=1")
+    connections = [connection.name for connection in broker.connections()[:4]]
+    proxy.freeze()
+    list(fill_transport(dead))
+    # This one's first message stays unconfirmed, because its queue is ON.
+    broker.declare_queue("held", arguments={"qpid.flow_stop_count": 1, "x-qflow-enforcement": "completion"})
+    broker.publish(b"", "held")
+    full.send(b"", routing_key="held")
+    waiting = [start(producer.send, b"waits", timeout=None) for producer in (stopped, full, dead)]
+    for producer in (stopped, full, dead):
+        wait_in_line(producer, 1)
+
+    began = time.monotonic()
+    while waiting[2].is_alive() or time.monotonic() < began + 12.5:
+        busy.send(b"").result(timeout=10)
+        assert time.monotonic() < began + 30
+    assert isinstance(waiting[2].wait(), ProducerClosed)
+    with pytest.raises(ProducerClosed, match="heartbeat"):
+        dead.send(b"later")
+
+    beats = [connection for way, connection, _, name in tuple(wire.frames) if (way, name) == ("in", "Heartbeat")]
+    for connection in connections:
+        assert beats.count(connection) >= 8
+    assert [connection.name for connection in broker.connections()] == connections
+    assert all(job.is_alive() for job in waiting[:2])
+    broker.flow(True, broker.producers()[0].name)
+    broker.purge("held")
+    for job in waiting[:2]:
+        assert job.result().result(timeout=10) is Outcome.CONFIRMED
+    for producer in (idle, busy):
+        assert producer.send(b"").result(timeout=10) is Outcome.CONFIRMED

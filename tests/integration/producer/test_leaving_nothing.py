@@ -1,0 +1,111 @@
+"""What is left behind: no thread, no descriptor, no memory."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from qflow_client import ConnectionFailed, Producer, UndeliveredMessages
+from qflow_client.broker import Broker
+
+from .tools import Flows, eventually
+
+
+def _descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def _close_in_order(broker: Broker) -> None:
+    with Producer(broker.url, routing_key="q") as producer:
+        producer.on_flow(Flows())
+        producer.send(b"")
+
+
+def _close_by_an_exception(broker: Broker) -> None:
+    producer = Producer(broker.url, routing_key="q")
+    producer.send(b"")
+    with pytest.raises(KeyError), producer:
+        raise KeyError
+
+
+def _close_with_something_left(broker: Broker) -> None:
+    broker.withhold_confirms()
+    producer = Producer(broker.url, routing_key="q", on_delivery=lambda _receipt: None)
+    producer.send(b"")
+    with pytest.raises(UndeliveredMessages):
+        producer.close(timeout=0.01)
+    broker.release_confirms()
+
+
+def _lose_the_connection(broker: Broker) -> None:
+    producer = Producer(broker.url, routing_key="q")
+    producer.on_flow(Flows())
+    broker.drop_connections()
+    eventually(lambda: producer.closed)
+    producer.close()
+
+
+def _fail_to_log_in(broker: Broker) -> None:
+    with pytest.raises(ConnectionFailed):
+        Producer(broker.url.replace("guest:guest", "guest:wrong"))
+
+
+def _fail_in_time(broker: Broker) -> None:
+    with pytest.raises(ConnectionFailed):
+        Producer(f"amqp://guest:guest@127.0.0.1:{broker.port}/nosuch")
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts descriptors by way of /proc")
+@pytest.mark.parametrize(
+    "way",
+    [
+        _close_in_order,
+        _close_by_an_exception,
+        _close_with_something_left,
+        _lose_the_connection,
+        _fail_to_log_in,
+        _fail_in_time,
+    ],
+)
+def test_nothing_is_left_behind(broker: Broker, way: Callable[[Broker], None]) -> None:
+    def settled() -> tuple[int, int]:
+        broker.wait_until(lambda b: not b.connections())
+        eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith(("qflow-io", "qflow-callbacks"))])
+        return threading.active_count(), _descriptors()
+
+    # The first of its kind imports and caches.
+    way(broker)
+    before = settled()
+    for _ in range(10):
+        way(broker)
+    eventually(lambda: settled() == before, f"{settled()} is no more than {before}")
+
+
+def test_a_closed_producer_is_collected(broker: Broker) -> None:
+    producer = Producer(broker.url, routing_key="q")
+    producer.on_flow(Flows())
+    receipt = producer.send(bytes(1000))
+    producer.close()
+    alive = weakref.ref(producer)
+    del producer
+    gc.collect()
+    assert alive() is None
+    assert receipt.delivered
+
+
+def test_what_is_settled_is_not_kept(broker: Broker) -> None:
+    """A producer that runs for long holds nothing of what is over, looked at or not."""
+    with Producer(broker.url, routing_key="q") as producer:
+        for _ in range(3000):
+            producer.send(b"")
+        producer.flush(timeout=20)
+        protocol = producer._protocol
+        assert not protocol._unsettled
+        assert not protocol._by_id
+        assert not protocol.failures
+        assert protocol.outbound.size == 0

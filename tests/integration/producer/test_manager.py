@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+
+import pytest
+
+from qflow_client import FlowControlTimeout, FlowManager, Producer, flow_manager
+from qflow_client.broker import Broker
+
+from .tools import bodies, eventually, holds, start, wait_in_line
+
+
+def test_d5_pause_and_resume(producer: Producer, broker: Broker) -> None:
+    producer.pause("maintenance")
+    assert holds(producer) == ["paused"]
+    with pytest.raises(FlowControlTimeout, match="maintenance"):
+        producer.send(b"no", timeout=0.05)
+    job = start(producer.send, b"yes", timeout=None)
+    wait_in_line(producer, 1)
+    producer.pause("again")
+    producer.resume()
+    job.result().result(timeout=10)
+    producer.resume()
+    assert bodies(broker) == [b"yes"]
+
+
+def test_d5_what_is_admitted_still_leaves(producer: Producer, broker: Broker) -> None:
+    receipts = [producer.send(b"%d" % number) for number in range(1000)]
+    producer.pause()
+    producer.flush(timeout=10)
+    assert all(receipt.delivered for receipt in receipts)
+    assert broker.queue("q").depth == 1000
+
+
+def test_d5_stop_all_and_start_all_reach_every_producer(make_producer: Callable[..., Producer], broker: Broker) -> None:
+    producers = [make_producer(name=f"p{number}") for number in range(2)]
+    assert set(flow_manager.resources) == set(producers)
+    assert flow_manager.stop_all("the operator says so") == 2
+    try:
+        for producer in producers:
+            with pytest.raises(FlowControlTimeout, match="the operator says so"):
+                producer.send(b"no", timeout=0)
+        jobs = [start(producer.send, b"yes", timeout=None) for producer in producers]
+        for producer in producers:
+            wait_in_line(producer, 1)
+        # A late one is stopped too.
+        late = make_producer(name="late")
+        assert holds(late) == ["paused"]
+        with pytest.raises(FlowControlTimeout):
+            late.send(b"no", timeout=0.05)
+    finally:
+        assert flow_manager.start_all() == 3
+    for job in jobs:
+        job.result().result(timeout=10)
+    late.send(b"yes").result(timeout=10)
+    assert bodies(broker) == [b"yes"] * 3
+
+
+def test_d5_ones_own_pause_and_the_managers_are_two_holds(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    manager = FlowManager("operator")
+    producer = make_producer(manager=manager)
+    producer.pause()
+    manager.stop_all()
+    assert holds(producer) == ["paused", "paused"]
+    producer.resume()
+    assert [hold.source for hold in producer.flow_state.holds] == ["operator"]
+    producer.pause()
+    manager.start_all()
+    assert [hold.source for hold in producer.flow_state.holds] == [""]
+    producer.resume()
+    producer.send(b"").result(timeout=10)
+    assert flow_manager.resources == ()
+
+
+def test_a_producer_that_is_closed_is_not_in_the_registry(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    manager = FlowManager()
+    producer = make_producer(manager=manager)
+    assert set(manager.resources) == {producer}
+    producer.close()
+    assert not manager.resources
+
+
+def test_a_producer_that_lost_its_connection_is_in_the_registry_until_it_is_forgotten(
+    broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    # pika logs its socket itself, and pytest keeps that.
+    caplog.set_level(logging.CRITICAL, "pika")
+    manager = FlowManager()
+    # Not closed at all.
+    lost = [Producer(broker.url, manager=manager)]
+    broker.drop_connections()
+    eventually(lambda: lost[0].closed)
+    lost.clear()
+    eventually(lambda: gc.collect() >= 0 and not manager.resources)
+
+
+def test_d5_stopping_and_starting_while_all_send(make_producer: Callable[..., Producer], broker: Broker) -> None:
+    producers = [make_producer() for _ in range(2)]
+    jobs = [start(lambda p: [p.send(b"") for _ in range(2000)], producer) for producer in producers for _ in range(2)]
+    while any(job.is_alive() for job in jobs):
+        flow_manager.stop_all()
+        flow_manager.start_all()
+    for job in jobs:
+        job.result()
+    for producer in producers:
+        producer.flush(timeout=20)
+    assert broker.queue("q").depth == 8000

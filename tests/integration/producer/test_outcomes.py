@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from qflow_client import (
+    Message,
+    MessageNacked,
+    MessageRejected,
+    MessageReturned,
+    Outcome,
+    OutcomeUnknown,
+    Producer,
+    ProducerClosed,
+    Receipt,
+    UndeliveredMessages,
+)
+from qflow_client.broker import Broker
+
+from .tools import Stopwatch, bodies, eventually, start, wait_held, wait_in_line
+
+
+def test_a_mandatory_message_for_no_queue_is_returned(producer: Producer) -> None:
+    receipt = producer.send(b"lost", routing_key="nowhere")
+    with pytest.raises(MessageReturned, match="312") as caught:
+        receipt.result(timeout=10)
+    assert receipt.outcome is Outcome.RETURNED
+    assert caught.value.receipt is receipt
+    assert caught.value.reply_code == 312
+    assert caught.value.reply_text
+    assert not receipt.delivered
+    assert not receipt.may_have_arrived
+
+
+def test_returns_are_tied_to_their_messages(producer: Producer, broker: Broker) -> None:
+    receipts = []
+    for number in range(300):
+        key = "nowhere" if number % 7 == 0 else "q"
+        message: bytes | Message = b"%d" % number
+        if number % 5 == 0:
+            message = Message(b"%d" % number, message_id=f"own {number}")
+        elif number % 3 == 0:
+            message = Message(b"%d" % number + bytes(200_000 if number % 9 == 0 else 0), headers={"n": number})
+        receipts.append(producer.send(message, routing_key=key))
+    with pytest.raises(UndeliveredMessages) as caught:
+        producer.flush(timeout=20)
+    returned = [receipt for number, receipt in enumerate(receipts) if number % 7 == 0]
+    assert list(caught.value.receipts) == returned
+    assert [receipt.outcome for receipt in returned] == [Outcome.RETURNED] * len(returned)
+    assert {receipt.outcome for receipt in receipts if receipt not in returned} == {Outcome.CONFIRMED}
+    assert [message.message_id for message in caught.value.unsent] == [receipt.message_id for receipt in returned]
+    assert caught.value.unknown == ()
+    assert broker.queue("q").depth == 300 - len(returned)
+
+
+def test_without_mandatory_the_broker_drops_it_and_confirms(make_producer: Callable[..., Producer]) -> None:
+    producer = make_producer(mandatory=False)
+    assert producer.send(b"", routing_key="nowhere").result(timeout=10) is Outcome.CONFIRMED
+
+
+def test_what_comes_back_without_confirms_comes_up(make_producer: Callable[..., Producer]) -> None:
+    producer = make_producer(confirms=False)
+    receipt = producer.send(b"lost", routing_key="nowhere")
+    assert receipt.result(timeout=10) is Outcome.SENT
+    eventually(lambda: producer._protocol.failures)
+    with pytest.raises(UndeliveredMessages, match="312") as caught:
+        producer.flush(timeout=10)
+    assert [message.body for message in caught.value.unsent] == [b"lost"]
+
+
+def test_a_nacked_message_is_not_delivered_and_the_producer_goes_on(producer: Producer, broker: Broker) -> None:
+    assert producer.send(b"1").result(timeout=10) is Outcome.CONFIRMED
+    broker.nack_publishes()
+    receipts = [producer.send(b"no") for _ in range(100)]
+    for receipt in receipts:
+        with pytest.raises(MessageNacked):
+            receipt.result(timeout=10)
+    assert receipts[0].outcome is Outcome.NACKED
+    broker.nack_publishes(False)
+    assert producer.send(b"2").result(timeout=10) is Outcome.CONFIRMED
+    # All failures were looked at.
+    producer.flush(timeout=10)
+    assert bodies(broker) == [b"1", b"2"]
+    assert producer.unsettled == 0
+
+
+def test_a_lone_message_over_which_the_broker_closes_the_channel_is_rejected(
+    producer: Producer, broker: Broker
+) -> None:
+    assert producer.send(b"fine").result(timeout=10) is Outcome.CONFIRMED
+    receipt = producer.send(b"bad", exchange="no such exchange")
+    with pytest.raises(MessageRejected, match="no such exchange") as caught:
+        receipt.result(timeout=10)
+    assert caught.value.reply_code == 404
+    assert "no such exchange" in caught.value.reply_text
+    eventually(lambda: producer.closed)
+    with Stopwatch() as watch, pytest.raises(ProducerClosed, match="404") as closed:
+        producer.send(b"later")
+    assert watch.kept(0.0)
+    assert closed.value.message == b"later"
+    with pytest.raises(ProducerClosed):
+        producer.wait_unflowed(timeout=0)
+    producer.close()
+    assert bodies(broker) == [b"fine"]
+
+
+def test_a_channel_that_is_closed_over_one_of_many_tells_nothing_of_each(producer: Producer, broker: Broker) -> None:
+    broker.withhold_confirms()
+    receipts = [producer.send(b"%d" % number) for number in range(5)]
+    broker.wait_until(lambda b: b.queue("q").depth == 5)
+    receipts.append(producer.send(b"bad", exchange="no such exchange"))
+    for receipt in receipts:
+        assert receipt.wait(timeout=10)
+    assert {receipt.outcome for receipt in receipts} == {Outcome.UNKNOWN}
+    with pytest.raises(UndeliveredMessages) as caught:
+        producer.close()
+    assert len(caught.value.unknown) == 6
+
+
+@pytest.mark.parametrize("how", ["drop_connections", "close_connections", "close_channels"])
+def test_a_lost_connection_settles_everything_and_wakes_everybody(
+    make_producer: Callable[..., Producer], broker: Broker, how: str
+) -> None:
+    producer = make_producer(capacity=4)
+    assert producer.send(b"before").result(timeout=10) is Outcome.CONFIRMED
+    broker.withhold_confirms()
+    receipts = [producer.send(b"%d" % number) for number in range(4)]
+    broker.wait_until(lambda b: b.queue("q").depth == 5)
+    waiting = [start(producer.send, b"waits %d" % number, timeout=None) for number in range(5)]
+    wait_in_line(producer, 5)
+    others = [
+        start(producer.wait_unflowed),
+        start(producer.flush, timeout=None),
+        start(receipts[0].result, timeout=None),
+    ]
+    eventually(lambda: producer._protocol._unflow_waiters and producer._protocol._flushes and receipts[0]._waiter)
+    with Stopwatch() as watch:
+        getattr(broker, how)()
+        errors = [job.wait() for job in waiting]
+        unflowed, flushed, result = (job.wait() for job in others)
+    assert watch.kept(0.0)
+    assert [type(error) for error in errors] == [ProducerClosed] * 5
+    assert sorted(error.message for error in errors if isinstance(error, ProducerClosed)) == [
+        b"waits %d" % number for number in range(5)
+    ]
+    assert isinstance(unflowed, ProducerClosed)
+    assert isinstance(result, OutcomeUnknown)
+    assert isinstance(flushed, UndeliveredMessages)
+    assert {receipt.outcome for receipt in receipts} == {Outcome.UNKNOWN}
+    with Stopwatch() as watch, pytest.raises(ProducerClosed):
+        producer.send(b"after", timeout=10)
+    assert watch.kept(0.0)
+    with pytest.raises(ProducerClosed):
+        producer.send_nowait(b"after")
+    assert producer.flow_state.holds[0].kind == "disconnected"
+    assert bodies(broker) == [b"before", *(b"%d" % number for number in range(4))]
+
+
+def test_the_reason_of_the_end_is_in_what_later_sends_raise(producer: Producer, broker: Broker) -> None:
+    broker.close_connections(320, "going home")
+    eventually(lambda: producer.closed)
+    with pytest.raises(ProducerClosed, match="going home"):
+        producer.send(b"")
+
+
+def test_a_connection_lost_while_flowed_ends_the_wait(producer: Producer, broker: Broker) -> None:
+    broker.flow(False)
+    wait_held(producer, "channel_flow")
+    job = start(producer.send, b"", timeout=None)
+    wait_in_line(producer, 1)
+    broker.drop_connections()
+    assert isinstance(job.wait(), ProducerClosed)
+    assert broker.queue("q").depth == 0
+
+
+def test_a_burst_cut_off_says_truly_what_may_have_arrived(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    producer = make_producer(capacity=5000)
+
+    def work(thread: int) -> list[Receipt]:
+        receipts: list[Receipt] = []
+        try:
+            for number in range(100_000):
+                receipts.append(producer.send(b"%d %d" % (thread, number)))
+        except ProducerClosed:
+            pass
+        return receipts
+
+    jobs = [start(work, thread) for thread in range(4)]
+    broker.wait_until(lambda b: b.queue("q").published > 2000)
+    broker.drop_connections()
+    receipts = [receipt for job in jobs for receipt in job.result()]
+    eventually(lambda: all(receipt.done for receipt in receipts))
+    arrived = {str(message.properties.message_id) for message in broker.messages("q")}
+    assert len(arrived) == broker.queue("q").depth
+    confirmed = {receipt.message_id for receipt in receipts if receipt.outcome is Outcome.CONFIRMED}
+    may_have = {receipt.message_id for receipt in receipts if receipt.may_have_arrived}
+    assert confirmed <= arrived <= may_have
+    assert {receipt.outcome for receipt in receipts} <= {Outcome.CONFIRMED, Outcome.UNKNOWN, Outcome.FAILED}
+
+
+@pytest.mark.parametrize("look", ["result", "error"])
+def test_failures_that_were_looked_at_do_not_come_up_again(producer: Producer, look: str) -> None:
+    seen, unseen = (producer.send(b"%d" % number, routing_key="nowhere") for number in range(2))
+    if look == "result":
+        with pytest.raises(MessageReturned):
+            seen.result(timeout=10)
+    else:
+        assert seen.wait(timeout=10)
+        assert isinstance(seen.error(), MessageReturned)
+    with pytest.raises(UndeliveredMessages) as caught:
+        producer.flush(timeout=10)
+    assert caught.value.receipts == (unseen,)
+    # And once told, that is enough.
+    producer.flush(timeout=10)
+    producer.close()
+
+
+def test_failures_that_nobody_looked_at_come_up_at_the_end(producer: Producer) -> None:
+    receipt = producer.send(b"lost", routing_key="nowhere")
+    with pytest.raises(UndeliveredMessages, match="1 safe to send again") as caught:
+        producer.close()
+    assert caught.value.receipts == (receipt,)
+    assert [message.body for message in caught.value.unsent] == [b"lost"]
+    assert caught.value.unknown == ()
+
+
+def test_what_is_unsent_can_be_sent_again(make_producer: Callable[..., Producer], broker: Broker) -> None:
+    producer = make_producer()
+    broker.nack_publishes()
+    for number in range(5):
+        producer.send(Message(b"%d" % number, type="order"))
+    with pytest.raises(UndeliveredMessages) as caught:
+        producer.flush(timeout=10)
+    broker.nack_publishes(False)
+    for message in caught.value.unsent:
+        producer.send(message)
+    producer.flush(timeout=10)
+    assert bodies(broker) == [b"%d" % number for number in range(5)]

@@ -1,0 +1,92 @@
+"""Signals and forks."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from qflow_client.broker import Broker
+
+from .tools import PATIENCE, Stopwatch, bodies
+
+_ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def run() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts one of `programs`."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def run(*arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-W", "error", "-m", "tests.integration.producer.programs", *arguments],
+            cwd=_ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        processes.append(process)
+        return process
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.wait(PATIENCE)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def _say(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def _ends_well(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    # To the end of what it says; a program that hangs is ended by the timeout of the test.
+    said = process.stdout.read()
+    assert (said, process.wait(PATIENCE)) == ("fine\n", 0)
+
+
+@pytest.mark.parametrize("call", ["send", "flush", "result", "wait_unflowed", "close"])
+def test_ctrl_c_gets_out_of_every_blocking_call(run: Callable[..., subprocess.Popen[str]], call: str) -> None:
+    process = run("interrupted", call)
+    assert _say(process) == "waiting"
+    with Stopwatch() as watch:
+        process.send_signal(signal.SIGINT)
+        assert _say(process) == "interrupted"
+    assert watch.seconds < 1.0
+    _ends_well(process)
+
+
+def test_ctrl_c_gets_out_of_connecting(run: Callable[..., subprocess.Popen[str]]) -> None:
+    process = run("interrupted_connecting")
+    assert _say(process) == "waiting"
+    with Stopwatch() as watch:
+        process.send_signal(signal.SIGINT)
+        assert _say(process) == "interrupted"
+    assert watch.seconds < 1.0
+    _ends_well(process)
+
+
+def test_a_forked_child_gets_a_clear_error_and_its_parent_goes_on(run: Callable[..., subprocess.Popen[str]]) -> None:
+    _ends_well(run("forked"))
+
+
+def test_a_forked_child_may_make_a_producer_of_its_own(
+    run: Callable[..., subprocess.Popen[str]], broker: Broker
+) -> None:
+    _ends_well(run("forked_makes_its_own", broker.url))
+    assert bodies(broker) == [b"parent 1", b"child", b"parent 2"]
+
+
+def test_a_program_that_forgets_to_close_ends_all_the_same(
+    run: Callable[..., subprocess.Popen[str]], broker: Broker
+) -> None:
+    _ends_well(run("forgotten", broker.url))
+    assert bodies(broker) == [b""]

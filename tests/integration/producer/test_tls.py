@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import ssl
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+from qflow_client import ConnectionFailed, FlowControlTimeout, Outcome, Producer
+from qflow_client.broker import Broker
+from qflow_client.sync.pika_io import _TapContext
+
+from .tools import PATIENCE, Proxy, Wire, bodies, eventually, fill_transport, holds, start
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A certificate for 127.0.0.1 that vouches for itself, and its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    certificate, key = folder / "certificate.pem", folder / "key.pem"
+    # fmt: off
+    subprocess.run(
+        [
+            "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+            "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost",
+            "-keyout", str(key), "-out", str(certificate),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    # fmt: on
+    return certificate, key
+
+
+@pytest.fixture
+def tls_broker(make_broker: Callable[..., Broker], certificate: tuple[Path, Path]) -> Broker:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+    return make_broker(ssl_context=context)
+
+
+@pytest.fixture
+def trusting(certificate: tuple[Path, Path]) -> str:
+    """What makes a URL trust the certificate."""
+    options = {"ca_certs": str(certificate[0]), "cert_reqs": int(ssl.CERT_REQUIRED), "server_hostname": "127.0.0.1"}
+    return f"ssl_options={quote(repr(options))}"
+
+
+@pytest.fixture
+def tls_producer(make_producer: Callable[..., Producer], tls_broker: Broker, trusting: str) -> Producer:
+    return make_producer(f"{tls_broker.url}?{trusting}")
+
+
+@pytest.fixture
+def tls_proxy(tls_broker: Broker, stack: ExitStack) -> Proxy:
+    proxy = Proxy(tls_broker.port)
+    stack.callback(proxy.close)
+    return proxy
+
+
+def test_messages_of_all_sizes_arrive(tls_producer: Producer, tls_broker: Broker) -> None:
+    assert tls_broker.url.startswith("amqps://")
+    sizes = [0, 1, 16_383, 16_384, 16_385, 131_064, 500_000, 3_000_000]
+    receipts = [tls_producer.send(bytes(size)) for size in sizes]
+    assert {receipt.result(timeout=20) for receipt in receipts} == {Outcome.CONFIRMED}
+    assert [len(body) for body in bodies(tls_broker)] == sizes
+
+
+def test_a_burst_from_eight_threads_arrives(tls_producer: Producer, tls_broker: Broker) -> None:
+    jobs = [start(lambda t: [tls_producer.send(b"%d %d" % (t, n)) for n in range(1000)], t) for t in range(8)]
+    for job in jobs:
+        job.result()
+    tls_producer.flush(timeout=20)
+    found = bodies(tls_broker)
+    assert len(set(found)) == len(found) == 8000
+
+
+def test_the_systems_own_trust_does(
+    make_producer: Callable[..., Producer],
+    tls_broker: Broker,
+    certificate: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+    assert make_producer(tls_broker.url).send(b"").result(timeout=10) is Outcome.CONFIRMED
+
+
+def test_a_certificate_that_cannot_be_verified_is_an_error_that_says_so(tls_broker: Broker) -> None:
+    with pytest.raises(ConnectionFailed, match=r"(?i)certificate.verify.failed"):
+        Producer(tls_broker.url, connect_timeout=10)
+
+
+def test_a_certificate_for_somebody_else_is_an_error_that_says_so(
+    tls_broker: Broker, certificate: tuple[Path, Path]
+) -> None:
+    options = {"ca_certs": str(certificate[0]), "cert_reqs": int(ssl.CERT_REQUIRED), "server_hostname": "example.org"}
+    url = f"{tls_broker.url}?ssl_options={quote(repr(options))}"
+    with pytest.raises(ConnectionFailed, match=r"(?i)hostname mismatch|example\.org"):
+        Producer(url, connect_timeout=10)
+
+
+def test_plain_to_a_tls_port_and_tls_to_a_plain_port_are_errors(
+    tls_broker: Broker, make_broker: Callable[..., Broker]
+) -> None:
+    with pytest.raises(ConnectionFailed):
+        Producer(tls_broker.url.replace("amqps:", "amqp:"), connect_timeout=5)
+    with pytest.raises(ConnectionFailed):
+        Producer(make_broker().url.replace("amqp:", "amqps:"), connect_timeout=5)
+
+
+def test_j7_flow_while_the_tls_socket_is_full(
+    make_producer: Callable[..., Producer], tls_broker: Broker, tls_proxy: Proxy, trusting: str, wire: Wire
+) -> None:
+    producer = make_producer(f"{tls_proxy.url(tls_broker)}?{trusting}")
+    tls_proxy.stop_reading()
+    receipts = list(fill_transport(producer, size=100_000))
+    tls_broker.flow(False)
+    eventually(lambda: set(holds(producer)) == {"transport", "channel_flow"})
+    tls_proxy.go_on_reading()
+    wire.wait_for("in", "Channel.FlowOk")
+    with pytest.raises(FlowControlTimeout, match="channel_flow"):
+        producer.send(b"no", timeout=0.2)
+    assert wire.came_between(wire.where("in", "Channel.FlowOk")[0]) == []
+    came = tls_broker.queue("q").published
+    assert producer.unsettled == len(receipts) - came
+    tls_broker.flow(True)
+    producer.flush(timeout=20)
+    assert [int(body[:8]) for body in bodies(tls_broker)] == list(range(len(receipts)))
+
+
+def test_heartbeats_and_messages_mix_while_the_tls_socket_is_full(
+    make_producer: Callable[..., Producer], tls_broker: Broker, tls_proxy: Proxy, trusting: str, wire: Wire
+) -> None:
+    producer = make_producer(f"{tls_proxy.url(tls_broker)}?{trusting}&heartbeat=1", max_unwritten_bytes=10_000)
+    sent = 0
+    while wire.count("in", "Heartbeat") < 2:
+        tls_proxy.stop_reading()
+        for _ in range(5):
+            try:
+                producer.send(bytes(100_000), timeout=0.02)
+                sent += 1
+            except FlowControlTimeout:
+                break
+        tls_proxy.go_on_reading()
+    producer.flush(timeout=20)
+    assert tls_broker.queue("q").depth == sent
+    assert wire.count("out", "Connection.Close") == 0
+
+
+def test_heartbeats_get_their_turn_while_the_tls_socket_is_never_empty(
+    make_producer: Callable[..., Producer], tls_broker: Broker, tls_proxy: Proxy, trusting: str, wire: Wire
+) -> None:
+    producer = make_producer(f"{tls_proxy.url(tls_broker)}?{trusting}&heartbeat=1")
+    tls_proxy.slow_down(0.01)
+    end = time.monotonic() + PATIENCE
+    while wire.count("in", "Heartbeat") < 2:
+        producer.send(bytes(150_000))
+        assert time.monotonic() < end
+    tls_proxy.slow_down(0)
+    producer.flush(timeout=20)
+
+
+def test_a_connection_cut_in_the_middle_settles_everything(
+    make_producer: Callable[..., Producer], tls_broker: Broker, tls_proxy: Proxy, trusting: str
+) -> None:
+    producer = make_producer(f"{tls_proxy.url(tls_broker)}?{trusting}")
+    tls_proxy.stop_reading()
+    receipts = list(fill_transport(producer))
+    tls_proxy.cut()
+    eventually(lambda: all(receipt.done for receipt in receipts))
+    outcomes = [receipt.outcome for receipt in receipts]
+    unknown = outcomes.count(Outcome.UNKNOWN)
+    assert outcomes == [Outcome.UNKNOWN] * unknown + [Outcome.FAILED] * (len(outcomes) - unknown)
+    assert 0 < unknown < len(outcomes)
+
+
+def test_the_applications_context_stays_as_it_is(certificate: tuple[Path, Path]) -> None:
+    context = ssl.create_default_context(cafile=str(certificate[0]))
+    before = (context.sslsocket_class, context.verify_mode, context.check_hostname, context.options)
+    tapped = _TapContext(context, None)  # type: ignore[arg-type]  # it is not used for anything here
+    assert isinstance(tapped, ssl.SSLContext)
+    assert (context.sslsocket_class, context.verify_mode, context.check_hostname, context.options) == before
+    assert type(context) is ssl.SSLContext
+    assert "wrap_socket" not in vars(context)

@@ -1,0 +1,180 @@
+"""A peer that stops reading (J8)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from qflow_client import FlowControlTimeout, FlowEventKind, Outcome, Producer, ProducerClosed, UndeliveredMessages
+from qflow_client.broker import Broker
+
+from .tools import (
+    PATIENCE,
+    Flows,
+    Proxy,
+    Stopwatch,
+    Wire,
+    bodies,
+    eventually,
+    fill_transport,
+    holds,
+    start,
+    wait_in_line,
+)
+
+
+@pytest.fixture
+def stuck(proxy: Proxy, broker: Broker, make_producer: Callable[..., Producer]) -> Producer:
+    """A producer whose peer reads nothing."""
+    producer = make_producer(proxy.url(broker))
+    proxy.stop_reading()
+    return producer
+
+
+def test_j8_a_socket_that_takes_no_more_holds_and_deadlines_are_kept(
+    stuck: Producer, proxy: Proxy, broker: Broker
+) -> None:
+    flows = Flows()
+    stuck.on_flow(flows)
+    receipts = list(fill_transport(stuck))
+    assert holds(stuck) == ["transport"]
+    assert 0 < stuck.in_flight < stuck.unsettled == len(receipts)
+    with Stopwatch() as watch, pytest.raises(FlowControlTimeout, match="transport"):
+        stuck.send(b"no", timeout=0.3)
+    assert watch.kept(0.3)
+    jobs = [start(stuck.send, b"waits %d" % number, timeout=None) for number in range(3)]
+    wait_in_line(stuck, 3)
+
+    proxy.go_on_reading()
+    for job in jobs:
+        job.result().result(timeout=10)
+    stuck.flush(timeout=20)
+    assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
+    found = bodies(broker)
+    assert [int(body[:8]) for body in found[:-3]] == list(range(len(receipts)))
+    assert sorted(found[-3:]) == [b"waits 0", b"waits 1", b"waits 2"]
+    assert holds(stuck) == []
+    flows.wait_for(FlowEventKind.UNFLOWED)
+    assert flows.kinds[0] is FlowEventKind.FLOWED
+
+
+def test_j8_unwritten_bytes_are_bounded(proxy: Proxy, broker: Broker, make_producer: Callable[..., Producer]) -> None:
+    producer = make_producer(proxy.url(broker), max_unwritten_bytes=100_000, capacity=10_000)
+    proxy.stop_reading()
+    count = len(list(fill_transport(producer, size=20_000)))
+    # The one that went over the mark is in; and the hold stays until half of that has left.
+    assert 50_000 - 20_000 <= (producer.unsettled - producer.in_flight) * 20_000 <= 100_000 + 20_000
+    proxy.go_on_reading()
+    producer.flush(timeout=20)
+    assert broker.queue("q").depth == count
+
+
+def test_j7_flow_while_the_socket_is_full_lets_the_begun_message_end_and_nothing_more(
+    stuck: Producer, proxy: Proxy, broker: Broker, wire: Wire
+) -> None:
+    receipts = list(fill_transport(stuck, size=300_000))
+    # What the broker says passes.
+    broker.flow(False)
+    eventually(lambda: "channel_flow" in holds(stuck))
+    assert set(holds(stuck)) == {"transport", "channel_flow"}
+    in_flight = stuck.in_flight
+    proxy.go_on_reading()
+    wire.wait_for("in", "Channel.FlowOk")
+    # All that had begun came, and whole.
+    broker.wait_until(lambda b: b.queue("q").published == in_flight)
+    with pytest.raises(FlowControlTimeout, match="channel_flow"):
+        stuck.send(b"no", timeout=0.3)
+    assert wire.came_between(wire.where("in", "Channel.FlowOk")[0]) == []
+    assert stuck.unsettled == len(receipts) - in_flight
+    assert stuck.in_flight == 0
+    broker.flow(True)
+    stuck.flush(timeout=20)
+    assert [int(body[:8]) for body in bodies(broker)] == list(range(len(receipts)))
+
+
+def test_a_broker_that_reads_nothing_and_blocks_is_left_at_once(stuck: Producer, broker: Broker) -> None:
+    list(fill_transport(stuck))
+    broker.block("alarm")
+    eventually(lambda: "connection_blocked" in holds(stuck))
+    with Stopwatch() as watch, pytest.raises(UndeliveredMessages):
+        stuck.close(timeout=0.2)
+    assert watch.kept(0.2)
+
+
+def test_j8_closing_a_stuck_producer_says_what_was_lost(stuck: Producer, proxy: Proxy, broker: Broker) -> None:
+    receipts = list(fill_transport(stuck))
+    with Stopwatch() as watch, pytest.raises(UndeliveredMessages) as caught:
+        stuck.close(timeout=0.2)
+    # The good-bye may take some seconds more.
+    assert watch.seconds < 6
+    assert caught.value.receipts == tuple(receipts)
+    unknown = [receipt for receipt in receipts if receipt.outcome is Outcome.UNKNOWN]
+    failed = [receipt for receipt in receipts if receipt.outcome is Outcome.FAILED]
+    assert unknown
+    assert failed
+    assert unknown + failed == receipts
+    assert [message.message_id for message in caught.value.unknown] == [r.message_id for r in unknown]
+    assert [message.message_id for message in caught.value.unsent] == [r.message_id for r in failed]
+
+
+@pytest.mark.parametrize("confirms", [True, False])
+def test_a_connection_cut_in_the_middle_of_a_frame_settles_by_what_was_written(
+    proxy: Proxy, broker: Broker, make_producer: Callable[..., Producer], confirms: bool
+) -> None:
+    producer = make_producer(proxy.url(broker), confirms=confirms)
+    proxy.stop_reading()
+    receipts = list(fill_transport(producer))
+    job = start(producer.send, b"waits", timeout=None)
+    wait_in_line(producer, 1)
+    proxy.cut()
+    assert isinstance(job.wait(), ProducerClosed)
+    eventually(lambda: all(receipt.done for receipt in receipts))
+    outcomes = [receipt.outcome for receipt in receipts]
+    # What was not begun has failed, and comes last.
+    failed = outcomes.count(Outcome.FAILED)
+    assert failed > 0
+    assert set(outcomes[-failed:]) == {Outcome.FAILED}
+    assert set(outcomes[:-failed]) <= ({Outcome.UNKNOWN} if confirms else {Outcome.SENT, Outcome.UNKNOWN})
+    with pytest.raises(ProducerClosed):
+        producer.send(b"")
+    broker.wait_until(lambda b: not b.connections())
+    assert len(bodies(broker)) <= len(receipts) - failed
+
+
+@pytest.mark.parametrize("size", [5000, 150_000])
+def test_heartbeats_and_messages_mix_at_frame_borders(
+    proxy: Proxy, broker: Broker, make_producer: Callable[..., Producer], wire: Wire, size: int
+) -> None:
+    """pika's own frames are due while the socket is full, and the broker understands every frame."""
+    producer = make_producer(f"{proxy.url(broker)}?heartbeat=1", max_unwritten_bytes=10_000)
+    body = bytes(size)
+    sent = 0
+    while wire.count("in", "Heartbeat") < 2:
+        proxy.stop_reading()
+        for _ in range(5):
+            try:
+                producer.send(body, timeout=0.02)
+                sent += 1
+            except FlowControlTimeout:
+                break
+        proxy.go_on_reading()
+    producer.flush(timeout=20)
+    assert broker.queue("q").depth == sent
+    assert wire.count("out", "Connection.Close") == 0
+
+
+@pytest.mark.parametrize("size", [1000, 150_000])
+def test_heartbeats_get_their_turn_while_the_socket_is_never_empty(
+    proxy: Proxy, broker: Broker, make_producer: Callable[..., Producer], wire: Wire, size: int
+) -> None:
+    """Every write of ours ends in the middle of a frame, and pika may write only at the end of one."""
+    producer = make_producer(f"{proxy.url(broker)}?heartbeat=1", capacity=10_000)
+    proxy.slow_down(0.01)
+    end = time.monotonic() + PATIENCE
+    while wire.count("in", "Heartbeat") < 2:
+        producer.send(bytes(size))
+        assert time.monotonic() < end
+    proxy.slow_down(0)
+    producer.flush(timeout=20)

@@ -1,0 +1,164 @@
+"""First come, first served (F4)."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from qflow_client import FlowControlTimeout, Producer
+from qflow_client.broker import Broker
+from qflow_client.flow import WeightedLine
+
+from .tools import bodies, start, wait_held, wait_in_line
+
+
+def test_f4_the_order_of_admission_is_the_order_of_standing_in_line(producer: Producer, broker: Broker) -> None:
+    broker.flow(False)
+    wait_held(producer, "channel_flow")
+    jobs = []
+    for number in range(50):
+        jobs.append(start(producer.send, b"%d" % number, timeout=None))
+        wait_in_line(producer, number + 1)
+    broker.flow(True)
+    for job in jobs:
+        job.result()
+    producer.flush(timeout=10)
+    assert bodies(broker) == [b"%d" % number for number in range(50)]
+
+
+def test_f4_who_gives_up_leaves_the_order_of_the_others(producer: Producer, broker: Broker) -> None:
+    broker.flow(False)
+    wait_held(producer, "channel_flow")
+    jobs = []
+    for number in range(30):
+        jobs.append(start(producer.send, b"%d" % number, timeout=0.5 if number % 3 == 0 else None))
+        wait_in_line(producer, number + 1)
+    wait_in_line(producer, 20)
+    assert all(isinstance(job.wait(), FlowControlTimeout) for job in jobs[::3])
+    broker.flow(True)
+    producer.send(b"newcomer")
+    for number, job in enumerate(jobs):
+        if number % 3:
+            job.result()
+    producer.flush(timeout=10)
+    assert bodies(broker) == [b"%d" % number for number in range(30) if number % 3] + [b"newcomer"]
+
+
+def test_f4_nobody_passes_a_large_message_that_waits_for_room(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    producer = make_producer(capacity_bytes=100)
+    broker.withhold_confirms()
+    producer.send(bytes(80))
+    large = start(producer.send, bytes(50), timeout=None)
+    wait_in_line(producer, 1)
+    with pytest.raises(FlowControlTimeout):
+        # There is room for it, and it is not its turn.
+        producer.send(b"small", timeout=0.05)
+    small = start(producer.send, b"small", timeout=None)
+    wait_in_line(producer, 2)
+    broker.release_confirms()
+    large.result()
+    small.result()
+    producer.flush(timeout=10)
+    assert [len(body) for body in bodies(broker)] == [80, 50, 5]
+
+
+def test_f4_who_stood_behind_a_large_message_goes_when_it_gives_up(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    producer = make_producer(capacity_bytes=100)
+    broker.withhold_confirms()
+    producer.send(bytes(80))
+    large = start(producer.send, bytes(50), timeout=0.5)
+    wait_in_line(producer, 1)
+    small = start(producer.send, b"small", timeout=None)
+    wait_in_line(producer, 2)
+    assert isinstance(large.wait(), FlowControlTimeout)
+    small.result(timeout=10)
+    broker.release_confirms()
+    producer.flush(timeout=10)
+    assert [len(body) for body in bodies(broker)] == [80, 5]
+
+
+def test_f4_no_thread_starves(make_producer: Callable[..., Producer], broker: Broker) -> None:
+    producer = make_producer(capacity=4)
+    enough = threading.Event()
+    sent = [0] * 8
+
+    def work(thread: int) -> None:
+        while not enough.is_set():
+            producer.send(b"%d" % thread)
+            sent[thread] += 1
+
+    jobs = [start(work, thread) for thread in range(8)]
+    # All are there.
+    broker.wait_until(lambda b: min(sent) > 0)
+    before = tuple(sent)
+    broker.wait_until(lambda b: sum(sent) - sum(before) >= 8000, timeout=30)
+    counts = [now - then for now, then in zip(tuple(sent), before, strict=True)]
+    enough.set()
+    for job in jobs:
+        job.result()
+    assert min(counts) >= sum(counts) / len(counts) / 2
+
+
+def test_f4_a_line_of_the_applications_own_is_asked(make_producer: Callable[..., Producer], broker: Broker) -> None:
+    class LastComeFirstServed(WeightedLine):
+        def __init__(self) -> None:
+            super().__init__()
+            self._stack: list[Any] = []
+
+        def push(self, ticket: Any) -> None:
+            self._stack.append(ticket)
+
+        def head(self) -> Any:
+            while self._stack and self._stack[-1].cancelled:
+                self._stack.pop()
+            return self._stack[-1] if self._stack else None
+
+        def pop(self) -> None:
+            self._stack.pop()
+
+    producer = make_producer(line=LastComeFirstServed())
+    producer.pause()
+    jobs = []
+    for number in range(5):
+        jobs.append(start(producer.send, b"%d" % number, timeout=None))
+        wait_in_line(producer, number + 1)
+    producer.resume()
+    for job in jobs:
+        job.result()
+    producer.flush(timeout=10)
+    assert bodies(broker) == [b"4", b"3", b"2", b"1", b"0"]
+
+
+def test_f4_random_comings_and_goings_leak_no_place(make_producer: Callable[..., Producer], broker: Broker) -> None:
+    producer = make_producer(capacity=7)
+    random_source = random.Random(5)
+    seeds = [random_source.random() for _ in range(8)]
+
+    def work(thread: int) -> int:
+        own = random.Random(seeds[thread])
+        admitted = 0
+        for _ in range(300):
+            try:
+                producer.send(b"", timeout=own.choice([0, 0.001, 0.01, None]))
+                admitted += 1
+            except FlowControlTimeout:
+                pass
+        return admitted
+
+    jobs = [start(work, thread) for thread in range(8)]
+    while any(job.is_alive() for job in jobs):
+        producer.pause()
+        producer.resume()
+    total = sum(job.result() for job in jobs)
+    producer.flush(timeout=20)
+    assert broker.queue("q").depth == total
+    assert producer.available == 7
+    wait_in_line(producer, 0)

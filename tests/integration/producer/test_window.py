@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from qflow_client import FlowControlTimeout, Outcome, Producer, SettingsError
+from qflow_client.broker import Broker
+
+from .tools import bodies, eventually, holds, start, wait_in_line
+
+
+def test_c6_the_window_counts_what_is_unsettled(make_producer: Callable[..., Producer], broker: Broker) -> None:
+    producer = make_producer(capacity=3)
+    assert (producer.capacity, producer.available, producer.unsettled, producer.in_flight) == (3, 3, 0, 0)
+    broker.withhold_confirms()
+    for number in range(3):
+        assert producer.available == 3 - number
+        producer.send(b"")
+    assert (producer.available, producer.unsettled) == (0, 3)
+    broker.wait_until(lambda b: b.queue("q").depth == 3)
+    eventually(lambda: producer.in_flight == 3)
+    with pytest.raises(FlowControlTimeout, match="capacity"):
+        producer.send(b"", timeout=0.1)
+    assert producer.unsettled == 3
+    broker.release_confirms()
+    producer.flush(timeout=10)
+    assert (producer.available, producer.unsettled, producer.in_flight) == (3, 0, 0)
+    assert holds(producer) == []
+    assert producer.flow_state.seconds_flowed["capacity"] >= 0.1
+
+
+def test_c6_the_hold_ends_with_nobody_waiting(make_producer: Callable[..., Producer], broker: Broker) -> None:
+    producer = make_producer(capacity=1)
+    broker.withhold_confirms()
+    producer.send(b"")
+    with pytest.raises(FlowControlTimeout):
+        producer.send(b"", timeout=0)
+    assert producer.flow_state.flowed
+    waits = start(producer.wait_unflowed, timeout=10)
+    broker.release_confirms()
+    assert waits.result() is True
+    assert not producer.flow_state.flowed
+
+
+def test_c6_raising_the_capacity_admits_exactly_so_many_more(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    producer = make_producer(capacity=2)
+    broker.withhold_confirms()
+    jobs = []
+    for number in range(2):
+        producer.send(b"%d" % number)
+    for number in range(2, 7):
+        jobs.append(start(producer.send, b"%d" % number, timeout=None))
+        wait_in_line(producer, number - 1)
+    producer.capacity = 5
+    for job in jobs[:3]:
+        job.result()
+    broker.wait_until(lambda b: b.queue("q").depth == 5)
+    wait_in_line(producer, 2)
+    assert (producer.capacity, producer.available, producer.unsettled) == (5, 0, 5)
+    assert [job.is_alive() for job in jobs] == [False] * 3 + [True] * 2
+    broker.release_confirms()
+    for job in jobs:
+        assert job.result().result(timeout=10) is Outcome.CONFIRMED
+    assert bodies(broker) == [b"%d" % number for number in range(7)]
+
+
+def test_c6_lowering_the_capacity_cancels_nothing_and_admits_nothing_until_there_is_room(
+    make_producer: Callable[..., Producer], make_broker: Callable[..., Broker]
+) -> None:
+    broker = make_broker(arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1}, enforcement="completion")
+    producer = make_producer(broker.url, capacity=6)
+    # The first is confirmed at once, the others when they are taken out.
+    first = producer.send(b"first")
+    assert first.result(timeout=10) is Outcome.CONFIRMED
+    receipts = [producer.send(b"%d" % number) for number in range(6)]
+    broker.wait_until(lambda b: b.queue("q").held_confirms == 6)
+    job = start(producer.send, b"last", timeout=None)
+    wait_in_line(producer, 1)
+    producer.capacity = 2
+    assert (producer.capacity, producer.available, producer.unsettled) == (2, 0, 6)
+    assert [receipt.done for receipt in receipts] == [False] * 6
+    assert broker.get("q").body == b"first"  # type: ignore[union-attr]  # there are seven
+    for taken in range(1, 5):
+        broker.get("q")
+        assert receipts[taken - 1].result(timeout=10) is Outcome.CONFIRMED
+        assert producer.unsettled == 6 - taken
+        assert job.is_alive()
+        assert producer.available == 0
+    broker.get("q")
+    job.result()
+    broker.wait_until(lambda b: b.queue("q").published == 8)
+    broker.purge("q")
+    producer.flush(timeout=10)
+    assert producer.available == 2
+
+
+def test_c6_capacity_changes_under_load_lose_nothing(make_producer: Callable[..., Producer], broker: Broker) -> None:
+    producer = make_producer(capacity=50)
+    jobs = [start(lambda: [producer.send(b"") for _ in range(1500)]) for _ in range(4)]
+    capacities = [1, 200, 3, 17, 1000, 2]
+    turn = 0
+    while any(job.is_alive() for job in jobs):
+        producer.capacity = capacities[turn % len(capacities)]
+        turn += 1
+        before = broker.queue("q").published
+        eventually(lambda before=before: broker.queue("q").published > before or not jobs[0].is_alive())  # type: ignore[misc]
+    for job in jobs:
+        job.result()
+    producer.flush(timeout=20)
+    assert broker.queue("q").depth == 6000
+    assert producer.available == producer.capacity
+    assert not producer.flow_state.flowed
+
+
+@pytest.mark.parametrize("capacity", [0, -1, 1.5, "7", None, True])
+def test_a_capacity_that_is_not_allowed_is_refused_and_changes_nothing(producer: Producer, capacity: object) -> None:
+    with pytest.raises(SettingsError, match="capacity="):
+        producer.capacity = capacity  # type: ignore[assignment]  # that is the point
+    assert producer.capacity == 1000
+
+
+def test_capacity_bytes_is_the_most_body_bytes_that_are_unsettled(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    producer = make_producer(capacity_bytes=100)
+    broker.withhold_confirms()
+    producer.send(bytes(60))
+    producer.send(bytes(40))
+    producer.send(b"", timeout=0)
+    with pytest.raises(FlowControlTimeout, match="capacity"):
+        producer.send(b"x", timeout=0)
+    job = start(producer.send, bytes(100), timeout=None)
+    wait_in_line(producer, 1)
+    assert broker.queue("q").depth <= 3
+    broker.release_confirms()
+    job.result().result(timeout=10)
+    assert [len(body) for body in bodies(broker)] == [60, 40, 0, 100]
+
+
+def test_a_message_larger_than_capacity_bytes_is_admitted_alone(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    producer = make_producer(capacity_bytes=100)
+    broker.withhold_confirms()
+    producer.send(bytes(1))
+    with pytest.raises(FlowControlTimeout):
+        producer.send(bytes(500), timeout=0.05)
+    large = start(producer.send, bytes(500), timeout=None)
+    wait_in_line(producer, 1)
+    small = start(producer.send, bytes(2), timeout=None)
+    wait_in_line(producer, 2)
+    broker.wait_until(lambda b: b.queue("q").depth == 1)
+    broker.release_confirms()
+    large.result().result(timeout=10)
+    small.result().result(timeout=10)
+    assert [len(body) for body in bodies(broker)] == [1, 500, 2]
+    # And it is alone while it is unsettled.
+    broker.withhold_confirms()
+    producer.send(bytes(500))
+    with pytest.raises(FlowControlTimeout):
+        producer.send(bytes(1), timeout=0.05)
+    broker.release_confirms()
+    producer.flush(timeout=10)
+
+
+def test_both_limits_are_kept(make_producer: Callable[..., Producer], broker: Broker) -> None:
+    producer = make_producer(capacity=3, capacity_bytes=100)
+    broker.withhold_confirms()
+    for _ in range(3):
+        producer.send(b"x", timeout=0)
+    with pytest.raises(FlowControlTimeout):
+        producer.send(b"x", timeout=0)
+    broker.release_confirms()
+    producer.flush(timeout=10)
+    broker.withhold_confirms()
+    producer.send(bytes(99), timeout=0)
+    with pytest.raises(FlowControlTimeout):
+        producer.send(bytes(2), timeout=0)
+    producer.send(bytes(1), timeout=0)
+
+
+def test_a_refused_message_takes_no_room_for_ever(make_producer: Callable[..., Producer], broker: Broker) -> None:
+    producer = make_producer(capacity=1)
+    for _ in range(5):
+        broker.withhold_confirms()
+        producer.send(b"")
+        for _ in range(3):
+            with pytest.raises(FlowControlTimeout):
+                producer.send(b"", timeout=0.01)
+        broker.release_confirms()
+        producer.flush(timeout=10)
+        assert producer.available == 1
+    assert broker.queue("q").depth == 5

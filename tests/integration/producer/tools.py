@@ -1,0 +1,324 @@
+"""What the tests of the threaded producer share."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import pika
+
+from qflow_client import FlowControlTimeout, FlowEvent, FlowEventKind, Producer
+from qflow_client.broker import Broker
+
+# Far more than anything takes on a busy machine, and less than a test may take.
+PATIENCE = 20.0
+
+
+def eventually(condition: Callable[[], object], what: str = "", *, timeout: float = PATIENCE) -> None:
+    """Wait until something that nobody tells of has become true."""
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end, f"not within {timeout} s: {what or condition}"
+        time.sleep(0.002)
+
+
+def holds(producer: Producer) -> list[str]:
+    """The kinds of the holds that are on a producer, the oldest first."""
+    return [str(hold.kind) for hold in producer.flow_state.holds]
+
+
+def wait_held(producer: Producer, *kinds: str) -> None:
+    """Wait until a producer is held by these, and maybe others."""
+    eventually(lambda: set(kinds) <= set(holds(producer)), f"{producer} held by {kinds}, not {holds(producer)}")
+
+
+def wait_in_line(producer: Producer, count: int) -> None:
+    """Wait until exactly so many sends stand in line."""
+    # Nobody else needs to know; without it, the order of standing in line could not be arranged without sleeping.
+    eventually(lambda: producer._protocol.controller.waiting == count, f"{count} sends in line")
+
+
+def bodies(broker: Broker, queue: str = "q") -> list[bytes]:
+    """The bodies of a queue's messages, in order."""
+    return [message.body for message in broker.messages(queue)]
+
+
+def message_ids(broker: Broker, queue: str = "q") -> list[str]:
+    """The message ids of a queue's messages, in order."""
+    return [str(message.properties.message_id) for message in broker.messages(queue)]
+
+
+class Stopwatch:
+    """Seconds that a block takes; judged as a deadline: never early, and less than a second late."""
+
+    def __enter__(self) -> Self:
+        self._began = time.monotonic()
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self.seconds = time.monotonic() - self._began
+
+    def kept(self, deadline: float) -> bool:
+        return deadline <= self.seconds < deadline + 1.0
+
+
+class Job(threading.Thread):
+    """A thread with a result."""
+
+    def __init__(self, work: Callable[[], Any], name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._work = work
+        self._result: Any = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._result = self._work()
+        except BaseException as error:
+            self.error = error
+
+    def wait(self, timeout: float = PATIENCE) -> BaseException | None:
+        """Wait for its end, and return what it raised."""
+        self.join(timeout)
+        assert not self.is_alive(), f"{self.name} does not end"
+        return self.error
+
+    def result(self, timeout: float = PATIENCE) -> Any:
+        """Wait for its end, and return or raise what it did."""
+        if self.wait(timeout) is not None:
+            assert self.error is not None
+            raise self.error
+        return self._result
+
+
+def start(work: Callable[..., Any], *args: Any, **keywords: Any) -> Job:
+    """Run something on a thread."""
+    job = Job(lambda: work(*args, **keywords), name=f"job {getattr(work, '__name__', work)}{args}")
+    job.start()
+    return job
+
+
+@dataclass
+class Wire:
+    """What the broker saw and said, in the order of the wire; a broker's `trace`."""
+
+    frames: list[tuple[str, str, int, str]] = field(default_factory=list)
+
+    def __call__(self, direction: str, connection: str, channel: int, method: str) -> None:
+        self.frames.append((direction, connection, channel, method))
+
+    def count(self, direction: str, method: str) -> int:
+        return sum(1 for way, _, _, name in tuple(self.frames) if (way, name) == (direction, method))
+
+    def wait_for(self, direction: str, method: str, count: int = 1) -> None:
+        eventually(lambda: self.count(direction, method) >= count, f"{count} {method} {direction}")
+
+    def where(self, direction: str, method: str) -> list[int]:
+        """The positions of a method's frames."""
+        return [at for at, (way, _, _, name) in enumerate(tuple(self.frames)) if (way, name) == (direction, method)]
+
+    def came_between(self, start: int, stop: int | None = None) -> list[str]:
+        """What producers published, frame by frame, between two positions."""
+        parts = ("Basic.Publish", "ContentHeader", "ContentBody")
+        return [name for way, _, _, name in self.frames[start:stop] if way == "in" and name in parts]
+
+
+class Flows:
+    """Flow events as they come to a callback, and on which threads."""
+
+    def __init__(self) -> None:
+        self.events: list[FlowEvent] = []
+        self.threads: set[str] = set()
+
+    def __call__(self, event: FlowEvent) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.events.append(event)
+
+    @property
+    def kinds(self) -> list[FlowEventKind]:
+        return [event.kind for event in tuple(self.events)]
+
+    def wait_for(self, kind: FlowEventKind, count: int = 1) -> None:
+        eventually(lambda: self.kinds.count(kind) >= count, f"{count} {kind} among {self.kinds}")
+
+
+class Consumer:
+    """Consumes and acks a queue with pika on a thread of its own, until it is stopped."""
+
+    def __init__(
+        self, url: str, queue: str, *, prefetch: int = 10, on_body: Callable[[bytes], object] | None = None
+    ) -> None:
+        self.bodies: list[bytes] = []
+        # Called before the ack.
+        self._on_body = on_body
+        self._connection: pika.BlockingConnection = pika.BlockingConnection(pika.URLParameters(url))
+        channel = self._connection.channel()
+        channel.basic_qos(prefetch_count=prefetch)
+        channel.basic_consume(queue, self._consume)
+        self._stopped = False
+        self._job = start(self._run)
+
+    def _consume(self, channel: Any, method: Any, _properties: Any, body: bytes) -> None:
+        self.bodies.append(body)
+        if self._on_body is not None:
+            self._on_body(body)
+        channel.basic_ack(method.delivery_tag)
+
+    def _run(self) -> None:
+        while not self._stopped:
+            self._connection.process_data_events(0.05)
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stopped = True
+        self._job.result()
+
+
+class Proxy:
+    """A TCP relay in front of the broker that can stop reading what clients send, and cut their connections.
+
+    What the broker sends always passes.
+    """
+
+    _CHUNK = 1 << 16
+
+    def __init__(self, port: int) -> None:
+        self._target = ("127.0.0.1", port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        # So that a client soon notices that nobody reads.
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 18)
+        self.port = self._listener.getsockname()[1]
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, "listener")
+        self._asks, self._answers = socket.socketpair()
+        self._selector.register(self._answers, selectors.EVENT_READ, "asked")
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._calls: list[tuple[Callable[[], None], threading.Event]] = []
+        self._reads = True
+        self._delay = 0.0
+        self._runs = True
+        self._thread = threading.Thread(target=self._run, name="proxy", daemon=True)
+        self._thread.start()
+
+    def url(self, broker: Broker) -> str:
+        """The broker's URL by way of this proxy."""
+        return broker.url.replace(f":{broker.port}/", f":{self.port}/")
+
+    def stop_reading(self) -> None:
+        """Take nothing from clients from now on."""
+        self._call(lambda: self._set_reads(False))
+
+    def go_on_reading(self) -> None:
+        """Take what clients send again."""
+        self._call(lambda: self._set_reads(True))
+
+    def slow_down(self, seconds: float) -> None:
+        """Take that long for every chunk that clients send, so that their sockets are always full."""
+        self._delay = seconds
+
+    def freeze(self) -> None:
+        """Pass nothing on any more, in either direction, and close nothing."""
+        self._call(self._freeze)
+
+    def cut(self) -> None:
+        """End all connections without a word."""
+        self._call(self._cut)
+
+    def _call(self, function: Callable[[], None]) -> None:
+        done = threading.Event()
+        self._calls.append((function, done))
+        self._asks.send(b"!")
+        assert done.wait(PATIENCE)
+
+    def _set_reads(self, reads: bool) -> None:
+        self._reads = reads
+        for client, _ in self._pairs:
+            if reads:
+                self._selector.register(client, selectors.EVENT_READ, "client")
+            else:
+                self._selector.unregister(client)
+
+    def _freeze(self) -> None:
+        for pair in self._pairs:
+            for sock in pair:
+                self._selector.unregister(sock)
+
+    def _cut(self) -> None:
+        for pair in tuple(self._pairs):
+            self._end(pair)
+
+    def _end(self, pair: tuple[socket.socket, socket.socket]) -> None:
+        self._pairs.remove(pair)
+        for sock in pair:
+            with suppress(KeyError):
+                self._selector.unregister(sock)
+            sock.close()
+
+    def _run(self) -> None:
+        while self._runs:
+            for key, _ in self._selector.select():
+                if key.data == "listener":
+                    client, _ = self._listener.accept()
+                    pair = client, socket.create_connection(self._target)
+                    self._pairs.append(pair)
+                    if self._reads:
+                        self._selector.register(client, selectors.EVENT_READ, "client")
+                    self._selector.register(pair[1], selectors.EVENT_READ, "broker")
+                elif key.data == "asked":
+                    self._answers.recv(1)
+                    function, done = self._calls.pop(0)
+                    function()
+                    done.set()
+                else:
+                    self._relay(key.fileobj)
+
+    def _relay(self, source: Any) -> None:
+        for pair in self._pairs:
+            if source in pair:
+                other = pair[source is pair[0]]
+                if source is pair[0]:
+                    time.sleep(self._delay)
+                try:
+                    data = source.recv(self._CHUNK)
+                    # Blocks; the broker and the client's tap both read whatever happens.
+                    other.sendall(data)
+                except OSError:
+                    data = b""
+                if not data:
+                    self._end(pair)
+                return
+
+    def close(self) -> None:
+        self._call(self._stop)
+        self._thread.join(PATIENCE)
+        self._selector.close()
+        for sock in (self._listener, self._asks, self._answers):
+            sock.close()
+
+    def _stop(self) -> None:
+        self._cut()
+        self._runs = False
+
+
+def fill_transport(producer: Producer, *, size: int = 1 << 16, timeout: float = 0.3) -> Iterator[Any]:
+    """Send until the producer is held because its socket takes no more; the receipts of what was admitted."""
+    number = 0
+    while True:
+        try:
+            yield producer.send(b"%08d" % number + bytes(size - 8), timeout=timeout)
+        except FlowControlTimeout:
+            assert "transport" in holds(producer)
+            return
+        number += 1

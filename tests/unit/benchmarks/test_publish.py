@@ -1,0 +1,146 @@
+"""The pure parts of `benchmarks.publish`; what is measured is no test's business."""
+
+from __future__ import annotations
+
+import json
+from struct import pack
+
+import pytest
+from pamqp import commands
+from pamqp.body import ContentBody
+from pamqp.frame import unmarshal
+from pamqp.header import ContentHeader
+
+from benchmarks import peers
+from benchmarks.peers import Job, Timing
+from benchmarks.peers.plain import AckWindow, publish_frames
+from benchmarks.publish import BARS, parser
+from benchmarks.report import Bar, document, missed, plain_table, summarize
+from benchmarks.runner import Measurement, Plan, slow_count
+
+
+def ack(tag: int, *, multiple: bool = False) -> bytes:
+    return pack(">BHI4sQBB", 1, 1, 13, b"\0\x3c\0\x50", tag, multiple, 0xCE)
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, 5000])
+def test_the_plain_socket_sends_what_ours_sends(size: int) -> None:
+    data, length = publish_frames("a queue", b"x" * size, 3, 4096)
+    assert len(data) == 3 * length
+    frames = []
+    rest = data
+    while rest:
+        taken, channel, decoded = unmarshal(rest)
+        assert channel == 1
+        frames.append(decoded)
+        rest = rest[taken:]
+    publishes = [each for each in frames if isinstance(each, commands.Basic.Publish)]
+    headers = [each for each in frames if isinstance(each, ContentHeader)]
+    bodies = [each.value for each in frames if isinstance(each, ContentBody)]
+    assert [(each.routing_key, each.mandatory) for each in publishes] == [("a queue", True)] * 3
+    assert [each.body_size for each in headers] == [size] * 3
+    assert [each.properties.delivery_mode for each in headers] == [2] * 3
+    assert len({each.properties.message_id for each in headers}) == 3
+    assert {len(each.properties.message_id or "") for each in headers} == {29}
+    assert b"".join(bodies) == b"x" * size * 3
+
+
+def test_acks_count_once_in_any_order_and_however_they_are_cut() -> None:
+    data = ack(1) + ack(3) + ack(2, multiple=True) + ack(7) + b"\x08\0\0\0\0\0\0\xce" + ack(6) + ack(5, multiple=True)
+    for cut in range(len(data) + 1):
+        window = AckWindow()
+        window.feed(data[:cut])
+        window.feed(data[cut:])
+        assert (window.confirmed, window.floor, window.above) == (7, 7, set())
+
+
+def test_a_run_of_acks_may_leave_gaps() -> None:
+    window = AckWindow()
+    window.feed(ack(2) + ack(4) + ack(5))
+    assert (window.confirmed, window.floor) == (3, 0)
+    window.feed(ack(4, multiple=True))
+    assert (window.confirmed, window.floor) == (5, 5)
+
+
+def test_a_nack_is_no_ack() -> None:
+    with pytest.raises(ConnectionError):
+        AckWindow().feed(ack(1).replace(b"\0\x50", b"\0\x78"))
+
+
+@pytest.mark.parametrize(
+    ("messages", "rate", "count"), [(50_000, 100_000, 50_000), (50_000, 12_500, 50_000), (50_000, 100, 80), (9, 0.5, 1)]
+)
+def test_slow_peers_get_fewer_messages(messages: int, rate: float, count: int) -> None:
+    assert slow_count(messages, rate) == count
+
+
+class Stub:
+    title = "a stub"
+    distribution = ""
+
+    def run(self, job: Job) -> Timing:
+        raise AssertionError(f"nobody runs {job}")
+
+
+STUBS: dict[str, peers.Peer] = {"plain": Stub(), "qflow": Stub(), "pika_select": Stub()}
+
+# The machine gets slower by half from the first round to the second, and then faster again.
+MEASUREMENTS = [
+    Measurement(peer, 100, at, 1000, 1000 / (rate * speed), 0.1)
+    for at, speed in enumerate((1.0, 0.5, 1.1))
+    for peer, rate in (("plain", 1000.0), ("qflow", 800.0), ("pika_select", 400.0))
+]
+
+
+def test_ratios_are_of_the_same_round() -> None:
+    rows = {row.peer: row for row in summarize(["plain", "qflow", "amqpstorm"], STUBS, MEASUREMENTS)}
+    assert rows["qflow"].rate == pytest.approx(800)
+    assert rows["qflow"].slowest == pytest.approx(400)
+    assert rows["qflow"].fastest == pytest.approx(880)
+    assert rows["qflow"].to_plain == pytest.approx(0.8)
+    assert rows["qflow"].to_pika_select == pytest.approx(2.0)
+    assert rows["qflow"].cpu_per_100k == pytest.approx(10.0)
+    assert not rows["amqpstorm"].installed
+
+
+def test_bars_are_missed_below_them_only_and_when_nothing_was_measured() -> None:
+    rows = summarize(["plain", "qflow"], STUBS, MEASUREMENTS)
+    assert missed(BARS, rows) == []
+    assert missed([Bar("qflow", 100, "to_plain", 0.81)], rows) == ["qflow, 100 bytes: to_plain >= 0.81: 0.800"]
+    assert missed([Bar("qflow", 1024, "to_plain", 0.1)], rows) == ["qflow, 1024 bytes: to_plain >= 0.1: not measured"]
+
+
+def test_the_document_is_json_and_holds_every_measurement_and_no_password() -> None:
+    rows = summarize(list(STUBS), STUBS, MEASUREMENTS)
+    plan = Plan("amqp://me:secret@host", 1000, (100,), 1000, 3, confirmed=True)
+    text = json.dumps(document(plan, STUBS, rows, MEASUREMENTS, {"product": "RabbitMQ", "version": "3.10"}))
+    made = json.loads(text)
+    assert "secret" not in text
+    assert len(made["measurements"]) == 9
+    assert made["broker"] == {"product": "RabbitMQ", "version": "3.10"}
+    assert {"python", "qflow_client", "pika"} <= set(made["versions"])
+    assert made["machine"]["cpus"] >= 1
+
+
+def test_the_table_says_what_is_not_installed() -> None:
+    table = plain_table("title", summarize(["qflow", "amqpstorm"], STUBS, MEASUREMENTS))
+    assert "not installed" in table
+    assert len(table.splitlines()) == 4
+
+
+def test_a_missing_library_is_not_installed_and_a_mistake_of_ours_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(peers.PEERS, "gone", "no_such_library_anywhere:Peer")
+    monkeypatch.setitem(peers.PEERS, "typo", "benchmarks.peers.no_such_module:Peer")
+    assert peers.load("gone") is None
+    with pytest.raises(ModuleNotFoundError):
+        peers.load("typo")
+
+
+def test_the_command_line() -> None:
+    options = parser().parse_args(["--sizes", "100,1024,100", "--peers", "all", "--unconfirmed"])
+    assert options.sizes == (100, 1024)
+    assert options.peers == tuple(peers.PEERS)
+    assert options.unconfirmed
+    for wrong in (["--peers", "nobody"], ["--messages", "0"], ["--sizes", "-1"]):
+        with pytest.raises(SystemExit):
+            parser().parse_args(wrong)

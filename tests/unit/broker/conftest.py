@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pamqp import body, commands, frame, header
+
+from qflow_client.broker.controls import Controls
+from qflow_client.broker.session import PROTOCOL_HEADER, Session, State
+from qflow_client.broker.settings import BrokerSettings
+from qflow_client.broker.virtualhost import VirtualHost
+from qflow_client.frames import FrameSplitter
+
+CAPABILITIES = {
+    "publisher_confirms": True,
+    "consumer_cancel_notify": True,
+    "connection.blocked": True,
+    "authentication_failure_close": True,
+}
+
+
+class Client:
+    """A connection without a socket: what a client sends and receives, frame by frame."""
+
+    def __init__(self, world, name):
+        self.world = world
+        self.announced = 0
+        self.session = Session(name, world.host, world.controls, world.now, self._on_output)
+        self.unparsed = []
+
+    def _on_output(self):
+        self.announced += 1
+
+    def feed(self, data):
+        self.session.receive_data(data, self.world.now)
+
+    def send(self, channel, *frames):
+        self.feed(b"".join(frame.marshal(each, channel) for each in frames))
+
+    def raw_output(self):
+        data = self.session.take_output(self.world.now)
+        self.session.output_sent()
+        return data
+
+    def received(self):
+        """All frames since the last call, as (channel, frame)."""
+        data = self.raw_output()
+        return [
+            (channel, frame.unmarshal(data[start - 7 : stop + 1])[2])
+            for _, channel, start, stop in FrameSplitter().feed(data)
+        ]
+
+    def names(self):
+        return [each.name for _, each in self.received()]
+
+    def only(self, kind, channel=1):
+        """The one frame received, which is of this kind."""
+        ((number, received),) = self.received()
+        assert isinstance(received, kind), (received.name, dict(received))
+        assert number == channel
+        return received
+
+    def call(self, channel, method, reply):
+        self.send(channel, method)
+        return self.only(reply, channel)
+
+    def start(self, *, user="guest", password="guest", mechanism="PLAIN", capabilities=CAPABILITIES):
+        self.feed(PROTOCOL_HEADER)
+        self.only(commands.Connection.Start, 0)
+        properties: dict[str, Any] = {"capabilities": dict(capabilities)}
+        self.send(0, commands.Connection.StartOk(properties, mechanism, f"\0{user}\0{password}", "en_US"))
+
+    def open(self, *, channel_max=0, frame_max=0, heartbeat=0, virtual_host="/", capabilities=CAPABILITIES):
+        self.start(capabilities=capabilities)
+        self.only(commands.Connection.Tune, 0)
+        self.send(0, commands.Connection.TuneOk(channel_max, frame_max, heartbeat))
+        self.send(0, commands.Connection.Open(virtual_host))
+        assert self.session.state is State.RUNNING
+        return self
+
+    def channel(self, number=1, *, confirms=False):
+        self.call(number, commands.Channel.Open(), commands.Channel.OpenOk)
+        if confirms:
+            self.call(number, commands.Confirm.Select(), commands.Confirm.SelectOk)
+        return self
+
+    def declare(self, queue="q", *, channel=1, **options):
+        return self.call(channel, commands.Queue.Declare(queue=queue, **options), commands.Queue.DeclareOk)
+
+    def publish(self, content=b"x", routing_key="q", *, exchange="", channel=1, properties=None, mandatory=False):
+        self.send(
+            channel,
+            commands.Basic.Publish(exchange=exchange, routing_key=routing_key, mandatory=mandatory),
+            header.ContentHeader(body_size=len(content), properties=properties),
+        )
+        if content:
+            self.send(channel, body.ContentBody(content))
+
+    def consume(self, queue="q", *, channel=1, tag="c", **options):
+        self.send(channel, commands.Basic.Consume(queue=queue, consumer_tag=tag, **options))
+
+    def close_of(self, kind):
+        """The last frame received, which closes."""
+        _, received = self.received()[-1]
+        assert isinstance(received, kind), received.name
+        return received
+
+    def deliveries(self):
+        """(delivery tag, body, redelivered) of what was delivered, if nothing else came."""
+        received = [each for _, each in self.received()]
+        found = []
+        while received:
+            method = received.pop(0)
+            assert isinstance(method, commands.Basic.Deliver), method.name
+            size, content = received.pop(0).body_size, b""
+            while len(content) < size:
+                content += received.pop(0).value
+            found.append((method.delivery_tag, content, method.redelivered))
+        return found
+
+
+class World:
+    """A virtual host, its clock and its clients."""
+
+    def __init__(self, **options):
+        self.now = 0.0
+        self.settings = BrokerSettings(**options)
+        self.host = VirtualHost(self.settings, clock=lambda: self.now)
+        self.controls = Controls()
+        self.clients = 0
+
+    def client(self, **options):
+        client = self.stranger().open(**options)
+        client.names_at_open = client.names()
+        return client
+
+    def stranger(self):
+        self.clients += 1
+        return Client(self, f"client-{self.clients}")
+
+    def queue(self, name="q"):
+        return self.host.queues[name]
+
+
+@pytest.fixture(name="make_world")
+def _make_world():
+    return World
+
+
+@pytest.fixture(name="world")
+def _world():
+    return World()

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from qflow_client.cli.demo.audit import ConsumerTally, ProducerTally, QueueTally, Run, audit, to_json
+
+FAST = ProducerTally(
+    "fast", 50, sent=70, confirmed=70, checksum=0xA0, times_flowed=3, seconds_flowed={"channel_flow": 0.25}
+)
+SLOW = ProducerTally(
+    "slow", 15, sent=30, confirmed=30, checksum=0x0B, times_flowed=1, seconds_flowed={"capacity": 0.001}
+)
+RUN = Run(
+    messages=100,
+    producers=(FAST, SLOW),
+    consumer=ConsumerTally(consumed=100, checksum=0xAB),
+    queue=QueueTally(stop=100, resume=70, depth=0, peak_depth=140, flow_stopped=False, flow_stopped_count=2),
+)
+
+
+def failures(run: Run) -> dict[str, str]:
+    return {line.statement: line.difference for line in audit(run) if not line.passed}
+
+
+def with_producer(run: Run, producer: ProducerTally) -> Run:
+    return replace(run, producers=tuple(producer if p.name == producer.name else p for p in run.producers))
+
+
+def test_a_good_run_passes() -> None:
+    assert failures(RUN) == {}
+    assert all(line.measured for line in audit(RUN))
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        (
+            with_producer(RUN, replace(FAST, sent=69)),
+            {"every message is sent": "1 too few", "every sent message is confirmed": "1 too many"},
+        ),
+        (
+            with_producer(RUN, replace(FAST, confirmed=60)),
+            {"every sent message is confirmed": "10 too few", "every confirmed message is consumed": "10 too many"},
+        ),
+        (replace(RUN, messages=98), {"every message is sent": "2 too many"}),
+        (
+            replace(RUN, consumer=replace(RUN.consumer, consumed=101, repeated=1)),
+            {"every confirmed message is consumed": "1 too many", "every message came exactly once": "1 wrong"},
+        ),
+        # One lost and one doubled: the totals agree, the account does not.
+        (
+            replace(RUN, consumer=replace(RUN.consumer, repeated=1, missing=1)),
+            {"every message came exactly once": "2 wrong"},
+        ),
+        (replace(RUN, consumer=replace(RUN.consumer, unknown=3)), {"every message came exactly once": "3 wrong"}),
+        (
+            replace(RUN, consumer=replace(RUN.consumer, checksum=0xAC)),
+            {"bodies are as they were sent": "checksum ab was sent"},
+        ),
+        (replace(RUN, queue=replace(RUN.queue, depth=4)), {"queue empty and OFF in the end": "4 left"}),
+        (replace(RUN, queue=replace(RUN.queue, flow_stopped=True)), {"queue empty and OFF in the end": "still ON"}),
+        (
+            with_producer(RUN, replace(FAST, seconds_flowed={"transport": 3.0, "rate": 1.0})),
+            {"fast was flowed by the broker": "0 s, which is not more than 0 s"},
+        ),
+        (
+            with_producer(RUN, replace(SLOW, holds=("channel_flow",))),
+            {"slow was unflowed again": "still held by channel_flow"},
+        ),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_difference(run: Run, expected: dict[str, str]) -> None:
+    assert failures(run) == expected
+
+
+@pytest.mark.parametrize(
+    ("peak", "expected"),
+    [
+        (99, {"peak above the stop threshold, 100": "2 too few"}),
+        (100, {"peak above the stop threshold, 100": "1 too few"}),
+        (101, {}),
+        (164, {}),
+        (165, {}),
+        (166, {"peak at most the worst case, 165": "1 too many"}),
+    ],
+)
+def test_C6_the_peak_depth_is_judged_from_both_sides(peak: int, expected: dict[str, str]) -> None:
+    assert failures(replace(RUN, queue=replace(RUN.queue, peak_depth=peak))) == expected
+
+
+def test_the_audit_for_machines_says_all_of_it() -> None:
+    run = replace(RUN, queue=replace(RUN.queue, peak_depth=200))
+    told = json.loads(json.dumps(to_json(run, audit(run), seconds=2.0)))
+    assert told["passed"] is False
+    assert told["messages_per_second"] == 50.0
+    assert told["queue"]["highest_allowed"] == 165
+    assert [line["difference"] for line in told["audit"] if not line["passed"]] == ["35 too many"]
+    assert [producer["capacity"] for producer in told["producers"]] == [50, 15]

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from qflow_client.cli.chart import DepthChart, level
+
+
+@pytest.mark.parametrize(
+    ("value", "row", "character"),
+    [(0, 0, " "), (0.1, 0, "▁"), (5, 0, "▄"), (10, 0, "█"), (10, 1, " "), (15, 1, "▄"), (99, 3, "█")],
+)
+def test_a_bar_fills_its_rows_in_eighths(value: float, row: int, character: str) -> None:
+    assert level(value, row, 10) == character
+
+
+def drawn(chart: DepthChart, width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(chart)
+    return capture.get().splitlines()
+
+
+def test_marks_are_named_where_they_lie_and_the_newest_depth_is_at_the_right() -> None:
+    chart = DepthChart([(0, 0), (10, 100)], {100: "stop", 50: "resume"}, resume=50, stop=100, height=4)
+    assert drawn(chart, 20) == [
+        " stop 100 ┤╌╌╌╌╌╌╌╌▄",
+        "          │        █",
+        "resume 50 ┤╌╌╌╌╌╌╌╌█",
+        "          │        █",
+    ]
+
+
+def test_what_does_not_fit_is_left_out_at_the_left() -> None:
+    chart = DepthChart([(0, 8)] * 50 + [(0, 0)], {8: "stop"}, resume=4, stop=8, height=2)
+    assert drawn(chart, 20)[1] == "       │" + "█" * 11 + " "

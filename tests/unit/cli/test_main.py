@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import qflow_client
+import qflow_client.cli
+from qflow_client.cli import main
+
+
+def test_importing_the_package_imports_neither_command_line_nor_its_libraries() -> None:
+    code = "import sys, qflow_client.cli; print(sorted({'typer', 'rich', 'qflow_client.cli.app'} & set(sys.modules)))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_without_its_extra_it_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(qflow_client.cli, "find_spec", lambda name: None if name == "typer" else object())
+    assert main(["--version"]) == 1
+    assert capsys.readouterr().err == "qflow: the command line needs typer: pip install 'qflow-client[cli]'\n"
+
+
+def test_it_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"qflow {qflow_client.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["send", "broker", "demo"])
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    assert f"qflow {command}" in capsys.readouterr().out
+
+
+def test_an_unknown_option_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["send", "--nothing"]) == 2
+    assert "--nothing" in capsys.readouterr().err
+
+
+def test_debug_shows_where_an_error_came_from() -> None:
+    with pytest.raises(FileNotFoundError):
+        main(["--debug", "send", "no-such-file", "-k", "q"])

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from qflow_client import Message
+from qflow_client.cli.errors import CommandError
+from qflow_client.cli.records import BadRecord, Format, Record, RecordSource
+
+
+def read(content: bytes, format: Format) -> list[Record]:
+    with RecordSource("-", format, io.BytesIO(content)) as source:
+        return list(source)
+
+
+def bodies(content: bytes, format: Format) -> list[bytes]:
+    return [r.message.body if isinstance(r.message, Message) else r.message for r in read(content, format)]
+
+
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [
+        ("a.csv", Format.CSV),
+        ("a.CSV", Format.CSV),
+        ("a.csv.gz", Format.CSV),
+        ("a.b.jsonl", Format.JSONL),
+        ("a.ndjson.zip", Format.JSONL),
+        ("a.txt", Format.LINES),
+        ("a.gz", Format.LINES),
+        ("csv", Format.LINES),
+        ("-", Format.LINES),
+    ],
+)
+def test_the_ending_names_the_format(name: str, format: Format) -> None:
+    assert Format.of(name) is format
+
+
+def test_a_line_is_sent_as_its_bytes_without_its_end() -> None:
+    assert bodies(b"one\ntwo\r\n\n\xff\xfe\nlast", Format.LINES) == [b"one", b"two", b"", b"\xff\xfe", b"last"]
+
+
+def test_an_empty_file_has_no_records() -> None:
+    for format in Format:
+        assert read(b"", format) == []
+
+
+def test_a_csv_record_is_a_json_object_with_names_from_the_first_row() -> None:
+    records = read('\ufeffa,b\n1,"x,\ny"\n\n2,ü\n'.encode(), Format.CSV)
+    messages = [record.message for record in records]
+    assert all(isinstance(m, Message) and m.content_type == "application/json" for m in messages)
+    assert [json.loads(m.body) for m in messages if isinstance(m, Message)] == [
+        {"a": "1", "b": "x,\ny"},
+        {"a": "2", "b": "ü"},
+    ]
+    assert [(record.number, record.line) for record in records] == [(1, 3), (2, 5)]
+
+
+def test_a_json_line_is_sent_as_it_stands_and_blank_lines_are_left_out() -> None:
+    content = b'\xef\xbb\xbf{"a": 1}\n\n  [2]  \r\n"three"'
+    assert bodies(content, Format.JSONL) == [b'{"a": 1}', b"[2]", b'"three"']
+    assert [record.line for record in read(content, Format.JSONL)] == [1, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("content", "format", "line", "words", "before"),
+    [
+        (b'{"a":1}\n{"a":', Format.JSONL, 2, "not JSON", 1),
+        (b"[NaN]\n", Format.JSONL, 1, "NaN is not a JSON value", 0),
+        (b'1\n"\xff"\n', Format.JSONL, 2, "not JSON: 'utf-8' codec", 1),
+        (b"[" * 100_000, Format.JSONL, 1, "not JSON", 0),
+        (b"a,b\n1,2\n3\n", Format.CSV, 3, "1 fields, but the first row names 2", 1),
+        (b"a,b\n1,2,3\n", Format.CSV, 2, "3 fields, but the first row names 2", 0),
+        (b"a,a\n1,2\n", Format.CSV, 1, "two columns are named 'a'", 0),
+        (b"a,b\n1,2\n\xff,3\n", Format.CSV, 3, "not CSV: 'utf-8' codec", 1),
+        (b'a,b\n1,"2\n', Format.CSV, 2, "not CSV: unexpected end of data", 0),
+    ],
+)
+def test_a_bad_record_is_an_error_that_names_file_and_line(
+    content: bytes, format: Format, line: int, words: str, before: int
+) -> None:
+    with RecordSource("-", format, io.BytesIO(content)) as source:
+        records = iter(source)
+        for _ in range(before):
+            next(records)
+        with pytest.raises(BadRecord) as caught:
+            next(records)
+    assert str(caught.value).startswith(f"standard input, line {line}: ")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["plain.csv", "packed.csv.gz", "packed.zip"])
+def test_files_are_decompressed_by_their_endings_and_tell_how_far_they_are_read(tmp_path: Path, name: str) -> None:
+    content = b"n\n" + b"".join(b"%d\n" % n for n in range(1000))
+    path = tmp_path / name
+    if name.endswith(".gz"):
+        path.write_bytes(gzip.compress(content))
+    elif name.endswith(".zip"):
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("folder/inside.csv", content)
+    else:
+        path.write_bytes(content)
+    with RecordSource(str(path), None, io.BytesIO()) as source:
+        assert source.size == path.stat().st_size
+        records = list(source)
+        assert 0 < source.position <= source.size
+    assert [record.number for record in records] == list(range(1, 1001))
+    assert source.position == 0
+
+
+def test_an_archive_with_more_than_one_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "two.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a.csv", "")
+        archive.writestr("b.csv", "")
+    with pytest.raises(CommandError, match="must hold one file, this one holds 2"):
+        RecordSource(str(path), None, io.BytesIO())
+
+
+def test_what_is_no_archive_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "no.zip"
+    path.write_bytes(b"a,b\n")
+    with pytest.raises(CommandError, match=r"no\.zip: File is not a zip file"):
+        RecordSource(str(path), None, io.BytesIO())
+
+
+@pytest.mark.parametrize("damaged", [b"plain text\n", gzip.compress(b"x\n" * 10_000)[:-9]])
+def test_damaged_compressed_data_is_an_error_that_names_the_file(tmp_path: Path, damaged: bytes) -> None:
+    path = tmp_path / "damaged.gz"
+    path.write_bytes(damaged)
+    with (
+        RecordSource(str(path), None, io.BytesIO()) as source,
+        pytest.raises(BadRecord, match=r"damaged\.gz: the compressed data is damaged"),
+    ):
+        list(source)

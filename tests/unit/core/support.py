@@ -1,0 +1,157 @@
+"""A producer without a socket, and the broker's view of what it writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pamqp.commands
+import pamqp.frame
+import pamqp.header
+
+from qflow_client import HoldKind, Message, ProducerSettings, Receipt
+from qflow_client.protocol import ProducerProtocol, SendTicket
+
+FRAME_MAX = 4096
+PREFIX = "p-"
+#: What one body frame carries at most.
+MAX_BODY = FRAME_MAX - 8
+CHANNEL = 1
+
+
+def make(*, now: float = 0.0, opened: bool = True, wall_offset: float = 0.0, **settings: Any) -> ProducerProtocol:
+    """A producer, with an open channel unless told otherwise."""
+    settings.setdefault("routing_key", "q")
+    protocol = ProducerProtocol(ProducerSettings(**settings), id_prefix=PREFIX, now=now, wall_offset=wall_offset)
+    if opened:
+        protocol.channel_opened(CHANNEL, FRAME_MAX, now)
+    return protocol
+
+
+def send(protocol: ProducerProtocol, payload: bytes | Message = b"x", now: float = 0.0, key: str = "q") -> Receipt:
+    """Send what must be admitted at once."""
+    receipt = protocol.send(payload, "", key, now)
+    assert receipt is not None
+    return receipt
+
+
+def wait(protocol: ProducerProtocol, payload: bytes | Message = b"x", now: float = 0.0, **more: Any) -> SendTicket:
+    """Have a message wait that is not admitted at once."""
+    assert protocol.send(payload, "", "q", now) is None
+    return protocol.stand_in_line(payload, "", "q", now, **more)
+
+
+def drain(protocol: ProducerProtocol, now: float = 0.0) -> bytes:
+    """Write all that may be written."""
+    written = b""
+    while data := protocol.data_to_write(1 << 20):
+        protocol.advance(len(data), now)
+        written += data
+    return written
+
+
+def write(protocol: ProducerProtocol, count: int, now: float = 0.0) -> bytes:
+    """Write so many bytes."""
+    data = protocol.data_to_write(1 << 20)[:count]
+    assert len(data) == count
+    protocol.advance(count, now)
+    return data
+
+
+def holds(protocol: ProducerProtocol) -> list[str]:
+    """The kinds of the holds on a producer, the oldest first."""
+    return [hold.kind for hold in protocol.gate.holds]
+
+
+def returned(
+    protocol: ProducerProtocol,
+    message_id: str | None,
+    *,
+    body: bytes = b"x",
+    exchange: str = "",
+    key: str = "q",
+    code: int = 312,
+) -> None:
+    """The broker returns a message."""
+    properties = pamqp.commands.Basic.Properties(delivery_mode=2, message_id=message_id)
+    header = pamqp.header.ContentHeader(body_size=len(body), properties=properties).marshal()
+    protocol.on_return(code, "NO_ROUTE", exchange, key, header, body)
+
+
+@dataclass
+class Published:
+    """One message as the broker reads it."""
+
+    exchange: str
+    routing_key: str
+    mandatory: bool
+    properties: pamqp.commands.Basic.Properties
+    body_size: int
+    body: bytes = b""
+    frames: int = 0
+
+
+@dataclass
+class Wire:
+    """Bytes as the broker reads them: messages and answers to `Channel.Flow`, in order."""
+
+    seen: list[Published | bool] = field(default_factory=list)
+    #: A beginning of a frame.
+    rest: bytes = b""
+    #: Whether content of the last message is still to come.
+    in_message: bool = False
+    _method: pamqp.commands.Basic.Publish | None = None
+
+    def read(self, data: bytes, channel: int = CHANNEL) -> Wire:
+        """Read on; what comes must be what AMQP allows."""
+        data = self.rest + data
+        while len(data) >= 7 and len(data) >= (size := int.from_bytes(data[3:7], "big") + 8):
+            used, number, frame = pamqp.frame.unmarshal(data[:size])
+            assert used == size
+            assert number == channel
+            data = data[size:]
+            self._take(frame)
+        self.rest = data
+        return self
+
+    def _take(self, frame: Any) -> None:
+        if isinstance(frame, pamqp.commands.Basic.Publish):
+            assert not self.in_message
+            self._method, self.in_message = frame, True
+        elif isinstance(frame, pamqp.commands.Channel.FlowOk):
+            assert not self.in_message, "an answer between the frames of a message"
+            self.seen.append(bool(frame.active))
+        elif isinstance(frame, pamqp.header.ContentHeader):
+            assert self._method is not None
+            method, self._method = self._method, None
+            self.seen.append(
+                Published(method.exchange, method.routing_key, method.mandatory, frame.properties, frame.body_size)
+            )
+            self.in_message = frame.body_size > 0
+        else:
+            last = self.seen[-1]
+            assert isinstance(last, Published)
+            last.body += frame.value
+            last.frames += 1
+            self.in_message = len(last.body) < last.body_size
+
+    @property
+    def short(self) -> list[bytes | bool]:
+        """Bodies and answers."""
+        return [each.body if isinstance(each, Published) else each for each in self.seen]
+
+    @property
+    def messages(self) -> list[Published]:
+        """The messages alone."""
+        return [each for each in self.seen if isinstance(each, Published)]
+
+
+def wire(data: bytes) -> Wire:
+    """What the broker reads, which must be whole."""
+    read = Wire().read(data)
+    assert not read.rest
+    assert not read.in_message
+    return read
+
+
+CAPACITY = HoldKind.CAPACITY

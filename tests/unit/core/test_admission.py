@@ -1,0 +1,509 @@
+"""Admission: the window, the line, the rate, and how waiting ends."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from qflow_client import FlowControlTimeout, FlowEventKind, HoldKind, Message, ProducerClosed
+from qflow_client.flow import WeightedLine
+from qflow_client.protocol import ProducerProtocol
+from qflow_client.settings import ProducerSettings
+
+from .support import FRAME_MAX, PREFIX, drain, holds, make, send, wait, wire, write
+
+NO_KEY = "k" * 256
+
+
+def test_a_producer_without_a_connection_is_flowed_and_admits_what_waits_once_there_is_one() -> None:
+    protocol = make(opened=False)
+    assert holds(protocol) == [HoldKind.DISCONNECTED]
+    ticket = wait(protocol, waiter="me")
+    assert ticket.receipt is None
+    protocol.channel_opened(1, FRAME_MAX, 1.0)
+    assert ticket.receipt is not None
+    assert protocol.wake == ["me"]
+    assert protocol.gate.is_open
+
+
+def test_c6_no_more_than_capacity_messages_are_unsettled() -> None:
+    protocol = make(capacity=3)
+    for _ in range(3):
+        send(protocol)
+    assert protocol.gate.is_open, "a full window is no hold before somebody meets it"
+    assert protocol.send(b"x", "", "q", 1.0) is None
+    assert holds(protocol) == [HoldKind.CAPACITY]
+    assert protocol.unsettled == protocol.window.used == 3
+    drain(protocol)
+    assert protocol.send(b"x", "", "q", 1.0) is None, "what is written is not settled"
+    protocol.on_ack(1, False, 2.0)
+    send(protocol, now=2.0)
+    assert protocol.send(b"x", "", "q", 2.0) is None
+
+
+def test_c6_no_more_than_capacity_bytes_are_unsettled() -> None:
+    protocol = make(capacity_bytes=100)
+    send(protocol, b"a" * 60)
+    assert protocol.send(b"b" * 41, "", "q", 0.0) is None
+    assert holds(protocol) == [HoldKind.CAPACITY]
+    send(protocol, Message(b"c" * 40))
+    assert protocol.send(Message(b"d"), "", "q", 0.0) is None
+    send(protocol, b""), "nothing always fits"
+    drain(protocol)
+    protocol.on_ack(1, False, 1.0)
+    assert protocol.byte_window is not None
+    assert protocol.byte_window.used == 40
+    send(protocol, b"e" * 60, now=1.0)
+
+
+def test_a_message_larger_than_capacity_bytes_is_admitted_alone() -> None:
+    protocol = make(capacity_bytes=100)
+    send(protocol, b"a")
+    large = wait(protocol, b"b" * 1000)
+    drain(protocol)
+    protocol.on_ack(1, False, 1.0)
+    assert large.receipt is not None
+    after = wait(protocol, b"", now=1.0)
+    drain(protocol)
+    protocol.on_ack(2, False, 2.0)
+    assert after.receipt is not None
+
+
+def test_in_flight_is_what_has_begun_to_be_written_and_is_not_settled() -> None:
+    protocol = make()
+    send(protocol, b"1")
+    size = protocol.outbound.size
+    send(protocol, b"2")
+    assert protocol.in_flight == 0
+    write(protocol, 1)
+    assert (protocol.unsettled, protocol.in_flight) == (2, 1)
+    write(protocol, size - 1)
+    assert protocol.in_flight == 1
+    write(protocol, 1)
+    assert protocol.in_flight == 2
+    drain(protocol)
+    protocol.on_ack(1, False, 0.0)
+    assert (protocol.unsettled, protocol.in_flight) == (1, 1)
+    send(protocol, b"3")
+    assert (protocol.unsettled, protocol.in_flight) == (2, 1)
+
+
+def test_lowering_the_capacity_cancels_nothing_and_admits_nothing_until_there_is_room() -> None:
+    protocol = make(capacity=4)
+    receipts = [send(protocol) for _ in range(4)]
+    protocol.set_capacity(2, 1.0)
+    drain(protocol)
+    assert protocol.unsettled == 4
+    ticket = wait(protocol, now=1.0)
+    protocol.on_ack(2, True, 2.0)
+    assert ticket.receipt is None, "two of two are still unsettled"
+    protocol.on_ack(3, False, 3.0)
+    assert ticket.receipt is not None
+    assert [receipt.delivered for receipt in receipts] == [True, True, True, False]
+
+
+def test_raising_the_capacity_admits_at_once_who_waits() -> None:
+    protocol = make(capacity=1)
+    send(protocol)
+    tickets = [wait(protocol), *(protocol.stand_in_line(b"x", "", "q", 0.0) for _ in range(2))]
+    protocol.set_capacity(3, 1.0)
+    assert [ticket.receipt is not None for ticket in tickets] == [True, True, False]
+
+
+def test_f4_waiting_messages_are_admitted_first_come_first_served_and_nobody_passes_them() -> None:
+    protocol = make(capacity=1)
+    send(protocol, b"0")
+    tickets = [protocol.stand_in_line(b"%d" % number, "", "q", 0.0, waiter=number) for number in (1, 2, 3)]
+    written = drain(protocol)
+    for tag in (1, 2, 3):
+        protocol.on_ack(tag, False, 1.0)
+        assert protocol.send(b"late", "", "q", 1.0) is None
+        written += drain(protocol)
+    assert protocol.wake == [1, 2, 3]
+    assert wire(written).short == [b"0", b"1", b"2", b"3"]
+    assert all(ticket.receipt for ticket in tickets)
+
+
+def test_f4_another_line_serves_in_another_order() -> None:
+    settings = ProducerSettings(capacity=1)
+    protocol = ProducerProtocol(settings, id_prefix=PREFIX, now=0.0, line=WeightedLine())
+    protocol.channel_opened(1, FRAME_MAX, 0.0)
+    assert protocol.send(b"0", "", "q", 0.0) is not None
+    ticket = protocol.stand_in_line(b"1", "", "q", 0.0)
+    drain(protocol)
+    protocol.on_ack(1, False, 0.0)
+    assert ticket.receipt is not None
+
+
+def test_a_message_that_stands_in_line_when_nothing_is_in_the_way_is_admitted_at_once() -> None:
+    protocol = make()
+    ticket = protocol.stand_in_line(b"x", "", "q", 0.0, waiter="me")
+    assert ticket.receipt is not None
+    assert protocol.wake == ["me"]
+    assert protocol.look_at(ticket, 0.0) is None
+
+
+def test_a4_a_message_that_gave_up_is_never_sent() -> None:
+    protocol = make(capacity=1)
+    send(protocol, b"first")
+    ticket = wait(protocol, b"gone")
+    assert protocol.give_up(ticket, 1.0)
+    written = drain(protocol)
+    protocol.on_ack(1, False, 2.0)
+    assert protocol.unsettled == 0
+    assert ticket.receipt is None
+    assert wire(written + drain(protocol)).short == [b"first"]
+    send(protocol, b"next", now=3.0)
+
+
+def test_giving_up_twice_counts_once() -> None:
+    protocol = make(capacity=1)
+    send(protocol)
+    ticket = wait(protocol)
+    assert protocol.give_up(ticket, 1.0)
+    assert not protocol.give_up(ticket, 1.0)
+    assert protocol.controller.waiting == 0
+
+
+def test_it_is_too_late_to_give_up_what_is_admitted() -> None:
+    protocol = make(capacity=1)
+    send(protocol)
+    ticket = wait(protocol)
+    drain(protocol)
+    protocol.on_ack(1, False, 1.0)
+    assert not protocol.give_up(ticket, 1.0)
+    assert protocol.unsettled == 1
+
+
+def test_the_end_of_a_large_head_lets_in_the_small_ones_behind_it() -> None:
+    protocol = make(capacity_bytes=100)
+    send(protocol, b"a" * 90)
+    head = wait(protocol, b"b" * 50)
+    small = [protocol.stand_in_line(b"c" * 5, "", "q", 0.0, waiter=number) for number in range(2)]
+    assert [ticket.receipt for ticket in small] == [None, None], "no small one passes the head"
+    assert protocol.give_up(head, 1.0)
+    assert all(ticket.receipt for ticket in small)
+    assert protocol.wake == [0, 1]
+
+
+def test_the_capacity_hold_ends_with_the_last_who_met_it() -> None:
+    protocol = make(capacity_bytes=100)
+    send(protocol, b"a" * 90)
+    protocol.give_up(wait(protocol, b"b" * 50), 1.0)
+    assert protocol.gate.is_open, "ten bytes of room are left"
+
+
+def test_c6_the_capacity_hold_ends_when_there_is_room_even_if_nobody_asks() -> None:
+    protocol = make(capacity=1)
+    protocol.events = []
+    send(protocol)
+    assert protocol.send(b"x", "", "q", 1.0) is None
+    drain(protocol)
+    protocol.on_ack(1, False, 3.0)
+    assert [(event.kind, event.seconds) for event in protocol.events] == [
+        (FlowEventKind.FLOWED, 0.0),
+        (FlowEventKind.UNFLOWED, 2.0),
+    ]
+    assert protocol.flow_state(10.0).seconds_flowed[HoldKind.CAPACITY] == 2.0
+
+
+# Deadlines and notices.
+
+
+def test_j7_a_message_that_waited_long_enough_times_out_and_is_never_sent() -> None:
+    protocol = make(capacity=1)
+    send(protocol)
+    payload = b"late"
+    ticket = wait(protocol, payload, now=10.0, timeout=0.5)
+    assert protocol.look_at(ticket, 10.0) == 10.5
+    assert protocol.look_at(ticket, 10.499) == 10.5, "never early"
+    with pytest.raises(FlowControlTimeout) as caught:
+        protocol.look_at(ticket, 10.5)
+    assert caught.value.message is payload
+    assert caught.value.waited == 0.5
+    assert [hold.kind for hold in caught.value.holds] == [HoldKind.CAPACITY]
+    assert not protocol.give_up(ticket, 11.0), "that was decided"
+    drain(protocol)
+    protocol.on_ack(1, False, 11.0)
+    assert protocol.unsettled == 0
+
+
+def test_a_message_admitted_at_its_deadline_does_not_time_out() -> None:
+    protocol = make(capacity=1)
+    send(protocol)
+    ticket = wait(protocol, timeout=1.0)
+    drain(protocol)
+    protocol.on_ack(1, False, 1.0)
+    assert protocol.look_at(ticket, 1.0) is None
+
+
+def test_while_a_send_waits_a_notice_comes_every_period(caplog: pytest.LogCaptureFixture) -> None:
+    protocol = make(capacity=1, flow_control_wait_notify_period=2.0, name="orders", wall_offset=1000.0)
+    protocol.events = []
+    send(protocol)
+    ticket = wait(protocol, now=10.0, timeout=5.0)
+    protocol.events.clear()
+    assert protocol.look_at(ticket, 11.9) == 12.0
+    assert not protocol.events
+    with caplog.at_level(logging.WARNING):
+        assert protocol.look_at(ticket, 12.5) == 14.5
+        assert protocol.look_at(ticket, 14.5) == 15.0, "the deadline comes before the next notice"
+    assert [(event.kind, event.since, event.at, event.seconds) for event in protocol.events] == [
+        (FlowEventKind.WAITING, 1010.0, 1012.5, 2.5),
+        (FlowEventKind.WAITING, 1010.0, 1014.5, 4.5),
+    ]
+    assert protocol.events[0].hold is not None
+    assert protocol.events[0].hold.kind == HoldKind.CAPACITY
+    assert caplog.messages[0] == "orders: a send has been waiting for 2.5 s; held by capacity"
+
+
+def test_a_notice_for_one_who_only_waits_for_others_has_no_hold(caplog: pytest.LogCaptureFixture) -> None:
+    protocol = make(capacity_bytes=10)
+    send(protocol, b"a" * 8)
+    wait(protocol, b"b" * 5)
+    behind = protocol.stand_in_line(b"c", "", "q", 0.0)
+    protocol.controller.gate.lift(HoldKind.CAPACITY, now=0.0)
+    protocol.look_at(behind, 5.0)
+    assert caplog.messages == ["producer: a send has been waiting for 5.0 s; held by those before it"]
+    protocol.events = []
+    protocol.look_at(behind, 10.0)
+    assert protocol.events[0].hold is None
+
+
+# What cannot be encoded.
+
+
+def test_a_name_that_cannot_be_encoded_is_refused_and_takes_no_room() -> None:
+    protocol = make(capacity=1, capacity_bytes=10)
+    for payload in (b"x", Message(b"x")):
+        with pytest.raises(ValueError, match="routing_key has 256 bytes"):
+            protocol.send(payload, "", NO_KEY, 0.0)
+    assert protocol.unsettled == protocol.window.used == 0
+    assert protocol.outbound.size == 0
+    receipt = send(protocol)
+    assert receipt.message_id == "p-000000000001", "no number is spent"
+
+
+def test_what_cannot_be_encoded_is_refused_before_it_waits() -> None:
+    protocol = make(capacity=1)
+    send(protocol)
+    with pytest.raises(ValueError, match="exchange has 256 bytes"):
+        protocol.stand_in_line(b"x", NO_KEY, "q", 0.0)
+    with pytest.raises(ValueError, match="field table"):
+        protocol.stand_in_line(Message(b"x", headers={"k": object()}), "", "q", 0.0)
+    with pytest.raises(TypeError):
+        protocol.stand_in_line(b"x", 3, "q", 0.0)  # type: ignore[arg-type]
+    assert protocol.controller.waiting == 0
+
+
+def test_a_header_too_large_for_the_broker_s_frames_is_the_ticket_s_error_and_the_next_gets_its_turn() -> None:
+    protocol = make(capacity=1)
+    send(protocol)
+    large = wait(protocol, Message(b"x", headers={"k": "v" * FRAME_MAX}), waiter="large")
+    after = protocol.stand_in_line(b"y", "", "q", 0.0, waiter="after")
+    drain(protocol)
+    protocol.on_ack(1, False, 1.0)
+    assert isinstance(large.error, ValueError)
+    assert protocol.look_at(large, 1.0) is None
+    assert not protocol.give_up(large, 1.0)
+    assert after.receipt is not None
+    assert protocol.wake == ["large", "after"]
+    assert protocol.window.used == 1
+
+
+# The rate.
+
+
+def test_f2_no_more_messages_than_the_rate_allows() -> None:
+    protocol = make(rate=10.0, rate_burst=2)
+    send(protocol)
+    send(protocol)
+    assert protocol.next_timer(0.0) is None
+    assert protocol.send(b"x", "", "q", 0.0) is None
+    assert holds(protocol) == [HoldKind.RATE]
+    ticket = protocol.stand_in_line(b"x", "", "q", 0.0, waiter="me")
+    at = protocol.next_timer(0.0)
+    assert at is not None
+    assert at == pytest.approx(0.1)
+    protocol.on_timer(at - 0.001)
+    assert ticket.receipt is None
+    assert protocol.next_timer(at - 0.001) == at
+    protocol.on_timer(at)
+    assert ticket.receipt is not None
+    assert protocol.wake == ["me"]
+    assert protocol.next_timer(at) is None
+
+
+def test_f2_a_rate_hold_that_nobody_waits_for_ends_in_time() -> None:
+    protocol = make(rate=1.0)
+    protocol.events = []
+    send(protocol)
+    assert protocol.send(b"x", "", "q", 0.5) is None
+    assert protocol.next_timer(0.5) == 1.0
+    protocol.on_timer(1.0)
+    assert protocol.gate.is_open
+    assert protocol.events[-1].kind is FlowEventKind.UNFLOWED
+    assert protocol.next_timer(1.0) is None
+
+
+def test_f2_time_alone_lets_nobody_into_a_full_window() -> None:
+    protocol = make(rate=1.0, capacity=1)
+    send(protocol)
+    wait(protocol, now=5.0)
+    assert holds(protocol) == [HoldKind.CAPACITY]
+    assert protocol.next_timer(5.0) is None
+
+
+def test_f2_time_alone_lets_nobody_into_a_byte_window_that_is_exactly_full() -> None:
+    protocol = make(rate=1.0, capacity_bytes=10)
+    send(protocol, b"a" * 10)
+    assert protocol.when_unflowed("me", 5.0)
+    assert protocol.next_timer(5.0) is None, "or the timer fires without end"
+
+
+def test_the_window_and_the_rate_take_turns_without_opening_the_gate() -> None:
+    protocol = make(rate=1.0, capacity=1)
+    protocol.events = []
+    send(protocol, now=10.0)
+    ticket = wait(protocol, now=10.0)
+    drain(protocol)
+    protocol.on_ack(1, False, 10.5)
+    assert holds(protocol) == [HoldKind.RATE]
+    assert FlowEventKind.UNFLOWED not in {event.kind for event in protocol.events}
+    protocol.on_timer(11.0)
+    assert ticket.receipt is not None
+
+
+# The transport.
+
+
+def test_the_transport_holds_beyond_its_mark_and_lets_go_at_half_of_it() -> None:
+    protocol = make(max_unwritten_bytes=1000)
+    while protocol.gate.is_open:
+        send(protocol, b"x" * 50)
+        assert protocol.gate.is_open == (protocol.outbound.size <= 1000)
+    assert holds(protocol) == [HoldKind.TRANSPORT]
+    ticket = wait(protocol, waiter="me")
+    write(protocol, protocol.outbound.size - 501)
+    assert not protocol.gate.is_open
+    write(protocol, 1)
+    assert protocol.gate.is_open
+    assert ticket.receipt is not None
+    assert protocol.wake == ["me"]
+
+
+def test_the_transport_hold_stops_the_line_in_the_middle() -> None:
+    protocol = make(capacity=1, max_unwritten_bytes=100)
+    send(protocol)
+    tickets = [protocol.stand_in_line(b"y" * 200, "", "q", 0.0) for _ in range(2)]
+    drain(protocol)
+    protocol.set_capacity(10, 1.0)
+    assert [ticket.receipt is not None for ticket in tickets] == [True, False]
+    drain(protocol, 2.0)
+    assert tickets[1].receipt is not None
+
+
+# The end of admission.
+
+
+def test_who_waits_when_the_producer_closes_is_told_and_what_is_admitted_goes_on() -> None:
+    protocol = make(capacity=1)
+    admitted = send(protocol, b"admitted")
+    ticket = wait(protocol, b"waits", waiter="me")
+    cancelled = protocol.stand_in_line(b"cancelled", "", "q", 0.0, waiter="cancelled")
+    protocol.give_up(cancelled, 0.0)
+    assert protocol.when_unflowed("unflow", 0.0)
+    protocol.close("closed by hand", 1.0)
+    assert isinstance(ticket.error, ProducerClosed)
+    assert ticket.error.message == b"waits"
+    assert str(ticket.error) == "closed by hand"
+    assert sorted(protocol.wake) == ["me", "unflow"]
+    assert protocol.look_at(ticket, 1.0) is None
+    assert wire(drain(protocol)).short == [b"admitted"]
+    protocol.on_ack(1, False, 2.0)
+    assert admitted.delivered
+    assert not protocol.gate.is_open
+
+
+def test_a_closed_producer_admits_nothing() -> None:
+    protocol = make()
+    protocol.close("closed by hand", 1.0)
+    protocol.close("a second time", 2.0)
+    for payload in (b"x", Message(b"x")):
+        with pytest.raises(ProducerClosed, match="closed by hand") as caught:
+            protocol.send(payload, "", "q", 3.0)
+        assert caught.value.message is payload
+        with pytest.raises(ProducerClosed, match="closed by hand"):
+            protocol.stand_in_line(payload, "", "q", 3.0)
+    assert [str(hold) for hold in protocol.gate.holds] == ["disconnected by close (closed by hand)"]
+
+
+def test_nobody_is_kept_waiting_for_a_closed_producer_to_be_unflowed() -> None:
+    protocol = make()
+    protocol.close("closed by hand", 1.0)
+    assert not protocol.when_unflowed("me", 2.0)
+
+
+# Waiting for the gate, and for everything to be settled.
+
+
+def test_who_waits_for_an_open_gate_is_woken_by_the_last_hold_that_goes() -> None:
+    protocol = make(capacity=1)
+    assert not protocol.when_unflowed("at once", 0.0)
+    send(protocol)
+    assert protocol.when_unflowed("me", 0.0), "a full window is a hold to one who asks"
+    protocol.hold(HoldKind.PAUSED, 1.0)
+    drain(protocol)
+    protocol.on_ack(1, False, 2.0)
+    assert protocol.wake == []
+    protocol.lift(HoldKind.PAUSED, 3.0)
+    assert protocol.wake == ["me"]
+    protocol.hold(HoldKind.PAUSED, 4.0)
+    protocol.lift(HoldKind.PAUSED, 5.0)
+    assert protocol.wake == ["me"], "once"
+
+
+def test_who_no_longer_waits_is_not_woken() -> None:
+    protocol = make(capacity=1)
+    send(protocol)
+    assert protocol.when_unflowed("unflow", 0.0)
+    assert protocol.when_flushed("flush")
+    protocol.forget_waiter("unflow")
+    protocol.forget_waiter("flush")
+    protocol.forget_waiter("never there")
+    drain(protocol)
+    protocol.on_ack(1, False, 1.0)
+    assert protocol.wake == []
+
+
+def test_a_flush_waits_for_what_was_admitted_before_it_and_for_nothing_else() -> None:
+    protocol = make()
+    assert not protocol.when_flushed("nothing to wait for")
+    for _ in range(3):
+        send(protocol)
+    assert protocol.when_flushed("three")
+    send(protocol)
+    assert protocol.when_flushed("four")
+    drain(protocol)
+    protocol.on_ack(3, False, 1.0)
+    protocol.on_ack(1, False, 1.0)
+    assert protocol.wake == []
+    protocol.on_nack(2, False, 1.0)
+    assert protocol.wake == ["three"]
+    protocol.on_ack(4, False, 1.0)
+    assert protocol.wake == ["three", "four"]
+
+
+def test_a_flush_waits_for_the_oldest_tag_that_was_answered_out_of_order() -> None:
+    protocol = make()
+    for _ in range(4):
+        send(protocol)
+    drain(protocol)
+    protocol.on_ack(1, False, 0.0)
+    protocol.on_ack(3, False, 0.0)
+    assert protocol.when_flushed("me")
+    protocol.on_ack(2, False, 0.0)
+    assert protocol.wake == []
+    protocol.on_ack(4, False, 0.0)
+    assert protocol.wake == ["me"]

@@ -1,0 +1,424 @@
+"""What the broker's answers settle: acks, nacks and returns, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import pytest
+
+from qflow_client import (
+    FlowEventKind,
+    HoldKind,
+    Message,
+    MessageNacked,
+    MessageReturned,
+    Outcome,
+    Receipt,
+)
+
+from .support import PREFIX, drain, make, returned, send, wait, wire, write
+
+
+def test_an_ack_confirms_exactly_its_message() -> None:
+    protocol = make()
+    receipts = [send(protocol) for _ in range(3)]
+    drain(protocol)
+    protocol.on_ack(2, False, 0.0)
+    assert [receipt.outcome for receipt in receipts] == [None, Outcome.CONFIRMED, None]
+    assert protocol.window.used == 2
+
+
+def test_a_multiple_ack_confirms_all_up_to_its_message() -> None:
+    protocol = make()
+    receipts = [send(protocol) for _ in range(5)]
+    drain(protocol)
+    protocol.on_ack(3, False, 0.0)
+    protocol.on_ack(4, True, 0.0)
+    assert [receipt.done for receipt in receipts] == [True, True, True, True, False]
+    assert protocol.window.used == 1
+    protocol.on_ack(2, True, 0.0)
+    assert protocol.unsettled == 1
+
+
+def test_a_multiple_ack_of_tag_0_confirms_all_that_is_written_and_no_more() -> None:
+    protocol = make()
+    receipts = [send(protocol, b"1")]
+    size = protocol.outbound.size
+    receipts += [send(protocol, b"2"), send(protocol, b"3")]
+    write(protocol, size + 5)
+    protocol.on_ack(0, True, 0.0)
+    assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED, None, None], "half written is not written"
+    drain(protocol)
+    protocol.on_nack(0, True, 0.0)
+    assert [receipt.outcome for receipt in receipts[1:]] == [Outcome.NACKED, Outcome.NACKED]
+
+
+def test_acks_in_any_order_settle_each_message_once() -> None:
+    protocol = make(capacity_bytes=1000)
+    protocol.settled = []
+    receipts = [send(protocol, b"x" * (tag + 1)) for tag in range(6)]
+    drain(protocol)
+    for tag in (5, 2, 6, 2, 1, 5, 4, 3, 3):
+        protocol.on_ack(tag, False, 0.0)
+    protocol.on_ack(6, True, 0.0)
+    assert [receipts.index(receipt) + 1 for receipt in protocol.settled] == [5, 2, 6, 1, 4, 3]
+    assert protocol.window.used == 0
+    assert protocol.byte_window is not None
+    assert protocol.byte_window.used == 0
+
+
+@pytest.mark.parametrize(("tag", "multiple"), [(0, False), (3, False), (3, True), (99, True), ((1 << 64) - 1, False)])
+def test_an_answer_to_what_was_never_written_settles_nothing_and_is_logged(
+    tag: int, multiple: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    protocol = make(name="orders")
+    receipts = [send(protocol, b"12")]
+    size = protocol.outbound.size
+    receipts += [send(protocol, b"34"), send(protocol, b"56")]
+    write(protocol, 2 * size)
+    protocol.on_ack(tag, multiple, 0.0)
+    protocol.on_nack(tag, multiple, 0.0)
+    assert [receipt.outcome for receipt in receipts] == [None, None, None]
+    assert (
+        caplog.messages == [f"orders: the broker answered delivery tag {tag}, but 2 messages were written; ignored"] * 2
+    )
+
+
+def test_a_half_written_message_is_confirmed_only_after_its_end() -> None:
+    protocol = make()
+    receipt = send(protocol)
+    write(protocol, protocol.outbound.size - 1)
+    protocol.on_ack(1, False, 0.0)
+    assert not receipt.done
+    write(protocol, 1)
+    protocol.on_ack(1, False, 0.0)
+    assert receipt.delivered
+
+
+def test_a_nack_settles_as_nacked_and_gives_back_the_room() -> None:
+    protocol = make(capacity=2)
+    receipts = [send(protocol), send(protocol)]
+    ticket = wait(protocol)
+    drain(protocol)
+    protocol.on_nack(2, True, 0.0)
+    assert [receipt.outcome for receipt in receipts] == [Outcome.NACKED, Outcome.NACKED]
+    assert isinstance(receipts[0].error(), MessageNacked)
+    assert not receipts[0].may_have_arrived
+    assert ticket.receipt is not None
+
+
+def test_one_who_waits_for_a_receipt_is_woken_when_it_is_settled() -> None:
+    protocol = make()
+    receipts = [send(protocol), send(protocol), send(protocol)]
+    receipts[0]._waiter = "acked"
+    receipts[1]._waiter = "nacked"
+    drain(protocol)
+    protocol.on_ack(1, False, 0.0)
+    assert protocol.wake == ["acked"]
+    protocol.on_nack(2, False, 0.0)
+    protocol.on_ack(3, False, 0.0)
+    assert protocol.wake == ["acked", "nacked"]
+
+
+# Returns.
+
+
+def test_a_return_and_the_ack_that_follows_settle_as_returned() -> None:
+    protocol = make()
+    receipts = [send(protocol), send(protocol)]
+    drain(protocol)
+    returned(protocol, "p-000000000002")
+    assert not receipts[1].done, "the ack settles it"
+    protocol.on_ack(2, True, 0.0)
+    assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED, Outcome.RETURNED]
+    error = receipts[1].error()
+    assert isinstance(error, MessageReturned)
+    assert (error.reply_code, error.reply_text) == (312, "NO_ROUTE")
+    assert "(312 NO_ROUTE)" in str(error)
+
+
+def test_a_return_with_an_id_of_ours_finds_its_message_after_many_others_and_after_a_refused_one() -> None:
+    protocol = make()
+    with pytest.raises(ValueError):
+        protocol.send(b"x", "", "k" * 256, 0.0)
+    receipts = [send(protocol, b"%d" % number) for number in range(20)]
+    drain(protocol)
+    protocol.on_ack(10, True, 0.0)
+    returned(protocol, receipts[15].message_id)
+    protocol.on_ack(20, True, 0.0)
+    assert [receipt for receipt in receipts if receipt.outcome is Outcome.RETURNED] == [receipts[15]]
+
+
+def test_a_return_with_an_id_of_the_application_finds_its_message() -> None:
+    protocol = make()
+    receipts = [send(protocol, Message(b"x", message_id=f"order {number}")) for number in range(3)]
+    drain(protocol)
+    returned(protocol, "order 1")
+    protocol.on_ack(3, True, 0.0)
+    assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED, Outcome.RETURNED, Outcome.CONFIRMED]
+    assert not protocol._by_id
+
+
+def test_of_two_messages_with_one_id_the_first_return_is_the_first_s() -> None:
+    protocol = make()
+    receipts = [send(protocol, Message(b"x", message_id="same")) for _ in range(3)]
+    drain(protocol)
+    returned(protocol, "same")
+    protocol.on_ack(1, False, 0.0)
+    returned(protocol, "same")
+    protocol.on_ack(3, True, 0.0)
+    assert [receipt.outcome for receipt in receipts] == [Outcome.RETURNED, Outcome.RETURNED, Outcome.CONFIRMED]
+    assert not protocol._by_id
+
+
+def test_of_two_messages_with_one_id_to_two_places_the_right_one_is_returned() -> None:
+    protocol = make()
+    good = send(protocol, Message(b"x", message_id="same"), key="good")
+    bad = send(protocol, Message(b"x", message_id="same"), key="bad")
+    drain(protocol)
+    returned(protocol, "same", key="bad")
+    protocol.on_ack(2, True, 0.0)
+    assert (good.outcome, bad.outcome) == (Outcome.CONFIRMED, Outcome.RETURNED)
+
+
+def test_a_message_of_the_application_s_with_an_id_like_ours_is_its_own() -> None:
+    protocol = make()
+    ours = send(protocol, b"1")
+    own = send(protocol, Message(b"2", message_id=ours.message_id))
+    drain(protocol)
+    returned(protocol, ours.message_id)
+    protocol.on_ack(2, True, 0.0)
+    assert own.outcome is Outcome.RETURNED
+    assert ours.outcome is Outcome.CONFIRMED
+
+
+@pytest.mark.parametrize(
+    "message_id", [None, "", "another", PREFIX, "p-no number", "p-000000000001 ", "p-000000000009", "p-000000000003"]
+)
+def test_a_return_that_fits_no_unsettled_message_settles_nothing_and_is_logged(
+    message_id: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    protocol = make()
+    receipts = [send(protocol), send(protocol, Message(b"x", message_id="own")), send(protocol)]
+    drain(protocol)
+    protocol.on_ack(3, False, 0.0)
+    returned(protocol, message_id)
+    assert caplog.messages
+    assert "not unsettled" in caplog.messages[0]
+    protocol.on_ack(2, True, 0.0)
+    assert all(receipt.delivered for receipt in receipts)
+
+
+def test_a_message_that_is_returned_and_then_nacked_is_nacked() -> None:
+    protocol = make()
+    receipt = send(protocol)
+    drain(protocol)
+    returned(protocol, receipt.message_id)
+    protocol.on_nack(1, False, 0.0)
+    assert receipt.outcome is Outcome.NACKED
+
+
+# Without confirms.
+
+
+def test_without_confirms_a_message_is_sent_once_all_of_it_is_written() -> None:
+    protocol = make(confirms=False, capacity=2)
+    protocol.settled = []
+    receipts = [send(protocol, b"1")]
+    size = protocol.outbound.size
+    receipts.append(send(protocol, b"2"))
+    ticket = wait(protocol, waiter="me")
+    write(protocol, size - 1)
+    assert not receipts[0].done
+    write(protocol, 2)
+    assert [receipt.outcome for receipt in receipts] == [Outcome.SENT, None]
+    assert receipts[0].delivered
+    assert ticket.receipt is not None
+    drain(protocol)
+    assert [*receipts, ticket.receipt] == protocol.settled
+    assert protocol.unsettled == 0
+
+
+def test_without_confirms_what_is_sent_later_settles_too() -> None:
+    protocol = make(confirms=False)
+    for _ in range(3):
+        receipt = send(protocol, Message(b"x", message_id="own"))
+        drain(protocol)
+        assert receipt.outcome is Outcome.SENT
+    assert not protocol._by_id
+
+
+def test_without_confirms_a_return_is_a_failure_of_its_own() -> None:
+    protocol = make(confirms=False)
+    receipt = send(protocol, b"lost")
+    drain(protocol)
+    returned(protocol, receipt.message_id, body=b"lost", key="nowhere")
+    (failure,) = protocol.take_failures()
+    assert failure.outcome is Outcome.RETURNED
+    assert (failure.message.body, failure.message_id) == (b"lost", receipt.message_id)
+    assert (failure.exchange, failure.routing_key) == ("", "nowhere")
+    assert protocol.window.used == 0
+
+
+def test_with_somebody_who_wants_all_receipts_a_return_without_confirms_is_told_to_him() -> None:
+    protocol = make(confirms=False)
+    protocol.settled = []
+    send(protocol)
+    drain(protocol)
+    protocol.settled.clear()
+    returned(protocol, "p-000000000001")
+    assert [receipt.outcome for receipt in protocol.settled] == [Outcome.RETURNED]
+    assert protocol.failures == []
+
+
+# What is on the wire.
+
+
+def test_every_message_gets_an_id_of_fixed_width_unless_it_has_its_own() -> None:
+    protocol = make()
+    receipts = [
+        send(protocol, b"plain"),
+        send(protocol, Message(b"with properties", priority=3)),
+        send(protocol, Message(b"own", message_id="own")),
+        send(protocol, b"x" * 10_000),
+    ]
+    messages = wire(drain(protocol)).messages
+    ids = ["p-000000000001", "p-000000000002", "own", "p-000000000004"]
+    assert [message.properties.message_id for message in messages] == ids
+    assert [receipt.message_id for receipt in receipts] == ids
+    assert [receipt.message.message_id for receipt in receipts] == ids
+    assert receipts[1].message.priority == 3
+    assert [message.properties.delivery_mode for message in messages] == [2, 2, 2, 2]
+
+
+def test_with_message_ids_off_a_message_has_only_the_id_it_brings() -> None:
+    protocol = make(message_ids=False, mandatory=False)
+    receipts = [send(protocol, b"x"), send(protocol, Message(b"y", message_id="own")), send(protocol, Message(b""))]
+    messages = wire(drain(protocol)).messages
+    assert [message.properties.message_id for message in messages] == [None, "own", None]
+    assert [receipt.message_id for receipt in receipts] == [None, "own", None]
+    assert receipts[0].message == Message(b"x")
+    assert receipts[2].message is receipts[2]._payload
+    assert "message 1 to ''/'q': unsettled" in repr(receipts[0])
+    returned(protocol, "p-000000000001")
+    protocol.on_ack(3, True, 0.0)
+    assert all(receipt.delivered for receipt in receipts)
+
+
+def test_mandatory_is_on_the_wire_as_it_is_set() -> None:
+    for mandatory in (True, False):
+        protocol = make(mandatory=mandatory)
+        send(protocol)
+        send(protocol, Message(b"y", message_id="own"))
+        assert [message.mandatory for message in wire(drain(protocol)).messages] == [mandatory, mandatory]
+        assert bool(protocol._by_id) == mandatory, "what is never returned need not be found"
+
+
+def test_bodies_of_every_length_around_the_frame_size_arrive_whole() -> None:
+    protocol = make(max_unwritten_bytes=1 << 30)
+    lengths = [0, 1, 4087, 4088, 4089, 8176, 8177, 50_000]
+    bodies = [bytes([number]) * length for number, length in enumerate(lengths)]
+    for body in bodies:
+        send(protocol, body)
+        send(protocol, Message(body, type="t"))
+    messages = wire(drain(protocol)).messages
+    assert [message.body for message in messages] == [body for body in bodies for _ in range(2)]
+    assert [message.frames for message in messages[::2]] == [0, 1, 1, 1, 2, 2, 3, 13]
+
+
+def test_a_message_with_every_property_arrives_with_every_property() -> None:
+    values = {
+        "content_type": "text/plain",
+        "content_encoding": "utf-8",
+        "headers": {"k": 1, "nested": {"a": [1, "two", None]}},
+        "delivery_mode": 1,
+        "priority": 7,
+        "correlation_id": "c",
+        "reply_to": "r",
+        "expiration": "1000",
+        "message_id": "m",
+        "timestamp": 1_700_000_000,
+        "type": "t",
+        "user_id": "u",
+        "app_id": "a",
+        "cluster_id": "cl",
+    }
+    protocol = make()
+    send(protocol, Message(b"x", **values))  # type: ignore[arg-type]
+    (message,) = wire(drain(protocol)).messages
+    for name, value in values.items():
+        found = getattr(message.properties, "message_type" if name == "type" else name)
+        assert (int(found.timestamp()) if name == "timestamp" else found) == value, name
+
+
+# Failures that nobody has looked at.
+
+
+def test_a_failure_that_nobody_looked_at_is_kept_until_it_is_taken() -> None:
+    protocol = make()
+    receipts = [send(protocol) for _ in range(4)]
+    drain(protocol)
+    protocol.on_nack(3, False, 0.0)
+    protocol.on_nack(1, False, 0.0)
+    protocol.on_ack(2, False, 0.0)
+    protocol.on_nack(4, False, 0.0)
+    receipts[3].error()
+    assert protocol.take_failures() == [receipts[0], receipts[2]], "in the order of admission, but the one looked at"
+    assert protocol.take_failures() == []
+
+
+def test_failures_are_told_at_once_to_whoever_wants_all_receipts() -> None:
+    protocol = make()
+    protocol.settled = []
+    receipt = send(protocol)
+    drain(protocol)
+    protocol.on_nack(1, False, 0.0)
+    assert protocol.settled == [receipt]
+    assert protocol.take_failures() == []
+
+
+def test_failures_that_were_looked_at_do_not_pile_up_in_a_producer_that_never_flushes() -> None:
+    protocol = make()
+    kept: list[Receipt] = []
+    for tag in range(1, 1001):
+        receipt = send(protocol)
+        drain(protocol)
+        protocol.on_nack(tag, False, 0.0)
+        if tag % 100 == 0:
+            kept.append(receipt)
+        else:
+            receipt.error()
+    assert len(protocol.failures) <= 64 + len(kept)
+    assert protocol.take_failures() == kept
+
+
+def test_nothing_is_kept_of_a_message_that_is_settled() -> None:
+    protocol = make()
+    message = Message(b"x", message_id="own")
+    before = sys.getrefcount(message)
+    send(protocol, message)
+    drain(protocol)
+    protocol.on_ack(1, False, 0.0)
+    assert sys.getrefcount(message) == before
+
+
+def test_settling_does_not_open_a_gate_that_others_hold(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    protocol = make(capacity=1)
+    protocol.events = []
+    send(protocol)
+    ticket = wait(protocol)
+    drain(protocol)
+    protocol.hold(HoldKind.PAUSED, 1.0)
+    protocol.on_ack(1, False, 2.0)
+    assert ticket.receipt is None
+    assert [event.kind for event in protocol.events] == [
+        FlowEventKind.FLOWED,
+        FlowEventKind.HOLD_RAISED,
+        FlowEventKind.HOLD_LIFTED,
+    ]
+    protocol.lift(HoldKind.PAUSED, 3.0, source="another")
+    assert ticket.receipt is None
+    protocol.lift(HoldKind.PAUSED, 3.0)
+    assert ticket.receipt is not None

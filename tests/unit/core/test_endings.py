@@ -1,0 +1,212 @@
+"""The end of a channel or a connection: every receipt is settled once, and says what is known and no more."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qflow_client import HoldKind, Message, MessageFailed, MessageRejected, Outcome, OutcomeUnknown, ProducerClosed
+
+from .support import MAX_BODY, drain, holds, make, returned, send, wait, write
+
+PUBLISH = (60, 40)
+
+
+def test_a_lost_connection_settles_the_written_as_unknown_and_the_others_as_failed() -> None:
+    protocol = make(capacity_bytes=1000)
+    protocol.settled = []
+    receipts = [send(protocol, b"1")]
+    size = protocol.outbound.size
+    receipts += [send(protocol, b"2"), send(protocol, b"3")]
+    write(protocol, size + 1)
+    protocol.connection_lost("reset by peer", 1.0)
+    assert [receipt.outcome for receipt in receipts] == [Outcome.UNKNOWN, Outcome.UNKNOWN, Outcome.FAILED]
+    assert [receipt.may_have_arrived for receipt in receipts] == [True, True, False]
+    assert isinstance(receipts[1].error(), OutcomeUnknown)
+    assert isinstance(receipts[2].error(), MessageFailed)
+    assert protocol.settled == receipts
+    assert protocol.unsettled == protocol.in_flight == protocol.window.used == 0
+    assert protocol.byte_window is not None
+    assert protocol.byte_window.used == 0
+    assert protocol.outbound.size == 0
+
+
+def test_a_message_of_many_frames_that_is_half_written_is_unknown() -> None:
+    protocol = make()
+    receipt = send(protocol, b"x" * 3 * MAX_BODY)
+    write(protocol, MAX_BODY * 2)
+    protocol.connection_lost("reset by peer", 1.0)
+    assert receipt.outcome is Outcome.UNKNOWN
+
+
+def test_what_was_answered_before_the_end_keeps_its_outcome() -> None:
+    protocol = make()
+    receipts = [send(protocol) for _ in range(3)]
+    drain(protocol)
+    protocol.on_ack(1, False, 0.0)
+    protocol.on_nack(2, False, 0.0)
+    protocol.connection_lost("reset by peer", 1.0)
+    assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED, Outcome.NACKED, Outcome.UNKNOWN]
+    assert protocol.take_failures() == receipts[1:]
+
+
+@pytest.mark.parametrize(("code", "outcome"), [(312, Outcome.RETURNED), (313, Outcome.RETURNED)])
+def test_what_was_returned_and_not_yet_acked_is_returned(code: int, outcome: Outcome) -> None:
+    protocol = make()
+    receipt = send(protocol, Message(b"x", message_id="own"))
+    drain(protocol)
+    returned(protocol, "own", code=code)
+    protocol.connection_lost("reset by peer", 1.0)
+    assert receipt.outcome is outcome
+    assert not protocol._by_id
+
+
+def test_who_waits_learns_that_the_connection_is_lost_and_later_sends_raise() -> None:
+    protocol = make(capacity=1)
+    receipt = send(protocol)
+    receipt._waiter = "receipt"
+    ticket = wait(protocol, b"waits", waiter="ticket")
+    assert protocol.when_unflowed("unflow", 0.0)
+    assert protocol.when_flushed("flush")
+    protocol.connection_lost("reset by peer", 1.0)
+    assert isinstance(ticket.error, ProducerClosed)
+    assert ticket.error.message == b"waits"
+    assert sorted(protocol.wake) == ["flush", "receipt", "ticket", "unflow"]
+    with pytest.raises(ProducerClosed, match="reset by peer"):
+        protocol.send(b"x", "", "q", 2.0)
+
+
+def test_what_broker_and_socket_said_ends_with_the_connection() -> None:
+    protocol = make(max_unwritten_bytes=1)
+    protocol.events = []
+    send(protocol)
+    protocol.on_flow(False, 1.0)
+    protocol.on_blocked("low on memory", 1.0)
+    protocol.hold(HoldKind.PAUSED, 1.0)
+    protocol.connection_lost("reset by peer", 2.0)
+    assert set(holds(protocol)) == {HoldKind.PAUSED, HoldKind.DISCONNECTED}
+    assert not protocol.outbound.stopped
+    assert protocol.channel is None
+    assert all(event.flowed for event in protocol.events), "it is never unflowed in between"
+
+
+def test_an_end_comes_once() -> None:
+    protocol = make()
+    protocol.settled = []
+    receipt = send(protocol)
+    protocol.close("closed by hand", 1.0)
+    assert not receipt.done
+    protocol.connection_lost("reset by peer", 2.0)
+    protocol.connection_lost("again", 3.0)
+    assert protocol.settled == [receipt]
+    assert protocol.closed == "closed by hand"
+    assert protocol.in_flight == 0
+
+
+def test_an_answer_that_comes_after_the_end_settles_nothing() -> None:
+    protocol = make()
+    receipt = send(protocol)
+    drain(protocol)
+    protocol.connection_lost("reset by peer", 1.0)
+    protocol.on_ack(1, False, 2.0)
+    assert receipt.outcome is Outcome.UNKNOWN
+    assert protocol.window.used == 0
+
+
+def test_a_channel_closed_over_a_publish_rejects_the_only_message_in_flight() -> None:
+    protocol = make()
+    suspect = send(protocol, key="nowhere")
+    drain(protocol)
+    unwritten = send(protocol)
+    protocol.channel_closed(404, "NOT_FOUND - no exchange 'nowhere'", PUBLISH, 1.0)
+    error = suspect.error()
+    assert isinstance(error, MessageRejected)
+    assert (error.reply_code, error.reply_text) == (404, "NOT_FOUND - no exchange 'nowhere'")
+    assert suspect.outcome is Outcome.REJECTED
+    assert unwritten.outcome is Outcome.FAILED
+    with pytest.raises(ProducerClosed, match="the broker closed the channel: 404 NOT_FOUND"):
+        protocol.send(b"x", "", "q", 2.0)
+
+
+def test_a_channel_closed_over_one_of_several_messages_names_none_of_them() -> None:
+    protocol = make()
+    receipts = [send(protocol), send(protocol)]
+    drain(protocol)
+    protocol.channel_closed(404, "NOT_FOUND", PUBLISH, 1.0)
+    assert [receipt.outcome for receipt in receipts] == [Outcome.UNKNOWN, Outcome.UNKNOWN]
+
+
+def test_a_channel_closed_over_one_of_several_is_the_last_s_that_is_unsettled() -> None:
+    protocol = make()
+    receipts = [send(protocol), send(protocol)]
+    drain(protocol)
+    protocol.on_ack(1, False, 0.0)
+    protocol.channel_closed(404, "NOT_FOUND", PUBLISH, 1.0)
+    assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED, Outcome.REJECTED]
+
+
+def test_a_channel_closed_over_something_else_rejects_nothing() -> None:
+    protocol = make()
+    receipt = send(protocol)
+    drain(protocol)
+    protocol.channel_closed(406, "PRECONDITION_FAILED", (50, 10), 1.0)
+    assert receipt.outcome is Outcome.UNKNOWN
+
+
+def test_a_half_written_message_can_be_the_culprit() -> None:
+    protocol = make()
+    receipt = send(protocol, b"x" * 3 * MAX_BODY)
+    write(protocol, MAX_BODY)
+    protocol.channel_closed(403, "ACCESS_REFUSED", PUBLISH, 1.0)
+    assert receipt.outcome is Outcome.REJECTED
+
+
+def test_a_channel_closed_with_nothing_in_flight_fails_what_was_not_written() -> None:
+    protocol = make()
+    receipt = send(protocol)
+    protocol.channel_closed(404, "NOT_FOUND", PUBLISH, 1.0)
+    assert receipt.outcome is Outcome.FAILED
+
+
+def test_without_confirms_what_is_half_written_is_unknown() -> None:
+    protocol = make(confirms=False)
+    receipts = [send(protocol), send(protocol)]
+    write(protocol, 5)
+    protocol.connection_lost("reset by peer", 1.0)
+    assert [receipt.outcome for receipt in receipts] == [Outcome.UNKNOWN, Outcome.FAILED]
+
+
+def test_the_unsettled_receipts_are_in_the_order_of_admission() -> None:
+    protocol = make()
+    receipts = [send(protocol) for _ in range(4)]
+    drain(protocol)
+    protocol.on_ack(2, False, 0.0)
+    assert protocol.unsettled_receipts == (receipts[0], receipts[2], receipts[3])
+
+
+@given(
+    st.lists(st.sampled_from([0, 1, 5000]), min_size=1, max_size=8),
+    st.floats(0, 1),
+    st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.booleans()), max_size=8),
+)
+def test_however_far_writing_and_answers_got_every_receipt_is_settled_exactly_once(
+    sizes: list[int], share: float, answers: list[tuple[int, bool, bool]]
+) -> None:
+    protocol = make(capacity_bytes=1 << 20)
+    protocol.settled = []
+    receipts = [send(protocol, b"x" * size) for size in sizes]
+    write(protocol, int(protocol.outbound.size * share))
+    for tag, multiple, ack in answers:
+        (protocol.on_ack if ack else protocol.on_nack)(tag, multiple, 0.0)
+    finished, begun = protocol.outbound.finished, protocol.outbound.begun
+    protocol.connection_lost("reset by peer", 1.0)
+    assert sorted(map(id, protocol.settled)) == sorted(map(id, receipts))
+    for number, receipt in enumerate(receipts, 1):
+        if number > begun:
+            assert receipt.outcome is Outcome.FAILED
+        elif number > finished:
+            assert receipt.outcome is Outcome.UNKNOWN
+        else:
+            assert receipt.outcome in (Outcome.CONFIRMED, Outcome.NACKED, Outcome.UNKNOWN)
+    assert protocol.window.used == protocol.in_flight == 0

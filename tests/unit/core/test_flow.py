@@ -1,0 +1,282 @@
+"""`Channel.Flow`, `Connection.Blocked`, pauses: what may leave, what may not, and in which order (J3 J7)."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qflow_client import FlowEventKind, HoldKind, Message
+
+from .support import MAX_BODY, Wire, drain, holds, make, send, wait, wire, write
+
+BODIES = [b"first", b"second", b"third"]
+
+
+def test_j7_flow_is_answered_and_then_nothing_leaves_until_flow_is_active() -> None:
+    protocol = make()
+    for body in BODIES:
+        send(protocol, body)
+    protocol.on_flow(False, 1.0)
+    assert holds(protocol) == [HoldKind.CHANNEL_FLOW]
+    assert wire(drain(protocol)).short == [False]
+    assert protocol.data_to_write(1 << 20) == b""
+    protocol.on_flow(True, 2.0)
+    assert protocol.gate.is_open
+    assert wire(drain(protocol)).short == [True, *BODIES]
+
+
+def test_j7_only_the_message_that_has_begun_precedes_the_answer() -> None:
+    protocol = make()
+    for body in BODIES:
+        send(protocol, body)
+    read = Wire().read(write(protocol, 3))
+    protocol.on_flow(False, 1.0)
+    read.read(drain(protocol))
+    assert read.short == [b"first", False]
+    protocol.on_flow(True, 2.0)
+    assert read.read(drain(protocol)).short == [b"first", False, True, b"second", b"third"]
+
+
+@pytest.mark.parametrize("border", [-1, 0, 1], ids=["before", "at", "after"])
+def test_j7_a_message_of_many_frames_that_has_begun_is_brought_to_its_end(border: int) -> None:
+    protocol = make()
+    large = b"L" * (3 * MAX_BODY)
+    send(protocol, large)
+    first = len(protocol.outbound._pieces[0])
+    send(protocol, b"after")
+    read = Wire().read(write(protocol, first + border))
+    protocol.on_flow(False, 1.0)
+    read.read(drain(protocol))
+    assert read.short == [large, False]
+    protocol.on_flow(True, 2.0)
+    assert read.read(drain(protocol)).short == [large, False, True, b"after"]
+
+
+def test_j7_a_message_that_is_written_whole_does_not_drag_the_next_along() -> None:
+    protocol = make()
+    send(protocol, BODIES[0])
+    size = protocol.outbound.size
+    send(protocol, BODIES[1])
+    read = Wire().read(write(protocol, size))
+    protocol.on_flow(False, 1.0)
+    assert read.read(drain(protocol)).short == [BODIES[0], False]
+
+
+def test_j7_what_waits_is_not_admitted_while_flowed_and_leaves_after_what_was_admitted_before() -> None:
+    protocol = make()
+    send(protocol, b"admitted")
+    protocol.on_flow(False, 1.0)
+    tickets = [wait(protocol, b"waits 1"), protocol.stand_in_line(Message(b"waits 2"), "", "q", 1.0)]
+    written = drain(protocol)
+    assert [ticket.receipt for ticket in tickets] == [None, None]
+    protocol.on_flow(True, 2.0)
+    assert wire(written + drain(protocol)).short == [False, True, b"admitted", b"waits 1", b"waits 2"]
+
+
+def test_j7_every_flow_is_answered_even_if_it_says_nothing_new() -> None:
+    protocol = make()
+    send(protocol, b"x")
+    read = Wire().read(write(protocol, 1))
+    for active in (True, False, False, True, False):
+        protocol.on_flow(active, 1.0)
+    assert read.read(drain(protocol)).short == [b"x", True, False, False, True, False]
+    assert holds(protocol) == [HoldKind.CHANNEL_FLOW]
+    assert protocol.gate.times_closed == 3, "once without a connection, twice by these"
+
+
+def test_j7_an_answer_that_is_half_written_is_not_cut_by_the_next() -> None:
+    protocol = make()
+    protocol.on_flow(False, 1.0)
+    read = Wire().read(write(protocol, 4))
+    protocol.on_flow(True, 2.0)
+    protocol.on_flow(False, 3.0)
+    assert read.read(drain(protocol)).short == [False, True, False]
+
+
+def test_an_answer_is_no_message() -> None:
+    protocol = make()
+    send(protocol)
+    protocol.on_flow(False, 1.0)
+    write(protocol, 13)
+    assert protocol.in_flight == 0
+    protocol.on_ack(1, False, 1.0)
+    assert protocol.unsettled == 1
+    protocol.on_flow(True, 2.0)
+    drain(protocol)
+    assert protocol.in_flight == 1
+    protocol.on_ack(1, False, 3.0)
+    assert protocol.unsettled == 0
+
+
+def test_confirms_settle_while_flowed() -> None:
+    protocol = make()
+    receipt = send(protocol)
+    drain(protocol)
+    protocol.on_flow(False, 1.0)
+    protocol.on_ack(1, False, 2.0)
+    assert receipt.delivered
+
+
+def test_a_blocked_connection_holds_back_what_has_not_begun() -> None:
+    protocol = make()
+    send(protocol, b"first")
+    send(protocol, b"second")
+    read = Wire().read(write(protocol, 1))
+    protocol.on_blocked("low on memory", 1.0)
+    assert [str(hold) for hold in protocol.gate.holds] == ["connection_blocked (low on memory)"]
+    assert read.read(drain(protocol)).short == [b"first"]
+    protocol.on_blocked("again", 2.0)
+    protocol.on_unblocked(3.0)
+    assert protocol.gate.is_open
+    assert read.read(drain(protocol)).short == [b"first", b"second"]
+    protocol.on_unblocked(4.0)
+
+
+@pytest.mark.parametrize("flow_first", [True, False])
+def test_flow_and_blocked_overlap_and_the_last_to_end_lets_go(flow_first: bool) -> None:
+    protocol = make()
+    send(protocol)
+    protocol.on_flow(False, 1.0)
+    protocol.on_blocked("", 2.0)
+    assert wire(drain(protocol)).short == [False], "the answer leaves, whatever is blocked"
+    if flow_first:
+        protocol.on_flow(True, 3.0)
+        assert wire(drain(protocol)).short == [True]
+        assert holds(protocol) == [HoldKind.CONNECTION_BLOCKED]
+        protocol.on_unblocked(4.0)
+        assert wire(drain(protocol)).short == [b"x"]
+    else:
+        protocol.on_unblocked(3.0)
+        assert drain(protocol) == b""
+        assert holds(protocol) == [HoldKind.CHANNEL_FLOW]
+        protocol.on_flow(True, 4.0)
+        assert wire(drain(protocol)).short == [True, b"x"]
+    assert protocol.gate.is_open
+
+
+def test_d5_what_is_admitted_leaves_a_paused_producer() -> None:
+    protocol = make()
+    send(protocol)
+    protocol.hold(HoldKind.PAUSED, 1.0, source="manager", detail="stock-taking")
+    ticket = wait(protocol)
+    assert wire(drain(protocol)).short == [b"x"]
+    protocol.lift(HoldKind.PAUSED, 2.0, source="manager")
+    assert ticket.receipt is not None
+
+
+def test_a_connection_that_is_blocked_before_the_channel_is_there_stays_blocked() -> None:
+    protocol = make(opened=False)
+    ticket = wait(protocol)
+    protocol.on_blocked("low on memory", 1.0)
+    protocol.channel_opened(1, 4096, 2.0)
+    assert ticket.receipt is None
+    assert protocol.outbound.stopped
+    protocol.on_unblocked(3.0)
+    assert wire(drain(protocol)).short == [b"x"]
+
+
+@given(st.data())
+def test_j7_however_writes_and_flows_fall_nothing_begins_between_the_answer_and_active(data: st.DataObject) -> None:
+    protocol = make(max_unwritten_bytes=1 << 30)
+    bodies = [b"%d" % number * size for number, size in enumerate(data.draw(st.lists(st.sampled_from([1, 5000]))))]
+    for body in bodies:
+        send(protocol, body)
+    read = Wire()
+    asked = []
+    for active in data.draw(st.lists(st.booleans(), max_size=6)):
+        offered = protocol.data_to_write(data.draw(st.sampled_from([1, 100, 5000, 1 << 20])))
+        count = data.draw(st.integers(0, len(offered)))
+        border = protocol.advance(count, 0.0)
+        read.read(offered[:count])
+        assert border or protocol.unfinished, "in mid-frame there is something to finish"
+        protocol.on_flow(active, 0.0)
+        asked.append(active)
+    protocol.on_flow(True, 0.0)
+    read.read(drain(protocol))
+    assert [each for each in read.short if isinstance(each, bool)] == [*asked, True]
+    assert [each for each in read.short if isinstance(each, bytes)] == bodies
+    active = True
+    for each in read.short:
+        if isinstance(each, bool):
+            active = each
+        else:
+            assert active, "a message after Flow-Ok(False)"
+
+
+# Events.
+
+
+def test_events_tell_every_change_in_order_with_wall_time_and_durations() -> None:
+    protocol = make(name="orders", wall_offset=1000.0)
+    protocol.events = []
+    protocol.on_flow(False, 10.0)
+    protocol.on_flow(False, 11.0)
+    protocol.on_blocked("low on memory", 12.0)
+    protocol.on_flow(True, 15.0)
+    protocol.on_unblocked(20.0)
+    told = [
+        (event.kind, event.hold.kind if event.hold else None, event.at, event.since, event.seconds, len(event.holds))
+        for event in protocol.events
+    ]
+    assert told == [
+        (FlowEventKind.FLOWED, "channel_flow", 1010.0, 1010.0, 0.0, 1),
+        (FlowEventKind.HOLD_RAISED, "connection_blocked", 1012.0, 1012.0, 0.0, 2),
+        (FlowEventKind.HOLD_LIFTED, "channel_flow", 1015.0, 1010.0, 5.0, 1),
+        (FlowEventKind.UNFLOWED, "connection_blocked", 1020.0, 1012.0, 8.0, 0),
+    ]
+    assert [event.flowed for event in protocol.events] == [True, True, True, False]
+    assert str(protocol.events[0]) == "orders: flowed by channel_flow"
+    assert str(protocol.events[3]) == "orders: unflowed by connection_blocked (low on memory) after 8 s"
+    assert {event.producer for event in protocol.events} == {"orders"}
+
+
+def test_nobody_listens_and_no_event_is_made() -> None:
+    protocol = make()
+    protocol.on_flow(False, 1.0)
+    assert protocol.events is None
+
+
+def test_the_flow_state_says_which_holds_since_when_how_often_and_how_long() -> None:
+    protocol = make(wall_offset=1000.0, opened=False)
+    protocol.channel_opened(1, 4096, 2.0)
+    state = protocol.flow_state(3.0)
+    assert (state.flowed, state.since, state.times_flowed, state.holds) == (False, None, 1, ())
+    protocol.on_flow(False, 10.0)
+    protocol.on_blocked("", 11.0)
+    state = protocol.flow_state(14.0)
+    assert (state.flowed, state.since, state.times_flowed) == (True, 1010.0, 2)
+    assert state.seconds_flowed == {"disconnected": 2.0, "channel_flow": 4.0, "connection_blocked": 3.0}
+    protocol.on_flow(True, 15.0)
+    assert protocol.flow_state(16.0).since == 1010.0, "it has not been unflowed in between"
+
+
+def test_the_flow_state_sees_a_window_that_filled_or_a_rate_that_passed_since_somebody_asked() -> None:
+    protocol = make(capacity=1, rate=1.0)
+    send(protocol, now=0.0)
+    assert [hold.kind for hold in protocol.flow_state(0.0).holds] == ["capacity"]
+    drain(protocol)
+    protocol.on_ack(1, False, 0.5)
+    assert [hold.kind for hold in protocol.flow_state(0.6).holds] == ["rate"]
+    assert not protocol.flow_state(1.0).flowed
+
+
+def test_what_people_must_know_of_is_logged_louder(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    protocol = make(name="orders", capacity=1)
+    caplog.clear()
+    protocol.on_blocked("low on memory", 1.0)
+    protocol.on_unblocked(3.0)
+    protocol.on_flow(False, 3.0)
+    protocol.on_flow(True, 4.0)
+    send(protocol)
+    protocol.send(b"x", "", "q", 5.0)
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", "orders: held by connection_blocked (low on memory)"),
+        ("WARNING", "orders: no longer held by connection_blocked (low on memory), after 2 s"),
+        ("INFO", "orders: held by channel_flow"),
+        ("INFO", "orders: no longer held by channel_flow, after 1 s"),
+        ("DEBUG", "orders: held by capacity"),
+    ]

@@ -1,0 +1,310 @@
+"""Settings: where a value comes from, what is refused and in which words, and what is never shown."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from qflow_client import ProducerSettings, SettingsError, WhenFlowed
+from qflow_client.settings import hide_password
+
+URL = "amqp://guest:guest@localhost:5672/%2F"
+
+# Of every setting but the URL: text for it in a URL or the environment, and the value that it stands for.
+TEXTS: list[tuple[str, str, Any]] = [
+    ("exchange", "orders", "orders"),
+    ("routing_key", "new", "new"),
+    ("capacity", "5", 5),
+    ("capacity_bytes", "1000", 1000),
+    ("max_producer_flow_control_wait", "2.5", 2.5),
+    ("when_flowed", "raise", WhenFlowed.RAISE),
+    ("confirms", "no", False),
+    ("mandatory", "off", False),
+    ("rate", "12.5", 12.5),
+    ("rate_burst", "3", 3),
+    ("max_unwritten_bytes", "100", 100),
+    ("flow_control_wait_notify_period", "0.5", 0.5),
+    ("connect_timeout", "3", 3.0),
+    ("name", "billing", "billing"),
+]
+# `message_ids` cannot be changed alone.
+CHANGED = [pytest.param(*each, id=each[0]) for each in TEXTS]
+
+
+def load(*args: Any, environ: dict[str, str] | None = None, **keywords: Any) -> ProducerSettings:
+    return ProducerSettings.load(*args, environ=environ or {}, **keywords)
+
+
+def default(name: str) -> Any:
+    return {setting.name: setting.default for setting in fields(ProducerSettings)}[name]
+
+
+def test_every_setting_is_in_the_table_above() -> None:
+    assert {each[0] for each in TEXTS} | {"url", "message_ids"} == {each.name for each in fields(ProducerSettings)}
+
+
+def test_the_defaults() -> None:
+    settings = load()
+    assert settings == ProducerSettings()
+    assert settings.url == URL
+    assert settings.capacity == 1000
+    assert settings.max_producer_flow_control_wait == 60.0
+    assert settings.when_flowed is WhenFlowed.BLOCK
+    assert settings.max_unwritten_bytes == 1 << 20
+    assert settings.flow_control_wait_notify_period == 5.0
+    assert settings.confirms
+    assert settings.mandatory
+    assert settings.message_ids
+
+
+@pytest.mark.parametrize(("name", "text", "value"), CHANGED)
+def test_a_setting_comes_from_the_first_place_that_has_it(name: str, text: str, value: Any) -> None:
+    environ = {f"QFLOW_{name.upper()}": text}
+    url = f"{URL}?{name}={text}"
+    # A value of each kind that is none of the others.
+    other: Any = None if isinstance(value, (bool, WhenFlowed)) else "k" if isinstance(value, str) else value + 1
+    assert getattr(load(environ={}), name) == default(name)
+    assert getattr(load(environ=environ), name) == value
+    assert getattr(load(url), name) == value
+    assert getattr(load(settings=ProducerSettings(**{name: value})), name) == value
+    assert getattr(load(**{name: value}), name) == value
+    if other is None:
+        # Of two values, one is the default; it wins where it is said.
+        other = default(name)
+        assert getattr(load(f"{URL}?{name}={str(other).lower()}", environ=environ), name) == other
+        assert getattr(load(url, environ=environ, **{name: other}), name) == other
+        assert getattr(load(settings=ProducerSettings(**{name: value}), environ={}, **{name: other}), name) == other
+        return
+    assert getattr(load(f"{URL}?{name}={other}", environ=environ), name) == other
+    assert getattr(load(url, ProducerSettings(**{name: other}), environ=environ), name) == other
+    assert getattr(load(url, ProducerSettings(**{name: value}), environ=environ, **{name: other}), name) == other
+
+
+def test_message_ids_and_mandatory_go_together() -> None:
+    with pytest.raises(SettingsError, match="mandatory=True with message_ids=False"):
+        ProducerSettings(message_ids=False)
+    settings = load(f"{URL}?message_ids=false", environ={"QFLOW_MANDATORY": "0"})
+    assert (settings.message_ids, settings.mandatory) == (False, False)
+
+
+@pytest.mark.parametrize("text", ["1", "true", "YES", "On"])
+def test_words_for_true(text: str) -> None:
+    assert load(environ={"QFLOW_MANDATORY": "false", "QFLOW_CONFIRMS": text}).confirms is True
+
+
+@pytest.mark.parametrize("text", ["0", "False", "NO", "off"])
+def test_words_for_false(text: str) -> None:
+    assert load(environ={"QFLOW_CONFIRMS": text}).confirms is False
+
+
+@pytest.mark.parametrize("name", ["max_producer_flow_control_wait", "rate", "capacity_bytes"])
+@pytest.mark.parametrize("text", ["none", "None", ""])
+def test_words_for_none(name: str, text: str) -> None:
+    assert getattr(load(environ={f"QFLOW_{name.upper()}": text}), name) is None
+    assert getattr(load(f"{URL}?{name}={text}"), name) is None
+
+
+def test_for_ever_is_a_word_too() -> None:
+    assert load(f"{URL}?max_producer_flow_control_wait=forever").max_producer_flow_control_wait is None
+
+
+def test_none_for_ever_can_be_said_by_keyword() -> None:
+    environ = {"QFLOW_MAX_PRODUCER_FLOW_CONTROL_WAIT": "5"}
+    assert load(environ=environ, max_producer_flow_control_wait=None).max_producer_flow_control_wait is None
+
+
+def test_the_environment_of_the_process_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QFLOW_CAPACITY", "7")
+    assert ProducerSettings.load().capacity == 7
+
+
+WHOLE = "a whole number of messages, at least 1"
+REFUSED: list[tuple[str, Any, str]] = [
+    ("url", "", "an amqp:// or amqps:// URL, or a non-empty sequence of them"),
+    ("url", "http://localhost", "an amqp:// or amqps:// URL, or a non-empty sequence of them"),
+    ("url", "amqp://[::1", "an amqp:// or amqps:// URL, or a non-empty sequence of them"),
+    ("url", "amqp://localhost:70000/", "an amqp:// or amqps:// URL, or a non-empty sequence of them"),
+    ("url", "amqp://localhost:port/", "an amqp:// or amqps:// URL, or a non-empty sequence of them"),
+    ("url", [], "an amqp:// or amqps:// URL, or a non-empty sequence of them"),
+    ("url", [URL, 3], "an amqp:// or amqps:// URL, or a non-empty sequence of them"),
+    ("url", b"amqp://localhost", "an amqp:// or amqps:// URL, or a non-empty sequence of them"),
+    ("exchange", "x" * 256, "a str of at most 255 bytes"),
+    ("exchange", None, "a str of at most 255 bytes"),
+    ("routing_key", "é" * 128, "a str of at most 255 bytes"),
+    ("routing_key", "\ud800", "a str of at most 255 bytes"),
+    ("routing_key", b"k", "a str of at most 255 bytes"),
+    ("name", 3, "a str of at most 255 bytes"),
+    ("capacity", 0, WHOLE),
+    ("capacity", -1, WHOLE),
+    ("capacity", 1.5, WHOLE),
+    ("capacity", True, WHOLE),
+    ("capacity", "5", WHOLE),
+    ("capacity", None, WHOLE),
+    ("capacity_bytes", 0, "None or a whole number of bytes, at least 1"),
+    ("max_producer_flow_control_wait", -0.1, "None (for ever) or seconds, at least 0"),
+    ("max_producer_flow_control_wait", float("inf"), "None (for ever) or seconds, at least 0"),
+    ("max_producer_flow_control_wait", float("nan"), "None (for ever) or seconds, at least 0"),
+    ("max_producer_flow_control_wait", True, "None (for ever) or seconds, at least 0"),
+    ("when_flowed", "spill", "'block' or 'raise'"),
+    ("when_flowed", None, "'block' or 'raise'"),
+    ("confirms", 1, "True or False"),
+    ("mandatory", "yes", "True or False"),
+    ("message_ids", None, "True or False"),
+    ("rate", 0, "None or messages per second, more than 0"),
+    ("rate_burst", 0, WHOLE),
+    ("max_unwritten_bytes", 0, "a whole number of bytes, at least 1"),
+    ("flow_control_wait_notify_period", 0, "seconds, more than 0"),
+    ("connect_timeout", 0.0, "seconds, more than 0"),
+    ("connect_timeout", None, "seconds, more than 0"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "allowed"), REFUSED)
+def test_a_refused_value_is_named_with_its_setting_and_what_is_allowed(name: str, value: Any, allowed: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        ProducerSettings(**{name: value})
+    assert str(caught.value) == f"{name}={hide_password(repr(value))}: it must be {allowed}"
+    # By keyword `None` is no URL at all.
+    with pytest.raises(SettingsError) as loaded:
+        load(**{name: value})
+    assert str(loaded.value) == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "allowed"),
+    [
+        ("capacity", "many", WHOLE),
+        ("capacity", "0", WHOLE),
+        ("capacity_bytes", "1.5", "None or a whole number of bytes, at least 1"),
+        ("confirms", "maybe", "True or False"),
+        ("rate", "nan", "None or messages per second, more than 0"),
+        ("when_flowed", "spill", "'block' or 'raise'"),
+        ("connect_timeout", "", "seconds, more than 0"),
+        ("routing_key", "k" * 256, "a str of at most 255 bytes"),
+    ],
+)
+def test_a_refused_text_is_named_with_the_place_it_came_from(name: str, text: str, allowed: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load(environ={f"QFLOW_{name.upper()}": text})
+    assert str(caught.value) == f"QFLOW_{name.upper()}={text!r}: it must be {allowed}"
+    with pytest.raises(SettingsError) as caught:
+        load(f"{URL}?{name}={text}")
+    assert str(caught.value) == f"the URL's {name}={text!r}: it must be {allowed}"
+
+
+def test_a_setting_that_does_not_exist_is_refused_with_those_that_do() -> None:
+    with pytest.raises(SettingsError, match=r"capcity=5: there is no such setting; there are url, .*capacity"):
+        load(capcity=5)
+
+
+# URLs.
+
+
+def test_a_list_of_urls_is_a_list_of_hosts_to_try() -> None:
+    urls = ["amqp://one/", "amqps://two/vhost"]
+    assert ProducerSettings(url=urls).urls == tuple(urls)
+    assert load(urls).urls == tuple(urls)
+    assert ProducerSettings(url=urls).url == tuple(urls), "and cannot be changed any more"
+    assert ProducerSettings(url=URL).urls == (URL,)
+
+
+def test_the_environment_lists_urls_with_commas() -> None:
+    assert load(environ={"QFLOW_URL": "amqp://one/,amqp://two/"}).urls == ("amqp://one/", "amqp://two/")
+    assert load(environ={"QFLOW_URL": "amqp://one/"}).urls == ("amqp://one/",)
+    assert load(environ={"QFLOW_URL": "amqp://one:1, amqps://two:2"}).urls == ("amqp://one:1", "amqps://two:2")
+    with pytest.raises(SettingsError, match="QFLOW_URL='amqp://one/,two'"):
+        load(environ={"QFLOW_URL": "amqp://one/,two"})
+    with pytest.raises(SettingsError, match="QFLOW_URL='one': it must be an amqp://"):
+        load(environ={"QFLOW_URL": "one"})
+
+
+def test_the_url_too_comes_from_the_first_place_that_has_it() -> None:
+    environ = {"QFLOW_URL": "amqp://env/"}
+    settings = ProducerSettings(url="amqp://settings/")
+    assert load(environ=environ).urls == ("amqp://env/",)
+    assert load(settings=settings, environ=environ).urls == ("amqp://settings/",)
+    assert load("amqp://keyword/", settings, environ=environ).urls == ("amqp://keyword/",)
+    assert load(settings=settings, url="amqp://keyword/").urls == ("amqp://keyword/",)
+
+
+def test_of_several_urls_the_first_that_names_a_setting_decides() -> None:
+    settings = load(["amqp://one/?capacity=1", "amqp://two/?capacity=2&rate=3"])
+    assert (settings.capacity, settings.rate) == (1, 3.0)
+
+
+def test_query_parameters_that_are_pika_s_pass_through_and_ours_do_not() -> None:
+    url = "amqp://u:p@host:1/v%2Fh?heartbeat=3&capacity=5&ssl_options=%7B%27a%27%3A+1%7D&name=n&blank="
+    settings = load(url)
+    assert (settings.capacity, settings.name) == (5, "n")
+    assert settings.urls == ("amqp://u:p@host:1/v%2Fh?heartbeat=3&ssl_options=%7B%27a%27%3A+1%7D&blank=",)
+
+
+def test_a_url_in_a_query_sets_nothing() -> None:
+    assert load("amqp://host/?url=amqp://other/").urls == ("amqp://host/?url=amqp%3A%2F%2Fother%2F",)
+
+
+# Passwords.
+
+SECRETS = [
+    "amqp://user:secret@host/",
+    "amqp://:secret@host/",
+    "amqp://user:sec,secret@host:5672/v?heartbeat=3",
+    "amqp://user:secret@[::1]:5672/",
+    "amqp://one:secret@host,amqp://two:secret@host",
+    "amqp://host,amqp://two:secret@host",
+    "amqp://host:5672,amqp://two:secret@host",
+]
+
+
+@pytest.mark.parametrize("url", SECRETS)
+def test_a_password_is_not_shown(url: str) -> None:
+    shown = hide_password(url)
+    assert "secret" not in shown
+    assert "***@" in shown
+
+
+@pytest.mark.parametrize("url", SECRETS[:4])
+def test_a_password_is_not_shown_by_the_settings(url: str) -> None:
+    assert "secret" not in repr(ProducerSettings(url=url))
+    assert "secret" not in repr(ProducerSettings(url=[url, url]))
+    assert "secret" not in repr(load(environ={"QFLOW_URL": SECRETS[4]}))
+
+
+@pytest.mark.parametrize("url", ["amqp://host:5672/", "amqp://user@host/", "amqp://host/?name=me@box", "no URL"])
+def test_what_has_no_password_is_shown_as_it_is(url: str) -> None:
+    assert hide_password(url) == url
+
+
+@pytest.mark.parametrize(
+    "url", [*(url.replace("amqp", "http") for url in SECRETS), "amqp://user:sec/secret@host", "amqp://u:s?secret@h:x"]
+)
+def test_a_password_is_not_shown_by_a_refusal_either(url: str) -> None:
+    refused: list[Any] = [url, [url], [URL, url]]
+    for value in refused:
+        with pytest.raises(SettingsError) as caught:
+            ProducerSettings(url=value)
+        assert "secret" not in str(caught.value)
+        with pytest.raises(SettingsError) as caught:
+            load(value)
+        assert "secret" not in str(caught.value)
+    with pytest.raises(SettingsError) as caught:
+        load(environ={"QFLOW_URL": url})
+    assert "secret" not in str(caught.value)
+    with pytest.raises(SettingsError) as caught:
+        load(environ={"QFLOW_URL": f"{URL},{url}"})
+    assert "secret" not in str(caught.value)
+
+
+def test_the_repr_says_what_is_not_as_usual() -> None:
+    assert repr(ProducerSettings()) == "ProducerSettings(url='amqp://guest:***@localhost:5672/%2F')"
+    settings = ProducerSettings(url=["amqp://one/", "amqp://two/"], capacity=5, name="n")
+    assert repr(settings) == "ProducerSettings(url=['amqp://one/', 'amqp://two/'], capacity=5, name='n')"
+
+
+def test_settings_are_values() -> None:
+    assert ProducerSettings(capacity=5) == ProducerSettings(capacity=5)
+    assert len({ProducerSettings(url=[URL]), ProducerSettings(url=[URL])}) == 1
+    with pytest.raises(AttributeError):
+        ProducerSettings().capacity = 5  # type: ignore[misc]

@@ -1,0 +1,562 @@
+"""The tap: what the library sees, what the channels see, and whose turn it is to write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pamqp.base
+import pamqp.commands
+import pamqp.frame
+import pamqp.header
+import pamqp.heartbeat
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qflow_client.frames import (
+    ACK,
+    BODY_FRAME,
+    CHANNEL_CLOSE,
+    CHANNEL_FLOW,
+    CONNECTION_BLOCKED,
+    HEADER_FRAME,
+    HEARTBEAT,
+    METHOD_FRAME,
+    NACK,
+    RETURN,
+    FrameError,
+    frame,
+)
+from qflow_client.outbound import Outbound
+from qflow_client.tap import Tap
+
+from .support import Wire, drain, holds, make, send, wire
+
+Basic, Channel, Connection = pamqp.commands.Basic, pamqp.commands.Channel, pamqp.commands.Connection
+
+
+class Recorder:
+    """A channel that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+        self.outbound = Outbound()
+
+    @property
+    def unfinished(self) -> bytes:
+        return self.outbound.unfinished
+
+    def data_to_write(self, limit: int) -> bytes:
+        return self.outbound.data(limit)
+
+    def advance(self, count: int, now: float) -> bool:
+        self.outbound.advance(count)
+        return not self.outbound.mid_frame
+
+    def on_ack(self, tag: int, multiple: bool, now: float) -> None:
+        self.told.append(("ack", tag, multiple))
+
+    def on_nack(self, tag: int, multiple: bool, now: float) -> None:
+        self.told.append(("nack", tag, multiple))
+
+    def on_return(self, code: int, text: str, exchange: str, routing_key: str, header: bytes, body: bytes) -> None:
+        self.told.append(("return", code, text, exchange, routing_key, header, body))
+
+    def on_flow(self, active: bool, now: float) -> None:
+        self.told.append(("flow", active))
+
+    def on_blocked(self, reason: str, now: float) -> None:
+        self.told.append(("blocked", reason))
+
+    def on_unblocked(self, now: float) -> None:
+        self.told.append(("unblocked",))
+
+    def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
+        self.told.append(("closed", code, text, method))
+
+
+def encode(method: pamqp.base.Frame, channel: int = 1) -> bytes:
+    return pamqp.frame.marshal(method, channel)
+
+
+def content(body: bytes, frame_size: int = 5, channel: int = 1) -> bytes:
+    header = pamqp.header.ContentHeader(body_size=len(body), properties=Basic.Properties(message_id="own"))
+    parts = [pamqp.frame.marshal(header, channel)]
+    parts += [frame(BODY_FRAME, channel, body[at : at + frame_size]) for at in range(0, len(body), frame_size)]
+    return b"".join(parts)
+
+
+def header_of(body: bytes) -> bytes:
+    return pamqp.header.ContentHeader(body_size=len(body), properties=Basic.Properties(message_id="own")).marshal()
+
+
+def attached(number: int = 1) -> tuple[Tap, Recorder]:
+    tap, channel = Tap(), Recorder()
+    tap.attach(number, channel, 0.0)
+    return tap, channel
+
+
+CLOSE = encode(Channel.Close(406, "PRECONDITION_FAILED", 60, 40))
+RETURN_METHOD = Basic.Return(312, "NO_ROUTE", "an exchange", "a key")
+
+
+# Inwards.
+
+
+@st.composite
+def frames(draw: st.DrawFn) -> tuple[bytes, bytes, list[tuple[Any, ...]]]:
+    """One thing a broker can send: its bytes, those that the library must see, and what channel 1 must be told."""
+    tag, bit = draw(st.integers(0, (1 << 63) - 1)), draw(st.booleans())
+    body = draw(st.binary(max_size=12))
+    text = draw(st.text(max_size=20))
+    kind = draw(st.sampled_from(["ack", "nack", "flow", "return", "blocked", "unblocked", "other", "deliver", "beat"]))
+    if kind == "ack":
+        return encode(Basic.Ack(tag, bit)), b"", [("ack", tag, bit)]
+    if kind == "nack":
+        return encode(Basic.Nack(tag, bit, False)), b"", [("nack", tag, bit)]
+    if kind == "flow":
+        return encode(Channel.Flow(bit)), b"", [("flow", bit)]
+    if kind == "return":
+        told = ("return", 312, text, "e", "k", header_of(body), body)
+        return encode(Basic.Return(312, text, "e", "k")) + content(body), b"", [told]
+    if kind == "blocked":
+        data = encode(Connection.Blocked(text), 0)
+        return data, data, [("blocked", text)]
+    if kind == "unblocked":
+        data = encode(Connection.Unblocked(), 0)
+        return data, data, [("unblocked",)]
+    if kind == "deliver":
+        channel = draw(st.sampled_from([1, 2]))
+        data = encode(Basic.Deliver("c", tag, bit, "e", "k"), channel) + content(body, channel=channel)
+        return data, data, []
+    if kind == "beat":
+        return HEARTBEAT, HEARTBEAT, []
+    # What is ours on our channel is the library's on another.
+    data = draw(
+        st.sampled_from(
+            [
+                encode(Basic.Ack(1), 2),
+                encode(Basic.Nack(1), 2),
+                encode(Channel.Flow(False), 2),
+                encode(RETURN_METHOD, 2) + content(b"abc", channel=2),
+                encode(Channel.Close(404, "NOT_FOUND", 60, 40), 2),
+                encode(Channel.FlowOk(True), 1),
+                encode(Basic.ConsumeOk("c"), 1),
+                encode(pamqp.commands.Queue.DeclareOk("q", 1, 1), 3),
+                encode(Connection.Close(320, "CONNECTION_FORCED", 0, 0), 0),
+            ]
+        )
+    )
+    return data, data, []
+
+
+@settings(max_examples=60)
+@given(st.lists(frames(), max_size=8), st.data())
+def test_however_the_stream_is_cut_each_side_gets_its_own_frames_whole_and_in_order(
+    broker: list[tuple[bytes, bytes, list[tuple[Any, ...]]]], data: st.DataObject
+) -> None:
+    tap, channel = attached()
+    stream = b"".join(each[0] for each in broker)
+    passed = b""
+    while stream:
+        cut = min(len(stream), data.draw(st.sampled_from([1, 2, 5, 9, 30, 1000])))
+        part = tap.received(stream[:cut], 1.0)
+        at = 0
+        while at < len(part):
+            at += int.from_bytes(part[at + 3 : at + 7], "big") + 8
+        assert at == len(part), "the library gets whole frames only"
+        passed += part
+        stream = stream[cut:]
+    assert passed == b"".join(each[1] for each in broker)
+    assert channel.told == [told for each in broker for told in each[2]]
+
+
+def test_a_channel_that_is_not_attached_is_the_library_s() -> None:
+    tap = Tap()
+    data = encode(Basic.Ack(1)) + encode(Channel.Flow(False)) + encode(RETURN_METHOD) + content(b"abc")
+    assert tap.received(data, 0.0) == data
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        encode(Channel.FlowOk(True)),
+        encode(Channel.CloseOk()),
+        encode(Basic.ConsumeOk("c")),
+        encode(Connection.Close(320, "CONNECTION_FORCED", 0, 0), 0),
+        HEARTBEAT,
+    ],
+)
+def test_what_is_no_business_of_a_publishing_channel_passes_on_unchanged(data: bytes) -> None:
+    tap, channel = attached()
+    ack = encode(Basic.Ack(1))
+    assert tap.received(data + ack + data, 0.0) == data + data
+    assert channel.told == [("ack", 1, False)]
+
+
+def test_a_close_is_told_to_the_channel_and_to_the_library_which_answers_it() -> None:
+    tap, channel = attached()
+    before, close = encode(Basic.Ack(1)), encode(Channel.Close(404, "NOT_FOUND", 60, 40))
+    after = encode(Basic.Ack(2))
+    assert tap.received(before + close + after, 0.0) == close + after
+    assert channel.told == [("ack", 1, False), ("closed", 404, "NOT_FOUND", (60, 40))]
+
+
+def test_blocked_and_unblocked_are_told_to_every_channel_and_to_the_library() -> None:
+    tap, channel = attached()
+    other = Recorder()
+    tap.attach(2, other, 0.0)
+    blocked, unblocked = encode(Connection.Blocked("low on memory"), 0), encode(Connection.Unblocked(), 0)
+    assert tap.received(blocked, 0.0) == blocked
+    assert tap.is_blocked
+    assert tap.received(unblocked, 0.0) == unblocked
+    assert not tap.is_blocked
+    assert channel.told == other.told == [("blocked", "low on memory"), ("unblocked",)]
+
+
+def test_blocked_without_a_reason_blocks_all_the_same() -> None:
+    tap, channel = attached()
+    tap.received(frame(METHOD_FRAME, 0, CONNECTION_BLOCKED), 0.0)
+    assert channel.told == [("blocked", "")]
+    assert tap.is_blocked
+
+
+def test_a_channel_that_comes_to_a_blocked_connection_is_told() -> None:
+    tap = Tap()
+    tap.received(encode(Connection.Blocked("low on disk"), 0), 0.0)
+    channel = Recorder()
+    tap.attach(1, channel, 1.0)
+    assert channel.told == [("blocked", "low on disk")]
+    protocol = make()
+    tap.attach(2, protocol, 1.0)
+    assert holds(protocol) == ["connection_blocked"]
+
+
+def test_a_flow_that_comes_before_the_channel_is_attached_is_kept_for_it() -> None:
+    tap = Tap()
+    tap.expect(1)
+    opened = encode(Channel.OpenOk())
+    flows = encode(Channel.Flow(False)) + encode(Channel.Flow(True)) + encode(Channel.Flow(False))
+    assert tap.received(opened + flows + encode(Basic.Ack(1)), 0.0) == opened + encode(Basic.Ack(1))
+    channel = Recorder()
+    tap.attach(1, channel, 0.0)
+    assert channel.told == [("flow", False), ("flow", True), ("flow", False)], "each is to be answered"
+    tap.detach(1)
+    assert tap.received(flows, 0.0) == flows
+    tap.attach(1, channel, 0.0)
+    assert len(channel.told) == 3, "each once"
+
+
+def test_a_flow_that_is_stopped_before_the_channel_is_attached_holds_the_producer() -> None:
+    tap, protocol = Tap(), make(opened=False)
+    tap.expect(1)
+    tap.received(encode(Channel.Flow(False)), 0.0)
+    ticket = protocol.stand_in_line(b"x", "", "q", 0.0)
+    protocol.channel_opened(1, 4096, 1.0)
+    tap.attach(1, protocol, 1.0)
+    assert wire(drain(protocol)).short == [False]
+    assert ticket.receipt is not None
+    tap.received(encode(Channel.Flow(True)), 2.0)
+    assert wire(drain(protocol)).short == [True, b"x"]
+
+
+def test_a_malformed_flow_that_comes_before_the_channel_is_attached_is_a_frame_error() -> None:
+    tap = Tap()
+    tap.expect(1)
+    with pytest.raises(FrameError):
+        tap.received(frame(METHOD_FRAME, 1, CHANNEL_FLOW) + NEXT, 0.0)
+
+
+def test_d11_another_channel_s_acks_and_deliveries_pass_while_one_is_flowed() -> None:
+    tap, channel = attached()
+    deliver = encode(Basic.Deliver("c", 1, False, "", "q"), 2) + content(b"abc", channel=2)
+    assert tap.received(encode(Channel.Flow(False)) + deliver, 0.0) == deliver
+    assert channel.told == [("flow", False)]
+
+
+def test_text_that_is_no_utf_8_does_no_harm() -> None:
+    tap, channel = attached()
+    tap.received(frame(METHOD_FRAME, 1, CHANNEL_CLOSE + b"\1\x38\2\xff\xfe\0\x3c\0\x28"), 0.0)
+    assert channel.told == [("closed", 312, "\ufffd\ufffd", (60, 40))]
+
+
+NEXT = encode(Basic.Ack(7, True)) * 3
+
+
+@pytest.mark.parametrize("after", [b"", NEXT], ids=["last", "before others"])
+@pytest.mark.parametrize(
+    "payload",
+    [
+        ACK,
+        ACK + bytes(7),
+        ACK + bytes(8),
+        NACK + bytes(8),
+        CHANNEL_FLOW,
+        RETURN,
+        RETURN + b"\1\x38",
+        RETURN + b"\1\x38\0",
+        RETURN + b"\1\x38\0\0\5abc",
+        CHANNEL_CLOSE,
+        CHANNEL_CLOSE + b"\1\x38\x08NO",
+        CHANNEL_CLOSE + b"\1\x38\0\0\x3c",
+    ],
+)
+def test_a_malformed_method_of_a_channel_of_ours_is_a_frame_error_and_tells_nothing(
+    payload: bytes, after: bytes
+) -> None:
+    tap, channel = attached()
+    with pytest.raises(FrameError, match="a frame on channel 1 that cannot be decoded"):
+        tap.received(frame(METHOD_FRAME, 1, payload) + after, 0.0)
+    assert channel.told == []
+
+
+def test_a_malformed_blocked_is_a_frame_error() -> None:
+    tap, channel = attached()
+    with pytest.raises(FrameError, match="channel 0"):
+        tap.received(frame(METHOD_FRAME, 0, CONNECTION_BLOCKED + b"\5abc") + NEXT, 0.0)
+    assert channel.told == []
+
+
+def test_a_returned_content_header_that_is_cut_short_is_a_frame_error() -> None:
+    tap, channel = attached()
+    with pytest.raises(FrameError):
+        tap.received(encode(RETURN_METHOD) + frame(HEADER_FRAME, 1, bytes(11)) + NEXT, 0.0)
+    assert channel.told == []
+
+
+@pytest.mark.parametrize("kind", [BODY_FRAME, 8])
+def test_a_returned_body_before_its_header_is_a_frame_error(kind: int) -> None:
+    protocol = make()
+    tap = Tap()
+    tap.attach(1, protocol, 0.0)
+    with pytest.raises(FrameError):
+        tap.received(encode(RETURN_METHOD) + frame(kind, 1, b"abc"), 0.0)
+
+
+@given(st.binary(max_size=40))
+def test_whatever_header_is_returned_the_producer_takes_it_or_it_is_a_frame_error(payload: bytes) -> None:
+    protocol = make()
+    tap = Tap()
+    tap.attach(1, protocol, 0.0)
+    try:
+        tap.received(encode(RETURN_METHOD) + frame(HEADER_FRAME, 1, payload), 0.0)
+    except FrameError:
+        pass
+
+
+def test_bytes_that_are_no_frames_are_a_frame_error() -> None:
+    tap, _ = attached()
+    with pytest.raises(FrameError):
+        tap.received(b"HTTP/1.1 400 Bad Request\r\n\r\n", 0.0)
+
+
+def test_content_that_is_not_returned_is_the_library_s() -> None:
+    tap, channel = attached()
+    data = content(b"abc")
+    assert tap.received(data, 0.0) == data
+    assert channel.told == []
+
+
+def test_what_is_still_to_come_of_a_returned_message_never_reaches_the_library() -> None:
+    tap, channel = attached()
+    data = encode(RETURN_METHOD) + content(b"0123456789")
+    assert tap.received(data[:60], 0.0) == b""
+    tap.detach(1)
+    ack = encode(Basic.Ack(1))
+    assert tap.received(data[60:] + ack, 0.0) == ack
+    assert channel.told == []
+    assert tap.received(content(b"x"), 0.0) == content(b"x"), "and what follows does"
+
+
+# Heartbeats.
+
+
+@given(st.lists(st.tuples(st.floats(0.01, 1.5), st.sampled_from(["ours", "theirs", "part"])), max_size=30))
+def test_a_library_from_which_all_is_withheld_hears_something_every_half_interval(
+    steps: list[tuple[float, str]],
+) -> None:
+    tap, _ = attached()
+    tap.heartbeat = 2.0
+    ours, theirs = encode(Basic.Ack(1)), encode(Basic.Ack(1), 2)
+    now = heard = 10.0
+    assert tap.received(theirs, now) == theirs
+    for gap, what in steps:
+        now += gap
+        if what == "theirs":
+            assert tap.received(theirs, now) == theirs
+            heard = now
+            continue
+        if what == "ours":
+            fed = tap.received(ours, now)
+        else:
+            # A frame of the library's that comes in pieces.
+            fed = tap.received(theirs[:9], now)
+        if now - heard >= 1.0:
+            assert fed == HEARTBEAT
+            heard = now
+        else:
+            assert fed == b"", "nothing that nobody needs"
+        if what == "part":
+            assert tap.received(theirs[9:], now) == theirs
+            heard = now
+
+
+def test_without_heartbeats_none_is_made_up() -> None:
+    tap, _ = attached()
+    for now in range(0, 1000, 100):
+        assert tap.received(encode(Basic.Ack(1)), float(now)) == b""
+
+
+# Outwards.
+
+
+def one(tap: Tap, count: int, limit: int = 1 << 20) -> bytes:
+    """Write so many bytes of what is offered."""
+    data = tap.data_to_write(limit)[:count]
+    tap.advance(len(data), 0.0)
+    return data
+
+
+def test_nothing_to_write() -> None:
+    tap, _ = attached()
+    assert tap.data_to_write(100) == b""
+    assert tap.at_border
+    assert Tap().data_to_write(100) == b""
+
+
+def test_the_library_writes_only_at_a_border_of_our_frames() -> None:
+    tap, channel = attached()
+    channel.outbound.put(b"one")
+    channel.outbound.put(b"two")
+    assert tap.at_border
+    assert one(tap, 2) == b"on"
+    assert not tap.at_border
+    assert one(tap, 1) == b"e"
+    assert tap.at_border
+    assert one(tap, 3) == b"two"
+    assert tap.at_border
+
+
+def test_a_socket_that_takes_nothing_begins_nothing() -> None:
+    tap, channel = attached()
+    channel.outbound.put(b"one")
+    assert one(tap, 0) == b""
+    assert tap.at_border
+    assert tap.data_to_write(100) == b"one"
+
+
+def test_several_channels_write_in_turn() -> None:
+    tap = Tap()
+    channels = {number: Recorder() for number in (5, 1, 3)}
+    for number, channel in channels.items():
+        tap.attach(number, channel, 0.0)
+        for _ in range(3):
+            channel.outbound.put(b"%d" % number)
+    channels[3].outbound.put(b"3")
+    written = b""
+    while data := tap.data_to_write(1):
+        tap.advance(len(data), 0.0)
+        written += data
+    assert written == b"1351351353"
+
+
+def test_a_channel_whose_writes_all_end_in_mid_frame_still_lets_the_others_write() -> None:
+    tap = Tap()
+    channels = [Recorder(), Recorder()]
+    for number, channel in enumerate(channels):
+        tap.attach(number + 1, channel, 0.0)
+        for _ in range(10):
+            channel.outbound.put(b"%d" % number * 150)
+    written = b""
+    # A socket that takes 100 bytes at a time.
+    while data := tap.data_to_write(1 << 17)[:100]:
+        tap.advance(len(data), 0.0)
+        written += data
+    assert written == (b"0" * 150 + b"1" * 150) * 10
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_between_the_frames_of_a_message_other_channels_may_write_and_its_own_channel_may_not(
+    data: st.DataObject,
+) -> None:
+    tap = Tap()
+    protocols = {number: make(opened=False) for number in (1, 2)}
+    bodies: dict[int, list[bytes]] = {1: [], 2: []}
+    for number, protocol in protocols.items():
+        protocol.channel_opened(number, 4096, 0.0)
+        tap.attach(number, protocol, 0.0)
+        for at, size in enumerate(data.draw(st.lists(st.sampled_from([0, 1, 4088, 9000]), max_size=4))):
+            bodies[number].append(b"%d" % at * size)
+            send(protocol, bodies[number][-1])
+    stream = b""
+    while offered := tap.data_to_write(data.draw(st.sampled_from([4000, 9000, 1 << 20]))):
+        count = data.draw(st.integers(1, len(offered))) if data.draw(st.booleans()) else len(offered)
+        tap.advance(count, 0.0)
+        stream += offered[:count]
+    wires = {1: Wire(), 2: Wire()}
+    while stream:
+        size = int.from_bytes(stream[3:7], "big") + 8
+        number = int.from_bytes(stream[1:3], "big")
+        # `Wire` fails on a channel that breaks into its own message.
+        wires[number].read(stream[:size], number)
+        stream = stream[size:]
+    assert {number: read.short for number, read in wires.items()} == bodies
+
+
+@pytest.mark.parametrize("close", [lambda tap: tap.detach(1), lambda tap: tap.received(CLOSE, 0.0)])
+def test_a_frame_that_has_begun_is_brought_to_its_end_when_its_channel_goes(close: Callable[[Tap], object]) -> None:
+    tap, channel = attached()
+    other = Recorder()
+    tap.attach(2, other, 0.0)
+    channel.outbound.put(b"begun")
+    channel.outbound.put(b"never")
+    other.outbound.put(b"other")
+    assert one(tap, 2) == b"be"
+    close(tap)
+    assert not tap.at_border
+    assert one(tap, 2) == b"gu"
+    assert one(tap, 0) == b""
+    assert not tap.at_border
+    assert one(tap, 5) == b"n"
+    assert tap.at_border
+    assert one(tap, 5) == b"other"
+    assert tap.data_to_write(100) == b""
+
+
+def test_a_channel_that_goes_at_a_border_leaves_nothing_behind() -> None:
+    tap, channel = attached()
+    channel.outbound.put(b"one")
+    channel.outbound.put(b"two")
+    assert one(tap, 3, limit=1) == b"one"
+    tap.detach(1)
+    tap.detach(1)
+    assert tap.at_border
+    assert tap.data_to_write(100) == b""
+
+
+def test_another_channel_goes_while_one_is_in_mid_frame() -> None:
+    tap, channel = attached()
+    other = Recorder()
+    tap.attach(2, other, 0.0)
+    channel.outbound.put(b"one")
+    other.outbound.put(b"never")
+    one(tap, 1)
+    tap.detach(2)
+    assert not tap.at_border
+    assert one(tap, 100) == b"ne"
+    assert tap.data_to_write(100) == b""
+
+
+def test_a_connection_that_is_lost_in_mid_frame_needs_no_end_of_it() -> None:
+    protocol = make()
+    tap = Tap()
+    tap.attach(1, protocol, 0.0)
+    send(protocol, b"abc")
+    one(tap, 3)
+    assert protocol.unfinished
+    tap.detach(1)
+    protocol.connection_lost("reset by peer", 1.0)
+    assert len(tap.data_to_write(100)) > 0, "the rest is for the broker, if it still reads"
+    assert drain(protocol) == b""

@@ -1,0 +1,176 @@
+"""Receipts, errors, events and the package's face: what they say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import qflow_client
+from qflow_client import (
+    ConfirmTimeout,
+    ConnectionFailed,
+    DeliveryError,
+    FlowControlTimeout,
+    FlowEvent,
+    FlowEventKind,
+    FlowState,
+    Message,
+    MessageFailed,
+    MessageNacked,
+    MessageRejected,
+    MessageReturned,
+    Outcome,
+    OutcomeUnknown,
+    ProducerClosed,
+    ProducerFlowed,
+    QflowError,
+    Receipt,
+    SettingsError,
+    UndeliveredMessages,
+)
+from qflow_client.flow import Hold
+from qflow_client.frames import Route
+
+HOLDS = (Hold("channel_flow", 1.0), Hold("paused", 2.0, "manager", "stock-taking"))
+
+
+def receipt(outcome: Outcome | None = None, reply: tuple[int, str] | None = None, number: int = 1) -> Receipt:
+    made = Receipt(b"body", Route(1, "ex", "key", True), "p-", number)
+    made._outcome = outcome
+    made._reply = reply
+    return made
+
+
+@pytest.mark.parametrize(
+    ("outcome", "error", "may_have_arrived"),
+    [
+        (None, None, True),
+        (Outcome.CONFIRMED, None, True),
+        (Outcome.SENT, None, True),
+        (Outcome.NACKED, MessageNacked, False),
+        (Outcome.RETURNED, MessageReturned, False),
+        (Outcome.REJECTED, MessageRejected, False),
+        (Outcome.FAILED, MessageFailed, False),
+        (Outcome.UNKNOWN, OutcomeUnknown, True),
+    ],
+)
+def test_every_outcome_has_its_error(
+    outcome: Outcome | None, error: type[DeliveryError] | None, may_have_arrived: bool
+) -> None:
+    made = receipt(outcome, (312, "NO_ROUTE") if outcome in (Outcome.RETURNED, Outcome.REJECTED) else None)
+    assert made.outcome is outcome
+    assert made.done == (outcome is not None)
+    assert made.delivered == (outcome is not None and error is None)
+    assert made.may_have_arrived == may_have_arrived
+    raised = made.error()
+    assert type(raised) is (error or type(None))
+    assert made._seen == (error is not None), "whoever asked for a failure has been told"
+    if isinstance(raised, (MessageReturned, MessageRejected)):
+        assert (raised.reply_code, raised.reply_text) == (312, "NO_ROUTE")
+    if isinstance(raised, DeliveryError):
+        assert raised.receipt is made
+        assert str(raised) == made.describe()
+
+
+def test_a_receipt_knows_its_message() -> None:
+    made = receipt()
+    assert (made.exchange, made.routing_key, made.size) == ("ex", "key", 4)
+    assert made.message_id == "p-000000000001"
+    assert made.message == Message(b"body", message_id="p-000000000001")
+    assert repr(made) == "<Receipt message p-000000000001 to 'ex'/'key': unsettled>"
+    own = Receipt(Message(b"abc", message_id="own", priority=3), Route(1, "", "k", False), "p-", 2)
+    assert (own.size, own.message_id, own.message.priority) == (3, "own", 3)
+    assert receipt(Outcome.REJECTED, (404, "NOT_FOUND")).describe().endswith(": rejected (404 NOT_FOUND)")
+
+
+def test_a4_the_two_families_of_errors_never_mix() -> None:
+    not_sent = (ProducerFlowed, FlowControlTimeout)
+    admitted = (
+        ConfirmTimeout,
+        DeliveryError,
+        MessageFailed,
+        MessageNacked,
+        MessageRejected,
+        MessageReturned,
+        OutcomeUnknown,
+        UndeliveredMessages,
+    )
+    for kind in admitted:
+        assert issubclass(kind, QflowError)
+        assert not issubclass(kind, not_sent)
+    for other in not_sent:
+        assert not issubclass(other, admitted)
+    assert issubclass(FlowControlTimeout, TimeoutError)
+    assert issubclass(ConfirmTimeout, TimeoutError)
+    assert not issubclass(ProducerFlowed, TimeoutError)
+    assert issubclass(ConnectionFailed, ConnectionError)
+    assert issubclass(SettingsError, ValueError)
+
+
+def test_a4_a_flow_error_names_every_hold_how_long_it_waited_and_its_message() -> None:
+    error = FlowControlTimeout(HOLDS, 0.5, b"message")
+    assert str(error) == (
+        "the message was not sent after 0.5 s: the producer is held by channel_flow, paused by manager (stock-taking)"
+    )
+    assert (error.holds, error.waited, error.message) == (HOLDS, 0.5, b"message")
+    error_at_once = ProducerFlowed([], 0.0, b"message", "send() waits")
+    assert str(error_at_once) == (
+        "the message was not sent: the producer is held by messages that were there before it; send() waits"
+    )
+
+
+def test_other_errors_carry_what_they_are_about() -> None:
+    assert ProducerClosed("closed").message is None
+    assert ProducerClosed("closed", b"m").message == b"m"
+    assert ConfirmTimeout("late").unsettled == 1
+    assert ConfirmTimeout("late", 7).unsettled == 7
+
+
+def test_undelivered_messages_are_told_apart_by_what_sending_them_again_does() -> None:
+    receipts = [receipt(Outcome.NACKED), receipt(Outcome.UNKNOWN, number=2), receipt(Outcome.FAILED, number=3)]
+    error = UndeliveredMessages(receipts)
+    assert error.receipts == tuple(receipts)
+    assert [message.message_id for message in error.unsent] == ["p-000000000001", "p-000000000003"]
+    assert [message.message_id for message in error.unknown] == ["p-000000000002"]
+    assert str(error) == (
+        "3 admitted messages were not delivered: 2 safe to send again (.unsent), 1 of unknown outcome (.unknown); "
+        "the first: message p-000000000001 to 'ex'/'key': nacked"
+    )
+    assert str(UndeliveredMessages(receipts, "in other words")) == "in other words"
+    assert str(UndeliveredMessages([])).startswith("0 admitted messages")
+
+
+def test_events_and_states_say_what_they_mean() -> None:
+    event = FlowEvent(FlowEventKind.FLOWED, "orders", HOLDS[1], HOLDS, 10.0, 10.0, 0.0)
+    assert str(event) == "orders: flowed by paused by manager (stock-taking)"
+    assert event.flowed
+    waiting = FlowEvent(FlowEventKind.WAITING, "orders", None, (), 15.0, 10.0, 5.0)
+    assert str(waiting) == "orders: waiting after 5 s"
+    assert not waiting.flowed
+    assert FlowState(HOLDS, 1.0, 1, {}).flowed
+    assert not FlowState((), None, 1, {}).flowed
+
+
+def test_the_package_brings_no_library_that_is_not_used() -> None:
+    program = (
+        "import sys, qflow_client; "
+        "heavy = {'pika', 'aio_pika', 'aiormq', 'pyspark', 'typer', 'rich', 'opentelemetry', 'tenacity'}; "
+        "print(sorted(heavy & set(sys.modules))); qflow_client.Producer; print('pika' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split("\n")[:2] == ["[]", "True"]
+
+
+def test_the_package_s_face_has_all_that_it_promises_and_nothing_else() -> None:
+    for name in qflow_client.__all__:
+        assert getattr(qflow_client, name) is not None
+    assert list(qflow_client.__all__) == sorted(qflow_client.__all__)
+    with pytest.raises(AttributeError, match="module 'qflow_client' has no attribute 'Consumer'"):
+        _ = qflow_client.Consumer
+
+
+def test_d5_the_process_has_a_registry_of_its_own() -> None:
+    assert isinstance(qflow_client.flow_manager, qflow_client.FlowManager)
+    assert not qflow_client.flow_manager.is_stopped

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import doctest
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pytest
+
+from qflow_client import ProducerSettings
+from qflow_client.broker import Broker
+
+ROOT = Path(__file__).parents[3]
+# Pages whose blocks run one after the other, as one program.
+PAGES = [
+    path
+    for path in (
+        ROOT / "README.md",
+        ROOT / "docs" / "index.md",
+        ROOT / "docs" / "quickstart.md",
+        ROOT / "docs" / "concepts.md",
+        ROOT / "docs" / "broker.md",
+    )
+    if path.exists()
+]
+DEFAULT_URL = "amqp://guest:guest@localhost:5672/%2F"
+
+_BLOCK = re.compile(r'^```python(?: title="(?P<title>[^"]+)")?\n(?P<code>.*?)^```$', re.DOTALL | re.MULTILINE)
+# Seconds that something took, which are never the same.
+_TOOK = re.compile(r"\b\d+(?:\.\d+)?(?:e-\d+)? s\b")
+_PRINTED = re.compile(r"\n*```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Snippet:
+    line: int
+    title: str | None
+    code: str
+    # What the page says that it prints; None if it does not say.
+    prints: str | None
+
+
+def snippets(page: Path) -> list[Snippet]:
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for block in _BLOCK.finditer(text):
+        printed = _PRINTED.match(text, block.end())
+        line = text.count("\n", 0, block.start("code"))
+        found.append(Snippet(line, block["title"], block["code"], printed[1] if printed else None))
+    return found
+
+
+def test_there_are_pages_with_snippets() -> None:
+    assert len(snippets(ROOT / "docs" / "quickstart.md")) > 5
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_python_blocks_of_a_page_run_and_print_what_it_says(
+    page: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in os.environ:
+        if name.startswith("QFLOW_"):
+            monkeypatch.delenv(name)
+    with Broker() as broker:
+        broker.declare_queue("orders")
+        names: dict[str, object] = {"__name__": "__main__"}
+        for snippet in snippets(page):
+            if snippet.title is not None:
+                continue
+            # As many empty lines as it takes for a traceback to name the line of the page.
+            code = "\n" * snippet.line + snippet.code.replace(DEFAULT_URL, broker.url)
+            exec(compile(code, str(page), "exec"), names)
+            printed = capsys.readouterr().out
+            if snippet.prints is not None:
+                wanted, found = (_TOOK.sub("0 s", text) for text in (snippet.prints, printed))
+                if not doctest.OutputChecker().check_output(wanted, found, doctest.ELLIPSIS):
+                    pytest.fail(f"{page.name}, line {snippet.line} printed\n{printed}\nbut it says\n{snippet.prints}")
+
+
+def test_the_tests_that_the_page_on_testing_shows_pass(tmp_path: Path) -> None:
+    files = {snippet.title: snippet.code for snippet in snippets(ROOT / "docs" / "testing.md")}
+    assert None not in files, "every block of this page is a file: give it a title"
+    if os.environ.get("QFLOW_REQUIRE_BROKERS") != "1":
+        # It starts a RabbitMQ node.
+        compile(files.pop("test_with_rabbitmq.py"), "test_with_rabbitmq.py", "exec")
+    for title, code in files.items():
+        assert title is not None
+        (tmp_path / title).write_text(code, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *_plugin(), "--rootdir", tmp_path, tmp_path],
+        cwd=tmp_path,
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _plugin() -> list[str]:
+    # Installed, pytest finds it by itself, and would object to a second mention.
+    from importlib.metadata import entry_points
+
+    return [] if entry_points(group="pytest11", name="qflow") else ["-p", "qflow_client.testing.plugin"]
+
+
+def _environment() -> Mapping[str, str]:
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def test_the_table_of_settings_is_complete_and_true() -> None:
+    text = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| `(.*)` \| `(QFLOW_\w+)` \|$", text, re.MULTILINE)
+    assert rows == [
+        (
+            field.name,
+            repr(str(field.default) if isinstance(field.default, str) else field.default),
+            f"QFLOW_{field.name.upper()}",
+        )
+        for field in fields(ProducerSettings)
+        if field.init
+    ]

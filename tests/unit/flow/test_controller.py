@@ -1,0 +1,473 @@
+"""The entrance of a resource, for those who wait before their element is taken: strict, and in order (F4)."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from qflow_client.flow import (
+    CompositeLimiter,
+    FlowController,
+    Gate,
+    Limiter,
+    RateLimiter,
+    SizeLimiter,
+    Ticket,
+    WeightedLine,
+    WindowLimiter,
+)
+
+
+def kinds(controller: FlowController) -> list[str]:
+    return [hold.kind for hold in controller.gate.holds]
+
+
+def line_up(controller: FlowController, *sizes: int, now: float = 0.0) -> list[Ticket]:
+    tickets = [Ticket(size) for size in sizes]
+    for ticket in tickets:
+        controller.stand_in_line(ticket, now)
+    return tickets
+
+
+def test_F8_while_there_is_room_nobody_waits() -> None:
+    controller = FlowController(WindowLimiter(2), name="orders")
+    assert controller.try_acquire(1, 0.0)
+    assert controller.try_acquire(1, 0.0)
+    assert controller.gate.is_open, "it is full, but nobody was refused"
+    assert controller.waiting == 0
+    assert controller.name == "orders"
+
+
+def test_who_is_refused_closes_the_gate_with_the_limiters_kind() -> None:
+    controller = FlowController(WindowLimiter(1, kind="capacity"))
+    controller.try_acquire(1, 0.0)
+    assert not controller.try_acquire(1, 1.0)
+    assert kinds(controller) == ["capacity"]
+    assert controller.gate.closed_since == 1.0
+    controller.release(1)
+    assert controller.try_acquire(1, 2.0)
+    assert controller.gate.is_open
+    assert controller.gate.seconds_held(2.0) == {"capacity": 1.0}
+
+
+def test_a_refused_element_takes_no_room() -> None:
+    window = WindowLimiter(1)
+    controller = FlowController(window)
+    controller.try_acquire(1, 0.0)
+    for _ in range(3):
+        controller.try_acquire(1, 0.0)
+    assert window.used == 1
+    assert controller.gate.times_closed == 1
+
+
+def test_F4_nobody_who_comes_later_passes_one_who_waits() -> None:
+    controller = FlowController(WindowLimiter(1))
+    controller.try_acquire(1, 0.0)
+    first, second = line_up(controller, 1, 1)
+    controller.release(1)
+    assert not controller.try_acquire(1, 1.0), "there is room, but it is not this one's turn"
+    assert controller.grant(1.0) is first
+    assert controller.grant(1.0) is None
+    controller.release(1)
+    assert controller.grant(1.0) is second
+    controller.release(1)
+    assert controller.grant(1.0) is None
+    assert controller.try_acquire(1, 1.0)
+
+
+def test_F4_a_small_element_does_not_pass_a_large_one() -> None:
+    controller = FlowController(SizeLimiter(10))
+    controller.try_acquire(6, 0.0)
+    large, small = line_up(controller, 5, 1)
+    assert controller.grant(0.0) is None
+    controller.release(6)
+    assert [controller.grant(0.0), controller.grant(0.0)] == [large, small]
+
+
+def test_who_stood_behind_one_that_gives_up_is_next() -> None:
+    controller = FlowController(SizeLimiter(10))
+    controller.try_acquire(6, 0.0)
+    large, small = line_up(controller, 5, 1)
+    controller.leave_line(large)
+    assert controller.waiting == 1
+    assert controller.grant(1.0) is small
+    assert controller.gate.is_open
+    assert controller.waiting == 0
+
+
+def test_a_hold_for_one_that_gave_up_does_not_outlive_the_next_attempt() -> None:
+    controller = FlowController(SizeLimiter(10))
+    controller.try_acquire(6, 0.0)
+    (large,) = line_up(controller, 5)
+    assert kinds(controller) == ["capacity"]
+    controller.leave_line(large)
+    assert controller.try_acquire(4, 1.0)
+    assert controller.gate.is_open
+
+
+def test_a_gate_held_by_something_else_lets_nobody_in() -> None:
+    controller = FlowController(WindowLimiter(5))
+    controller.gate.hold("paused", now=0.0)
+    assert not controller.try_acquire(1, 0.0)
+    (ticket,) = line_up(controller, 1)
+    assert controller.grant(0.0) is None
+    assert kinds(controller) == ["paused"], "there is room, so the limiter has no hold"
+    assert controller.ready_at(0.0) is None, "time does not lift it"
+    controller.gate.lift("paused", now=1.0)
+    assert controller.grant(1.0) is ticket
+
+
+def test_the_limiters_hold_comes_and_goes_while_something_else_holds_too() -> None:
+    controller = FlowController(WindowLimiter(1))
+    controller.try_acquire(1, 0.0)
+    (ticket,) = line_up(controller, 1)
+    controller.gate.hold("paused", now=1.0)
+    assert kinds(controller) == ["capacity", "paused"]
+    controller.release(1)
+    assert controller.grant(2.0) is None
+    assert kinds(controller) == ["paused"]
+    controller.gate.lift("paused", now=3.0)
+    assert controller.grant(3.0) is ticket
+    assert controller.gate.is_open
+
+
+def test_try_acquire_lifts_a_hold_that_is_outlived_even_if_something_else_holds() -> None:
+    controller = FlowController(WindowLimiter(1))
+    controller.try_acquire(1, 0.0)
+    controller.try_acquire(1, 0.0)
+    controller.gate.hold("paused", now=1.0)
+    controller.release(1)
+    assert not controller.try_acquire(1, 2.0)
+    assert kinds(controller) == ["paused"]
+
+
+def test_the_gate_can_be_shared_with_the_reasons_of_others() -> None:
+    gate = Gate()
+    controller = FlowController(WindowLimiter(1), gate=gate)
+    assert controller.gate is gate
+    gate.hold("channel_flow", now=0.0)
+    assert not controller.try_acquire(1, 0.0)
+
+
+def test_one_hold_gives_way_to_another_without_opening_the_gate() -> None:
+    rate = RateLimiter(1.0)
+    controller = FlowController(CompositeLimiter([WindowLimiter(1), rate]))
+    seen: list[bool] = []
+    controller.gate.observer = lambda hold, raised, now: seen.append(controller.gate.is_open)
+    controller.try_acquire(1, 0.0)
+    line_up(controller, 1)
+    assert kinds(controller) == ["capacity"]
+    controller.release(1)
+    assert controller.grant(0.5) is None
+    assert kinds(controller) == ["rate"]
+    assert controller.gate.closed_since == 0.0
+    assert seen == [False, False, False]
+    assert controller.grant(1.0) is not None
+    assert seen[-1]
+
+
+def test_F2_ready_at_says_when_time_lets_the_head_in() -> None:
+    controller = FlowController(RateLimiter(2.0))
+    assert controller.ready_at(0.0) is None, "nothing holds"
+    controller.try_acquire(1, 0.0)
+    (ticket,) = line_up(controller, 1)
+    assert controller.ready_at(0.0) == 0.5
+    assert controller.grant(0.499) is None
+    assert controller.grant(0.5) is ticket
+
+
+def test_F2_ready_at_says_when_time_lifts_a_hold_with_nobody_waiting() -> None:
+    controller = FlowController(RateLimiter(2.0, burst=2, by_size=True))
+    assert controller.try_acquire(2, 0.0)
+    assert not controller.try_acquire(2, 0.0)
+    at = controller.ready_at(0.0)
+    assert at == 0.5
+    assert not controller.look(at - 1 / 1024)
+    assert controller.look(at)
+    assert controller.ready_at(at) is None, "there is nothing left to wait for"
+
+
+def test_ready_at_is_never_for_a_full_window() -> None:
+    controller = FlowController(WindowLimiter(1))
+    controller.try_acquire(1, 0.0)
+    line_up(controller, 1)
+    assert controller.ready_at(100.0) is None
+
+
+def test_look_lifts_what_is_outlived_with_nobody_waiting() -> None:
+    controller = FlowController(WindowLimiter(1))
+    controller.try_acquire(1, 0.0)
+    controller.try_acquire(1, 0.0)
+    assert not controller.look(1.0)
+    controller.release(1)
+    assert not controller.gate.is_open, "a release does not say what time it is"
+    assert controller.look(2.0)
+    assert controller.gate.is_open
+
+
+def test_look_says_no_while_somebody_waits_even_if_there_is_room() -> None:
+    controller = FlowController(WindowLimiter(1))
+    controller.try_acquire(1, 0.0)
+    line_up(controller, 1)
+    controller.release(1)
+    assert not controller.look(1.0)
+    assert controller.gate.is_open
+
+
+def test_look_does_not_take_a_size_limiter_that_is_exactly_full_for_one_with_room() -> None:
+    controller = FlowController(SizeLimiter(10))
+    controller.try_acquire(10, 0.0)
+    assert not controller.look(1.0)
+    assert kinds(controller) == ["capacity"]
+    assert controller.try_acquire(0, 1.0), "although nothing at all would fit"
+    controller.release(1)
+    assert controller.look(2.0)
+
+
+def test_C6_lowering_the_capacity_cancels_nothing_and_raising_it_lets_more_in() -> None:
+    window = WindowLimiter(2)
+    controller = FlowController(window)
+    for _ in range(2):
+        controller.try_acquire(1, 0.0)
+    (ticket,) = line_up(controller, 1)
+    window.capacity = 1
+    controller.release(1)
+    assert controller.grant(1.0) is None
+    window.capacity = 2
+    assert controller.grant(1.0) is ticket
+    assert window.used == 2
+
+
+def test_an_element_larger_than_the_capacity_waits_until_it_is_alone() -> None:
+    controller = FlowController(SizeLimiter(10))
+    controller.try_acquire(1, 0.0)
+    (huge, small) = line_up(controller, 99, 1)
+    assert controller.grant(0.0) is None
+    controller.release(1)
+    assert controller.grant(0.0) is huge
+    assert controller.grant(0.0) is None
+    controller.release(99)
+    assert controller.grant(0.0) is small
+
+
+def test_dismiss_sends_the_line_away_in_order_and_takes_no_room() -> None:
+    window = WindowLimiter(1)
+    controller = FlowController(window)
+    controller.try_acquire(1, 0.0)
+    first, gone, last = line_up(controller, 1, 1, 1)
+    controller.leave_line(gone)
+    assert [controller.dismiss() for _ in range(3)] == [first, last, None]
+    assert controller.waiting == 0
+    assert window.used == 1
+
+
+def test_F4_another_line_serves_in_another_order() -> None:
+    controller = FlowController(WindowLimiter(1), line=WeightedLine())
+    controller.try_acquire(1, 0.0)
+    for source in "aab":
+        controller.stand_in_line(Ticket(1, source), 0.0)
+    order = ""
+    for _ in range(3):
+        controller.release(1)
+        ticket = controller.grant(0.0)
+        assert ticket is not None
+        order += ticket.source
+    assert order == "aba"
+
+
+# The machine.
+
+SIZES = st.integers(0, 12)
+FLAVOURS = ["window", "size", "both", "rate", "all"]
+
+
+class AdmissionMachine(RuleBasedStateMachine):
+    """A controller beside lists of who is inside and who waits, and a bucket of tokens for the rate.
+
+    After whatever may let somebody in, the controller is asked to grant until it has no more, as its user must.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        # Either is None if the flavour does not limit it.
+        self.count: int | None = None
+        self.bytes: int | None = None
+        self.rate: float | None = None
+        self.burst = 2
+        self.level = 2.0
+        self.inside: list[int] = []
+        self.waiting: list[Ticket] = []
+        self.paused = False
+        self.controller = FlowController(WindowLimiter(1))
+        self.window: WindowLimiter | None = None
+        self.size: SizeLimiter | None = None
+
+    @initialize(flavour=st.sampled_from(FLAVOURS), count=st.integers(1, 4), size=st.integers(1, 20))
+    def set_up(self, flavour: str, count: int, size: int) -> None:
+        parts: list[Limiter] = []
+        if flavour in ("window", "both", "all"):
+            self.count, self.window = count, WindowLimiter(count, kind="capacity")
+            parts.append(self.window)
+        if flavour in ("size", "both", "all"):
+            self.bytes, self.size = size, SizeLimiter(size, kind="capacity")
+            parts.append(self.size)
+        if flavour in ("rate", "all"):
+            self.rate = 2.0
+            parts.append(RateLimiter(2.0, burst=self.burst, kind="rate"))
+        self.controller = FlowController(parts[0] if len(parts) == 1 else CompositeLimiter(parts))
+
+    def fits(self, size: int) -> bool:
+        if self.count is not None and len(self.inside) >= self.count:
+            return False
+        total = sum(self.inside)
+        if self.bytes is not None and total and total + size > self.bytes:
+            return False
+        return self.rate is None or self.level >= 1
+
+    def entered(self, size: int) -> None:
+        self.inside.append(size)
+        self.level -= 1
+        # The strict promise, in so many words.
+        assert self.count is None or len(self.inside) <= self.count
+        if self.bytes is not None:
+            assert sum(self.inside) <= self.bytes or not sum(self.inside[:-1])
+        assert self.rate is None or self.level >= 0
+
+    def grant_all(self) -> None:
+        while True:
+            ticket = self.controller.grant(self.now)
+            if ticket is None:
+                break
+            assert ticket is self.waiting.pop(0), "first come, first served"
+            assert not self.paused
+            self.entered(ticket.size)
+        if self.waiting:
+            refused = not self.fits(self.waiting[0].size)
+            assert refused or self.paused, "nobody waits for nothing"
+            assert refused is any(kind != "paused" for kind in kinds(self.controller)), "nor is a hold outlived"
+
+    @rule(size=SIZES)
+    def send(self, size: int) -> None:
+        expected = not self.waiting and not self.paused and self.fits(size)
+        assert self.controller.try_acquire(size, self.now) is expected
+        if expected:
+            self.entered(size)
+        else:
+            ticket = Ticket(size)
+            self.waiting.append(ticket)
+            self.controller.stand_in_line(ticket, self.now)
+            self.grant_all()
+
+    @rule(size=SIZES)
+    def send_without_waiting(self, size: int) -> None:
+        expected = not self.waiting and not self.paused and self.fits(size)
+        assert self.controller.try_acquire(size, self.now) is expected
+        if expected:
+            self.entered(size)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        ticket = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
+        self.controller.leave_line(ticket)
+        self.grant_all()
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def dismiss(self) -> None:
+        assert self.controller.dismiss() is self.waiting.pop(0)
+        self.grant_all()
+
+    @precondition(lambda self: self.inside)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        count = data.draw(st.integers(1, len(self.inside)))
+        gone, self.inside = self.inside[:count], self.inside[count:]
+        self.controller.release(sum(gone), count)
+        # With nobody in line there is nobody to grant anything to, and a hold may stay until the next attempt.
+        if self.waiting:
+            self.grant_all()
+
+    @rule(count=st.integers(1, 4), size=st.integers(1, 20))
+    def change_capacity(self, count: int, size: int) -> None:
+        if self.window is not None:
+            self.count = self.window.capacity = count
+        if self.size is not None:
+            self.bytes = self.size.capacity = size
+        self.grant_all()
+
+    @rule()
+    def pause_or_resume(self) -> None:
+        self.paused = not self.paused
+        if self.paused:
+            self.controller.gate.hold("paused", now=self.now)
+        else:
+            self.controller.gate.lift("paused", now=self.now)
+            self.grant_all()
+
+    @rule(sixteenths=st.integers(0, 40))
+    def wait(self, sixteenths: int) -> None:
+        self.pass_time(sixteenths / 16)
+        self.grant_all()
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def wait_until_ready(self) -> None:
+        at = self.controller.ready_at(self.now)
+        head = self.waiting[0]
+        if at is None:
+            if self.rate is not None and not self.fits(head.size):
+                assert self.window is not None, "a rate alone always is ready at some time"
+            return
+        assert at > self.now
+        assert self.controller.grant(at - 1 / 1024) is None, "not too late"
+        self.pass_time(at - self.now)
+        waited = len(self.waiting)
+        self.grant_all()
+        assert self.paused or len(self.waiting) < waited, "not too soon"
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        if self.rate is not None:
+            self.level = min(self.burst, self.level + seconds * self.rate)
+
+    @rule()
+    def look(self) -> None:
+        could = not self.waiting and not self.paused and self.fits(1)
+        assert self.controller.look(self.now) is could
+        if not self.waiting:
+            assert self.controller.gate.is_open is could
+
+    @invariant()
+    def nothing_leaks(self) -> None:
+        assert self.window is None or self.window.used == len(self.inside)
+        assert self.size is None or self.size.used == sum(self.inside)
+        assert self.controller.waiting == len(self.waiting)
+
+    @invariant()
+    def the_gate_is_open_exactly_when_no_hold_is_left(self) -> None:
+        held = kinds(self.controller)
+        assert self.controller.gate.is_open is (not held)
+        assert ("paused" in held) is self.paused
+        assert len([kind for kind in held if kind != "paused"]) <= 1
+
+    def teardown(self) -> None:
+        if self.paused:
+            self.pause_or_resume()
+        while self.waiting or self.inside:
+            self.controller.release(sum(self.inside), len(self.inside))
+            self.inside.clear()
+            self.wait(16)
+        assert self.controller.look(self.now + 1000), "once all have left, there is room"
+
+
+TestAdmissionMachine = AdmissionMachine.TestCase
+
+
+@pytest.mark.parametrize("limiter", [WindowLimiter(1), SizeLimiter(1)], ids=["window", "size"])
+def test_a_release_of_what_was_never_taken_is_an_error(limiter: Limiter) -> None:
+    controller = FlowController(limiter)
+    with pytest.raises(ValueError, match="cannot leave"):
+        controller.release(1)

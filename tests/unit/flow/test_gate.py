@@ -1,0 +1,183 @@
+"""The gate: open exactly when no hold is left."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from qflow_client.flow import Gate, Hold
+
+
+def test_a_new_gate_is_open() -> None:
+    gate = Gate()
+    assert gate.is_open
+    assert gate.holds == ()
+    assert gate.closed_since is None
+    assert gate.times_closed == 0
+
+
+def test_a_hold_closes_the_gate_and_its_end_opens_it() -> None:
+    gate = Gate()
+    assert gate.hold("paused", now=3.0, source="operator", detail="stock-taking")
+    assert not gate.is_open
+    assert gate.closed_since == 3.0
+    assert gate.holds == (Hold("paused", 3.0, "operator", "stock-taking"),)
+    assert gate.lift("paused", now=5.0, source="operator") == Hold("paused", 3.0, "operator", "stock-taking")
+    assert gate.is_open
+    assert gate.closed_since is None
+    assert gate.times_closed == 1
+
+
+def test_the_gate_stays_closed_until_the_last_hold_is_lifted() -> None:
+    gate = Gate()
+    gate.hold("capacity", now=1.0)
+    gate.hold("paused", now=2.0)
+    gate.lift("capacity", now=3.0)
+    assert not gate.is_open
+    assert gate.closed_since == 1.0, "it has not been open since the hold that closed it"
+    assert gate.times_closed == 1
+    gate.lift("paused", now=4.0)
+    assert gate.is_open
+
+
+def test_two_sources_with_the_same_reason_never_lift_each_other() -> None:
+    gate = Gate()
+    gate.hold("paused", now=1.0, source="a")
+    gate.hold("paused", now=1.0, source="b")
+    gate.lift("paused", now=2.0, source="a")
+    assert not gate.is_open
+    assert gate.is_held_by("paused")
+    gate.lift("paused", now=2.0, source="b")
+    assert gate.is_open
+    assert not gate.is_held_by("paused")
+
+
+def test_a_hold_that_is_already_there_stays_as_it_is() -> None:
+    gate = Gate()
+    gate.hold("paused", now=1.0, detail="first")
+    assert not gate.hold("paused", now=2.0, detail="second")
+    assert gate.holds == (Hold("paused", 1.0, "", "first"),)
+    gate.lift("paused", now=3.0)
+    assert gate.is_open, "holding twice needs no lifting twice"
+
+
+def test_lifting_what_does_not_hold_changes_nothing() -> None:
+    gate = Gate()
+    gate.hold("paused", now=1.0, source="a")
+    assert gate.lift("paused", now=2.0, source="b") is None
+    assert gate.lift("rate", now=2.0, source="a") is None
+    assert not gate.is_open
+    assert gate.seconds_held(2.0) == {"paused": 1.0}
+
+
+def test_seconds_held_count_what_is_over_and_what_goes_on() -> None:
+    gate = Gate()
+    gate.hold("rate", now=0.0)
+    gate.lift("rate", now=2.0)
+    gate.hold("rate", now=10.0)
+    gate.hold("paused", now=11.0)
+    assert gate.seconds_held(12.0) == {"rate": 4.0, "paused": 1.0}
+    gate.lift("rate", now=13.0)
+    assert gate.seconds_held(20.0) == {"rate": 5.0, "paused": 9.0}
+
+
+def test_the_observer_is_told_after_the_fact() -> None:
+    gate = Gate()
+    seen: list[tuple[str, bool, float, bool]] = []
+    gate.observer = lambda hold, raised, now: seen.append((hold.kind, raised, now, gate.is_open))
+    gate.hold("a", now=1.0)
+    gate.hold("b", now=2.0)
+    gate.hold("b", now=3.0)
+    gate.lift("a", now=4.0)
+    gate.lift("a", now=5.0)
+    gate.lift("b", now=6.0)
+    assert seen == [("a", True, 1.0, False), ("b", True, 2.0, False), ("a", False, 4.0, False), ("b", False, 6.0, True)]
+
+
+def test_a_hold_reads_as_a_sentence() -> None:
+    assert str(Hold("paused", 0.0)) == "paused"
+    assert str(Hold("paused", 0.0, "operator")) == "paused by operator"
+    assert str(Hold("connection_blocked", 0.0, "", "low on memory")) == "connection_blocked (low on memory)"
+    assert str(Hold("paused", 0.0, "operator", "stock-taking")) == "paused by operator (stock-taking)"
+
+
+KINDS = st.sampled_from(["capacity", "paused", "rate"])
+SOURCES = st.sampled_from(["", "a", "b"])
+
+
+class GateMachine(RuleBasedStateMachine):
+    """A gate beside a plain list of the holds that are on it, and a plain log of the times for which they were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate()
+        # Whole seconds, so that sums are exact.
+        self.now = 0.0
+        self.held: list[tuple[str, str, float]] = []
+        self.over: list[tuple[str, float]] = []
+        self.closings = 0
+        self.told: list[tuple[str, str, bool]] = []
+        self.expected: list[tuple[str, str, bool]] = []
+        self.gate.observer = lambda hold, raised, now: self.told.append((hold.kind, hold.source, raised))
+
+    def find(self, kind: str, source: str) -> tuple[str, str, float] | None:
+        return next((each for each in self.held if each[:2] == (kind, source)), None)
+
+    @rule(seconds=st.integers(0, 100))
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
+
+    @rule(kind=KINDS, source=SOURCES)
+    def hold(self, kind: str, source: str) -> None:
+        new = self.find(kind, source) is None
+        assert self.gate.hold(kind, now=self.now, source=source) is new
+        if new:
+            self.closings += not self.held
+            self.held.append((kind, source, self.now))
+            self.expected.append((kind, source, True))
+
+    @rule(kind=KINDS, source=SOURCES)
+    def lift(self, kind: str, source: str) -> None:
+        entry = self.find(kind, source)
+        gone = self.gate.lift(kind, now=self.now, source=source)
+        if entry is None:
+            assert gone is None
+        else:
+            assert gone == Hold(kind, entry[2], source)
+            self.held.remove(entry)
+            self.over.append((kind, self.now - entry[2]))
+            self.expected.append((kind, source, False))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def lift_one_that_is_there(self, data: st.DataObject) -> None:
+        kind, source, _ = data.draw(st.sampled_from(self.held))
+        self.lift(kind, source)
+
+    @invariant()
+    def it_is_open_exactly_when_no_hold_is_left(self) -> None:
+        assert self.gate.is_open is (not self.held)
+        assert (self.gate.closed_since is None) is self.gate.is_open
+        assert self.gate.times_closed == self.closings
+
+    @invariant()
+    def its_holds_are_those_that_were_raised_and_not_lifted(self) -> None:
+        assert [(hold.kind, hold.source, hold.since) for hold in self.gate.holds] == self.held
+        for kind in ("capacity", "paused", "rate"):
+            assert self.gate.is_held_by(kind) is any(each[0] == kind for each in self.held)
+
+    @invariant()
+    def its_seconds_are_the_sum_of_its_holds(self) -> None:
+        expected: dict[str, float] = {}
+        for kind, seconds in self.over:
+            expected[kind] = expected.get(kind, 0.0) + seconds
+        for kind, _, since in self.held:
+            expected[kind] = expected.get(kind, 0.0) + self.now - since
+        assert self.gate.seconds_held(self.now) == expected
+
+    @invariant()
+    def the_observer_was_told_every_change_once(self) -> None:
+        assert self.told == self.expected
+
+
+TestGateMachine = GateMachine.TestCase

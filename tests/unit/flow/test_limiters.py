@@ -1,0 +1,367 @@
+"""Limiters (F2): what may be inside at once, and what may pass in a time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from qflow_client.flow import CompositeLimiter, RateLimiter, SizeLimiter, WindowLimiter
+
+# Window.
+
+
+def test_F2_a_window_lets_in_as_many_as_its_capacity_whatever_their_size() -> None:
+    window = WindowLimiter(2)
+    assert window.refusal(10**9, 0.0) is None
+    assert not window.add(10**9, 0.0)
+    assert not window.add(0, 0.0)
+    assert window.refusal(0, 0.0) == "capacity"
+    assert window.ready_at(0, 5.0) is None, "time alone makes no room"
+    window.remove(10**9)
+    assert window.refusal(1, 0.0) is None
+    assert window.ready_at(1, 5.0) == 5.0
+
+
+def test_F3_a_window_overflows_with_the_first_element_beyond_its_capacity() -> None:
+    window = WindowLimiter(1)
+    assert not window.add(1, 0.0)
+    assert window.resumable
+    assert window.add(1, 0.0)
+    assert not window.resumable
+    window.remove(1)
+    assert window.resumable
+
+
+def test_C6_a_lower_capacity_lets_nothing_in_until_there_is_room() -> None:
+    window = WindowLimiter(3)
+    for _ in range(3):
+        window.add(1, 0.0)
+    window.capacity = 1
+    window.remove(2, 2)
+    assert window.refusal(1, 0.0) == "capacity"
+    window.remove(1)
+    assert window.refusal(1, 0.0) is None
+
+
+def test_a_window_gives_back_only_what_it_has() -> None:
+    window = WindowLimiter(3)
+    window.add(1, 0.0)
+    with pytest.raises(ValueError, match="2 elements cannot leave a window that holds 1"):
+        window.remove(2, 2)
+    assert window.used == 1
+
+
+@pytest.mark.parametrize("capacity", [0, -1])
+def test_a_window_of_nothing_is_refused(capacity: int) -> None:
+    with pytest.raises(ValueError, match=f"not {capacity}"):
+        WindowLimiter(capacity)
+    with pytest.raises(ValueError, match=f"not {capacity}"):
+        SizeLimiter(capacity)
+
+
+def test_the_kind_of_a_refusal_can_be_chosen() -> None:
+    window, size, rate = WindowLimiter(1, kind="w"), SizeLimiter(1, kind="s"), RateLimiter(1, kind="r")
+    for limiter in (window, size, rate):
+        limiter.add(1, 0.0)
+    assert [limiter.refusal(1, 0.0) for limiter in (window, size, rate)] == ["w", "s", "r"]
+
+
+# Size.
+
+
+@pytest.mark.parametrize(("size", "refusal"), [(3, None), (4, None), (5, "capacity")])
+def test_F2_elements_of_together_the_capacity_fit_and_not_one_more(size: int, refusal: str | None) -> None:
+    limiter = SizeLimiter(10)
+    limiter.add(6, 0.0)
+    assert limiter.refusal(size, 0.0) == refusal
+    assert limiter.ready_at(size, 7.0) == (7.0 if refusal is None else None)
+
+
+def test_C6_an_element_larger_than_the_capacity_enters_alone() -> None:
+    limiter = SizeLimiter(10)
+    assert limiter.refusal(11, 0.0) is None
+    limiter.add(11, 0.0)
+    assert limiter.refusal(0, 0.0) == "capacity", "nobody keeps it company"
+    limiter.remove(11)
+    limiter.add(1, 0.0)
+    assert limiter.refusal(11, 0.0) == "capacity", "and it does not enter beside others"
+
+
+def test_F3_a_size_limiter_overflows_with_the_first_unit_beyond_its_capacity() -> None:
+    limiter = SizeLimiter(10)
+    assert not limiter.add(10, 0.0)
+    assert limiter.resumable
+    assert limiter.add(1, 0.0)
+    assert not limiter.resumable
+    limiter.remove(1)
+    assert limiter.resumable
+
+
+def test_a_size_limiter_gives_back_only_what_it_has() -> None:
+    limiter = SizeLimiter(10)
+    limiter.add(3, 0.0)
+    with pytest.raises(ValueError, match="a size of 4 cannot leave a limiter that holds 3"):
+        limiter.remove(4)
+    assert limiter.used == 3
+
+
+# Rate.
+
+
+def test_F2_a_rate_lets_a_burst_through_and_then_one_by_one() -> None:
+    limiter = RateLimiter(4.0, burst=2)
+    assert not limiter.add(100, 0.0)
+    assert not limiter.add(100, 0.0)
+    assert limiter.refusal(100, 0.0) == "rate"
+    assert limiter.ready_at(100, 0.0) == 0.25
+    assert limiter.refusal(100, 0.249) == "rate"
+    assert limiter.refusal(100, 0.25) is None
+    assert not limiter.add(100, 0.25)
+    assert limiter.ready_at(100, 0.25) == 0.5
+
+
+def test_F2_rest_regains_the_burst_and_no_more() -> None:
+    limiter = RateLimiter(4.0, burst=2)
+    for _ in range(2):
+        limiter.add(1, 0.0)
+    for _ in range(2):
+        assert limiter.refusal(1, 1000.0) is None
+        limiter.add(1, 1000.0)
+    assert limiter.refusal(1, 1000.0) == "rate"
+
+
+def test_F2_by_size_an_element_costs_its_size_and_a_large_one_is_owed() -> None:
+    limiter = RateLimiter(10.0, burst=20, by_size=True)
+    limiter.add(15, 0.0)
+    assert limiter.refusal(5, 0.0) is None
+    assert limiter.refusal(6, 0.0) == "rate"
+    assert limiter.ready_at(50, 0.0) == 1.5, "it passes when the bucket is full"
+    limiter.add(50, 1.5)
+    assert limiter.ready_at(0, 1.5) == 1.5 + 3.0, "30 more than the bucket holds are owed"
+    assert limiter.ready_at(1, 1.5) == pytest.approx(1.5 + 3.1)
+
+
+def test_F3_what_passes_too_soon_overflows_and_is_owed() -> None:
+    limiter = RateLimiter(1.0)
+    assert not limiter.add(1, 0.0)
+    assert limiter.add(1, 0.5)
+    assert limiter.ready_at(1, 0.5) == 2.0
+
+
+def test_what_has_passed_has_passed() -> None:
+    limiter = RateLimiter(1.0)
+    limiter.add(1, 0.0)
+    limiter.remove(1)
+    assert limiter.refusal(1, 0.0) == "rate"
+    assert limiter.resumable
+
+
+@pytest.mark.parametrize("rate", [0, -1.0, float("nan")])
+def test_a_rate_of_nothing_is_refused(rate: float) -> None:
+    with pytest.raises(ValueError, match="rate must be more than 0"):
+        RateLimiter(rate)
+
+
+@pytest.mark.parametrize("burst", [0, 0.5, float("nan")])
+def test_a_burst_of_less_than_one_is_refused(burst: float) -> None:
+    with pytest.raises(ValueError, match="burst must be at least 1"):
+        RateLimiter(1, burst=burst)
+
+
+# Composite.
+
+
+def test_F2_all_parts_must_agree_and_the_first_that_does_not_says_why() -> None:
+    both = CompositeLimiter([WindowLimiter(2, kind="count"), SizeLimiter(10, kind="size")])
+    both.add(9, 0.0)
+    assert both.refusal(1, 0.0) is None
+    assert both.refusal(2, 0.0) == "size"
+    both.add(0, 0.0)
+    assert both.refusal(2, 0.0) == "count"
+    both.remove(9, 2)
+    assert both.refusal(2, 0.0) is None
+
+
+def test_F3_every_part_counts_an_element_even_if_an_earlier_one_overflows() -> None:
+    window, size = WindowLimiter(1), SizeLimiter(10)
+    both = CompositeLimiter([window, size])
+    assert not both.add(4, 0.0)
+    assert both.add(4, 0.0)
+    assert (window.used, size.used) == (2, 8)
+    assert not both.resumable
+    both.remove(4)
+    assert (window.used, size.used) == (1, 4)
+    assert both.resumable
+    assert both.add(7, 0.0)
+    assert not both.resumable
+
+
+def test_F2_the_slowest_part_says_when() -> None:
+    window, slow, fast = WindowLimiter(2), RateLimiter(1.0), RateLimiter(4.0)
+    composite = CompositeLimiter([slow, fast, window])
+    assert composite.ready_at(1, 3.0) == 3.0
+    composite.add(1, 3.0)
+    assert composite.ready_at(1, 3.0) == 4.0
+    composite.add(1, 4.0)
+    assert composite.ready_at(1, 4.0) is None, "a full window does not empty with time"
+
+
+def test_nothing_limits_when_there_are_no_parts() -> None:
+    nothing = CompositeLimiter([])
+    assert nothing.refusal(10**9, 0.0) is None
+    assert not nothing.add(10**9, 0.0)
+    assert nothing.resumable
+    assert nothing.ready_at(1, 2.0) == 2.0
+    nothing.remove(1)
+
+
+# Machines.
+
+SIZES = st.integers(0, 12)
+
+
+class InsideMachine(RuleBasedStateMachine):
+    """A window and a size limiter, alone and together, beside a list of what is inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.window = WindowLimiter(1, kind="count")
+        self.size = SizeLimiter(1, kind="size")
+        self.both = CompositeLimiter([self.window, self.size])
+        self.inside: list[int] = []
+
+    @initialize(count=st.integers(1, 5), size=st.integers(1, 20))
+    def set_up(self, count: int, size: int) -> None:
+        self.window.capacity = count
+        self.size.capacity = size
+
+    def expected(self, size: int) -> str | None:
+        if len(self.inside) >= self.window.capacity:
+            return "count"
+        total = sum(self.inside)
+        return "size" if total and total + size > self.size.capacity else None
+
+    @rule(size=SIZES)
+    def enter_if_allowed(self, size: int) -> None:
+        refusal = self.both.refusal(size, 0.0)
+        assert refusal == self.expected(size)
+        assert (self.both.ready_at(size, 0.0) is None) is (refusal is not None)
+        if refusal is None:
+            alone = not sum(self.inside)
+            self.inside.append(size)
+            overflows = self.both.add(size, 0.0)
+            assert not overflows or (alone and size > self.size.capacity)
+            assert self.window.used <= self.window.capacity
+            assert self.size.used <= self.size.capacity or alone
+
+    @rule(size=SIZES)
+    def enter_anyway(self, size: int) -> None:
+        self.inside.append(size)
+        beyond = len(self.inside) > self.window.capacity or sum(self.inside) > self.size.capacity
+        assert self.both.add(size, 0.0) is beyond
+
+    @precondition(lambda self: self.inside)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        count = data.draw(st.integers(1, len(self.inside)))
+        gone, self.inside = self.inside[:count], self.inside[count:]
+        self.both.remove(sum(gone), count)
+
+    @rule(count=st.integers(1, 5), size=st.integers(1, 20))
+    def change(self, count: int, size: int) -> None:
+        self.window.capacity = count
+        self.size.capacity = size
+
+    @invariant()
+    def nothing_leaks(self) -> None:
+        assert self.window.used == len(self.inside)
+        assert self.size.used == sum(self.inside)
+
+    @invariant()
+    def it_is_resumable_exactly_when_it_is_within_its_capacity(self) -> None:
+        assert self.window.resumable is (len(self.inside) <= self.window.capacity)
+        assert self.size.resumable is (sum(self.inside) <= self.size.capacity)
+        assert self.both.resumable is (self.window.resumable and self.size.resumable)
+
+
+TestInsideMachine = InsideMachine.TestCase
+
+# Powers of two, and times in sixteenths of a second: all sums are exact, and no tolerance hides an element too many.
+RATES = st.sampled_from([0.25, 0.5, 1.0, 2.0, 8.0, 64.0])
+SIXTEENTHS = st.integers(0, 64).map(lambda n: n / 16)
+
+
+class RateMachine(RuleBasedStateMachine):
+    """A rate limiter beside a bucket of tokens, and a log of all that passed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limiter = RateLimiter(1.0)
+        self.now = 0.0
+        self.level = 1.0
+        self.passed: list[tuple[float, int]] = []
+
+    @initialize(rate=RATES, burst=st.integers(1, 8), by_size=st.booleans())
+    def set_up(self, rate: float, burst: int, by_size: bool) -> None:
+        self.limiter = RateLimiter(rate, burst=burst, by_size=by_size)
+        self.level = burst
+
+    def cost(self, size: int) -> int:
+        return size if self.limiter.by_size else 1
+
+    @rule(seconds=SIXTEENTHS)
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.level = min(self.limiter.burst, self.level + seconds * self.limiter.rate)
+
+    @rule(size=SIZES)
+    def pass_if_allowed(self, size: int) -> None:
+        cost = self.cost(size)
+        enough = self.level >= min(cost, self.limiter.burst)
+        assert (self.limiter.refusal(size, self.now) is None) is enough
+        if enough:
+            assert not self.limiter.add(size, self.now)
+            self.level -= cost
+            self.passed.append((self.now, cost))
+
+    @rule(size=SIZES)
+    def pass_as_soon_as_possible(self, size: int) -> None:
+        at = self.limiter.ready_at(size, self.now)
+        assert at is not None
+        if at > self.now:
+            assert self.limiter.refusal(size, at - 1 / 1024) == "rate", "not a moment too late"
+            self.wait(at - self.now)
+        assert self.limiter.refusal(size, self.now) is None, "not a moment too soon"
+        self.pass_if_allowed(size)
+
+    @invariant()
+    def the_rate_is_never_exceeded_over_any_interval(self) -> None:
+        if not self.passed:
+            return
+        # Every interval that ends now; those that ended before were looked at then.
+        end, last = self.passed[-1]
+        total = 0
+        for start, cost in reversed(self.passed):
+            total += cost
+            assert total <= max(self.limiter.burst, last) + self.limiter.rate * (end - start)
+
+
+TestRateMachine = RateMachine.TestCase
+
+
+@given(RATES, st.integers(1, 8), st.booleans(), st.lists(st.tuples(SIXTEENTHS, SIZES), max_size=30))
+def test_F3_what_is_taken_at_once_is_owed_exactly(
+    rate: float, burst: int, by_size: bool, arrivals: list[tuple[float, int]]
+) -> None:
+    limiter = RateLimiter(rate, burst=burst, by_size=by_size)
+    now, level = 0.0, float(burst)
+    for seconds, size in arrivals:
+        now += seconds
+        level = min(burst, level + seconds * rate)
+        cost = size if by_size else 1
+        assert limiter.add(size, now) is (level < min(cost, burst))
+        level -= cost
+    # The bucket is full when all that was spent is regained.
+    assert limiter.ready_at(10**6, now) == (now + (burst - level) / rate if by_size else now + max(0, 1 - level) / rate)

@@ -1,0 +1,309 @@
+"""Whose turn it is (F4): first come first served, and fair shares by weight."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from qflow_client.flow import FifoLine, Line, Ticket, WeightedLine
+
+
+class WatchedTicket(Ticket):
+    """One of which it can be seen whether anything still refers to it."""
+
+
+def serve(line: Line) -> Ticket | None:
+    ticket = line.head()
+    if ticket is not None:
+        line.pop()
+    return ticket
+
+
+def served_sources(line: Line, count: int) -> str:
+    """The sources of the next tickets, as letters."""
+    return "".join(ticket.source for _ in range(count) if (ticket := serve(line)) is not None)
+
+
+@pytest.fixture(params=["fifo", "fair", "weighted"])
+def line(request: pytest.FixtureRequest) -> Line:
+    lines: dict[str, Line] = {"fifo": FifoLine(), "fair": WeightedLine(), "weighted": WeightedLine({"a": 3})}
+    return lines[request.param]
+
+
+def test_nobody_is_the_head_of_an_empty_line(line: Line) -> None:
+    assert line.head() is None
+    ticket = Ticket(1, "a")
+    line.push(ticket)
+    assert line.head() is ticket
+    assert line.head() is ticket, "looking serves nobody"
+    line.pop()
+    assert line.head() is None
+
+
+def test_a_cancelled_ticket_is_never_the_head(line: Line) -> None:
+    tickets = [Ticket(1, "a") for _ in range(5)]
+    for ticket in tickets:
+        line.push(ticket)
+    for at in (0, 2, 4):
+        tickets[at].cancelled = True
+    assert [serve(line) for _ in range(3)] == [tickets[1], tickets[3], None]
+
+
+def test_cancelled_tickets_do_not_pile_up_behind_one_that_waits(line: Line) -> None:
+    patient = Ticket(1, "a")
+    line.push(patient)
+    alive: weakref.WeakSet[Ticket] = weakref.WeakSet()
+    most = 0
+    for _ in range(2000):
+        ticket = WatchedTicket(1, "a")
+        alive.add(ticket)
+        line.push(ticket)
+        ticket.cancelled = True
+        del ticket
+        most = max(most, len(alive))
+    assert most <= 128
+    assert serve(line) is patient
+    assert serve(line) is None
+
+
+def test_F4_a_line_swept_of_cancelled_tickets_keeps_its_order() -> None:
+    line = FifoLine()
+    tickets = [Ticket(1) for _ in range(300)]
+    for at, ticket in enumerate(tickets):
+        line.push(ticket)
+        # Two of three give up at once, so that it is swept several times on the way.
+        ticket.cancelled = at % 3 != 0
+    assert [serve(line) for _ in range(100)] == tickets[::3]
+
+
+# Weights.
+
+
+def test_F4_sources_of_equal_weight_take_turns_however_much_each_brings() -> None:
+    line = WeightedLine()
+    for source in "aaaaaabbc":
+        line.push(Ticket(1, source))
+    assert served_sources(line, 9) == "abcabaaaa"
+
+
+def test_F4_a_source_of_weight_3_gets_three_turns_of_four() -> None:
+    line = WeightedLine({"a": 3})
+    for source in "bbbb" + "a" * 12:
+        line.push(Ticket(1, source))
+    assert Counter(served_sources(line, 12)) == {"a": 9, "b": 3}
+
+
+def test_F4_who_comes_late_is_owed_nothing_for_the_time_before() -> None:
+    line = WeightedLine()
+    for _ in range(10):
+        line.push(Ticket(1, "a"))
+    served_sources(line, 5)
+    for _ in range(5):
+        line.push(Ticket(1, "b"))
+    assert served_sources(line, 6) in ("bababa", "ababab")
+
+
+def test_F4_who_has_just_been_served_does_not_pass_who_waits() -> None:
+    line = WeightedLine()
+    for source in "ab":
+        line.push(Ticket(1, source))
+    turns = ""
+    for _ in range(6):
+        turn = served_sources(line, 1)
+        turns += turn
+        line.push(Ticket(1, turn))
+    assert turns == "ababab"
+
+
+def test_F4_a_source_gets_no_more_than_its_share_by_coming_back_with_one_ticket_at_a_time() -> None:
+    line = WeightedLine({"light": 0.5})
+    for _ in range(30):
+        line.push(Ticket(1, "heavy"))
+    line.push(Ticket(1, "light"))
+    turns: Counter[str] = Counter()
+    for _ in range(30):
+        ticket = serve(line)
+        assert ticket is not None
+        turns[ticket.source] += 1
+        if ticket.source == "light":
+            line.push(Ticket(1, "light"))
+    assert turns == {"heavy": 20, "light": 10}
+
+
+def test_F4_a_source_that_gives_up_again_and_again_is_not_put_behind_for_it() -> None:
+    line = WeightedLine()
+    for _ in range(10):
+        line.push(Ticket(1, "patient"))
+    for _ in range(100):
+        gone = Ticket(1, "hasty")
+        line.push(gone)
+        gone.cancelled = True
+    last = Ticket(1, "hasty")
+    line.push(last)
+    assert last in [serve(line) for _ in range(2)], "it has had no turn yet"
+
+
+def test_F4_who_gives_up_with_nobody_else_in_line_leaves_no_trace() -> None:
+    line = WeightedLine()
+    gone = Ticket(1, "a")
+    line.push(gone)
+    gone.cancelled = True
+    assert line.head() is None
+    line.push(Ticket(1, "b"))
+    line.push(Ticket(1, "a"))
+    assert served_sources(line, 2) == "ba", "the order of arrival"
+
+
+@pytest.mark.parametrize("weight", [0, -1.0, float("nan")])
+def test_a_weight_of_nothing_is_refused(weight: float) -> None:
+    with pytest.raises(ValueError, match="the weight of 'a' must be more than 0"):
+        WeightedLine({"a": weight})
+
+
+# Powers of two: virtual times are exact, and so are the bounds.
+WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5, "d": 8.0}
+SOURCES = ["a", "b", "c", "d", "e"]
+
+
+def weight(source: str) -> float:
+    return WEIGHTS.get(source, 1.0)
+
+
+class FifoMachine(RuleBasedStateMachine):
+    """A first-come-first-served line beside a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = FifoLine()
+        self.waiting: list[Ticket] = []
+
+    @rule(count=st.sampled_from([1, 1, 1, 50]))
+    def push(self, count: int) -> None:
+        for _ in range(count):
+            ticket = Ticket(1)
+            self.line.push(ticket)
+            self.waiting.append(ticket)
+
+    @rule()
+    def serve(self) -> None:
+        expected = self.waiting.pop(0) if self.waiting else None
+        assert serve(self.line) is expected
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        # A run of them, so that most of a long line can go.
+        start = data.draw(st.integers(0, len(self.waiting) - 1))
+        for ticket in self.waiting[start : start + 40]:
+            ticket.cancelled = True
+        del self.waiting[start : start + 40]
+
+    @invariant()
+    def the_head_is_who_came_first(self) -> None:
+        assert self.line.head() is (self.waiting[0] if self.waiting else None)
+
+
+TestFifoMachine = FifoMachine.TestCase
+
+
+class FairMachine(RuleBasedStateMachine):
+    """A weighted line, and for everyone who waits a count of the turns that others have had meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = WeightedLine(WEIGHTS)
+        self.waiting: dict[str, list[Ticket]] = {}
+        # By source that waits, the turns of others since its last turn, or since it began to wait.
+        self.passed_by: dict[str, Counter[str]] = {}
+
+    @rule(source=st.sampled_from(SOURCES), count=st.integers(1, 10))
+    def push(self, source: str, count: int) -> None:
+        for _ in range(count):
+            ticket = Ticket(1, source)
+            self.line.push(ticket)
+            self.waiting.setdefault(source, []).append(ticket)
+        self.passed_by.setdefault(source, Counter())
+
+    @rule(count=st.integers(1, 10))
+    def serve(self, count: int) -> None:
+        for _ in range(count):
+            ticket = serve(self.line)
+            if ticket is None:
+                assert not self.waiting
+                return
+            source = ticket.source
+            assert self.waiting[source][0] is ticket, "of one source, first come first served"
+            self.left(source, 0)
+            for other, turns in self.passed_by.items():
+                if other == source:
+                    turns.clear()
+                else:
+                    turns[source] += 1
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        source = data.draw(st.sampled_from(sorted(self.waiting)))
+        at = data.draw(st.integers(0, len(self.waiting[source]) - 1))
+        self.waiting[source][at].cancelled = True
+        self.left(source, at)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def cancel_all_of_a_source(self, data: st.DataObject) -> None:
+        source = data.draw(st.sampled_from(sorted(self.waiting)))
+        for ticket in self.waiting[source]:
+            ticket.cancelled = True
+        del self.waiting[source], self.passed_by[source]
+
+    def left(self, source: str, at: int) -> None:
+        del self.waiting[source][at]
+        if not self.waiting[source]:
+            del self.waiting[source], self.passed_by[source]
+
+    @invariant()
+    def nobody_starves(self) -> None:
+        # A source of weight w has a turn every 1/w of virtual time, in which one of weight v starts v/w turns and one.
+        for source, turns in self.passed_by.items():
+            for other, count in turns.items():
+                assert count <= math.floor(weight(other) / weight(source)) + 1
+
+    @invariant()
+    def somebody_is_next_while_somebody_waits(self) -> None:
+        assert (self.line.head() is None) is (not self.waiting)
+
+    def teardown(self) -> None:
+        self.serve(sum(map(len, self.waiting.values())))
+        assert not self.waiting
+        assert self.line.head() is None
+
+
+TestFairMachine = FairMachine.TestCase
+
+
+@given(
+    st.lists(st.sampled_from(SOURCES), min_size=2, max_size=5, unique=True),
+    st.integers(1, 200),
+    st.randoms(use_true_random=False),
+)
+def test_F4_shares_follow_the_weights_at_every_moment(sources: list[str], turns: int, random: Random) -> None:
+    line = WeightedLine(WEIGHTS)
+    tickets = [Ticket(1, source) for source in sources for _ in range(turns)]
+    random.shuffle(tickets)
+    for ticket in tickets:
+        line.push(ticket)
+    had: Counter[str] = Counter()
+    # As long as nobody has run out.
+    for _ in range(turns):
+        had[served_sources(line, 1)] += 1
+        for one in sources:
+            for other in sources:
+                gap = had[one] / weight(one) - had[other] / weight(other)
+                assert gap <= 1 / weight(one) + 1 / weight(other)

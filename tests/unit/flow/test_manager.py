@@ -1,0 +1,261 @@
+"""The registry of what flows (F1): seen as a whole, stopped and started as a whole (D5)."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+
+from qflow_client.flow import FlowManager, Gate
+
+#: Seconds after which a thread that should have ended long ago is taken for stuck.
+STUCK = 10.0
+
+
+class Resource:
+    """A gate with a lock, as a producer is."""
+
+    def __init__(self, name: str = "resource") -> None:
+        self.name = name
+        self.gate = Gate()
+        self.lock = threading.Lock()
+
+    def hold(self, kind: str, *, source: str, detail: str) -> None:
+        with self.lock:
+            self.gate.hold(kind, now=0.0, source=source, detail=detail)
+
+    def lift(self, kind: str, *, source: str) -> None:
+        with self.lock:
+            self.gate.lift(kind, now=1.0, source=source)
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.gate.is_held_by(FlowManager.HOLD)
+
+
+def run_together(*jobs: Callable[[], object]) -> None:
+    """Run each in a thread of its own, all at once, and raise what one of them raised."""
+    barrier = threading.Barrier(len(jobs))
+    errors: list[BaseException] = []
+
+    def run(job: Callable[[], object]) -> None:
+        try:
+            barrier.wait(STUCK)
+            job()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(job,), daemon=True) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(STUCK)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+def test_D5_stop_all_stops_every_resource_and_start_all_starts_it() -> None:
+    manager, resources = FlowManager("operator"), [Resource() for _ in range(3)]
+    for resource in resources:
+        manager.register(resource)
+    assert not manager.is_stopped
+    assert manager.stop_all("stock-taking") == 3
+    assert manager.is_stopped
+    for resource in resources:
+        (hold,) = resource.gate.holds
+        assert (hold.kind, hold.source, hold.detail) == ("paused", "operator", "stock-taking")
+    assert manager.start_all() == 3
+    assert not manager.is_stopped
+    assert all(resource.gate.is_open for resource in resources)
+
+
+def test_D5_what_registers_late_is_stopped_too() -> None:
+    manager, late, later = FlowManager(), Resource(), Resource()
+    manager.stop_all("why")
+    manager.register(late)
+    assert late.gate.holds[0].detail == "why"
+    manager.start_all()
+    assert late.gate.is_open
+    manager.register(later)
+    assert later.gate.is_open
+
+
+def test_D5_start_all_lifts_no_other_hold() -> None:
+    manager, resource = FlowManager("operator"), Resource()
+    manager.register(resource)
+    resource.hold("paused", source="", detail="by the application itself")
+    manager.stop_all()
+    manager.start_all()
+    assert [hold.detail for hold in resource.gate.holds] == ["by the application itself"]
+
+
+def test_D5_stopping_twice_needs_one_start() -> None:
+    manager, resource = FlowManager(), Resource()
+    manager.register(resource)
+    manager.stop_all("first")
+    manager.stop_all("second")
+    assert [hold.detail for hold in resource.gate.holds] == ["first"]
+    manager.start_all()
+    assert resource.gate.is_open
+    manager.start_all()
+    assert resource.gate.is_open
+
+
+def test_D5_two_managers_with_names_of_their_own_do_not_start_what_the_other_stopped() -> None:
+    here, there, resource = FlowManager("here"), FlowManager("there"), Resource()
+    for manager in (here, there):
+        manager.register(resource)
+        manager.stop_all()
+    here.start_all()
+    assert resource.is_stopped
+    there.start_all()
+    assert not resource.is_stopped
+
+
+def test_F5_the_manager_lists_what_is_registered() -> None:
+    manager, one, two = FlowManager(), Resource("one"), Resource("two")
+    assert not manager.resources
+    for resource in (one, two, two):
+        manager.register(resource)
+    assert sorted(resource.name for resource in manager.resources) == ["one", "two"]
+    manager.unregister(one)
+    manager.unregister(one)
+    assert manager.resources == (two,)
+    assert manager.stop_all() == 1
+    assert one.gate.is_open
+
+
+def test_the_manager_keeps_nothing_alive() -> None:
+    manager, stays, goes = FlowManager(), Resource("stays"), Resource("goes")
+    gone = weakref.ref(goes)
+    manager.register(stays)
+    manager.register(goes)
+    manager.stop_all()
+    manager.start_all()
+    del goes
+    gc.collect()
+    assert gone() is None
+    assert manager.resources == (stays,)
+    assert manager.stop_all() == 1
+
+
+def test_a_resource_may_be_finalized_while_the_manager_is_at_work() -> None:
+    manager = FlowManager()
+    finalized = threading.Event()
+
+    class Finalized(Resource):
+        def __del__(self) -> None:
+            manager.unregister(self)
+            assert not manager.resources or self not in manager.resources
+            finalized.set()
+
+    class Trigger(Resource):
+        """One in whose `hold` the collector happens to run."""
+
+        def hold(self, kind: str, *, source: str, detail: str) -> None:
+            super().hold(kind, source=source, detail=detail)
+            doomed.clear()
+
+    trigger = Trigger()
+    doomed = [Finalized()]
+    manager.register(trigger)
+    run_together(manager.stop_all)
+    assert finalized.is_set()
+
+
+def test_D5_a_resource_that_registers_while_all_are_being_stopped_is_not_forgotten() -> None:
+    manager, late = FlowManager(), Resource("late")
+    stopping, go_on = threading.Event(), threading.Event()
+
+    class Slow(Resource):
+        def hold(self, kind: str, *, source: str, detail: str) -> None:
+            stopping.set()
+            assert go_on.wait(STUCK)
+            super().hold(kind, source=source, detail=detail)
+
+    slow = Slow("slow")
+    manager.register(slow)
+
+    def register_in_the_middle() -> None:
+        assert stopping.wait(STUCK)
+        go_on.set()
+        manager.register(late)
+
+    run_together(manager.stop_all, register_in_the_middle)
+    assert slow.is_stopped
+    assert late.is_stopped
+
+
+class NoticedLock:
+    """A lock that says when a second thread has come to it and must wait."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.somebody_waits = threading.Event()
+
+    def __enter__(self) -> None:
+        if not self.lock.acquire(blocking=False):
+            self.somebody_waits.set()
+            self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
+def test_D5_a_resource_that_registers_while_all_are_being_started_does_not_stay_stopped() -> None:
+    manager = FlowManager()
+    lock = NoticedLock()
+    manager._lock = lock  # type: ignore[assignment]
+    manager.stop_all()
+    registering, started = threading.Event(), lock.somebody_waits
+
+    class Slow(Resource):
+        def hold(self, kind: str, *, source: str, detail: str) -> None:
+            registering.set()
+            # The other thread has come as far as it can: it waits for this one, or is through, which is the mistake.
+            assert started.wait(STUCK)
+            super().hold(kind, source=source, detail=detail)
+
+    slow = Slow()
+
+    def start_in_the_middle() -> None:
+        assert registering.wait(STUCK)
+        manager.start_all()
+        started.set()
+
+    run_together(lambda: manager.register(slow), start_in_the_middle)
+    assert not slow.is_stopped
+
+
+def test_D5_with_many_threads_a_resource_is_stopped_exactly_if_the_manager_is() -> None:
+    manager = FlowManager()
+    rounds = 60
+    kept: list[list[Resource]] = [[] for _ in range(4)]
+
+    def register_many(mine: list[Resource]) -> Callable[[], None]:
+        def job() -> None:
+            for number in range(rounds):
+                resource = Resource(f"{number}")
+                manager.register(resource)
+                if number % 3 == 0:
+                    manager.unregister(resource)
+                elif number % 3 == 1:
+                    mine.append(resource)
+                # The rest is collected while others look at the registry.
+
+        return job
+
+    def stop_and_start() -> None:
+        for _ in range(rounds):
+            manager.stop_all("why")
+            manager.start_all()
+            assert all(resource.name for resource in manager.resources)
+
+    for last in (manager.stop_all, manager.start_all):
+        run_together(*map(register_many, kept), stop_and_start, stop_and_start)
+        count = last()
+        registered = [resource for mine in kept for resource in mine]
+        assert count == len(registered) == len(manager.resources)
+        assert {resource.is_stopped for resource in registered} == {manager.is_stopped}

@@ -1,0 +1,515 @@
+"""Those who cannot wait (F3): what overflows is taken at once, and its source is blocked (J3 J4 J6)."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from qflow_client.flow import (
+    Capacity,
+    FlowController,
+    FlowSource,
+    RateLimiter,
+    SizeLimiter,
+    StopResume,
+    ThresholdLimiter,
+    WindowLimiter,
+)
+
+
+class Source(FlowSource):
+    """One that keeps a record of what it was told."""
+
+    def __init__(self, name: str = "source") -> None:
+        super().__init__(name)
+        self.told: list[str] = []
+
+    def on_blocked(self) -> None:
+        assert self.is_blocked
+        self.told.append("blocked")
+
+    def on_unblocked(self) -> None:
+        assert not self.is_blocked
+        self.told.append("unblocked")
+
+
+def test_a_source_that_is_never_told_what_to_do_can_still_be_asked() -> None:
+    source, controller = FlowSource("plain"), FlowController(WindowLimiter(1))
+    controller.offer(source, 1, 0.0)
+    assert not source.is_blocked
+    controller.offer(source, 1, 0.0)
+    assert source.is_blocked
+    controller.release(1)
+    assert not source.is_blocked
+    assert source.name == "plain"
+
+
+def test_F3_what_overflows_is_taken_at_once_and_its_source_blocked() -> None:
+    window = WindowLimiter(1)
+    controller, source = FlowController(window), Source()
+    assert not controller.offer(source, 1, 0.0)
+    assert source.told == []
+    assert controller.offer(source, 1, 0.0)
+    assert window.used == 2, "it is inside, beyond the limit"
+    assert source.told == ["blocked"]
+    assert controller.blocked == (source,)
+
+
+def test_J3_only_the_source_of_the_overflow_is_blocked() -> None:
+    controller, good, bad = FlowController(WindowLimiter(2)), Source("good"), Source("bad")
+    controller.offer(good, 1, 0.0)
+    controller.offer(bad, 1, 0.0)
+    controller.offer(bad, 1, 0.0)
+    assert (good.is_blocked, bad.is_blocked) == (False, True)
+
+
+def test_J4_a_source_that_overflows_again_is_told_once() -> None:
+    controller, source = FlowController(WindowLimiter(1)), Source()
+    for _ in range(4):
+        controller.offer(source, 1, 0.0)
+    assert source.told == ["blocked"]
+    controller.release(3, 3)
+    assert source.told == ["blocked", "unblocked"]
+
+
+def test_J4_a_source_blocked_by_two_controllers_is_unblocked_only_by_the_last() -> None:
+    first, second, source = FlowController(WindowLimiter(1)), FlowController(WindowLimiter(1)), Source()
+    for controller in (first, second):
+        for _ in range(2):
+            controller.offer(source, 1, 0.0)
+    assert list(source.blocked_by) == [first, second]
+    assert source.told == ["blocked"], "one notice per transition, not per controller"
+    first.release(1)
+    assert source.is_blocked
+    assert source.told == ["blocked"]
+    first.release(1)
+    assert source.is_blocked, "it does not matter how much more room the first has"
+    second.release(1)
+    assert source.told == ["blocked", "unblocked"]
+
+
+def test_J4_the_sources_of_one_controller_are_unblocked_together_the_oldest_first() -> None:
+    controller = FlowController(WindowLimiter(1))
+    order: list[str] = []
+
+    class Ordered(FlowSource):
+        def on_unblocked(self) -> None:
+            order.append(self.name)
+
+    sources = [Ordered(name) for name in "cab"]
+    controller.offer(Ordered("good"), 1, 0.0)
+    for source in sources:
+        controller.offer(source, 1, 0.0)
+    controller.release(2, 2)
+    assert order == []
+    controller.release(1)
+    assert order == ["c", "a", "b"]
+
+
+def test_J6_every_release_looks_whether_the_blocked_can_go_on() -> None:
+    queue = ThresholdLimiter(StopResume(stop_count=3, resume_count=2))
+    controller, source = FlowController(queue), Source()
+    for _ in range(4):
+        controller.offer(source, 10, 0.0)
+    assert source.is_blocked
+    controller.release(10)
+    controller.release(10)
+    assert source.is_blocked, "2 are not fewer than 2"
+    controller.release(10)
+    assert not source.is_blocked
+
+
+def test_J2_between_the_marks_who_is_blocked_stays_blocked_and_who_is_not_goes_on() -> None:
+    controller = FlowController(ThresholdLimiter(Capacity(100, 50)))
+    blocked, other = Source("blocked"), Source("other")
+    assert controller.offer(blocked, 101, 0.0)
+    controller.release(40, 0)
+    assert not controller.offer(other, 10, 0.0), "71 bytes are within the capacity"
+    assert controller.offer(blocked, 0, 0.0), "it is still blocked, although this message did no harm"
+    controller.release(20, 0)
+    assert blocked.is_blocked
+    controller.release(1, 0)
+    assert not blocked.is_blocked
+
+
+def test_D4_new_marks_unblock_when_resume_is_called() -> None:
+    queue = ThresholdLimiter(StopResume(stop_count=1))
+    controller, source = FlowController(queue), Source()
+    for _ in range(2):
+        controller.offer(source, 1, 0.0)
+    controller.resume()
+    assert source.is_blocked
+    queue.change(StopResume(stop_count=10))
+    controller.resume()
+    assert source.told == ["blocked", "unblocked"]
+
+
+def test_D12_a_source_that_brought_nothing_now_can_be_blocked_with_the_others() -> None:
+    controller = FlowController(ThresholdLimiter(StopResume(stop_count=1)))
+    offender, recent = Source("offender"), Source("recent")
+    for _ in range(2):
+        controller.offer(offender, 1, 0.0)
+    controller.block(recent)
+    controller.block(recent)
+    assert controller.blocked == (offender, recent)
+    assert recent.told == ["blocked"]
+    controller.release(2, 2)
+    assert not recent.is_blocked
+    controller.block(recent)
+    assert not recent.is_blocked, "there is no reason any more"
+
+
+def test_a_source_that_is_gone_is_forgotten() -> None:
+    controller, gone, stays = FlowController(WindowLimiter(1)), Source("gone"), Source("stays")
+    for source in (gone, stays):
+        controller.offer(source, 1, 0.0)
+    controller.offer(gone, 1, 0.0)
+    controller.forget(gone)
+    controller.forget(gone)
+    assert controller.blocked == (stays,)
+    assert not gone.is_blocked
+    controller.forget(Source("never seen"))
+
+
+def test_letting_a_source_go_that_is_not_blocked_changes_nothing() -> None:
+    controller, source = FlowController(WindowLimiter(1)), Source()
+    source.unblock(controller)
+    assert source.told == []
+
+
+def test_a_rate_does_not_keep_a_source_blocked() -> None:
+    # There is no step of a release at which time could unblock it again.
+    controller, source = FlowController(RateLimiter(1.0)), Source()
+    for _ in range(3):
+        assert not controller.offer(source, 1, 0.0)
+    assert not source.is_blocked
+
+
+def test_J6_unblocking_stops_at_the_source_that_fills_it_again() -> None:
+    controller = FlowController(WindowLimiter(1))
+
+    class Eager(Source):
+        """One that goes on the moment it may."""
+
+        def on_unblocked(self) -> None:
+            super().on_unblocked()
+            while not controller.offer(self, 1, 0.0):
+                pass
+
+    first, second = Eager("first"), Eager("second")
+    controller.offer(first, 1, 0.0)
+    controller.offer(first, 1, 0.0)
+    controller.offer(second, 1, 0.0)
+    controller.release(2, 2)
+    assert first.told == ["blocked", "unblocked", "blocked"]
+    assert second.told == ["blocked"], "there is no room for it any more"
+    controller.release(1)
+    assert second.told == ["blocked", "unblocked", "blocked"], "and the next turn is its own"
+    assert controller.blocked == (first, second)
+
+
+# From one resource to the next.
+
+
+def test_F3_what_fits_downstream_is_given_back_upstream_at_once() -> None:
+    upstream, downstream = SizeLimiter(10), SizeLimiter(10)
+    above, below, source = FlowController(upstream), FlowController(downstream), Source()
+    above.try_acquire(4, 0.0)
+    assert not source.forward(4, below, 0.0, held=above)
+    assert (upstream.used, downstream.used) == (0, 4)
+
+
+def test_F3_what_overflows_downstream_stays_reserved_upstream_until_its_source_is_unblocked() -> None:
+    upstream, downstream = SizeLimiter(10), SizeLimiter(10)
+    above, below, source = FlowController(upstream), FlowController(downstream), Source()
+    for _ in range(2):
+        above.try_acquire(5, 0.0)
+    below.try_acquire(8, 0.0)
+    assert source.forward(5, below, 0.0, held=above)
+    assert downstream.used == 13, "taken at once"
+    assert upstream.used == 10, "and still accounted for where it came from"
+    assert not above.try_acquire(1, 0.0)
+    below.release(2)
+    assert upstream.used == 10, "11 is still too much"
+    below.release(1)
+    assert upstream.used == 5
+    assert source.told == ["blocked", "unblocked"]
+    assert above.try_acquire(1, 0.0)
+
+
+def test_F3_without_a_place_upstream_nothing_is_reserved() -> None:
+    downstream = SizeLimiter(1)
+    below, source = FlowController(downstream), Source()
+    assert source.forward(2, below, 0.0)
+    below.release(2)
+    assert source.told == ["blocked", "unblocked"]
+
+
+def test_F3_each_downstream_frees_only_what_it_had_blocked() -> None:
+    upstream = SizeLimiter(10)
+    above, source = FlowController(upstream), Source()
+    left, right = FlowController(SizeLimiter(1)), FlowController(SizeLimiter(1))
+    for size in (3, 4):
+        above.try_acquire(size, 0.0)
+    assert source.forward(3, left, 0.0, held=above)
+    assert source.forward(4, right, 0.0, held=above)
+    left.release(3)
+    assert upstream.used == 4
+    assert source.is_blocked
+    right.release(4)
+    assert upstream.used == 0
+    assert not source.is_blocked
+
+
+def test_F3_a_chain_pushes_back_to_its_beginning_and_is_freed_from_its_end() -> None:
+    limiters = [WindowLimiter(1) for _ in range(3)]
+    chain = [FlowController(limiter) for limiter in limiters]
+    outside, *sources = [Source(name) for name in ("outside", "first", "second")]
+    # One element goes through to the end, then each stage overflows the next.
+    chain[2].offer(sources[1], 1, 0.0)
+    chain[1].offer(sources[0], 1, 0.0)
+    assert sources[1].forward(1, chain[2], 0.0, held=chain[1])
+    chain[0].offer(outside, 1, 0.0)
+    assert sources[0].forward(1, chain[1], 0.0, held=chain[0])
+    assert chain[0].offer(outside, 1, 0.0)
+    assert [limiter.used for limiter in limiters] == [2, 2, 2]
+    assert all(source.is_blocked for source in (outside, *sources))
+    chain[2].release(1)
+    assert [limiter.used for limiter in limiters] == [1, 1, 1]
+    assert not any(source.is_blocked for source in (outside, *sources))
+
+
+@given(
+    st.integers(1, 30),
+    st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 10), st.integers(0, 20)), max_size=60),
+)
+def test_F3_the_overshoot_is_at_most_one_element_of_each_source(
+    capacity: int, steps: list[tuple[str, int, int]]
+) -> None:
+    limiter = SizeLimiter(capacity)
+    controller = FlowController(limiter)
+    sources = {name: Source(name) for name in "abcd"}
+    largest = dict.fromkeys("abcd", 0)
+    for name, size, leaving in steps:
+        if not sources[name].is_blocked:
+            largest[name] = max(largest[name], size)
+            controller.offer(sources[name], size, 0.0)
+        assert limiter.used <= capacity + sum(largest.values())
+        controller.release(min(leaving, limiter.used))
+
+
+class Stage(Source):
+    """A resource that passes on what it has whenever it may, even from inside a notice."""
+
+    def __init__(self, name: str, limiter: SizeLimiter | WindowLimiter, after: Stage | None) -> None:
+        super().__init__(name)
+        self.limiter = limiter
+        self.controller = FlowController(limiter, name=name)
+        self.after = after
+        self.inside: list[tuple[str, int, int]] = []
+
+    def on_unblocked(self) -> None:
+        super().on_unblocked()
+        self.pump()
+
+    def pump(self) -> None:
+        while self.after is not None and self.inside and not self.is_blocked:
+            element = self.inside.pop(0)
+            # First into the list, because a notice may come before `forward` returns.
+            self.after.inside.append(element)
+            self.forward(element[2], self.after.controller, 0.0, held=self.controller)
+            self.after.pump()
+
+
+class Client(Source):
+    """One that has many elements, and sends them whenever it may."""
+
+    def __init__(self, name: str, sizes: list[int], into: Stage) -> None:
+        super().__init__(name)
+        self.backlog = [(name, number, size) for number, size in enumerate(sizes)]
+        self.into = into
+
+    def on_unblocked(self) -> None:
+        super().on_unblocked()
+        self.send()
+
+    def send(self) -> None:
+        while self.backlog and not self.is_blocked:
+            element = self.backlog.pop(0)
+            self.into.inside.append(element)
+            self.forward(element[2], self.into.controller, 0.0)
+            self.into.pump()
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 8), max_size=12), min_size=1, max_size=4),
+    st.tuples(st.integers(1, 15), st.integers(1, 15), st.integers(1, 3)),
+    st.data(),
+)
+def test_F3_sources_that_go_on_from_inside_a_notice_lose_nothing_and_keep_their_order(
+    backlogs: list[list[int]], capacities: tuple[int, int, int], data: st.DataObject
+) -> None:
+    last = Stage("last", WindowLimiter(capacities[2]), None)
+    middle = Stage("middle", SizeLimiter(capacities[1]), last)
+    first = Stage("first", SizeLimiter(capacities[0]), middle)
+    clients = [Client(f"client {number}", sizes, first) for number, sizes in enumerate(backlogs)]
+    for client in clients:
+        client.send()
+    arrived: list[tuple[str, int, int]] = []
+    while last.inside:
+        for stage in (first, middle, last):
+            assert not (stage.controller.blocked and stage.limiter.resumable)
+        count = data.draw(st.integers(1, len(last.inside)))
+        gone, last.inside = last.inside[:count], last.inside[count:]
+        arrived += gone
+        last.controller.release(sum(size for _, _, size in gone), count)
+    for number, sizes in enumerate(backlogs):
+        mine = [(place, size) for name, place, size in arrived if name == f"client {number}"]
+        assert mine == list(enumerate(sizes))
+    assert [stage.limiter.used for stage in (first, middle, last)] == [0, 0, 0]
+    assert not any(source.is_blocked for source in (*clients, first, middle))
+
+
+# The machine: two resources flow into one, and that one into two (fan-in and fan-out, F4).
+
+NAMES = ("left", "right", "middle", "up", "down")
+NEXT = {"left": ("middle",), "right": ("middle",), "middle": ("up", "down"), "up": (), "down": ()}
+SIZES = st.integers(0, 8)
+
+
+class NetworkMachine(RuleBasedStateMachine):
+    """Five resources beside lists of what is in each.
+
+    The rule of F3 is written down a second time as a fixed point: as long as a resource is within its capacity, it
+    blocks nobody, and nothing is reserved on its account.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limiters = {name: SizeLimiter(1) for name in NAMES}
+        self.controllers = {name: FlowController(self.limiters[name], name=name) for name in NAMES}
+        # Each resource is the source of what leaves it; clients are where elements come from.
+        self.sources = {name: Source(name) for name in (*NAMES, "client 1", "client 2")}
+        self.inside: dict[str, list[int]] = {name: [] for name in NAMES}
+        # Elements that are in one resource already and are still accounted for in the one before: (before, in, size).
+        self.reserved: list[tuple[str, str, int]] = []
+        self.blocked: set[tuple[str, str]] = set()
+        self.notices: dict[str, int] = dict.fromkeys(self.sources, 0)
+
+    @initialize(capacities=st.lists(st.integers(1, 12), min_size=5, max_size=5))
+    def set_up(self, capacities: list[int]) -> None:
+        for limiter, capacity in zip(self.limiters.values(), capacities, strict=True):
+            limiter.capacity = capacity
+
+    def used(self, name: str) -> int:
+        return sum(self.inside[name]) + sum(size for before, _, size in self.reserved if before == name)
+
+    def is_blocked(self, source: str) -> bool:
+        return any(each == source for each, _ in self.blocked)
+
+    def block(self, source: str, by: str) -> None:
+        if not self.is_blocked(source):
+            self.notices[source] += 1
+        self.blocked.add((source, by))
+
+    def settle(self) -> None:
+        changed = True
+        while changed:
+            changed = False
+            for name in NAMES:
+                if self.used(name) > self.limiters[name].capacity:
+                    continue
+                for entry in [entry for entry in self.blocked if entry[1] == name]:
+                    self.blocked.remove(entry)
+                    self.notices[entry[0]] += not self.is_blocked(entry[0])
+                    changed = True
+                for reservation in [each for each in self.reserved if each[1] == name]:
+                    self.reserved.remove(reservation)
+                    changed = True
+
+    @rule(client=st.sampled_from(["client 1", "client 2"]), into=st.sampled_from(["left", "right"]), size=SIZES)
+    def arrive(self, client: str, into: str, size: int) -> None:
+        if self.is_blocked(client):
+            return
+        self.inside[into].append(size)
+        overflows = self.used(into) > self.limiters[into].capacity
+        if overflows:
+            self.block(client, into)
+        assert self.controllers[into].offer(self.sources[client], size, 0.0) is overflows
+
+    @rule(name=st.sampled_from(["left", "right", "middle"]), data=st.data())
+    def forward(self, name: str, data: st.DataObject) -> None:
+        if not self.inside[name] or self.is_blocked(name):
+            return
+        self.pass_on(name, data.draw(st.sampled_from(NEXT[name])))
+
+    def pass_on(self, name: str, into: str) -> None:
+        size = self.inside[name].pop(0)
+        self.inside[into].append(size)
+        overflows = self.used(into) > self.limiters[into].capacity
+        if overflows:
+            self.reserved.append((name, into, size))
+            self.block(name, into)
+        self.settle()
+        source, downstream, held = self.sources[name], self.controllers[into], self.controllers[name]
+        assert source.forward(size, downstream, 0.0, held=held) is overflows
+
+    @rule(name=st.sampled_from(["up", "down"]), data=st.data())
+    def consume(self, name: str, data: st.DataObject) -> None:
+        inside = self.inside[name]
+        if inside:
+            count = data.draw(st.integers(1, len(inside)))
+            gone, self.inside[name] = inside[:count], inside[count:]
+            self.settle()
+            self.controllers[name].release(sum(gone), count)
+
+    @rule(name=st.sampled_from(NAMES), capacity=st.integers(1, 12))
+    def change_capacity(self, name: str, capacity: int) -> None:
+        self.limiters[name].capacity = capacity
+        self.settle()
+        self.controllers[name].resume()
+
+    @invariant()
+    def every_element_is_accounted_for(self) -> None:
+        assert {name: self.limiters[name].used for name in NAMES} == {name: self.used(name) for name in NAMES}
+
+    @invariant()
+    def sources_are_blocked_exactly_by_what_they_overflowed(self) -> None:
+        for name, source in self.sources.items():
+            assert {each.name for each in source.blocked_by} == {by for each, by in self.blocked if each == name}
+            assert source.is_blocked is self.is_blocked(name)
+        for name, controller in self.controllers.items():
+            assert {source.name for source in controller.blocked} == {each for each, by in self.blocked if by == name}
+
+    @invariant()
+    def every_transition_is_told_once(self) -> None:
+        for name, source in self.sources.items():
+            assert source.told == ["blocked", "unblocked"] * (self.notices[name] // 2) + ["blocked"] * (
+                self.notices[name] % 2
+            )
+
+    @invariant()
+    def nobody_is_blocked_by_one_that_has_room(self) -> None:
+        for controller in self.controllers.values():
+            assert not (controller.blocked and controller.limiter.resumable)
+
+    def teardown(self) -> None:
+        # Drained from its end, all of it comes out, and nothing stays reserved or blocked.
+        while any(self.inside.values()):
+            for name in NAMES:
+                for into in NEXT[name][:1]:
+                    while self.inside[name] and not self.is_blocked(name):
+                        self.pass_on(name, into)
+            for name in ("up", "down"):
+                gone, self.inside[name] = self.inside[name], []
+                self.settle()
+                self.controllers[name].release(sum(gone), len(gone))
+            self.every_element_is_accounted_for()
+        assert not self.blocked
+        assert not self.reserved
+        assert not any(limiter.used for limiter in self.limiters.values())
+        self.sources_are_blocked_exactly_by_what_they_overflowed()
+
+
+TestNetworkMachine = NetworkMachine.TestCase

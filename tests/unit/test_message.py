@@ -1,0 +1,207 @@
+"""What a producer sends."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta, timezone
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qflow_client.message import DeliveryMode, Message, as_body
+
+SHORT_STRINGS = (
+    "content_type",
+    "content_encoding",
+    "correlation_id",
+    "reply_to",
+    "message_id",
+    "type",
+    "user_id",
+    "app_id",
+    "cluster_id",
+)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (b"abc", b"abc"),
+        (bytearray(b"abc"), b"abc"),
+        (memoryview(b"abc"), b"abc"),
+        (memoryview(b"a.b.c")[::2], b"abc"),
+        ("Grüße", "Grüße".encode()),
+        (b"", b""),
+        ("", b""),
+    ],
+)
+def test_a_body_is_bytes_or_text(body: Any, expected: bytes) -> None:
+    assert Message(body).body == expected
+    assert type(Message(body).body) is bytes
+    assert as_body(body) == expected
+
+
+def test_a_body_that_is_bytes_is_not_copied() -> None:
+    body = b"large"
+    assert Message(body).body is body
+
+
+def test_a_body_is_not_shared_with_a_buffer_that_can_change() -> None:
+    buffer = bytearray(b"before")
+    message = Message(buffer)  # type: ignore[arg-type]
+    buffer[:] = b"after!"
+    assert message.body == b"before"
+
+
+@pytest.mark.parametrize("body", [None, 5, ["a"], {"a": 1}, object()])
+def test_any_other_body_is_refused_with_the_way_out(body: Any) -> None:
+    with pytest.raises(TypeError, match=rf"not {type(body).__name__}; encode it first \(json"):
+        Message(body)
+
+
+def test_a_message_is_persistent_unless_told_otherwise() -> None:
+    message = Message(b"")
+    assert message.delivery_mode == DeliveryMode.PERSISTENT
+    assert int(DeliveryMode.PERSISTENT) == 2
+    assert Message(b"", delivery_mode=DeliveryMode.TRANSIENT).delivery_mode == 1
+    assert Message(b"", delivery_mode=None).delivery_mode is None
+    others = [field.name for field in dataclasses.fields(Message) if field.name not in ("body", "delivery_mode")]
+    assert all(getattr(message, name) is None for name in others)
+
+
+def test_a_message_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Message(b"").body = b"other"  # type: ignore[misc]
+
+
+# Short strings.
+
+
+@pytest.mark.parametrize("name", SHORT_STRINGS)
+def test_a_short_string_has_at_most_255_bytes(name: str) -> None:
+    values: dict[str, Any]
+    for fits in ("", "x" * 255, "ü" * 127 + "x", "😀" * 63):
+        values = {name: fits}
+        assert getattr(Message(b"", **values), name) == fits
+    for too_long in ("x" * 256, "ü" * 128, "😀" * 64):
+        values = {name: too_long}
+        with pytest.raises(ValueError, match=f"{name} has 256 bytes; AMQP carries at most 255"):
+            Message(b"", **values)
+
+
+@pytest.mark.parametrize("name", SHORT_STRINGS)
+@pytest.mark.parametrize("value", [b"bytes", 5])
+def test_a_short_string_is_a_str(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be a str, not {type(value).__name__}"):
+        Message(b"", **{name: value})
+
+
+@pytest.mark.parametrize("name", SHORT_STRINGS)
+def test_a_string_that_is_no_unicode_text_is_refused_when_it_is_made_not_when_it_is_sent(name: str) -> None:
+    values: dict[str, Any] = {name: "\ud800"}
+    with pytest.raises(ValueError, match=f"{name} cannot be encoded as UTF-8"):
+        Message(b"", **values)
+
+
+@pytest.mark.parametrize("expiration", ["0", "60000", "0060000"])
+def test_an_expiration_is_a_string_of_digits(expiration: str) -> None:
+    assert Message(b"", expiration=expiration).expiration == expiration
+
+
+@pytest.mark.parametrize("expiration", ["", "-1", "1.5", "1e3", " 1", "soon", "٣", "²"])
+def test_any_other_expiration_is_refused(expiration: str) -> None:
+    with pytest.raises(ValueError, match="expiration must be milliseconds as a string of digits"):
+        Message(b"", expiration=expiration)
+
+
+def test_an_expiration_that_is_a_number_is_refused() -> None:
+    with pytest.raises(TypeError, match="expiration must be a str, not int"):
+        Message(b"", expiration=60000)  # type: ignore[arg-type]
+
+
+# Numbers.
+
+
+@pytest.mark.parametrize(
+    ("name", "lowest", "highest"), [("delivery_mode", 1, 2), ("priority", 0, 255), ("timestamp", 0, (1 << 63) - 1)]
+)
+def test_a_number_is_within_what_amqp_carries(name: str, lowest: int, highest: int) -> None:
+    for fits in (lowest, highest):
+        assert getattr(Message(b"", **{name: fits}), name) == fits  # type: ignore[arg-type]
+    for beyond in (lowest - 1, highest + 1):
+        with pytest.raises(ValueError, match=f"{name} must be from {lowest} to {highest}, not {beyond}"):
+            Message(b"", **{name: beyond})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["delivery_mode", "priority", "timestamp"])
+@pytest.mark.parametrize("value", [True, 1.0, "1"])
+def test_a_number_is_an_int(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be an int, not {type(value).__name__}"):
+        Message(b"", **{name: value})
+
+
+# Times.
+
+EAST, WEST = timezone(timedelta(hours=14)), timezone(timedelta(hours=-12))
+
+
+@pytest.mark.parametrize(
+    "timestamp",
+    [
+        datetime(1970, 1, 1, tzinfo=UTC),
+        datetime(1970, 1, 1, 14, tzinfo=EAST),
+        datetime(1969, 12, 31, 12, tzinfo=WEST),
+        datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC),
+        datetime(2013, 1, 1, 5, 15),
+    ],
+)
+def test_a_timestamp_can_be_a_datetime_from_1970_on(timestamp: datetime) -> None:
+    assert Message(b"", timestamp=timestamp).timestamp is timestamp
+
+
+@pytest.mark.parametrize(
+    "timestamp",
+    [
+        datetime(1969, 12, 31, 23, 59, 59, tzinfo=UTC),
+        datetime(1970, 1, 1, 13, 59, 59, tzinfo=EAST),
+        datetime(1960, 7, 1),
+        datetime.min.replace(tzinfo=EAST),
+        datetime.max.replace(tzinfo=WEST),
+    ],
+)
+def test_a_datetime_that_amqp_cannot_carry_is_refused(timestamp: datetime) -> None:
+    with pytest.raises(ValueError, match="timestamp must be from 1970 to 9999"):
+        Message(b"", timestamp=timestamp)
+
+
+# Headers.
+
+
+@pytest.mark.parametrize("headers", [{}, {"a": 1}, MappingProxyType({"a": 1})])
+def test_headers_are_a_mapping(headers: Mapping[str, Any]) -> None:
+    assert Message(b"", headers=headers).headers is headers
+
+
+@pytest.mark.parametrize("headers", [[("a", 1)], "a=1", 5])
+def test_headers_that_are_no_mapping_are_refused(headers: Any) -> None:
+    with pytest.raises(TypeError, match=f"headers must be a mapping, not {type(headers).__name__}"):
+        Message(b"", headers=headers)
+
+
+@given(st.dictionaries(st.sampled_from(SHORT_STRINGS), st.text(st.characters(), max_size=300)))
+def test_a_message_is_refused_exactly_if_a_string_of_it_does_not_fit(values: dict[str, str]) -> None:
+    def fits(value: str) -> bool:
+        try:
+            return len(value.encode()) <= 255
+        except UnicodeEncodeError:
+            return False
+
+    if all(map(fits, values.values())):
+        Message(b"", **values)  # type: ignore[arg-type]
+    else:
+        with pytest.raises(ValueError, match=r"bytes; AMQP carries|cannot be encoded"):
+            Message(b"", **values)  # type: ignore[arg-type]
