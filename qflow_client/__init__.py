@@ -1,4 +1,4 @@
-"""AMQP 0-9-1 producers that obey the broker: they never overrun it, never hang for ever, and lose nothing in silence."""
+"""AMQP 0-9-1 producers that obey the broker: they do not overrun it, hang for ever, or lose messages in silence."""
 
 from __future__ import annotations
 

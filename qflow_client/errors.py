@@ -1,8 +1,8 @@
 """What qflow_client raises.
 
-Two families never mix. `ProducerFlowed` and its subclass mean that the message was not sent and never will be. Everything
-about a message that *was* admitted is a `DeliveryError` (its fate is known, or known to be unknown) or a `ConfirmTimeout`
-(its fate is not known yet).
+Two families never mix. `ProducerFlowed` and its subclass mean that the message was not sent and never will be. All that
+is about a message that *was* admitted is a `DeliveryError` (its fate is known, or known to be unknown) or a
+`ConfirmTimeout` (its fate is not known yet).
 """
 
 from __future__ import annotations
@@ -144,11 +144,12 @@ class MessageFailed(DeliveryError):
 
 class OutcomeUnknown(DeliveryError):
     """The message was written, and the connection ended before the broker answered. A second copy may result from
-    sending it again."""
+    sending it again.
+    """
 
 
 class UndeliveredMessages(QflowError):
-    """Messages that were admitted were not delivered, and nobody has looked at their receipts.
+    """Admitted messages were not delivered, and nobody has looked at their receipts.
 
     Attributes:
         receipts: of all of them, in the order of admission.
@@ -166,7 +167,7 @@ class UndeliveredMessages(QflowError):
 
     @property
     def unsent(self) -> tuple[Message, ...]:
-        """Messages that are known not to have been delivered: sending them again makes no second copy."""
+        """Messages known not to have been delivered: sending them again makes no second copy."""
         return tuple(receipt.message for receipt in self.receipts if not receipt.may_have_arrived)
 
     @property

@@ -1,7 +1,7 @@
 """What is to be written on one channel, in the order of the wire, and how far that has got.
 
-The one place that knows which message has begun: a stop (``Channel.Flow``) lets the message that has begun end, then the
-answer goes out, then nothing.
+The one place that knows which message has begun: a stop (``Channel.Flow``) lets the message that has begun end, then
+the answer goes out, then nothing.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ clocks: whoever owns it calls one method at a time and says what time it is, in 
 
 Two rules:
 
-1. Everything that decides whether a message may go, whose turn it is, and what an answer of the broker settles, is here.
+1. What decides whether a message may go, whose turn it is, and what an answer of the broker settles, is here.
 2. A message that is admitted has a receipt, and every receipt is settled exactly once.
 """
 
@@ -152,9 +152,7 @@ class ProducerProtocol:
         self.gate.hold(HoldKind.DISCONNECTED, now=now)
 
     def _new_encoder(self, channel: int, frame_max: int) -> PublishEncoder:
-        return PublishEncoder(
-            channel, frame_max, id_prefix=self._id_prefix or "", mandatory=self.settings.mandatory
-        )
+        return PublishEncoder(channel, frame_max, id_prefix=self._id_prefix or "", mandatory=self.settings.mandatory)
 
     # What the application does.
 

@@ -1,7 +1,7 @@
 """A producer's settings: what there is, what is allowed, and where a value may come from.
 
-In this order of precedence: a keyword argument, a `ProducerSettings`, a query parameter of the URL, an environment variable
-(``QFLOW_`` and the name in capitals), the default.
+In this order of precedence: a keyword argument, a `ProducerSettings`, a query parameter of the URL, an environment
+variable (``QFLOW_`` and the name in capitals), the default.
 """
 
 from __future__ import annotations
@@ -80,7 +80,11 @@ def _is_name(value: Any) -> bool:
         return False
 
 
-_BOOL: tuple[Callable[[str], Any], str, Callable[[Any], bool]] = (_boolean, "True or False", lambda v: isinstance(v, bool))
+_BOOL: tuple[Callable[[str], Any], str, Callable[[Any], bool]] = (
+    _boolean,
+    "True or False",
+    lambda v: isinstance(v, bool),
+)
 _NAME: tuple[Callable[[str], Any], str, Callable[[Any], bool]] = (str, "a str of at most 255 bytes", _is_name)
 
 
@@ -94,8 +98,8 @@ class ProducerSettings:
         exchange: where `send` publishes unless told otherwise; ``""`` is the default exchange.
         routing_key: with which it publishes unless told otherwise.
         capacity: the most unsettled messages there may be (C6).
-        capacity_bytes: the most body bytes of unsettled messages; a message larger than that is admitted alone. ``None``
-            for no limit.
+        capacity_bytes: the most body bytes of unsettled messages; a message larger than that is admitted alone.
+            ``None`` for no limit.
         max_producer_flow_control_wait: seconds that a `send` may stay blocked; ``None`` for ever, 0 not at all (A4).
         when_flowed: ``"block"`` or ``"raise"`` (D1).
         confirms: ask the broker for publisher confirms. Without, a receipt says ``sent`` once the message is written.
@@ -205,7 +209,9 @@ class ProducerSettings:
         known = _SETTINGS
         for name in keywords:
             if name not in known:
-                raise SettingsError(f"{name}={keywords[name]!r}: there is no such setting; there are {', '.join(known)}")
+                raise SettingsError(
+                    f"{name}={keywords[name]!r}: there is no such setting; there are {', '.join(known)}"
+                )
         environ = os.environ if environ is None else environ
         values: dict[str, Any] = {}
         for name, setting in known.items():

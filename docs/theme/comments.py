@@ -10,7 +10,7 @@ import griffe
 _MARK = "#:"
 
 
-class CommentsAsDocstrings(griffe.Extension):
+class CommentsAsDocstrings(griffe.Extension):  # type: ignore[misc, unused-ignore]  # typed where griffe is installed
     """Gives attributes that have such a comment, and no docstring, a docstring."""
 
     def on_attribute_instance(self, *, attr: griffe.Attribute, **_kwargs: Any) -> None:

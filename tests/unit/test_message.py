@@ -52,7 +52,7 @@ def test_a_body_that_is_bytes_is_not_copied() -> None:
 
 def test_a_body_is_not_shared_with_a_buffer_that_can_change() -> None:
     buffer = bytearray(b"before")
-    message = Message(buffer)  # type: ignore[arg-type]
+    message = Message(buffer)
     buffer[:] = b"after!"
     assert message.body == b"before"
 

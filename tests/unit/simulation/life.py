@@ -1,8 +1,8 @@
 """A producer's life in simulated time: seeded chance on one side, a plain model of the contract on the other.
 
-The driver does to a `ProducerProtocol` whatever an application, a broker, a socket and a clock can do, in any order. The
-model knows only `spec` words: who may be admitted, in which order, what may be on the wire, how each message ends. After
-every step both must agree.
+The driver does to a `ProducerProtocol` whatever an application, a broker, a socket and a clock can do, in any order.
+The model knows only the contract: who may be admitted, in which order, what may be on the wire, how each message ends.
+After every step both must agree.
 """
 
 from __future__ import annotations
@@ -204,7 +204,9 @@ class Life:
         size = len(payload.body if isinstance(payload, Message) else payload)
         expected = not self.line and self.may_pass(size)
         receipt = self.protocol.send(payload, "", "q", self.now)
-        self.check((receipt is not None) == expected, f"send admitted={receipt is not None}, the contract says {expected}")
+        self.check(
+            (receipt is not None) == expected, f"send admitted={receipt is not None}, the contract says {expected}"
+        )
         if receipt is not None:
             self.admitted(receipt, payload)
         elif len(self.line) < 30 and self.random.random() < 0.7:
@@ -274,9 +276,7 @@ class Life:
         elif isinstance(frame, pamqp.commands.Basic.Publish):
             self.check(not wire.in_message, "a publish between the frames of another")
             self.check(bool(self.to_write), "a publish of something that was not admitted")
-            self.check(
-                not self.flow_oks_due or self.to_write[0].begun, "a publish before the answer to Channel.Flow"
-            )
+            self.check(not self.flow_oks_due or self.to_write[0].begun, "a publish before the answer to Channel.Flow")
             self.check(self.to_write[0].begun or not self.writing_stopped, "a publish on a channel that is stopped")
             self.to_write[0].begun = True
             wire.in_message = True
@@ -307,7 +307,7 @@ class Life:
         reported = self.protocol.settled
         assert reported is not None
         self.protocol.settled = []
-        self.check(sorted(id(r) for r in reported) == sorted(set(id(r) for r in reported)), "a receipt settled twice")
+        self.check(sorted(id(r) for r in reported) == sorted({id(r) for r in reported}), "a receipt settled twice")
         self.check(len(reported) == len(tags), f"{len(reported)} receipts were settled instead of {len(tags)}")
 
     def answerable(self) -> list[int]:

@@ -181,6 +181,9 @@ BUGS: list[Callable[..., ProducerProtocol]] = [
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught_within_the_day(bug: type[ProducerProtocol]) -> None:
-    with pytest.raises(BrokenContract):
+    def day() -> None:
         for seed in range(12):
             Life(seed, bug).live(2 * HOUR)
+
+    with pytest.raises(BrokenContract):
+        day()
