@@ -143,8 +143,9 @@ class MessageFailed(DeliveryError):
 
 
 class OutcomeUnknown(DeliveryError):
-    """The message was written, and the connection ended before the broker answered. A second copy may result from
-    sending it again.
+    """The message was written, and the connection ended before the broker answered.
+
+    A second copy may result from sending it again.
     """
 
 
@@ -161,8 +162,8 @@ class UndeliveredMessages(QflowError):
         first = f"; the first: {self.receipts[0].describe()}" if self.receipts else ""
         super().__init__(
             text
-            or f"{len(self.receipts)} admitted messages were not delivered: {len(self.receipts) - unknown} safe to send "
-            f"again (.unsent), {unknown} of unknown outcome (.unknown){first}"
+            or f"{len(self.receipts)} admitted messages were not delivered: {len(self.receipts) - unknown} safe to "
+            f"send again (.unsent), {unknown} of unknown outcome (.unknown){first}"
         )
 
     @property

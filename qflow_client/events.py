@@ -73,7 +73,7 @@ class FlowEvent:
         return bool(self.holds)
 
     def __str__(self) -> str:
-        why = f" by {self.hold}" if self.hold is not None else ""
+        why = f": {self.hold}" if self.hold is not None else ""
         lasted = f" after {self.seconds:.3g} s" if self.seconds else ""
         return f"{self.producer}: {self.kind}{why}{lasted}"
 

@@ -30,7 +30,7 @@ class Hold:
 
     def __str__(self) -> str:
         words = ": ".join(filter(None, (self.source, self.detail)))
-        return f"{self.kind} ({words})" if words else self.kind
+        return f"{self.kind} ({words})" if words else str(self.kind)
 
 
 class Gate:

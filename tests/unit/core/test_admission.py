@@ -255,7 +255,7 @@ def test_while_a_send_waits_a_notice_comes_every_period(caplog: pytest.LogCaptur
     ]
     assert protocol.events[0].hold is not None
     assert protocol.events[0].hold.kind == HoldKind.CAPACITY
-    assert caplog.messages[0] == "orders: a send has been waiting for 2.5 s; held by capacity"
+    assert caplog.messages[0] == "orders: a send has been waiting for 2.5 s: capacity"
 
 
 def test_a_notice_for_one_who_only_waits_for_others_has_no_hold(caplog: pytest.LogCaptureFixture) -> None:
@@ -265,7 +265,7 @@ def test_a_notice_for_one_who_only_waits_for_others_has_no_hold(caplog: pytest.L
     behind = protocol.stand_in_line(b"c", "", "q", 0.0)
     protocol.controller.gate.lift(HoldKind.CAPACITY, now=0.0)
     protocol.look_at(behind, 5.0)
-    assert caplog.messages == ["producer: a send has been waiting for 5.0 s; held by those before it"]
+    assert caplog.messages == ["producer: a send has been waiting for 5.0 s: others wait before it"]
     protocol.events = []
     protocol.look_at(behind, 10.0)
     assert protocol.events[0].hold is None
@@ -436,7 +436,7 @@ def test_a_closed_producer_admits_nothing() -> None:
         assert caught.value.message is payload
         with pytest.raises(ProducerClosed, match="closed by hand"):
             protocol.stand_in_line(payload, "", "q", 3.0)
-    assert [str(hold) for hold in protocol.gate.holds] == ["disconnected by close (closed by hand)"]
+    assert [str(hold) for hold in protocol.gate.holds] == ["disconnected (close: closed by hand)"]
 
 
 def test_nobody_is_kept_waiting_for_a_closed_producer_to_be_unflowed() -> None:

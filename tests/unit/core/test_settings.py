@@ -42,7 +42,9 @@ def default(name: str) -> Any:
 
 
 def test_every_setting_is_in_the_table_above() -> None:
-    assert {each[0] for each in TEXTS} | {"url", "message_ids"} == {each.name for each in fields(ProducerSettings)}
+    assert {each[0] for each in TEXTS} | {"url", "message_ids"} == {
+        each.name for each in fields(ProducerSettings) if each.init
+    }
 
 
 def test_the_defaults() -> None:

@@ -112,12 +112,12 @@ def test_a4_the_two_families_of_errors_never_mix() -> None:
 def test_a4_a_flow_error_names_every_hold_how_long_it_waited_and_its_message() -> None:
     error = FlowControlTimeout(HOLDS, 0.5, b"message")
     assert str(error) == (
-        "the message was not sent after 0.5 s: the producer is held by channel_flow, paused by manager (stock-taking)"
+        "the message was not sent within 0.5 s, the producer is flowed: channel_flow, paused (manager: stock-taking)"
     )
     assert (error.holds, error.waited, error.message) == (HOLDS, 0.5, b"message")
     error_at_once = ProducerFlowed([], 0.0, b"message", "send() waits")
     assert str(error_at_once) == (
-        "the message was not sent: the producer is held by messages that were there before it; send() waits"
+        "the message was not sent, the producer is flowed: others wait before it; send() waits"
     )
 
 
@@ -144,7 +144,7 @@ def test_undelivered_messages_are_told_apart_by_what_sending_them_again_does() -
 
 def test_events_and_states_say_what_they_mean() -> None:
     event = FlowEvent(FlowEventKind.FLOWED, "orders", HOLDS[1], HOLDS, 10.0, 10.0, 0.0)
-    assert str(event) == "orders: flowed by paused by manager (stock-taking)"
+    assert str(event) == "orders: flowed: paused (manager: stock-taking)"
     assert event.flowed
     waiting = FlowEvent(FlowEventKind.WAITING, "orders", None, (), 15.0, 10.0, 5.0)
     assert str(waiting) == "orders: waiting after 5 s"

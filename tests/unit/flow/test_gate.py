@@ -96,9 +96,9 @@ def test_the_observer_is_told_after_the_fact() -> None:
 
 def test_a_hold_reads_as_a_sentence() -> None:
     assert str(Hold("paused", 0.0)) == "paused"
-    assert str(Hold("paused", 0.0, "operator")) == "paused by operator"
+    assert str(Hold("paused", 0.0, "operator")) == "paused (operator)"
     assert str(Hold("connection_blocked", 0.0, "", "low on memory")) == "connection_blocked (low on memory)"
-    assert str(Hold("paused", 0.0, "operator", "stock-taking")) == "paused by operator (stock-taking)"
+    assert str(Hold("paused", 0.0, "operator", "stock-taking")) == "paused (operator: stock-taking)"
 
 
 KINDS = st.sampled_from(["capacity", "paused", "rate"])
