@@ -207,10 +207,10 @@ class Producer:
 
     def _flowed(self, kind: type[ProducerFlowed], payload: Any, waited: float, advice: str) -> ProducerFlowed:
         with self._lock:
-            now = _monotonic()
-            self._protocol.controller.look(now)
             holds = self._protocol.gate.holds
         self._after()
+        if self.settings.rate is not None:
+            self._link.arm_timer()
         return kind(holds, waited, payload, advice)
 
     def _send_when_unflowed(
@@ -226,10 +226,10 @@ class Producer:
             now = _monotonic()
             ticket = protocol.stand_in_line(payload, exchange, routing_key, now, timeout=timeout, waiter=waiter)
             look_at = protocol.look_at(ticket, now)
-        self._kick()
-        if self.settings.rate is not None:
-            self._link.arm_timer()
         try:
+            self._kick()
+            if self.settings.rate is not None:
+                self._link.arm_timer()
             while look_at is not None and not waiter.wait(max(0.0, look_at - _monotonic())):
                 with self._lock:
                     look_at = protocol.look_at(ticket, _monotonic())
@@ -481,7 +481,7 @@ class Producer:
             self._dispatcher.stop(timeout=5.0)
             self._all_ended.set()
         # With on_delivery, what was left has been told to it, but nobody may have been listening any more.
-        return failures or [receipt for receipt in left if not receipt.delivered]
+        return failures or [receipt for receipt in left if not receipt.delivered and not receipt._seen]
 
     def __enter__(self) -> Self:
         return self
@@ -560,6 +560,8 @@ class Producer:
             "with a child process; make a producer in the child",
             _monotonic(),
         )
+        # Nobody in this process will hear of what the parent has in flight.
+        self._protocol.connection_lost("the process forked", _monotonic())
 
 
 _producers: weakref.WeakSet[Producer] = weakref.WeakSet()
