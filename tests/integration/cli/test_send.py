@@ -140,7 +140,7 @@ def test_a_flow_control_timeout_says_what_was_not_sent(
     assert broker.queue("small").depth == 4
     out, err = capsys.readouterr()
     assert "record 5 (line 5) and all after it were not sent" in err
-    assert "held by channel_flow" in err
+    assert "flowed: channel_flow" in err
     assert "confirmed without a gap up to record 4" in out
 
 

@@ -228,8 +228,8 @@ def test_events_tell_every_change_in_order_with_wall_time_and_durations() -> Non
         (FlowEventKind.UNFLOWED, "connection_blocked", 1020.0, 1012.0, 8.0, 0),
     ]
     assert [event.flowed for event in protocol.events] == [True, True, True, False]
-    assert str(protocol.events[0]) == "orders: flowed by channel_flow"
-    assert str(protocol.events[3]) == "orders: unflowed by connection_blocked (low on memory) after 8 s"
+    assert str(protocol.events[0]) == "orders: flowed: channel_flow"
+    assert str(protocol.events[3]) == "orders: unflowed: connection_blocked (low on memory) after 8 s"
     assert {event.producer for event in protocol.events} == {"orders"}
 
 
