@@ -280,3 +280,13 @@ def test_what_people_must_know_of_is_logged_louder(caplog: pytest.LogCaptureFixt
         ("INFO", "orders: no longer held after 1 s: channel_flow"),
         ("DEBUG", "orders: held: capacity"),
     ]
+
+
+def test_a_second_connection_counts_as_having_been_flowed_and_the_first_does_not() -> None:
+    protocol = make(opened=False)
+    protocol.channel_opened(1, 4096, 2.0)
+    assert protocol.flow_state(3.0).times_flowed == 0
+    protocol.hold(HoldKind.DISCONNECTED, 4.0)
+    protocol.channel_opened(1, 4096, 6.0)
+    state = protocol.flow_state(7.0)
+    assert (state.times_flowed, state.seconds_flowed) == (1, {"disconnected": 2.0})
