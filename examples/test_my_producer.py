@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -75,4 +76,6 @@ def test_a_full_queue_confirms_late(qflow_broker: Broker) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(subprocess.call([sys.executable, "-m", "pytest", "-q", __file__]))
+    # Without this repository's own configuration of pytest, which asks for more than pytest.
+    options = ["-q", "-c", os.devnull, "-p", "no:cacheprovider", "--import-mode=importlib"]
+    sys.exit(subprocess.call([sys.executable, "-m", "pytest", *options, __file__]))
