@@ -12,8 +12,10 @@ Nothing here knows threads, tasks or clocks: the caller guards the controller an
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 from qflow_client.flow.gate import Gate
@@ -21,7 +23,7 @@ from qflow_client.flow.limiters import Limiter
 
 __all__ = ["FifoLine", "FlowController", "FlowSource", "Line", "Ticket", "WeightedLine"]
 
-# Below this length a line is not worth sweeping.
+# Below this length a line, or what it remembers, is not worth sweeping.
 _SWEEP_FROM = 64
 
 
@@ -49,10 +51,14 @@ class Line(Protocol):
         """Put a ticket in its place."""
 
     def head(self) -> Ticket | None:
-        """Whose turn it is; ``None`` if nobody waits."""
+        """Whose turn it is, which is never a ticket that is cancelled.
+
+        Returns:
+            The ticket; ``None`` if nobody waits.
+        """
 
     def pop(self) -> None:
-        """Serve the head."""
+        """Serve the ticket that `head` has just given."""
 
 
 class FifoLine:
@@ -85,28 +91,47 @@ class WeightedLine:
     """Start-time fair queuing: sources that wait get turns in proportion to their weights, none starves (F4).
 
     Tickets of one source are served in the order in which they came. One that is cancelled costs its source no turn.
+    A turn is an element, whatever its size.
 
     Args:
         weights: turns of a source for each turn of a source of weight 1; a source that is not named has weight 1.
+
+    Raises:
+        ValueError: a weight that is not more than 0, or not finite.
     """
 
-    __slots__ = ("_finish", "_heap", "_lines", "_serial", "_time", "weights")
+    __slots__ = ("_finish", "_heap", "_lines", "_serial", "_sweep_at", "_time", "_weights")
 
-    def __init__(self, weights: dict[str, float] | None = None) -> None:
-        for source, weight in (weights or {}).items():
-            if not weight > 0:
-                raise ValueError(f"the weight of {source!r} must be more than 0, not {weight!r}")
-        self.weights = dict(weights or {})
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        self.weights = weights or {}
         # The tickets of each source in line.
         self._lines: dict[str, FifoLine] = {}
         # For each source in line, the virtual start of its next turn.
         self._heap: list[tuple[float, int, str]] = []
-        # The virtual time at which each source's last turn ended; forgotten when nobody waits.
+        # The virtual time at which each source's last turn ended; forgotten once it is past, or when nobody waits.
         self._finish: dict[str, float] = {}
+        # How many sources are remembered before those whose last turn is past are forgotten.
+        self._sweep_at = _SWEEP_FROM
         # The virtual start of the turn that was served last.
         self._time = 0.0
         # Breaks ties by arrival.
         self._serial = 0
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """Turns of a source for each turn of one of weight 1. Settable as a whole, for the turns that come.
+
+        Raises:
+            ValueError: set to a weight that is not more than 0, or not finite.
+        """
+        return MappingProxyType(self._weights)
+
+    @weights.setter
+    def weights(self, weights: Mapping[str, float]) -> None:
+        for source, weight in weights.items():
+            if not 0 < weight < math.inf:
+                raise ValueError(f"the weight of {source!r} must be more than 0 and finite, not {weight!r}")
+        self._weights = dict(weights)
 
     def push(self, ticket: Ticket) -> None:
         source = ticket.source
@@ -131,7 +156,10 @@ class WeightedLine:
         line = self._lines[source]
         line.pop()
         self._time = start
-        finish = self._finish[source] = start + 1.0 / self.weights.get(source, 1.0)
+        finish = self._finish[source] = start + 1.0 / self._weights.get(source, 1.0)
+        if len(self._finish) >= self._sweep_at:
+            self._finish = {each: end for each, end in self._finish.items() if end > start}
+            self._sweep_at = max(_SWEEP_FROM, 2 * len(self._finish))
         if line.head() is None:
             self._leave()
         else:
