@@ -30,22 +30,26 @@ _SWEEP_FROM = 64
 class Ticket:
     """A place in the line of a controller.
 
-    Attributes:
+    Args:
         size: of the element that waits.
         source: whose element it is; sources only matter to a `WeightedLine`.
     """
 
-    __slots__ = ("cancelled", "size", "source")
+    __slots__ = ("_controller", "cancelled", "size", "source")
 
     def __init__(self, size: int, source: str = "") -> None:
+        #: The size of the element that waits.
         self.size = size
+        #: Whose element it is.
         self.source = source
-        # Set by a cancel; the line drops the ticket when it comes to it.
+        #: Whether it gave up; the line drops it when it comes to it.
         self.cancelled = False
+        # In whose line it stands; None before and after.
+        self._controller: FlowController | None = None
 
 
 class Line(Protocol):
-    """An order in which tickets are served. Every ticket that is pushed is at the head at some time."""
+    """An order in which tickets are served (F4). Every ticket that is pushed is at the head at some time."""
 
     def push(self, ticket: Ticket) -> None:
         """Put a ticket in its place."""
@@ -185,14 +189,15 @@ class FlowSource:
     code may call back into the controllers, but must not raise: other sources wait behind it for being unblocked.
 
     Args:
-        name: for people, and for the manager's graph.
+        name: for people; need not be unique.
     """
 
     __slots__ = ("_reserved", "blocked_by", "name")
 
     def __init__(self, name: str) -> None:
+        #: For people; need not be unique.
         self.name = name
-        # The controllers that block this source, oldest first.
+        #: The controllers that block this source, as keys, the oldest first.
         self.blocked_by: dict[FlowController, None] = {}
         # What its own elements still occupy upstream: (controller, blocker, size), see `forward`.
         self._reserved: list[tuple[FlowController, FlowController, int]] = []
@@ -203,20 +208,20 @@ class FlowSource:
         return bool(self.blocked_by)
 
     def on_blocked(self) -> None:
-        """Called when it goes from unblocked to blocked."""
+        """Called when it goes from unblocked to blocked: what it has is to stay where it is from now on."""
 
     def on_unblocked(self) -> None:
-        """Called when the last controller has let it go."""
+        """Called when the last controller has let it go: it may go on, even from in here."""
 
     def block(self, controller: FlowController) -> None:
-        """Be blocked by a controller; a second time changes nothing."""
+        """Be blocked by a controller, which calls this; a second time changes nothing."""
         first = not self.blocked_by
         self.blocked_by.setdefault(controller)
         if first:
             self.on_blocked()
 
     def unblock(self, controller: FlowController) -> None:
-        """Be let go by a controller, and give back what was reserved for the elements that it had blocked."""
+        """Be let go by a controller, which calls this, and give back what was reserved for what it had blocked (F3)."""
         if controller not in self.blocked_by:
             return
         del self.blocked_by[controller]
@@ -236,10 +241,14 @@ class FlowSource:
             downstream: the controller of the next resource.
             now: seconds.
             held: the controller in which the element occupies space on this side. The space is released at once if the
-                element fits downstream, and only when `downstream` unblocks this source if it overflowed (F3).
+                element fits downstream, and only when `downstream` unblocks this source if it overflowed (F3). ``None``
+                if it occupies none.
 
         Returns:
             True if this source is blocked by `downstream` now.
+
+        Raises:
+            ValueError: the element does not occupy that space in `held`.
         """
         blocked = downstream.offer(self, size, now)
         if held is not None:
@@ -251,27 +260,33 @@ class FlowSource:
 
 
 class FlowController:
-    """The entrance of one resource.
+    """The entrance of one resource (F1).
+
+    Neither thread-safe nor tied to a clock: the caller guards it and says what time it is.
 
     Args:
         limiter: what may be inside.
-        gate: further reasons to let nobody in; a new one unless given.
-        line: the order in which waiting tickets are served; first come, first served unless given.
-        name: for people, and for the manager's graph.
+        gate: further reasons to let nobody in; a new one unless given. The limiter's kinds of hold, with no source,
+            belong to the controller: others use other kinds, or name a source.
+        line: the order in which waiting tickets are served; first come, first served unless given (F4).
+        name: for people; need not be unique.
     """
 
     __slots__ = ("_blocked", "_limited", "_line", "gate", "limiter", "name", "waiting")
 
     def __init__(self, limiter: Limiter, *, gate: Gate | None = None, line: Line | None = None, name: str = "") -> None:
+        #: What may be inside.
         self.limiter = limiter
+        #: What else may hold. Who lifts such a hold calls `grant` afterwards.
         self.gate = gate if gate is not None else Gate()
+        #: For people; need not be unique.
         self.name = name
         self._line: Line = line if line is not None else FifoLine()
         # The kind of the hold that stands for the limiter on the gate, or None.
         self._limited: str | None = None
-        # Tickets that stand in line and were not cancelled.
+        #: How many tickets stand in line. Only to be read.
         self.waiting = 0
-        # Sources blocked by an overflow, oldest first.
+        # Sources that are blocked, oldest first.
         self._blocked: dict[FlowSource, None] = {}
 
     @property
@@ -282,7 +297,11 @@ class FlowController:
     # Sources that wait.
 
     def try_acquire(self, size: int, now: float) -> bool:
-        """Enter at once, or not at all: nobody who came later passes one who waits.
+        """Enter at once, or not at all: nobody who came later passes one who waits (F4).
+
+        Args:
+            size: of the element.
+            now: seconds.
 
         Returns:
             True if the element is inside now.
@@ -292,90 +311,136 @@ class FlowController:
         # The limiter's own hold may have been outlived by time or by a release.
         if not self.gate.is_open and (self._limited is None or not self._look(size, now)):
             return False
-        limiter = self.limiter
-        kind = limiter.refusal(size, now)
-        if kind is not None:
-            self._limit(kind, now)
-            return False
-        limiter.add(size, now)
-        return True
+        kind = self.limiter.try_add(size, now)
+        if kind is None:
+            return True
+        self._limit(kind, now)
+        return False
 
     def stand_in_line(self, ticket: Ticket, now: float) -> None:
-        """Wait for a turn. `grant` says when it has come."""
+        """Wait for a turn. `grant` says when it has come.
+
+        Args:
+            ticket: the place to take.
+            now: seconds.
+
+        Raises:
+            ValueError: the ticket stands in line, or has given up.
+        """
+        if ticket._controller is not None or ticket.cancelled:
+            raise ValueError("a ticket that stands in line or has given up cannot stand in line again: take a new one")
         self._line.push(ticket)
+        ticket._controller = self
         self.waiting += 1
         if self.waiting == 1:
             self._look(ticket.size, now)
 
-    def leave_line(self, ticket: Ticket) -> None:
-        """Give up waiting. Only for a ticket that stands in line, once.
+    def leave_line(self, ticket: Ticket) -> bool:
+        """Give up waiting.
 
         `grant` is to be called next: who stood behind a large element may fit.
+
+        Returns:
+            True if it stood in this line; False if it was let in or sent away, or gave up before, and nothing happens.
         """
+        if ticket._controller is not self:
+            return False
         ticket.cancelled = True
-        self.waiting -= 1
+        self._gone(ticket)
+        return True
 
     def dismiss(self) -> Ticket | None:
-        """Send the head of the line away without letting it in; ``None`` if nobody waits."""
+        """Send the head of the line away without letting it in.
+
+        Returns:
+            The ticket; ``None`` if nobody waits.
+        """
         ticket = self._line.head()
         if ticket is not None:
             self._line.pop()
-            self.waiting -= 1
+            self._gone(ticket)
         return ticket
 
     def grant(self, now: float) -> Ticket | None:
-        """Let the head of the line in, if it may enter now.
+        """Let the head of the line in, if it may enter now. With nobody in line, a hold that is outlived is lifted.
+
+        Args:
+            now: seconds.
 
         Returns:
             The ticket, whose element is inside now; ``None`` if nobody waits or nobody may enter.
         """
         ticket = self._line.head()
         if ticket is None:
+            if self._limited is not None:
+                self.look(now)
             return None
         if not self._look(ticket.size, now):
             return None
         self._line.pop()
-        self.waiting -= 1
+        self._gone(ticket)
         self.limiter.add(ticket.size, now)
         return ticket
 
+    def _gone(self, ticket: Ticket) -> None:
+        ticket._controller = None
+        self.waiting -= 1
+
     def release(self, size: int, count: int = 1) -> None:
-        """Take note that `count` elements of together `size` have left, and unblock whom that lets go on (J6)."""
+        """Take note that elements have left, and unblock whom that lets go on (J6).
+
+        Args:
+            size: of all of them together.
+            count: how many they are.
+
+        Raises:
+            ValueError: so much is not inside.
+        """
         self.limiter.remove(size, count)
         if self._blocked:
             self.resume()
 
     def look(self, now: float) -> bool:
-        """Bring the gate up to date with the limiter.
+        """Bring the gate up to date with the limiter: its hold comes and goes with whether the next one could enter.
+
+        Args:
+            now: seconds.
 
         Returns:
             Whether the next one to come, of the smallest size above 0, could enter now.
         """
-        head = self._line.head()
-        # Nothing always fits, and would say of a limiter that is exactly full that it has room.
-        return self._look(head.size if head is not None else 1, now) and head is None
+        return self._look(self._next_size(), now) and not self.waiting
 
     def ready_at(self, now: float) -> float | None:
-        """When to call `grant` again if nothing else happens; ``None`` if time alone changes nothing."""
-        if self._limited is None:
-            return None
+        """When to call `grant` again if nothing else happens.
+
+        Args:
+            now: seconds.
+
+        Returns:
+            Seconds; ``None`` if time alone changes nothing.
+        """
+        return None if self._limited is None else self.limiter.ready_at(self._next_size(), now)
+
+    def _next_size(self) -> int:
         head = self._line.head()
-        return self.limiter.ready_at(head.size if head is not None else 1, now)
+        # Nothing always fits, and would say of a limiter that is exactly full that it has room.
+        return head.size if head is not None else 1
 
     def _look(self, size: int, now: float) -> bool:
         kind = self.limiter.refusal(size, now)
         if kind is not None:
             self._limit(kind, now)
-        elif self._limited is not None:
+            return False
+        if self._limited is not None:
             self.gate.lift(self._limited, now=now)
             self._limited = None
         return self.gate.is_open
 
     def _limit(self, kind: str, now: float) -> None:
-        if self._limited == kind:
-            return
+        # Changes nothing if it is there.
         self.gate.hold(kind, now=now)
-        if self._limited is not None:
+        if self._limited is not None and self._limited != kind:
             self.gate.lift(self._limited, now=now)
         self._limited = kind
 

@@ -15,8 +15,9 @@ __all__ = ["CompositeLimiter", "Limiter", "RateLimiter", "SizeLimiter", "WindowL
 class Limiter(ABC):
     """What a limit must answer.
 
-    There are two ways to use one. *Strict*: ask `refusal` first and `add` only if it is ``None``; the limit is never
-    passed. *Overflowing* (F3): `add` at once, stop the source if that returned True, and let it go on when `resumable`.
+    There are two ways to use one. *Strict*: `try_add`, which takes nothing that there is no room for; the limit is
+    never passed. *Overflowing* (F3): `add` at once, stop the source if that returned True, and let it go on when
+    `resumable`.
     """
 
     __slots__ = ()
@@ -32,6 +33,21 @@ class Limiter(ABC):
         Returns:
             True if it overflows, so that its source is to be stopped.
         """
+
+    def try_add(self, size: int, now: float) -> str | None:
+        """`refusal`, and `add` if nothing refuses, in one call: all of it or nothing.
+
+        Args:
+            size: of the element.
+            now: seconds.
+
+        Returns:
+            ``None`` if the element is inside now; otherwise the kind of the hold, and nothing has changed.
+        """
+        kind = self.refusal(size, now)
+        if kind is None:
+            self.add(size, now)
+        return kind
 
     @abstractmethod
     def remove(self, size: int, count: int = 1) -> None:
@@ -66,6 +82,13 @@ class WindowLimiter(Limiter):
     def add(self, size: int, now: float) -> bool:
         self.used += 1
         return self.used > self.capacity
+
+    def try_add(self, size: int, now: float) -> str | None:
+        # Written out, because every send comes here.
+        if self.used < self.capacity:
+            self.used += 1
+            return None
+        return self.kind
 
     def remove(self, size: int, count: int = 1) -> None:
         if count > self.used:
