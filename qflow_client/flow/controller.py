@@ -6,7 +6,11 @@ A `FlowController` stands at the entrance of one resource. It serves two kinds o
   `Ticket`; the limit is then never passed;
 * one that cannot (F3): `offer` takes its element at once, even beyond the limit, and blocks the source instead.
 
-Nothing here knows threads, tasks or clocks: the caller guards the controller and says what time it is.
+Nothing here knows threads, tasks or clocks: the caller guards the controller and says what time it is. It also says
+when there may be room again, because a controller sees nothing of that by itself: after a release, at the time that
+`ready_at` names, and after a hold of its gate was lifted or a capacity, a rate or marks were changed. It calls `grant`
+until that has no more, for those in line, and `resume`, for those that are blocked; after a release, `resume` is called
+already.
 """
 
 from __future__ import annotations
@@ -277,7 +281,7 @@ class FlowController:
     def __init__(self, limiter: Limiter, *, gate: Gate | None = None, line: Line | None = None, name: str = "") -> None:
         #: What may be inside.
         self.limiter = limiter
-        #: What else may hold. Who lifts such a hold calls `grant` afterwards.
+        #: What else may hold. Who lifts such a hold calls `grant` and `resume` afterwards.
         self.gate = gate if gate is not None else Gate()
         #: For people; need not be unique.
         self.name = name
@@ -412,7 +416,7 @@ class FlowController:
         return self._look(self._next_size(), now) and not self.waiting
 
     def ready_at(self, now: float) -> float | None:
-        """When to call `grant` again if nothing else happens.
+        """When to call `grant` and `resume` again if nothing else happens.
 
         Args:
             now: seconds.
@@ -420,7 +424,12 @@ class FlowController:
         Returns:
             Seconds; ``None`` if time alone changes nothing.
         """
-        return None if self._limited is None else self.limiter.ready_at(self._next_size(), now)
+        times = []
+        if self._limited is not None:
+            times.append(self.limiter.ready_at(self._next_size(), now))
+        if self._blocked and not self._is_held:
+            times.append(self.limiter.resumes_at(now))
+        return min((at for at in times if at is not None), default=None)
 
     def _next_size(self) -> int:
         head = self._line.head()
@@ -447,36 +456,53 @@ class FlowController:
     # Sources that cannot wait.
 
     def offer(self, source: FlowSource, size: int, now: float) -> bool:
-        """Take an element at once; if it overflows, block its source (F3 J3).
+        """Take an element at once, and block its source if it overflows (F3 J3) or something else holds the gate.
+
+        The gate keeps no element out: one that is offered has nowhere else to be. Its source stays blocked until the
+        limiter allows it to go on and nothing else holds.
+
+        Args:
+            source: where the element comes from.
+            size: of the element.
+            now: seconds.
 
         Returns:
             True if this controller blocks the source now.
         """
-        if self.limiter.add(size, now):
-            for _ in self._overflow_steps(source):
+        if self.limiter.add(size, now) or (not self.gate.is_open and self._is_held):
+            for _ in self._block_steps(source, now):
                 pass
         return source in self._blocked
 
     def offer_steps(self, source: FlowSource, size: int, now: float) -> Iterator[str]:
         """`offer`, one atomic step at a time: each yield is a point at which another thread may come in between.
 
+        Args:
+            source: where the element comes from.
+            size: of the element.
+            now: seconds.
+
         Yields:
             The name of the step that was done.
         """
-        if self.limiter.add(size, now):
-            yield "over the mark"
-            yield from self._overflow_steps(source)
+        if self.limiter.add(size, now) or self._is_held:
+            yield "taken"
+            yield from self._block_steps(source, now)
 
-    def _overflow_steps(self, source: FlowSource) -> Iterator[str]:
+    def _block_steps(self, source: FlowSource, now: float | None) -> Iterator[str]:
         self._blocked.setdefault(source)
         source.block(self)
         yield "blocked"
         # What left between the two steps did not see that this source is blocked (J5).
-        if self.limiter.resumable:
+        if self._may_go_on(now):
             self._unblock(source)
 
     def release_steps(self, size: int, count: int = 1) -> Iterator[str]:
         """`release`, one atomic step at a time.
+
+        Args:
+            size: of all elements together.
+            count: how many they are.
 
         Yields:
             The name of the step that was done.
@@ -487,24 +513,47 @@ class FlowController:
         yield "removed"
         self.resume()
 
-    def resume(self) -> None:
-        """Unblock every source if the limiter allows it, the oldest first. To be called when its marks change."""
+    def resume(self, now: float | None = None) -> None:
+        """Unblock the sources that may go on, the oldest first.
+
+        To be called at the time that `ready_at` names, and after a hold of the gate was lifted or a capacity, a rate or
+        marks were changed. `release` does it by itself.
+
+        Args:
+            now: seconds; ``None`` if that is not known, and then nobody goes on whom only time lets.
+        """
         for source in tuple(self._blocked):
             # One that was unblocked may at once have brought so much that the others have to stay.
-            if not self.limiter.resumable:
+            if not self._may_go_on(now):
                 return
             self._unblock(source)
 
-    def block(self, source: FlowSource) -> None:
-        """Block a source that brought nothing now, such as one that did so recently (D12), unless all may go on."""
-        self._blocked.setdefault(source)
-        source.block(self)
-        if self.limiter.resumable:
-            self._unblock(source)
+    def block(self, source: FlowSource, now: float | None = None) -> None:
+        """Block a source that brought nothing now, such as one that did so recently (D12), unless all may go on.
+
+        Args:
+            source: whom to block.
+            now: seconds; ``None`` if that is not known, as for `resume`.
+        """
+        if not self._may_go_on(now):
+            for _ in self._block_steps(source, now):
+                pass
 
     def forget(self, source: FlowSource) -> None:
-        """Drop a source that is gone."""
+        """Drop a source that is gone; as far as this controller is concerned, it is unblocked."""
         self._unblock(source)
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether something other than the limiter holds the gate."""
+        gate = self.gate
+        return not gate.is_open and any(hold.source or hold.kind != self._limited for hold in gate.holds)
+
+    def _may_go_on(self, now: float | None) -> bool:
+        """Whether nothing keeps sources blocked."""
+        if not self.limiter.resumable and (now is None or self.limiter.resumes_at(now) != now):
+            return False
+        return not self._is_held
 
     def _unblock(self, source: FlowSource) -> None:
         if source in self._blocked:
