@@ -6,14 +6,20 @@ A `FlowController` stands at the entrance of one resource. It serves two kinds o
   `Ticket`; the limit is then never passed;
 * one that cannot (F3): `offer` takes its element at once, even beyond the limit, and blocks the source instead.
 
-Nothing here knows threads, tasks or clocks: the caller guards the controller and says what time it is.
+Nothing here knows threads, tasks or clocks: the caller guards the controller and says what time it is. It also says
+when there may be room again, because a controller sees nothing of that by itself: after a release, at the time that
+`ready_at` names, and after a hold of its gate was lifted or a capacity, a rate or marks were changed. It calls `grant`
+until that has no more, for those in line, and `resume`, for those that are blocked; after a release, `resume` is called
+already.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 from qflow_client.flow.gate import Gate
@@ -21,38 +27,46 @@ from qflow_client.flow.limiters import Limiter
 
 __all__ = ["FifoLine", "FlowController", "FlowSource", "Line", "Ticket", "WeightedLine"]
 
-# Below this length a line is not worth sweeping.
+# Below this length a line, or what it remembers, is not worth sweeping.
 _SWEEP_FROM = 64
 
 
 class Ticket:
     """A place in the line of a controller.
 
-    Attributes:
+    Args:
         size: of the element that waits.
         source: whose element it is; sources only matter to a `WeightedLine`.
     """
 
-    __slots__ = ("cancelled", "size", "source")
+    __slots__ = ("_controller", "cancelled", "size", "source")
 
     def __init__(self, size: int, source: str = "") -> None:
+        #: The size of the element that waits.
         self.size = size
+        #: Whose element it is.
         self.source = source
-        # Set by a cancel; the line drops the ticket when it comes to it.
+        #: Whether it gave up; the line drops it when it comes to it.
         self.cancelled = False
+        # In whose line it stands; None before and after.
+        self._controller: FlowController | None = None
 
 
 class Line(Protocol):
-    """An order in which tickets are served. Every ticket that is pushed is at the head at some time."""
+    """An order in which tickets are served (F4). Every ticket that is pushed is at the head at some time."""
 
     def push(self, ticket: Ticket) -> None:
         """Put a ticket in its place."""
 
     def head(self) -> Ticket | None:
-        """Whose turn it is; ``None`` if nobody waits."""
+        """Whose turn it is, which is never a ticket that is cancelled.
+
+        Returns:
+            The ticket; ``None`` if nobody waits.
+        """
 
     def pop(self) -> None:
-        """Serve the head."""
+        """Serve the ticket that `head` has just given."""
 
 
 class FifoLine:
@@ -85,28 +99,47 @@ class WeightedLine:
     """Start-time fair queuing: sources that wait get turns in proportion to their weights, none starves (F4).
 
     Tickets of one source are served in the order in which they came. One that is cancelled costs its source no turn.
+    A turn is an element, whatever its size.
 
     Args:
         weights: turns of a source for each turn of a source of weight 1; a source that is not named has weight 1.
+
+    Raises:
+        ValueError: a weight that is not more than 0, or not finite.
     """
 
-    __slots__ = ("_finish", "_heap", "_lines", "_serial", "_time", "weights")
+    __slots__ = ("_finish", "_heap", "_lines", "_serial", "_sweep_at", "_time", "_weights")
 
-    def __init__(self, weights: dict[str, float] | None = None) -> None:
-        for source, weight in (weights or {}).items():
-            if not weight > 0:
-                raise ValueError(f"the weight of {source!r} must be more than 0, not {weight!r}")
-        self.weights = dict(weights or {})
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        self.weights = weights or {}
         # The tickets of each source in line.
         self._lines: dict[str, FifoLine] = {}
         # For each source in line, the virtual start of its next turn.
         self._heap: list[tuple[float, int, str]] = []
-        # The virtual time at which each source's last turn ended; forgotten when nobody waits.
+        # The virtual time at which each source's last turn ended; forgotten once it is past, or when nobody waits.
         self._finish: dict[str, float] = {}
+        # How many sources are remembered before those whose last turn is past are forgotten.
+        self._sweep_at = _SWEEP_FROM
         # The virtual start of the turn that was served last.
         self._time = 0.0
         # Breaks ties by arrival.
         self._serial = 0
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """Turns of a source for each turn of one of weight 1. Settable as a whole, for the turns that come.
+
+        Raises:
+            ValueError: set to a weight that is not more than 0, or not finite.
+        """
+        return MappingProxyType(self._weights)
+
+    @weights.setter
+    def weights(self, weights: Mapping[str, float]) -> None:
+        for source, weight in weights.items():
+            if not 0 < weight < math.inf:
+                raise ValueError(f"the weight of {source!r} must be more than 0 and finite, not {weight!r}")
+        self._weights = dict(weights)
 
     def push(self, ticket: Ticket) -> None:
         source = ticket.source
@@ -131,7 +164,10 @@ class WeightedLine:
         line = self._lines[source]
         line.pop()
         self._time = start
-        finish = self._finish[source] = start + 1.0 / self.weights.get(source, 1.0)
+        finish = self._finish[source] = start + 1.0 / self._weights.get(source, 1.0)
+        if len(self._finish) >= self._sweep_at:
+            self._finish = {each: end for each, end in self._finish.items() if end > start}
+            self._sweep_at = max(_SWEEP_FROM, 2 * len(self._finish))
         if line.head() is None:
             self._leave()
         else:
@@ -157,14 +193,15 @@ class FlowSource:
     code may call back into the controllers, but must not raise: other sources wait behind it for being unblocked.
 
     Args:
-        name: for people, and for the manager's graph.
+        name: for people; need not be unique.
     """
 
     __slots__ = ("_reserved", "blocked_by", "name")
 
     def __init__(self, name: str) -> None:
+        #: For people; need not be unique.
         self.name = name
-        # The controllers that block this source, oldest first.
+        #: The controllers that block this source, as keys, the oldest first.
         self.blocked_by: dict[FlowController, None] = {}
         # What its own elements still occupy upstream: (controller, blocker, size), see `forward`.
         self._reserved: list[tuple[FlowController, FlowController, int]] = []
@@ -175,20 +212,20 @@ class FlowSource:
         return bool(self.blocked_by)
 
     def on_blocked(self) -> None:
-        """Called when it goes from unblocked to blocked."""
+        """Called when it goes from unblocked to blocked: what it has is to stay where it is from now on."""
 
     def on_unblocked(self) -> None:
-        """Called when the last controller has let it go."""
+        """Called when the last controller has let it go: it may go on, even from in here."""
 
     def block(self, controller: FlowController) -> None:
-        """Be blocked by a controller; a second time changes nothing."""
+        """Be blocked by a controller, which calls this; a second time changes nothing."""
         first = not self.blocked_by
         self.blocked_by.setdefault(controller)
         if first:
             self.on_blocked()
 
     def unblock(self, controller: FlowController) -> None:
-        """Be let go by a controller, and give back what was reserved for the elements that it had blocked."""
+        """Be let go by a controller, which calls this, and give back what was reserved for what it had blocked (F3)."""
         if controller not in self.blocked_by:
             return
         del self.blocked_by[controller]
@@ -208,10 +245,14 @@ class FlowSource:
             downstream: the controller of the next resource.
             now: seconds.
             held: the controller in which the element occupies space on this side. The space is released at once if the
-                element fits downstream, and only when `downstream` unblocks this source if it overflowed (F3).
+                element fits downstream, and only when `downstream` unblocks this source if it overflowed (F3). ``None``
+                if it occupies none.
 
         Returns:
             True if this source is blocked by `downstream` now.
+
+        Raises:
+            ValueError: the element does not occupy that space in `held`.
         """
         blocked = downstream.offer(self, size, now)
         if held is not None:
@@ -223,27 +264,33 @@ class FlowSource:
 
 
 class FlowController:
-    """The entrance of one resource.
+    """The entrance of one resource (F1).
+
+    Neither thread-safe nor tied to a clock: the caller guards it and says what time it is.
 
     Args:
         limiter: what may be inside.
-        gate: further reasons to let nobody in; a new one unless given.
-        line: the order in which waiting tickets are served; first come, first served unless given.
-        name: for people, and for the manager's graph.
+        gate: further reasons to let nobody in; a new one unless given. The limiter's kinds of hold, with no source,
+            belong to the controller: others use other kinds, or name a source.
+        line: the order in which waiting tickets are served; first come, first served unless given (F4).
+        name: for people; need not be unique.
     """
 
     __slots__ = ("_blocked", "_limited", "_line", "gate", "limiter", "name", "waiting")
 
     def __init__(self, limiter: Limiter, *, gate: Gate | None = None, line: Line | None = None, name: str = "") -> None:
+        #: What may be inside.
         self.limiter = limiter
+        #: What else may hold. Who lifts such a hold calls `grant` and `resume` afterwards.
         self.gate = gate if gate is not None else Gate()
+        #: For people; need not be unique.
         self.name = name
         self._line: Line = line if line is not None else FifoLine()
         # The kind of the hold that stands for the limiter on the gate, or None.
         self._limited: str | None = None
-        # Tickets that stand in line and were not cancelled.
+        #: How many tickets stand in line. Only to be read.
         self.waiting = 0
-        # Sources blocked by an overflow, oldest first.
+        # Sources that are blocked, oldest first.
         self._blocked: dict[FlowSource, None] = {}
 
     @property
@@ -254,7 +301,11 @@ class FlowController:
     # Sources that wait.
 
     def try_acquire(self, size: int, now: float) -> bool:
-        """Enter at once, or not at all: nobody who came later passes one who waits.
+        """Enter at once, or not at all: nobody who came later passes one who waits (F4).
+
+        Args:
+            size: of the element.
+            now: seconds.
 
         Returns:
             True if the element is inside now.
@@ -264,126 +315,194 @@ class FlowController:
         # The limiter's own hold may have been outlived by time or by a release.
         if not self.gate.is_open and (self._limited is None or not self._look(size, now)):
             return False
-        limiter = self.limiter
-        kind = limiter.refusal(size, now)
-        if kind is not None:
-            self._limit(kind, now)
-            return False
-        limiter.add(size, now)
-        return True
+        kind = self.limiter.try_add(size, now)
+        if kind is None:
+            return True
+        self._limit(kind, now)
+        return False
 
     def stand_in_line(self, ticket: Ticket, now: float) -> None:
-        """Wait for a turn. `grant` says when it has come."""
+        """Wait for a turn. `grant` says when it has come.
+
+        Args:
+            ticket: the place to take.
+            now: seconds.
+
+        Raises:
+            ValueError: the ticket stands in line, or has given up.
+        """
+        if ticket._controller is not None or ticket.cancelled:
+            raise ValueError("a ticket that stands in line or has given up cannot stand in line again: take a new one")
         self._line.push(ticket)
+        ticket._controller = self
         self.waiting += 1
         if self.waiting == 1:
             self._look(ticket.size, now)
 
-    def leave_line(self, ticket: Ticket) -> None:
-        """Give up waiting. Only for a ticket that stands in line, once.
+    def leave_line(self, ticket: Ticket) -> bool:
+        """Give up waiting.
 
         `grant` is to be called next: who stood behind a large element may fit.
+
+        Returns:
+            True if it stood in this line; False if it was let in or sent away, or gave up before, and nothing happens.
         """
+        if ticket._controller is not self:
+            return False
         ticket.cancelled = True
-        self.waiting -= 1
+        self._gone(ticket)
+        return True
 
     def dismiss(self) -> Ticket | None:
-        """Send the head of the line away without letting it in; ``None`` if nobody waits."""
+        """Send the head of the line away without letting it in.
+
+        Returns:
+            The ticket; ``None`` if nobody waits.
+        """
         ticket = self._line.head()
         if ticket is not None:
             self._line.pop()
-            self.waiting -= 1
+            self._gone(ticket)
         return ticket
 
     def grant(self, now: float) -> Ticket | None:
-        """Let the head of the line in, if it may enter now.
+        """Let the head of the line in, if it may enter now. With nobody in line, a hold that is outlived is lifted.
+
+        Args:
+            now: seconds.
 
         Returns:
             The ticket, whose element is inside now; ``None`` if nobody waits or nobody may enter.
         """
         ticket = self._line.head()
         if ticket is None:
+            if self._limited is not None:
+                self.look(now)
             return None
         if not self._look(ticket.size, now):
             return None
         self._line.pop()
-        self.waiting -= 1
+        self._gone(ticket)
         self.limiter.add(ticket.size, now)
         return ticket
 
+    def _gone(self, ticket: Ticket) -> None:
+        ticket._controller = None
+        self.waiting -= 1
+
     def release(self, size: int, count: int = 1) -> None:
-        """Take note that `count` elements of together `size` have left, and unblock whom that lets go on (J6)."""
+        """Take note that elements have left, and unblock whom that lets go on (J6).
+
+        Args:
+            size: of all of them together.
+            count: how many they are.
+
+        Raises:
+            ValueError: so much is not inside.
+        """
         self.limiter.remove(size, count)
         if self._blocked:
             self.resume()
 
     def look(self, now: float) -> bool:
-        """Bring the gate up to date with the limiter.
+        """Bring the gate up to date with the limiter: its hold comes and goes with whether the next one could enter.
+
+        Args:
+            now: seconds.
 
         Returns:
             Whether the next one to come, of the smallest size above 0, could enter now.
         """
-        head = self._line.head()
-        # Nothing always fits, and would say of a limiter that is exactly full that it has room.
-        return self._look(head.size if head is not None else 1, now) and head is None
+        return self._look(self._next_size(), now) and not self.waiting
 
     def ready_at(self, now: float) -> float | None:
-        """When to call `grant` again if nothing else happens; ``None`` if time alone changes nothing."""
-        if self._limited is None:
-            return None
+        """When to call `grant` and `resume` again if nothing else happens.
+
+        Args:
+            now: seconds.
+
+        Returns:
+            Seconds; ``None`` if time alone changes nothing.
+        """
+        times = []
+        if self._limited is not None:
+            times.append(self.limiter.ready_at(self._next_size(), now))
+        if self._blocked and not self._is_held:
+            times.append(self.limiter.resumes_at(now))
+        return min((at for at in times if at is not None), default=None)
+
+    def _next_size(self) -> int:
         head = self._line.head()
-        return self.limiter.ready_at(head.size if head is not None else 1, now)
+        # Nothing always fits, and would say of a limiter that is exactly full that it has room.
+        return head.size if head is not None else 1
 
     def _look(self, size: int, now: float) -> bool:
         kind = self.limiter.refusal(size, now)
         if kind is not None:
             self._limit(kind, now)
-        elif self._limited is not None:
+            return False
+        if self._limited is not None:
             self.gate.lift(self._limited, now=now)
             self._limited = None
         return self.gate.is_open
 
     def _limit(self, kind: str, now: float) -> None:
-        if self._limited == kind:
-            return
+        # Changes nothing if it is there.
         self.gate.hold(kind, now=now)
-        if self._limited is not None:
+        if self._limited is not None and self._limited != kind:
             self.gate.lift(self._limited, now=now)
         self._limited = kind
 
     # Sources that cannot wait.
 
     def offer(self, source: FlowSource, size: int, now: float) -> bool:
-        """Take an element at once; if it overflows, block its source (F3 J3).
+        """Take an element at once, and block its source if it overflows (F3 J3) or something else holds the gate.
+
+        The gate keeps no element out: one that is offered has nowhere else to be. Its source stays blocked until the
+        limiter allows it to go on and nothing else holds.
+
+        Args:
+            source: where the element comes from.
+            size: of the element.
+            now: seconds.
 
         Returns:
             True if this controller blocks the source now.
         """
-        if self.limiter.add(size, now):
-            for _ in self._overflow_steps(source):
+        if self.limiter.add(size, now) or (not self.gate.is_open and self._is_held):
+            for _ in self._block_steps(source, now):
                 pass
         return source in self._blocked
 
     def offer_steps(self, source: FlowSource, size: int, now: float) -> Iterator[str]:
         """`offer`, one atomic step at a time: each yield is a point at which another thread may come in between.
 
+        Args:
+            source: where the element comes from.
+            size: of the element.
+            now: seconds.
+
         Yields:
             The name of the step that was done.
         """
-        if self.limiter.add(size, now):
-            yield "over the mark"
-            yield from self._overflow_steps(source)
+        if self.limiter.add(size, now) or self._is_held:
+            yield "taken"
+            yield from self._block_steps(source, now)
 
-    def _overflow_steps(self, source: FlowSource) -> Iterator[str]:
+    def _block_steps(self, source: FlowSource, now: float | None) -> Iterator[str]:
         self._blocked.setdefault(source)
         source.block(self)
         yield "blocked"
         # What left between the two steps did not see that this source is blocked (J5).
-        if self.limiter.resumable:
+        if self._may_go_on(now):
             self._unblock(source)
 
     def release_steps(self, size: int, count: int = 1) -> Iterator[str]:
         """`release`, one atomic step at a time.
+
+        Args:
+            size: of all elements together.
+            count: how many they are.
 
         Yields:
             The name of the step that was done.
@@ -394,24 +513,47 @@ class FlowController:
         yield "removed"
         self.resume()
 
-    def resume(self) -> None:
-        """Unblock every source if the limiter allows it, the oldest first. To be called when its marks change."""
+    def resume(self, now: float | None = None) -> None:
+        """Unblock the sources that may go on, the oldest first.
+
+        To be called at the time that `ready_at` names, and after a hold of the gate was lifted or a capacity, a rate or
+        marks were changed. `release` does it by itself.
+
+        Args:
+            now: seconds; ``None`` if that is not known, and then nobody goes on whom only time lets.
+        """
         for source in tuple(self._blocked):
             # One that was unblocked may at once have brought so much that the others have to stay.
-            if not self.limiter.resumable:
+            if not self._may_go_on(now):
                 return
             self._unblock(source)
 
-    def block(self, source: FlowSource) -> None:
-        """Block a source that brought nothing now, such as one that did so recently (D12), unless all may go on."""
-        self._blocked.setdefault(source)
-        source.block(self)
-        if self.limiter.resumable:
-            self._unblock(source)
+    def block(self, source: FlowSource, now: float | None = None) -> None:
+        """Block a source that brought nothing now, such as one that did so recently (D12), unless all may go on.
+
+        Args:
+            source: whom to block.
+            now: seconds; ``None`` if that is not known, as for `resume`.
+        """
+        if not self._may_go_on(now):
+            for _ in self._block_steps(source, now):
+                pass
 
     def forget(self, source: FlowSource) -> None:
-        """Drop a source that is gone."""
+        """Drop a source that is gone; as far as this controller is concerned, it is unblocked."""
         self._unblock(source)
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether something other than the limiter holds the gate."""
+        gate = self.gate
+        return not gate.is_open and any(hold.source or hold.kind != self._limited for hold in gate.holds)
+
+    def _may_go_on(self, now: float | None) -> bool:
+        """Whether nothing keeps sources blocked."""
+        if not self.limiter.resumable and (now is None or self.limiter.resumes_at(now) != now):
+            return False
+        return not self._is_held
 
     def _unblock(self, source: FlowSource) -> None:
         if source in self._blocked:

@@ -48,12 +48,13 @@ class Gate:
         self._held_for: dict[str, float] = {}
         # When the gate closed, by a hold that may be gone while later ones stay; None while it is open.
         self._closed_at: float | None = None
-        # True exactly when there is no hold. A plain attribute, because a hot path reads it.
+        #: True exactly when there is no hold. Only to be read; a plain attribute, because a hot path does.
         self.is_open = True
-        # How often the gate went from open to closed.
+        #: How often the gate went from open to closed.
         self.times_closed = 0
-        # Told of every hold that is raised (True) or lifted (False), after the fact, and when.
-        self.observer: Callable[[Hold, bool, float], None] | None = None
+        #: Called with every hold that is raised (``True``) or lifted (``False``), after the fact, and when; ``None`` if
+        #: nobody wants to know. It must not raise, nor call a controller of this gate.
+        self.observer: Callable[[Hold, bool, float], object] | None = None
 
     @property
     def holds(self) -> tuple[Hold, ...]:
@@ -67,6 +68,12 @@ class Gate:
 
     def hold(self, kind: str, *, now: float, source: str = "", detail: str = "") -> bool:
         """Raise a hold. A hold that is already there stays as it is.
+
+        Args:
+            kind: why, as one word.
+            now: seconds.
+            source: who raises it, and alone can lift it.
+            detail: for people to read.
 
         Returns:
             True if it is new.
@@ -86,6 +93,11 @@ class Gate:
     def lift(self, kind: str, *, now: float, source: str = "") -> Hold | None:
         """Lift a hold.
 
+        Args:
+            kind: of the hold.
+            now: seconds.
+            source: who raised it.
+
         Returns:
             The hold that is gone, or ``None`` if there was no such hold.
         """
@@ -101,16 +113,23 @@ class Gate:
         return hold
 
     def forget_past(self) -> None:
-        """Count holds, and how long they held, from now on. Only while the gate is open."""
+        """Count closings, and how long holds held, from now on; those that go on stay counted."""
         self._held_for.clear()
-        self.times_closed = 0
+        self.times_closed = int(not self.is_open)
 
     def is_held_by(self, kind: str) -> bool:
         """Whether any source holds the gate for this reason."""
         return any(key[0] == kind for key in self._holds)
 
     def seconds_held(self, now: float) -> dict[str, float]:
-        """Seconds held so far by kind, the present holds included."""
+        """For how long the gate was held so far.
+
+        Args:
+            now: seconds.
+
+        Returns:
+            Seconds by kind, the present holds included.
+        """
         seconds = dict(self._held_for)
         for hold in self._holds.values():
             seconds[hold.kind] = seconds.get(hold.kind, 0.0) + (now - hold.since)

@@ -23,10 +23,16 @@ class Thresholds(Protocol):
         """Whether a flow state that was OFF turns ON at this depth."""
 
     def resumes(self, count: int, size: int) -> bool:
-        """Whether a flow state that was ON turns OFF at this depth."""
+        """Whether a flow state that was ON turns OFF at this depth; never at one at which `stops` is true."""
 
     def holds_publisher(self, on: bool, count: int, size: int) -> bool:
-        """Whether the publisher of the message that led to this depth is held."""
+        """Whether the publisher of the message that led to this depth is held.
+
+        Args:
+            on: the flow state with that message.
+            count: messages.
+            size: body bytes.
+        """
 
 
 def _refused(stop_name: str, stop: int, resume_name: str, resume: int, why: str) -> ValueError:
@@ -83,6 +89,9 @@ class StopResume:
             max_size: body bytes; 0 for no maximum.
             stop_percent: of the maximum, for the stop; 0 together with `resume_percent` 0 sets no thresholds.
             resume_percent: of the maximum, for the resume.
+
+        Returns:
+            The thresholds; none for a dimension without a maximum.
 
         Raises:
             ValueError: a percentage outside 0 to 100, a stop below the resume, or a negative maximum.
@@ -176,26 +185,41 @@ class Capacity:
 
 
 class ThresholdLimiter(Limiter):
-    """A queue's depth between two marks: the hysteresis, as a limiter that overflows (F3) and never refuses."""
+    """A queue's depth between two marks: the hysteresis, as a limiter that overflows (F3) and never refuses.
+
+    Args:
+        thresholds: the marks.
+        count: messages that are in the queue already.
+        size: their body bytes.
+    """
 
     __slots__ = ("count", "on", "peak_count", "peak_size", "size", "thresholds", "times_on")
 
     def __init__(self, thresholds: Thresholds, *, count: int = 0, size: int = 0) -> None:
+        #: The marks in force. Only to be read; `change` puts others in force.
         self.thresholds = thresholds
-        # The depth: messages, and their body bytes.
+        #: The depth in messages.
         self.count = count
+        #: The depth in body bytes.
         self.size = size
-        # The most there ever were.
+        #: The most messages there ever were.
         self.peak_count = count
+        #: The most body bytes there ever were.
         self.peak_size = size
-        # The flow state (C7: flowStopped).
+        #: The flow state (C7: ``flowStopped``).
         self.on = False
-        # How often it went from OFF to ON (C7: flowStoppedCount).
+        #: How often it went from OFF to ON (C7: ``flowStoppedCount``).
         self.times_on = 0
         self._look()
 
     def change(self, thresholds: Thresholds) -> None:
-        """Put other marks in force; the state follows at once."""
+        """Put other marks in force; the state follows at once (D4).
+
+        `FlowController.resume` is to be called next, so that it lets go on who may.
+
+        Args:
+            thresholds: the marks.
+        """
         self.thresholds = thresholds
         self._look()
 

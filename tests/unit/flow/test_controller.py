@@ -188,6 +188,25 @@ def test_F2_ready_at_says_when_time_lifts_a_hold_with_nobody_waiting() -> None:
     assert controller.ready_at(at) is None, "there is nothing left to wait for"
 
 
+def test_grant_does_all_that_ready_at_announced_even_with_nobody_waiting() -> None:
+    controller = FlowController(RateLimiter(2.0))
+    controller.try_acquire(1, 0.0)
+    assert not controller.try_acquire(1, 0.0)
+    assert controller.ready_at(0.0) == 0.5
+    assert controller.grant(0.25) is None
+    assert kinds(controller) == ["rate"]
+    assert controller.grant(0.5) is None
+    assert controller.gate.is_open
+    assert controller.ready_at(0.5) is None, "or its user would never get to sleep"
+
+
+def test_grant_raises_no_hold_when_nobody_asks() -> None:
+    controller = FlowController(WindowLimiter(1))
+    controller.try_acquire(1, 0.0)
+    assert controller.grant(0.0) is None
+    assert controller.gate.is_open
+
+
 def test_ready_at_is_never_for_a_full_window() -> None:
     controller = FlowController(WindowLimiter(1))
     controller.try_acquire(1, 0.0)
@@ -249,6 +268,109 @@ def test_an_element_larger_than_the_capacity_waits_until_it_is_alone() -> None:
     assert controller.grant(0.0) is None
     controller.release(99)
     assert controller.grant(0.0) is small
+
+
+def test_F8_who_enters_at_once_is_asked_about_and_added_in_one_call() -> None:
+    asked: list[str] = []
+
+    class Watched(WindowLimiter):
+        def refusal(self, size: int, now: float) -> str | None:
+            asked.append("refusal")
+            return super().refusal(size, now)
+
+        def add(self, size: int, now: float) -> bool:
+            asked.append("add")
+            return super().add(size, now)
+
+        def try_add(self, size: int, now: float) -> str | None:
+            asked.append("try_add")
+            return super().try_add(size, now)
+
+    controller = FlowController(Watched(1))
+    assert controller.try_acquire(1, 0.0)
+    assert not controller.try_acquire(1, 0.0)
+    assert asked == ["try_add", "try_add"]
+
+
+def test_who_gives_up_twice_has_given_up_once() -> None:
+    controller = FlowController(WindowLimiter(1))
+    controller.try_acquire(1, 0.0)
+    gone, stays = line_up(controller, 1, 1)
+    assert controller.leave_line(gone)
+    assert not controller.leave_line(gone)
+    assert controller.waiting == 1
+    controller.release(1)
+    assert controller.grant(1.0) is stays
+    assert controller.waiting == 0
+    controller.release(1)
+    assert controller.try_acquire(1, 1.0), "nobody waits any more"
+
+
+@pytest.mark.parametrize("end", ["granted", "dismissed", "elsewhere", "never"])
+def test_who_does_not_stand_in_line_cannot_leave_it(end: str) -> None:
+    controller, elsewhere = FlowController(WindowLimiter(1)), FlowController(WindowLimiter(1))
+    elsewhere.try_acquire(1, 0.0)
+    ticket = Ticket(1)
+    if end == "elsewhere":
+        elsewhere.stand_in_line(ticket, 0.0)
+    elif end != "never":
+        controller.stand_in_line(ticket, 0.0)
+        assert (controller.grant(0.0) if end == "granted" else controller.dismiss()) is ticket
+    assert not controller.leave_line(ticket)
+    assert not ticket.cancelled
+    assert (controller.waiting, elsewhere.waiting) == (0, end == "elsewhere")
+
+
+def test_a_ticket_stands_in_one_line_once() -> None:
+    controller, elsewhere = FlowController(WindowLimiter(1)), FlowController(WindowLimiter(1))
+    controller.try_acquire(1, 0.0)
+    (ticket,) = line_up(controller, 1)
+    for each in (controller, elsewhere):
+        with pytest.raises(ValueError, match="take a new one"):
+            each.stand_in_line(ticket, 0.0)
+    controller.leave_line(ticket)
+    with pytest.raises(ValueError, match="take a new one"):
+        controller.stand_in_line(ticket, 0.0)
+    assert (controller.waiting, elsewhere.waiting) == (0, 0)
+    controller.release(1)
+    assert controller.try_acquire(1, 0.0)
+
+
+def test_C6_two_controllers_that_share_a_gate_and_a_reason_let_in_no_more_than_there_is_room_for() -> None:
+    gate = Gate()
+    windows = WindowLimiter(1), WindowLimiter(1)
+    one, other = (FlowController(window, gate=gate) for window in windows)
+    for controller in (one, other):
+        assert controller.try_acquire(1, 0.0)
+    (_, ticket), _ = line_up(one, 1, 1), line_up(other, 1)
+    one.release(1)
+    assert other.grant(1.0) is None
+    assert one.grant(1.0) is not None
+    assert gate.is_open, "it was the hold of both"
+    assert other.grant(1.0) is None, "but there is no room"
+    assert windows[1].used == 1
+    assert not gate.is_open, "and the gate says so again"
+    assert one.grant(1.0) is None
+    one.release(1)
+    assert one.grant(2.0) is ticket
+
+
+def test_a_limiters_hold_that_somebody_else_lifts_lets_nobody_in() -> None:
+    window = WindowLimiter(1)
+    controller = FlowController(window)
+    controller.try_acquire(1, 0.0)
+    line_up(controller, 1)
+    controller.gate.lift("capacity", now=1.0)
+    assert controller.grant(1.0) is None
+    assert not controller.look(1.0)
+    assert window.used == 1
+    assert kinds(controller) == ["capacity"]
+    controller.gate.lift("capacity", now=1.0)
+    # Even one who never lets it be.
+    controller.gate.observer = lambda hold, raised, now: raised and controller.gate.lift(hold.kind, now=now)
+    assert controller.grant(2.0) is None
+    assert controller.gate.is_open
+    assert window.used == 1
 
 
 def test_dismiss_sends_the_line_away_in_order_and_takes_no_room() -> None:

@@ -81,6 +81,20 @@ def test_seconds_held_count_what_is_over_and_what_goes_on() -> None:
     assert gate.seconds_held(20.0) == {"rate": 5.0, "paused": 9.0}
 
 
+def test_the_past_can_be_forgotten_but_not_what_goes_on() -> None:
+    gate = Gate()
+    gate.hold("rate", now=0.0)
+    gate.lift("rate", now=2.0)
+    gate.forget_past()
+    assert (gate.times_closed, gate.seconds_held(3.0)) == (0, {})
+    gate.hold("rate", now=10.0)
+    gate.hold("paused", now=10.0)
+    gate.lift("rate", now=11.0)
+    gate.forget_past()
+    assert (gate.times_closed, gate.seconds_held(12.0)) == (1, {"paused": 2.0})
+    assert not gate.is_open
+
+
 def test_the_observer_is_told_after_the_fact() -> None:
     gate = Gate()
     seen: list[tuple[str, bool, float, bool]] = []

@@ -149,7 +149,7 @@ class LooksBeforeItBlocks(FlowController):
     def offer_steps(self, source: FlowSource, size: int, now: float) -> Iterator[str]:
         if not self.limiter.add(size, now):
             return
-        yield "over the mark"
+        yield "taken"
         if self.limiter.resumable:
             return
         yield "looked"
@@ -205,6 +205,33 @@ def test_J5_the_walk_leaves_no_order_out(marks: str, mutant: type[FlowController
 
     every_order(())
     assert scenario.walk(mutant)[:2] == (next(walked), next(wrong))
+
+
+@pytest.mark.parametrize("publishers", [1, 2])
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_J5_whoever_publishes_while_a_hold_is_lifted_is_not_left_blocked_by_it(depth: int, publishers: int) -> None:
+    def lift(controller: FlowController) -> Iterator[str]:
+        controller.gate.lift("paused", now=0.0)
+        yield "lifted"
+        controller.resume()
+
+    ends: set[tuple[bool, ...]] = set()
+
+    def every_order(order: tuple[int, ...]) -> None:
+        world = World(FlowController, Capacity(30), depth, publishers, 0)
+        world.controller.gate.hold("paused", now=0.0)
+        world.running[publishers] = lift(world.controller)
+        world.steps_done[publishers] = 0
+        for who in order:
+            world.step(who)
+        for who in list(world.running):
+            every_order((*order, who))
+        if not world.running:
+            assert not world.is_wrong(), f"{order} leaves somebody blocked for nothing"
+            ends.add(tuple(source.is_blocked for source in world.sources))
+
+    every_order(())
+    assert any(map(any, ends)) is (depth + publishers > 3)
 
 
 @pytest.mark.parametrize("marks", MARKS)

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from qflow_client.flow import CompositeLimiter, RateLimiter, SizeLimiter, WindowLimiter
+from qflow_client.flow import (
+    Capacity,
+    CompositeLimiter,
+    Limiter,
+    RateLimiter,
+    SizeLimiter,
+    StopResume,
+    ThresholdLimiter,
+    WindowLimiter,
+)
 
 # Window.
 
@@ -53,12 +65,19 @@ def test_a_window_gives_back_only_what_it_has() -> None:
     assert window.used == 1
 
 
-@pytest.mark.parametrize("capacity", [0, -1])
-def test_a_window_of_nothing_is_refused(capacity: int) -> None:
-    with pytest.raises(ValueError, match=f"not {capacity}"):
-        WindowLimiter(capacity)
-    with pytest.raises(ValueError, match=f"not {capacity}"):
-        SizeLimiter(capacity)
+@pytest.mark.parametrize("capacity", [0, -1, math.nan, math.inf])
+@pytest.mark.parametrize("limiter_type", [WindowLimiter, SizeLimiter])
+def test_a_capacity_of_nothing_is_refused_at_first_and_later(
+    limiter_type: type[WindowLimiter] | type[SizeLimiter], capacity: int
+) -> None:
+    with pytest.raises(ValueError, match=f"capacity must be at least 1 and finite, not {capacity}"):
+        limiter_type(capacity)
+    limiter = limiter_type(7)
+    with pytest.raises(ValueError, match=f"capacity must be at least 1 and finite, not {capacity}"):
+        limiter.capacity = capacity
+    assert limiter.capacity == 7, "what was refused changed nothing"
+    limiter.capacity = 1
+    assert limiter.capacity == 1
 
 
 def test_the_kind_of_a_refusal_can_be_chosen() -> None:
@@ -150,6 +169,20 @@ def test_F3_what_passes_too_soon_overflows_and_is_owed() -> None:
     assert limiter.ready_at(1, 0.5) == 2.0
 
 
+def test_F3_sources_go_on_once_nothing_is_owed() -> None:
+    limiter = RateLimiter(2.0, burst=3)
+    for _ in range(3):
+        assert not limiter.add(1, 0.0)
+        assert limiter.resumable
+        assert limiter.resumes_at(0.0) == 0.0
+    for _ in range(2):
+        assert limiter.add(1, 0.0)
+    assert not limiter.resumable
+    assert limiter.resumes_at(0.0) == 1.0
+    assert limiter.resumes_at(5.0) == 5.0
+    assert not limiter.resumable, "it was not told that time has passed"
+
+
 def test_what_has_passed_has_passed() -> None:
     limiter = RateLimiter(1.0)
     limiter.add(1, 0.0)
@@ -158,16 +191,108 @@ def test_what_has_passed_has_passed() -> None:
     assert limiter.resumable
 
 
-@pytest.mark.parametrize("rate", [0, -1.0, float("nan")])
-def test_a_rate_of_nothing_is_refused(rate: float) -> None:
-    with pytest.raises(ValueError, match="rate must be more than 0"):
+def test_who_read_the_clock_first_and_came_second_is_not_charged_for_it() -> None:
+    limiter = RateLimiter(1.0, burst=2)
+    limiter.add(1, 10.0)
+    limiter.add(1, 9.0)
+    assert limiter.ready_at(1, 10.0) == 11.0
+    limiter.rate = 2.0
+    assert limiter.ready_at(1, 10.0) == 10.5
+
+
+@pytest.mark.parametrize("rate", [0, -1.0, math.nan, math.inf])
+def test_a_rate_of_nothing_is_refused_at_first_and_later(rate: float) -> None:
+    with pytest.raises(ValueError, match=f"rate must be more than 0 per second and finite, not {rate}"):
         RateLimiter(rate)
+    limiter = RateLimiter(7)
+    with pytest.raises(ValueError, match=f"rate must be more than 0 per second and finite, not {rate}"):
+        limiter.rate = rate
+    assert limiter.rate == 7
 
 
-@pytest.mark.parametrize("burst", [0, 0.5, float("nan")])
-def test_a_burst_of_less_than_one_is_refused(burst: float) -> None:
-    with pytest.raises(ValueError, match="burst must be at least 1"):
+@pytest.mark.parametrize("burst", [0, 0.5, math.nan, math.inf])
+def test_a_burst_of_less_than_one_is_refused_at_first_and_later(burst: float) -> None:
+    with pytest.raises(ValueError, match=f"burst must be at least 1 and finite, not {burst}"):
         RateLimiter(1, burst=burst)
+    limiter = RateLimiter(1, burst=7)
+    with pytest.raises(ValueError, match=f"burst must be at least 1 and finite, not {burst}"):
+        limiter.burst = burst
+    assert limiter.burst == 7
+
+
+def test_F6_a_higher_rate_does_not_wait_for_what_the_lower_one_would_have_taken() -> None:
+    limiter = RateLimiter(1 / 1024)
+    limiter.add(1, 0.0)
+    assert limiter.ready_at(1, 0.0) == 1024.0
+    limiter.rate = 2.0
+    assert limiter.ready_at(1, 0.0) == 0.5
+
+
+def test_F6_a_lower_rate_does_not_regain_the_burst_at_the_higher_one() -> None:
+    limiter = RateLimiter(1024.0, burst=1024)
+    for _ in range(1024):
+        limiter.add(1, 0.0)
+    limiter.rate = 1.0
+    assert limiter.ready_at(1, 0.0) == 1.0
+    limiter.add(1, 1.0)
+    assert limiter.refusal(1, 1.0) == "rate"
+
+
+def test_F6_a_smaller_burst_keeps_what_fits_into_it_and_what_is_owed() -> None:
+    limiter = RateLimiter(1.0, burst=8)
+    for _ in range(3):
+        limiter.add(1, 0.0)
+    limiter.burst = 2
+    assert limiter.refusal(1, 0.0) is None, "5 were left, of which 2 fit"
+    for _ in range(5):
+        limiter.add(1, 0.0)
+    assert limiter.resumes_at(0.0) == 3.0
+    limiter.burst = 1
+    assert limiter.resumes_at(0.0) == 3.0, "3 are owed as before"
+
+
+def test_F6_a_larger_burst_has_to_be_saved_up() -> None:
+    limiter = RateLimiter(1.0)
+    limiter.burst = 4
+    for _ in range(4):
+        assert not limiter.add(1, 0.0), "all the time before was a rest"
+    limiter.burst = 8
+    assert limiter.ready_at(1, 0.0) == 1.0
+    for _ in range(8):
+        assert not limiter.add(1, 8.0)
+    assert limiter.add(1, 8.0)
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("rate"), st.sampled_from([0.25, 1.0, 8.0])),
+            st.tuples(st.just("burst"), st.sampled_from([1.0, 2.0, 8.0])),
+            st.tuples(st.just("wait"), st.integers(0, 64).map(lambda n: n / 16)),
+        ),
+        max_size=20,
+    )
+)
+def test_F6_whatever_is_set_live_no_more_passes_than_the_highest_rate_and_the_largest_burst_allow(
+    steps: list[tuple[str, float]],
+) -> None:
+    limiter = RateLimiter(1.0, burst=2)
+    rate, burst, now, passed = 1.0, 2.0, 0.0, 0
+    for what, value in [*steps, ("wait", 0.0)]:
+        if what == "rate":
+            limiter.rate = value
+            rate = max(rate, value)
+        elif what == "burst":
+            limiter.burst = value
+            burst = max(burst, value)
+        else:
+            now += value
+            while limiter.try_add(1, now) is None:
+                passed += 1
+            assert passed <= burst + rate * now
+            at = limiter.ready_at(1, now)
+            assert at is not None
+            assert at <= now + 1 / limiter.rate, "nothing is owed, so one comes in the time of one"
 
 
 # Composite.
@@ -208,13 +333,115 @@ def test_F2_the_slowest_part_says_when() -> None:
     assert composite.ready_at(1, 4.0) is None, "a full window does not empty with time"
 
 
+def test_F3_the_slowest_part_says_when_sources_go_on() -> None:
+    window, slow, fast = WindowLimiter(3), RateLimiter(1.0), RateLimiter(4.0)
+    composite = CompositeLimiter([slow, fast, window])
+    assert composite.resumes_at(0.0) == 0.0
+    for _ in range(3):
+        composite.add(1, 0.0)
+    assert composite.resumes_at(0.0) == 2.0
+    composite.add(1, 0.0)
+    assert composite.resumes_at(0.0) is None, "a window does not empty with time"
+    composite.remove(1)
+    assert composite.resumes_at(0.0) == 3.0
+    assert composite.resumes_at(4.0) == 4.0
+
+
 def test_nothing_limits_when_there_are_no_parts() -> None:
     nothing = CompositeLimiter([])
     assert nothing.refusal(10**9, 0.0) is None
+    assert nothing.try_add(10**9, 0.0) is None
     assert not nothing.add(10**9, 0.0)
     assert nothing.resumable
+    assert nothing.resumes_at(2.0) == 2.0
     assert nothing.ready_at(1, 2.0) == 2.0
     nothing.remove(1)
+
+
+# Refusal and add in one.
+
+
+def test_F2_a_composite_that_refuses_has_spent_nothing_of_any_part() -> None:
+    window, size, rate = WindowLimiter(2), SizeLimiter(10, kind="size"), RateLimiter(1.0, burst=2)
+    composite = CompositeLimiter([rate, window, size])
+    assert composite.try_add(9, 0.0) is None
+    for _ in range(5):
+        assert composite.try_add(2, 0.0) == "size"
+    assert (window.used, size.used) == (1, 9)
+    assert rate.refusal(1, 0.0) is None, "the rate, which was asked first, has its second token"
+    assert composite.try_add(1, 0.0) is None
+    assert composite.try_add(0, 0.0) == "rate"
+    assert (window.used, size.used) == (2, 10)
+
+
+def test_a_limiter_of_ones_own_needs_no_more_than_the_rule() -> None:
+    class Even(Limiter):
+        """One that lets in by twos."""
+
+        def __init__(self) -> None:
+            self.used = 0
+
+        def refusal(self, size: int, now: float) -> str | None:
+            return "odd" if size % 2 else None
+
+        def add(self, size: int, now: float) -> bool:
+            self.used += size
+            return bool(self.used % 2)
+
+        def remove(self, size: int, count: int = 1) -> None:
+            self.used -= size
+
+        @property
+        def resumable(self) -> bool:
+            return not self.used % 2
+
+        def ready_at(self, size: int, now: float) -> float | None:
+            return None if size % 2 else now
+
+    limiter = Even()
+    assert limiter.try_add(3, 0.0) == "odd"
+    assert limiter.used == 0
+    assert limiter.try_add(2, 0.0) is None
+    assert limiter.used == 2
+    assert limiter.resumes_at(1.0) == 1.0
+    limiter.add(1, 0.0)
+    assert limiter.resumes_at(1.0) is None
+
+
+LIMITERS: dict[str, Callable[[], Limiter]] = {
+    "window": lambda: WindowLimiter(3, kind="count"),
+    "size": lambda: SizeLimiter(10, kind="size"),
+    "rate": lambda: RateLimiter(2.0, burst=3),
+    "rate by size": lambda: RateLimiter(8.0, burst=10, by_size=True),
+    "stop and resume": lambda: ThresholdLimiter(StopResume(stop_count=3)),
+    "capacity": lambda: ThresholdLimiter(Capacity(10)),
+    "composite": lambda: CompositeLimiter([RateLimiter(2.0, burst=3), WindowLimiter(3), SizeLimiter(10, kind="size")]),
+}
+
+
+@pytest.mark.parametrize("make", LIMITERS.values(), ids=LIMITERS)
+@given(st.lists(st.tuples(st.integers(0, 12), st.booleans(), st.integers(0, 32).map(lambda n: n / 16)), max_size=30))
+def test_F2_refusal_and_add_in_one_is_refusal_and_then_add(
+    make: Callable[[], Limiter], steps: list[tuple[int, bool, float]]
+) -> None:
+    one, two = make(), make()
+    now = 0.0
+    inside: list[int] = []
+    for size, leaves, seconds in steps:
+        now += seconds
+        if leaves and inside:
+            gone = inside.pop(0)
+            one.remove(gone)
+            two.remove(gone)
+        kind = two.refusal(size, now)
+        if kind is None:
+            two.add(size, now)
+            inside.append(size)
+        assert one.try_add(size, now) == kind
+        assert one.resumes_at(now) == two.resumes_at(now)
+        for probe in (0, 1, 5, 12):
+            assert one.refusal(probe, now) == two.refusal(probe, now)
+            assert one.ready_at(probe, now) == two.ready_at(probe, now)
 
 
 # Machines.
@@ -257,6 +484,13 @@ class InsideMachine(RuleBasedStateMachine):
             assert self.size.used <= self.size.capacity or alone
 
     @rule(size=SIZES)
+    def enter_in_one_call(self, size: int) -> None:
+        expected = self.expected(size)
+        assert self.both.try_add(size, 0.0) == expected
+        if expected is None:
+            self.inside.append(size)
+
+    @rule(size=SIZES)
     def enter_anyway(self, size: int) -> None:
         self.inside.append(size)
         beyond = len(self.inside) > self.window.capacity or sum(self.inside) > self.size.capacity
@@ -284,6 +518,7 @@ class InsideMachine(RuleBasedStateMachine):
         assert self.window.resumable is (len(self.inside) <= self.window.capacity)
         assert self.size.resumable is (sum(self.inside) <= self.size.capacity)
         assert self.both.resumable is (self.window.resumable and self.size.resumable)
+        assert self.both.resumes_at(3.0) == (3.0 if self.both.resumable else None)
 
 
 TestInsideMachine = InsideMachine.TestCase
@@ -325,6 +560,7 @@ class RateMachine(RuleBasedStateMachine):
             assert not self.limiter.add(size, self.now)
             self.level -= cost
             self.passed.append((self.now, cost))
+        assert self.limiter.resumes_at(self.now) == self.now + max(0.0, -self.level) / self.limiter.rate
 
     @rule(size=SIZES)
     def pass_as_soon_as_possible(self, size: int) -> None:
@@ -363,5 +599,7 @@ def test_F3_what_is_taken_at_once_is_owed_exactly(
         cost = size if by_size else 1
         assert limiter.add(size, now) is (level < min(cost, burst))
         level -= cost
+        assert limiter.resumable is (level >= 0)
+        assert limiter.resumes_at(now) == now + max(0.0, -level) / rate
     # The bucket is full when all that was spent is regained.
     assert limiter.ready_at(10**6, now) == (now + (burst - level) / rate if by_size else now + max(0, 1 - level) / rate)

@@ -161,10 +161,71 @@ def test_F4_who_gives_up_with_nobody_else_in_line_leaves_no_trace() -> None:
     assert served_sources(line, 2) == "ba", "the order of arrival"
 
 
-@pytest.mark.parametrize("weight", [0, -1.0, float("nan")])
-def test_a_weight_of_nothing_is_refused(weight: float) -> None:
-    with pytest.raises(ValueError, match="the weight of 'a' must be more than 0"):
+@pytest.mark.parametrize("weight", [0, -1.0, math.nan, math.inf])
+def test_a_weight_of_nothing_or_of_everything_is_refused_at_first_and_later(weight: float) -> None:
+    with pytest.raises(ValueError, match=f"the weight of 'a' must be more than 0 and finite, not {weight}"):
         WeightedLine({"a": weight})
+    line = WeightedLine({"a": 2})
+    with pytest.raises(ValueError, match=f"the weight of 'a' must be more than 0 and finite, not {weight}"):
+        line.weights = {"b": 1, "a": weight}
+    assert line.weights == {"a": 2}
+    with pytest.raises(TypeError):
+        line.weights["a"] = weight  # type: ignore[index]
+
+
+def test_F4_new_weights_count_for_the_turns_that_come() -> None:
+    given = {"a": 1.0}
+    line = WeightedLine(given)
+    for source in "ab" * 24:
+        line.push(Ticket(1, source))
+    assert Counter(served_sources(line, 8)) == {"a": 4, "b": 4}
+    given["a"] = 3
+    assert Counter(served_sources(line, 8)) == {"a": 4, "b": 4}, "it is not the line's own"
+    line.weights = given
+    assert line.weights == {"a": 3}
+    served_sources(line, 4)
+    assert Counter(served_sources(line, 16)) == {"a": 12, "b": 4}
+
+
+class Name(str):
+    """The name of a source of which it can be seen whether anything still refers to it."""
+
+
+def test_F4_sources_that_are_gone_are_forgotten_although_somebody_always_waits() -> None:
+    line = WeightedLine()
+    for _ in range(2000):
+        line.push(Ticket(1, "patient"))
+    names: weakref.WeakSet[Name] = weakref.WeakSet()
+    most = 0
+    for number in range(1000):
+        name = Name(f"passing {number}")
+        names.add(name)
+        line.push(Ticket(1, name))
+        del name
+        assert len([serve(line) for _ in range(2)]) == 2
+        most = max(most, len(names))
+    assert line.head() is not None
+    assert most <= 128
+
+
+def test_F4_who_has_had_a_long_turn_is_not_forgotten_before_it_is_over() -> None:
+    line = WeightedLine({"light": 1 / 128})
+    line.push(Ticket(1, "light"))
+    for _ in range(200):
+        line.push(Ticket(1, "patient"))
+    assert served_sources(line, 2) == "lightpatient"
+    # So many pass meanwhile that the line sweeps out what it remembers.
+    turns = 1
+    for number in range(100):
+        line.push(Ticket(1, f"passing {number}"))
+        turns += served_sources(line, 2).count("patient")
+    line.push(Ticket(1, "light"))
+    while True:
+        source = served_sources(line, 1)
+        if source == "light":
+            break
+        turns += 1
+    assert turns >= 128
 
 
 # Powers of two: virtual times are exact, and so are the bounds.

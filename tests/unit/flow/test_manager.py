@@ -7,6 +7,8 @@ import threading
 import weakref
 from collections.abc import Callable
 
+import pytest
+
 from qflow_client.flow import FlowManager, Gate
 
 #: Seconds after which a thread that should have ended long ago is taken for stuck.
@@ -125,6 +127,92 @@ def test_F5_the_manager_lists_what_is_registered() -> None:
     assert manager.resources == (two,)
     assert manager.stop_all() == 1
     assert one.gate.is_open
+
+
+class Broken(Resource):
+    """One that cannot be stopped or started, for a reason of its own."""
+
+    def hold(self, kind: str, *, source: str, detail: str) -> None:
+        raise OSError("no hold")
+
+    def lift(self, kind: str, *, source: str) -> None:
+        raise OSError("no lift")
+
+
+def test_D5_one_that_cannot_be_stopped_or_started_keeps_no_other_from_it_and_is_reported() -> None:
+    manager = FlowManager("operator")
+    sound, broken = [Resource() for _ in range(5)], [Broken(f"broken {number}") for number in range(2)]
+    for resource in (*sound, *broken):
+        manager.register(resource)
+    with pytest.raises(ExceptionGroup, match="2 of 7 resources could not be stopped; the others are") as stopping:
+        manager.stop_all()
+    assert all(resource.is_stopped for resource in sound)
+    assert manager.is_stopped
+    assert [str(error) for error in stopping.value.exceptions] == ["no hold", "no hold"]
+    notes = sorted(note for error in stopping.value.exceptions for note in error.__notes__)
+    assert notes == ["'broken 0' could not be stopped", "'broken 1' could not be stopped"]
+    with pytest.raises(ExceptionGroup, match="2 of 7 resources could not be started; the others are") as starting:
+        manager.start_all()
+    assert not any(resource.is_stopped for resource in sound)
+    assert not manager.is_stopped
+    assert [str(error) for error in starting.value.exceptions] == ["no lift", "no lift"]
+
+
+def test_D5_what_cannot_be_stopped_does_not_get_in_while_all_are_stopped() -> None:
+    manager, broken = FlowManager(), Broken()
+    manager.stop_all()
+    with pytest.raises(OSError, match="no hold"):
+        manager.register(broken)
+    assert not manager.resources
+    assert manager.start_all() == 0
+    manager.register(broken)
+    assert manager.resources == (broken,)
+
+
+def test_D5_what_is_unregistered_while_all_are_stopped_is_let_go() -> None:
+    manager, goes, stays = FlowManager("operator"), Resource("goes"), Resource("stays")
+    for resource in (goes, stays):
+        manager.register(resource)
+    goes.hold("paused", source="", detail="by the application itself")
+    manager.stop_all()
+    manager.unregister(goes)
+    assert [hold.source for hold in goes.gate.holds] == [""], "its own hold stays"
+    assert stays.is_stopped
+    manager.register(goes)
+    assert len(goes.gate.holds) == 2
+    manager.start_all()
+    assert len(goes.gate.holds) == 1
+
+
+def test_D5_what_was_never_registered_is_left_as_it_is() -> None:
+    manager, other, stranger = FlowManager("operator"), FlowManager("operator"), Resource()
+    for each in (manager, other):
+        each.stop_all()
+    other.register(stranger)
+    manager.unregister(stranger)
+    assert stranger.is_stopped
+
+
+def test_D5_what_another_ends_while_all_are_being_stopped_is_not_held_afterwards() -> None:
+    manager = FlowManager()
+
+    class Selfish(Resource):
+        """One that ends the other when it is stopped itself."""
+
+        other: Selfish | None = None
+
+        def hold(self, kind: str, *, source: str, detail: str) -> None:
+            super().hold(kind, source=source, detail=detail)
+            assert self.other is not None
+            manager.unregister(self.other)
+
+    one, two = Selfish("one"), Selfish("two")
+    one.other, two.other = two, one
+    for resource in (one, two):
+        manager.register(resource)
+    assert manager.stop_all() == 1
+    (left,) = manager.resources
+    assert {resource for resource in (one, two) if resource.is_stopped} == {left}
 
 
 def test_the_manager_keeps_nothing_alive() -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from qflow_client.flow import (
     Capacity,
+    CompositeLimiter,
     FlowController,
     FlowSource,
+    Limiter,
     RateLimiter,
     SizeLimiter,
     StopResume,
     ThresholdLimiter,
+    Ticket,
     WindowLimiter,
 )
 
@@ -158,6 +162,27 @@ def test_D12_a_source_that_brought_nothing_now_can_be_blocked_with_the_others() 
     assert not recent.is_blocked
     controller.block(recent)
     assert not recent.is_blocked, "there is no reason any more"
+    assert recent.told == ["blocked", "unblocked"], "so it is not even told"
+    assert len(controller.blocked) == 0
+
+
+def test_D12_a_source_that_makes_room_when_it_is_blocked_is_let_go() -> None:
+    controller = FlowController(WindowLimiter(1))
+
+    class Yielding(Source):
+        """One that takes back what it has in there when it is blocked."""
+
+        def on_blocked(self) -> None:
+            super().on_blocked()
+            controller.release(1)
+
+    offender, recent = Source("offender"), Yielding("recent")
+    controller.offer(recent, 1, 0.0)
+    controller.offer(offender, 1, 0.0)
+    controller.block(recent)
+    assert recent.told == ["blocked", "unblocked"]
+    assert offender.told == ["blocked", "unblocked"]
+    assert not controller.blocked
 
 
 def test_a_source_that_is_gone_is_forgotten() -> None:
@@ -178,12 +203,175 @@ def test_letting_a_source_go_that_is_not_blocked_changes_nothing() -> None:
     assert source.told == []
 
 
-def test_a_rate_does_not_keep_a_source_blocked() -> None:
-    # There is no step of a release at which time could unblock it again.
-    controller, source = FlowController(RateLimiter(1.0)), Source()
+# Rates: time unblocks.
+
+
+def test_F6_a_source_that_is_too_fast_is_blocked_until_the_time_that_it_owes_is_over() -> None:
+    controller, source = FlowController(RateLimiter(2.0, burst=3)), Source()
     for _ in range(3):
         assert not controller.offer(source, 1, 0.0)
+    assert controller.ready_at(0.0) is None, "nobody is blocked"
+    for _ in range(2):
+        assert controller.offer(source, 1, 0.0)
+    assert controller.ready_at(0.0) == 1.0
+    controller.resume(1.0 - 1 / 1024)
+    controller.resume()
+    assert source.told == ["blocked"]
+    controller.resume(1.0)
+    assert source.told == ["blocked", "unblocked"]
+    assert controller.gate.is_open, "who cannot wait is not refused"
+    assert not controller.blocked
+    assert controller.ready_at(1.0) is None
+
+
+def test_F6_a_source_that_goes_on_the_moment_it_may_keeps_to_the_rate() -> None:
+    controller, source = FlowController(RateLimiter(4.0)), Source()
+    now, passed = 0.0, 0
+    while now < 100.0:
+        while not source.is_blocked:
+            controller.offer(source, 1, now)
+            passed += 1
+        at = controller.ready_at(now)
+        assert at is not None
+        assert at > now
+        now = at
+        controller.resume(now)
+    assert passed == 1 + 400, "one at once, and then one every quarter of a second"
+
+
+def test_F6_a_higher_rate_lets_go_at_once_whom_the_lower_one_held() -> None:
+    limiter = RateLimiter(1 / 1024)
+    controller, source = FlowController(limiter), Source()
+    for _ in range(2):
+        controller.offer(source, 1, 0.0)
+    assert controller.ready_at(0.5) == 1024.0
+    limiter.rate = 2.0
+    assert controller.ready_at(0.5) == 0.5
+    controller.resume(0.5)
     assert not source.is_blocked
+
+
+def test_F6_a_release_does_not_let_go_whom_a_rate_holds() -> None:
+    controller = FlowController(CompositeLimiter([WindowLimiter(1), RateLimiter(1.0)]))
+    source = Source()
+    for _ in range(2):
+        controller.offer(source, 1, 0.0)
+    assert controller.ready_at(0.0) is None, "time alone does not empty a window"
+    controller.release(2, 2)
+    assert source.is_blocked
+    assert controller.ready_at(0.0) == 1.0
+    controller.resume(0.5)
+    assert source.is_blocked
+    controller.resume(1.0)
+    assert not source.is_blocked
+
+
+def test_F6_a_release_lets_go_whom_no_rate_holds() -> None:
+    controller = FlowController(CompositeLimiter([WindowLimiter(1), RateLimiter(1.0, burst=2)]))
+    source = Source()
+    for _ in range(2):
+        controller.offer(source, 1, 0.0)
+    controller.release(1)
+    assert not source.is_blocked
+
+
+def test_D12_whether_a_rate_holds_those_who_brought_nothing_depends_on_the_time() -> None:
+    controller, source, recent = FlowController(RateLimiter(1.0)), Source(), Source("recent")
+    for _ in range(2):
+        controller.offer(source, 1, 0.0)
+    controller.block(recent, 1.0)
+    assert recent.told == []
+    controller.block(recent)
+    assert recent.told == ["blocked"], "for all that is known, it is still too early"
+    controller.resume(1.0)
+    assert recent.told == ["blocked", "unblocked"]
+
+
+def test_ready_at_is_for_whoever_can_go_on_first_in_line_or_blocked() -> None:
+    rate = RateLimiter(1.0, burst=4)
+    controller, source = FlowController(rate), Source()
+    for _ in range(5):
+        controller.offer(source, 1, 0.0)
+    ticket = Ticket(1)
+    controller.stand_in_line(ticket, 0.0)
+    assert controller.ready_at(0.0) == 1.0
+    controller.resume(1.0)
+    assert not source.is_blocked
+    assert controller.ready_at(1.0) == 2.0
+    assert controller.grant(1.0) is None
+    assert controller.grant(2.0) is ticket
+
+
+# Gates: what else holds.
+
+
+def test_F3_what_is_offered_while_the_gate_is_closed_is_taken_and_its_source_blocked() -> None:
+    window = WindowLimiter(5)
+    controller, source = FlowController(window), Source()
+    controller.gate.hold("paused", now=0.0)
+    assert controller.offer(source, 1, 0.0)
+    assert controller.offer(source, 1, 0.0)
+    assert window.used == 2, "it has nowhere else to be"
+    assert source.told == ["blocked"]
+    assert controller.ready_at(0.0) is None, "time does not lift it"
+    controller.release(1)
+    controller.resume(1.0)
+    assert source.is_blocked
+    controller.gate.lift("paused", now=2.0)
+    controller.resume()
+    assert source.told == ["blocked", "unblocked"]
+    assert not controller.offer(source, 1, 2.0)
+
+
+def test_J5_with_a_closed_gate_the_steps_are_those_of_an_overflow() -> None:
+    controller, source = FlowController(WindowLimiter(5)), Source()
+    assert list(controller.offer_steps(source, 1, 0.0)) == []
+    controller.gate.hold("paused", now=0.0)
+    assert list(controller.offer_steps(source, 1, 0.0)) == ["taken", "blocked"]
+    assert source.is_blocked
+
+
+def test_F3_a_source_goes_on_when_neither_the_gate_nor_the_limiter_holds_it_in_either_order() -> None:
+    for gate_first in (True, False):
+        controller, source = FlowController(WindowLimiter(1)), Source()
+        controller.gate.hold("paused", now=0.0, source="operator")
+        for _ in range(2):
+            controller.offer(source, 1, 0.0)
+        for step in (gate_first, not gate_first):
+            assert source.is_blocked
+            if step:
+                controller.gate.lift("paused", now=1.0, source="operator")
+                controller.resume(1.0)
+            else:
+                controller.release(1)
+        assert source.told == ["blocked", "unblocked"]
+
+
+def test_F3_a_gate_that_only_the_limiter_holds_blocks_nobody_who_does_not_overflow() -> None:
+    controller, source = FlowController(SizeLimiter(10)), Source()
+    controller.try_acquire(6, 0.0)
+    assert not controller.try_acquire(5, 0.0), "it is too large, which closes the gate"
+    assert not controller.gate.is_open
+    assert not controller.offer(source, 4, 0.0)
+    assert source.told == []
+    controller.block(source)
+    assert source.told == []
+    controller.gate.hold("capacity", now=0.0, source="operator")
+    assert controller.offer(source, 0, 0.0), "the same reason, but another's"
+    controller.gate.lift("capacity", now=1.0, source="operator")
+    controller.resume()
+    assert source.told == ["blocked", "unblocked"], "although the limiter's own hold is still there"
+    assert [hold.kind for hold in controller.gate.holds] == ["capacity"]
+
+
+def test_D5_a_closed_gate_blocks_those_who_brought_nothing() -> None:
+    controller, source = FlowController(ThresholdLimiter(StopResume())), Source()
+    controller.gate.hold("paused", now=0.0)
+    controller.block(source)
+    assert source.told == ["blocked"]
+    controller.gate.lift("paused", now=1.0)
+    controller.resume()
+    assert source.told == ["blocked", "unblocked"]
 
 
 def test_J6_unblocking_stops_at_the_source_that_fills_it_again() -> None:
@@ -236,6 +424,19 @@ def test_F3_what_overflows_downstream_stays_reserved_upstream_until_its_source_i
     assert upstream.used == 5
     assert source.told == ["blocked", "unblocked"]
     assert above.try_acquire(1, 0.0)
+
+
+def test_F3_all_that_a_source_passes_on_while_it_is_blocked_is_reserved_and_given_back() -> None:
+    upstream = SizeLimiter(10)
+    above, below, source = FlowController(upstream), FlowController(SizeLimiter(1)), Source()
+    for size in (2, 3, 4):
+        above.try_acquire(size, 0.0)
+    # A source that hears of it late goes on meanwhile.
+    for size in (2, 3, 4):
+        assert source.forward(size, below, 0.0, held=above)
+    assert upstream.used == 9
+    below.release(8, 2)
+    assert upstream.used == 0
 
 
 def test_F3_without_a_place_upstream_nothing_is_reserved() -> None:
@@ -513,3 +714,159 @@ class NetworkMachine(RuleBasedStateMachine):
 
 
 TestNetworkMachine = NetworkMachine.TestCase
+
+
+class ToldMachine(RuleBasedStateMachine):
+    """Sources at one entrance, which a limiter, time and an operator hold, beside the rule of who is to be blocked.
+
+    After whatever a controller cannot know of by itself it is told to grant and to resume, as its user must.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        # Either is None if the flavour does not limit it.
+        self.capacity: int | None = None
+        self.rate: float | None = None
+        self.burst = 3
+        self.level = 3.0
+        self.inside = 0
+        self.paused = False
+        self.sources = [Source(name) for name in "abc"]
+        self.blocked: list[Source] = []
+        self.limiters: list[Limiter] = []
+        self.controller = FlowController(WindowLimiter(1))
+
+    @initialize(flavour=st.sampled_from(["window", "rate", "both"]), capacity=st.integers(1, 4))
+    def set_up(self, flavour: str, capacity: int) -> None:
+        if flavour != "rate":
+            self.capacity = capacity
+            self.limiters.append(WindowLimiter(capacity))
+        if flavour != "window":
+            self.rate = 2.0
+            self.limiters.append(RateLimiter(2.0, burst=self.burst))
+        self.controller = FlowController(
+            self.limiters[0] if len(self.limiters) == 1 else CompositeLimiter(self.limiters)
+        )
+
+    def may_go_on(self) -> bool:
+        within = self.capacity is None or self.inside <= self.capacity
+        return within and (self.rate is None or self.level >= 0) and not self.paused
+
+    def resume(self) -> None:
+        if self.may_go_on():
+            self.blocked.clear()
+        assert self.controller.grant(self.now) is None, "nobody is in line"
+        self.controller.resume(self.now)
+
+    @rule(at=st.integers(0, 2))
+    def offer(self, at: int) -> None:
+        source = self.sources[at]
+        too_many = self.capacity is not None and self.inside >= self.capacity
+        too_soon = self.rate is not None and self.level < 1
+        self.inside += 1
+        self.level -= 1
+        if (too_many or too_soon or self.paused) and source not in self.blocked:
+            self.blocked.append(source)
+        assert self.controller.offer(source, 1, self.now) is (source in self.blocked)
+
+    @rule(at=st.integers(0, 2))
+    def block(self, at: int) -> None:
+        source = self.sources[at]
+        if not self.may_go_on() and source not in self.blocked:
+            self.blocked.append(source)
+        self.controller.block(source, self.now)
+
+    @rule(at=st.integers(0, 2))
+    def forget(self, at: int) -> None:
+        if self.sources[at] in self.blocked:
+            self.blocked.remove(self.sources[at])
+        self.controller.forget(self.sources[at])
+
+    @precondition(lambda self: self.inside)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        count = data.draw(st.integers(1, self.inside))
+        self.inside -= count
+        self.controller.release(count, count)
+        self.resume()
+
+    @rule()
+    def pause_or_resume(self) -> None:
+        self.paused = not self.paused
+        if self.paused:
+            self.controller.gate.hold("paused", now=self.now)
+        else:
+            self.controller.gate.lift("paused", now=self.now)
+            self.resume()
+
+    @rule()
+    def find_no_room(self) -> None:
+        # One who can wait comes by and closes the gate, or finds room after all.
+        if self.controller.try_acquire(1, self.now):
+            self.inside += 1
+            self.level -= 1
+
+    @rule(sixteenths=st.integers(0, 40))
+    def wait(self, sixteenths: int) -> None:
+        self.now += sixteenths / 16
+        if self.rate is not None:
+            self.level = min(self.burst, self.level + sixteenths / 16 * self.rate)
+        self.resume()
+
+    @precondition(lambda self: self.blocked)
+    @rule()
+    def wait_until_ready(self) -> None:
+        at = self.controller.ready_at(self.now)
+        if at is None:
+            within = self.capacity is None or self.inside <= self.capacity
+            assert self.paused or not within, "a rate alone lets go at some time"
+            return
+        assert at > self.now
+        self.controller.resume(at - 1 / 1024)
+        self.they_are_blocked_exactly_while_something_holds()
+        self.wait(int((at - self.now) * 16))
+        # What was waited for may have been the hold of one who can wait.
+        assert self.controller.ready_at(self.now) != at
+
+    @invariant()
+    def they_are_blocked_exactly_while_something_holds(self) -> None:
+        assert list(self.controller.blocked) == self.blocked
+        for source in self.sources:
+            assert source.is_blocked is (source in self.blocked)
+            assert source.told == (["blocked", "unblocked"] * len(source.told))[: len(source.told)]
+            assert len(source.told) % 2 == source.is_blocked
+        assert not (self.blocked and self.may_go_on())
+
+    def teardown(self) -> None:
+        if self.paused:
+            self.pause_or_resume()
+        self.controller.release(self.inside, self.inside)
+        self.inside = 0
+        self.resume()
+        for _ in range(2):
+            at = self.controller.ready_at(self.now)
+            if at is not None:
+                self.wait(int((at - self.now) * 16))
+        assert not self.blocked, "no source starves"
+        assert self.controller.ready_at(self.now) is None
+
+
+TestToldMachine = ToldMachine.TestCase
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_source_that_is_unblocked_gives_back_upstream_only_what_that_controller_had_blocked(shares: bool) -> None:
+    limiter = SizeLimiter(10)
+    above, source = FlowController(limiter), Source()
+    paused, full = FlowController(SizeLimiter(10)), FlowController(SizeLimiter(1))
+    paused.gate.hold("paused", now=0.0)
+    above.try_acquire(4, 0.0)
+    above.try_acquire(3, 0.0)
+    assert source.forward(4, paused, 0.0, held=above)
+    if shares:
+        assert source.forward(3, full, 0.0, held=above)
+    paused.gate.lift("paused", now=1.0)
+    paused.resume(1.0)
+    assert limiter.used == 3
+    assert source.is_blocked is shares
