@@ -33,7 +33,7 @@ from qflow_client.frames import PublishEncoder, decode_message, flow_ok, propert
 from qflow_client.message import Message
 from qflow_client.outbound import Outbound
 from qflow_client.receipt import Outcome, Receipt
-from qflow_client.settings import ProducerSettings
+from qflow_client.settings import ProducerSettings, check_setting
 
 __all__ = ["ProducerProtocol", "SendTicket"]
 
@@ -152,7 +152,7 @@ class ProducerProtocol:
         self.gate.hold(HoldKind.DISCONNECTED, now=now)
 
     def _new_encoder(self, channel: int, frame_max: int) -> PublishEncoder:
-        return PublishEncoder(channel, frame_max, id_prefix=self._id_prefix or "", mandatory=self.settings.mandatory)
+        return PublishEncoder(channel, frame_max, id_prefix=self._id_prefix or "", mandatory=self.settings.is_mandatory)
 
     # What the application does.
 
@@ -265,7 +265,12 @@ class ProducerProtocol:
         return True
 
     def set_capacity(self, capacity: int, now: float) -> None:
-        """Change the window. A lower one cancels nothing: nothing is admitted until there is room (C6)."""
+        """Change the window. A lower one cancels nothing: nothing is admitted until there is room (C6).
+
+        Raises:
+            SettingsError: the setting `capacity` cannot have this value.
+        """
+        check_setting("capacity", capacity)
         self.window.capacity = capacity
         self._grant(now)
 
@@ -550,7 +555,7 @@ class ProducerProtocol:
         self._next_tag = tag + 1
         receipt = self._receipt_type(payload, route, self._id_prefix, number)
         self._unsettled[tag] = receipt
-        if type(payload) is not bytes and self.settings.mandatory:
+        if type(payload) is not bytes and self.settings.is_mandatory:
             own_id = payload.message_id  # type: ignore[union-attr]  # not bytes, so a Message
             if own_id is not None:
                 self._by_id.setdefault(own_id, []).append(receipt)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 
-from qflow_client import FlowControlTimeout, FlowEventKind, HoldKind, Message, ProducerClosed
+from qflow_client import FlowControlTimeout, FlowEventKind, HoldKind, Message, ProducerClosed, SettingsError
 from qflow_client.flow import WeightedLine
 from qflow_client.protocol import ProducerProtocol
 from qflow_client.settings import ProducerSettings
@@ -109,6 +110,14 @@ def test_raising_the_capacity_admits_at_once_who_waits() -> None:
     tickets = [wait(protocol), *(protocol.stand_in_line(b"x", "", "q", 0.0) for _ in range(2))]
     protocol.set_capacity(3, 1.0)
     assert [ticket.receipt is not None for ticket in tickets] == [True, True, False]
+
+
+@pytest.mark.parametrize("capacity", [0, -1, 1.5, True, "5", None])
+def test_a_capacity_that_the_setting_cannot_have_is_refused_and_changes_nothing(capacity: Any) -> None:
+    protocol = make(capacity=3)
+    with pytest.raises(SettingsError, match=r"capacity=.*: it must be a whole number of messages, at least 1"):
+        protocol.set_capacity(capacity, 1.0)
+    assert protocol.window.capacity == 3
 
 
 def test_f4_waiting_messages_are_admitted_first_come_first_served_and_nobody_passes_them() -> None:

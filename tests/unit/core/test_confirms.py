@@ -293,10 +293,12 @@ def test_every_message_gets_an_id_of_fixed_width_unless_it_has_its_own() -> None
 
 
 def test_with_message_ids_off_a_message_has_only_the_id_it_brings() -> None:
-    protocol = make(message_ids=False, mandatory=False)
+    protocol = make(message_ids=False)
     receipts = [send(protocol, b"x"), send(protocol, Message(b"y", message_id="own")), send(protocol, Message(b""))]
     messages = wire(drain(protocol)).messages
     assert [message.properties.message_id for message in messages] == [None, "own", None]
+    assert not any(message.mandatory for message in messages), "no return could be told"
+    assert not protocol._by_id
     assert [receipt.message_id for receipt in receipts] == [None, "own", None]
     assert receipts[0].message == Message(b"x")
     assert receipts[2].message is receipts[2]._payload
