@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from typing import Any
 
 from qflow_client.errors import FlowControlTimeout, ProducerClosed
@@ -243,7 +244,7 @@ class ProducerProtocol:
         if ticket.receipt is not None or ticket.error is not None:
             return None
         if now >= ticket.deadline:
-            holds = self.gate.holds
+            holds = self.holds
             self.give_up(ticket, now)
             raise FlowControlTimeout(holds, now - ticket.since, ticket.payload)
         if now >= ticket.notice_at:
@@ -283,15 +284,24 @@ class ProducerProtocol:
         if self.gate.lift(kind, now=now, source=source) is not None:
             self._grant(now)
 
+    @property
+    def holds(self) -> tuple[Hold, ...]:
+        """The present holds as people see them: the oldest first, their times in seconds since 1970."""
+        return tuple(map(self._on_the_wall_clock, self.gate.holds))
+
+    def _on_the_wall_clock(self, hold: Hold) -> Hold:
+        return replace(hold, since=hold.since + self._wall_offset)
+
     def flow_state(self, now: float) -> FlowState:
         """The flow at this moment."""
         self.controller.look(now)
         since = self.gate.closed_since
         return FlowState(
-            self.gate.holds,
+            self.holds,
             None if since is None else since + self._wall_offset,
             self.gate.times_closed,
             self.gate.seconds_held(now),
+            self.closed,
         )
 
     def when_flushed(self, waiter: Any) -> bool:
@@ -697,6 +707,7 @@ class ProducerProtocol:
     def _event(self, kind: FlowEventKind, hold: Hold | None, since: float, now: float) -> None:
         assert self.events is not None
         offset = self._wall_offset
+        told = None if hold is None else self._on_the_wall_clock(hold)
         self.events.append(
-            FlowEvent(kind, self.settings.name, hold, self.gate.holds, now + offset, since + offset, now - since)
+            FlowEvent(kind, self.settings.name, told, self.holds, now + offset, since + offset, now - since)
         )
