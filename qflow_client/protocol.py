@@ -125,7 +125,7 @@ class ProducerProtocol:
         # By delivery tag, which on one channel is the order of admission.
         self._unsettled: dict[int, Receipt] = {}
         self._next_tag = 1
-        # No tag below this one is unsettled.
+        # The oldest unsettled tag, or the next one if there is none.
         self._oldest = 1
         # Mandatory messages with an id of their own, because a return names nothing else.
         self._by_id: dict[str, list[Receipt]] = {}
@@ -450,6 +450,14 @@ class ProducerProtocol:
         """``Basic.Ack``: the broker takes responsibility."""
         self._answered(tag, multiple, Outcome.CONFIRMED, now)
 
+    def on_ack_run(self, first: int, count: int, now: float) -> None:
+        """As `on_ack` for so many single tags, one after the other, in one pass."""
+        if first and first + count - 1 <= self.outbound.finished:
+            self._settle_run(first, first + count, Outcome.CONFIRMED, now)
+        else:
+            for tag in range(first, first + count):
+                self._answered(tag, False, Outcome.CONFIRMED, now)
+
     def on_nack(self, tag: int, multiple: bool, now: float) -> None:
         """``Basic.Nack``: the broker does not."""
         self._answered(tag, multiple, Outcome.NACKED, now)
@@ -598,29 +606,36 @@ class ProducerProtocol:
                 written,
             )
             return
-        unsettled = self._unsettled
         if multiple:
             # Tag 0 stands for all (AMQP 0-9-1, Basic.Ack).
-            run = range(self._oldest, (tag or written) + 1)
-            receipts = [receipt for each in run if (receipt := unsettled.pop(each, None)) is not None]
-            self._oldest = max(self._oldest, run.stop)
+            self._settle_run(self._oldest, (tag or written) + 1, outcome, now)
         else:
+            self._settle_run(tag, tag + 1, outcome, now)
+
+    def _settle_run(self, first: int, stop: int, outcome: Outcome, now: float) -> None:
+        """Settle what is unsettled of the tags from `first` to before `stop`, all of which are written."""
+        unsettled = self._unsettled
+        wake = self.wake
+        confirmed = outcome is Outcome.CONFIRMED
+        receipts = []
+        for tag in range(first, stop):
             receipt = unsettled.pop(tag, None)
-            receipts = [] if receipt is None else [receipt]
-            if tag == self._oldest:
-                self._oldest += 1
-        if outcome is Outcome.CONFIRMED:
-            wake = self.wake
-            for receipt in receipts:
-                if receipt._reply is None:
-                    receipt._outcome = outcome
-                    if receipt._waiter is not None:
-                        wake.append(receipt._waiter)
-                else:
-                    self._settle(receipt, Outcome.RETURNED, report=False)
-        else:
-            for receipt in receipts:
+            if receipt is None:
+                continue
+            receipts.append(receipt)
+            if not confirmed:
                 self._settle(receipt, outcome, report=False)
+            elif receipt._reply is None:
+                receipt._outcome = outcome
+                if receipt._waiter is not None:
+                    wake.append(receipt._waiter)
+            else:
+                self._settle(receipt, Outcome.RETURNED, report=False)
+        if first <= self._oldest < stop:
+            # Later ones may have been answered before.
+            while stop < self._next_tag and stop not in unsettled:
+                stop += 1
+            self._oldest = stop
         if self.settled is not None:
             self.settled += receipts
         self._left(receipts, now)
@@ -676,10 +691,7 @@ class ProducerProtocol:
             self._look_at_flushes()
 
     def _look_at_flushes(self) -> None:
-        unsettled = self._unsettled
-        while self._oldest < self._next_tag and self._oldest not in unsettled:
-            self._oldest += 1
-        done = self._next_tag if not unsettled else self._oldest
+        done = self._oldest if self._unsettled else self._next_tag
         self.wake += [waiter for tag, waiter in self._flushes if tag < done]
         self._flushes = [entry for entry in self._flushes if entry[0] >= done]
 

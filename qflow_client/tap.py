@@ -26,6 +26,7 @@ from qflow_client.frames import (
     RETURN,
     FrameError,
     FrameSplitter,
+    frame,
 )
 
 __all__ = ["Tap", "TapChannel"]
@@ -34,9 +35,21 @@ _TAG_AND_BITS = Struct(">QB")
 _CLOSE_IDS = Struct(">HH")
 _BODY_SIZE = Struct(">Q")
 
+# A whole Basic.Ack frame: what all of one channel have in common, the delivery tag, and which of two ends it has.
+_ACK_FRAME = Struct(">11sQ2s")
+_ACK_SIZE = _ACK_FRAME.size
+# Up to here they are told one by one.
+_FEW_ACKS = 2 * _ACK_SIZE
+_ENDS_SINGLE = b"\0\xce"
+_ENDS_MULTIPLE = b"\1\xce"
+
 # No frame may be larger before the peers have agreed on a size. The standard says 4,096 bytes; this is what they agree
 # on as a rule.
 _FIRST_FRAME_MAX = 1 << 17
+
+
+def _ack_head(number: int) -> bytes:
+    return frame(METHOD_FRAME, number, ACK + bytes(9))[:11]
 
 
 class TapChannel(Protocol):
@@ -54,6 +67,9 @@ class TapChannel(Protocol):
 
     def on_ack(self, tag: int, multiple: bool, now: float) -> None:
         """``Basic.Ack``."""
+
+    def on_ack_run(self, first: int, count: int, now: float) -> None:
+        """So many ``Basic.Ack`` of one message each, whose tags follow one another."""
 
     def on_nack(self, tag: int, multiple: bool, now: float) -> None:
         """``Basic.Nack``."""
@@ -103,6 +119,8 @@ class Tap:
     def __init__(self) -> None:
         self._splitter = FrameSplitter(_FIRST_FRAME_MAX)
         self._channels: dict[int, TapChannel] = {}
+        # The same, by what every Basic.Ack frame of the channel begins with.
+        self._acked: dict[bytes, TapChannel] = {}
         # By channel that is still being opened, what the broker has said of its flow.
         self._expected: dict[int, list[bool]] = {}
         # By channel, the return whose content is still coming.
@@ -134,6 +152,7 @@ class Tap:
     def attach(self, number: int, channel: TapChannel, now: float) -> None:
         """Take the frames of a channel out from now on. The channel is open, and in confirm mode if it is to be."""
         self._channels[number] = channel
+        self._acked[_ack_head(number)] = channel
         for active in self._expected.pop(number, ()):
             channel.on_flow(active, now)
         if self._blocked is not None:
@@ -142,6 +161,7 @@ class Tap:
     def detach(self, number: int) -> None:
         """Pass a channel's frames on to the library again. A frame of it that has begun is still brought to its end."""
         channel = self._channels.pop(number, None)
+        self._acked.pop(_ack_head(number), None)
         self._expected.pop(number, None)
         if number in self._returns:
             # The library must not get the end of a content whose beginning it has not seen.
@@ -184,7 +204,9 @@ class Tap:
             raise self.error
         passed: list[bytes] = []
         try:
-            self._take_frames(data, passed, now)
+            rest = self._take_acks(data, passed, now) if len(data) > _FEW_ACKS else data
+            if rest:
+                self._take_frames(rest, passed, now)
         except FrameError as error:
             self.error = error
             # What came before it, such as the Connection.Close that explains it, still counts.
@@ -198,6 +220,50 @@ class Tap:
             self._fed_at = now
             return HEARTBEAT
         return b""
+
+    def _take_acks(self, data: bytes, passed: list[bytes], now: float) -> bytes:
+        """Take the acks that the data begins with: many brokers send one for every message, and little else.
+
+        Returns:
+            The data that comes after them.
+        """
+        acked = self._acked
+        pending = self._splitter.pending
+        # The stream is cut anywhere: where the next ack begins if what has begun is one, too.
+        at = _ACK_SIZE - pending if 0 < pending < _ACK_SIZE else 0
+        if data[at : at + 11] not in acked:
+            return data
+        if at:
+            self._take_frames(data[:at], passed, now)
+        if self._splitter.pending or self._returns:
+            return data[at:]
+        view = memoryview(data)
+        while (channel := acked.get(head := data[at : at + 11])) is not None:
+            begin = at
+            # The run of single acks that is not told yet.
+            first = count = 0
+            for each, tag, end in _ACK_FRAME.iter_unpack(view[at : len(data) - (len(data) - at) % _ACK_SIZE]):
+                if each != head:
+                    break
+                if end == _ENDS_SINGLE:
+                    if tag != first + count:
+                        if count:
+                            channel.on_ack_run(first, count, now)
+                        first, count = tag, 0
+                    count += 1
+                elif end == _ENDS_MULTIPLE:
+                    if count:
+                        channel.on_ack_run(first, count, now)
+                        count = 0
+                    channel.on_ack(tag, True, now)
+                else:
+                    break
+                at += _ACK_SIZE
+            if count:
+                channel.on_ack_run(first, count, now)
+            if at == begin:
+                break
+        return data[at:]
 
     def _take_frames(self, data: bytes, passed: list[bytes], now: float) -> None:
         """Take frames of any kind, and append those that the library is to see."""
