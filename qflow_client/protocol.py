@@ -30,7 +30,7 @@ from qflow_client.flow import (
     Ticket,
     WindowLimiter,
 )
-from qflow_client.frames import PublishEncoder, decode_message, flow_ok, properties
+from qflow_client.frames import FrameError, PublishEncoder, Route, decode_message, flow_ok, properties
 from qflow_client.message import Message
 from qflow_client.outbound import Outbound
 from qflow_client.receipt import Outcome, Receipt
@@ -52,6 +52,9 @@ _STOPS_WRITING = (HoldKind.CHANNEL_FLOW, HoldKind.CONNECTION_BLOCKED)
 
 # The holds that stand for the limits of admission.
 _LIMITS = (HoldKind.CAPACITY, HoldKind.RATE)
+
+# Class and method id, as Channel.Close names it.
+_BASIC_PUBLISH = (60, 40)
 
 # Below this length the list of failures is not worth sweeping.
 _SWEEP_FROM = 64
@@ -76,6 +79,11 @@ class SendTicket(Ticket):
         self.error: Exception | None = None
         # What the skin wakes its owner by.
         self.waiter: Any = None
+
+    @property
+    def decided(self) -> bool:
+        """Whether it stands in line no longer: it was admitted, or never will be."""
+        return self.receipt is not None or self.error is not None or self.cancelled
 
 
 class ProducerProtocol:
@@ -114,6 +122,9 @@ class ProducerProtocol:
             parts[0] if len(parts) == 1 else CompositeLimiter(parts), line=line, name=settings.name
         )
         self.gate = self.controller.gate
+        self._confirms = settings.confirms
+        self._mandatory = settings.is_mandatory
+        self._max_unwritten = settings.max_unwritten_bytes
         self._id_prefix = id_prefix if settings.message_ids else None
         self._receipt_type = receipt_type
         self._wall_offset = wall_offset
@@ -153,7 +164,7 @@ class ProducerProtocol:
         self.gate.hold(HoldKind.DISCONNECTED, now=now)
 
     def _new_encoder(self, channel: int, frame_max: int) -> PublishEncoder:
-        return PublishEncoder(channel, frame_max, id_prefix=self._id_prefix or "", mandatory=self.settings.is_mandatory)
+        return PublishEncoder(channel, frame_max, id_prefix=self._id_prefix or "", mandatory=self._mandatory)
 
     # What the application does.
 
@@ -236,12 +247,16 @@ class ProducerProtocol:
         """Decide about a waiting message by the time.
 
         Returns:
-            When to look again; ``None`` once it is decided, and then the ticket has its receipt or its error.
+            When to look again; ``None`` once it is decided, and then the ticket has its receipt or its error, unless it
+            was given up.
 
         Raises:
             FlowControlTimeout: it has waited long enough, and will not be sent.
         """
-        if ticket.receipt is not None or ticket.error is not None:
+        if now >= ticket.deadline and not ticket.decided:
+            # Time may have made room, and nobody has said so yet.
+            self._grant(now)
+        if ticket.decided:
             return None
         if now >= ticket.deadline:
             holds = self.holds
@@ -258,7 +273,7 @@ class ProducerProtocol:
         Returns:
             True if the message was not admitted, and never will be; False if that was decided before.
         """
-        if ticket.receipt is not None or ticket.error is not None or ticket.cancelled:
+        if ticket.decided:
             return False
         self.controller.leave_line(ticket)
         # It may have stood before one that is small enough.
@@ -375,12 +390,12 @@ class ProducerProtocol:
         self.outbound = Outbound()
         self._look_at_stops()
         self._next_tag = self._oldest = 1
-        first = not self._was_open
-        self._was_open = True
-        self.lift(HoldKind.DISCONNECTED, now)
-        if first:
+        self.gate.lift(HoldKind.DISCONNECTED, now=now)
+        if not self._was_open and self.gate.is_open:
             # That a producer connects before it can send is no flow control.
             self.gate.forget_past()
+        self._was_open = True
+        self._grant(now)
 
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
         """The broker closed the channel.
@@ -391,17 +406,22 @@ class ProducerProtocol:
             method: class and method id that it names.
             now: seconds.
         """
-        suspects = [tag for tag in self._unsettled if tag <= self.outbound.begun]
-        # Only a lone message in flight can be told to be the culprit.
-        if len(suspects) == 1 and method == (60, 40):
-            self._unsettled[suspects[0]]._reply = (code, text)
-        self._end(f"the broker closed the channel: {code} {text}", now)
+        # Who may be the culprit: what is not returned. Without confirms it can also be what is settled already.
+        suspects = []
+        if method == _BASIC_PUBLISH and self._confirms:
+            begun = self.outbound.begun
+            suspects = [each for tag, each in self._unsettled.items() if tag <= begun and each._reply is None]
+        # Only a lone one can be told to be it.
+        culprit = suspects[0] if len(suspects) == 1 else None
+        if culprit is not None:
+            culprit._reply = (code, text)
+        self._end(f"the broker closed the channel: {code} {text}", now, culprit)
 
     def connection_lost(self, reason: str, now: float) -> None:
         """The connection is gone, or given up."""
         self._end(reason, now)
 
-    def _end(self, reason: str, now: float) -> None:
+    def _end(self, reason: str, now: float, culprit: Receipt | None = None) -> None:
         self.channel = None
         self.gate.hold(HoldKind.DISCONNECTED, now=now, detail=reason)
         # What the broker said about the channel and the connection ends with them, and so does what the socket said.
@@ -417,10 +437,10 @@ class ProducerProtocol:
             size += receipt.size
             if tag > begun:
                 outcome = Outcome.FAILED
-            elif receipt._reply is None:
-                outcome = Outcome.UNKNOWN
+            elif receipt is culprit:
+                outcome = Outcome.REJECTED
             else:
-                outcome = Outcome.RETURNED if receipt._reply[0] in (312, 313) else Outcome.REJECTED
+                outcome = Outcome.UNKNOWN if receipt._reply is None else Outcome.RETURNED
             self._settle(receipt, outcome)
         self._by_id.clear()
         self._released(len(unsettled), size, now)
@@ -431,7 +451,9 @@ class ProducerProtocol:
 
     def on_flow(self, active: bool, now: float) -> None:
         """``Channel.Flow``: it is answered at once, right after the message that has begun, if any (J7)."""
-        assert self.channel is not None
+        if self.channel is None:
+            # There is nobody left to answer.
+            return
         self.outbound.put_control(flow_ok(self.channel, active))
         if active:
             self.lift(HoldKind.CHANNEL_FLOW, now)
@@ -477,33 +499,51 @@ class ProducerProtocol:
         receipt = self._find(message.message_id, exchange, routing_key)
         if receipt is not None:
             receipt._reply = (code, text)
-        elif not self.settings.confirms:
+        elif not self._confirms:
             # Settled when it was written; what came back is all there is to tell of it.
-            receipt = self._receipt_type(message, self._encoder.route(exchange, routing_key), None, 0)
+            receipt = self._receipt_type(message, self._route_of_return(exchange, routing_key), None, 0)
             receipt._reply = (code, text)
             self._settle(receipt, Outcome.RETURNED)
         else:
-            logger.warning("%s: the broker returned a message that is not unsettled: %s", self.settings.name, message)
+            logger.warning(
+                "%s: the broker returned message %s to %r/%r (%d %s), which is not in flight; ignored",
+                self.settings.name,
+                message.message_id,
+                exchange,
+                routing_key,
+                code,
+                text,
+            )
+
+    def _route_of_return(self, exchange: str, routing_key: str) -> Route:
+        try:
+            return self._encoder.route(exchange, routing_key)
+        except ValueError as error:
+            # Bytes that are no UTF-8 get longer by being replaced.
+            raise FrameError(f"a return of what nobody can have published: {error}") from error
 
     def _find(self, message_id: str | None, exchange: str, routing_key: str) -> Receipt | None:
         if message_id is None:
             return None
-        own = self._by_id.get(message_id)
+        # Tags and numbers run in step on one channel; what has a higher number is not all written.
+        ahead = self._next_number - self._next_tag
+        last = ahead + self.outbound.finished
+        own = [receipt for receipt in self._by_id.get(message_id, ()) if receipt._number <= last]
         if own:
             # One id may have gone to several places, of which only some have a queue.
-            places = [(receipt.exchange, receipt.routing_key) for receipt in own]
-            place = exchange, routing_key
-            return own.pop(places.index(place) if place in places else 0)
+            there = [each for each in own if (each.exchange, each.routing_key) == (exchange, routing_key)]
+            receipt = (there or own)[0]
+            self._by_id[message_id].remove(receipt)
+            return receipt
         prefix = self._id_prefix
         if prefix is None or not message_id.startswith(prefix):
             return None
-        # Tags and numbers run in step on one channel.
         try:
             number = int(message_id[len(prefix) :], 16)
         except ValueError:
             return None
-        receipt = self._unsettled.get(number - (self._next_number - self._next_tag))
-        return receipt if receipt is not None and receipt.message_id == message_id else None
+        found = self._unsettled.get(number - ahead) if number <= last else None
+        return found if found is not None and found.message_id == message_id else None
 
     # What the socket says.
 
@@ -519,9 +559,9 @@ class ProducerProtocol:
         """
         outbound = self.outbound
         outbound.advance(count)
-        if not self.settings.confirms:
+        if not self._confirms:
             self._written(now)
-        if not self.gate.is_open and outbound.size <= self.settings.max_unwritten_bytes // 2:
+        if not self.gate.is_open and outbound.size <= self._max_unwritten // 2:
             self.lift(HoldKind.TRANSPORT, now)
         return not outbound.mid_frame
 
@@ -565,7 +605,7 @@ class ProducerProtocol:
                 message = payload if isinstance(payload, Message) else Message(payload)
                 frames = encoder.message(route, message, None if self._id_prefix is None else number)
                 outbound.put_frames(frames)
-        except (TypeError, ValueError):
+        except BaseException:
             self.controller.release(size)
             raise
         self._next_number = number + 1
@@ -573,11 +613,11 @@ class ProducerProtocol:
         self._next_tag = tag + 1
         receipt = self._receipt_type(payload, route, self._id_prefix, number)
         self._unsettled[tag] = receipt
-        if type(payload) is not bytes and self.settings.is_mandatory:
+        if type(payload) is not bytes and self._mandatory:
             own_id = payload.message_id  # type: ignore[union-attr]  # not bytes, so a Message
             if own_id is not None:
                 self._by_id.setdefault(own_id, []).append(receipt)
-        if outbound.size > self.settings.max_unwritten_bytes:
+        if outbound.size > self._max_unwritten:
             self.gate.hold(HoldKind.TRANSPORT, now=now)
         return receipt
 
@@ -588,7 +628,8 @@ class ProducerProtocol:
             assert isinstance(ticket, SendTicket)
             try:
                 ticket.receipt = self._admit(ticket.payload, ticket.exchange, ticket.routing_key, ticket.size, now)
-            except (TypeError, ValueError) as error:
+            except Exception as error:
+                # Headers that are changed while they wait can raise anything. It is for who sent them to hear.
                 ticket.error = error
             self.wake.append(ticket.waiter)
         if self._unflow_waiters or (not controller.waiting and any(map(self.gate.is_held_by, _LIMITS))):

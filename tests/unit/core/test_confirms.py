@@ -16,6 +16,7 @@ from qflow_client import (
     Outcome,
     Receipt,
 )
+from qflow_client.frames import FrameError
 
 from .support import PREFIX, drain, make, returned, send, wait, wire, write
 
@@ -196,7 +197,7 @@ def test_a_message_of_the_application_s_with_an_id_like_ours_is_its_own() -> Non
 @pytest.mark.parametrize(
     "message_id", [None, "", "another", PREFIX, "p-no number", "p-000000000001 ", "p-000000000009", "p-000000000003"]
 )
-def test_a_return_that_fits_no_unsettled_message_settles_nothing_and_is_logged(
+def test_a_return_that_fits_no_message_in_flight_settles_nothing_and_is_logged(
     message_id: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     protocol = make()
@@ -204,10 +205,39 @@ def test_a_return_that_fits_no_unsettled_message_settles_nothing_and_is_logged(
     drain(protocol)
     protocol.on_ack(3, False, 0.0)
     returned(protocol, message_id)
-    assert caplog.messages
-    assert "not unsettled" in caplog.messages[0]
+    assert caplog.messages == [
+        f"producer: the broker returned message {message_id or None} to ''/'q' (312 NO_ROUTE), which is not in flight; ignored"
+    ]
     protocol.on_ack(2, True, 0.0)
     assert all(receipt.delivered for receipt in receipts)
+
+
+@pytest.mark.parametrize("message_id", [None, "own"])
+def test_what_is_not_all_written_cannot_have_come_back(message_id: str | None) -> None:
+    protocol = make()
+    first = send(protocol, Message(b"1", message_id=message_id))
+    size = protocol.outbound.size
+    second = send(protocol, Message(b"2", message_id=message_id))
+    write(protocol, size + 1)
+    returned(protocol, second.message_id)
+    returned(protocol, second.message_id)
+    drain(protocol)
+    protocol.on_ack(2, True, 0.0)
+    # The first return of two messages with one id is the first's.
+    assert first.outcome is (Outcome.RETURNED if message_id else Outcome.CONFIRMED)
+    assert second.outcome is Outcome.CONFIRMED
+    assert not protocol._by_id
+
+
+def test_a_message_that_is_returned_twice_is_returned() -> None:
+    protocol = make()
+    receipts = [send(protocol), send(protocol, Message(b"x", message_id="own"))]
+    drain(protocol)
+    for receipt in receipts * 2:
+        returned(protocol, receipt.message_id)
+    protocol.on_ack(2, True, 0.0)
+    assert [receipt.outcome for receipt in receipts] == [Outcome.RETURNED] * 2
+    assert protocol.window.used == 0
 
 
 def test_a_message_that_is_returned_and_then_nacked_is_nacked() -> None:
@@ -259,6 +289,22 @@ def test_without_confirms_a_return_is_a_failure_of_its_own() -> None:
     assert (failure.message.body, failure.message_id) == (b"lost", receipt.message_id)
     assert (failure.exchange, failure.routing_key) == ("", "nowhere")
     assert protocol.window.used == 0
+
+
+def test_without_confirms_a_return_of_what_is_not_written_changes_nothing_about_its_message() -> None:
+    protocol = make(confirms=False)
+    receipt = send(protocol)
+    returned(protocol, receipt.message_id)
+    drain(protocol)
+    assert receipt.outcome is Outcome.SENT
+    assert len(protocol.take_failures()) == 1
+
+
+def test_without_confirms_a_return_of_names_that_cannot_be_is_a_frame_error() -> None:
+    protocol = make(confirms=False)
+    with pytest.raises(FrameError, match="routing_key has 765 bytes"):
+        returned(protocol, None, key="\ufffd" * 255)
+    assert protocol.failures == []
 
 
 def test_with_somebody_who_wants_all_receipts_a_return_without_confirms_is_told_to_him() -> None:

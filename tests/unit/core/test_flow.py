@@ -284,6 +284,36 @@ def test_the_flow_state_says_which_holds_since_when_how_often_and_how_long() -> 
     assert protocol.flow_state(16.0).since == 1010.0, "it has not been unflowed in between"
 
 
+def test_what_holds_while_the_producer_first_connects_counts_from_then_on() -> None:
+    protocol = make(opened=False, capacity=1)
+    wait(protocol)
+    wait(protocol)
+    protocol.channel_opened(1, 4096, 2.0)
+    state = protocol.flow_state(3.0)
+    assert ([hold.kind for hold in state.holds], state.times_flowed) == (["capacity"], 1)
+    assert state.seconds_flowed == {"capacity": 1.0}
+
+    paused = make(opened=False)
+    paused.hold(HoldKind.PAUSED, 1.0)
+    paused.channel_opened(1, 4096, 2.0)
+    assert paused.flow_state(3.0).times_flowed == 1
+
+
+def test_confirms_lift_no_hold_of_the_socket() -> None:
+    protocol = make(max_unwritten_bytes=100)
+    first = send(protocol)
+    size = protocol.outbound.size
+    send(protocol, b"y" * 200)
+    ticket = wait(protocol)
+    write(protocol, size)
+    protocol.on_ack(1, False, 1.0)
+    assert first.delivered
+    assert holds(protocol) == [HoldKind.TRANSPORT]
+    assert ticket.receipt is None
+    drain(protocol, 2.0)
+    assert ticket.receipt is not None
+
+
 def test_the_flow_state_says_whether_and_why_the_producer_is_closed() -> None:
     protocol = make(wall_offset=1000.0)
     assert protocol.flow_state(1.0).closed is None
