@@ -122,6 +122,7 @@ class ProducerProtocol:
             parts[0] if len(parts) == 1 else CompositeLimiter(parts), line=line, name=settings.name
         )
         self.gate = self.controller.gate
+        # What every message asks for.
         self._confirms = settings.confirms
         self._mandatory = settings.is_mandatory
         self._max_unwritten = settings.max_unwritten_bytes
@@ -131,7 +132,7 @@ class ProducerProtocol:
         # The number of the next message; with the prefix it is its message id.
         self._next_number = 1
         # Replaced when a channel opens.
-        self._encoder = self._new_encoder(0, 0)
+        self._use_channel(0, 0)
         self.outbound = Outbound()
         # By delivery tag, which on one channel is the order of admission.
         self._unsettled: dict[int, Receipt] = {}
@@ -163,8 +164,14 @@ class ProducerProtocol:
         self.gate.observer = self._gate_changed
         self.gate.hold(HoldKind.DISCONNECTED, now=now)
 
-    def _new_encoder(self, channel: int, frame_max: int) -> PublishEncoder:
-        return PublishEncoder(channel, frame_max, id_prefix=self._id_prefix or "", mandatory=self._mandatory)
+    def _use_channel(self, number: int, frame_max: int) -> None:
+        settings = self.settings
+        self._encoder = PublishEncoder(number, frame_max, id_prefix=self._id_prefix or "", mandatory=self._mandatory)
+        # The longest body that can go without a closer look; -1 for none, if a body alone gets no message id.
+        self._max_plain = -1 if self._id_prefix is None else self._encoder.max_body
+        # The route that was taken last: to tell by identity that the next message goes there too is the cheapest way.
+        self._last_exchange, self._last_key = settings.exchange, settings.routing_key
+        self._last_route = self._encoder.route(settings.exchange, settings.routing_key)
 
     # What the application does.
 
@@ -188,14 +195,9 @@ class ProducerProtocol:
             ProducerClosed: no message will ever be admitted again.
             ValueError: it cannot be encoded.
         """
-        if type(payload) is bytes:
-            size = len(payload)
-            if self.controller.try_acquire(size, now):
-                return self._admit(payload, exchange, routing_key, size, now)
-        else:
-            size = len(payload.body)  # type: ignore[union-attr]  # not bytes, so a Message
-            if self.controller.try_acquire(size, now):
-                return self._admit(payload, exchange, routing_key, size, now)
+        size = len(payload) if type(payload) is bytes else len(payload.body)  # type: ignore[union-attr]  # a Message
+        if self.controller.try_acquire(size, now):
+            return self._admit(payload, exchange, routing_key, size, now)
         if self.closed is not None:
             raise ProducerClosed(self.closed, payload)
         return None
@@ -386,7 +388,7 @@ class ProducerProtocol:
             now: seconds.
         """
         self.channel = channel
-        self._encoder = self._new_encoder(channel, frame_max)
+        self._use_channel(channel, frame_max)
         self.outbound = Outbound()
         self._look_at_stops()
         self._next_tag = self._oldest = 1
@@ -598,11 +600,17 @@ class ProducerProtocol:
         encoder = self._encoder
         outbound = self.outbound
         try:
-            route = encoder.route(exchange, routing_key)
-            if type(payload) is bytes and self._id_prefix is not None and size <= encoder.max_body:
+            if exchange is self._last_exchange and routing_key is self._last_key:
+                route = self._last_route
+            else:
+                route = self._last_route = encoder.route(exchange, routing_key)
+                self._last_exchange, self._last_key = exchange, routing_key
+            if type(payload) is bytes and size <= self._max_plain:
                 outbound.put(encoder.plain(route, payload, number))
+                own_id = None
             else:
                 message = payload if isinstance(payload, Message) else Message(payload)
+                own_id = message.message_id if self._mandatory else None
                 frames = encoder.message(route, message, None if self._id_prefix is None else number)
                 outbound.put_frames(frames)
         except BaseException:
@@ -613,10 +621,8 @@ class ProducerProtocol:
         self._next_tag = tag + 1
         receipt = self._receipt_type(payload, route, self._id_prefix, number)
         self._unsettled[tag] = receipt
-        if type(payload) is not bytes and self._mandatory:
-            own_id = payload.message_id  # type: ignore[union-attr]  # not bytes, so a Message
-            if own_id is not None:
-                self._by_id.setdefault(own_id, []).append(receipt)
+        if own_id is not None:
+            self._by_id.setdefault(own_id, []).append(receipt)
         if outbound.size > self._max_unwritten:
             self.gate.hold(HoldKind.TRANSPORT, now=now)
         return receipt
