@@ -522,8 +522,10 @@ def test_the_library_writes_only_at_a_border_of_our_frames() -> None:
     channel.outbound.put(b"one")
     channel.outbound.put(b"two")
     assert tap.at_border
+    assert tap.unfinished == b""
     assert one(tap, 2) == b"on"
     assert not tap.at_border
+    assert tap.unfinished == b"e"
     assert one(tap, 1) == b"e"
     assert tap.at_border
     assert one(tap, 3) == b"two"
@@ -608,6 +610,7 @@ def test_a_frame_that_has_begun_is_brought_to_its_end_when_its_channel_goes(clos
     assert one(tap, 2) == b"be"
     close(tap)
     assert not tap.at_border
+    assert tap.unfinished == b"gun"
     assert one(tap, 2) == b"gu"
     assert one(tap, 0) == b""
     assert not tap.at_border
