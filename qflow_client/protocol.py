@@ -76,7 +76,7 @@ class SendTicket(Ticket):
         self.notice_at = math.inf
         # Set when it is admitted, or when it never will be.
         self.receipt: Receipt | None = None
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         # What the skin wakes its owner by.
         self.waiter: Any = None
 
@@ -129,14 +129,15 @@ class ProducerProtocol:
         self._id_prefix = id_prefix if settings.message_ids else None
         self._receipt_type = receipt_type
         self._wall_offset = wall_offset
-        # The number of the next message; with the prefix it is its message id.
+        # The number of the next message; with the prefix it is its message id. To count it on is what admits a message.
         self._next_number = 1
+        # How far the numbers are ahead of the delivery tags, which run in step with them on one channel.
+        self._ahead = 0
         # Replaced when a channel opens.
         self._use_channel(0, 0)
         self.outbound = Outbound()
         # By delivery tag, which on one channel is the order of admission.
         self._unsettled: dict[int, Receipt] = {}
-        self._next_tag = 1
         # The oldest unsettled tag, or the next one if there is none.
         self._oldest = 1
         # Mandatory messages with an id of their own, because a return names nothing else.
@@ -181,6 +182,10 @@ class ProducerProtocol:
         return len(self._unsettled)
 
     @property
+    def _next_tag(self) -> int:
+        return self._next_number - self._ahead
+
+    @property
     def in_flight(self) -> int:
         """The part of the unsettled messages that has begun to be written."""
         return len(self._unsettled) - (self._next_tag - 1 - self.outbound.begun)
@@ -196,8 +201,12 @@ class ProducerProtocol:
             ValueError: it cannot be encoded.
         """
         size = len(payload) if type(payload) is bytes else len(payload.body)  # type: ignore[union-attr]  # a Message
-        if self.controller.try_acquire(size, now):
-            return self._admit(payload, exchange, routing_key, size, now)
+        try:
+            if self.controller.try_acquire(size, now):
+                return self._admit(payload, exchange, routing_key, size, now)
+        except BaseException:
+            self._undo_admission()
+            raise
         if self.closed is not None:
             raise ProducerClosed(self.closed, payload)
         return None
@@ -391,7 +400,6 @@ class ProducerProtocol:
         self._use_channel(channel, frame_max)
         self.outbound = Outbound()
         self._look_at_stops()
-        self._next_tag = self._oldest = 1
         self.gate.lift(HoldKind.DISCONNECTED, now=now)
         if not self._was_open and self.gate.is_open:
             # That a producer connects before it can send is no flow control.
@@ -446,8 +454,9 @@ class ProducerProtocol:
             self._settle(receipt, outcome)
         self._by_id.clear()
         self._released(len(unsettled), size, now)
-        # No tag is left that somebody could ask for.
-        self._next_tag = self._oldest = 1
+        # The next message is the first of a channel.
+        self._ahead = self._next_number - 1
+        self._oldest = 1
 
     # What the broker says.
 
@@ -527,9 +536,8 @@ class ProducerProtocol:
     def _find(self, message_id: str | None, exchange: str, routing_key: str) -> Receipt | None:
         if message_id is None:
             return None
-        # Tags and numbers run in step on one channel; what has a higher number is not all written.
-        ahead = self._next_number - self._next_tag
-        last = ahead + self.outbound.finished
+        # What has a higher number is not all written.
+        last = self._ahead + self.outbound.finished
         own = [receipt for receipt in self._by_id.get(message_id, ()) if receipt._number <= last]
         if own:
             # One id may have gone to several places, of which only some have a queue.
@@ -544,7 +552,7 @@ class ProducerProtocol:
             number = int(message_id[len(prefix) :], 16)
         except ValueError:
             return None
-        found = self._unsettled.get(number - ahead) if number <= last else None
+        found = self._unsettled.get(number - self._ahead) if number <= last else None
         return found if found is not None and found.message_id == message_id else None
 
     # What the socket says.
@@ -596,36 +604,39 @@ class ProducerProtocol:
     # How it is done.
 
     def _admit(self, payload: bytes | Message, exchange: str, routing_key: str, size: int, now: float) -> Receipt:
+        # Whoever calls this has the room for it, and undoes it if anything is raised.
         number = self._next_number
         encoder = self._encoder
         outbound = self.outbound
-        try:
-            if exchange is self._last_exchange and routing_key is self._last_key:
-                route = self._last_route
-            else:
-                route = self._last_route = encoder.route(exchange, routing_key)
-                self._last_exchange, self._last_key = exchange, routing_key
-            if type(payload) is bytes and size <= self._max_plain:
-                outbound.put(encoder.plain(route, payload, number))
-                own_id = None
-            else:
-                message = payload if isinstance(payload, Message) else Message(payload)
-                own_id = message.message_id if self._mandatory else None
-                frames = encoder.message(route, message, None if self._id_prefix is None else number)
-                outbound.put_frames(frames)
-        except BaseException:
-            self.controller.release(size)
-            raise
-        self._next_number = number + 1
-        tag = self._next_tag
-        self._next_tag = tag + 1
+        if exchange is self._last_exchange and routing_key is self._last_key:
+            route = self._last_route
+        else:
+            route = encoder.route(exchange, routing_key)
+            # Together, or an exception in between leaves a route under another's name.
+            self._last_exchange, self._last_key, self._last_route = exchange, routing_key, route
         receipt = self._receipt_type(payload, route, self._id_prefix, number)
-        self._unsettled[tag] = receipt
-        if own_id is not None:
-            self._by_id.setdefault(own_id, []).append(receipt)
+        self._unsettled[number - self._ahead] = receipt
+        if type(payload) is bytes and size <= self._max_plain:
+            outbound.put(encoder.plain(route, payload, number))
+        else:
+            message = payload if isinstance(payload, Message) else Message(payload)
+            outbound.put_frames(encoder.message(route, message, None if self._id_prefix is None else number))
+            if message.message_id is not None and self._mandatory:
+                self._by_id.setdefault(message.message_id, []).append(receipt)
+        self._next_number = number + 1
         if outbound.size > self._max_unwritten:
             self.gate.hold(HoldKind.TRANSPORT, now=now)
         return receipt
+
+    def _undo_admission(self) -> None:
+        """Forget the message that was being admitted when something was raised, which Ctrl-C can be at any point."""
+        receipt = self._unsettled.pop(self._next_tag, None)
+        if receipt is not None:
+            self._forget_id(receipt)
+        self.outbound.drop_after(self._next_tag - 1)
+        self.window.used = len(self._unsettled)
+        if self.byte_window is not None:
+            self.byte_window.used = sum(receipt.size for receipt in self._unsettled.values())
 
     def _grant(self, now: float) -> None:
         """Admit from the line whom the gate and the window let in now."""
@@ -634,10 +645,14 @@ class ProducerProtocol:
             assert isinstance(ticket, SendTicket)
             try:
                 ticket.receipt = self._admit(ticket.payload, ticket.exchange, ticket.routing_key, ticket.size, now)
-            except Exception as error:
+            except BaseException as error:
                 # Headers that are changed while they wait can raise anything. It is for who sent them to hear.
+                self._undo_admission()
                 ticket.error = error
-            self.wake.append(ticket.waiter)
+                if not isinstance(error, Exception):
+                    raise
+            finally:
+                self.wake.append(ticket.waiter)
         if self._unflow_waiters or (not controller.waiting and any(map(self.gate.is_held_by, _LIMITS))):
             # Such a hold ends when there is room, not only when somebody next asks for it.
             controller.look(now)
@@ -680,7 +695,8 @@ class ProducerProtocol:
                 self._settle(receipt, Outcome.RETURNED, report=False)
         if first <= self._oldest < stop:
             # Later ones may have been answered before.
-            while stop < self._next_tag and stop not in unsettled:
+            next_tag = self._next_number - self._ahead
+            while stop < next_tag and stop not in unsettled:
                 stop += 1
             self._oldest = stop
         if self.settled is not None:
