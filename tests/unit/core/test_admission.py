@@ -388,16 +388,17 @@ def test_a_header_too_large_for_the_broker_s_frames_is_the_ticket_s_error_and_th
 
 
 class Fickle(dict[str, Any]):
-    """Headers that another thread changes when they are read for the second time."""
+    """Headers that can be read so many times, and then not: another thread changes them, or somebody presses Ctrl-C."""
 
-    def __init__(self, good: int) -> None:
+    def __init__(self, good: int, error: type[BaseException] = RuntimeError) -> None:
         super().__init__(k="v")
         self.good = good
+        self.error = error
 
     def keys(self) -> Any:
         self.good -= 1
         if self.good < 0:
-            raise RuntimeError("dictionary changed size during iteration")
+            raise self.error("dictionary changed size during iteration")
         return super().keys()
 
     def __iter__(self) -> Iterator[str]:
@@ -423,6 +424,17 @@ def test_whatever_encoding_raises_after_the_wait_is_the_ticket_s_error_and_the_n
     assert isinstance(bad.error, RuntimeError)
     assert after.receipt is not None
     assert protocol.window.used == 1
+
+
+def test_ctrl_c_while_a_waiting_message_is_admitted_is_its_ticket_s_error_and_comes_through() -> None:
+    protocol = make(capacity=1)
+    send(protocol)
+    bad = wait(protocol, Message(b"x", headers=Fickle(1, KeyboardInterrupt)), waiter="bad")
+    with pytest.raises(KeyboardInterrupt):
+        protocol.set_capacity(2, 1.0)
+    assert isinstance(bad.error, KeyboardInterrupt)
+    assert protocol.wake == ["bad"]
+    assert protocol.window.used == protocol.unsettled == 1
 
 
 # The rate.
