@@ -29,7 +29,7 @@ from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import ProducerSettings, WhenFlowed
 
 if TYPE_CHECKING:
-    from qflow_client.sync import Producer
+    from qflow_client.sync import Producer, SyncReceipt
 
 __version__ = "0.1.0.dev0"
 
@@ -58,13 +58,14 @@ __all__ = [
     "QflowError",
     "Receipt",
     "SettingsError",
+    "SyncReceipt",
     "UndeliveredMessages",
     "WhenFlowed",
     "flow_manager",
 ]
 
 # A skin brings its library with it, so it is imported when it is used.
-_SKINS = {"Producer": "qflow_client.sync"}
+_SKINS = {"Producer": "qflow_client.sync", "SyncReceipt": "qflow_client.sync"}
 
 
 def __getattr__(name: str) -> Any:

@@ -62,7 +62,8 @@ class ProducerFlowed(QflowError):
     """The producer is flowed. The message was not sent and never will be: not one byte of it is on the wire (A4 D1).
 
     Attributes:
-        holds: every hold that was on the producer, the oldest first.
+        holds: every hold that was on the producer, the oldest first, each with when it was raised, in seconds since
+            1970.
         waited: seconds that the call was blocked.
         message: what was to be sent, as it was given.
     """

@@ -1,4 +1,7 @@
-"""What a producer tells about its flow."""
+"""What a producer tells about its flow.
+
+All times, also those of the holds, are seconds since 1970.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class HoldKind(StrEnum):
     CAPACITY = "capacity"
     #: The socket takes no more bytes.
     TRANSPORT = "transport"
-    #: There is no connection.
+    #: There is no connection, or the producer is closed; `FlowState.closed` tells which.
     DISCONNECTED = "disconnected"
     #: The producer's own rate limit.
     RATE = "rate"
@@ -53,7 +56,8 @@ class FlowEvent:
         kind: what happened.
         producer: the producer's name.
         hold: the hold that was raised or lifted; for a notice, the oldest one, if there is any.
-        holds: the holds that are on the producer now, the oldest first.
+        holds: the holds that are on the producer now, the oldest first, each with when it was raised, in seconds since
+            1970.
         at: when it happened, in seconds since 1970.
         since: when the hold was raised, or, for a notice, when the send began to wait; in seconds since 1970.
         seconds: how long that has lasted.
@@ -83,16 +87,19 @@ class FlowState:
     """A producer's flow at one moment.
 
     Attributes:
-        holds: the holds that are on it, the oldest first.
+        holds: the holds that are on it, the oldest first, each with when it was raised, in seconds since 1970.
         since: when it became flowed, in seconds since 1970; ``None`` while it is not.
         times_flowed: how often it became flowed.
         seconds_flowed: seconds held so far, by hold kind, the present holds included.
+        closed: why it takes no more messages and never will, be it `close` or a lost connection; it then stays flowed,
+            by ``disconnected``. ``None`` while it is not closed.
     """
 
     holds: tuple[Hold, ...]
     since: float | None
     times_flowed: int
     seconds_flowed: Mapping[str, float]
+    closed: str | None = None
 
     @property
     def flowed(self) -> bool:

@@ -61,6 +61,22 @@ class Outbound:
             self.put(_More(more))
             self._special += 1
 
+    def drop_after(self, count: int) -> None:
+        """Keep so many messages, counted from the first that was ever put, and drop what was put after them.
+
+        Nothing of that may have begun. It may have been put in part only, so the bytes are counted anew.
+        """
+        pieces = self._pieces
+        # What has begun and is not all written has no beginning in the queue.
+        last = self.begun + sum(type(piece) is bytes for piece in pieces)
+        if self._offset and type(pieces[0]) is bytes:
+            last -= 1
+        while last > count:
+            if type(pieces.pop()) is bytes:
+                last -= 1
+        self.size = sum(map(len, pieces)) - self._offset
+        self._special = sum(type(piece) is not bytes for piece in pieces)
+
     def put_control(self, frame: bytes) -> None:
         """Have a frame written before every message that has not begun."""
         pieces = self._pieces

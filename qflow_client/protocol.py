@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from typing import Any
 
 from qflow_client.errors import FlowControlTimeout, ProducerClosed
@@ -29,11 +30,11 @@ from qflow_client.flow import (
     Ticket,
     WindowLimiter,
 )
-from qflow_client.frames import PublishEncoder, decode_message, flow_ok, properties
+from qflow_client.frames import FrameError, PublishEncoder, Route, decode_message, flow_ok, properties
 from qflow_client.message import Message
 from qflow_client.outbound import Outbound
 from qflow_client.receipt import Outcome, Receipt
-from qflow_client.settings import ProducerSettings
+from qflow_client.settings import ProducerSettings, check_setting
 
 __all__ = ["ProducerProtocol", "SendTicket"]
 
@@ -51,6 +52,9 @@ _STOPS_WRITING = (HoldKind.CHANNEL_FLOW, HoldKind.CONNECTION_BLOCKED)
 
 # The holds that stand for the limits of admission.
 _LIMITS = (HoldKind.CAPACITY, HoldKind.RATE)
+
+# Class and method id, as Channel.Close names it.
+_BASIC_PUBLISH = (60, 40)
 
 # Below this length the list of failures is not worth sweeping.
 _SWEEP_FROM = 64
@@ -72,9 +76,14 @@ class SendTicket(Ticket):
         self.notice_at = math.inf
         # Set when it is admitted, or when it never will be.
         self.receipt: Receipt | None = None
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         # What the skin wakes its owner by.
         self.waiter: Any = None
+
+    @property
+    def decided(self) -> bool:
+        """Whether it stands in line no longer: it was admitted, or never will be."""
+        return self.receipt is not None or self.error is not None or self.cancelled
 
 
 class ProducerProtocol:
@@ -88,6 +97,42 @@ class ProducerProtocol:
         wall_offset: what to add to `now` for seconds since 1970.
         line: the order in which waiting messages are served; first come, first served unless given.
     """
+
+    # CPython (3.11) is quick at no more than 30 attributes that have no slots.
+    __slots__ = (
+        "_ahead",
+        "_by_id",
+        "_confirms",
+        "_encoder",
+        "_flushes",
+        "_id_prefix",
+        "_last_exchange",
+        "_last_key",
+        "_last_route",
+        "_mandatory",
+        "_max_plain",
+        "_max_unwritten",
+        "_next_number",
+        "_oldest",
+        "_receipt_type",
+        "_sweep_at",
+        "_unflow_waiters",
+        "_unsettled",
+        "_wall_offset",
+        "_was_open",
+        "byte_window",
+        "channel",
+        "closed",
+        "controller",
+        "events",
+        "failures",
+        "gate",
+        "outbound",
+        "settings",
+        "settled",
+        "wake",
+        "window",
+    )
 
     def __init__(
         self,
@@ -113,18 +158,23 @@ class ProducerProtocol:
             parts[0] if len(parts) == 1 else CompositeLimiter(parts), line=line, name=settings.name
         )
         self.gate = self.controller.gate
+        # What every message asks for.
+        self._confirms = settings.confirms
+        self._mandatory = settings.is_mandatory
+        self._max_unwritten = settings.max_unwritten_bytes
         self._id_prefix = id_prefix if settings.message_ids else None
         self._receipt_type = receipt_type
         self._wall_offset = wall_offset
-        # The number of the next message; with the prefix it is its message id.
+        # The number of the next message; with the prefix it is its message id. To count it on is what admits a message.
         self._next_number = 1
+        # How far the numbers are ahead of the delivery tags, which run in step with them on one channel.
+        self._ahead = 0
         # Replaced when a channel opens.
-        self._encoder = self._new_encoder(0, 0)
+        self._use_channel(0, 0)
         self.outbound = Outbound()
         # By delivery tag, which on one channel is the order of admission.
         self._unsettled: dict[int, Receipt] = {}
-        self._next_tag = 1
-        # No tag below this one is unsettled.
+        # The oldest unsettled tag, or the next one if there is none.
         self._oldest = 1
         # Mandatory messages with an id of their own, because a return names nothing else.
         self._by_id: dict[str, list[Receipt]] = {}
@@ -151,8 +201,14 @@ class ProducerProtocol:
         self.gate.observer = self._gate_changed
         self.gate.hold(HoldKind.DISCONNECTED, now=now)
 
-    def _new_encoder(self, channel: int, frame_max: int) -> PublishEncoder:
-        return PublishEncoder(channel, frame_max, id_prefix=self._id_prefix or "", mandatory=self.settings.mandatory)
+    def _use_channel(self, number: int, frame_max: int) -> None:
+        settings = self.settings
+        self._encoder = PublishEncoder(number, frame_max, id_prefix=self._id_prefix or "", mandatory=self._mandatory)
+        # The longest body that can go without a closer look; -1 for none, if a body alone gets no message id.
+        self._max_plain = -1 if self._id_prefix is None else self._encoder.max_body
+        # The route that was taken last: to tell by identity that the next message goes there too is the cheapest way.
+        self._last_exchange, self._last_key = settings.exchange, settings.routing_key
+        self._last_route = self._encoder.route(settings.exchange, settings.routing_key)
 
     # What the application does.
 
@@ -160,6 +216,10 @@ class ProducerProtocol:
     def unsettled(self) -> int:
         """Messages that are admitted and not settled."""
         return len(self._unsettled)
+
+    @property
+    def _next_tag(self) -> int:
+        return self._next_number - self._ahead
 
     @property
     def in_flight(self) -> int:
@@ -176,14 +236,13 @@ class ProducerProtocol:
             ProducerClosed: no message will ever be admitted again.
             ValueError: it cannot be encoded.
         """
-        if type(payload) is bytes:
-            size = len(payload)
+        size = len(payload) if type(payload) is bytes else len(payload.body)  # type: ignore[union-attr]  # a Message
+        try:
             if self.controller.try_acquire(size, now):
                 return self._admit(payload, exchange, routing_key, size, now)
-        else:
-            size = len(payload.body)  # type: ignore[union-attr]  # not bytes, so a Message
-            if self.controller.try_acquire(size, now):
-                return self._admit(payload, exchange, routing_key, size, now)
+        except BaseException:
+            self._undo_admission()
+            raise
         if self.closed is not None:
             raise ProducerClosed(self.closed, payload)
         return None
@@ -235,15 +294,19 @@ class ProducerProtocol:
         """Decide about a waiting message by the time.
 
         Returns:
-            When to look again; ``None`` once it is decided, and then the ticket has its receipt or its error.
+            When to look again; ``None`` once it is decided, and then the ticket has its receipt or its error, unless it
+            was given up.
 
         Raises:
             FlowControlTimeout: it has waited long enough, and will not be sent.
         """
-        if ticket.receipt is not None or ticket.error is not None:
+        if now >= ticket.deadline and not ticket.decided:
+            # Time may have made room, and nobody has said so yet.
+            self._grant(now)
+        if ticket.decided:
             return None
         if now >= ticket.deadline:
-            holds = self.gate.holds
+            holds = self.holds
             self.give_up(ticket, now)
             raise FlowControlTimeout(holds, now - ticket.since, ticket.payload)
         if now >= ticket.notice_at:
@@ -257,7 +320,7 @@ class ProducerProtocol:
         Returns:
             True if the message was not admitted, and never will be; False if that was decided before.
         """
-        if ticket.receipt is not None or ticket.error is not None or ticket.cancelled:
+        if ticket.decided:
             return False
         self.controller.leave_line(ticket)
         # It may have stood before one that is small enough.
@@ -265,7 +328,12 @@ class ProducerProtocol:
         return True
 
     def set_capacity(self, capacity: int, now: float) -> None:
-        """Change the window. A lower one cancels nothing: nothing is admitted until there is room (C6)."""
+        """Change the window. A lower one cancels nothing: nothing is admitted until there is room (C6).
+
+        Raises:
+            SettingsError: the setting `capacity` cannot have this value.
+        """
+        check_setting("capacity", capacity)
         self.window.capacity = capacity
         self._grant(now)
 
@@ -278,15 +346,24 @@ class ProducerProtocol:
         if self.gate.lift(kind, now=now, source=source) is not None:
             self._grant(now)
 
+    @property
+    def holds(self) -> tuple[Hold, ...]:
+        """The present holds as people see them: the oldest first, their times in seconds since 1970."""
+        return tuple(map(self._on_the_wall_clock, self.gate.holds))
+
+    def _on_the_wall_clock(self, hold: Hold) -> Hold:
+        return replace(hold, since=hold.since + self._wall_offset)
+
     def flow_state(self, now: float) -> FlowState:
         """The flow at this moment."""
         self.controller.look(now)
         since = self.gate.closed_since
         return FlowState(
-            self.gate.holds,
+            self.holds,
             None if since is None else since + self._wall_offset,
             self.gate.times_closed,
             self.gate.seconds_held(now),
+            self.closed,
         )
 
     def when_flushed(self, waiter: Any) -> bool:
@@ -356,16 +433,15 @@ class ProducerProtocol:
             now: seconds.
         """
         self.channel = channel
-        self._encoder = self._new_encoder(channel, frame_max)
+        self._use_channel(channel, frame_max)
         self.outbound = Outbound()
         self._look_at_stops()
-        self._next_tag = self._oldest = 1
-        first = not self._was_open
-        self._was_open = True
-        self.lift(HoldKind.DISCONNECTED, now)
-        if first:
+        self.gate.lift(HoldKind.DISCONNECTED, now=now)
+        if not self._was_open and self.gate.is_open:
             # That a producer connects before it can send is no flow control.
             self.gate.forget_past()
+        self._was_open = True
+        self._grant(now)
 
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
         """The broker closed the channel.
@@ -376,17 +452,22 @@ class ProducerProtocol:
             method: class and method id that it names.
             now: seconds.
         """
-        suspects = [tag for tag in self._unsettled if tag <= self.outbound.begun]
-        # Only a lone message in flight can be told to be the culprit.
-        if len(suspects) == 1 and method == (60, 40):
-            self._unsettled[suspects[0]]._reply = (code, text)
-        self._end(f"the broker closed the channel: {code} {text}", now)
+        # Who may be the culprit: what is not returned. Without confirms it can also be what is settled already.
+        suspects = []
+        if method == _BASIC_PUBLISH and self._confirms:
+            begun = self.outbound.begun
+            suspects = [each for tag, each in self._unsettled.items() if tag <= begun and each._reply is None]
+        # Only a lone one can be told to be it.
+        culprit = suspects[0] if len(suspects) == 1 else None
+        if culprit is not None:
+            culprit._reply = (code, text)
+        self._end(f"the broker closed the channel: {code} {text}", now, culprit)
 
     def connection_lost(self, reason: str, now: float) -> None:
         """The connection is gone, or given up."""
         self._end(reason, now)
 
-    def _end(self, reason: str, now: float) -> None:
+    def _end(self, reason: str, now: float, culprit: Receipt | None = None) -> None:
         self.channel = None
         self.gate.hold(HoldKind.DISCONNECTED, now=now, detail=reason)
         # What the broker said about the channel and the connection ends with them, and so does what the socket said.
@@ -402,21 +483,24 @@ class ProducerProtocol:
             size += receipt.size
             if tag > begun:
                 outcome = Outcome.FAILED
-            elif receipt._reply is None:
-                outcome = Outcome.UNKNOWN
+            elif receipt is culprit:
+                outcome = Outcome.REJECTED
             else:
-                outcome = Outcome.RETURNED if receipt._reply[0] in (312, 313) else Outcome.REJECTED
+                outcome = Outcome.UNKNOWN if receipt._reply is None else Outcome.RETURNED
             self._settle(receipt, outcome)
         self._by_id.clear()
         self._released(len(unsettled), size, now)
-        # No tag is left that somebody could ask for.
-        self._next_tag = self._oldest = 1
+        # The next message is the first of a channel.
+        self._ahead = self._next_number - 1
+        self._oldest = 1
 
     # What the broker says.
 
     def on_flow(self, active: bool, now: float) -> None:
         """``Channel.Flow``: it is answered at once, right after the message that has begun, if any (J7)."""
-        assert self.channel is not None
+        if self.channel is None:
+            # There is nobody left to answer.
+            return
         self.outbound.put_control(flow_ok(self.channel, active))
         if active:
             self.lift(HoldKind.CHANNEL_FLOW, now)
@@ -434,6 +518,14 @@ class ProducerProtocol:
     def on_ack(self, tag: int, multiple: bool, now: float) -> None:
         """``Basic.Ack``: the broker takes responsibility."""
         self._answered(tag, multiple, Outcome.CONFIRMED, now)
+
+    def on_ack_run(self, first: int, count: int, now: float) -> None:
+        """As `on_ack` for so many single tags, one after the other, in one pass."""
+        if first and first + count - 1 <= self.outbound.finished:
+            self._settle_run(first, first + count, Outcome.CONFIRMED, now)
+        else:
+            for tag in range(first, first + count):
+                self._answered(tag, False, Outcome.CONFIRMED, now)
 
     def on_nack(self, tag: int, multiple: bool, now: float) -> None:
         """``Basic.Nack``: the broker does not."""
@@ -454,33 +546,50 @@ class ProducerProtocol:
         receipt = self._find(message.message_id, exchange, routing_key)
         if receipt is not None:
             receipt._reply = (code, text)
-        elif not self.settings.confirms:
+        elif not self._confirms:
             # Settled when it was written; what came back is all there is to tell of it.
-            receipt = self._receipt_type(message, self._encoder.route(exchange, routing_key), None, 0)
+            receipt = self._receipt_type(message, self._route_of_return(exchange, routing_key), None, 0)
             receipt._reply = (code, text)
             self._settle(receipt, Outcome.RETURNED)
         else:
-            logger.warning("%s: the broker returned a message that is not unsettled: %s", self.settings.name, message)
+            logger.warning(
+                "%s: the broker returned message %s to %r/%r (%d %s), which is not in flight; ignored",
+                self.settings.name,
+                message.message_id,
+                exchange,
+                routing_key,
+                code,
+                text,
+            )
+
+    def _route_of_return(self, exchange: str, routing_key: str) -> Route:
+        try:
+            return self._encoder.route(exchange, routing_key)
+        except ValueError as error:
+            # Bytes that are no UTF-8 get longer by being replaced.
+            raise FrameError(f"a return of what nobody can have published: {error}") from error
 
     def _find(self, message_id: str | None, exchange: str, routing_key: str) -> Receipt | None:
         if message_id is None:
             return None
-        own = self._by_id.get(message_id)
+        # What has a higher number is not all written.
+        last = self._ahead + self.outbound.finished
+        own = [receipt for receipt in self._by_id.get(message_id, ()) if receipt._number <= last]
         if own:
             # One id may have gone to several places, of which only some have a queue.
-            places = [(receipt.exchange, receipt.routing_key) for receipt in own]
-            place = exchange, routing_key
-            return own.pop(places.index(place) if place in places else 0)
+            there = [each for each in own if (each.exchange, each.routing_key) == (exchange, routing_key)]
+            receipt = (there or own)[0]
+            self._by_id[message_id].remove(receipt)
+            return receipt
         prefix = self._id_prefix
         if prefix is None or not message_id.startswith(prefix):
             return None
-        # Tags and numbers run in step on one channel.
         try:
             number = int(message_id[len(prefix) :], 16)
         except ValueError:
             return None
-        receipt = self._unsettled.get(number - (self._next_number - self._next_tag))
-        return receipt if receipt is not None and receipt.message_id == message_id else None
+        found = self._unsettled.get(number - self._ahead) if number <= last else None
+        return found if found is not None and found.message_id == message_id else None
 
     # What the socket says.
 
@@ -496,9 +605,9 @@ class ProducerProtocol:
         """
         outbound = self.outbound
         outbound.advance(count)
-        if not self.settings.confirms:
+        if not self._confirms:
             self._written(now)
-        if not self.gate.is_open and outbound.size <= self.settings.max_unwritten_bytes // 2:
+        if not self.gate.is_open and outbound.size <= self._max_unwritten // 2:
             self.lift(HoldKind.TRANSPORT, now)
         return not outbound.mid_frame
 
@@ -531,32 +640,39 @@ class ProducerProtocol:
     # How it is done.
 
     def _admit(self, payload: bytes | Message, exchange: str, routing_key: str, size: int, now: float) -> Receipt:
+        # Whoever calls this has the room for it, and undoes it if anything is raised.
         number = self._next_number
         encoder = self._encoder
         outbound = self.outbound
-        try:
+        if exchange is self._last_exchange and routing_key is self._last_key:
+            route = self._last_route
+        else:
             route = encoder.route(exchange, routing_key)
-            if type(payload) is bytes and self._id_prefix is not None and size <= encoder.max_body:
-                outbound.put(encoder.plain(route, payload, number))
-            else:
-                message = payload if isinstance(payload, Message) else Message(payload)
-                frames = encoder.message(route, message, None if self._id_prefix is None else number)
-                outbound.put_frames(frames)
-        except (TypeError, ValueError):
-            self.controller.release(size)
-            raise
-        self._next_number = number + 1
-        tag = self._next_tag
-        self._next_tag = tag + 1
+            # Together, or an exception in between leaves a route under another's name.
+            self._last_exchange, self._last_key, self._last_route = exchange, routing_key, route
         receipt = self._receipt_type(payload, route, self._id_prefix, number)
-        self._unsettled[tag] = receipt
-        if type(payload) is not bytes and self.settings.mandatory:
-            own_id = payload.message_id  # type: ignore[union-attr]  # not bytes, so a Message
-            if own_id is not None:
-                self._by_id.setdefault(own_id, []).append(receipt)
-        if outbound.size > self.settings.max_unwritten_bytes:
+        self._unsettled[number - self._ahead] = receipt
+        if type(payload) is bytes and size <= self._max_plain:
+            outbound.put(encoder.plain(route, payload, number))
+        else:
+            message = payload if isinstance(payload, Message) else Message(payload)
+            outbound.put_frames(encoder.message(route, message, None if self._id_prefix is None else number))
+            if message.message_id is not None and self._mandatory:
+                self._by_id.setdefault(message.message_id, []).append(receipt)
+        self._next_number = number + 1
+        if outbound.size > self._max_unwritten:
             self.gate.hold(HoldKind.TRANSPORT, now=now)
         return receipt
+
+    def _undo_admission(self) -> None:
+        """Forget the message that was being admitted when something was raised, which Ctrl-C can be at any point."""
+        receipt = self._unsettled.pop(self._next_tag, None)
+        if receipt is not None:
+            self._forget_id(receipt)
+        self.outbound.drop_after(self._next_tag - 1)
+        self.window.used = len(self._unsettled)
+        if self.byte_window is not None:
+            self.byte_window.used = sum(receipt.size for receipt in self._unsettled.values())
 
     def _grant(self, now: float) -> None:
         """Admit from the line whom the gate and the window let in now."""
@@ -565,9 +681,14 @@ class ProducerProtocol:
             assert isinstance(ticket, SendTicket)
             try:
                 ticket.receipt = self._admit(ticket.payload, ticket.exchange, ticket.routing_key, ticket.size, now)
-            except (TypeError, ValueError) as error:
+            except BaseException as error:
+                # Headers that are changed while they wait can raise anything. It is for who sent them to hear.
+                self._undo_admission()
                 ticket.error = error
-            self.wake.append(ticket.waiter)
+                if not isinstance(error, Exception):
+                    raise
+            finally:
+                self.wake.append(ticket.waiter)
         if self._unflow_waiters or (not controller.waiting and any(map(self.gate.is_held_by, _LIMITS))):
             # Such a hold ends when there is room, not only when somebody next asks for it.
             controller.look(now)
@@ -583,29 +704,36 @@ class ProducerProtocol:
                 written,
             )
             return
-        unsettled = self._unsettled
         if multiple:
             # Tag 0 stands for all (AMQP 0-9-1, Basic.Ack).
-            run = range(self._oldest, (tag or written) + 1)
-            receipts = [receipt for each in run if (receipt := unsettled.pop(each, None)) is not None]
-            self._oldest = max(self._oldest, run.stop)
+            self._settle_run(self._oldest, (tag or written) + 1, outcome, now)
         else:
+            self._settle_run(tag, tag + 1, outcome, now)
+
+    def _settle_run(self, first: int, stop: int, outcome: Outcome, now: float) -> None:
+        """Settle what is unsettled of the tags from `first` to before `stop`, all of which are written."""
+        unsettled = self._unsettled
+        wake = self.wake
+        confirmed = outcome is Outcome.CONFIRMED
+        receipts = []
+        for tag in range(first, stop):
             receipt = unsettled.pop(tag, None)
-            receipts = [] if receipt is None else [receipt]
-            if tag == self._oldest:
-                self._oldest += 1
-        if outcome is Outcome.CONFIRMED:
-            wake = self.wake
-            for receipt in receipts:
-                if receipt._reply is None:
-                    receipt._outcome = outcome
-                    if receipt._waiter is not None:
-                        wake.append(receipt._waiter)
-                else:
-                    self._settle(receipt, Outcome.RETURNED, report=False)
-        else:
-            for receipt in receipts:
+            if receipt is None:
+                continue
+            receipts.append(receipt)
+            if not confirmed:
                 self._settle(receipt, outcome, report=False)
+            elif receipt._reply is None:
+                receipt._outcome = outcome
+                if receipt._waiter is not None:
+                    wake.append(receipt._waiter)
+            else:
+                self._settle(receipt, Outcome.RETURNED, report=False)
+        if first <= self._oldest < stop:
+            # Later ones may have been answered before.
+            while stop not in unsettled and stop < self._next_tag:
+                stop += 1
+            self._oldest = stop
         if self.settled is not None:
             self.settled += receipts
         self._left(receipts, now)
@@ -661,10 +789,7 @@ class ProducerProtocol:
             self._look_at_flushes()
 
     def _look_at_flushes(self) -> None:
-        unsettled = self._unsettled
-        while self._oldest < self._next_tag and self._oldest not in unsettled:
-            self._oldest += 1
-        done = self._next_tag if not unsettled else self._oldest
+        done = self._oldest if self._unsettled else self._next_tag
         self.wake += [waiter for tag, waiter in self._flushes if tag < done]
         self._flushes = [entry for entry in self._flushes if entry[0] >= done]
 
@@ -692,6 +817,7 @@ class ProducerProtocol:
     def _event(self, kind: FlowEventKind, hold: Hold | None, since: float, now: float) -> None:
         assert self.events is not None
         offset = self._wall_offset
+        told = None if hold is None else self._on_the_wall_clock(hold)
         self.events.append(
-            FlowEvent(kind, self.settings.name, hold, self.gate.holds, now + offset, since + offset, now - since)
+            FlowEvent(kind, self.settings.name, told, self.holds, now + offset, since + offset, now - since)
         )

@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from qflow_client.errors import SettingsError
 
-__all__ = ["ProducerSettings", "WhenFlowed", "hide_password"]
+__all__ = ["ProducerSettings", "WhenFlowed", "check_setting", "hide_password"]
 
 
 # A scheme, a user name and a colon, and then the password. In what is no URL at all it may have any character in it.
@@ -59,6 +59,10 @@ def _boolean(text: str) -> bool:
         return known[text.lower()]
     except KeyError:
         raise ValueError("use true or false") from None
+
+
+def _optional_boolean(text: str) -> bool | None:
+    return None if text.lower() in ("none", "") else _boolean(text)
 
 
 def _setting(default: Any, parse: Callable[[str], Any], allowed: str, check: Callable[[Any], bool]) -> Any:
@@ -103,7 +107,8 @@ class ProducerSettings:
         max_producer_flow_control_wait: seconds that a `send` may stay blocked; ``None`` for ever, 0 not at all (A4).
         when_flowed: ``"block"`` or ``"raise"`` (D1).
         confirms: ask the broker for publisher confirms. Without, a receipt says ``sent`` once the message is written.
-        mandatory: have the broker return what no queue takes, so that it is not lost in silence.
+        mandatory: have the broker return what no queue takes, so that it is not lost in silence. A return is told by
+            its message id, so ``None`` means: if `message_ids` is on. `is_mandatory` is what is in force.
         message_ids: give every message that has none a message id.
         rate: the most messages per second, on average; ``None`` for no limit (F2 F6).
         rate_burst: how many messages may pass at once after a rest.
@@ -136,7 +141,12 @@ class ProducerSettings:
         WhenFlowed.BLOCK, str, "'block' or 'raise'", lambda v: v in list(WhenFlowed) and isinstance(v, str)
     )
     confirms: bool = _setting(True, *_BOOL)
-    mandatory: bool = _setting(True, *_BOOL)
+    mandatory: bool | None = _setting(
+        None,
+        _optional_boolean,
+        "None (as message_ids), True or False",
+        lambda v: v is None or isinstance(v, bool),
+    )
     message_ids: bool = _setting(True, *_BOOL)
     rate: float | None = _setting(
         None, _seconds, "None or messages per second, more than 0", lambda v: v is None or (_is_number(v) and v > 0)
@@ -160,17 +170,21 @@ class ProducerSettings:
         return self
 
     def __post_init__(self) -> None:
-        for setting in _SETTINGS.values():
-            value = getattr(self, setting.name)
-            if not setting.metadata["check"](value):
-                raise _refused(setting.name, value, setting.metadata["allowed"])
+        for name in _SETTINGS:
+            check_setting(name, getattr(self, name))
+        _query_settings(self.url)
         object.__setattr__(self, "url", self.url if isinstance(self.url, str) else tuple(self.url))
         object.__setattr__(self, "when_flowed", WhenFlowed(self.when_flowed))
         if self.mandatory and not self.message_ids:
             raise SettingsError(
                 "mandatory=True with message_ids=False: a returned message can only be told by its message id; "
-                "set mandatory=False, or leave message_ids on"
+                "leave mandatory out or set it to False, or leave message_ids on"
             )
+
+    @property
+    def is_mandatory(self) -> bool:
+        """Whether the broker is to return what no queue takes."""
+        return self.message_ids if self.mandatory is None else self.mandatory
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -220,15 +234,31 @@ class ProducerSettings:
                 values[name] = _parse(f"QFLOW_{name.upper()}", text, setting.metadata)
         explicit = {} if settings is None else {name: getattr(settings, name) for name in settings._given}
         url = url if url is not None else explicit.get("url", values.get("url", _URL))
-        if not known["url"].metadata["check"](url):
-            raise _refused("url", url, known["url"].metadata["allowed"])
-        for each in reversed(_urls(url)):
-            for name, text in _split_url(each)[1].items():
-                values[name] = _parse(f"the URL's {name}", text, known[name].metadata)
-        return cls(**(values | explicit | keywords | {"url": url}))
+        check_setting("url", url)
+        return cls(**(values | _query_settings(url) | explicit | keywords | {"url": url}))
 
 
 _SETTINGS = {setting.name: setting for setting in fields(ProducerSettings) if setting.init}
+
+
+def check_setting(name: str, value: Any) -> None:
+    """Refuse a value that a setting cannot have.
+
+    Raises:
+        SettingsError: naming the setting, the value and what is allowed.
+    """
+    metadata = _SETTINGS[name].metadata
+    if not metadata["check"](value):
+        raise _refused(name, value, metadata["allowed"])
+
+
+def _query_settings(url: str | Sequence[str]) -> dict[str, Any]:
+    """The settings that the queries of the URLs name, each from the first URL that has it; all are checked."""
+    values: dict[str, Any] = {}
+    for each in reversed(_urls(url)):
+        for name, text in _split_url(each)[1]:
+            values[name] = _parse(f"the URL's {name}", text, _SETTINGS[name].metadata)
+    return values
 
 
 def _parse(place: str, text: str, metadata: Mapping[str, Any]) -> Any:
@@ -260,14 +290,12 @@ def _is_url(url: str) -> bool:
         return False
 
 
-def _split_url(url: str) -> tuple[str, dict[str, str]]:
+def _split_url(url: str) -> tuple[str, list[tuple[str, str]]]:
     """A URL without our query parameters, and those."""
     parts = urlsplit(url)
     names = _SETTINGS.keys() - {"url"}
-    ours, theirs = {}, []
-    for name, value in parse_qsl(parts.query, keep_blank_values=True):
-        if name in names:
-            ours[name] = value
-        else:
-            theirs.append((name, value))
+    ours: list[tuple[str, str]] = []
+    theirs: list[tuple[str, str]] = []
+    for parameter in parse_qsl(parts.query, keep_blank_values=True):
+        (ours if parameter[0] in names else theirs).append(parameter)
     return urlunsplit(parts._replace(query=urlencode(theirs))), ours

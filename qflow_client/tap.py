@@ -26,6 +26,7 @@ from qflow_client.frames import (
     RETURN,
     FrameError,
     FrameSplitter,
+    frame,
 )
 
 __all__ = ["Tap", "TapChannel"]
@@ -33,6 +34,22 @@ __all__ = ["Tap", "TapChannel"]
 _TAG_AND_BITS = Struct(">QB")
 _CLOSE_IDS = Struct(">HH")
 _BODY_SIZE = Struct(">Q")
+
+# A whole Basic.Ack frame: what all of one channel have in common, the delivery tag, and which of two ends it has.
+_ACK_FRAME = Struct(">11sQ2s")
+_ACK_SIZE = _ACK_FRAME.size
+# Up to here they are told one by one.
+_FEW_ACKS = 2 * _ACK_SIZE
+_ENDS_SINGLE = b"\0\xce"
+_ENDS_MULTIPLE = b"\1\xce"
+
+# No frame may be larger before the peers have agreed on a size. The standard says 4,096 bytes; this is what they agree
+# on as a rule.
+_FIRST_FRAME_MAX = 1 << 17
+
+
+def _ack_head(number: int) -> bytes:
+    return frame(METHOD_FRAME, number, ACK + bytes(9))[:11]
 
 
 class TapChannel(Protocol):
@@ -50,6 +67,9 @@ class TapChannel(Protocol):
 
     def on_ack(self, tag: int, multiple: bool, now: float) -> None:
         """``Basic.Ack``."""
+
+    def on_ack_run(self, first: int, count: int, now: float) -> None:
+        """So many ``Basic.Ack`` of one message each, whose tags follow one another."""
 
     def on_nack(self, tag: int, multiple: bool, now: float) -> None:
         """``Basic.Nack``."""
@@ -79,6 +99,7 @@ class _Returned:
         # Who is told; None once it is detached, and what still comes is for nobody.
         self.channel: TapChannel | None = channel
         self.method = method
+        # Empty until it has come.
         self.header = b""
         # Chunks of the body, and how many bytes are still to come.
         self.body: list[bytes] = []
@@ -96,14 +117,18 @@ class Tap:
     """The state between one socket and one library connection."""
 
     def __init__(self) -> None:
-        self._splitter = FrameSplitter()
+        self._splitter = FrameSplitter(_FIRST_FRAME_MAX)
         self._channels: dict[int, TapChannel] = {}
+        # The same, by what every Basic.Ack frame of the channel begins with.
+        self._acked: dict[bytes, TapChannel] = {}
         # By channel that is still being opened, what the broker has said of its flow.
         self._expected: dict[int, list[bool]] = {}
         # By channel, the return whose content is still coming.
         self._returns: dict[int, _Returned] = {}
         # Why the broker blocks the connection; None while it does not.
         self._blocked: str | None = None
+        # What the broker sent that is no AMQP, after which nothing can be received any more; None if it did not.
+        self.error: FrameError | None = None
         # The negotiated heartbeat interval in seconds; 0 for none.
         self.heartbeat = 0.0
         # When the library last was given anything.
@@ -127,6 +152,7 @@ class Tap:
     def attach(self, number: int, channel: TapChannel, now: float) -> None:
         """Take the frames of a channel out from now on. The channel is open, and in confirm mode if it is to be."""
         self._channels[number] = channel
+        self._acked[_ack_head(number)] = channel
         for active in self._expected.pop(number, ()):
             channel.on_flow(active, now)
         if self._blocked is not None:
@@ -135,6 +161,7 @@ class Tap:
     def detach(self, number: int) -> None:
         """Pass a channel's frames on to the library again. A frame of it that has begun is still brought to its end."""
         channel = self._channels.pop(number, None)
+        self._acked.pop(_ack_head(number), None)
         self._expected.pop(number, None)
         if number in self._returns:
             # The library must not get the end of a content whose beginning it has not seen.
@@ -148,6 +175,15 @@ class Tap:
         """Whether the broker blocks the connection (``Connection.Blocked``)."""
         return self._blocked is not None
 
+    @property
+    def frame_max(self) -> int:
+        """The largest frame that the broker may send, in bytes; 0 for no limit. To be set to what is negotiated."""
+        return self._splitter.frame_max
+
+    @frame_max.setter
+    def frame_max(self, frame_max: int) -> None:
+        self._splitter.frame_max = frame_max
+
     # Inwards.
 
     def received(self, data: bytes, now: float) -> bytes:
@@ -158,40 +194,24 @@ class Tap:
             now: seconds.
 
         Returns:
-            What the library is to see of them, whole frames only; may be empty.
+            What the library is to see of them, whole frames only; may be empty. If `error` is set now, it is the last,
+            and the next call raises, also one with no data.
 
         Raises:
             FrameError: they are not AMQP frames, or a method frame that is ours cannot be decoded.
         """
-        splitter = self._splitter
-        channels = self._channels
+        if self.error is not None:
+            raise self.error
         passed: list[bytes] = []
-        # Where the run of frames that are passed on began.
-        run = -1
-        stop = -1
-        for kind, number, start, stop in splitter.feed(data):
-            try:
-                if number in channels:
-                    taken = self._take(channels[number], number, kind, start, stop, now)
-                else:
-                    taken = kind != METHOD_FRAME and number in self._returns
-                    if taken:
-                        self._take_content(number, kind, start, stop)
-                    elif kind == METHOD_FRAME and number == 0:
-                        self._copy_connection(splitter.data[start:stop], now)
-                    elif kind == METHOD_FRAME and number in self._expected:
-                        taken = self._keep_flow(number, splitter.data[start:stop])
-            except (struct_error, IndexError) as error:
-                raise FrameError(f"a frame on channel {number} that cannot be decoded: {error}") from error
-            if taken:
-                if run >= 0:
-                    passed.append(splitter.data[run : start - 7])
-                    run = -1
-                continue
-            if run < 0:
-                run = start - 7
-        if run >= 0:
-            passed.append(splitter.data[run : stop + 1])
+        try:
+            rest = self._take_acks(data, passed, now) if len(data) > _FEW_ACKS else data
+            if rest:
+                self._take_frames(rest, passed, now)
+        except FrameError as error:
+            self.error = error
+            # What came before it, such as the Connection.Close that explains it, still counts.
+            if not passed:
+                raise
         if passed:
             self._fed_at = now
             return b"".join(passed)
@@ -200,6 +220,85 @@ class Tap:
             self._fed_at = now
             return HEARTBEAT
         return b""
+
+    def _take_acks(self, data: bytes, passed: list[bytes], now: float) -> bytes:
+        """Take the acks that the data begins with: many brokers send one for every message, and little else.
+
+        Returns:
+            The data that comes after them.
+        """
+        acked = self._acked
+        pending = self._splitter.pending
+        # The stream is cut anywhere: where the next ack begins if what has begun is one, too.
+        at = _ACK_SIZE - pending if 0 < pending < _ACK_SIZE else 0
+        if data[at : at + 11] not in acked:
+            return data
+        if at:
+            self._take_frames(data[:at], passed, now)
+        if self._splitter.pending or self._returns:
+            return data[at:]
+        view = memoryview(data)
+        while (channel := acked.get(head := data[at : at + 11])) is not None:
+            begin = at
+            # The run of single acks that is not told yet.
+            first = count = 0
+            for each, tag, end in _ACK_FRAME.iter_unpack(view[at : len(data) - (len(data) - at) % _ACK_SIZE]):
+                if each != head:
+                    break
+                if end == _ENDS_SINGLE:
+                    if tag != first + count:
+                        if count:
+                            channel.on_ack_run(first, count, now)
+                        first, count = tag, 0
+                    count += 1
+                elif end == _ENDS_MULTIPLE:
+                    if count:
+                        channel.on_ack_run(first, count, now)
+                        count = 0
+                    channel.on_ack(tag, True, now)
+                else:
+                    break
+                at += _ACK_SIZE
+            if count:
+                channel.on_ack_run(first, count, now)
+            if at == begin:
+                break
+        return data[at:]
+
+    def _take_frames(self, data: bytes, passed: list[bytes], now: float) -> None:
+        """Take frames of any kind, and append those that the library is to see."""
+        splitter = self._splitter
+        channels = self._channels
+        # Where the run of frames that are passed on begins and ends.
+        run = end = -1
+        try:
+            for kind, number, start, stop in splitter.feed(data):
+                try:
+                    if number in channels:
+                        taken = self._take(channels[number], number, kind, start, stop, now)
+                    elif kind != METHOD_FRAME:
+                        taken = number in self._returns
+                        if taken:
+                            self._take_content(number, kind, start, stop)
+                    elif number == 0:
+                        taken = False
+                        self._copy_connection(splitter.data[start:stop], now)
+                    else:
+                        # A method ends content that was broken off.
+                        self._returns.pop(number, None)
+                        taken = number in self._expected and self._keep_flow(number, splitter.data[start:stop])
+                except (struct_error, IndexError) as error:
+                    raise FrameError(f"a frame on channel {number} that cannot be decoded: {error}") from error
+                if not taken:
+                    if run < 0:
+                        run = start - 7
+                    end = stop + 1
+                elif run >= 0:
+                    passed.append(splitter.data[run:end])
+                    run = -1
+        finally:
+            if run >= 0:
+                passed.append(splitter.data[run:end])
 
     def _take(self, channel: TapChannel, number: int, kind: int, start: int, stop: int, now: float) -> bool:
         """Deal with one frame of a publishing channel.
@@ -216,6 +315,8 @@ class Tap:
         # A copy, so that nothing is read past the end of the frame.
         payload = data[start:stop]
         method = payload[:4]
+        if number in self._returns and method != CHANNEL_CLOSE:
+            raise FrameError(f"a method on channel {number} before the end of a returned message")
         if method == ACK:
             tag, bits = _TAG_AND_BITS.unpack_from(payload, 4)
             channel.on_ack(tag, bits & 1 != 0, now)
@@ -234,6 +335,7 @@ class Tap:
                 code = int.from_bytes(payload[4:6], "big")
                 text, at = _short(payload, 6)
                 ids = _CLOSE_IDS.unpack_from(payload, at)
+                self._returns.pop(number, None)
                 self.detach(number)
                 channel.channel_closed(code, text, ids, now)
             return False
@@ -242,13 +344,15 @@ class Tap:
     def _take_content(self, number: int, kind: int, start: int, stop: int) -> None:
         data = self._splitter.data
         returned = self._returns[number]
-        if kind == HEADER_FRAME:
+        if kind == HEADER_FRAME and not returned.header:
             returned.header = data[start:stop]
             returned.left = _BODY_SIZE.unpack_from(returned.header, 4)[0]
-        elif kind == BODY_FRAME:
+        elif kind == BODY_FRAME and returned.header and stop - start <= returned.left:
             returned.body.append(data[start:stop])
             returned.left -= stop - start
-        if returned.left <= 0:
+        else:
+            raise FrameError(f"a frame of type {kind} on channel {number} that is no part of a returned message")
+        if not returned.left:
             del self._returns[number]
             if returned.channel is not None:
                 returned.channel.on_return(*returned.method, returned.header, b"".join(returned.body))

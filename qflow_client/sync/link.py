@@ -176,6 +176,7 @@ class Link:
         parameters = channel.connection.params
         now = time.monotonic()
         self._tap.heartbeat = float(parameters.heartbeat or 0)
+        self._tap.frame_max = parameters.frame_max
         with self._lock:
             self._protocol.channel_opened(channel.channel_number, parameters.frame_max, now)
             self._tap.attach(channel.channel_number, self._protocol, now)

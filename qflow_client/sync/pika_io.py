@@ -57,11 +57,18 @@ class _TapSocket:
 
     def recv(self, _size: int) -> bytes:
         """What pika is to see of what has come."""
+        services = self._services
         while True:
+            if services.tap.error is not None:
+                # Raises: what came before the error has been passed.
+                services.received(b"")
             data = self._sock.recv(_READ_CHUNK)
             if not data:
                 return b""
-            passed = self._services.received(data)
+            passed = services.received(data)
+            if services.tap.error is not None:
+                # pika does not read on by itself if it has been given a lot.
+                services.add_callback_threadsafe(self.cut)
             if passed:
                 return passed
             # A TLS socket may hold bytes back that no poll tells of, so it is read until it says that it has none.

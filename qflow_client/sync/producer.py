@@ -207,7 +207,7 @@ class Producer:
 
     def _flowed(self, kind: type[ProducerFlowed], payload: Any, waited: float, advice: str) -> ProducerFlowed:
         with self._lock:
-            holds = self._protocol.gate.holds
+            holds = self._protocol.holds
         self._after()
         if self.settings.rate is not None:
             self._link.arm_timer()

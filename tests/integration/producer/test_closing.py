@@ -50,6 +50,7 @@ def test_close_is_idempotent_and_sends_are_refused_after_it(producer: Producer, 
     # What it was remains to be seen.
     assert (producer.unsettled, producer.in_flight) == (0, 0)
     assert producer.flow_state.flowed
+    assert producer.flow_state.closed == "the producer is closed"
 
 
 def test_closing_with_failures_raises_once(broker: Broker) -> None:

@@ -228,6 +228,10 @@ class Proxy:
         """Take that long for every chunk that clients send, so that their sockets are always full."""
         self._delay = seconds
 
+    def inject(self, data: bytes) -> None:
+        """Say something to clients in the broker's name."""
+        self._call(lambda: self._inject(data))
+
     def freeze(self) -> None:
         """Pass nothing on any more, in either direction, and close nothing."""
         self._call(self._freeze)
@@ -249,6 +253,10 @@ class Proxy:
                 self._selector.register(client, selectors.EVENT_READ, "client")
             else:
                 self._selector.unregister(client)
+
+    def _inject(self, data: bytes) -> None:
+        for client, _ in self._pairs:
+            client.sendall(data)
 
     def _freeze(self) -> None:
         for pair in self._pairs:

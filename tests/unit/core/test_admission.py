@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
-from qflow_client import FlowControlTimeout, FlowEventKind, HoldKind, Message, ProducerClosed
+from qflow_client import FlowControlTimeout, FlowEventKind, HoldKind, Message, ProducerClosed, SettingsError
 from qflow_client.flow import WeightedLine
-from qflow_client.protocol import ProducerProtocol
+from qflow_client.protocol import ProducerProtocol, SendTicket
 from qflow_client.settings import ProducerSettings
 
 from .support import FRAME_MAX, PREFIX, drain, holds, make, send, wait, wire, write
@@ -111,6 +113,14 @@ def test_raising_the_capacity_admits_at_once_who_waits() -> None:
     assert [ticket.receipt is not None for ticket in tickets] == [True, True, False]
 
 
+@pytest.mark.parametrize("capacity", [0, -1, 1.5, True, "5", None])
+def test_a_capacity_that_the_setting_cannot_have_is_refused_and_changes_nothing(capacity: Any) -> None:
+    protocol = make(capacity=3)
+    with pytest.raises(SettingsError, match=r"capacity=.*: it must be a whole number of messages, at least 1"):
+        protocol.set_capacity(capacity, 1.0)
+    assert protocol.window.capacity == 3
+
+
 def test_f4_waiting_messages_are_admitted_first_come_first_served_and_nobody_passes_them() -> None:
     protocol = make(capacity=1)
     send(protocol, b"0")
@@ -176,6 +186,63 @@ def test_it_is_too_late_to_give_up_what_is_admitted() -> None:
     assert protocol.unsettled == 1
 
 
+def admitted(protocol: ProducerProtocol, ticket: SendTicket) -> None:
+    drain(protocol)
+    protocol.on_ack(1, True, 1.0)
+    assert ticket.receipt is not None
+
+
+def refused(protocol: ProducerProtocol, ticket: SendTicket) -> None:
+    ticket.routing_key = NO_KEY
+    drain(protocol)
+    protocol.on_ack(1, True, 1.0)
+    assert isinstance(ticket.error, ValueError)
+
+
+def timed_out(protocol: ProducerProtocol, ticket: SendTicket) -> None:
+    with pytest.raises(FlowControlTimeout):
+        protocol.look_at(ticket, 100.0)
+
+
+def given_up(protocol: ProducerProtocol, ticket: SendTicket) -> None:
+    assert protocol.give_up(ticket, 1.0)
+
+
+def dismissed(protocol: ProducerProtocol, ticket: SendTicket) -> None:
+    protocol.close("closed by hand", 1.0)
+    assert isinstance(ticket.error, ProducerClosed)
+
+
+def lost(protocol: ProducerProtocol, ticket: SendTicket) -> None:
+    protocol.connection_lost("reset by peer", 1.0)
+    assert isinstance(ticket.error, ProducerClosed)
+
+
+@pytest.mark.parametrize("decide", [admitted, refused, timed_out, given_up, dismissed, lost])
+def test_a_ticket_is_decided_once_and_leaves_the_line_once(
+    decide: Callable[[ProducerProtocol, SendTicket], None],
+) -> None:
+    protocol = make(capacity=1)
+    protocol.events = []
+    send(protocol)
+    ticket, other = wait(protocol, timeout=50.0), wait(protocol, b"other")
+    decide(protocol, ticket)
+    fate = ticket.receipt, ticket.error
+    waiting = protocol.controller.waiting
+    assert waiting == (0 if other.decided else 1)
+    protocol.events.clear()
+    for now in (101.0, 200.0):
+        assert not protocol.give_up(ticket, now)
+        assert protocol.look_at(ticket, now) is None
+        assert protocol.controller.waiting == waiting
+    assert (ticket.receipt, ticket.error) == fate
+    assert protocol.events == [], "nothing is said of one who no longer waits"
+    protocol.close("closed by hand", 201.0)
+    assert not protocol.give_up(ticket, 202.0)
+    assert protocol.controller.waiting == 0
+    assert (ticket.receipt, ticket.error) == fate
+
+
 def test_the_end_of_a_large_head_lets_in_the_small_ones_behind_it() -> None:
     protocol = make(capacity_bytes=100)
     send(protocol, b"a" * 90)
@@ -236,6 +303,14 @@ def test_a_message_admitted_at_its_deadline_does_not_time_out() -> None:
     drain(protocol)
     protocol.on_ack(1, False, 1.0)
     assert protocol.look_at(ticket, 1.0) is None
+
+
+def test_a_message_that_time_lets_in_at_its_deadline_does_not_time_out() -> None:
+    protocol = make(rate=10.0)
+    send(protocol, now=0.0)
+    ticket = wait(protocol, timeout=1.0)
+    assert protocol.look_at(ticket, 1.0) is None
+    assert ticket.receipt is not None
 
 
 def test_while_a_send_waits_a_notice_comes_every_period(caplog: pytest.LogCaptureFixture) -> None:
@@ -310,6 +385,56 @@ def test_a_header_too_large_for_the_broker_s_frames_is_the_ticket_s_error_and_th
     assert after.receipt is not None
     assert protocol.wake == ["large", "after"]
     assert protocol.window.used == 1
+
+
+class Fickle(dict[str, Any]):
+    """Headers that can be read so many times, and then not: another thread changes them, or somebody presses Ctrl-C."""
+
+    def __init__(self, good: int, error: type[BaseException] = RuntimeError) -> None:
+        super().__init__(k="v")
+        self.good = good
+        self.error = error
+
+    def keys(self) -> Any:
+        self.good -= 1
+        if self.good < 0:
+            raise self.error("dictionary changed size during iteration")
+        return super().keys()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+
+def test_whatever_encoding_raises_takes_no_room() -> None:
+    protocol = make(capacity=1, capacity_bytes=10)
+    with pytest.raises(RuntimeError, match="changed size"):
+        protocol.send(Message(b"x", headers=Fickle(0)), "", "q", 0.0)
+    assert protocol.window.used == protocol.unsettled == 0
+    assert protocol.byte_window is not None
+    assert protocol.byte_window.used == 0
+    send(protocol)
+
+
+def test_whatever_encoding_raises_after_the_wait_is_the_ticket_s_error_and_the_next_gets_its_turn() -> None:
+    protocol = make(capacity=1)
+    send(protocol)
+    bad, after = wait(protocol, Message(b"x", headers=Fickle(1))), wait(protocol, b"y")
+    drain(protocol)
+    protocol.on_ack(1, False, 1.0)
+    assert isinstance(bad.error, RuntimeError)
+    assert after.receipt is not None
+    assert protocol.window.used == 1
+
+
+def test_ctrl_c_while_a_waiting_message_is_admitted_is_its_ticket_s_error_and_comes_through() -> None:
+    protocol = make(capacity=1)
+    send(protocol)
+    bad = wait(protocol, Message(b"x", headers=Fickle(1, KeyboardInterrupt)), waiter="bad")
+    with pytest.raises(KeyboardInterrupt):
+        protocol.set_capacity(2, 1.0)
+    assert isinstance(bad.error, KeyboardInterrupt)
+    assert protocol.wake == ["bad"]
+    assert protocol.window.used == protocol.unsettled == 1
 
 
 # The rate.

@@ -16,8 +16,9 @@ from qflow_client import (
     Outcome,
     Receipt,
 )
+from qflow_client.frames import FrameError
 
-from .support import PREFIX, drain, make, returned, send, wait, wire, write
+from .support import FRAME_MAX, PREFIX, Wire, drain, make, returned, send, wait, wire, write
 
 
 def test_an_ack_confirms_exactly_its_message() -> None:
@@ -196,7 +197,7 @@ def test_a_message_of_the_application_s_with_an_id_like_ours_is_its_own() -> Non
 @pytest.mark.parametrize(
     "message_id", [None, "", "another", PREFIX, "p-no number", "p-000000000001 ", "p-000000000009", "p-000000000003"]
 )
-def test_a_return_that_fits_no_unsettled_message_settles_nothing_and_is_logged(
+def test_a_return_that_fits_no_message_in_flight_settles_nothing_and_is_logged(
     message_id: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     protocol = make()
@@ -204,10 +205,40 @@ def test_a_return_that_fits_no_unsettled_message_settles_nothing_and_is_logged(
     drain(protocol)
     protocol.on_ack(3, False, 0.0)
     returned(protocol, message_id)
-    assert caplog.messages
-    assert "not unsettled" in caplog.messages[0]
+    (said,) = caplog.messages
+    assert said.startswith(
+        f"producer: the broker returned message {message_id or None} to ''/'q' (312 NO_ROUTE), which"
+    )
     protocol.on_ack(2, True, 0.0)
     assert all(receipt.delivered for receipt in receipts)
+
+
+@pytest.mark.parametrize("message_id", [None, "own"])
+def test_what_is_not_all_written_cannot_have_come_back(message_id: str | None) -> None:
+    protocol = make()
+    first = send(protocol, Message(b"1", message_id=message_id))
+    size = protocol.outbound.size
+    second = send(protocol, Message(b"2", message_id=message_id))
+    write(protocol, size + 1)
+    returned(protocol, second.message_id)
+    returned(protocol, second.message_id)
+    drain(protocol)
+    protocol.on_ack(2, True, 0.0)
+    # The first return of two messages with one id is the first's.
+    assert first.outcome is (Outcome.RETURNED if message_id else Outcome.CONFIRMED)
+    assert second.outcome is Outcome.CONFIRMED
+    assert not protocol._by_id
+
+
+def test_a_message_that_is_returned_twice_is_returned() -> None:
+    protocol = make()
+    receipts = [send(protocol), send(protocol, Message(b"x", message_id="own"))]
+    drain(protocol)
+    for receipt in receipts * 2:
+        returned(protocol, receipt.message_id)
+    protocol.on_ack(2, True, 0.0)
+    assert [receipt.outcome for receipt in receipts] == [Outcome.RETURNED] * 2
+    assert protocol.window.used == 0
 
 
 def test_a_message_that_is_returned_and_then_nacked_is_nacked() -> None:
@@ -261,6 +292,22 @@ def test_without_confirms_a_return_is_a_failure_of_its_own() -> None:
     assert protocol.window.used == 0
 
 
+def test_without_confirms_a_return_of_what_is_not_written_changes_nothing_about_its_message() -> None:
+    protocol = make(confirms=False)
+    receipt = send(protocol)
+    returned(protocol, receipt.message_id)
+    drain(protocol)
+    assert receipt.outcome is Outcome.SENT
+    assert len(protocol.take_failures()) == 1
+
+
+def test_without_confirms_a_return_of_names_that_cannot_be_is_a_frame_error() -> None:
+    protocol = make(confirms=False)
+    with pytest.raises(FrameError, match="routing_key has 765 bytes"):
+        returned(protocol, None, key="\ufffd" * 255)
+    assert protocol.failures == []
+
+
 def test_with_somebody_who_wants_all_receipts_a_return_without_confirms_is_told_to_him() -> None:
     protocol = make(confirms=False)
     protocol.settled = []
@@ -293,10 +340,12 @@ def test_every_message_gets_an_id_of_fixed_width_unless_it_has_its_own() -> None
 
 
 def test_with_message_ids_off_a_message_has_only_the_id_it_brings() -> None:
-    protocol = make(message_ids=False, mandatory=False)
+    protocol = make(message_ids=False)
     receipts = [send(protocol, b"x"), send(protocol, Message(b"y", message_id="own")), send(protocol, Message(b""))]
     messages = wire(drain(protocol)).messages
     assert [message.properties.message_id for message in messages] == [None, "own", None]
+    assert not any(message.mandatory for message in messages), "no return could be told"
+    assert not protocol._by_id
     assert [receipt.message_id for receipt in receipts] == [None, "own", None]
     assert receipts[0].message == Message(b"x")
     assert receipts[2].message is receipts[2]._payload
@@ -313,6 +362,23 @@ def test_mandatory_is_on_the_wire_as_it_is_set() -> None:
         send(protocol, Message(b"y", message_id="own"))
         assert [message.mandatory for message in wire(drain(protocol)).messages] == [mandatory, mandatory]
         assert bool(protocol._by_id) == mandatory, "what is never returned need not be found"
+
+
+def test_every_message_goes_to_its_own_place_also_on_the_next_channel() -> None:
+    protocol = make(exchange="ex", routing_key="q")
+    places = [("ex", "q"), ("ex", "q"), ("", "q"), ("ex", "a"), ("ex", "a"), ("", "a"), ("ex", "q")]
+    for channel in (1, 2):
+        for exchange, key in places:
+            for payload in (b"x", Message(b"x")):
+                assert protocol.send(payload, exchange, key, 0.0) is not None
+        with pytest.raises(ValueError):
+            protocol.send(b"x", "ex", "k" * 256, 0.0)
+        assert protocol.send(b"x", "ex", "q", 0.0) is not None
+        read = Wire().read(drain(protocol), channel).messages
+        assert [(each.exchange, each.routing_key) for each in read[::2]] == [*places, ("ex", "q")]
+        assert [(each.exchange, each.routing_key) for each in read[1::2]] == places
+        protocol.on_ack(0, True, 0.0)
+        protocol.channel_opened(2, FRAME_MAX, 0.0)
 
 
 def test_bodies_of_every_length_around_the_frame_size_arrive_whole() -> None:

@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qflow_client import HoldKind, Message, MessageFailed, MessageRejected, Outcome, OutcomeUnknown, ProducerClosed
+from qflow_client import (
+    HoldKind,
+    Message,
+    MessageFailed,
+    MessageRejected,
+    MessageReturned,
+    Outcome,
+    OutcomeUnknown,
+    ProducerClosed,
+)
 
 from .support import MAX_BODY, drain, holds, make, returned, send, wait, write
 
@@ -51,14 +60,14 @@ def test_what_was_answered_before_the_end_keeps_its_outcome() -> None:
     assert protocol.take_failures() == receipts[1:]
 
 
-@pytest.mark.parametrize(("code", "outcome"), [(312, Outcome.RETURNED), (313, Outcome.RETURNED)])
-def test_what_was_returned_and_not_yet_acked_is_returned(code: int, outcome: Outcome) -> None:
+@pytest.mark.parametrize("code", [312, 313, 404])
+def test_what_was_returned_and_not_yet_acked_is_returned(code: int) -> None:
     protocol = make()
     receipt = send(protocol, Message(b"x", message_id="own"))
     drain(protocol)
     returned(protocol, "own", code=code)
     protocol.connection_lost("reset by peer", 1.0)
-    assert receipt.outcome is outcome
+    assert receipt.outcome is Outcome.RETURNED
     assert not protocol._by_id
 
 
@@ -109,9 +118,19 @@ def test_an_answer_that_comes_after_the_end_settles_nothing() -> None:
     receipt = send(protocol)
     drain(protocol)
     protocol.connection_lost("reset by peer", 1.0)
+    settled = protocol.flow_state(2.0)
     protocol.on_ack(1, False, 2.0)
+    protocol.on_ack(1, True, 2.0)
+    protocol.on_ack_run(1, 3, 2.0)
+    protocol.on_nack(0, True, 2.0)
+    returned(protocol, receipt.message_id)
+    protocol.on_flow(False, 2.0)
+    protocol.on_flow(True, 2.0)
+    protocol.on_unblocked(2.0)
     assert receipt.outcome is Outcome.UNKNOWN
     assert protocol.window.used == 0
+    assert protocol.flow_state(2.0) == settled
+    assert drain(protocol) == b""
 
 
 def test_a_channel_closed_over_a_publish_rejects_the_only_message_in_flight() -> None:
@@ -152,6 +171,34 @@ def test_a_channel_closed_over_something_else_rejects_nothing() -> None:
     drain(protocol)
     protocol.channel_closed(406, "PRECONDITION_FAILED", (50, 10), 1.0)
     assert receipt.outcome is Outcome.UNKNOWN
+
+
+def test_a_message_that_was_returned_is_not_the_culprit() -> None:
+    protocol = make()
+    back = send(protocol)
+    drain(protocol)
+    returned(protocol, back.message_id)
+    protocol.channel_closed(404, "NOT_FOUND", PUBLISH, 1.0)
+    error = back.error()
+    assert isinstance(error, MessageReturned)
+    assert (error.reply_code, error.reply_text) == (312, "NO_ROUTE")
+
+
+def test_the_only_message_in_flight_that_was_not_returned_is_the_culprit() -> None:
+    protocol = make()
+    receipts = [send(protocol), send(protocol)]
+    drain(protocol)
+    returned(protocol, receipts[0].message_id)
+    protocol.channel_closed(404, "NOT_FOUND", PUBLISH, 1.0)
+    assert [receipt.outcome for receipt in receipts] == [Outcome.RETURNED, Outcome.REJECTED]
+
+
+def test_without_confirms_nobody_knows_the_culprit() -> None:
+    protocol = make(confirms=False)
+    written, half = send(protocol), send(protocol)
+    write(protocol, protocol.outbound.size - 1)
+    protocol.channel_closed(404, "NOT_FOUND", PUBLISH, 1.0)
+    assert [written.outcome, half.outcome] == [Outcome.SENT, Outcome.UNKNOWN]
 
 
 def test_a_half_written_message_can_be_the_culprit() -> None:

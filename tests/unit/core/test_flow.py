@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qflow_client import FlowEventKind, HoldKind, Message
+from qflow_client import FlowControlTimeout, FlowEventKind, HoldKind, Message
+from qflow_client.flow import Hold
 
 from .support import MAX_BODY, Wire, drain, holds, make, send, wait, wire, write
 
@@ -233,6 +235,35 @@ def test_events_tell_every_change_in_order_with_wall_time_and_durations() -> Non
     assert {event.producer for event in protocol.events} == {"orders"}
 
 
+def test_every_time_that_is_told_of_a_hold_is_wall_time() -> None:
+    protocol = make(capacity=1, wall_offset=1000.0, flow_control_wait_notify_period=2.0)
+    protocol.events = []
+    send(protocol)
+    protocol.on_flow(False, 10.0)
+    protocol.on_blocked("low on memory", 12.0)
+    ticket = wait(protocol, now=13.0, timeout=5.0)
+    protocol.look_at(ticket, 15.0)
+    with pytest.raises(FlowControlTimeout) as caught:
+        protocol.look_at(ticket, 18.0)
+    protocol.on_unblocked(20.0)
+    raised = [("channel_flow", 1010.0), ("connection_blocked", 1012.0), ("capacity", 1013.0)]
+    assert told(caught.value.holds) == told(protocol.events[-2].holds) == raised
+    assert [told([event.hold]) for event in protocol.events if event.hold] == [
+        raised[:1],
+        raised[1:2],
+        raised[2:],
+        raised[:1],
+        raised[1:2],
+    ]
+    del raised[1]
+    assert told(protocol.flow_state(21.0).holds) == told(protocol.holds) == told(protocol.events[-1].holds) == raised
+    assert [hold.since for hold in protocol.gate.holds] == [10.0, 13.0], "inside it is monotonic"
+
+
+def told(holds: Iterable[Hold]) -> list[tuple[str, float]]:
+    return [(hold.kind, hold.since) for hold in holds]
+
+
 def test_nobody_listens_and_no_event_is_made() -> None:
     protocol = make()
     protocol.on_flow(False, 1.0)
@@ -251,6 +282,48 @@ def test_the_flow_state_says_which_holds_since_when_how_often_and_how_long() -> 
     assert state.seconds_flowed == {"channel_flow": 4.0, "connection_blocked": 3.0}
     protocol.on_flow(True, 15.0)
     assert protocol.flow_state(16.0).since == 1010.0, "it has not been unflowed in between"
+
+
+def test_what_holds_while_the_producer_first_connects_counts_from_then_on() -> None:
+    protocol = make(opened=False, capacity=1)
+    wait(protocol)
+    wait(protocol)
+    protocol.channel_opened(1, 4096, 2.0)
+    state = protocol.flow_state(3.0)
+    assert ([hold.kind for hold in state.holds], state.times_flowed) == (["capacity"], 1)
+    assert state.seconds_flowed == {"capacity": 1.0}
+
+    paused = make(opened=False)
+    paused.hold(HoldKind.PAUSED, 1.0)
+    paused.channel_opened(1, 4096, 2.0)
+    assert paused.flow_state(3.0).times_flowed == 1
+
+
+def test_confirms_lift_no_hold_of_the_socket() -> None:
+    protocol = make(max_unwritten_bytes=100)
+    first = send(protocol)
+    size = protocol.outbound.size
+    send(protocol, b"y" * 200)
+    ticket = wait(protocol)
+    write(protocol, size)
+    protocol.on_ack(1, False, 1.0)
+    assert first.delivered
+    assert holds(protocol) == [HoldKind.TRANSPORT]
+    assert ticket.receipt is None
+    drain(protocol, 2.0)
+    assert ticket.receipt is not None
+
+
+def test_the_flow_state_says_whether_and_why_the_producer_is_closed() -> None:
+    protocol = make(wall_offset=1000.0)
+    assert protocol.flow_state(1.0).closed is None
+    protocol.close("closed by hand", 2.0)
+    state = protocol.flow_state(3.0)
+    assert (state.flowed, state.since, state.closed) == (True, 1002.0, "closed by hand")
+    assert [str(hold) for hold in state.holds] == ["disconnected (close: closed by hand)"]
+    lost = make()
+    lost.connection_lost("reset by peer", 2.0)
+    assert lost.flow_state(3.0).closed == "reset by peer"
 
 
 def test_the_flow_state_sees_a_window_that_filled_or_a_rate_that_passed_since_somebody_asked() -> None:

@@ -88,6 +88,39 @@ def test_an_answer_goes_behind_all_frames_of_what_has_begun() -> None:
     assert outbound.data(100) == b"gh"
 
 
+def state(outbound: Outbound) -> tuple[object, ...]:
+    pieces = [(type(piece).__name__, piece) for piece in outbound._pieces]
+    return pieces, outbound._offset, outbound._special, outbound.size, outbound.begun, outbound.finished
+
+
+@given(
+    st.lists(st.lists(st.binary(min_size=2, max_size=5), min_size=1, max_size=3), max_size=5),
+    st.lists(st.binary(min_size=2, max_size=5), min_size=1, max_size=3),
+    st.booleans(),
+    st.data(),
+)
+def test_what_was_put_last_can_be_dropped_however_far_that_got(
+    messages: list[list[bytes]], last: list[bytes], control: bool, data: st.DataObject
+) -> None:
+    outbounds = Outbound(), Outbound()
+    written = data.draw(st.integers(0, sum(len(frame) for frames in messages for frame in frames)))
+    for outbound in outbounds:
+        for frames in messages:
+            outbound.put_frames(frames)
+        outbound.advance(written)
+        if control:
+            outbound.put_control(b"control")
+    kept, dropped = outbounds
+    dropped.put_frames(last)
+    # Interrupted: not all is put, or not all is counted.
+    for _ in range(data.draw(st.integers(0, len(last) - 1))):
+        dropped._pieces.pop()
+    dropped.size -= data.draw(st.integers(0, 1))
+    dropped._special -= data.draw(st.integers(0, 1))
+    dropped.drop_after(len(messages))
+    assert state(dropped) == state(kept)
+
+
 @given(
     st.lists(st.lists(st.binary(min_size=1, max_size=5), min_size=1, max_size=4), max_size=8),
     st.data(),

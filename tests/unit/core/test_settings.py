@@ -22,6 +22,7 @@ TEXTS: list[tuple[str, str, Any]] = [
     ("when_flowed", "raise", WhenFlowed.RAISE),
     ("confirms", "no", False),
     ("mandatory", "off", False),
+    ("message_ids", "0", False),
     ("rate", "12.5", 12.5),
     ("rate_burst", "3", 3),
     ("max_unwritten_bytes", "100", 100),
@@ -29,7 +30,6 @@ TEXTS: list[tuple[str, str, Any]] = [
     ("connect_timeout", "3", 3.0),
     ("name", "billing", "billing"),
 ]
-# `message_ids` cannot be changed alone.
 CHANGED = [pytest.param(*each, id=each[0]) for each in TEXTS]
 
 
@@ -42,9 +42,7 @@ def default(name: str) -> Any:
 
 
 def test_every_setting_is_in_the_table_above() -> None:
-    assert {each[0] for each in TEXTS} | {"url", "message_ids"} == {
-        each.name for each in fields(ProducerSettings) if each.init
-    }
+    assert {each[0] for each in TEXTS} | {"url"} == {each.name for each in fields(ProducerSettings) if each.init}
 
 
 def test_the_defaults() -> None:
@@ -57,7 +55,8 @@ def test_the_defaults() -> None:
     assert settings.max_unwritten_bytes == 1 << 20
     assert settings.flow_control_wait_notify_period == 5.0
     assert settings.confirms
-    assert settings.mandatory
+    assert settings.mandatory is None
+    assert settings.is_mandatory
     assert settings.message_ids
 
 
@@ -84,11 +83,45 @@ def test_a_setting_comes_from_the_first_place_that_has_it(name: str, text: str, 
     assert getattr(load(url, ProducerSettings(**{name: value}), environ=environ, **{name: other}), name) == other
 
 
-def test_message_ids_and_mandatory_go_together() -> None:
-    with pytest.raises(SettingsError, match="mandatory=True with message_ids=False"):
-        ProducerSettings(message_ids=False)
-    settings = load(f"{URL}?message_ids=false", environ={"QFLOW_MANDATORY": "0"})
-    assert (settings.message_ids, settings.mandatory) == (False, False)
+FOLLOWS: list[tuple[dict[str, Any], bool]] = [
+    ({}, True),
+    ({"message_ids": False}, False),
+    ({"message_ids": False, "mandatory": None}, False),
+    ({"message_ids": False, "mandatory": False}, False),
+    ({"mandatory": None}, True),
+    ({"mandatory": True}, True),
+    ({"mandatory": False}, False),
+]
+
+
+@pytest.mark.parametrize(("given", "mandatory"), FOLLOWS)
+def test_mandatory_is_as_message_ids_unless_it_is_given(given: dict[str, Any], mandatory: bool) -> None:
+    texts = {name: str(value) for name, value in given.items()}
+    query = "&".join(f"{name}={text}" for name, text in texts.items())
+    for settings in (
+        ProducerSettings(**given),
+        load(**given),
+        load(settings=ProducerSettings(**given)),
+        load(f"{URL}?{query}"),
+        load(environ={f"QFLOW_{name.upper()}": text for name, text in texts.items()}),
+    ):
+        assert settings.is_mandatory is mandatory
+
+
+def test_a_mandatory_of_none_wins_over_what_comes_after_it_and_follows_the_message_ids_that_are_in_force() -> None:
+    environ = {"QFLOW_MANDATORY": "1"}
+    assert not load(environ=environ, message_ids=False, mandatory=None).is_mandatory
+    assert not load(f"{URL}?mandatory=", environ=environ, message_ids=False).is_mandatory
+    settings = ProducerSettings(mandatory=None, message_ids=False)
+    assert load(settings=settings, environ=environ, message_ids=True).is_mandatory
+
+
+def test_mandatory_without_message_ids_is_refused_wherever_they_come_from() -> None:
+    refused = "mandatory=True with message_ids=False: .* leave mandatory out"
+    with pytest.raises(SettingsError, match=refused):
+        ProducerSettings(message_ids=False, mandatory=True)
+    with pytest.raises(SettingsError, match=refused):
+        load(f"{URL}?message_ids=no", environ={"QFLOW_MANDATORY": "yes"})
 
 
 @pytest.mark.parametrize("text", ["1", "true", "YES", "On"])
@@ -101,7 +134,7 @@ def test_words_for_false(text: str) -> None:
     assert load(environ={"QFLOW_CONFIRMS": text}).confirms is False
 
 
-@pytest.mark.parametrize("name", ["max_producer_flow_control_wait", "rate", "capacity_bytes"])
+@pytest.mark.parametrize("name", ["max_producer_flow_control_wait", "rate", "capacity_bytes", "mandatory"])
 @pytest.mark.parametrize("text", ["none", "None", ""])
 def test_words_for_none(name: str, text: str) -> None:
     assert getattr(load(environ={f"QFLOW_{name.upper()}": text}), name) is None
@@ -152,7 +185,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("when_flowed", "spill", "'block' or 'raise'"),
     ("when_flowed", None, "'block' or 'raise'"),
     ("confirms", 1, "True or False"),
-    ("mandatory", "yes", "True or False"),
+    ("mandatory", "yes", "None (as message_ids), True or False"),
     ("message_ids", None, "True or False"),
     ("rate", 0, "None or messages per second, more than 0"),
     ("rate_burst", 0, WHOLE),
@@ -234,6 +267,27 @@ def test_the_url_too_comes_from_the_first_place_that_has_it() -> None:
 def test_of_several_urls_the_first_that_names_a_setting_decides() -> None:
     settings = load(["amqp://one/?capacity=1", "amqp://two/?capacity=2&rate=3"])
     assert (settings.capacity, settings.rate) == (1, 3.0)
+
+
+@pytest.mark.parametrize(
+    "urls",
+    [
+        ["amqp://one/?capacity=0"],
+        ["amqp://one/", "amqp://two/?capacity=0"],
+        ["amqp://one/?capacity=5", "amqp://two/?capacity=0"],
+        ["amqp://one/?capacity=0&capacity=5"],
+    ],
+)
+def test_a_bad_value_in_the_query_of_any_url_is_refused_whether_or_not_it_would_ever_be_used(urls: list[str]) -> None:
+    refused = f"the URL's capacity='0': it must be {WHOLE}"
+    with pytest.raises(SettingsError, match=refused):
+        load(urls)
+    with pytest.raises(SettingsError, match=refused):
+        load(urls, capacity=7)
+    with pytest.raises(SettingsError, match=refused):
+        ProducerSettings(url=urls)
+    with pytest.raises(SettingsError, match=refused):
+        load(environ={"QFLOW_URL": ",".join(urls)})
 
 
 def test_query_parameters_that_are_pika_s_pass_through_and_ours_do_not() -> None:

@@ -57,6 +57,10 @@ class Recorder:
     def on_ack(self, tag: int, multiple: bool, now: float) -> None:
         self.told.append(("ack", tag, multiple))
 
+    def on_ack_run(self, first: int, count: int, now: float) -> None:
+        assert count > 0
+        self.told += [("ack", tag, False) for tag in range(first, first + count)]
+
     def on_nack(self, tag: int, multiple: bool, now: float) -> None:
         self.told.append(("nack", tag, multiple))
 
@@ -325,13 +329,50 @@ def test_a_returned_content_header_that_is_cut_short_is_a_frame_error() -> None:
     assert channel.told == []
 
 
-@pytest.mark.parametrize("kind", [BODY_FRAME, 8])
-def test_a_returned_body_before_its_header_is_a_frame_error(kind: int) -> None:
-    protocol = make()
-    tap = Tap()
-    tap.attach(1, protocol, 0.0)
-    with pytest.raises(FrameError):
-        tap.received(encode(RETURN_METHOD) + frame(kind, 1, b"abc"), 0.0)
+HEADER = frame(HEADER_FRAME, 1, header_of(b"abc"))
+NO_CONTENT = {
+    "a body before the header": frame(BODY_FRAME, 1, b"abc"),
+    "an empty body before the header": frame(BODY_FRAME, 1, b""),
+    "a heartbeat before the header": frame(8, 1, b"abc"),
+    "a second header": HEADER + HEADER,
+    "too long a body": HEADER + frame(BODY_FRAME, 1, b"ab") + frame(BODY_FRAME, 1, b"cd"),
+    "a heartbeat in the body": HEADER + frame(8, 1, b""),
+    "an ack before the header": encode(Basic.Ack(1)),
+    "an ack in the body": HEADER + frame(BODY_FRAME, 1, b"ab") + encode(Basic.Ack(1)),
+    "a return in the body": HEADER + encode(RETURN_METHOD),
+    "a library's method in the body": HEADER + encode(Channel.FlowOk(True)),
+}
+
+
+@pytest.mark.parametrize("wrong", NO_CONTENT.values(), ids=NO_CONTENT)
+def test_what_is_no_content_where_that_of_a_return_must_come_is_a_frame_error(wrong: bytes) -> None:
+    tap, channel = attached()
+    with pytest.raises(FrameError, match="returned message"):
+        tap.received(encode(RETURN_METHOD) + wrong, 0.0)
+    assert channel.told == []
+
+
+@pytest.mark.parametrize("begun", [b"", HEADER, HEADER + frame(BODY_FRAME, 1, b"ab")])
+def test_a_close_in_the_middle_of_a_return_ends_both(begun: bytes) -> None:
+    tap, channel = attached()
+    assert tap.received(encode(RETURN_METHOD) + begun + CLOSE, 0.0) == CLOSE
+    assert channel.told == [("closed", 406, "PRECONDITION_FAILED", (60, 40))]
+    deliver = encode(Basic.Deliver("c", 1, False, "", "q")) + content(b"for the library")
+    assert tap.received(deliver, 0.0) == deliver
+    again = Recorder()
+    tap.attach(1, again, 0.0)
+    tap.received(encode(RETURN_METHOD) + content(b"abc") + NEXT, 0.0)
+    assert [told[0] for told in again.told] == ["return", "ack", "ack", "ack"]
+    assert len(channel.told) == 1
+
+
+def test_of_a_return_that_was_broken_off_on_a_channel_that_is_detached_the_library_sees_nothing() -> None:
+    tap, _ = attached()
+    assert tap.received(encode(RETURN_METHOD) + HEADER + frame(BODY_FRAME, 1, b"ab"), 0.0) == b""
+    tap.detach(1)
+    deliver = encode(Basic.Deliver("c", 1, False, "", "q")) + content(b"for the library")
+    data = encode(Channel.CloseOk()) + deliver
+    assert tap.received(data, 0.0) == data
 
 
 @given(st.binary(max_size=40))
@@ -349,6 +390,57 @@ def test_bytes_that_are_no_frames_are_a_frame_error() -> None:
     tap, _ = attached()
     with pytest.raises(FrameError):
         tap.received(b"HTTP/1.1 400 Bad Request\r\n\r\n", 0.0)
+
+
+CONNECTION_CLOSE = encode(Connection.Close(320, "CONNECTION_FORCED - bye", 0, 0), 0)
+BROKEN = {
+    "no frame": b"HTTP/1.1",
+    "no end": encode(Basic.Ack(9))[:-1] + b"\0",
+    "too large": b"\1\0\1\x7f\xff\xff\xff\0",
+    "not decodable": frame(METHOD_FRAME, 1, ACK),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("after", [b"", encode(Basic.Ack(9)) + HEARTBEAT], ids=["last", "before others"])
+def test_what_comes_before_broken_bytes_reaches_everybody_and_then_the_error_does(broken: bytes, after: bytes) -> None:
+    tap, channel = attached()
+    good = encode(Basic.Ack(1)) + CONNECTION_CLOSE + encode(Basic.Ack(2)) + HEARTBEAT
+    assert tap.error is None
+    assert tap.received(good + broken + after, 0.0) == CONNECTION_CLOSE + HEARTBEAT
+    assert channel.told == [("ack", 1, False), ("ack", 2, False)]
+    assert tap.error is not None
+    for more in (b"", encode(Basic.Ack(3)), b""):
+        with pytest.raises(FrameError) as caught:
+            tap.received(more, 1.0)
+        assert caught.value is tap.error
+    assert len(channel.told) == 2
+
+
+@pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
+def test_broken_bytes_before_which_the_library_has_nothing_to_see_are_an_error_at_once(broken: bytes) -> None:
+    tap, channel = attached()
+    with pytest.raises(FrameError):
+        tap.received(encode(Basic.Ack(1)) + broken, 0.0)
+    assert channel.told == [("ack", 1, False)]
+    with pytest.raises(FrameError):
+        tap.received(b"", 0.0)
+
+
+def test_a_frame_beyond_frame_max_is_refused_when_it_is_announced() -> None:
+    tap, _ = attached()
+    for size in (1 << 17, 0x7FFF_FFFF, 0xFFFF_FFFF):
+        with pytest.raises(FrameError, match=f"a frame of {size + 8} bytes is larger than frame-max 131072"):
+            Tap().received(b"\3\0\1" + size.to_bytes(4, "big") + b"x", 0.0)
+    tap.frame_max = 4096
+    assert tap.frame_max == 4096
+    largest = frame(BODY_FRAME, 1, bytes(4096 - 8))
+    assert tap.received(largest, 0.0) == largest
+    with pytest.raises(FrameError, match="a frame of 4097 bytes is larger than frame-max 4096"):
+        tap.received(frame(BODY_FRAME, 1, bytes(4096 - 7))[:8], 0.0)
+    unlimited = Tap()
+    unlimited.frame_max = 0
+    assert unlimited.received(b"\3\0\1\x7f\xff\xff\xffx", 0.0) == b""
 
 
 def test_content_that_is_not_returned_is_the_library_s() -> None:
@@ -430,8 +522,10 @@ def test_the_library_writes_only_at_a_border_of_our_frames() -> None:
     channel.outbound.put(b"one")
     channel.outbound.put(b"two")
     assert tap.at_border
+    assert tap.unfinished == b""
     assert one(tap, 2) == b"on"
     assert not tap.at_border
+    assert tap.unfinished == b"e"
     assert one(tap, 1) == b"e"
     assert tap.at_border
     assert one(tap, 3) == b"two"
@@ -516,6 +610,7 @@ def test_a_frame_that_has_begun_is_brought_to_its_end_when_its_channel_goes(clos
     assert one(tap, 2) == b"be"
     close(tap)
     assert not tap.at_border
+    assert tap.unfinished == b"gun"
     assert one(tap, 2) == b"gu"
     assert one(tap, 0) == b""
     assert not tap.at_border

@@ -163,6 +163,14 @@ def test_the_package_brings_no_library_that_is_not_used() -> None:
     assert done.stdout.split("\n")[:2] == ["[]", "True"]
 
 
+def test_the_package_gives_out_what_its_producers_return() -> None:
+    from qflow_client.sync import Producer, SyncReceipt
+
+    assert (qflow_client.Producer, qflow_client.SyncReceipt) == (Producer, SyncReceipt)
+    assert {"Producer", "SyncReceipt"} <= set(qflow_client.__all__)
+    assert issubclass(SyncReceipt, Receipt)
+
+
 def test_the_package_s_face_has_all_that_it_promises_and_nothing_else() -> None:
     for name in qflow_client.__all__:
         assert getattr(qflow_client, name) is not None

@@ -321,6 +321,12 @@ class Life:
         multiple = self.random.random() < 0.5
         nack = self.random.random() < 0.2
         run = [each for each in tags if each <= tag] if multiple else [tag]
+        if not multiple and not nack and self.random.random() < 0.7:
+            # Of a run of single acks some may have been answered before.
+            last = self.random.randint(tag, self.wire.publishes)
+            self.protocol.on_ack_run(tag, last - tag + 1, self.now)
+            self.settle([each for each in tags if tag <= each <= last], Outcome.CONFIRMED)
+            return
         wire_tag = 0 if multiple and run == tags and self.wire.publishes == self.protocol.outbound.begun else tag
         if nack:
             self.protocol.on_nack(wire_tag, multiple, self.now)
@@ -456,6 +462,15 @@ class Life:
         if protocol.byte_window is not None:
             self.check(protocol.byte_window.used == self.used_bytes, "the byte window leaks")
         self.check(protocol.controller.waiting == len(self.line), "the line is wrong")
+        self.check(protocol._oldest == min(self.unsettled, default=self.next_tag), "the oldest unsettled tag is wrong")
+        own: dict[str, list[Receipt]] = {}
+        for sent in self.unsettled.values():
+            if not sent.returned and not sent.message_id.startswith(ID_PREFIX):
+                own.setdefault(sent.message_id, []).append(sent.receipt)
+        kept = {message_id: receipts for message_id, receipts in protocol._by_id.items() if receipts}
+        self.check(kept == own, "what may come back is not known by its id, or what is settled still is")
+        known = {sent.message_id for sent in self.unsettled.values()}
+        self.check(known >= protocol._by_id.keys(), "ids pile up")
         begun = sum(sent.begun or tag <= self.wire.publishes for tag, sent in self.unsettled.items())
         self.check(protocol.in_flight == begun, f"in_flight is {protocol.in_flight} instead of {begun}")
         told = {(hold.kind, hold.source) for hold in protocol.gate.holds}

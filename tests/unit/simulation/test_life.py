@@ -46,6 +46,20 @@ class OffByOneTag(ProducerProtocol):
         super().on_ack(tag - 1 if multiple and tag > 1 else tag, multiple, now)
 
 
+class ShortRun(ProducerProtocol):
+    """Of a run of acks the last one is left out."""
+
+    def on_ack_run(self, first: int, count: int, now: float) -> None:
+        super().on_ack_run(first, count - 1, now)
+
+
+class IdsKept(ProducerProtocol):
+    """The id of a settled message is never forgotten."""
+
+    def _forget_id(self, receipt: Receipt) -> None:
+        pass
+
+
 class ForgottenHold(ProducerProtocol):
     """Connection.Blocked is not heard."""
 
@@ -163,6 +177,8 @@ class LateDeadline(ProducerProtocol):
 BUGS: list[Callable[..., ProducerProtocol]] = [
     LostRelease,
     OffByOneTag,
+    ShortRun,
+    IdsKept,
     ForgottenHold,
     UnansweredFlow,
     LateFlowOk,

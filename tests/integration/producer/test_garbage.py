@@ -1,0 +1,41 @@
+"""A broker that sends what is no AMQP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pamqp.commands
+import pamqp.frame
+import pytest
+
+from qflow_client import Producer, ProducerClosed
+from qflow_client.broker import Broker
+
+from .tools import Proxy, eventually
+
+GARBAGE = b"HTTP/1.1 502 Bad Gateway\r\n\r\n"
+CLOSE = pamqp.frame.marshal(pamqp.commands.Connection.Close(320, "CONNECTION_FORCED - node goes down", 0, 0), 0)
+# More than pika takes at once before it waits for the socket again.
+MUCH = pamqp.frame.marshal(pamqp.commands.Connection.Unblocked(), 0) * 10_000
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (GARBAGE, "frame type 72 is none of AMQP"),
+        (CLOSE + GARBAGE, "320 CONNECTION_FORCED - node goes down"),
+        (MUCH + GARBAGE, "frame type 72 is none of AMQP"),
+        (b"\3\0\1\x7f\xff\xff\xff", "larger than frame-max"),
+    ],
+    ids=["at once", "after the broker's own words", "after much else", "a frame of 2 GB"],
+)
+def test_it_ends_the_producer_and_what_was_said_before_it_is_the_reason(
+    broker: Broker, proxy: Proxy, make_producer: Callable[..., Producer], data: bytes, reason: str
+) -> None:
+    producer = make_producer(proxy.url(broker))
+    receipt = producer.send(b"x")
+    receipt.result(timeout=10)
+    proxy.inject(data + b"x")
+    eventually(lambda: producer.closed, "the end")
+    with pytest.raises(ProducerClosed, match=reason):
+        producer.send(b"y")

@@ -1,0 +1,259 @@
+"""Acks that come in runs are told in runs, and that changes nothing but the time it takes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from qflow_client import Message, Outcome
+from qflow_client.frames import ACK, BODY_FRAME, CHANNEL_FLOW, HEARTBEAT, METHOD_FRAME, NACK, RETURN, FrameError, frame
+from qflow_client.protocol import ProducerProtocol
+from qflow_client.tap import Tap
+
+from .support import CHANNEL, drain, holds, make, returned, send, write
+
+
+def ack(tag: int, bits: int = 0, channel: int = CHANNEL) -> bytes:
+    return frame(METHOD_FRAME, channel, ACK + tag.to_bytes(8, "big") + bytes((bits,)))
+
+
+def nack(tag: int, bits: int = 0) -> bytes:
+    return frame(METHOD_FRAME, CHANNEL, NACK + tag.to_bytes(8, "big") + bytes((bits,)))
+
+
+def flow(*, active: bool) -> bytes:
+    return frame(METHOD_FRAME, CHANNEL, CHANNEL_FLOW + bytes((active,)))
+
+
+class Told:
+    """A channel that writes down its acks as they are told."""
+
+    unfinished = b""
+
+    def __init__(self) -> None:
+        self.acks: list[tuple[int, int] | int] = []
+
+    def on_ack(self, tag: int, multiple: bool, now: float) -> None:
+        self.acks.append(tag if multiple else (tag, 1))
+
+    def on_ack_run(self, first: int, count: int, now: float) -> None:
+        self.acks.append((first, count))
+
+
+def tapped(*numbers: int) -> tuple[Tap, list[Told]]:
+    tap = Tap()
+    channels = [Told() for _ in numbers]
+    for number, channel in zip(numbers, channels, strict=True):
+        tap.attach(number, channel, 0.0)  # type: ignore[arg-type]  # it is told of nothing else
+    return tap, channels
+
+
+def test_single_acks_of_one_read_are_told_in_runs_and_multiple_ones_at_their_place() -> None:
+    tap, (channel,) = tapped(1)
+    data = b"".join([*map(ack, (1, 2, 3)), *map(ack, (7, 8)), ack(9, 1), *map(ack, (10, 4, 5)), ack(20, 1), ack(11)])
+    assert tap.received(data, 0.0) == b""
+    assert channel.acks == [(1, 3), (7, 2), 9, (10, 1), (4, 2), 20, (11, 1)]
+
+
+def test_runs_are_seen_wherever_the_stream_is_cut() -> None:
+    stream = b"".join(map(ack, range(1, 201)))
+    for size in (50, 64, 100, 1460):
+        tap, (channel,) = tapped(1)
+        for at in range(0, len(stream), size):
+            assert tap.received(stream[at : at + size], 0.0) == b""
+        assert sum(count for _, count in channel.acks) == 200  # type: ignore[misc]
+        # The ack at each cut is told by itself.
+        assert len(channel.acks) <= 2 * (len(stream) // size) + 1
+
+
+def test_runs_of_several_channels_are_told_to_each() -> None:
+    tap, (one, two) = tapped(1, 0x00CE)
+    data = [ack(1), ack(2), ack(1, channel=0xCE), ack(2, channel=0xCE), ack(3), ack(3, 1, channel=0xCE)]
+    assert tap.received(b"".join(data), 0.0) == b""
+    assert one.acks == [(1, 2), (3, 1)]
+    assert two.acks == [(1, 2), 3]
+
+
+def test_a_channel_that_is_detached_gets_no_runs() -> None:
+    tap, (channel,) = tapped(1)
+    tap.detach(1)
+    data = ack(1) + ack(2) + ack(3)
+    assert tap.received(data, 0.0) == data
+    assert channel.acks == []
+
+
+def test_other_frames_among_acks_go_where_they_belong() -> None:
+    tap, (channel,) = tapped(1)
+    theirs = ack(1, channel=2)
+    data = [ack(1), ack(2), ack(3), HEARTBEAT, ack(4), ack(5), ack(6), theirs, ack(7), ack(8)]
+    assert tap.received(b"".join(data), 0.0) == HEARTBEAT + theirs
+    assert [tag for tag, _ in channel.acks] == [1, 4, 5, 6, 7, 8]  # type: ignore[misc]
+    assert channel.acks[0] == (1, 3)
+
+
+@pytest.mark.parametrize("bad", [ack(4)[:-1] + b"\xcd", b"\4" + ack(4)[1:]], ids=["end", "type"])
+def test_acks_before_bytes_that_are_no_frame_count(bad: bytes) -> None:
+    tap, (channel,) = tapped(1)
+    with pytest.raises(FrameError):
+        tap.received(ack(1) + ack(2) + ack(3) + bad + ack(5) + ack(6), 0.0)
+    assert channel.acks == [(1, 3)]
+
+
+def test_a_bit_that_means_nothing_is_not_looked_at() -> None:
+    tap, (channel,) = tapped(1)
+    tap.received(ack(1) + ack(2) + ack(3, 2) + ack(4, 3) + ack(5) + ack(6), 0.0)
+    assert channel.acks == [(1, 2), (3, 1), 4, (5, 1), (6, 1)]
+
+
+def test_runs_of_acks_between_the_method_and_the_content_of_a_return_are_not_passed_over() -> None:
+    tap, (channel,) = tapped(1)
+    tap.received(frame(METHOD_FRAME, 1, RETURN + b"\1\x38\0\0\0"), 0.0)
+    with pytest.raises(FrameError, match="before the end of a returned message"):
+        tap.received(ack(1) + ack(2) + ack(3), 0.0)
+    assert channel.acks == []
+
+
+@pytest.mark.parametrize("cut", range(7, 40))
+def test_what_only_looks_like_acks_in_the_body_of_a_delivery_is_the_library_s(cut: int) -> None:
+    tap, (channel,) = tapped(1)
+    data = frame(BODY_FRAME, 1, bytes(cut - 7) + ack(1) + ack(2) + ack(3) + ack(4))
+    assert tap.received(data[:cut], 0.0) + tap.received(data[cut:] + ack(5), 0.0) == data
+    assert channel.acks == [(5, 1)]
+
+
+def test_of_a_run_that_has_been_answered_in_part_the_rest_is_settled() -> None:
+    protocol = make()
+    receipts = [send(protocol) for _ in range(8)]
+    drain(protocol)
+    assert protocol.when_flushed("all")
+    protocol.on_ack(6, False, 0.0)
+    protocol.on_ack(2, True, 0.0)
+    protocol.on_ack_run(1, 5, 0.0)
+    assert [receipt.outcome for receipt in receipts] == [*[Outcome.CONFIRMED] * 6, None, None]
+    assert protocol._oldest == 7, "or a multiple ack would walk through all that was ever sent"
+    protocol.on_ack_run(7, 2, 0.0)
+    assert protocol.wake == ["all"]
+
+
+def test_of_a_run_beyond_what_is_written_only_the_written_is_settled(caplog: pytest.LogCaptureFixture) -> None:
+    protocol = make()
+    receipts = [send(protocol) for _ in range(3)]
+    write(protocol, protocol.outbound.size - 1)
+    protocol.on_ack_run(0, 5, 0.0)
+    assert [receipt.done for receipt in receipts] == [True, True, False]
+    assert [record.args and record.args[1] for record in caplog.records] == [0, 3, 4]  # type: ignore[index]
+
+
+# What both ways leave behind.
+
+
+@contextmanager
+def warnings() -> Iterator[list[str]]:
+    messages: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    logger, handler = logging.getLogger("qflow_client.protocol"), Handler(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+
+
+def busy(sizes: list[int], share: float, settings: dict[str, Any], *, wants_all: bool) -> ProducerProtocol:
+    """A producer in the middle of its work: ids of its own, returns, flushes, and sends and readers that wait."""
+    protocol = make(**settings)
+    if wants_all:
+        protocol.settled = []
+    for number, size in enumerate(sizes):
+        body = b"%d" % (number % 10) * size
+        payload = Message(body, message_id=f"own {number % 2}") if size == 7 else body
+        receipt = protocol.send(payload, "", "q", 0.0)
+        if receipt is None:
+            protocol.stand_in_line(payload, "", "q", 0.0, waiter=f"ticket {number}")
+        elif number % 2:
+            receipt._waiter = f"receipt {number}"
+        if number % 7 == 0:
+            protocol.when_flushed(f"flush {number}")
+    protocol.advance(int(protocol.outbound.size * share), 0.0)
+    for tag in (3, 4):
+        if tag in protocol._unsettled and tag <= protocol.outbound.finished:
+            returned(protocol, protocol._unsettled[tag].message_id)
+    return protocol
+
+
+def state(protocol: ProducerProtocol) -> dict[str, Any]:
+    return {
+        "unsettled": {tag: receipt.message_id for tag, receipt in protocol._unsettled.items()},
+        "oldest": protocol._oldest,
+        "next": protocol._next_tag,
+        "window": protocol.window.used,
+        "bytes": protocol.byte_window and protocol.byte_window.used,
+        "ids": {name: [receipt._number for receipt in own] for name, own in protocol._by_id.items()},
+        "wake": sorted(protocol.wake),
+        "settled": [(receipt._number, receipt.outcome) for receipt in protocol.settled or ()],
+        "failures": [(receipt._number, receipt.outcome) for receipt in protocol.failures],
+        "holds": holds(protocol),
+        "waiting": protocol.controller.waiting,
+        "flushes": protocol._flushes,
+        "stopped": protocol.outbound.stopped,
+        "unwritten": protocol.outbound.size,
+        "wire": protocol.data_to_write(1 << 20),
+    }
+
+
+tags = st.one_of(st.integers(0, 20), st.integers(0, 20), st.sampled_from([99, (1 << 64) - 1]))
+answers = st.one_of(
+    st.builds(lambda first, count: [*map(ack, range(first, first + count))], st.integers(0, 20), st.integers(3, 12)),
+    st.builds(lambda tag, bits: [ack(tag, bits)], tags, st.sampled_from([0, 0, 1, 1, 2, 3])),
+    st.builds(lambda tag, bits: [nack(tag, bits)], tags, st.sampled_from([0, 1])),
+    st.sampled_from([[HEARTBEAT], [ack(1, channel=2)], [flow(active=False)], [flow(active=True)]]),
+)
+
+
+@hypothesis_settings(max_examples=200)
+@given(
+    sizes=st.lists(st.sampled_from([0, 1, 7, 20, 60]), min_size=12, max_size=25),
+    share=st.sampled_from([1.0, 1.0, 0.9, 0.5]),
+    settings=st.sampled_from([{}, {"capacity": 12}, {"capacity": 20, "capacity_bytes": 200}]),
+    wants_all=st.booleans(),
+    said=st.lists(answers, min_size=2, max_size=8),
+    data=st.data(),
+)
+def test_however_acks_come_and_are_cut_they_do_what_they_do_one_by_one(
+    sizes: list[int],
+    share: float,
+    settings: dict[str, Any],
+    wants_all: bool,
+    said: list[list[bytes]],
+    data: st.DataObject,
+) -> None:
+    frames = [each for answer in said for each in answer]
+    slow, fast = (busy(sizes, share, settings, wants_all=wants_all) for _ in range(2))
+    slow_tap, fast_tap = Tap(), Tap()
+    slow_tap.attach(CHANNEL, slow, 0.0)
+    fast_tap.attach(CHANNEL, fast, 0.0)
+    with warnings() as slow_warnings:
+        slow_passed = b"".join(slow_tap.received(each, 1.0) for each in frames)
+    stream = b"".join(frames)
+    fast_passed = b""
+    with warnings() as fast_warnings:
+        while stream:
+            cut = data.draw(st.sampled_from([1, 20, 21, 64, 100, 1000]))
+            fast_passed += fast_tap.received(stream[:cut], 1.0)
+            stream = stream[cut:]
+    assert fast_passed == slow_passed
+    assert fast_warnings == slow_warnings
+    assert state(fast) == state(slow)
+    assert fast._oldest == min(fast._unsettled, default=fast._next_tag)
+    assert [r.outcome for r in fast.unsettled_receipts] == [None] * fast.unsettled
