@@ -46,9 +46,11 @@ class Broker:
         self._controls = Controls()
         self._server = Server(self.settings, self._host, self._controls, self._on_change)
         self._port: int | None = None
-        # The loop it runs on, and the thread of that loop; None before and after.
+        # The loop it runs on, and the thread of that loop; None before and after. Held: no call comes to the loop while
+        # it is being taken away, or that call would be waited for without end.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
+        self._loop_lock = threading.RLock()
         # Only set in `with`: the thread that runs the loop.
         self._thread: threading.Thread | None = None
         # Only set in `with`: done when that thread may end.
@@ -115,7 +117,8 @@ class Broker:
 
     async def _stop(self) -> None:
         await self._server.stop()
-        self._loop = None
+        with self._loop_lock:
+            self._loop = None
         self._on_change()
         if self._stopped is not None:
             self._stopped.set_result(None)
@@ -145,12 +148,6 @@ class Broker:
 
     def _call(self, function: Callable[[], _Result], *, changes: bool = False) -> _Result:
         """Run something on the broker's loop; here and now if this is it, or if there is none."""
-        loop = self._loop
-        if loop is None or threading.get_ident() == self._loop_thread:
-            result = function()
-            if changes:
-                self._server.touch()
-            return result
         done: Future[_Result] = Future()
 
         def run() -> None:
@@ -163,11 +160,12 @@ class Broker:
                     self._server.touch()
                 done.set_result(result)
 
-        try:
-            loop.call_soon_threadsafe(run)
-        except RuntimeError:
-            # The loop was closed in between; nothing else touches the state any more.
-            return function()
+        with self._loop_lock:
+            loop = self._loop if threading.get_ident() != self._loop_thread else None
+            if loop is not None:
+                loop.call_soon_threadsafe(run)
+        if loop is None:
+            run()
         return done.result()
 
     def _on_change(self) -> None:
@@ -243,15 +241,14 @@ class Broker:
                 version = self._version
             if predicate(self):
                 return
-            with self._changed:
-                while self._version == version:
-                    left = end - time.monotonic()
-                    if left <= 0:
-                        break
-                    self._changed.wait(left)
-                else:
-                    continue
-            raise TimeoutError(self._not_reached(timeout))
+            if not self._await_change(version, end):
+                raise TimeoutError(self._not_reached(timeout))
+
+    def _await_change(self, version: int, end: float) -> bool:
+        """Wait until anything has happened since a version; ``False`` if it is `end` first, or already."""
+        with self._changed:
+            left = end - time.monotonic()
+            return left > 0 and self._changed.wait_for(lambda: self._version != version, left)
 
     async def wait_until_async(self, predicate: Callable[[Broker], object], timeout: float = 10.0) -> None:
         """`wait_until` for the loop that the broker runs on, or any other.

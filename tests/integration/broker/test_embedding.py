@@ -4,6 +4,7 @@ import asyncio
 import socket
 import threading
 import time
+from typing import Any
 
 import pytest
 from pamqp import commands
@@ -133,6 +134,22 @@ def test_wait_until_gives_up_in_time_and_says_what_it_saw(broker):
     assert 0.05 <= time.monotonic() - started < 2
 
 
+def test_wait_until_gives_up_in_time_on_a_broker_that_is_never_at_rest(broker):
+    broker.declare_queue("q")
+    looks = []
+
+    def busy(b):
+        looks.append(b.publish(b"x", "q"))
+        # Comes after the end of the turn in which the message came: whenever this look is over, something has happened.
+        b.queue("q")
+        # Not for ever, even where the deadline is.
+        return len(looks) > 10_000
+
+    with pytest.raises(TimeoutError, match="not reached within"):
+        broker.wait_until(busy, timeout=0.05)
+    assert len(looks) > 1
+
+
 def test_what_a_predicate_raises_comes_out(broker):
     with pytest.raises(ChannelException):
         broker.wait_until(lambda b: b.queue("nowhere"))
@@ -185,6 +202,31 @@ def test_many_threads_may_call_it_at_once(broker):
     for thread in threads:
         thread.join()
     assert broker.queue("q").depth == 800
+
+
+def test_a_call_that_comes_while_the_broker_stops_is_answered():
+    called, stopped, answered = threading.Event(), threading.Event(), threading.Event()
+
+    class Late:
+        """A loop to which a call comes as late as it can: one that has stopped does it no more."""
+
+        def call_soon_threadsafe(self, function):
+            called.set()
+            if not stopped.wait(0.3):
+                loop.call_soon_threadsafe(function)
+
+    def look():
+        broker.queues()
+        answered.set()
+
+    with Broker() as broker:
+        loop: Any = broker._loop
+        broker._loop = Late()  # type: ignore[assignment]
+        threading.Thread(target=look, daemon=True).start()
+        assert called.wait(10)
+        broker._loop = loop
+    stopped.set()
+    assert answered.wait(10)
 
 
 def test_D5_all_producers_are_stopped_and_started_and_those_that_come_later_too(broker, connect):
