@@ -18,7 +18,16 @@ from qflow_client.broker.controls import Controls
 from qflow_client.broker.errors import ReplyCode
 from qflow_client.broker.server import Server
 from qflow_client.broker.settings import BrokerOptions, BrokerSettings
-from qflow_client.broker.snapshots import BrokerMessage, ChannelSnapshot, ConnectionSnapshot, QueueSnapshot
+from qflow_client.broker.snapshots import (
+    BrokerMessage,
+    ChannelSnapshot,
+    ConnectionSnapshot,
+    QueueSnapshot,
+    channel_snapshot,
+    connection_snapshot,
+    message_copy,
+    queue_snapshot,
+)
 from qflow_client.broker.virtualhost import VirtualHost
 
 __all__ = ["Broker"]
@@ -184,19 +193,19 @@ class Broker:
         Raises:
             ChannelException: 404; there is none.
         """
-        return self._call(lambda: QueueSnapshot.of(self._host.queue(name)))
+        return self._call(lambda: queue_snapshot(self._host.queue(name)))
 
     def queues(self) -> tuple[QueueSnapshot, ...]:
         """All queues at this moment, in the order in which they were made."""
-        return self._call(lambda: tuple(QueueSnapshot.of(queue) for queue in self._host.queues.values()))
+        return self._call(lambda: tuple(queue_snapshot(queue) for queue in self._host.queues.values()))
 
     def connections(self) -> tuple[ConnectionSnapshot, ...]:
         """All connections at this moment, oldest first."""
-        return self._call(lambda: tuple(ConnectionSnapshot.of(session) for session in self._server.sessions))
+        return self._call(lambda: tuple(connection_snapshot(session) for session in self._server.sessions))
 
     def channels(self) -> tuple[ChannelSnapshot, ...]:
         """All open channels at this moment: who is flowed, by which queues, how often, for how long."""
-        return self._call(lambda: tuple(ChannelSnapshot.of(channel) for channel in self._channels()))
+        return self._call(lambda: tuple(channel_snapshot(channel) for channel in self._channels()))
 
     def producers(self) -> tuple[ChannelSnapshot, ...]:
         """The channels that publish, or said that they will by selecting confirms or transactions."""
@@ -208,7 +217,7 @@ class Broker:
         Raises:
             ChannelException: 404; there is no such queue.
         """
-        return self._call(lambda: tuple(BrokerMessage.of(entry) for entry in self._host.queue(queue).oldest_first()))
+        return self._call(lambda: tuple(message_copy(entry) for entry in self._host.queue(queue).oldest_first()))
 
     def _channels(self) -> list[Channel]:
         return [
@@ -305,7 +314,7 @@ class Broker:
 
         def declare() -> QueueSnapshot:
             queue = self._host.declare_queue(name, durable=durable, auto_delete=auto_delete, arguments=arguments)
-            return QueueSnapshot.of(queue)
+            return queue_snapshot(queue)
 
         return self._call(declare, changes=True)
 
@@ -340,7 +349,7 @@ class Broker:
 
         def get() -> BrokerMessage | None:
             entry = self._host.queue(queue).take(no_ack=True)
-            return BrokerMessage.of(entry) if entry is not None else None
+            return message_copy(entry) if entry is not None else None
 
         return self._call(get, changes=True)
 

@@ -11,7 +11,16 @@ from qflow_client.broker.channel import Channel
 from qflow_client.broker.queue import Queue, QueueEntry
 from qflow_client.broker.session import Session
 
-__all__ = ["BrokerMessage", "ChannelSnapshot", "ConnectionSnapshot", "QueueSnapshot"]
+__all__ = [
+    "BrokerMessage",
+    "ChannelSnapshot",
+    "ConnectionSnapshot",
+    "QueueSnapshot",
+    "channel_snapshot",
+    "connection_snapshot",
+    "message_copy",
+    "queue_snapshot",
+]
 
 
 def _to_json(value: Any) -> dict[str, Any]:
@@ -70,30 +79,6 @@ class QueueSnapshot:
         """The same, by the names of Qpid's management, such as ``flowStoppedCount`` (C7)."""
         return _to_json(self)
 
-    @classmethod
-    def of(cls, queue: Queue) -> QueueSnapshot:
-        """A picture of a queue."""
-        return cls(
-            name=queue.name,
-            depth=queue.depth,
-            ready=len(queue.ready),
-            unacked=len(queue.unacked),
-            bytes=queue.size,
-            peak_depth=queue.peak_depth,
-            peak_bytes=queue.peak_size,
-            flow_stopped=queue.flow_stopped,
-            flow_stopped_count=queue.flow_stopped_count,
-            held_confirms=queue.held_confirms,
-            published=queue.published,
-            delivered=queue.delivered,
-            acked=queue.acked,
-            dropped=queue.dropped,
-            consumers=len(queue.consumers),
-            blocked=tuple(source.name for source in queue.blocked),
-            durable=queue.durable,
-            arguments=dict(queue.arguments),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class ChannelSnapshot:
@@ -141,29 +126,6 @@ class ChannelSnapshot:
         """The same, in camel case."""
         return _to_json(self)
 
-    @classmethod
-    def of(cls, channel: Channel) -> ChannelSnapshot:
-        """A picture of a channel."""
-        return cls(
-            name=channel.name,
-            connection=channel.session.name,
-            number=channel.number,
-            is_producer=channel.is_producer,
-            confirms=channel.confirms is not None,
-            flowed=channel.is_blocked,
-            blocked_by=tuple(controller.name for controller in channel.blocking),
-            times_flowed=channel.times_flowed,
-            flowed_seconds=channel.flowed_seconds,
-            published=channel.published,
-            returned=channel.returned,
-            nacked=channel.nacked,
-            unconfirmed=channel.unconfirmed,
-            delivered=channel.delivered,
-            acked=channel.acked,
-            unacked=len(channel.unacked),
-            consumers=tuple(channel.consumers),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class ConnectionSnapshot:
@@ -197,22 +159,6 @@ class ConnectionSnapshot:
         """The same, in camel case."""
         return _to_json(self)
 
-    @classmethod
-    def of(cls, session: Session) -> ConnectionSnapshot:
-        """A picture of a connection."""
-        return cls(
-            name=session.name,
-            user=session.user,
-            is_open=session.is_running,
-            blocked=session.is_blocked,
-            channels=tuple(number for number, channel in session.channels.items() if not channel.is_closing),
-            client_properties=dict(session.client_properties),
-            published=session.published,
-            delivered=session.delivered,
-            bytes_received=session.bytes_received,
-            bytes_sent=session.bytes_sent,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class BrokerMessage:
@@ -232,10 +178,73 @@ class BrokerMessage:
     routing_key: str
     redelivered: bool
 
-    @classmethod
-    def of(cls, entry: QueueEntry) -> BrokerMessage:
-        """A copy of a message in a queue."""
-        message = entry.message
-        return cls(
-            message.body, message.properties, message.target.exchange, message.target.routing_key, entry.redelivered
-        )
+
+def queue_snapshot(queue: Queue) -> QueueSnapshot:
+    """A picture of a queue."""
+    return QueueSnapshot(
+        name=queue.name,
+        depth=queue.depth,
+        ready=len(queue.ready),
+        unacked=len(queue.unacked),
+        bytes=queue.size,
+        peak_depth=queue.peak_depth,
+        peak_bytes=queue.peak_size,
+        flow_stopped=queue.flow_stopped,
+        flow_stopped_count=queue.flow_stopped_count,
+        held_confirms=queue.held_confirms,
+        published=queue.published,
+        delivered=queue.delivered,
+        acked=queue.acked,
+        dropped=queue.dropped,
+        consumers=len(queue.consumers),
+        blocked=tuple(source.name for source in queue.blocked),
+        durable=queue.durable,
+        arguments=dict(queue.arguments),
+    )
+
+
+def channel_snapshot(channel: Channel) -> ChannelSnapshot:
+    """A picture of a channel."""
+    return ChannelSnapshot(
+        name=channel.name,
+        connection=channel.session.name,
+        number=channel.number,
+        is_producer=channel.is_producer,
+        confirms=channel.confirms is not None,
+        flowed=channel.is_blocked,
+        blocked_by=tuple(controller.name for controller in channel.blocking),
+        times_flowed=channel.times_flowed,
+        flowed_seconds=channel.flowed_seconds,
+        published=channel.published,
+        returned=channel.returned,
+        nacked=channel.nacked,
+        unconfirmed=channel.unconfirmed,
+        delivered=channel.delivered,
+        acked=channel.acked,
+        unacked=len(channel.unacked),
+        consumers=tuple(channel.consumers),
+    )
+
+
+def connection_snapshot(session: Session) -> ConnectionSnapshot:
+    """A picture of a connection."""
+    return ConnectionSnapshot(
+        name=session.name,
+        user=session.user,
+        is_open=session.is_running,
+        blocked=session.is_blocked,
+        channels=tuple(number for number, channel in session.channels.items() if not channel.is_closing),
+        client_properties=dict(session.client_properties),
+        published=session.published,
+        delivered=session.delivered,
+        bytes_received=session.bytes_received,
+        bytes_sent=session.bytes_sent,
+    )
+
+
+def message_copy(entry: QueueEntry) -> BrokerMessage:
+    """A copy of a message in a queue."""
+    message = entry.message
+    return BrokerMessage(
+        message.body, message.properties, message.target.exchange, message.target.routing_key, entry.redelivered
+    )
