@@ -513,6 +513,8 @@ class Session:
             self._announce()
 
     def _end_channels(self) -> None:
+        # What one channel gives back goes to no other of a connection that is over.
+        self.takes_deliveries = False
         for channel in tuple(self.channels.values()):
             channel.end()
         self.host.owner_gone(self)

@@ -387,6 +387,24 @@ def test_a_consumer_tag_in_use_closes_the_connection_with_530(world):
 def test_an_exclusive_consumer_shares_with_nobody(world, first, second):
     client, other = world.client().channel(), world.client().channel()
     client.declare()
+@pytest.mark.parametrize("how", ["lost", "closed", "failed"])
+def test_when_a_connection_ends_no_channel_of_it_takes_what_another_gives_back(world, how):
+    client = world.client().channel(1).channel(2)
+    client.declare()
+    client.consume(channel=1)
+    client.publish(b"1")
+    client.consume(channel=2, no_ack=True)
+    client.received()
+    if how == "lost":
+        client.session.end()
+    elif how == "closed":
+        client.send(0, CLOSE(200, "", 0, 0))
+    else:
+        client.send(1, commands.Channel.Open())
+    assert "Basic.Deliver" not in client.names()
+    assert (bodies(world.queue()), len(world.queue().ready)) == ([b"1"], 1)
+
+
     client.consume(exclusive=first)
     other.consume(exclusive=second)
     assert other.only(CHANNEL_CLOSE).reply_code == 403
