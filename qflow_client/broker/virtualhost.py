@@ -14,7 +14,7 @@ from qflow_client.broker.exchange import Binding, DirectExchange, Exchange, Exch
 from qflow_client.broker.message import StoredMessage, Target
 from qflow_client.broker.queue import Owner, Queue
 from qflow_client.broker.settings import BrokerSettings, FlowScope
-from qflow_client.broker.wire import encode_header
+from qflow_client.broker.wire import decode_headers, encode_header
 from qflow_client.flow import FlowSource
 
 __all__ = ["VirtualHost"]
@@ -332,8 +332,7 @@ class VirtualHost:
         target = message.target
         if target.queues is not None:
             return target.queues
-        headers: Mapping[str, object] = message.properties.headers or {}
-        return self._reach(self.exchanges[target.exchange], target.routing_key, headers)
+        return self._reach(self.exchanges[target.exchange], target.routing_key, decode_headers(message.header))
 
     def _needs_headers(self, exchange: Exchange, seen: set[Exchange]) -> bool:
         if exchange in seen:
