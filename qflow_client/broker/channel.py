@@ -494,15 +494,23 @@ class Channel(FlowSource):
         back: list[Delivery] = []
         for delivery in deliveries:
             (here if not requeue and self._is_served(delivery) else back).append(delivery)
-        self._apply(back, acked=False, requeue=True)
         for delivery in here:
-            delivery.entry.redelivered = True
+            entry = delivery.entry
+            entry.redelivered = True
+            entry.queue.delivered += 1
             assert delivery.consumer is not None
-            delivery.consumer.deliver(delivery.entry)
+            delivery.consumer.deliver(entry)
+        self._apply(back, acked=False, requeue=True)
 
     def _is_served(self, delivery: Delivery) -> bool:
+        """Whether a delivery can be repeated to its consumer: not to one that is gone, or wants none now."""
         consumer = delivery.consumer
-        return consumer is not None and self.consumers.get(consumer.tag) is consumer and not delivery.entry.is_gone
+        return (
+            consumer is not None
+            and self.consumers.get(consumer.tag) is consumer
+            and consumer.can_take
+            and not delivery.entry.is_gone
+        )
 
     # The end.
 

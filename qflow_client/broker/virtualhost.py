@@ -243,7 +243,7 @@ class VirtualHost:
         Raises:
             ChannelException: 403; the default exchange. 404; no such exchange. 406; arguments it cannot use.
         """
-        self._bindable(source).bind(Binding(destination, routing_key, dict(arguments or {})))
+        self.bindable_exchange(source).bind(Binding(destination, routing_key, dict(arguments or {})))
         self.version += 1
 
     def unbind(
@@ -254,12 +254,17 @@ class VirtualHost:
         Raises:
             ChannelException: 403; the default exchange. 404; no such exchange.
         """
-        exchange = self._bindable(source)
+        exchange = self.bindable_exchange(source)
         if exchange.unbind(Binding(destination, routing_key, dict(arguments or {}))):
             self._after_unbind(exchange)
         self.version += 1
 
-    def _bindable(self, name: str) -> Exchange:
+    def bindable_exchange(self, name: str) -> Exchange:
+        """An exchange that may be bound, or bound to.
+
+        Raises:
+            ChannelException: 403; the default exchange. 404; there is none.
+        """
         if not name:
             raise ChannelException(
                 ReplyCode.ACCESS_REFUSED, "the default exchange routes by queue name; it has no bindings to change"

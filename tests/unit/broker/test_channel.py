@@ -342,8 +342,21 @@ def test_recover_without_requeue_delivers_to_the_same_consumer(world, recover):
     method = client.received()[0][1]
     assert (method.name, method.delivery_tag, method.redelivered) == ("Basic.Deliver", 2, True)
     assert other.received() == []
+    assert world.queue().delivered == 2
     client.send(1, Basic.Ack(2))
     assert world.queue().depth == 0
+
+
+def test_recover_without_requeue_delivers_nothing_to_a_client_that_wants_nothing_now(world):
+    client, other = world.client().channel(), world.client().channel()
+    client.declare()
+    client.consume()
+    client.publish()
+    client.received()
+    client.call(1, commands.Channel.Flow(active=False), commands.Channel.FlowOk)
+    client.call(1, Basic.Recover(requeue=False), Basic.RecoverOk)
+    other.consume()
+    assert other.names() == ["Basic.ConsumeOk", "Basic.Deliver", "ContentHeader", "ContentBody"]
 
 
 def test_a_cancelled_consumer_gets_nothing_more_and_may_still_ack(world):
@@ -374,19 +387,6 @@ def test_when_a_channel_ends_what_it_has_not_acked_returns(world):
     assert deliver.redelivered is True
 
 
-def test_a_consumer_tag_in_use_closes_the_connection_with_530(world):
-    client = world.client().channel()
-    client.declare()
-    client.consume()
-    client.received()
-    client.consume()
-    assert client.only(CLOSE, 0).reply_code == 530
-
-
-@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True)])
-def test_an_exclusive_consumer_shares_with_nobody(world, first, second):
-    client, other = world.client().channel(), world.client().channel()
-    client.declare()
 @pytest.mark.parametrize("how", ["lost", "closed", "failed"])
 def test_when_a_connection_ends_no_channel_of_it_takes_what_another_gives_back(world, how):
     client = world.client().channel(1).channel(2)
@@ -405,6 +405,19 @@ def test_when_a_connection_ends_no_channel_of_it_takes_what_another_gives_back(w
     assert (bodies(world.queue()), len(world.queue().ready)) == ([b"1"], 1)
 
 
+def test_a_consumer_tag_in_use_closes_the_connection_with_530(world):
+    client = world.client().channel()
+    client.declare()
+    client.consume()
+    client.received()
+    client.consume()
+    assert client.only(CLOSE, 0).reply_code == 530
+
+
+@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True)])
+def test_an_exclusive_consumer_shares_with_nobody(world, first, second):
+    client, other = world.client().channel(), world.client().channel()
+    client.declare()
     client.consume(exclusive=first)
     other.consume(exclusive=second)
     assert other.only(CHANNEL_CLOSE).reply_code == 403
