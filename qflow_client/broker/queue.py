@@ -189,9 +189,17 @@ class Queue:
 
     # What goes in.
 
-    def refusal(self, size: int, count: int = 1) -> str | None:
-        """Why `count` messages of together `size` body bytes may not enter now; ``None`` if they may."""
-        return self.policy.refusal(self, size, count) if self.policy is not None else None
+    def refusal(self, size: int, count: int = 1, largest: int | None = None) -> str | None:
+        """Why messages may not enter now; ``None`` if they may.
+
+        Args:
+            size: body bytes of all of them.
+            count: how many.
+            largest: body bytes of the largest; `size` unless given.
+        """
+        if self.policy is None:
+            return None
+        return self.policy.refusal(self, size, count, size if largest is None else largest)
 
     def enqueue(
         self, message: StoredMessage, source: FlowSource | None = None, completion: Completion | None = None

@@ -6,6 +6,7 @@ import logging
 import random
 import socket
 import struct
+from typing import Any
 
 import pytest
 from pamqp import body, commands, frame, header
@@ -22,7 +23,7 @@ PROPERTIES = Basic.Properties(
     message_id="m",
     user_id="guest",
 )
-QUEUES: dict[str, dict[str, object]] = {
+QUEUES: dict[str, dict[str, Any]] = {
     "plain": {},
     "counted": {"qpid.flow_stop_count": 3, "qpid.flow_resume_count": 2},
     "sized": {"x-qpid-capacity": 400, "x-qflow-enforcement": "completion"},
@@ -88,7 +89,7 @@ def administrator(chance):
 
 
 def valid_session(chance):
-    capabilities = {"capabilities": {"consumer_cancel_notify": True, "connection.blocked": True}}
+    capabilities: dict[str, Any] = {"capabilities": {"consumer_cancel_notify": True, "connection.blocked": True}}
     opening = (
         Connection.StartOk(capabilities, "PLAIN", "\0guest\0guest", "en_US"),
         Connection.TuneOk(0, chance.choice([0, 4096]), 0),

@@ -533,6 +533,26 @@ class TestTransactions:
         client.call(1, commands.Tx.Commit(), commands.Tx.CommitOk)
         assert bodies(world.queue("small")) == [b"new"]
 
+    def test_a_message_larger_than_a_ring_queue_is_refused_in_whatever_company(self, world, client):
+        client.declare("ring", arguments={"qpid.max_size": 10, "qpid.policy_type": "ring"})
+        client.publish(b"x", "ring")
+        client.publish(b"y" * 11, "ring")
+        client.send(1, commands.Tx.Commit())
+        close = client.only(CHANNEL_CLOSE)
+        assert (close.reply_code, "11 bytes" in close.reply_text) == (406, True)
+        assert world.queue("ring").size == 0
+
+    def test_messages_that_fit_a_ring_queue_one_by_one_are_not_refused_for_their_sum(self, world, client):
+        client.declare("ring", arguments={"qpid.max_size": 10, "qpid.policy_type": "ring"})
+        world.host.publish("", "ring", b"z")
+        client.send(1, Basic.Get(queue="ring"))
+        client.received()
+        client.send(1, Basic.Ack(1))
+        for content in (b"x" * 6, b"y" * 6):
+            client.publish(content, "ring")
+        client.call(1, commands.Tx.Commit(), commands.Tx.CommitOk)
+        assert bodies(world.queue("ring")) == [b"y" * 6]
+
     def test_J3_a_commit_past_the_mark_flows_the_channel(self, world, client):
         client.declare("marked", arguments={"qpid.flow_stop_count": 1})
         client.publish(routing_key="marked")

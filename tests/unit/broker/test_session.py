@@ -350,9 +350,10 @@ def test_a_time_that_no_date_can_tell_is_passed_on_as_it_came(world):
     client = world.client().channel()
     client.declare()
     client.call(1, commands.Queue.Bind(queue="q", exchange="amq.headers", arguments={"k": 1}), commands.Queue.BindOk)
-    properties = commands.Basic.Properties(content_type="t", headers={"k": 1}, timestamp=datetime.now(UTC), app_id="a")
+    now = datetime.fromtimestamp(2**31, UTC)
+    properties = commands.Basic.Properties(content_type="t", headers={"k": 1}, timestamp=now, app_id="a")
     head = frame.marshal(header.ContentHeader(body_size=0, properties=properties), 1)
-    late = head.replace(struct.pack(">Q", int(properties.timestamp.timestamp())), b"\xff" * 8)
+    late = head.replace(struct.pack(">Q", 2**31), b"\xff" * 8)
     client.feed(frame.marshal(commands.Basic.Publish(exchange="amq.headers"), 1) + late)
     (entry,) = world.queue().ready
     found = message_copy(entry).properties
