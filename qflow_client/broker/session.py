@@ -120,6 +120,7 @@ class Session:
         # Messages of channels that are gone.
         self._published_before = 0
         self._delivered_before = 0
+        self._times_flowed_before = 0
         self.bytes_received = 0
         self.bytes_sent = 0
 
@@ -341,6 +342,7 @@ class Session:
         self._confirming.pop(channel, None)
         self._published_before += channel.published
         self._delivered_before += channel.delivered
+        self._times_flowed_before += channel.times_flowed
 
     def understands(self, capability: str) -> bool:
         """Whether the client announced a capability."""
@@ -533,6 +535,11 @@ class Session:
     def delivered(self) -> int:
         """Messages that it was given so far."""
         return self._delivered_before + sum(channel.delivered for channel in self.channels.values())
+
+    @property
+    def times_flowed(self) -> int:
+        """How often its channels were told to stop so far."""
+        return self._times_flowed_before + sum(channel.times_flowed for channel in self.channels.values())
 
 
 def _frame_name(kind: int, payload: bytes) -> str:

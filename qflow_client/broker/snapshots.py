@@ -23,12 +23,28 @@ __all__ = [
 ]
 
 
-def _to_json(value: Any) -> dict[str, Any]:
+def _to_json(snapshot: Any, *, flow_stopped: bool, flow_stopped_count: int) -> dict[str, Any]:
     def camel(name: str) -> str:
         first, *rest = name.split("_")
         return first + "".join(word.title() for word in rest)
 
-    return {camel(name): item for name, item in asdict(value).items()}
+    return {camel(name): _plain(value) for name, value in asdict(snapshot).items()} | {
+        # The two names that Qpid C++ has for the same (C7).
+        "flowState": flow_stopped,
+        "flowStopped": flow_stopped,
+        "flowStoppedCount": flow_stopped_count,
+    }
+
+
+def _plain(value: Any) -> Any:
+    """What clients may put into tables, as JSON can tell it."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (bytes, bytearray)):
+        return value.decode(errors="backslashreplace")
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +92,8 @@ class QueueSnapshot:
     arguments: dict[str, object]
 
     def to_json(self) -> dict[str, Any]:
-        """The same, by the names of Qpid's management, such as ``flowStoppedCount`` (C7)."""
-        return _to_json(self)
+        """The same, by the names of Qpid's management: ``flowStopped`` or ``flowState``, ``flowStoppedCount`` (C7)."""
+        return _to_json(self, flow_stopped=self.flow_stopped, flow_stopped_count=self.flow_stopped_count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +139,8 @@ class ChannelSnapshot:
     consumers: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The same, in camel case."""
-        return _to_json(self)
+        """The same in camel case; being flowed also by the names that a queue's flow state has (C7)."""
+        return _to_json(self, flow_stopped=self.flowed, flow_stopped_count=self.times_flowed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +152,8 @@ class ConnectionSnapshot:
         user: who logged in; empty before that.
         is_open: whether it is open and not closing.
         blocked: whether it was sent ``Connection.Blocked``.
+        flowed: whether any of its channels has been told not to publish.
+        times_flowed: how often its channels went from unflowed to flowed.
         channels: the numbers of its channels.
         client_properties: what the client said of itself.
         published: messages from it so far.
@@ -148,6 +166,8 @@ class ConnectionSnapshot:
     user: str
     is_open: bool
     blocked: bool
+    flowed: bool
+    times_flowed: int
     channels: tuple[int, ...]
     client_properties: dict[str, Any]
     published: int
@@ -156,8 +176,8 @@ class ConnectionSnapshot:
     bytes_sent: int
 
     def to_json(self) -> dict[str, Any]:
-        """The same, in camel case."""
-        return _to_json(self)
+        """The same in camel case; being flowed also by the names that a queue's flow state has (C7)."""
+        return _to_json(self, flow_stopped=self.flowed, flow_stopped_count=self.times_flowed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +253,8 @@ def connection_snapshot(session: Session) -> ConnectionSnapshot:
         user=session.user,
         is_open=session.is_running,
         blocked=session.is_blocked,
+        flowed=any(channel.is_blocked for channel in session.channels.values()),
+        times_flowed=session.times_flowed,
         channels=tuple(number for number, channel in session.channels.items() if not channel.is_closing),
         client_properties=dict(session.client_properties),
         published=session.published,

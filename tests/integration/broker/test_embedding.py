@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 import time
+from datetime import UTC, datetime
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -82,9 +85,28 @@ def test_C7_counters_have_qpids_names(broker, connect):
     client.publish()
     client.publish()
     assert client.expect(commands.Channel.Flow).active is False
+    seen = (broker.queue("q"), broker.channels()[0], broker.connections()[0])
+    for told in (each.to_json() for each in seen):
+        assert (told["flowState"], told["flowStopped"], told["flowStoppedCount"]) == (True, True, 1)
     client.call(1, commands.Queue.Purge(queue="q"), (commands.Channel.Flow, commands.Queue.PurgeOk))
-    json = broker.queue("q").to_json()
-    assert (json["flowStopped"], json["flowStoppedCount"], json["peakDepth"]) == (False, 1, 2)
+    seen = (broker.queue("q"), broker.channels()[0], broker.connections()[0])
+    for told in (each.to_json() for each in seen):
+        assert (told["flowState"], told["flowStopped"], told["flowStoppedCount"]) == (False, False, 1)
+    assert broker.queue("q").to_json()["peakDepth"] == 2
+    # What a channel counted stays with its connection.
+    broker.close_channels()
+    client.send(1, commands.Channel.CloseOk())
+    broker.wait_until(lambda b: not b.connections()[0].channels)
+    assert broker.connections()[0].to_json()["flowStoppedCount"] == 1
+
+
+def test_C7_what_clients_say_of_themselves_and_of_queues_can_be_told_as_json(broker, connect):
+    table = {"raw": bytearray(b"\xff"), "time": datetime(2024, 2, 29, tzinfo=UTC), "list": [Decimal("1.5"), None, True]}
+    connect(broker).open(properties=table)
+    broker.declare_queue("q", arguments=table)
+    expected = {"raw": "\\xff", "time": "2024-02-29 00:00:00+00:00", "list": ["1.5", None, True]}
+    for told in (broker.queue("q").to_json()["arguments"], broker.connections()[0].to_json()["clientProperties"]):
+        assert json.loads(json.dumps({name: told[name] for name in expected})) == expected
 
 
 def test_snapshots_tell_who_is_flowed_by_which_queue_and_how_often(broker, connect):
