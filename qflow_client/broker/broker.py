@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack, cast
+from typing import Any, Protocol, Self, TypeVar, Unpack, cast
 from urllib.parse import quote
 
 import pamqp.commands
@@ -33,6 +33,14 @@ from qflow_client.broker.virtualhost import VirtualHost
 __all__ = ["Broker"]
 
 _Result = TypeVar("_Result")
+
+
+class _HasName(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+_Named = TypeVar("_Named", bound=_HasName)
 
 
 class Broker:
@@ -379,8 +387,20 @@ class Broker:
 
     # Steering.
 
+    @staticmethod
+    def _named(what: str, found: Iterable[_Named], name: str | None) -> list[_Named]:
+        """Those with a name, or all; there must be one with that name."""
+        found = list(found)
+        picked = [each for each in found if name is None or each.name == name]
+        if name is not None and not picked:
+            names = ", ".join(each.name for each in found) or "none"
+            raise LookupError(f"there is no {what} {name!r}; there are: {names}")
+        return picked
+
     def flow(self, active: bool, channel: str | None = None) -> None:
         """Stop or start producers, as an operator (D5); queues go on holding whom they hold.
+
+        Returns before the clients have read it.
 
         Args:
             active: ``False`` flows, ``True`` lets go.
@@ -394,11 +414,7 @@ class Broker:
         def change() -> None:
             if channel is None:
                 self._controls.producers_stopped = not active
-            found = [each for each in self._channels() if channel is None or each.name == channel]
-            if channel is not None and not found:
-                names = ", ".join(each.name for each in self._channels()) or "none"
-                raise LookupError(f"there is no channel {channel!r}; there are: {names}")
-            for each in found:
+            for each in self._named("channel", self._channels(), channel):
                 if active:
                     each.unblock(self._controls.operator)
                 elif channel is not None or each.is_producer:
@@ -406,85 +422,165 @@ class Broker:
 
         self._call(change, changes=True)
 
-    def block(self, reason: str = "blocked by the operator") -> None:
-        """Send ``Connection.Blocked`` to every client that announced it understands, and to those that come later.
+    def block(self, reason: str = "blocked by the operator", connection: str | None = None) -> None:
+        """Send ``Connection.Blocked`` to clients that announced they understand.
 
         It is a notice only: the broker goes on taking what is published.
+
+        Args:
+            reason: for the client.
+            connection: the name of one connection; ``None`` for all, and those that come later.
+
+        Raises:
+            LookupError: there is no such connection.
         """
 
         def change() -> None:
-            self._controls.blocked = reason
-            for session in self._server.sessions:
+            if connection is None:
+                self._controls.blocked = reason
+            for session in self._named("connection", self._server.sessions, connection):
                 session.block(reason)
 
         self._call(change, changes=True)
 
-    def unblock(self) -> None:
-        """Take `block` back."""
+    def unblock(self, connection: str | None = None) -> None:
+        """Take `block` back.
+
+        Args:
+            connection: the name of one connection; ``None`` for all.
+
+        Raises:
+            LookupError: there is no such connection.
+        """
 
         def change() -> None:
-            self._controls.blocked = None
-            for session in self._server.sessions:
+            if connection is None:
+                self._controls.blocked = None
+            for session in self._named("connection", self._server.sessions, connection):
                 session.unblock()
 
         self._call(change, changes=True)
 
-    def withhold_confirms(self) -> None:
-        """Keep all acks of publishes back from now on; the messages are enqueued all the same."""
+    def withhold_confirms(self, queue: str | None = None) -> None:
+        """Keep all acks of publishes back from now on; the messages are enqueued all the same.
+
+        Args:
+            queue: only of messages that go to this queue; ``None`` for all.
+
+        Raises:
+            ChannelException: 404; there is no such queue.
+        """
 
         def change() -> None:
-            self._controls.withhold_confirms = True
+            if queue is None:
+                self._controls.withhold_confirms = True
+            else:
+                found = self._host.queue(queue)
+                if found.withheld is None:
+                    found.withheld = []
+                self._host.version += 1
 
         self._call(change, changes=True)
 
-    def release_confirms(self) -> None:
-        """Send the acks that were kept back, and go on sending them."""
+    def release_confirms(self, queue: str | None = None) -> None:
+        """Send the acks that were kept back, and go on sending them.
+
+        Args:
+            queue: only of messages that went to this queue; ``None`` for all, those kept for one queue too.
+
+        Raises:
+            ChannelException: 404; there is no such queue.
+        """
 
         def change() -> None:
-            self._controls.withhold_confirms = False
-            for session in self._server.sessions:
-                session.announce_confirms()
+            for each in self._host.queues.values() if queue is None else (self._host.queue(queue),):
+                each.release_withheld()
+            self._host.version += 1
+            if queue is None:
+                self._controls.withhold_confirms = False
+                for session in self._server.sessions:
+                    session.announce_confirms()
 
         self._call(change, changes=True)
 
-    def nack_publishes(self, on: bool = True) -> None:
-        """Refuse every publish while on: ``Basic.Nack`` in confirm mode, otherwise the channel is closed with 506."""
+    def nack_publishes(self, on: bool = True, queue: str | None = None) -> None:
+        """Refuse publishes while on: ``Basic.Nack`` in confirm mode, otherwise the channel is closed with 506.
+
+        Args:
+            on: ``False`` takes them again.
+            queue: only what goes to this queue; ``None`` for everything, and ``False`` then lifts it for every queue.
+
+        Raises:
+            ChannelException: 404; there is no such queue.
+        """
 
         def change() -> None:
-            self._controls.nack_publishes = on
+            if queue is None:
+                self._controls.nack_publishes = on
+            for each in self._host.queues.values() if queue is None else (self._host.queue(queue),):
+                each.is_refusing = on and queue is not None
+            self._host.version += 1
 
         self._call(change, changes=True)
 
-    def close_channels(self, code: int = ReplyCode.PRECONDITION_FAILED, text: str = "closed by the operator") -> None:
-        """Close all channels.
+    def close_channels(
+        self,
+        code: int = ReplyCode.PRECONDITION_FAILED,
+        text: str = "closed by the operator",
+        channel: str | None = None,
+    ) -> None:
+        """Close channels with ``Channel.Close``.
 
         Args:
             code: the reply code.
             text: the reply text.
+            channel: the name of one channel; ``None`` for all.
+
+        Raises:
+            LookupError: there is no such channel.
         """
 
         def change() -> None:
-            for channel in self._channels():
-                channel.fail(code, text)
+            for each in self._named("channel", self._channels(), channel):
+                each.fail(code, text)
 
         self._call(change, changes=True)
 
     def close_connections(
-        self, code: int = ReplyCode.CONNECTION_FORCED, text: str = "CONNECTION_FORCED - closed by the operator"
+        self,
+        code: int = ReplyCode.CONNECTION_FORCED,
+        text: str = "CONNECTION_FORCED - closed by the operator",
+        connection: str | None = None,
     ) -> None:
-        """Close all connections with ``Connection.Close``.
+        """Close connections with ``Connection.Close``.
 
         Args:
             code: the reply code.
             text: the reply text.
+            connection: the name of one connection; ``None`` for all.
+
+        Raises:
+            LookupError: there is no such connection.
         """
 
         def change() -> None:
-            for session in self._server.sessions:
+            for session in self._named("connection", self._server.sessions, connection):
                 session.fail(code, text, self._server.clock())
 
         self._call(change, changes=True)
 
-    def drop_connections(self) -> None:
-        """Cut all connections without a word, as a crash would."""
-        self._call(self._server.abort_connections, changes=True)
+    def drop_connections(self, connection: str | None = None) -> None:
+        """Cut connections without a word, as a crash would.
+
+        Args:
+            connection: the name of one connection; ``None`` for all.
+
+        Raises:
+            LookupError: there is no such connection.
+        """
+
+        def change() -> None:
+            for each in self._named("connection", tuple(self._server.connections), connection):
+                each.abort()
+
+        self._call(change, changes=True)

@@ -532,9 +532,9 @@ class Channel(FlowSource):
         """
         if self.is_closing:
             return
-        self.end()
         raw = text.encode()[:255].decode(errors="ignore").encode()
         payload = b"\0\x14\0\x28" + code.to_bytes(2, "big") + bytes((len(raw),)) + raw + cause
+        self.end()
         self.session.write(frame(METHOD_FRAME, self.number, payload))
 
     def end(self) -> None:

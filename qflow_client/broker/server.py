@@ -105,11 +105,6 @@ class Server:
         await self._server.wait_closed()
         self._server = None
 
-    def abort_connections(self) -> None:
-        """Cut all connections without a word."""
-        for connection in tuple(self.connections):
-            connection.abort()
-
     def has_output(self, connection: Connection) -> None:
         """A connection has something to send."""
         self._writers.append(connection)
@@ -153,6 +148,11 @@ class Connection(asyncio.Protocol):
         # Done when the connection is over.
         self.lost: asyncio.Future[None] = self._loop.create_future()
         self.session = Session("?", server.host, server.controls, server.clock(), self._has_output)
+
+    @property
+    def name(self) -> str:
+        """The peer's."""
+        return self.session.name
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)

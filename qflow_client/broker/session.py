@@ -117,7 +117,7 @@ class Session:
         self.takes_deliveries = True
         # Whether the client was told that it is blocked.
         self.is_blocked = False
-        # Messages of channels that are gone.
+        # Of channels that are gone: their messages, and how often they were flowed.
         self._published_before = 0
         self._delivered_before = 0
         self._times_flowed_before = 0
@@ -491,12 +491,12 @@ class Session:
         if self.state is State.HEADER:
             self.end()
             return
+        raw = text.encode()[:255].decode(errors="ignore").encode()
+        payload = _CONNECTION_CLOSE + code.to_bytes(2, "big") + bytes((len(raw),)) + raw + cause.ljust(4, b"\0")
         _log.info("%s: %s", self.name, text)
         self.state = State.CLOSE_OK
         self.wake_at = now + self.settings.close_timeout
         self._end_channels()
-        raw = text.encode()[:255].decode(errors="ignore").encode()
-        payload = _CONNECTION_CLOSE + code.to_bytes(2, "big") + bytes((len(raw),)) + raw + cause.ljust(4, b"\0")
         self.write(frame(METHOD_FRAME, 0, payload))
 
     def fail_internally(self, now: float) -> None:

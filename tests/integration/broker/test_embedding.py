@@ -279,6 +279,83 @@ def test_D5_one_channel_can_be_stopped_by_name(broker, connect):
     assert (channel, flow.active) == (2, True)
 
 
+def test_publishes_to_one_queue_are_nacked_and_to_others_taken(broker, connect):
+    for name in ("q", "other"):
+        broker.declare_queue(name)
+    client = connect(broker).open().channel(confirms=True)
+    client.publish()
+    assert client.expect(commands.Basic.Ack).delivery_tag == 1
+    broker.nack_publishes(queue="q")
+    client.publish()
+    assert client.expect(commands.Basic.Nack).delivery_tag == 2
+    client.publish(routing_key="other")
+    assert client.expect(commands.Basic.Ack).delivery_tag == 3
+    broker.nack_publishes(False, queue="q")
+    client.publish()
+    assert client.expect(commands.Basic.Ack).delivery_tag == 4
+    broker.nack_publishes(queue="q")
+    broker.nack_publishes(False)
+    client.publish()
+    assert client.expect(commands.Basic.Ack).delivery_tag == 5
+    with pytest.raises(ChannelException, match="no queue 'nowhere'"):
+        broker.nack_publishes(queue="nowhere")
+
+
+@pytest.mark.parametrize("end", ["release_confirms", "release_all", "delete_queue"])
+def test_confirms_of_one_queue_are_withheld_and_of_others_sent(broker, connect, end):
+    for name in ("q", "other"):
+        broker.declare_queue(name)
+    client = connect(broker).open().channel(confirms=True)
+    broker.withhold_confirms("q")
+    client.publish()
+    client.publish()
+    client.publish(routing_key="other")
+    ack = client.expect(commands.Basic.Ack)
+    assert (ack.delivery_tag, ack.multiple) == (3, False)
+    # Withheld or not, they are there to be consumed.
+    assert [broker.get("q").body, broker.queue("q").depth] == [b"x", 1]
+    assert broker.producers()[0].unconfirmed == 2
+    if end == "release_all":
+        broker.release_confirms()
+    else:
+        getattr(broker, end)("q")
+    ack = client.expect(commands.Basic.Ack)
+    assert (ack.delivery_tag, ack.multiple) == (2, True)
+    broker.declare_queue("q")
+    client.publish()
+    assert client.expect(commands.Basic.Ack).delivery_tag == 4
+
+
+def test_one_connection_is_blocked_closed_or_dropped_by_name(broker, connect):
+    bad, good = connect(broker).open(), connect(broker).open().channel()
+    broker.block("you", connection=bad.name)
+    assert bad.expect(commands.Connection.Blocked).reason == "you"
+    broker.unblock(connection=bad.name)
+    bad.expect(commands.Connection.Unblocked)
+    broker.close_connections(connection=bad.name)
+    assert bad.expect(commands.Connection.Close).reply_code == 320
+    bad = connect(broker).open().channel(1).channel(2)
+    broker.close_channels(404, "gone", channel=f"{bad.name} (2)")
+    channel, close = bad.read()
+    assert (channel, close.reply_code) == (2, 404)
+    broker.drop_connections(connection=bad.name)
+    assert bad.is_over()
+    good.call(1, commands.Queue.Declare(queue="q"), commands.Queue.DeclareOk)
+    for steer in (broker.block, broker.unblock, broker.close_connections, broker.drop_connections):
+        with pytest.raises(LookupError, match=f"no connection 'other'; there are: .*{good.name}"):
+            steer(connection="other")
+    with pytest.raises(LookupError, match=r"no channel 'other'; there are: .*\(1\)"):
+        broker.close_channels(channel="other")
+
+
+def test_a_code_that_no_close_can_carry_changes_nothing(broker, connect):
+    client = connect(broker).open().channel()
+    for close in (broker.close_channels, broker.close_connections):
+        with pytest.raises(OverflowError):
+            close(70_000)
+    client.call(1, commands.Queue.Declare(queue="q"), commands.Queue.DeclareOk)
+
+
 def test_connections_are_blocked_and_unblocked(broker, connect):
     early = connect(broker).open()
     broker.block("low on memory")
