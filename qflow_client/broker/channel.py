@@ -79,6 +79,8 @@ class Channel(FlowSource):
         self.flowed_since: float | None = None
         self.times_flowed = 0
         self._flowed_seconds = 0.0
+        # How many Channel.Flow the client has not answered.
+        self.flow_oks_due = 0
 
     # Frames.
 
@@ -259,14 +261,18 @@ class Channel(FlowSource):
         if not self.is_closing:
             self.times_flowed += 1
             self.flowed_since = self.host.clock()
-            self._reply(commands.Channel.Flow(active=False))
+            self._send_flow(active=False)
 
     def on_unblocked(self) -> None:
         """The last hold is gone: one Channel.Flow."""
         if not self.is_closing:
             self._flowed_seconds = self.flowed_seconds
             self.flowed_since = None
-            self._reply(commands.Channel.Flow(active=True))
+            self._send_flow(active=True)
+
+    def _send_flow(self, *, active: bool) -> None:
+        self.flow_oks_due += 1
+        self._reply(commands.Channel.Flow(active=active))
 
     @property
     def flowed_seconds(self) -> float:
@@ -276,7 +282,8 @@ class Channel(FlowSource):
         return self._flowed_seconds + self.host.clock() - self.flowed_since
 
     def _flow_ok(self, method: commands.Channel.FlowOk) -> None:
-        """The client has read a Channel.Flow; nothing here waits for it."""
+        """The client has read a Channel.Flow; nothing here waits for it, but tests do."""
+        self.flow_oks_due = max(0, self.flow_oks_due - 1)
 
     # Transactions.
 

@@ -108,6 +108,7 @@ class ChannelSnapshot:
         confirms: whether it is in confirm mode.
         flowed: whether it has been told not to publish.
         blocked_by: names of the queues that flow it, the oldest first; ``"operator"`` for the operator's hold.
+        flow_ok: whether the client has answered every ``Channel.Flow``, which some libraries never do.
         times_flowed: how often it went from unflowed to flowed.
         flowed_seconds: seconds flowed so far, the present time included.
         published: messages so far.
@@ -127,6 +128,7 @@ class ChannelSnapshot:
     confirms: bool
     flowed: bool
     blocked_by: tuple[str, ...]
+    flow_ok: bool
     times_flowed: int
     flowed_seconds: float
     published: int
@@ -233,6 +235,7 @@ def channel_snapshot(channel: Channel) -> ChannelSnapshot:
         confirms=channel.confirms is not None,
         flowed=channel.is_blocked,
         blocked_by=tuple(controller.name for controller in channel.blocking),
+        flow_ok=not channel.flow_oks_due,
         times_flowed=channel.times_flowed,
         flowed_seconds=channel.flowed_seconds,
         published=channel.published,

@@ -3,6 +3,8 @@ from __future__ import annotations
 import pytest
 from pamqp import commands
 
+from qflow_client.broker.snapshots import channel_snapshot
+
 STOP_2 = {"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 2}
 
 
@@ -69,6 +71,20 @@ def test_one_flow_frame_for_each_transition(world):
     assert flows(client) == [True]
     client.send(1, commands.Channel.FlowOk(active=True))
     assert client.received() == []
+
+
+def test_it_is_known_whether_the_client_has_answered_every_flow(world):
+    client = world.client().channel()
+    client.declare(arguments=STOP_2)
+    channel = client.session.channels[1]
+    client.send(1, commands.Channel.FlowOk(active=True))
+    assert channel_snapshot(channel).flow_ok
+    for _ in range(3):
+        client.publish()
+    world.queue().purge()
+    for answers in (False, False, True):
+        assert channel_snapshot(channel).flow_ok is answers
+        client.send(1, commands.Channel.FlowOk(active=answers))
 
 
 def test_J4_a_channel_blocked_by_two_queues_stays_flowed_until_both_have_drained(world):
