@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -248,22 +248,24 @@ def unused_url() -> str:
         return broker.url
 
 
-def start(broker: Broker, *arguments: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "qflow_client.cli", "send", "-u", broker.url, "-k", "orders", "--json", *arguments],
+def start(broker: Broker, records: bytes) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+    """A run that has sent some records and waits for more, and where to write them."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "qflow_client.cli", "send", "-u", broker.url, "-k", "orders", "--json"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
+    assert process.stdin is not None
+    process.stdin.write(records)
+    process.stdin.flush()
+    broker.wait_until(lambda b: b.queue("orders").depth == records.count(b"\n"))
+    return process, process.stdin
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted_while_it_reads_it_says_how_far_it_got(broker: Broker, number: signal.Signals, code: int) -> None:
-    process = start(broker)
-    assert process.stdin is not None
-    process.stdin.write(b"one\ntwo\n")
-    process.stdin.flush()
-    broker.wait_until(lambda b: b.queue("orders").depth == 2)
+    process, _ = start(broker, b"one\ntwo\n")
     process.send_signal(number)
     out, err = process.communicate(timeout=20)
     assert process.returncode == code
@@ -273,15 +275,11 @@ def test_interrupted_while_it_reads_it_says_how_far_it_got(broker: Broker, numbe
 
 
 def test_interrupted_while_it_is_flowed_it_ends_soon_and_sends_nothing_more(broker: Broker) -> None:
-    process = start(broker)
-    assert process.stdin is not None
-    process.stdin.write(b"one\n")
-    process.stdin.flush()
-    broker.wait_until(lambda b: b.queue("orders").depth == 1)
+    process, stdin = start(broker, b"one\n")
     broker.flow(False)
     broker.wait_until(lambda b: all(channel.flow_ok for channel in b.producers()))
-    process.stdin.write(b"two\n" * 1000)
-    process.stdin.flush()
+    stdin.write(b"two\n" * 1000)
+    stdin.flush()
     process.send_signal(signal.SIGINT)
     out, _err = process.communicate(timeout=20)
     assert process.returncode == 130
@@ -292,11 +290,8 @@ def test_interrupted_while_it_is_flowed_it_ends_soon_and_sends_nothing_more(brok
 
 def test_interrupted_while_it_waits_for_confirms_it_says_that_their_outcome_is_unknown(broker: Broker) -> None:
     broker.withhold_confirms()
-    process = start(broker)
-    assert process.stdin is not None
-    process.stdin.write(b"one\ntwo\n")
-    process.stdin.close()
-    broker.wait_until(lambda b: b.queue("orders").depth == 2)
+    process, stdin = start(broker, b"one\ntwo\n")
+    stdin.close()
     process.send_signal(signal.SIGTERM)
     process.wait(timeout=20)
     assert process.returncode == 143
@@ -310,11 +305,7 @@ def test_interrupted_while_it_waits_for_confirms_it_says_that_their_outcome_is_u
 
 
 def test_a_lost_connection_ends_the_run_and_says_how_far_it_got(broker: Broker) -> None:
-    process = start(broker)
-    assert process.stdin is not None
-    process.stdin.write(b"one\n")
-    process.stdin.flush()
-    broker.wait_until(lambda b: b.queue("orders").depth == 1)
+    process, _ = start(broker, b"one\n")
     broker.drop_connections()
     out, err = process.communicate(b"two\nthree\n", timeout=20)
     assert process.returncode == 1

@@ -2,35 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from qflow_client.broker.arguments import QueueLimits
-from qflow_client.broker.message import StoredMessage, Target
 from qflow_client.broker.queue import Completion, Queue
-from qflow_client.broker.settings import BrokerSettings
-from qflow_client.broker.wire import encode_header
-from qflow_client.flow import FlowSource
 
-TARGET = Target("", "q")
-
-
-def message(size=1):
-    return StoredMessage(TARGET, encode_header(size, None), b"x" * size)
-
-
-def make_queue(arguments=None, **settings):
-    limits = QueueLimits.from_arguments("q", arguments or {}, BrokerSettings(**settings))
-    return Queue("q", limits, clock=lambda: 0.0)
-
-
-class Publisher(FlowSource):
-    def __init__(self, name="publisher"):
-        super().__init__(name)
-        self.told = []
-
-    def on_blocked(self):
-        self.told.append(False)
-
-    def on_unblocked(self):
-        self.told.append(True)
+from .tools import Publisher, make_queue, message
 
 
 class Taker:
@@ -264,22 +238,16 @@ def test_J6_a_delivery_and_a_requeue_do_not_change_the_depth():
     assert publisher.told == [False]
 
 
-def test_enforcement_completion_flows_nobody():
+@pytest.mark.parametrize(
+    ("enforcement", "told", "holds"), [("completion", [], 1), ("channel_flow", [False], 0), ("both", [False], 1)]
+)
+def test_enforcement_says_whether_publishers_are_flowed_and_whether_confirms_are_held(enforcement, told, holds):
     publisher = Publisher()
     completion = Completion(1, print)
-    queue = make_queue({"qpid.flow_stop_count": 1, "x-qflow-enforcement": "completion"})
+    queue = make_queue({"qpid.flow_stop_count": 1, "x-qflow-enforcement": enforcement})
     fill(queue, [1], publisher)
     queue.enqueue(message(), publisher, completion)
-    assert (publisher.told, completion.holds) == ([], 1)
-
-
-def test_enforcement_channel_flow_holds_no_confirm():
-    publisher = Publisher()
-    completion = Completion(1, print)
-    queue = make_queue({"qpid.flow_stop_count": 1, "x-qflow-enforcement": "channel_flow"})
-    fill(queue, [1], publisher)
-    queue.enqueue(message(), publisher, completion)
-    assert (publisher.told, completion.holds) == ([False], 0)
+    assert (publisher.told, completion.holds) == (told, holds)
 
 
 def test_C5_a_completion_says_nothing_before_every_destination_has_the_message():
