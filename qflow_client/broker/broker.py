@@ -58,6 +58,7 @@ class Broker:
     """
 
     def __init__(self, **options: Unpack[BrokerOptions]) -> None:
+        #: What it was given, and the defaults.
         self.settings = BrokerSettings(**cast(dict[str, Any], options))
         self._host = VirtualHost(self.settings)
         self._controls = Controls()
@@ -198,6 +199,9 @@ class Broker:
     def queue(self, name: str) -> QueueSnapshot:
         """A queue at this moment.
 
+        Args:
+            name: of the queue.
+
         Raises:
             ChannelException: 404; there is none.
         """
@@ -221,6 +225,9 @@ class Broker:
 
     def messages(self, queue: str) -> tuple[BrokerMessage, ...]:
         """Copies of all messages in a queue, ready and unacked, in its order.
+
+        Args:
+            queue: its name.
 
         Raises:
             ChannelException: 404; there is no such queue.
@@ -316,6 +323,9 @@ class Broker:
             durable: as in ``Queue.Declare``.
             auto_delete: as in ``Queue.Declare``.
 
+        Returns:
+            The queue as it is now.
+
         Raises:
             ChannelException: 406; it exists otherwise, or arguments are refused.
         """
@@ -329,6 +339,9 @@ class Broker:
     def delete_queue(self, name: str) -> int:
         """Delete a queue.
 
+        Args:
+            name: of the queue.
+
         Returns:
             How many messages were ready in it.
 
@@ -340,6 +353,9 @@ class Broker:
     def purge(self, queue: str) -> int:
         """Remove the ready messages of a queue.
 
+        Args:
+            queue: its name.
+
         Returns:
             How many there were.
 
@@ -349,7 +365,13 @@ class Broker:
         return self._call(lambda: self._host.queue(queue).purge(), changes=True)
 
     def get(self, queue: str) -> BrokerMessage | None:
-        """Take one message from a queue; ``None`` if none is ready.
+        """Take one message from a queue; it has left the queue then.
+
+        Args:
+            queue: its name.
+
+        Returns:
+            The message; ``None`` if none is ready.
 
         Raises:
             ChannelException: 404; there is no such queue.
@@ -371,18 +393,23 @@ class Broker:
     ) -> int:
         """Publish a message from inside the broker, which no flow state holds.
 
+        It returns when the message is in its queues.
+
         Args:
             body: the content.
             routing_key: the queue's name for the default exchange.
             exchange: where to.
-            properties: the basic properties.
+            properties: the basic properties; ``None`` for none.
 
         Returns:
             In how many queues it is now.
 
         Raises:
-            ChannelException: 404; there is no such exchange. 506; a queue is full.
+            ChannelException: 404; there is no such exchange. 506; a queue refuses it.
+            TypeError: a body that is not bytes.
         """
+        if not isinstance(body, bytes):
+            raise TypeError(f"body must be bytes, not {type(body).__name__}: {body!r:.40}")
         return self._call(lambda: self._host.publish(exchange, routing_key, body, properties), changes=True)
 
     # Steering.

@@ -75,6 +75,8 @@ def test_queues_and_messages_can_be_handled_without_a_connection(broker):
     with pytest.raises(ChannelException, match="no queue 'q'") as caught:
         broker.queue("q")
     assert caught.value.code == 404
+    with pytest.raises(TypeError, match="body must be bytes, not str: 'text'"):
+        broker.publish("text", "q")
     with pytest.raises(ChannelException, match=r"qpid\.max_count='x'"):
         broker.declare_queue("q", arguments={"qpid.max_count": "x"})
 
