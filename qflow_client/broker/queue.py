@@ -232,7 +232,7 @@ class Queue:
             self.peak_size = self.size
         entry = QueueEntry(self, message, self._sequence)
         self.ready.append(entry)
-        if self.withheld is not None and completion is not None:
+        if completion is not None and self.withheld is not None:
             self.withheld.append(completion)
             completion.holds += 1
         if self.flows:
