@@ -234,7 +234,8 @@ def channel_snapshot(channel: Channel) -> ChannelSnapshot:
         is_producer=channel.is_producer,
         confirms=channel.confirms is not None,
         flowed=channel.is_blocked,
-        blocked_by=tuple(controller.name for controller in channel.blocking),
+        # Each family of a queue's marks blocks for itself.
+        blocked_by=tuple(dict.fromkeys(controller.name for controller in channel.blocking)),
         flow_ok=not channel.flow_oks_due,
         times_flowed=channel.times_flowed,
         flowed_seconds=channel.flowed_seconds,

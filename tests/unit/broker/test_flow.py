@@ -102,6 +102,16 @@ def test_J4_a_channel_blocked_by_two_queues_stays_flowed_until_both_have_drained
     assert flows(client) == [True]
 
 
+def test_J4_a_queue_that_blocks_by_both_families_of_marks_is_named_once(world):
+    client = world.client().channel()
+    client.declare(arguments={**STOP_2, "x-qpid-capacity": 2})
+    for _ in range(3):
+        client.publish()
+    channel = client.session.channels[1]
+    assert len(channel.blocking) == 2
+    assert channel_snapshot(channel).blocked_by == ("q",)
+
+
 def test_J4_one_message_to_two_queues_gives_one_flow_frame(world):
     client = world.client().channel()
     for name in ("a", "b"):
