@@ -119,7 +119,7 @@ def change(chance, pieces):
         case 3:
             pieces.insert(at, chance.randbytes(chance.randrange(1, 40)))
         case 4:
-            pieces[at] = piece[: chance.randrange(len(piece))]
+            pieces[at] = piece[: chance.randrange(len(piece) + 1)]
         case 5:
             pieces[at] = piece[:1] + struct.pack(">H", chance.choice([0, 1, 2, 3, 65535])) + piece[3:]
         case 6 if inside:
