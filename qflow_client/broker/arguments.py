@@ -32,6 +32,7 @@ _Choice = TypeVar("_Choice", bound=Enum)
 class PolicyType(StrEnum):
     """What a queue does at its maximum (Qpid C++'s ``qpid.policy_type``)."""
 
+    #: Refuse the new message.
     REJECT = "reject"
     #: Drop the oldest message.
     RING = "ring"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack, cast
+from typing import Any, Protocol, Self, TypeVar, Unpack, cast
 from urllib.parse import quote
 
 import pamqp.commands
@@ -18,12 +18,29 @@ from qflow_client.broker.controls import Controls
 from qflow_client.broker.errors import ReplyCode
 from qflow_client.broker.server import Server
 from qflow_client.broker.settings import BrokerOptions, BrokerSettings
-from qflow_client.broker.snapshots import BrokerMessage, ChannelSnapshot, ConnectionSnapshot, QueueSnapshot
+from qflow_client.broker.snapshots import (
+    BrokerMessage,
+    ChannelSnapshot,
+    ConnectionSnapshot,
+    QueueSnapshot,
+    channel_snapshot,
+    connection_snapshot,
+    message_copy,
+    queue_snapshot,
+)
 from qflow_client.broker.virtualhost import VirtualHost
 
 __all__ = ["Broker"]
 
 _Result = TypeVar("_Result")
+
+
+class _HasName(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+_Named = TypeVar("_Named", bound=_HasName)
 
 
 class Broker:
@@ -41,14 +58,17 @@ class Broker:
     """
 
     def __init__(self, **options: Unpack[BrokerOptions]) -> None:
+        #: What it was given, and the defaults.
         self.settings = BrokerSettings(**cast(dict[str, Any], options))
         self._host = VirtualHost(self.settings)
         self._controls = Controls()
         self._server = Server(self.settings, self._host, self._controls, self._on_change)
         self._port: int | None = None
-        # The loop it runs on, and the thread of that loop; None before and after.
+        # The loop it runs on, and the thread of that loop; None before and after. Held: no call comes to the loop while
+        # it is being taken away, or that call would be waited for without end.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
+        self._loop_lock = threading.RLock()
         # Only set in `with`: the thread that runs the loop.
         self._thread: threading.Thread | None = None
         # Only set in `with`: done when that thread may end.
@@ -115,7 +135,8 @@ class Broker:
 
     async def _stop(self) -> None:
         await self._server.stop()
-        self._loop = None
+        with self._loop_lock:
+            self._loop = None
         self._on_change()
         if self._stopped is not None:
             self._stopped.set_result(None)
@@ -145,12 +166,6 @@ class Broker:
 
     def _call(self, function: Callable[[], _Result], *, changes: bool = False) -> _Result:
         """Run something on the broker's loop; here and now if this is it, or if there is none."""
-        loop = self._loop
-        if loop is None or threading.get_ident() == self._loop_thread:
-            result = function()
-            if changes:
-                self._server.touch()
-            return result
         done: Future[_Result] = Future()
 
         def run() -> None:
@@ -163,11 +178,12 @@ class Broker:
                     self._server.touch()
                 done.set_result(result)
 
-        try:
-            loop.call_soon_threadsafe(run)
-        except RuntimeError:
-            # The loop was closed in between; nothing else touches the state any more.
-            return function()
+        with self._loop_lock:
+            loop = self._loop if threading.get_ident() != self._loop_thread else None
+            if loop is not None:
+                loop.call_soon_threadsafe(run)
+        if loop is None:
+            run()
         return done.result()
 
     def _on_change(self) -> None:
@@ -183,22 +199,25 @@ class Broker:
     def queue(self, name: str) -> QueueSnapshot:
         """A queue at this moment.
 
+        Args:
+            name: of the queue.
+
         Raises:
             ChannelException: 404; there is none.
         """
-        return self._call(lambda: QueueSnapshot.of(self._host.queue(name)))
+        return self._call(lambda: queue_snapshot(self._host.queue(name)))
 
     def queues(self) -> tuple[QueueSnapshot, ...]:
         """All queues at this moment, in the order in which they were made."""
-        return self._call(lambda: tuple(QueueSnapshot.of(queue) for queue in self._host.queues.values()))
+        return self._call(lambda: tuple(queue_snapshot(queue) for queue in self._host.queues.values()))
 
     def connections(self) -> tuple[ConnectionSnapshot, ...]:
         """All connections at this moment, oldest first."""
-        return self._call(lambda: tuple(ConnectionSnapshot.of(session) for session in self._server.sessions))
+        return self._call(lambda: tuple(connection_snapshot(session) for session in self._server.sessions))
 
     def channels(self) -> tuple[ChannelSnapshot, ...]:
         """All open channels at this moment: who is flowed, by which queues, how often, for how long."""
-        return self._call(lambda: tuple(ChannelSnapshot.of(channel) for channel in self._channels()))
+        return self._call(lambda: tuple(channel_snapshot(channel) for channel in self._channels()))
 
     def producers(self) -> tuple[ChannelSnapshot, ...]:
         """The channels that publish, or said that they will by selecting confirms or transactions."""
@@ -207,10 +226,13 @@ class Broker:
     def messages(self, queue: str) -> tuple[BrokerMessage, ...]:
         """Copies of all messages in a queue, ready and unacked, in its order.
 
+        Args:
+            queue: its name.
+
         Raises:
             ChannelException: 404; there is no such queue.
         """
-        return self._call(lambda: tuple(BrokerMessage.of(entry) for entry in self._host.queue(queue).oldest_first()))
+        return self._call(lambda: tuple(message_copy(entry) for entry in self._host.queue(queue).oldest_first()))
 
     def _channels(self) -> list[Channel]:
         return [
@@ -243,15 +265,14 @@ class Broker:
                 version = self._version
             if predicate(self):
                 return
-            with self._changed:
-                while self._version == version:
-                    left = end - time.monotonic()
-                    if left <= 0:
-                        break
-                    self._changed.wait(left)
-                else:
-                    continue
-            raise TimeoutError(self._not_reached(timeout))
+            if not self._await_change(version, end):
+                raise TimeoutError(self._not_reached(timeout))
+
+    def _await_change(self, version: int, end: float) -> bool:
+        """Wait until anything has happened since a version; ``False`` if it is `end` first, or already."""
+        with self._changed:
+            left = end - time.monotonic()
+            return left > 0 and self._changed.wait_for(lambda: self._version != version, left)
 
     async def wait_until_async(self, predicate: Callable[[Broker], object], timeout: float = 10.0) -> None:
         """`wait_until` for the loop that the broker runs on, or any other.
@@ -302,18 +323,24 @@ class Broker:
             durable: as in ``Queue.Declare``.
             auto_delete: as in ``Queue.Declare``.
 
+        Returns:
+            The queue as it is now.
+
         Raises:
             ChannelException: 406; it exists otherwise, or arguments are refused.
         """
 
         def declare() -> QueueSnapshot:
             queue = self._host.declare_queue(name, durable=durable, auto_delete=auto_delete, arguments=arguments)
-            return QueueSnapshot.of(queue)
+            return queue_snapshot(queue)
 
         return self._call(declare, changes=True)
 
     def delete_queue(self, name: str) -> int:
         """Delete a queue.
+
+        Args:
+            name: of the queue.
 
         Returns:
             How many messages were ready in it.
@@ -326,6 +353,9 @@ class Broker:
     def purge(self, queue: str) -> int:
         """Remove the ready messages of a queue.
 
+        Args:
+            queue: its name.
+
         Returns:
             How many there were.
 
@@ -335,7 +365,13 @@ class Broker:
         return self._call(lambda: self._host.queue(queue).purge(), changes=True)
 
     def get(self, queue: str) -> BrokerMessage | None:
-        """Take one message from a queue; ``None`` if none is ready.
+        """Take one message from a queue; it has left the queue then.
+
+        Args:
+            queue: its name.
+
+        Returns:
+            The message; ``None`` if none is ready.
 
         Raises:
             ChannelException: 404; there is no such queue.
@@ -343,7 +379,7 @@ class Broker:
 
         def get() -> BrokerMessage | None:
             entry = self._host.queue(queue).take(no_ack=True)
-            return BrokerMessage.of(entry) if entry is not None else None
+            return message_copy(entry) if entry is not None else None
 
         return self._call(get, changes=True)
 
@@ -357,24 +393,41 @@ class Broker:
     ) -> int:
         """Publish a message from inside the broker, which no flow state holds.
 
+        It returns when the message is in its queues.
+
         Args:
             body: the content.
             routing_key: the queue's name for the default exchange.
             exchange: where to.
-            properties: the basic properties.
+            properties: the basic properties; ``None`` for none.
 
         Returns:
             In how many queues it is now.
 
         Raises:
-            ChannelException: 404; there is no such exchange. 506; a queue is full.
+            ChannelException: 404; there is no such exchange. 506; a queue refuses it.
+            TypeError: a body that is not bytes.
         """
+        if not isinstance(body, bytes):
+            raise TypeError(f"body must be bytes, not {type(body).__name__}: {body!r:.40}")
         return self._call(lambda: self._host.publish(exchange, routing_key, body, properties), changes=True)
 
     # Steering.
 
+    @staticmethod
+    def _named(what: str, found: Iterable[_Named], name: str | None) -> list[_Named]:
+        """Those with a name, or all; there must be one with that name."""
+        found = list(found)
+        picked = [each for each in found if name is None or each.name == name]
+        if name is not None and not picked:
+            names = ", ".join(each.name for each in found) or "none"
+            raise LookupError(f"there is no {what} {name!r}; there are: {names}")
+        return picked
+
     def flow(self, active: bool, channel: str | None = None) -> None:
         """Stop or start producers, as an operator (D5); queues go on holding whom they hold.
+
+        Returns before the clients have read it.
 
         Args:
             active: ``False`` flows, ``True`` lets go.
@@ -388,11 +441,7 @@ class Broker:
         def change() -> None:
             if channel is None:
                 self._controls.producers_stopped = not active
-            found = [each for each in self._channels() if channel is None or each.name == channel]
-            if channel is not None and not found:
-                names = ", ".join(each.name for each in self._channels()) or "none"
-                raise LookupError(f"there is no channel {channel!r}; there are: {names}")
-            for each in found:
+            for each in self._named("channel", self._channels(), channel):
                 if active:
                     each.unblock(self._controls.operator)
                 elif channel is not None or each.is_producer:
@@ -400,85 +449,165 @@ class Broker:
 
         self._call(change, changes=True)
 
-    def block(self, reason: str = "blocked by the operator") -> None:
-        """Send ``Connection.Blocked`` to every client that announced it understands, and to those that come later.
+    def block(self, reason: str = "blocked by the operator", connection: str | None = None) -> None:
+        """Send ``Connection.Blocked`` to clients that announced they understand.
 
         It is a notice only: the broker goes on taking what is published.
+
+        Args:
+            reason: for the client.
+            connection: the name of one connection; ``None`` for all, and those that come later.
+
+        Raises:
+            LookupError: there is no such connection.
         """
 
         def change() -> None:
-            self._controls.blocked = reason
-            for session in self._server.sessions:
+            if connection is None:
+                self._controls.blocked = reason
+            for session in self._named("connection", self._server.sessions, connection):
                 session.block(reason)
 
         self._call(change, changes=True)
 
-    def unblock(self) -> None:
-        """Take `block` back."""
+    def unblock(self, connection: str | None = None) -> None:
+        """Take `block` back.
+
+        Args:
+            connection: the name of one connection; ``None`` for all.
+
+        Raises:
+            LookupError: there is no such connection.
+        """
 
         def change() -> None:
-            self._controls.blocked = None
-            for session in self._server.sessions:
+            if connection is None:
+                self._controls.blocked = None
+            for session in self._named("connection", self._server.sessions, connection):
                 session.unblock()
 
         self._call(change, changes=True)
 
-    def withhold_confirms(self) -> None:
-        """Keep all acks of publishes back from now on; the messages are enqueued all the same."""
+    def withhold_confirms(self, queue: str | None = None) -> None:
+        """Keep all acks of publishes back from now on; the messages are enqueued all the same.
+
+        Args:
+            queue: only of messages that go to this queue; ``None`` for all.
+
+        Raises:
+            ChannelException: 404; there is no such queue.
+        """
 
         def change() -> None:
-            self._controls.withhold_confirms = True
+            if queue is None:
+                self._controls.withhold_confirms = True
+            else:
+                found = self._host.queue(queue)
+                if found.withheld is None:
+                    found.withheld = []
+                self._host.version += 1
 
         self._call(change, changes=True)
 
-    def release_confirms(self) -> None:
-        """Send the acks that were kept back, and go on sending them."""
+    def release_confirms(self, queue: str | None = None) -> None:
+        """Send the acks that were kept back, and go on sending them.
+
+        Args:
+            queue: only of messages that went to this queue; ``None`` for all, those kept for one queue too.
+
+        Raises:
+            ChannelException: 404; there is no such queue.
+        """
 
         def change() -> None:
-            self._controls.withhold_confirms = False
-            for session in self._server.sessions:
-                session.announce_confirms()
+            for each in self._host.queues.values() if queue is None else (self._host.queue(queue),):
+                each.release_withheld()
+            self._host.version += 1
+            if queue is None:
+                self._controls.withhold_confirms = False
+                for session in self._server.sessions:
+                    session.announce_confirms()
 
         self._call(change, changes=True)
 
-    def nack_publishes(self, on: bool = True) -> None:
-        """Refuse every publish while on: ``Basic.Nack`` in confirm mode, otherwise the channel is closed with 506."""
+    def nack_publishes(self, on: bool = True, queue: str | None = None) -> None:
+        """Refuse publishes while on: ``Basic.Nack`` in confirm mode, otherwise the channel is closed with 506.
+
+        Args:
+            on: ``False`` takes them again.
+            queue: only what goes to this queue; ``None`` for everything, and ``False`` then lifts it for every queue.
+
+        Raises:
+            ChannelException: 404; there is no such queue.
+        """
 
         def change() -> None:
-            self._controls.nack_publishes = on
+            if queue is None:
+                self._controls.nack_publishes = on
+            for each in self._host.queues.values() if queue is None else (self._host.queue(queue),):
+                each.is_refusing = on and queue is not None
+            self._host.version += 1
 
         self._call(change, changes=True)
 
-    def close_channels(self, code: int = ReplyCode.PRECONDITION_FAILED, text: str = "closed by the operator") -> None:
-        """Close all channels.
+    def close_channels(
+        self,
+        code: int = ReplyCode.PRECONDITION_FAILED,
+        text: str = "closed by the operator",
+        channel: str | None = None,
+    ) -> None:
+        """Close channels with ``Channel.Close``.
 
         Args:
             code: the reply code.
             text: the reply text.
+            channel: the name of one channel; ``None`` for all.
+
+        Raises:
+            LookupError: there is no such channel.
         """
 
         def change() -> None:
-            for channel in self._channels():
-                channel.fail(code, text)
+            for each in self._named("channel", self._channels(), channel):
+                each.fail(code, text)
 
         self._call(change, changes=True)
 
     def close_connections(
-        self, code: int = ReplyCode.CONNECTION_FORCED, text: str = "CONNECTION_FORCED - closed by the operator"
+        self,
+        code: int = ReplyCode.CONNECTION_FORCED,
+        text: str = "CONNECTION_FORCED - closed by the operator",
+        connection: str | None = None,
     ) -> None:
-        """Close all connections with ``Connection.Close``.
+        """Close connections with ``Connection.Close``.
 
         Args:
             code: the reply code.
             text: the reply text.
+            connection: the name of one connection; ``None`` for all.
+
+        Raises:
+            LookupError: there is no such connection.
         """
 
         def change() -> None:
-            for session in self._server.sessions:
+            for session in self._named("connection", self._server.sessions, connection):
                 session.fail(code, text, self._server.clock())
 
         self._call(change, changes=True)
 
-    def drop_connections(self) -> None:
-        """Cut all connections without a word, as a crash would."""
-        self._call(self._server.abort_connections, changes=True)
+    def drop_connections(self, connection: str | None = None) -> None:
+        """Cut connections without a word, as a crash would.
+
+        Args:
+            connection: the name of one connection; ``None`` for all.
+
+        Raises:
+            LookupError: there is no such connection.
+        """
+
+        def change() -> None:
+            for each in self._named("connection", tuple(self._server.connections), connection):
+                each.abort()
+
+        self._call(change, changes=True)

@@ -79,6 +79,8 @@ class Channel(FlowSource):
         self.flowed_since: float | None = None
         self.times_flowed = 0
         self._flowed_seconds = 0.0
+        # How many Channel.Flow the client has not answered.
+        self.flow_oks_due = 0
 
     # Frames.
 
@@ -259,14 +261,18 @@ class Channel(FlowSource):
         if not self.is_closing:
             self.times_flowed += 1
             self.flowed_since = self.host.clock()
-            self._reply(commands.Channel.Flow(active=False))
+            self._send_flow(active=False)
 
     def on_unblocked(self) -> None:
         """The last hold is gone: one Channel.Flow."""
         if not self.is_closing:
             self._flowed_seconds = self.flowed_seconds
             self.flowed_since = None
-            self._reply(commands.Channel.Flow(active=True))
+            self._send_flow(active=True)
+
+    def _send_flow(self, *, active: bool) -> None:
+        self.flow_oks_due += 1
+        self._reply(commands.Channel.Flow(active=active))
 
     @property
     def flowed_seconds(self) -> float:
@@ -276,7 +282,8 @@ class Channel(FlowSource):
         return self._flowed_seconds + self.host.clock() - self.flowed_since
 
     def _flow_ok(self, method: commands.Channel.FlowOk) -> None:
-        """The client has read a Channel.Flow; nothing here waits for it."""
+        """The client has read a Channel.Flow; nothing here waits for it, but tests do."""
+        self.flow_oks_due = max(0, self.flow_oks_due - 1)
 
     # Transactions.
 
@@ -494,15 +501,23 @@ class Channel(FlowSource):
         back: list[Delivery] = []
         for delivery in deliveries:
             (here if not requeue and self._is_served(delivery) else back).append(delivery)
-        self._apply(back, acked=False, requeue=True)
         for delivery in here:
-            delivery.entry.redelivered = True
+            entry = delivery.entry
+            entry.redelivered = True
+            entry.queue.delivered += 1
             assert delivery.consumer is not None
-            delivery.consumer.deliver(delivery.entry)
+            delivery.consumer.deliver(entry)
+        self._apply(back, acked=False, requeue=True)
 
     def _is_served(self, delivery: Delivery) -> bool:
+        """Whether a delivery can be repeated to its consumer: not to one that is gone, or wants none now."""
         consumer = delivery.consumer
-        return consumer is not None and self.consumers.get(consumer.tag) is consumer and not delivery.entry.is_gone
+        return (
+            consumer is not None
+            and self.consumers.get(consumer.tag) is consumer
+            and consumer.can_take
+            and not delivery.entry.is_gone
+        )
 
     # The end.
 
@@ -524,9 +539,9 @@ class Channel(FlowSource):
         """
         if self.is_closing:
             return
-        self.end()
         raw = text.encode()[:255].decode(errors="ignore").encode()
         payload = b"\0\x14\0\x28" + code.to_bytes(2, "big") + bytes((len(raw),)) + raw + cause
+        self.end()
         self.session.write(frame(METHOD_FRAME, self.number, payload))
 
     def end(self) -> None:

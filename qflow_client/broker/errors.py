@@ -46,7 +46,9 @@ class AmqpError(Exception):
 
     def __init__(self, code: ReplyCode, text: str) -> None:
         super().__init__(text)
+        #: The reply code.
         self.code = code
+        #: What went wrong and the way out, without the code's name.
         self.text = text
 
     @property

@@ -44,13 +44,13 @@ def _exchange_delete(channel: Channel, method: Any) -> None:
 
 
 def _exchange_bind(channel: Channel, method: Any) -> None:
-    destination = channel.host.exchange(method.destination)
+    destination = channel.host.bindable_exchange(method.destination)
     channel.host.bind(destination, method.source, method.routing_key, method.arguments)
     _reply(channel, method, commands.Exchange.BindOk)
 
 
 def _exchange_unbind(channel: Channel, method: Any) -> None:
-    destination = channel.host.exchange(method.destination)
+    destination = channel.host.bindable_exchange(method.destination)
     channel.host.unbind(destination, method.source, method.routing_key, method.arguments)
     _reply(channel, method, commands.Exchange.UnbindOk)
 
@@ -86,17 +86,21 @@ def named_queue(channel: Channel, name: str) -> Queue:
     return channel.host.queue(name, channel.session)
 
 
+def _binding_key(queue: Queue, method: Any) -> str:
+    # The standard: with neither queue nor routing key, the queue's name is the routing key.
+    key: str = method.routing_key
+    return key if method.queue or key else queue.name
+
+
 def _queue_bind(channel: Channel, method: Any) -> None:
     queue = named_queue(channel, method.queue)
-    # The standard: with neither queue nor routing key, the queue's name is the routing key.
-    key = method.routing_key if method.queue or method.routing_key else queue.name
-    channel.host.bind(queue, method.exchange, key, method.arguments)
+    channel.host.bind(queue, method.exchange, _binding_key(queue, method), method.arguments)
     _reply(channel, method, commands.Queue.BindOk)
 
 
 def _queue_unbind(channel: Channel, method: Any) -> None:
     queue = named_queue(channel, method.queue)
-    channel.host.unbind(queue, method.exchange, method.routing_key, method.arguments)
+    channel.host.unbind(queue, method.exchange, _binding_key(queue, method), method.arguments)
     channel.session.write(wire.method(channel.number, commands.Queue.UnbindOk()))
 
 

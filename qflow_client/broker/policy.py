@@ -17,8 +17,11 @@ class FullPolicy(Protocol):
     gets it. `make_room` comes just before the enqueue.
     """
 
-    def refusal(self, queue: Queue, size: int, count: int = 1) -> str | None:
-        """Why `count` more messages of together `size` body bytes may not enter; ``None`` if they may."""
+    def refusal(self, queue: Queue, size: int, count: int, largest: int) -> str | None:
+        """Why `count` more messages of together `size` body bytes may not enter; ``None`` if they may.
+
+        With what leaves at the same time counted against them; `largest` is the size of the largest that enters.
+        """
 
     def make_room(self, queue: Queue, size: int) -> None:
         """Do what it takes to let a message of `size` body bytes in, which was not refused."""
@@ -46,7 +49,7 @@ class Reject:
         self.max_count = max_count
         self.max_size = max_size
 
-    def refusal(self, queue: Queue, size: int, count: int = 1) -> str | None:
+    def refusal(self, queue: Queue, size: int, count: int, largest: int) -> str | None:
         return _beyond(queue, count, size, self.max_count, self.max_size)
 
     def make_room(self, queue: Queue, size: int) -> None:
@@ -69,9 +72,9 @@ class Ring:
         self.max_size = max_size
         self.strict = strict
 
-    def refusal(self, queue: Queue, size: int, count: int = 1) -> str | None:
-        if self.max_size and size > self.max_size and count == 1:
-            return f"a message of {size} bytes is larger than queue '{queue.name}', which holds {self.max_size}"
+    def refusal(self, queue: Queue, size: int, count: int, largest: int) -> str | None:
+        if 0 < self.max_size < largest:
+            return f"a message of {largest} bytes is larger than queue '{queue.name}', which holds {self.max_size}"
         if self.strict and _beyond(queue, count, size, self.max_count, self.max_size) is not None:
             # As many of the oldest as must go, and none of them may be with a consumer.
             excess_count = queue.depth + count - self.max_count if self.max_count else 0

@@ -152,8 +152,9 @@ class Queue:
         self.policy = limits.full_policy
         # One controller for each family of marks.
         self.flows = tuple(QueueFlow(thresholds, name) for thresholds in limits.thresholds)
-        # Whether publishing here needs more than an append.
-        self.is_watched = bool(self.flows) or self.policy is not None
+        # What an operator has set: every message is refused; confirms are kept here until told otherwise, None if not.
+        self.is_refusing = False
+        self.withheld: list[Completion] | None = None
         # Whether messages here can have their confirms held.
         self.holds_completions = bool(self.flows) and limits.enforcement.delays_completion
         self._flows_channels = limits.enforcement.flows_channels
@@ -189,9 +190,24 @@ class Queue:
 
     # What goes in.
 
-    def refusal(self, size: int, count: int = 1) -> str | None:
-        """Why `count` messages of together `size` body bytes may not enter now; ``None`` if they may."""
-        return self.policy.refusal(self, size, count) if self.policy is not None else None
+    @property
+    def is_watched(self) -> bool:
+        """Whether publishing here needs more than an append."""
+        return bool(self.flows) or self.policy is not None or self.is_refusing or self.withheld is not None
+
+    def refusal(self, size: int, count: int = 1, largest: int | None = None) -> str | None:
+        """Why messages may not enter now; ``None`` if they may.
+
+        Args:
+            size: body bytes of all of them.
+            count: how many.
+            largest: body bytes of the largest; `size` unless given.
+        """
+        if self.is_refusing:
+            return f"queue '{self.name}' refuses every message now"
+        if self.policy is None:
+            return None
+        return self.policy.refusal(self, size, count, size if largest is None else largest)
 
     def enqueue(
         self, message: StoredMessage, source: FlowSource | None = None, completion: Completion | None = None
@@ -216,6 +232,9 @@ class Queue:
             self.peak_size = self.size
         entry = QueueEntry(self, message, self._sequence)
         self.ready.append(entry)
+        if completion is not None and self.withheld is not None:
+            self.withheld.append(completion)
+            completion.holds += 1
         if self.flows:
             self._check(entry, source, completion)
 
@@ -264,6 +283,12 @@ class Queue:
             flow.release(size)
             if flow.held and not flow.depth.on:
                 self._release_held(flow)
+
+    def release_withheld(self) -> None:
+        """Let go of the confirms that an operator had withheld."""
+        withheld, self.withheld = self.withheld, None
+        for completion in withheld or ():
+            completion.release()
 
     @staticmethod
     def _release_held(flow: QueueFlow) -> None:
@@ -369,6 +394,7 @@ class Queue:
         """
         self.is_deleted = True
         count = self.purge()
+        self.release_withheld()
         for entry in tuple(self.unacked):
             del self.unacked[entry]
             self._shrink(entry)

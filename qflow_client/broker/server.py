@@ -105,11 +105,6 @@ class Server:
         await self._server.wait_closed()
         self._server = None
 
-    def abort_connections(self) -> None:
-        """Cut all connections without a word."""
-        for connection in tuple(self.connections):
-            connection.abort()
-
     def has_output(self, connection: Connection) -> None:
         """A connection has something to send."""
         self._writers.append(connection)
@@ -126,7 +121,12 @@ class Server:
         writers, self._writers = self._writers, []
         now = self.clock()
         for connection in writers:
-            connection.send(now)
+            try:
+                connection.send(now)
+            except Exception:
+                # One connection's bad luck must not be another's.
+                _log.exception("%s: what was to be sent could not be put together", connection.session.name)
+                connection.abort()
         for connection in writers:
             connection.session.output_sent()
         self._on_change()
@@ -148,6 +148,11 @@ class Connection(asyncio.Protocol):
         # Done when the connection is over.
         self.lost: asyncio.Future[None] = self._loop.create_future()
         self.session = Session("?", server.host, server.controls, server.clock(), self._has_output)
+
+    @property
+    def name(self) -> str:
+        """The peer's."""
+        return self.session.name
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -184,8 +189,7 @@ class Connection(asyncio.Protocol):
             # One connection's bad luck must not be another's.
             _log.exception("%s: a frame could not be handled", session.name)
             session.fail_internally(self._server.clock())
-        if session.wake_at < self._timer_at:
-            self._set_timer()
+        self._check_timer()
         self._server.touch()
 
     def pause_writing(self) -> None:
@@ -208,6 +212,7 @@ class Connection(asyncio.Protocol):
             return
         if data:
             transport.write(data)
+        self._check_timer()
         if self.session.state is State.ENDED:
             transport.close()
             self.cut_off_after(self._server.settings.close_timeout)
@@ -225,6 +230,10 @@ class Connection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_later(seconds, self.abort)
+
+    def _check_timer(self) -> None:
+        if self.session.wake_at < self._timer_at:
+            self._set_timer()
 
     def _set_timer(self) -> None:
         if self._timer is not None:

@@ -117,9 +117,10 @@ class Session:
         self.takes_deliveries = True
         # Whether the client was told that it is blocked.
         self.is_blocked = False
-        # Messages of channels that are gone.
+        # Of channels that are gone: their messages, and how often they were flowed.
         self._published_before = 0
         self._delivered_before = 0
+        self._times_flowed_before = 0
         self.bytes_received = 0
         self.bytes_sent = 0
 
@@ -341,6 +342,7 @@ class Session:
         self._confirming.pop(channel, None)
         self._published_before += channel.published
         self._delivered_before += channel.delivered
+        self._times_flowed_before += channel.times_flowed
 
     def understands(self, capability: str) -> bool:
         """Whether the client announced a capability."""
@@ -489,12 +491,12 @@ class Session:
         if self.state is State.HEADER:
             self.end()
             return
+        raw = text.encode()[:255].decode(errors="ignore").encode()
+        payload = _CONNECTION_CLOSE + code.to_bytes(2, "big") + bytes((len(raw),)) + raw + cause.ljust(4, b"\0")
         _log.info("%s: %s", self.name, text)
         self.state = State.CLOSE_OK
         self.wake_at = now + self.settings.close_timeout
         self._end_channels()
-        raw = text.encode()[:255].decode(errors="ignore").encode()
-        payload = _CONNECTION_CLOSE + code.to_bytes(2, "big") + bytes((len(raw),)) + raw + cause.ljust(4, b"\0")
         self.write(frame(METHOD_FRAME, 0, payload))
 
     def fail_internally(self, now: float) -> None:
@@ -513,6 +515,8 @@ class Session:
             self._announce()
 
     def _end_channels(self) -> None:
+        # What one channel gives back goes to no other of a connection that is over.
+        self.takes_deliveries = False
         for channel in tuple(self.channels.values()):
             channel.end()
         self.host.owner_gone(self)
@@ -531,6 +535,11 @@ class Session:
     def delivered(self) -> int:
         """Messages that it was given so far."""
         return self._delivered_before + sum(channel.delivered for channel in self.channels.values())
+
+    @property
+    def times_flowed(self) -> int:
+        """How often its channels were told to stop so far."""
+        return self._times_flowed_before + sum(channel.times_flowed for channel in self.channels.values())
 
 
 def _frame_name(kind: int, payload: bytes) -> str:

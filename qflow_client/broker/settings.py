@@ -26,6 +26,7 @@ class Enforcement(StrEnum):
     CHANNEL_FLOW = "channel_flow"
     #: Qpid C++'s way: the confirm is delayed until the queue is OFF (C5).
     COMPLETION = "completion"
+    #: Both: the channel is told, and confirms are delayed.
     BOTH = "both"
 
     @property

@@ -11,15 +11,40 @@ from qflow_client.broker.channel import Channel
 from qflow_client.broker.queue import Queue, QueueEntry
 from qflow_client.broker.session import Session
 
-__all__ = ["BrokerMessage", "ChannelSnapshot", "ConnectionSnapshot", "QueueSnapshot"]
+__all__ = [
+    "BrokerMessage",
+    "ChannelSnapshot",
+    "ConnectionSnapshot",
+    "QueueSnapshot",
+    "channel_snapshot",
+    "connection_snapshot",
+    "message_copy",
+    "queue_snapshot",
+]
 
 
-def _to_json(value: Any) -> dict[str, Any]:
+def _to_json(snapshot: Any, *, flow_stopped: bool, flow_stopped_count: int) -> dict[str, Any]:
     def camel(name: str) -> str:
         first, *rest = name.split("_")
         return first + "".join(word.title() for word in rest)
 
-    return {camel(name): item for name, item in asdict(value).items()}
+    return {camel(name): _plain(value) for name, value in asdict(snapshot).items()} | {
+        # The two names that Qpid C++ has for the same (C7).
+        "flowState": flow_stopped,
+        "flowStopped": flow_stopped,
+        "flowStoppedCount": flow_stopped_count,
+    }
+
+
+def _plain(value: Any) -> Any:
+    """What clients may put into tables, as JSON can tell it."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (bytes, bytearray)):
+        return value.decode(errors="backslashreplace")
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,32 +92,8 @@ class QueueSnapshot:
     arguments: dict[str, object]
 
     def to_json(self) -> dict[str, Any]:
-        """The same, by the names of Qpid's management, such as ``flowStoppedCount`` (C7)."""
-        return _to_json(self)
-
-    @classmethod
-    def of(cls, queue: Queue) -> QueueSnapshot:
-        """A picture of a queue."""
-        return cls(
-            name=queue.name,
-            depth=queue.depth,
-            ready=len(queue.ready),
-            unacked=len(queue.unacked),
-            bytes=queue.size,
-            peak_depth=queue.peak_depth,
-            peak_bytes=queue.peak_size,
-            flow_stopped=queue.flow_stopped,
-            flow_stopped_count=queue.flow_stopped_count,
-            held_confirms=queue.held_confirms,
-            published=queue.published,
-            delivered=queue.delivered,
-            acked=queue.acked,
-            dropped=queue.dropped,
-            consumers=len(queue.consumers),
-            blocked=tuple(source.name for source in queue.blocked),
-            durable=queue.durable,
-            arguments=dict(queue.arguments),
-        )
+        """The same, by the names of Qpid's management: ``flowStopped`` or ``flowState``, ``flowStoppedCount`` (C7)."""
+        return _to_json(self, flow_stopped=self.flow_stopped, flow_stopped_count=self.flow_stopped_count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,7 @@ class ChannelSnapshot:
         confirms: whether it is in confirm mode.
         flowed: whether it has been told not to publish.
         blocked_by: names of the queues that flow it, the oldest first; ``"operator"`` for the operator's hold.
+        flow_ok: whether the client has answered every ``Channel.Flow``, which some libraries never do.
         times_flowed: how often it went from unflowed to flowed.
         flowed_seconds: seconds flowed so far, the present time included.
         published: messages so far.
@@ -126,6 +128,7 @@ class ChannelSnapshot:
     confirms: bool
     flowed: bool
     blocked_by: tuple[str, ...]
+    flow_ok: bool
     times_flowed: int
     flowed_seconds: float
     published: int
@@ -138,31 +141,8 @@ class ChannelSnapshot:
     consumers: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The same, in camel case."""
-        return _to_json(self)
-
-    @classmethod
-    def of(cls, channel: Channel) -> ChannelSnapshot:
-        """A picture of a channel."""
-        return cls(
-            name=channel.name,
-            connection=channel.session.name,
-            number=channel.number,
-            is_producer=channel.is_producer,
-            confirms=channel.confirms is not None,
-            flowed=channel.is_blocked,
-            blocked_by=tuple(controller.name for controller in channel.blocking),
-            times_flowed=channel.times_flowed,
-            flowed_seconds=channel.flowed_seconds,
-            published=channel.published,
-            returned=channel.returned,
-            nacked=channel.nacked,
-            unconfirmed=channel.unconfirmed,
-            delivered=channel.delivered,
-            acked=channel.acked,
-            unacked=len(channel.unacked),
-            consumers=tuple(channel.consumers),
-        )
+        """The same in camel case; being flowed also by the names that a queue's flow state has (C7)."""
+        return _to_json(self, flow_stopped=self.flowed, flow_stopped_count=self.times_flowed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +154,8 @@ class ConnectionSnapshot:
         user: who logged in; empty before that.
         is_open: whether it is open and not closing.
         blocked: whether it was sent ``Connection.Blocked``.
+        flowed: whether any of its channels has been told not to publish.
+        times_flowed: how often its channels went from unflowed to flowed.
         channels: the numbers of its channels.
         client_properties: what the client said of itself.
         published: messages from it so far.
@@ -186,6 +168,8 @@ class ConnectionSnapshot:
     user: str
     is_open: bool
     blocked: bool
+    flowed: bool
+    times_flowed: int
     channels: tuple[int, ...]
     client_properties: dict[str, Any]
     published: int
@@ -194,24 +178,8 @@ class ConnectionSnapshot:
     bytes_sent: int
 
     def to_json(self) -> dict[str, Any]:
-        """The same, in camel case."""
-        return _to_json(self)
-
-    @classmethod
-    def of(cls, session: Session) -> ConnectionSnapshot:
-        """A picture of a connection."""
-        return cls(
-            name=session.name,
-            user=session.user,
-            is_open=session.is_running,
-            blocked=session.is_blocked,
-            channels=tuple(number for number, channel in session.channels.items() if not channel.is_closing),
-            client_properties=dict(session.client_properties),
-            published=session.published,
-            delivered=session.delivered,
-            bytes_received=session.bytes_received,
-            bytes_sent=session.bytes_sent,
-        )
+        """The same in camel case; being flowed also by the names that a queue's flow state has (C7)."""
+        return _to_json(self, flow_stopped=self.flowed, flow_stopped_count=self.times_flowed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,10 +200,77 @@ class BrokerMessage:
     routing_key: str
     redelivered: bool
 
-    @classmethod
-    def of(cls, entry: QueueEntry) -> BrokerMessage:
-        """A copy of a message in a queue."""
-        message = entry.message
-        return cls(
-            message.body, message.properties, message.target.exchange, message.target.routing_key, entry.redelivered
-        )
+
+def queue_snapshot(queue: Queue) -> QueueSnapshot:
+    """A picture of a queue."""
+    return QueueSnapshot(
+        name=queue.name,
+        depth=queue.depth,
+        ready=len(queue.ready),
+        unacked=len(queue.unacked),
+        bytes=queue.size,
+        peak_depth=queue.peak_depth,
+        peak_bytes=queue.peak_size,
+        flow_stopped=queue.flow_stopped,
+        flow_stopped_count=queue.flow_stopped_count,
+        held_confirms=queue.held_confirms,
+        published=queue.published,
+        delivered=queue.delivered,
+        acked=queue.acked,
+        dropped=queue.dropped,
+        consumers=len(queue.consumers),
+        blocked=tuple(source.name for source in queue.blocked),
+        durable=queue.durable,
+        arguments=dict(queue.arguments),
+    )
+
+
+def channel_snapshot(channel: Channel) -> ChannelSnapshot:
+    """A picture of a channel."""
+    return ChannelSnapshot(
+        name=channel.name,
+        connection=channel.session.name,
+        number=channel.number,
+        is_producer=channel.is_producer,
+        confirms=channel.confirms is not None,
+        flowed=channel.is_blocked,
+        # Each family of a queue's marks blocks for itself.
+        blocked_by=tuple(dict.fromkeys(controller.name for controller in channel.blocking)),
+        flow_ok=not channel.flow_oks_due,
+        times_flowed=channel.times_flowed,
+        flowed_seconds=channel.flowed_seconds,
+        published=channel.published,
+        returned=channel.returned,
+        nacked=channel.nacked,
+        unconfirmed=channel.unconfirmed,
+        delivered=channel.delivered,
+        acked=channel.acked,
+        unacked=len(channel.unacked),
+        consumers=tuple(channel.consumers),
+    )
+
+
+def connection_snapshot(session: Session) -> ConnectionSnapshot:
+    """A picture of a connection."""
+    return ConnectionSnapshot(
+        name=session.name,
+        user=session.user,
+        is_open=session.is_running,
+        blocked=session.is_blocked,
+        flowed=any(channel.is_blocked for channel in session.channels.values()),
+        times_flowed=session.times_flowed,
+        channels=tuple(number for number, channel in session.channels.items() if not channel.is_closing),
+        client_properties=dict(session.client_properties),
+        published=session.published,
+        delivered=session.delivered,
+        bytes_received=session.bytes_received,
+        bytes_sent=session.bytes_sent,
+    )
+
+
+def message_copy(entry: QueueEntry) -> BrokerMessage:
+    """A copy of a message in a queue."""
+    message = entry.message
+    return BrokerMessage(
+        message.body, message.properties, message.target.exchange, message.target.routing_key, entry.redelivered
+    )

@@ -49,6 +49,7 @@ class Transaction:
         """
         counts: dict[Queue, int] = {}
         sizes: dict[Queue, int] = {}
+        largest: dict[Queue, int] = {}
         for settlement in self.settlements:
             if settlement.requeue:
                 continue
@@ -61,7 +62,8 @@ class Transaction:
             for queue in queues:
                 counts[queue] = counts.get(queue, 0) + 1
                 sizes[queue] = sizes.get(queue, 0) + message.size
-                reason = queue.refusal(sizes[queue], counts[queue])
+                largest[queue] = max(largest.get(queue, 0), message.size)
+                reason = queue.refusal(sizes[queue], counts[queue], largest[queue])
                 if reason is not None:
                     return reason
         return None

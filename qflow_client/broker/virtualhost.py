@@ -14,7 +14,7 @@ from qflow_client.broker.exchange import Binding, DirectExchange, Exchange, Exch
 from qflow_client.broker.message import StoredMessage, Target
 from qflow_client.broker.queue import Owner, Queue
 from qflow_client.broker.settings import BrokerSettings, FlowScope
-from qflow_client.broker.wire import encode_header
+from qflow_client.broker.wire import decode_headers, encode_header
 from qflow_client.flow import FlowSource
 
 __all__ = ["VirtualHost"]
@@ -243,7 +243,7 @@ class VirtualHost:
         Raises:
             ChannelException: 403; the default exchange. 404; no such exchange. 406; arguments it cannot use.
         """
-        self._bindable(source).bind(Binding(destination, routing_key, dict(arguments or {})))
+        self.bindable_exchange(source).bind(Binding(destination, routing_key, dict(arguments or {})))
         self.version += 1
 
     def unbind(
@@ -254,12 +254,17 @@ class VirtualHost:
         Raises:
             ChannelException: 403; the default exchange. 404; no such exchange.
         """
-        exchange = self._bindable(source)
+        exchange = self.bindable_exchange(source)
         if exchange.unbind(Binding(destination, routing_key, dict(arguments or {}))):
             self._after_unbind(exchange)
         self.version += 1
 
-    def _bindable(self, name: str) -> Exchange:
+    def bindable_exchange(self, name: str) -> Exchange:
+        """An exchange that may be bound, or bound to.
+
+        Raises:
+            ChannelException: 403; the default exchange. 404; there is none.
+        """
         if not name:
             raise ChannelException(
                 ReplyCode.ACCESS_REFUSED, "the default exchange routes by queue name; it has no bindings to change"
@@ -332,8 +337,7 @@ class VirtualHost:
         target = message.target
         if target.queues is not None:
             return target.queues
-        headers: Mapping[str, object] = message.properties.headers or {}
-        return self._reach(self.exchanges[target.exchange], target.routing_key, headers)
+        return self._reach(self.exchanges[target.exchange], target.routing_key, decode_headers(message.header))
 
     def _needs_headers(self, exchange: Exchange, seen: set[Exchange]) -> bool:
         if exchange in seen:

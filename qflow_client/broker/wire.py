@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from struct import Struct
+from typing import Any
 
 import pamqp.base
 import pamqp.commands
@@ -23,6 +24,7 @@ __all__ = [
     "cancel",
     "consumer_ok",
     "content_frames",
+    "decode_headers",
     "decode_method",
     "decode_properties",
     "deliver_prefix",
@@ -43,8 +45,10 @@ CONTENT_HEADER = Struct(">HHQH")
 _QUEUE_OK = Struct(">II")
 _TAG_BIT = Struct(">QB")
 _SIZES = {"octet": 1, "short": 2, "long": 4, "longlong": 8, "timestamp": 8}
-#: What pamqp's decoders raise for bytes that make no sense; nesting too deep is one of them.
-_UNDECODABLE = (ValueError, struct.error, OverflowError, OSError, KeyError, IndexError, TypeError, RecursionError)
+#: Bytes of the values in field tables; those that are not here begin with a length of four bytes.
+_FIELD_SIZES = dict(zip(b"tbBsuIilLfdDTV\0", (1, 1, 1, 2, 2, 4, 4, 8, 8, 4, 8, 5, 8, 0, 0), strict=True))
+#: What decoders raise for bytes that make no sense; nesting too deep is one of them.
+_UNDECODABLE = (ValueError, struct.error, ArithmeticError, OSError, LookupError, TypeError, RecursionError)
 
 
 def short(text: str) -> bytes:
@@ -100,6 +104,8 @@ def decode_method(payload: bytes) -> pamqp.base.Frame:
         if at + size > end:
             raise _syntax(value.name, f"the frame ends before the end of {field}")
         try:
+            if data_type == "table":
+                _check_fields(payload, at + 4, at + size)
             setattr(value, field, pamqp.decode.by_type(payload[at : at + size], data_type)[1])
         except _UNDECODABLE as error:
             raise _syntax(value.name, f"{field} cannot be decoded: {error}") from error
@@ -117,7 +123,25 @@ def _field_size(data_type: str, payload: bytes, at: int) -> int:
     return _SIZES[data_type]
 
 
+def _check_fields(data: bytes, at: int, end: int, *, named: bool = True) -> None:
+    """Check that the fields of a table, or the values of an array, end where it does."""
+    while at < end:
+        if named:
+            at += 1 + data[at]
+        kind = data[at]
+        at += 1
+        size = _FIELD_SIZES.get(kind)
+        if size is None:
+            size = 4 + int.from_bytes(data[at : at + 4], "big")
+            if kind in b"AF":
+                _check_fields(data, at + 4, at + size, named=kind == ord("F"))
+        at += size
+    if at != end:
+        raise ValueError(f"its last field ends {at - end} bytes behind it")
+
+
 _HEADERS_FLAG = 1 << 13
+_TIMESTAMP_FLAG = 1 << 6
 _USER_ID_FLAG = 1 << 4
 #: Flag and fixed size of each basic property, in the order of the wire; size 0 is a short string.
 _PROPERTIES = (
@@ -130,7 +154,7 @@ _PROPERTIES = (
     (1 << 9, 0),
     (1 << 8, 0),
     (1 << 7, 0),
-    (1 << 6, 8),
+    (_TIMESTAMP_FLAG, 8),
     (1 << 5, 0),
     (_USER_ID_FLAG, 0),
     (1 << 3, 0),
@@ -160,13 +184,10 @@ def user_id_of(header: bytes) -> str | None:
         if end != 14:
             raise _syntax("content header", f"{end - 14} bytes follow flags that announce no property")
         return None
-    layout = _layouts.get(flags)
-    if layout is None:
-        if flags & 3:
-            raise _syntax("content header", f"property flags 0x{flags:04x} name properties that class basic has not")
-        layout = _layouts[flags] = tuple(entry for entry in _PROPERTIES if flags & entry[0])
+    layout = _layouts.get(flags) or _layout(flags)
     user_id = None
     at = 14
+    is_ascii = header[14:].isascii()
     for flag, size in layout:
         start = at
         if size > 0:
@@ -181,17 +202,34 @@ def user_id_of(header: bytes) -> str | None:
             raise _syntax("content header", "the frame ends before the properties do")
         if size < 0:
             _check_table(header[start:at])
-        elif flag == _USER_ID_FLAG:
-            user_id = header[start + 1 : at].decode(errors="replace")
+        elif size == 0 and (flag == _USER_ID_FLAG or not is_ascii):
+            text = _text(header[start + 1 : at])
+            if flag == _USER_ID_FLAG:
+                user_id = text
     if at != end:
         raise _syntax("content header", f"{end - at} bytes follow the properties")
     return user_id
+
+
+def _layout(flags: int) -> tuple[tuple[int, int], ...]:
+    if flags & 3:
+        raise _syntax("content header", f"property flags 0x{flags:04x} name properties that class basic has not")
+    layout = _layouts[flags] = tuple(entry for entry in _PROPERTIES if flags & entry[0])
+    return layout
+
+
+def _text(raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise _syntax("content header", f"a short string is not UTF-8: {error}") from error
 
 
 def _check_table(table: bytes) -> None:
     if table in _sound_tables:
         return
     try:
+        _check_fields(table, 4, len(table))
         pamqp.decode.field_table(table)
     except _UNDECODABLE as error:
         raise _syntax("content header", f"headers cannot be decoded: {error}") from error
@@ -201,10 +239,42 @@ def _check_table(table: bytes) -> None:
 
 
 def decode_properties(header: bytes) -> pamqp.commands.Basic.Properties:
-    """The basic properties in the payload of a content header frame that was found well-formed."""
+    """The basic properties in the payload of a content header frame that was found well-formed.
+
+    A time that `datetime` has no room for is left out.
+    """
     decoded = pamqp.header.ContentHeader()
-    decoded.unmarshal(header)
+    try:
+        decoded.unmarshal(header)
+    except (ValueError, OverflowError, OSError):
+        decoded.unmarshal(_without_timestamp(header))
     return decoded.properties
+
+
+def decode_headers(header: bytes) -> dict[str, Any]:
+    """The headers alone; empty if there are none."""
+    if not int.from_bytes(header[12:14], "big") & _HEADERS_FLAG:
+        return {}
+    return pamqp.decode.field_table(header[_offset(header, _HEADERS_FLAG) :])[1]
+
+
+def _without_timestamp(header: bytes) -> bytes:
+    at = _offset(header, _TIMESTAMP_FLAG)
+    flags = int.from_bytes(header[12:14], "big") & ~_TIMESTAMP_FLAG
+    return header[:12] + flags.to_bytes(2, "big") + header[14:at] + header[at + 8 :]
+
+
+def _offset(header: bytes, wanted: int) -> int:
+    """Where a property begins that is there."""
+    at = 14
+    for flag, size in _layout(int.from_bytes(header[12:14], "big")):
+        if flag == wanted:
+            break
+        if size > 0:
+            at += size
+        else:
+            at += 1 + header[at] if size == 0 else 4 + int.from_bytes(header[at : at + 4], "big")
+    return at
 
 
 def encode_header(size: int, properties: pamqp.commands.Basic.Properties | None) -> bytes:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from qflow_client import QflowError, __version__
+from qflow_client import QflowError, SettingsError, __version__
 from qflow_client.cli.broker import broker
 from qflow_client.cli.demo import demo
 from qflow_client.cli.errors import CommandError, ExitCode
@@ -87,5 +87,7 @@ def run(arguments: Sequence[str]) -> int:
         if isinstance(error, OSError) and error.filename is not None:
             text = f"{error.filename}: {error.strerror}"
         print(f"qflow: {text}", file=sys.stderr)
+        if isinstance(error, SettingsError):
+            return ExitCode.USAGE
         return error.exit_code if isinstance(error, CommandError) else ExitCode.FAILED
     return ExitCode.OK

@@ -12,7 +12,7 @@ class ExitCode(IntEnum):
 
     OK = 0
     FAILED = 1
-    #: Typer's own for a command line that cannot be understood.
+    #: Typer's own for a command line that cannot be understood, and for a setting that is not allowed.
     USAGE = 2
     #: Flowed for longer than it was to wait; what was not sent can be sent later.
     FLOWED = 3

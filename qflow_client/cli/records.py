@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import sys
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -69,14 +70,14 @@ class RecordSource:
         file: its path; ``-`` for `standard_input`. One that ends in ``.gz``, or in ``.zip`` with one file in it, is
             decompressed.
         format: how the records stand in it; by the ending of its name unless given.
-        standard_input: what to read for ``-``.
+        standard_input: what to read for ``-``; ``None`` if it is closed.
 
     Raises:
         OSError: it cannot be opened.
         CommandError: it is not what its ending says.
     """
 
-    def __init__(self, file: str, format: Format | None, standard_input: IO[bytes]) -> None:
+    def __init__(self, file: str, format: Format | None, standard_input: IO[bytes] | None) -> None:
         #: For people.
         self.name = "standard input" if file == "-" else file
         #: Bytes of the file as it is stored; ``None`` if it is not known.
@@ -86,6 +87,8 @@ class RecordSource:
         self._stored: IO[bytes] | None = None
         inner = file
         if file == "-":
+            if standard_input is None:
+                raise CommandError("standard input is closed; name a file")
             self._content = standard_input
         else:
             path = Path(file)
@@ -103,20 +106,23 @@ class RecordSource:
     def _open_archive(self, stored: IO[bytes]) -> str:
         try:
             archive = self._stack.enter_context(zipfile.ZipFile(stored))
-        except zipfile.BadZipFile as error:
+            names = [info.filename for info in archive.infolist() if not info.is_dir()]
+            if len(names) != 1:
+                raise CommandError(f"{self.name}: an archive must hold one file, this one holds {len(names)}")
+            self._content = self._stack.enter_context(archive.open(names[0]))
+        except CommandError:
+            self._stack.close()
+            raise
+        except (zipfile.BadZipFile, RuntimeError) as error:
+            # A RuntimeError is how it says that the file is encrypted, or compressed in a way that it does not know.
             self._stack.close()
             raise CommandError(f"{self.name}: {error}") from error
-        names = [info.filename for info in archive.infolist() if not info.is_dir()]
-        if len(names) != 1:
-            self._stack.close()
-            raise CommandError(f"{self.name}: an archive must hold one file, this one holds {len(names)}")
-        self._content = self._stack.enter_context(archive.open(names[0]))
         return names[0]
 
     @property
     def position(self) -> int:
-        """How many bytes of the file as it is stored have been read."""
-        return 0 if self._stored is None or self._stored.closed else self._stored.tell()
+        """How many bytes of the file as it is stored have been read; 0 if its size is not known."""
+        return 0 if self.size is None or self._stored is None or self._stored.closed else self._stored.tell()
 
     def __enter__(self) -> Self:
         return self
@@ -137,6 +143,8 @@ class RecordSource:
             yield from readers[self.format]()
         except (EOFError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error) as error:
             raise BadRecord(f"{self.name}: the compressed data is damaged: {error}") from error
+        except OSError as error:
+            raise BadRecord(f"{self.name}: cannot be read on: {error.strerror or error}") from error
 
     def _lines(self) -> Iterator[Record]:
         for number, line in enumerate(self._content, 1):
@@ -158,6 +166,8 @@ class RecordSource:
             yield Record(number, line_number, Message(text, content_type=_JSON))
 
     def _csv(self) -> Iterator[Record]:
+        # A record may be as large as a message, and the limit is the process's.
+        csv.field_size_limit(sys.maxsize)
         reader = csv.reader(_Text(self._content), strict=True)
         encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
         names: list[str] = []

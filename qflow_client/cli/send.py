@@ -31,6 +31,7 @@ from qflow_client import (
     Receipt,
     SettingsError,
     UndeliveredMessages,
+    WhenFlowed,
 )
 from qflow_client.cli import text
 from qflow_client.cli.errors import CommandError, ExitCode
@@ -53,6 +54,7 @@ class Tally:
         admitted: records that were taken for sending.
         outcomes: how many of them ended how.
         confirmed_up_to: the number of the last record before which, itself included, all are confirmed.
+        confirmed_later: how many are confirmed behind one that is not.
         failures: the first records that were not delivered, as told to people.
         times_flowed: how often the producer became flowed.
         seconds_flowed: seconds that it was, by hold kind.
@@ -61,6 +63,7 @@ class Tally:
     admitted: int = 0
     outcomes: Counter[Outcome] = field(default_factory=Counter)
     confirmed_up_to: int = 0
+    confirmed_later: int = 0
     failures: list[str] = field(default_factory=list)
     times_flowed: int = 0
     seconds_flowed: dict[str, float] = field(default_factory=dict)
@@ -84,8 +87,11 @@ class Tally:
         """Take note of a record's outcome, in the order of the records."""
         outcome = receipt.outcome
         assert outcome is not None
-        if outcome is Outcome.CONFIRMED and not self.failed:
-            self.confirmed_up_to = record.number
+        if outcome is Outcome.CONFIRMED:
+            if self.failed:
+                self.confirmed_later += 1
+            else:
+                self.confirmed_up_to = record.number
         self.outcomes[outcome] += 1
         # Asking for the error is what tells the producer that somebody has looked.
         error = receipt.error()
@@ -119,6 +125,7 @@ class Sending:
             Stopped: a signal came.
         """
         supply = iter(records)
+        found = 0
         while True:
             try:
                 with stopping.breakable():
@@ -128,7 +135,8 @@ class Sending:
                 raise BadRecord(f"{error}; nothing from there on was sent") from error
             if record is None:
                 break
-            if record.number <= self._skip:
+            found = record.number
+            if found <= self._skip:
                 continue
             try:
                 receipt = self.producer.send(record.message)
@@ -144,11 +152,19 @@ class Sending:
             self._pending.append((record, receipt))
             if self.account():
                 self._fail(stopping, "not every record was confirmed; nothing more was sent")
+        if found < self._skip:
+            self.tally.confirmed_up_to = 0
+            raise CommandError(f"--skip {self._skip}: the input has no more than {text.count(found, 'record')}")
         late = self._flush()
+        if late is not None:
+            state = self.producer.flow_state
+            # What is on its way may still be answered.
+            self.close()
+            if self.account():
+                flowed = f", {text.flow_line(state)}" if state.flowed else ""
+                self._fail(stopping, f"not every record was confirmed: {late}{flowed}")
         if self.account():
             self._fail(stopping, "not every record was confirmed")
-        if late is not None:
-            self._fail(stopping, f"every record was sent, but {late}")
 
     @staticmethod
     def _fail(stopping: Stopping, why: str) -> NoReturn:
@@ -315,11 +331,12 @@ def send(
     What is not said here is taken from the environment (QFLOW_URL, QFLOW_ROUTING_KEY, QFLOW_CAPACITY, …) or from the
     URL's query.
 
-    Exit codes: 0, every record is confirmed. 1, not every record. 2, the command line is wrong. 3, flowed for longer
-    than --max-producer-flow-control-wait. 130 and 143, interrupted.
+    Exit codes: 0, every record is confirmed. 1, not every record. 2, the command line or a setting is wrong. 3, flowed
+    for longer than --max-producer-flow-control-wait. 130 and 143, interrupted.
     """
-    # Only what was given: what was not is looked for elsewhere.
+    # Only what was given: what was not is looked for elsewhere. It waits, whatever producers are set to do.
     given: dict[str, Any] = {
+        "when_flowed": WhenFlowed.BLOCK,
         "exchange": exchange,
         "routing_key": routing_key,
         "capacity": capacity,
@@ -335,7 +352,7 @@ def send(
         raise CommandError("say where to: --routing-key QUEUE, or --exchange EXCHANGE", ExitCode.USAGE)
     console = Console(stderr=True, quiet=quiet)
     with ExitStack() as stack:
-        source = stack.enter_context(RecordSource(file, format, sys.stdin.buffer))
+        source = stack.enter_context(RecordSource(file, format, None if sys.stdin is None else sys.stdin.buffer))
         stopping = stack.enter_context(Stopping())
         try:
             with stopping.breakable():
@@ -374,6 +391,7 @@ def _summarise(tally: Tally, took: float, failure: CommandError | None, *, as_js
                     "confirmed": tally.confirmed,
                     "not_confirmed": tally.not_confirmed,
                     "confirmed_up_to_record": tally.confirmed_up_to,
+                    "confirmed_behind_a_gap": tally.confirmed_later,
                     "seconds": round(took, 3),
                     "messages_per_second": round(tally.confirmed / took, 1) if took else None,
                     "times_flowed": tally.times_flowed,
@@ -396,5 +414,10 @@ def _summarise(tally: Tally, took: float, failure: CommandError | None, *, as_js
     if failure is not None:
         if tally.failed:
             print(f"not confirmed: {', '.join(f'{n:,} {outcome}' for outcome, n in tally.not_confirmed.items())}")
-        last = tally.confirmed_up_to
-        print(f"confirmed without a gap up to record {last:,}: --skip {last} goes on there")
+        last, later = tally.confirmed_up_to, tally.confirmed_later
+        if last:
+            print(f"confirmed without a gap up to record {last:,}: --skip {last} goes on there")
+        if later:
+            print(
+                f"confirmed behind the first gap: {text.count(later, 'record')}, which would come twice if sent again"
+            )

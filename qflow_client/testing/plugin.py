@@ -2,7 +2,7 @@
 
 A test takes the fixture `qflow_broker`, publishes to its `url` with the program under test, and has the broker do what
 brokers do: ``flow(False)``, ``block()``, ``withhold_confirms()``, ``nack_publishes()``, ``close_channels()``,
-``drop_connections()``; see `qflow_client.broker.Broker`.
+``close_connections()``, ``drop_connections()``; see `qflow_client.broker.Broker`.
 """
 
 from __future__ import annotations

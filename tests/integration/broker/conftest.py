@@ -69,11 +69,11 @@ class RawClient:
         except (EOFError, ConnectionResetError):
             return True
 
-    def open(self, *, heartbeat=0, capabilities=None):
+    def open(self, *, heartbeat=0, capabilities=None, properties=None):
         self.send_bytes(PROTOCOL_HEADER)
         self.expect(commands.Connection.Start)
-        properties: dict[str, Any] = {"capabilities": {"connection.blocked": True, **(capabilities or {})}}
-        start_ok = commands.Connection.StartOk(properties, "PLAIN", "\0guest\0guest", "en_US")
+        told: dict[str, Any] = {"capabilities": {"connection.blocked": True, **(capabilities or {})}}
+        start_ok = commands.Connection.StartOk(told | (properties or {}), "PLAIN", "\0guest\0guest", "en_US")
         tune = self.call(0, start_ok, commands.Connection.Tune)
         self.send(0, commands.Connection.TuneOk(tune.channel_max, tune.frame_max, heartbeat))
         self.call(0, commands.Connection.Open("/"), commands.Connection.OpenOk)

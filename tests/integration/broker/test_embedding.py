@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 import time
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Any
 
 import pytest
 from pamqp import commands
@@ -71,6 +75,8 @@ def test_queues_and_messages_can_be_handled_without_a_connection(broker):
     with pytest.raises(ChannelException, match="no queue 'q'") as caught:
         broker.queue("q")
     assert caught.value.code == 404
+    with pytest.raises(TypeError, match="body must be bytes, not str: 'text'"):
+        broker.publish("text", "q")
     with pytest.raises(ChannelException, match=r"qpid\.max_count='x'"):
         broker.declare_queue("q", arguments={"qpid.max_count": "x"})
 
@@ -81,9 +87,28 @@ def test_C7_counters_have_qpids_names(broker, connect):
     client.publish()
     client.publish()
     assert client.expect(commands.Channel.Flow).active is False
+    seen = (broker.queue("q"), broker.channels()[0], broker.connections()[0])
+    for told in (each.to_json() for each in seen):
+        assert (told["flowState"], told["flowStopped"], told["flowStoppedCount"]) == (True, True, 1)
     client.call(1, commands.Queue.Purge(queue="q"), (commands.Channel.Flow, commands.Queue.PurgeOk))
-    json = broker.queue("q").to_json()
-    assert (json["flowStopped"], json["flowStoppedCount"], json["peakDepth"]) == (False, 1, 2)
+    seen = (broker.queue("q"), broker.channels()[0], broker.connections()[0])
+    for told in (each.to_json() for each in seen):
+        assert (told["flowState"], told["flowStopped"], told["flowStoppedCount"]) == (False, False, 1)
+    assert broker.queue("q").to_json()["peakDepth"] == 2
+    # What a channel counted stays with its connection.
+    broker.close_channels()
+    client.send(1, commands.Channel.CloseOk())
+    broker.wait_until(lambda b: not b.connections()[0].channels)
+    assert broker.connections()[0].to_json()["flowStoppedCount"] == 1
+
+
+def test_C7_what_clients_say_of_themselves_and_of_queues_can_be_told_as_json(broker, connect):
+    table = {"raw": bytearray(b"\xff"), "time": datetime(2024, 2, 29, tzinfo=UTC), "list": [Decimal("1.5"), None, True]}
+    connect(broker).open(properties=table)
+    broker.declare_queue("q", arguments=table)
+    expected = {"raw": "\\xff", "time": "2024-02-29 00:00:00+00:00", "list": ["1.5", None, True]}
+    for told in (broker.queue("q").to_json()["arguments"], broker.connections()[0].to_json()["clientProperties"]):
+        assert json.loads(json.dumps({name: told[name] for name in expected})) == expected
 
 
 def test_snapshots_tell_who_is_flowed_by_which_queue_and_how_often(broker, connect):
@@ -131,6 +156,22 @@ def test_wait_until_gives_up_in_time_and_says_what_it_saw(broker):
     with pytest.raises(TimeoutError, match="some-queue"):
         broker.wait_until(lambda b: b.queue("some-queue").depth, timeout=0.05)
     assert 0.05 <= time.monotonic() - started < 2
+
+
+def test_wait_until_gives_up_in_time_on_a_broker_that_is_never_at_rest(broker):
+    broker.declare_queue("q")
+    looks = []
+
+    def busy(b):
+        looks.append(b.publish(b"x", "q"))
+        # Comes after the end of the turn in which the message came: whenever this look is over, something has happened.
+        b.queue("q")
+        # Not for ever, even where the deadline is.
+        return len(looks) > 10_000
+
+    with pytest.raises(TimeoutError, match="not reached within"):
+        broker.wait_until(busy, timeout=0.05)
+    assert len(looks) > 1
 
 
 def test_what_a_predicate_raises_comes_out(broker):
@@ -187,6 +228,31 @@ def test_many_threads_may_call_it_at_once(broker):
     assert broker.queue("q").depth == 800
 
 
+def test_a_call_that_comes_while_the_broker_stops_is_answered():
+    called, stopped, answered = threading.Event(), threading.Event(), threading.Event()
+
+    class Late:
+        """A loop to which a call comes as late as it can: one that has stopped does it no more."""
+
+        def call_soon_threadsafe(self, function):
+            called.set()
+            if not stopped.wait(0.3):
+                loop.call_soon_threadsafe(function)
+
+    def look():
+        broker.queues()
+        answered.set()
+
+    with Broker() as broker:
+        loop: Any = broker._loop
+        broker._loop = Late()  # type: ignore[assignment]
+        threading.Thread(target=look, daemon=True).start()
+        assert called.wait(10)
+        broker._loop = loop
+    stopped.set()
+    assert answered.wait(10)
+
+
 def test_D5_all_producers_are_stopped_and_started_and_those_that_come_later_too(broker, connect):
     early = connect(broker).open().channel(confirms=True)
     consumer = connect(broker).open().channel()
@@ -213,6 +279,83 @@ def test_D5_one_channel_can_be_stopped_by_name(broker, connect):
     broker.flow(True, f"{client.name} (2)")
     channel, flow = client.read()
     assert (channel, flow.active) == (2, True)
+
+
+def test_publishes_to_one_queue_are_nacked_and_to_others_taken(broker, connect):
+    for name in ("q", "other"):
+        broker.declare_queue(name)
+    client = connect(broker).open().channel(confirms=True)
+    client.publish()
+    assert client.expect(commands.Basic.Ack).delivery_tag == 1
+    broker.nack_publishes(queue="q")
+    client.publish()
+    assert client.expect(commands.Basic.Nack).delivery_tag == 2
+    client.publish(routing_key="other")
+    assert client.expect(commands.Basic.Ack).delivery_tag == 3
+    broker.nack_publishes(False, queue="q")
+    client.publish()
+    assert client.expect(commands.Basic.Ack).delivery_tag == 4
+    broker.nack_publishes(queue="q")
+    broker.nack_publishes(False)
+    client.publish()
+    assert client.expect(commands.Basic.Ack).delivery_tag == 5
+    with pytest.raises(ChannelException, match="no queue 'nowhere'"):
+        broker.nack_publishes(queue="nowhere")
+
+
+@pytest.mark.parametrize("end", ["release_confirms", "release_all", "delete_queue"])
+def test_confirms_of_one_queue_are_withheld_and_of_others_sent(broker, connect, end):
+    for name in ("q", "other"):
+        broker.declare_queue(name)
+    client = connect(broker).open().channel(confirms=True)
+    broker.withhold_confirms("q")
+    client.publish()
+    client.publish()
+    client.publish(routing_key="other")
+    ack = client.expect(commands.Basic.Ack)
+    assert (ack.delivery_tag, ack.multiple) == (3, False)
+    # Withheld or not, they are there to be consumed.
+    assert [broker.get("q").body, broker.queue("q").depth] == [b"x", 1]
+    assert broker.producers()[0].unconfirmed == 2
+    if end == "release_all":
+        broker.release_confirms()
+    else:
+        getattr(broker, end)("q")
+    ack = client.expect(commands.Basic.Ack)
+    assert (ack.delivery_tag, ack.multiple) == (2, True)
+    broker.declare_queue("q")
+    client.publish()
+    assert client.expect(commands.Basic.Ack).delivery_tag == 4
+
+
+def test_one_connection_is_blocked_closed_or_dropped_by_name(broker, connect):
+    bad, good = connect(broker).open(), connect(broker).open().channel()
+    broker.block("you", connection=bad.name)
+    assert bad.expect(commands.Connection.Blocked).reason == "you"
+    broker.unblock(connection=bad.name)
+    bad.expect(commands.Connection.Unblocked)
+    broker.close_connections(connection=bad.name)
+    assert bad.expect(commands.Connection.Close).reply_code == 320
+    bad = connect(broker).open().channel(1).channel(2)
+    broker.close_channels(404, "gone", channel=f"{bad.name} (2)")
+    channel, close = bad.read()
+    assert (channel, close.reply_code) == (2, 404)
+    broker.drop_connections(connection=bad.name)
+    assert bad.is_over()
+    good.call(1, commands.Queue.Declare(queue="q"), commands.Queue.DeclareOk)
+    for steer in (broker.block, broker.unblock, broker.close_connections, broker.drop_connections):
+        with pytest.raises(LookupError, match=f"no connection 'other'; there are: .*{good.name}"):
+            steer(connection="other")
+    with pytest.raises(LookupError, match=r"no channel 'other'; there are: .*\(1\)"):
+        broker.close_channels(channel="other")
+
+
+def test_a_code_that_no_close_can_carry_changes_nothing(broker, connect):
+    client = connect(broker).open().channel()
+    for close in (broker.close_channels, broker.close_connections):
+        with pytest.raises(OverflowError):
+            close(70_000)
+    client.call(1, commands.Queue.Declare(queue="q"), commands.Queue.DeclareOk)
 
 
 def test_connections_are_blocked_and_unblocked(broker, connect):

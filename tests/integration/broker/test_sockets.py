@@ -75,6 +75,30 @@ def test_a_peer_that_does_not_answer_close_is_cut_off(connect):
         assert client.is_over()
 
 
+def test_a_peer_that_does_not_answer_the_operators_close_is_cut_off_without_heartbeats_too(connect):
+    with Broker(unauthenticated_timeout=60, close_timeout=0.1) as broker:
+        client = connect(broker).open(heartbeat=0)
+        broker.close_connections()
+        client.expect(commands.Connection.Close)
+        assert client.is_over()
+
+
+def test_a_trace_that_raises_ends_its_connection_and_no_other(connect):
+    def trace(direction, connection, channel, name):
+        if (connection, name) == (bad.name, "Connection.Blocked"):
+            raise RuntimeError("no luck")
+
+    with Broker(trace=trace) as broker:
+        bad = connect(broker)
+        bad.open()
+        good = connect(broker).open().channel()
+        # Both are told in one turn, the bad one first.
+        broker.block()
+        good.expect(commands.Connection.Blocked)
+        assert bad.is_over()
+        assert works(good)
+
+
 def test_heartbeats_go_both_ways_and_a_silent_peer_is_closed(connect):
     with Broker() as broker:
         client = connect(broker).open(heartbeat=1)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -119,6 +119,8 @@ def test_what_no_queue_takes_is_told_record_by_record(
     assert "qflow: record 1 (line 1): " in err
     assert "returned (312 NO_ROUTE)" in err
     assert "returned" in out
+    # There is nothing to skip.
+    assert "--skip" not in out
 
 
 def test_a_nack_ends_the_run(broker: Broker, stdin: Callable[[bytes], None], capsys: Capture) -> None:
@@ -127,6 +129,74 @@ def test_a_nack_ends_the_run(broker: Broker, stdin: Callable[[bytes], None], cap
     assert main(["send", "-u", broker.url, "-k", "orders", "--json"]) == 1
     told = summary(capsys)
     assert (told["complete"], told["confirmed"], told["not_confirmed"]) == (False, 0, {"nacked": 1})
+
+
+def test_confirms_that_are_late_and_come_are_no_failure(
+    broker: Broker, stdin: Callable[[bytes], None], capsys: Capture
+) -> None:
+    stdin(b"one\ntwo\n")
+    assert main(["send", "-u", broker.url, "-k", "orders", "--max-producer-flow-control-wait", "0"]) == 0
+    assert capsys.readouterr().out.startswith("2 records confirmed")
+
+
+def test_confirms_that_do_not_come_are_a_failure_that_says_how_long_it_waited(
+    broker: Broker, stdin: Callable[[bytes], None], capsys: Capture
+) -> None:
+    broker.withhold_confirms()
+    stdin(b"one\ntwo\n")
+    assert main(["send", "-u", broker.url, "-k", "orders", "--max-producer-flow-control-wait", "0.1"]) == 1
+    out, err = capsys.readouterr()
+    assert err.endswith("qflow: not every record was confirmed: 2 messages are not settled after 0.1 s\n")
+    assert "not confirmed: 2 unknown" in out
+    assert "--skip" not in out
+
+
+def test_it_waits_for_room_whatever_producers_are_set_to_do(
+    broker: Broker, stdin: Callable[[bytes], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QFLOW_WHEN_FLOWED", "raise")
+    stdin(b"x\n" * 50)
+    assert main(["send", "-u", broker.url, "-k", "orders", "--capacity", "1", "-q"]) == 0
+    assert broker.queue("orders").depth == 50
+
+
+def test_empty_lines_bytes_of_any_kind_and_a_line_of_many_frames_arrive_as_they_are(
+    broker: Broker, stdin: Callable[[bytes], None]
+) -> None:
+    lines = [b"", bytes(range(256)).replace(b"\n", b""), b"", b"x" * 3_000_000, b"\r"]
+    stdin(b"\n".join(lines))
+    assert main(["send", "-u", broker.url, "-k", "orders", "-q"]) == 0
+    assert bodies(broker) == lines
+
+
+def test_a_skip_behind_the_end_is_an_error(broker: Broker, stdin: Callable[[bytes], None], capsys: Capture) -> None:
+    for skip, code in (("2", 0), ("3", 1)):
+        stdin(b"one\ntwo\n")
+        assert main(["send", "-u", broker.url, "-k", "orders", "--skip", skip]) == code
+    out, err = capsys.readouterr()
+    assert err == "qflow: --skip 3: the input has no more than 2 records\n"
+    assert "goes on there" not in out
+    assert broker.queue("orders").depth == 0
+
+
+def test_without_a_standard_input_it_says_so(broker: Broker, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["send", "-u", broker.url, "-k", "orders"]) == 1
+    assert capsys.readouterr().err == "qflow: standard input is closed; name a file\n"
+
+
+def test_without_a_terminal_it_tells_that_it_waits_and_draws_nothing(
+    broker: Broker, stdin: Callable[[bytes], None], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QFLOW_FLOW_CONTROL_WAIT_NOTIFY_PERIOD", "0.05")
+    broker.flow(False)
+    stdin(b"one\n")
+    assert main(["send", "-u", broker.url, "-k", "orders", "--max-producer-flow-control-wait", "0.3"]) == 3
+    out, err = capsys.readouterr()
+    assert "qflow: still waiting after " in err
+    assert "channel_flow" in err
+    assert "\x1b" not in out + err
+    assert "--skip" not in out
 
 
 def test_a_flow_control_timeout_says_what_was_not_sent(
@@ -149,9 +219,9 @@ def test_a_flow_control_timeout_says_what_was_not_sent(
     [
         (["no-such-file", "-k", "orders"], 1, "qflow: no-such-file: No such file or directory"),
         (["-"], 2, "qflow: say where to: --routing-key QUEUE, or --exchange EXCHANGE"),
-        (["-", "-k", "orders", "--capacity", "0"], 1, "qflow: capacity=0: it must be a whole number of messages"),
+        (["-", "-k", "orders", "--capacity", "0"], 2, "qflow: capacity=0: it must be a whole number of messages"),
         (["-", "-k", "orders", "--max-producer-flow-control-wait", "long"], 2, "neither seconds nor 'forever'"),
-        (["-", "-k", "orders", "-u", "http://localhost"], 1, "qflow: url='http://localhost': it must be"),
+        (["-", "-k", "orders", "-u", "http://localhost"], 2, "qflow: url='http://localhost': it must be"),
     ],
 )
 def test_what_cannot_be_done_is_one_clear_line(
@@ -178,22 +248,24 @@ def unused_url() -> str:
         return broker.url
 
 
-def start(broker: Broker, *arguments: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "qflow_client.cli", "send", "-u", broker.url, "-k", "orders", "--json", *arguments],
+def start(broker: Broker, records: bytes) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+    """A run that has sent some records and waits for more, and where to write them."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "qflow_client.cli", "send", "-u", broker.url, "-k", "orders", "--json"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
+    assert process.stdin is not None
+    process.stdin.write(records)
+    process.stdin.flush()
+    broker.wait_until(lambda b: b.queue("orders").depth == records.count(b"\n"))
+    return process, process.stdin
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted_while_it_reads_it_says_how_far_it_got(broker: Broker, number: signal.Signals, code: int) -> None:
-    process = start(broker)
-    assert process.stdin is not None
-    process.stdin.write(b"one\ntwo\n")
-    process.stdin.flush()
-    broker.wait_until(lambda b: b.queue("orders").depth == 2)
+    process, _ = start(broker, b"one\ntwo\n")
     process.send_signal(number)
     out, err = process.communicate(timeout=20)
     assert process.returncode == code
@@ -203,31 +275,23 @@ def test_interrupted_while_it_reads_it_says_how_far_it_got(broker: Broker, numbe
 
 
 def test_interrupted_while_it_is_flowed_it_ends_soon_and_sends_nothing_more(broker: Broker) -> None:
-    process = start(broker)
-    assert process.stdin is not None
-    process.stdin.write(b"one\n")
-    process.stdin.flush()
-    broker.wait_until(lambda b: b.queue("orders").depth == 1)
+    process, stdin = start(broker, b"one\n")
     broker.flow(False)
-    broker.wait_until(lambda b: all(channel.flowed for channel in b.producers()))
-    process.stdin.write(b"two\n" * 1000)
-    process.stdin.flush()
+    broker.wait_until(lambda b: all(channel.flow_ok for channel in b.producers()))
+    stdin.write(b"two\n" * 1000)
+    stdin.flush()
     process.send_signal(signal.SIGINT)
     out, _err = process.communicate(timeout=20)
     assert process.returncode == 130
     told = json.loads(out)
-    assert told["confirmed_up_to_record"] >= 1
-    assert told["confirmed"] + sum(told["not_confirmed"].values()) == told["sent"]
-    assert broker.queue("orders").depth == told["confirmed"]
+    assert (told["sent"], told["confirmed"], told["confirmed_up_to_record"]) == (1, 1, 1)
+    assert broker.queue("orders").depth == 1
 
 
 def test_interrupted_while_it_waits_for_confirms_it_says_that_their_outcome_is_unknown(broker: Broker) -> None:
     broker.withhold_confirms()
-    process = start(broker)
-    assert process.stdin is not None
-    process.stdin.write(b"one\ntwo\n")
-    process.stdin.close()
-    broker.wait_until(lambda b: b.queue("orders").depth == 2)
+    process, stdin = start(broker, b"one\ntwo\n")
+    stdin.close()
     process.send_signal(signal.SIGTERM)
     process.wait(timeout=20)
     assert process.returncode == 143
@@ -241,11 +305,7 @@ def test_interrupted_while_it_waits_for_confirms_it_says_that_their_outcome_is_u
 
 
 def test_a_lost_connection_ends_the_run_and_says_how_far_it_got(broker: Broker) -> None:
-    process = start(broker)
-    assert process.stdin is not None
-    process.stdin.write(b"one\n")
-    process.stdin.flush()
-    broker.wait_until(lambda b: b.queue("orders").depth == 1)
+    process, _ = start(broker, b"one\n")
     broker.drop_connections()
     out, err = process.communicate(b"two\nthree\n", timeout=20)
     assert process.returncode == 1

@@ -29,6 +29,7 @@ from qflow_client import (
     Outcome,
     OutcomeUnknown,
     Producer,
+    QflowError,
     UndeliveredMessages,
 )
 
@@ -57,15 +58,24 @@ def test_the_broker_is_fresh(qflow_broker):
 def test_a_flowed_producer_gives_up_in_time_and_sends_nothing(qflow_broker, producer):
     producer.send(b"first").result(10)
     qflow_broker.flow(False)
-    qflow_broker.wait_until(lambda broker: broker.producers()[0].flowed)
+    qflow_broker.wait_until(lambda broker: broker.producers()[0].flow_ok)
     with pytest.raises(FlowControlTimeout):
-        while True:
-            producer.send(b"late", timeout=0.05)
-    depth = qflow_broker.queue("orders").depth
+        producer.send(b"late", timeout=0.05)
     qflow_broker.flow(True)
     assert producer.wait_unflowed(10)
     producer.flush(10)
-    assert qflow_broker.queue("orders").depth == depth
+    assert qflow_broker.queue("orders").depth == 1
+
+
+def test_only_the_one_that_is_named_is_flowed(qflow_broker, producer):
+    (first,) = qflow_broker.producers()
+    with Producer(qflow_broker.url, routing_key="orders") as other:
+        events = producer.flow_events()
+        qflow_broker.flow(False, channel=first.name)
+        assert next(events).flowed
+        other.send(b"goes on").result(10)
+        assert not other.flow_state.flowed
+    qflow_broker.flow(True)
 
 
 def test_a_blocked_connection_holds(qflow_broker, producer):
@@ -100,6 +110,37 @@ def test_a_lost_link_leaves_the_outcome_unknown(qflow_broker, producer, end):
     getattr(qflow_broker, end)()
     with pytest.raises(OutcomeUnknown):
         receipt.result(10)
+
+
+def test_only_the_one_that_is_named_is_dropped(qflow_broker, producer):
+    (first,) = qflow_broker.producers()
+    with Producer(qflow_broker.url, routing_key="orders") as other:
+        qflow_broker.drop_connections(connection=first.connection)
+        qflow_broker.wait_until(lambda broker: len(broker.producers()) == 1)
+        other.send(b"goes on").result(10)
+        with pytest.raises(QflowError):
+            producer.send(b"one").result(10)
+
+
+def test_what_one_queue_refuses_another_may_take(qflow_broker, producer):
+    qflow_broker.declare_queue("refused-orders")
+    qflow_broker.nack_publishes(queue="orders")
+    with pytest.raises(MessageNacked):
+        producer.send(b"one").result(10)
+    assert producer.send(b"one", routing_key="refused-orders").result(10) is Outcome.CONFIRMED
+
+
+def test_a_full_queue_holds_and_a_consumer_lets_go(qflow_broker, producer):
+    qflow_broker.declare_queue("small", arguments={"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 1})
+    events = producer.flow_events()
+    for number in range(3):
+        producer.send(b"%d" % number, routing_key="small")
+    assert next(events).hold.kind == "channel_flow"
+    while qflow_broker.get("small"):
+        pass
+    assert producer.wait_unflowed(10)
+    producer.flush(10)
+    assert qflow_broker.queue("small").flow_stopped_count == 1
 """
 
 
@@ -111,7 +152,7 @@ def _the_package_is_found_where_it_is_not_installed(monkeypatch: pytest.MonkeyPa
 def test_users_test_their_own_producers_with_it(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(USERS_TESTS)
     result = pytester.runpytest_subprocess(*PLUGIN, "-q", "-p", "no:cacheprovider")
-    result.assert_outcomes(passed=9)
+    result.assert_outcomes(passed=13)
 
 
 def test_settings_come_from_the_fixture_and_the_nearest_marker_goes_first(pytester: pytest.Pytester) -> None:

@@ -75,6 +75,24 @@ def test_J2_capacities_are_queue_arguments_with_the_virtual_hosts_defaults():
     assert limits({"x-qpid-capacity": 0}, capacity=100).thresholds == ()
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"qpid.flow_stop_count": 5, "qpid.flow_resume_count": 5},
+        {"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1},
+        {"qpid.flow_stop_count": 0, "qpid.flow_resume_count": 0},
+        {"qpid.flow_stop_size": 5, "qpid.flow_resume_size": 5},
+        {"qpid.flow_stop_size": 1, "qpid.flow_resume_size": 1},
+        {"qpid.flow_stop_count": 10, "qpid.max_count": 10},
+        {"qpid.flow_stop_size": 10, "qpid.max_size": 10},
+        {"x-qpid-capacity": 5, "x-qpid-flow-resume-capacity": 5},
+        {"x-qpid-capacity": 5, "x-qpid-flow-resume-capacity": 0},
+    ],
+)
+def test_C2_J2_marks_that_just_do_not_contradict_each_other_are_taken(arguments):
+    limits(arguments)
+
+
 def test_a_queue_may_have_both_families():
     found = limits({"x-qpid-capacity": 100, "qpid.flow_stop_count": 5})
     assert found.thresholds == (StopResume(5, 4), Capacity(100, 100))
@@ -86,6 +104,9 @@ def test_a_queue_may_have_both_families():
         ({"qpid.flow_stop_count": 5, "qpid.flow_resume_count": 6}, ("qpid.flow_stop_count=5", "flow_resume_count=6")),
         ({"qpid.flow_stop_size": 5, "qpid.flow_resume_size": 6}, ("qpid.flow_stop_size=5", "flow_resume_size=6")),
         ({"qpid.flow_stop_count": 5, "qpid.flow_resume_count": 0}, ("qpid.flow_stop_count=5", "resume_count=0")),
+        ({"qpid.flow_stop_size": 5, "qpid.flow_resume_size": 0}, ("qpid.flow_stop_size=5", "resume_size=0")),
+        ({"qpid.flow_stop_size": 0, "qpid.flow_resume_size": 1}, ("qpid.flow_stop_size=0", "resume_size=1")),
+        ({"qpid.flow_stop_size": 11, "qpid.max_size": 10}, ("qpid.flow_stop_size=11", "qpid.max_size=10")),
         ({"qpid.flow_stop_count": 0, "qpid.flow_resume_count": 1}, ("qpid.flow_stop_count=0", "resume_count=1")),
         ({"qpid.flow_resume_count": 1}, ("qpid.flow_resume_count=1", "qpid.flow_stop_count")),
         ({"x-qpid-capacity": 5, "x-qpid-flow-resume-capacity": 6}, ("x-qpid-capacity=5", "flow-resume-capacity=6")),

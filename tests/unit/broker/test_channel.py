@@ -342,8 +342,21 @@ def test_recover_without_requeue_delivers_to_the_same_consumer(world, recover):
     method = client.received()[0][1]
     assert (method.name, method.delivery_tag, method.redelivered) == ("Basic.Deliver", 2, True)
     assert other.received() == []
+    assert world.queue().delivered == 2
     client.send(1, Basic.Ack(2))
     assert world.queue().depth == 0
+
+
+def test_recover_without_requeue_delivers_nothing_to_a_client_that_wants_nothing_now(world):
+    client, other = world.client().channel(), world.client().channel()
+    client.declare()
+    client.consume()
+    client.publish()
+    client.received()
+    client.call(1, commands.Channel.Flow(active=False), commands.Channel.FlowOk)
+    client.call(1, Basic.Recover(requeue=False), Basic.RecoverOk)
+    other.consume()
+    assert other.names() == ["Basic.ConsumeOk", "Basic.Deliver", "ContentHeader", "ContentBody"]
 
 
 def test_a_cancelled_consumer_gets_nothing_more_and_may_still_ack(world):
@@ -372,6 +385,24 @@ def test_when_a_channel_ends_what_it_has_not_acked_returns(world):
     other.send(1, Basic.Recover(requeue=True))
     deliver = other.received()[0][1]
     assert deliver.redelivered is True
+
+
+@pytest.mark.parametrize("how", ["lost", "closed", "failed"])
+def test_when_a_connection_ends_no_channel_of_it_takes_what_another_gives_back(world, how):
+    client = world.client().channel(1).channel(2)
+    client.declare()
+    client.consume(channel=1)
+    client.publish(b"1")
+    client.consume(channel=2, no_ack=True)
+    client.received()
+    if how == "lost":
+        client.session.end()
+    elif how == "closed":
+        client.send(0, CLOSE(200, "", 0, 0))
+    else:
+        client.send(1, commands.Channel.Open())
+    assert "Basic.Deliver" not in client.names()
+    assert (bodies(world.queue()), len(world.queue().ready)) == ([b"1"], 1)
 
 
 def test_a_consumer_tag_in_use_closes_the_connection_with_530(world):
@@ -501,6 +532,26 @@ class TestTransactions:
         client.publish(b"new", "small")
         client.call(1, commands.Tx.Commit(), commands.Tx.CommitOk)
         assert bodies(world.queue("small")) == [b"new"]
+
+    def test_a_message_larger_than_a_ring_queue_is_refused_in_whatever_company(self, world, client):
+        client.declare("ring", arguments={"qpid.max_size": 10, "qpid.policy_type": "ring"})
+        client.publish(b"x", "ring")
+        client.publish(b"y" * 11, "ring")
+        client.send(1, commands.Tx.Commit())
+        close = client.only(CHANNEL_CLOSE)
+        assert (close.reply_code, "11 bytes" in close.reply_text) == (406, True)
+        assert world.queue("ring").size == 0
+
+    def test_messages_that_fit_a_ring_queue_one_by_one_are_not_refused_for_their_sum(self, world, client):
+        client.declare("ring", arguments={"qpid.max_size": 10, "qpid.policy_type": "ring"})
+        world.host.publish("", "ring", b"z")
+        client.send(1, Basic.Get(queue="ring"))
+        client.received()
+        client.send(1, Basic.Ack(1))
+        for content in (b"x" * 6, b"y" * 6):
+            client.publish(content, "ring")
+        client.call(1, commands.Tx.Commit(), commands.Tx.CommitOk)
+        assert bodies(world.queue("ring")) == [b"y" * 6]
 
     def test_J3_a_commit_past_the_mark_flows_the_channel(self, world, client):
         client.declare("marked", arguments={"qpid.flow_stop_count": 1})

@@ -3,6 +3,8 @@ from __future__ import annotations
 import pytest
 from pamqp import commands
 
+from qflow_client.broker.snapshots import channel_snapshot
+
 STOP_2 = {"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 2}
 
 
@@ -71,6 +73,20 @@ def test_one_flow_frame_for_each_transition(world):
     assert client.received() == []
 
 
+def test_it_is_known_whether_the_client_has_answered_every_flow(world):
+    client = world.client().channel()
+    client.declare(arguments=STOP_2)
+    channel = client.session.channels[1]
+    client.send(1, commands.Channel.FlowOk(active=True))
+    assert channel_snapshot(channel).flow_ok
+    for _ in range(3):
+        client.publish()
+    world.queue().purge()
+    for answers in (False, False, True):
+        assert channel_snapshot(channel).flow_ok is answers
+        client.send(1, commands.Channel.FlowOk(active=answers))
+
+
 def test_J4_a_channel_blocked_by_two_queues_stays_flowed_until_both_have_drained(world):
     client = world.client().channel()
     for name in ("a", "b"):
@@ -84,6 +100,16 @@ def test_J4_a_channel_blocked_by_two_queues_stays_flowed_until_both_have_drained
     assert client.received() == []
     world.queue("b").purge()
     assert flows(client) == [True]
+
+
+def test_J4_a_queue_that_blocks_by_both_families_of_marks_is_named_once(world):
+    client = world.client().channel()
+    client.declare(arguments={**STOP_2, "x-qpid-capacity": 2})
+    for _ in range(3):
+        client.publish()
+    channel = client.session.channels[1]
+    assert len(channel.blocking) == 2
+    assert channel_snapshot(channel).blocked_by == ("q",)
 
 
 def test_J4_one_message_to_two_queues_gives_one_flow_frame(world):

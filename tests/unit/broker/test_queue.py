@@ -2,35 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from qflow_client.broker.arguments import QueueLimits
-from qflow_client.broker.message import StoredMessage, Target
-from qflow_client.broker.queue import Completion, Queue
-from qflow_client.broker.settings import BrokerSettings
-from qflow_client.broker.wire import encode_header
-from qflow_client.flow import FlowSource
+from qflow_client.broker.queue import Completion, Queue, QueueFlow
 
-TARGET = Target("", "q")
-
-
-def message(size=1):
-    return StoredMessage(TARGET, encode_header(size, None), b"x" * size)
-
-
-def make_queue(arguments=None, **settings):
-    limits = QueueLimits.from_arguments("q", arguments or {}, BrokerSettings(**settings))
-    return Queue("q", limits, clock=lambda: 0.0)
-
-
-class Publisher(FlowSource):
-    def __init__(self, name="publisher"):
-        super().__init__(name)
-        self.told = []
-
-    def on_blocked(self):
-        self.told.append(False)
-
-    def on_unblocked(self):
-        self.told.append(True)
+from .tools import Publisher, make_queue, message
 
 
 class Taker:
@@ -91,32 +65,67 @@ BOTH = {
 
 
 @pytest.mark.parametrize(
-    ("sizes", "on"), [([33, 33, 34], False), ([1, 1, 1, 1], True), ([101], True), ([100], False), ([50, 51], True)]
+    ("sizes", "on"),
+    [
+        pytest.param([33, 33], False, id="count and bytes below"),
+        pytest.param([33, 33, 33], False, id="count at, bytes below"),
+        pytest.param([100], False, id="count below, bytes at"),
+        pytest.param([33, 33, 34], False, id="count and bytes at"),
+        pytest.param([1, 1, 1, 1], True, id="count above, bytes below"),
+        pytest.param([25, 25, 25, 25], True, id="count above, bytes at"),
+        pytest.param([101], True, id="count below, bytes above"),
+        pytest.param([33, 33, 35], True, id="count at, bytes above"),
+        pytest.param([26, 25, 25, 25], True, id="count and bytes above"),
+    ],
 )
 def test_C1_either_stop_suffices(sizes, on):
     assert fill(make_queue(BOTH), sizes).flow_stopped is on
 
 
 @pytest.mark.parametrize(
-    ("sizes", "on"),
+    ("left", "on"),
     [
-        pytest.param([98, 1, 1, 49], False, id="both below"),
-        pytest.param([98, 1, 1, 50], True, id="bytes at resume"),
+        pytest.param([49], False, id="count and bytes below"),
+        pytest.param([50], True, id="count below, bytes at"),
+        pytest.param([51], True, id="count below, bytes above"),
+        pytest.param([25, 24], True, id="count at, bytes below"),
+        pytest.param([25, 25], True, id="count and bytes at"),
+        pytest.param([25, 26], True, id="count at, bytes above"),
+        pytest.param([1, 1, 1], True, id="count above, bytes below"),
+        pytest.param([20, 20, 11], True, id="count and bytes above"),
+        pytest.param([], False, id="empty"),
     ],
 )
-def test_C1_both_resumes_are_needed_bytes(sizes, on):
-    queue = fill(make_queue(BOTH), sizes)
-    for _ in range(3):
-        queue.take(no_ack=True)
-    assert queue.depth == 1
+def test_C1_both_resumes_are_needed(left, on):
+    queue = fill(make_queue(BOTH), [101, *left])
+    assert queue.flow_stopped
+    queue.take(no_ack=True)
     assert queue.flow_stopped is on
 
 
-def test_C1_both_resumes_are_needed_count():
-    queue = fill(make_queue(BOTH), [1, 1, 1, 1])
-    for expected in (True, True, False):
+@pytest.mark.parametrize(("depth", "on"), [(7, False), (8, False), (9, True)])
+def test_C4_a_maximum_count_stops_above_80_percent_of_it(depth, on):
+    assert fill(make_queue({"qpid.max_count": 10}), [1] * depth).flow_stopped is on
+
+
+@pytest.mark.parametrize(("left", "on"), [(8, True), (7, True), (6, False)])
+def test_C4_a_maximum_count_resumes_below_70_percent_of_it(left, on):
+    queue = fill(make_queue({"qpid.max_count": 10}), [1] * 9)
+    for _ in range(9 - left):
         queue.take(no_ack=True)
-        assert queue.flow_stopped is expected
+    assert queue.flow_stopped is on
+
+
+@pytest.mark.parametrize(("size", "on"), [(799, False), (800, False), (801, True)])
+def test_C4_a_maximum_size_stops_above_80_percent_of_it(size, on):
+    assert fill(make_queue({"qpid.max_size": 1000}), [size]).flow_stopped is on
+
+
+@pytest.mark.parametrize(("left", "on"), [(701, True), (700, True), (699, False)])
+def test_C4_a_maximum_size_resumes_below_70_percent_of_it(left, on):
+    queue = fill(make_queue({"qpid.max_size": 1000}), [900 - left, left])
+    queue.take(no_ack=True)
+    assert queue.flow_stopped is on
 
 
 def test_C2_stop_equal_to_resume_is_a_band_of_two_messages():
@@ -129,19 +138,30 @@ def test_C2_stop_equal_to_resume_is_a_band_of_two_messages():
     assert not queue.flow_stopped
 
 
+# Qpid Java's marks, as a queue's own and as the virtual host's.
+CAPACITIES = pytest.mark.parametrize(
+    ("arguments", "settings"),
+    [
+        pytest.param({"x-qpid-capacity": 100, "x-qpid-flow-resume-capacity": 60}, {}, id="queue"),
+        pytest.param({}, {"capacity": 100, "flow_resume_capacity": 60}, id="virtual host"),
+    ],
+)
+
+
+@CAPACITIES
 @pytest.mark.parametrize(("size", "on"), [(99, False), (100, False), (101, True)])
-def test_J1_a_queue_is_ON_above_its_capacity(size, on):
+def test_J1_J2_a_queue_is_ON_above_its_capacity(arguments, settings, size, on):
     publisher = Publisher()
-    queue = fill(make_queue({"x-qpid-capacity": 100}), [size], publisher)
+    queue = fill(make_queue(arguments, **settings), [size], publisher)
     assert queue.flow_stopped is on
     assert publisher.told == ([False] if on else [])
 
 
+@CAPACITIES
 @pytest.mark.parametrize(("left", "on"), [(61, True), (60, False), (59, False)])
-def test_J1_a_queue_is_OFF_at_its_resume_capacity(left, on):
+def test_J1_J2_a_queue_is_OFF_at_its_resume_capacity(arguments, settings, left, on):
     publisher = Publisher()
-    queue = make_queue({"x-qpid-capacity": 100, "x-qpid-flow-resume-capacity": 60})
-    fill(queue, [101 - left, left], publisher)
+    queue = fill(make_queue(arguments, **settings), [101 - left, left], publisher)
     queue.take(no_ack=True)
     assert queue.flow_stopped is on
     assert publisher.told == ([False] if on else [False, True])
@@ -151,10 +171,6 @@ def test_J2_capacity_0_is_no_maximum():
     queue = fill(make_queue({"x-qpid-capacity": 0}), [10**6])
     assert not queue.flow_stopped
     assert not queue.is_watched
-
-
-def test_J2_the_virtual_hosts_capacity_is_every_queues():
-    assert fill(make_queue(capacity=100), [101]).flow_stopped
 
 
 def test_J3_who_publishes_between_the_java_marks_is_not_flowed():
@@ -254,6 +270,31 @@ def test_J6_every_way_a_queue_shrinks_unflows(shrink, arguments):
     assert queue.held_confirms == 0
 
 
+@pytest.mark.parametrize("taken", [1, 2, 3])
+@pytest.mark.parametrize("step", ["over the mark", "blocked"])
+@pytest.mark.parametrize(
+    "arguments", [{"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 2}, {"x-qpid-capacity": 2}]
+)
+def test_J5_who_is_about_to_be_flowed_while_the_queue_shrinks_is_not_flowed_for_ever(arguments, step, taken):
+    class Interrupted(QueueFlow):
+        """Messages leave between two steps of blocking who published."""
+
+        def offer(self, source, size, now):
+            for done in self.offer_steps(source, size, now):
+                if done == step:
+                    for _ in range(taken):
+                        queue.take(no_ack=True)
+            return source in self._blocked
+
+    publisher = Publisher()
+    queue = make_queue(arguments)
+    queue.flows = tuple(Interrupted(flow.depth.thresholds, "q") for flow in queue.flows)
+    fill(queue, [1, 1, 1], publisher)
+    assert queue.depth == 3 - taken
+    assert publisher.is_blocked is queue.flow_stopped
+    assert queue.blocked == ((publisher,) if queue.flow_stopped else ())
+
+
 def test_J6_a_delivery_and_a_requeue_do_not_change_the_depth():
     publisher = Publisher()
     queue = fill(make_queue({"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1}), [1, 1], publisher)
@@ -264,22 +305,16 @@ def test_J6_a_delivery_and_a_requeue_do_not_change_the_depth():
     assert publisher.told == [False]
 
 
-def test_enforcement_completion_flows_nobody():
+@pytest.mark.parametrize(
+    ("enforcement", "told", "holds"), [("completion", [], 1), ("channel_flow", [False], 0), ("both", [False], 1)]
+)
+def test_enforcement_says_whether_publishers_are_flowed_and_whether_confirms_are_held(enforcement, told, holds):
     publisher = Publisher()
     completion = Completion(1, print)
-    queue = make_queue({"qpid.flow_stop_count": 1, "x-qflow-enforcement": "completion"})
+    queue = make_queue({"qpid.flow_stop_count": 1, "x-qflow-enforcement": enforcement})
     fill(queue, [1], publisher)
     queue.enqueue(message(), publisher, completion)
-    assert (publisher.told, completion.holds) == ([], 1)
-
-
-def test_enforcement_channel_flow_holds_no_confirm():
-    publisher = Publisher()
-    completion = Completion(1, print)
-    queue = make_queue({"qpid.flow_stop_count": 1, "x-qflow-enforcement": "channel_flow"})
-    fill(queue, [1], publisher)
-    queue.enqueue(message(), publisher, completion)
-    assert (publisher.told, completion.holds) == ([False], 0)
+    assert (publisher.told, completion.holds) == (told, holds)
 
 
 def test_C5_a_completion_says_nothing_before_every_destination_has_the_message():

@@ -6,27 +6,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from qflow_client.broker.arguments import QueueLimits
-from qflow_client.broker.message import StoredMessage, Target
-from qflow_client.broker.queue import Completion, Queue
-from qflow_client.broker.settings import BrokerSettings
-from qflow_client.broker.wire import encode_header
-from qflow_client.flow import FlowSource
+from qflow_client.broker.queue import Completion
 
-TARGET = Target("", "q")
+from .tools import Publisher, make_queue, message
+
 PUBLISHERS = 3
-
-
-class Publisher(FlowSource):
-    def __init__(self, name):
-        super().__init__(name)
-        self.told = []
-
-    def on_blocked(self):
-        self.told.append(False)
-
-    def on_unblocked(self):
-        self.told.append(True)
 
 
 class Family:
@@ -72,8 +56,7 @@ class QueueMachine(RuleBasedStateMachine):
             "qpid.policy_type": policy,
             "x-qflow-enforcement": enforcement,
         }
-        limits = QueueLimits.from_arguments("q", arguments, BrokerSettings())
-        self.queue = Queue("q", limits, clock=lambda: 0.0)
+        self.queue = make_queue(arguments)
         self.publishers = [Publisher(str(number)) for number in range(PUBLISHERS)]
         self.flows, self.holds = enforcement != "completion", enforcement != "channel_flow"
         self.maximum, self.policy = maximum, policy
@@ -118,8 +101,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.numbers += 1
         number = self.numbers
         completion = Completion(number, self.completed.append)
-        message = StoredMessage(TARGET, encode_header(size, None), b"x" * size)
-        self.queue.enqueue(message, self.publishers[who], completion)
+        self.queue.enqueue(message(size), self.publishers[who], completion)
         if full:
             self.dropped += 1
             self._left(self.messages[0][0])

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import struct
+from datetime import UTC, datetime
 
 import pytest
 from pamqp import body, commands, frame, header
 
 from qflow_client.broker.session import PROTOCOL_HEADER, State
+from qflow_client.broker.snapshots import message_copy
 from qflow_client.frames import HEARTBEAT
 
 CLOSE = commands.Connection.Close
@@ -113,12 +115,22 @@ def test_tuning_beyond_what_was_offered_is_refused_with_530(world, tune):
         pytest.param(raw(1, 1, b"\0\x3c\0\x28\0\0\1\xff\0\0"), 502, id="not UTF-8"),
         pytest.param(raw(1, 1, b"\0\x32\0\x0a\0\0\1q\0\0\0\0\xffx"), 502, id="table cut short"),
         pytest.param(raw(1, 1, b"\0\x32\0\x0a\0\0\1q\0\0\0\0\3\1kZ"), 502, id="table with unknown type"),
+        pytest.param(raw(1, 1, b"\0\x32\0\x0a\0\0\1q\0\0\0\0\x08\1kS\0\0\0\xffx"), 502, id="field cut short"),
+        pytest.param(raw(1, 1, b"\0\x32\0\x0a\0\0\1q\0\0\0\0\x07\1kF\0\0\0\5"), 502, id="inner table cut short"),
         pytest.param(PUBLISH + raw(2, 1, b"\0\x3c"), 502, id="header cut short"),
         pytest.param(PUBLISH + raw(2, 1, struct.pack(">HHQH", 60, 0, 1, 1 << 15)), 502, id="property missing"),
         pytest.param(PUBLISH + raw(2, 1, struct.pack(">HHQH", 60, 0, 1, 1)), 502, id="unknown property"),
         pytest.param(PUBLISH + raw(2, 1, struct.pack(">HHQH", 60, 0, 1, 0) + b"x"), 502, id="unannounced property"),
         pytest.param(
             PUBLISH + raw(2, 1, struct.pack(">HHQH", 60, 0, 1, 1 << 13) + b"\0\0\0\3\1kZ"), 502, id="bad headers"
+        ),
+        pytest.param(
+            PUBLISH + raw(2, 1, struct.pack(">HHQH", 60, 0, 1, 1 << 13) + b"\0\0\0\x08\1kS\0\0\0\xffx"),
+            502,
+            id="headers with a field cut short",
+        ),
+        pytest.param(
+            PUBLISH + raw(2, 1, struct.pack(">HHQH", 60, 0, 1, 1 << 15) + b"\1\xff"), 502, id="property not UTF-8"
         ),
         pytest.param(raw(1, 0, frame.marshal(commands.Basic.Get(queue="q"), 0)[7:-1]), 503, id="basic on channel 0"),
         pytest.param(
@@ -332,6 +344,31 @@ def test_every_frame_is_traced_in_the_order_of_the_wire(make_world):
         ("in", "client-1", 0, "Heartbeat"),
         ("out", "client-1", 1, "Basic.Ack"),
     ]
+
+
+def test_a_time_that_no_date_can_tell_is_passed_on_as_it_came(world):
+    client = world.client().channel()
+    client.declare()
+    client.call(1, commands.Queue.Bind(queue="q", exchange="amq.headers", arguments={"k": 1}), commands.Queue.BindOk)
+    now = datetime.fromtimestamp(2**31, UTC)
+    properties = commands.Basic.Properties(content_type="t", headers={"k": 1}, timestamp=now, app_id="a")
+    head = frame.marshal(header.ContentHeader(body_size=0, properties=properties), 1)
+    late = head.replace(struct.pack(">Q", 2**31), b"\xff" * 8)
+    client.feed(frame.marshal(commands.Basic.Publish(exchange="amq.headers"), 1) + late)
+    (entry,) = world.queue().ready
+    found = message_copy(entry).properties
+    assert (found.content_type, found.headers, found.timestamp, found.app_id) == ("t", {"k": 1}, None, "a")
+    client.send(1, commands.Basic.Get(queue="q", no_ack=True))
+    assert late in client.raw_output()
+
+
+def test_a_message_from_inside_is_routed_by_its_headers(world):
+    client = world.client().channel()
+    client.declare()
+    client.call(1, commands.Queue.Bind(queue="q", exchange="amq.headers", arguments={"k": 1}), commands.Queue.BindOk)
+    # No client has sent this combination of properties.
+    properties = commands.Basic.Properties(content_type="t", headers={"k": 1}, reply_to="r", app_id="a")
+    assert world.host.publish("amq.headers", "", b"x", properties) == 1
 
 
 def test_an_error_of_the_brokers_own_is_541(world):

@@ -167,6 +167,9 @@ def test_a_queue_without_a_name_gets_one_and_is_the_channels_last(world):
     client.publish(exchange="amq.direct", routing_key=name)
     client.consume("")
     assert "Basic.Deliver" in client.names()
+    client.call(1, Queue.Unbind(queue="", exchange="amq.direct", routing_key=""), Queue.UnbindOk)
+    client.publish(exchange="amq.direct", routing_key=name)
+    assert client.received() == []
     assert client.declare(name, passive=True).queue == name
 
 
@@ -183,6 +186,8 @@ def test_a_queue_without_a_name_gets_one_and_is_the_channels_last(world):
         (Exchange.Declare(exchange="nowhere", passive=True), 404),
         (Exchange.Bind(destination="nowhere", source="amq.direct"), 404),
         (Exchange.Bind(destination="amq.direct", source="nowhere"), 404),
+        (Exchange.Bind(destination="", source="amq.direct"), 403),
+        (Exchange.Unbind(destination="", source="amq.direct"), 403),
         (Queue.Declare(queue="amq.mine"), 403),
         (Queue.Bind(queue="q", exchange=""), 403),
         (Exchange.Declare(exchange="amq.mine"), 403),

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import json
+import os
+import threading
 import zipfile
 from pathlib import Path
 
@@ -137,3 +140,54 @@ def test_damaged_compressed_data_is_an_error_that_names_the_file(tmp_path: Path,
         pytest.raises(BadRecord, match=r"damaged\.gz: the compressed data is damaged"),
     ):
         list(source)
+
+
+def test_a_field_may_be_as_long_as_a_message() -> None:
+    (body,) = bodies(b"a\n" + b"x" * 200_000 + b"\n", Format.CSV)
+    assert len(body) == 200_000 + len('{"a":""}')
+
+
+def test_a_file_that_cannot_be_read_on_is_an_error_behind_what_was_read() -> None:
+    class Failing(io.BytesIO):
+        def __next__(self) -> bytes:
+            line = self.readline()
+            if not line:
+                raise OSError(errno.EIO, "Input/output error")
+            return line
+
+    with RecordSource("-", None, Failing(b"one\n")) as source:
+        records = iter(source)
+        assert next(records).message == b"one"
+        with pytest.raises(BadRecord, match="standard input: cannot be read on: Input/output error"):
+            next(records)
+
+
+def test_a_closed_standard_input_is_refused() -> None:
+    with pytest.raises(CommandError, match="standard input is closed; name a file"):
+        RecordSource("-", None, None)
+
+
+def test_a_pipe_by_name_tells_nothing_of_how_far_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = threading.Thread(target=path.write_bytes, args=(b"one\n",))
+    writer.start()
+    with RecordSource(str(path), None, io.BytesIO()) as source:
+        assert [record.message for record in source] == [b"one"]
+        assert (source.size, source.position) == (None, 0)
+    writer.join()
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "words"), [(6, 1, "is encrypted"), (8, 99, "compression method is not supported")]
+)
+def test_an_archive_that_cannot_be_opened_is_refused(tmp_path: Path, offset: int, value: int, words: str) -> None:
+    path = tmp_path / "locked.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a.csv", "a\n1\n")
+    content = bytearray(path.read_bytes())
+    # The flags and the method stand at these places of the file's header, and two behind them in the directory.
+    content[offset] = content[content.index(b"PK\1\2") + offset + 2] = value
+    path.write_bytes(content)
+    with pytest.raises(CommandError, match=words):
+        RecordSource(str(path), None, io.BytesIO())

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from qflow_client import Outcome
+from qflow_client.cli.errors import CommandError
+from qflow_client.cli.records import Record
+from qflow_client.cli.send import Tally, _summarise
+
+
+def tally(outcomes: str, skip: int = 0) -> Tally:
+    """What comes of records that were confirmed (c) or nacked (n)."""
+    made = Tally(confirmed_up_to=skip)
+    for number, letter in enumerate(outcomes, skip + 1):
+        outcome, error = (Outcome.CONFIRMED, None) if letter == "c" else (Outcome.NACKED, "it was nacked")
+        receipt: Any = SimpleNamespace(outcome=outcome, error=lambda error=error: error)
+        made.settle(Record(number, number, b""), receipt)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "skip", "advice"),
+    [
+        ("", 0, []),
+        ("n", 0, []),
+        ("nn", 0, []),
+        ("ccn", 0, ["confirmed without a gap up to record 2: --skip 2 goes on there"]),
+        ("", 5, ["confirmed without a gap up to record 5: --skip 5 goes on there"]),
+        ("cn", 5, ["confirmed without a gap up to record 6: --skip 6 goes on there"]),
+        ("nc", 0, ["confirmed behind the first gap: 1 record, which would come twice if sent again"]),
+        (
+            "cncncc",
+            0,
+            [
+                "confirmed without a gap up to record 1: --skip 1 goes on there",
+                "confirmed behind the first gap: 3 records, which would come twice if sent again",
+            ],
+        ),
+    ],
+)
+def test_it_says_where_to_go_on_and_what_would_come_twice(
+    outcomes: str, skip: int, advice: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _summarise(tally(outcomes, skip), 1.0, CommandError("no"), as_json=False, quiet=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "gap" in line] == advice
+
+
+def test_as_json_it_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    _summarise(tally("cncncc"), 1.0, CommandError("no"), as_json=True, quiet=False)
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert (told["confirmed_up_to_record"], told["confirmed_behind_a_gap"]) == (1, 3)
+    assert (told["confirmed"], told["not_confirmed"]) == (4, {"nacked": 2})
+    assert err == "qflow: record 2 (line 2): it was nacked\nqflow: record 4 (line 4): it was nacked\n"
+
+
+def test_only_the_first_failures_are_told_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
+    _summarise(tally("n" * 8), 1.0, CommandError("no"), as_json=False, quiet=True)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines()[-2:] == ["qflow: record 5 (line 5): it was nacked", "qflow: and 3 more records"]
