@@ -23,6 +23,7 @@ __all__ = [
     "CHANNEL_CLOSE",
     "CHANNEL_CLOSE_OK",
     "CHANNEL_FLOW",
+    "CHANNEL_FLOW_OK",
     "CONNECTION_BLOCKED",
     "CONNECTION_UNBLOCKED",
     "FRAME_END",
@@ -33,6 +34,7 @@ __all__ = [
     "HEARTBEAT_FRAME",
     "METHOD_FRAME",
     "NACK",
+    "PUBLISH",
     "RETURN",
     "FrameError",
     "FrameSplitter",
@@ -93,22 +95,21 @@ class FrameSplitter:
     """Finds the frames in a stream of bytes, however it is cut.
 
     Args:
-        frame_max: the largest frame to accept, in bytes with head and end; 0 for no limit.
+        frame_max: the largest frame to accept, in bytes with head and end; 0 for no limit. The attribute of that name
+            can be set between two calls of `feed`: it is negotiated in the middle of the stream.
     """
 
-    __slots__ = ("_rest", "data", "frame_max")
+    __slots__ = ("_needed", "_pieces", "data", "frame_max", "pending")
 
     def __init__(self, frame_max: int = 0) -> None:
         self.frame_max = frame_max
-        # The bytes that the offsets yielded by `feed` refer to.
+        #: The bytes that the offsets yielded by `feed` refer to.
         self.data = b""
-        # The beginning of a frame whose end has not come yet.
-        self._rest = b""
-
-    @property
-    def pending(self) -> int:
-        """Bytes of a frame that has begun and not ended."""
-        return len(self._rest)
+        #: Bytes of a frame that has begun and not ended.
+        self.pending = 0
+        # Those bytes, as they came, and how many there must be before it makes sense to look at them again.
+        self._pieces: list[bytes] = []
+        self._needed = 0
 
     def feed(self, data: bytes) -> Iterator[tuple[int, int, int, int]]:
         """Take bytes in.
@@ -122,9 +123,15 @@ class FrameSplitter:
         Raises:
             FrameError: the end of a frame is not where its size says, its type is unknown, or it is too large.
         """
-        if self._rest:
-            data = self._rest + data
-            self._rest = b""
+        if self.pending:
+            self._pieces.append(data)
+            self.pending += len(data)
+            if self.pending < self._needed:
+                self.data = b""
+                return
+            data = b"".join(self._pieces)
+            self._pieces.clear()
+            self.pending = 0
         self.data = data
         unpack = _FRAME_HEAD.unpack_from
         at, end = 0, len(data)
@@ -137,6 +144,7 @@ class FrameSplitter:
             start = at + 7
             stop = start + size
             if stop >= end:
+                self._needed = size + FRAME_OVERHEAD
                 break
             if data[stop] != FRAME_END:
                 raise FrameError(f"a frame of type {kind} ends with 0x{data[stop]:02x} instead of 0xce")
@@ -147,7 +155,9 @@ class FrameSplitter:
                 return
             if ((kind := data[at]) > BODY_FRAME and kind != HEARTBEAT_FRAME) or kind == 0:
                 raise FrameError(f"frame type {kind} is none of AMQP 0-9-1's")
-        self._rest = data[at:]
+            self._needed = FRAME_OVERHEAD
+        self._pieces.append(data[at:])
+        self.pending = end - at
 
 
 def _short(text: str, name: str) -> bytes:

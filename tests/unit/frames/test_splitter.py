@@ -116,6 +116,19 @@ def test_a_frame_max_can_be_set_when_it_is_negotiated() -> None:
         feed(splitter, frame(BODY_FRAME, 1, b"x" * 100))
 
 
+@pytest.mark.timeout(30)
+def test_a_huge_frame_in_many_small_reads_takes_time_in_proportion_to_its_size() -> None:
+    # Put together anew at each read, it would be two terabytes to copy.
+    huge = frame(BODY_FRAME, 1, bytes(16_000_000))
+    *reads, last = (huge[at : at + 64] for at in range(0, len(huge), 64))
+    splitter = FrameSplitter()
+    for data in reads:
+        assert feed(splitter, data) == []
+    assert splitter.pending == len(huge) - len(last)
+    assert len(feed(splitter, last)) == 1
+    assert splitter.pending == 0
+
+
 @given(
     st.one_of(
         st.binary(max_size=200),
