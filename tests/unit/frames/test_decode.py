@@ -21,7 +21,28 @@ def test_a_message_that_comes_back_is_the_one_that_went_out(message: Message) ->
     if message.timestamp is not None:
         assert isinstance(message.timestamp, int)
         message = replace(message, timestamp=datetime.fromtimestamp(message.timestamp, UTC))
-    assert back == replace(message, cluster_id=message.cluster_id or None)
+    assert back == message
+
+
+@pytest.mark.parametrize(
+    ("seconds", "timestamp"),
+    [
+        (0, datetime(1970, 1, 1, tzinfo=UTC)),
+        ((1 << 32) - 1, datetime(2106, 2, 7, 6, 28, 15, tzinfo=UTC)),
+        # pamqp would take this one for milliseconds.
+        (1 << 32, datetime(2106, 2, 7, 6, 28, 16, tzinfo=UTC)),
+        (253_402_300_799, datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)),
+        # No datetime is that late.
+        (253_402_300_800, 253_402_300_800),
+        ((1 << 63) - 1, (1 << 63) - 1),
+    ],
+)
+def test_a_timestamp_that_comes_back_is_the_one_that_went_out(seconds: int, timestamp: datetime | int) -> None:
+    header = content_header(encode(Message(b"", timestamp=seconds)))
+    assert decode_message(header, b"").timestamp == timestamp
+    if isinstance(timestamp, datetime):
+        message = Message(b"", headers={"when": timestamp}, timestamp=timestamp)
+        assert decode_message(content_header(encode(message)), b"") == message
 
 
 GOOD = content_header(encode(ALL_PROPERTIES))
@@ -31,9 +52,27 @@ def test_a_header_that_ends_too_soon_is_a_frame_error() -> None:
     assert decode_message(GOOD, b"body") == replace(
         ALL_PROPERTIES, timestamp=datetime.fromtimestamp(1_357_017_300, UTC)
     )
-    for size in range(14):
+    for size in range(len(GOOD)):
         with pytest.raises(FrameError, match="a content header that cannot be decoded"):
             decode_message(GOOD[:size], b"")
+
+
+def test_a_header_that_does_not_end_is_a_frame_error() -> None:
+    with pytest.raises(FrameError, match="2 bytes follow the last property"):
+        decode_message(GOOD + b"\0\0", b"")
+
+
+@pytest.mark.parametrize(
+    ("at", "byte", "error"),
+    [(1, 61, "class 61"), (13, 0x01, "0x..01 that are none of class basic"), (13, 0x02, "0x..02 that are none of")],
+)
+def test_a_header_of_another_class_or_with_properties_that_none_has_is_a_frame_error(
+    at: int, byte: int, error: str
+) -> None:
+    header = bytearray(GOOD)
+    header[at] = byte
+    with pytest.raises(FrameError, match=error):
+        decode_message(bytes(header), b"")
 
 
 def test_a_header_with_what_no_message_can_have_is_a_frame_error() -> None:
@@ -53,7 +92,7 @@ def nested_header(depth: int) -> bytes:
 
 def test_a_header_nested_too_deep_is_a_frame_error() -> None:
     assert decode_message(nested_header(2), b"").headers == {"k": {"k": {}}}
-    with pytest.raises(FrameError, match="recursion"):
+    with pytest.raises(FrameError, match="more than 100 tables and arrays lie in one another"):
         decode_message(nested_header(2000), b"")
 
 
