@@ -6,15 +6,21 @@ key with the same properties and the same length, nothing differs but the messag
 
 from __future__ import annotations
 
-import calendar
-from collections.abc import Iterator
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator
 from struct import Struct
 from struct import error as struct_error
+from typing import Any
 
-import pamqp.encode
-import pamqp.header
-
+from qflow_client.fields import (
+    decode_octet,
+    decode_short_string,
+    decode_table,
+    decode_timestamp,
+    encode_octet,
+    encode_short_string,
+    encode_table,
+    encode_timestamp,
+)
 from qflow_client.message import Message
 
 __all__ = [
@@ -23,6 +29,7 @@ __all__ = [
     "CHANNEL_CLOSE",
     "CHANNEL_CLOSE_OK",
     "CHANNEL_FLOW",
+    "CHANNEL_FLOW_OK",
     "CONNECTION_BLOCKED",
     "CONNECTION_UNBLOCKED",
     "FRAME_END",
@@ -33,6 +40,7 @@ __all__ = [
     "HEARTBEAT_FRAME",
     "METHOD_FRAME",
     "NACK",
+    "PUBLISH",
     "RETURN",
     "FrameError",
     "FrameSplitter",
@@ -67,8 +75,9 @@ ACK = bytes((0, 60, 0, 80))
 NACK = bytes((0, 60, 0, 120))
 
 _FRAME_HEAD = Struct(">BHI")
+# Class, weight, body size and property flags; and before them the head of the frame.
 _HEADER_HEAD = Struct(">HHQH")
-_LONGLONG = Struct(">Q")
+_HEADER_FRAME_HEAD = Struct(">BHIHHQH")
 _BASIC = 60
 
 
@@ -93,22 +102,21 @@ class FrameSplitter:
     """Finds the frames in a stream of bytes, however it is cut.
 
     Args:
-        frame_max: the largest frame to accept, in bytes with head and end; 0 for no limit.
+        frame_max: the largest frame to accept, in bytes with head and end; 0 for no limit. The attribute of that name
+            can be set between two calls of `feed`: it is negotiated in the middle of the stream.
     """
 
-    __slots__ = ("_rest", "data", "frame_max")
+    __slots__ = ("_needed", "_pieces", "data", "frame_max", "pending")
 
     def __init__(self, frame_max: int = 0) -> None:
         self.frame_max = frame_max
-        # The bytes that the offsets yielded by `feed` refer to.
+        #: The bytes that the offsets yielded by `feed` refer to.
         self.data = b""
-        # The beginning of a frame whose end has not come yet.
-        self._rest = b""
-
-    @property
-    def pending(self) -> int:
-        """Bytes of a frame that has begun and not ended."""
-        return len(self._rest)
+        #: Bytes of a frame that has begun and not ended.
+        self.pending = 0
+        # Those bytes, as they came, and how many there must be before it makes sense to look at them again.
+        self._pieces: list[bytes] = []
+        self._needed = 0
 
     def feed(self, data: bytes) -> Iterator[tuple[int, int, int, int]]:
         """Take bytes in.
@@ -122,9 +130,15 @@ class FrameSplitter:
         Raises:
             FrameError: the end of a frame is not where its size says, its type is unknown, or it is too large.
         """
-        if self._rest:
-            data = self._rest + data
-            self._rest = b""
+        if self.pending:
+            self._pieces.append(data)
+            self.pending += len(data)
+            if self.pending < self._needed:
+                self.data = b""
+                return
+            data = b"".join(self._pieces)
+            self._pieces.clear()
+            self.pending = 0
         self.data = data
         unpack = _FRAME_HEAD.unpack_from
         at, end = 0, len(data)
@@ -137,6 +151,7 @@ class FrameSplitter:
             start = at + 7
             stop = start + size
             if stop >= end:
+                self._needed = size + FRAME_OVERHEAD
                 break
             if data[stop] != FRAME_END:
                 raise FrameError(f"a frame of type {kind} ends with 0x{data[stop]:02x} instead of 0xce")
@@ -147,92 +162,88 @@ class FrameSplitter:
                 return
             if ((kind := data[at]) > BODY_FRAME and kind != HEARTBEAT_FRAME) or kind == 0:
                 raise FrameError(f"frame type {kind} is none of AMQP 0-9-1's")
-        self._rest = data[at:]
+            self._needed = FRAME_OVERHEAD
+        self._pieces.append(data[at:])
+        self.pending = end - at
 
 
-def _short(text: str, name: str) -> bytes:
-    if not isinstance(text, str):
-        raise TypeError(f"{name} must be a str, not {type(text).__name__}: {text!r}")
-    raw = text.encode()
-    if len(raw) > 255:
-        raise ValueError(f"{name} has {len(raw)} bytes; AMQP carries at most 255: {text[:40]!r}…")
-    return bytes((len(raw),)) + raw
+# A property's flag, and how it is encoded and decoded.
+_Property = tuple[int, Callable[[Any, str], bytes], Callable[[bytes, int], tuple[Any, int]]]
 
 
-# The basic properties that come before and after the message id on the wire, with their flag bits.
-_BEFORE_ID = (("correlation_id", 1 << 10), ("reply_to", 1 << 9), ("expiration", 1 << 8))
-_AFTER_ID = (("type", 1 << 5), ("user_id", 1 << 4), ("app_id", 1 << 3), ("cluster_id", 1 << 2))
+def _short_string(flag: int) -> _Property:
+    return flag, encode_short_string, decode_short_string
+
+
+_DELIVERY_MODE = 1 << 12
 _MESSAGE_ID = 1 << 7
 
+# The basic properties in the order of the wire, in which a message has them too.
+_PROPERTIES: dict[str, _Property] = {
+    "content_type": _short_string(1 << 15),
+    "content_encoding": _short_string(1 << 14),
+    "headers": (1 << 13, encode_table, decode_table),
+    "delivery_mode": (_DELIVERY_MODE, encode_octet, decode_octet),
+    "priority": (1 << 11, encode_octet, decode_octet),
+    "correlation_id": _short_string(1 << 10),
+    "reply_to": _short_string(1 << 9),
+    "expiration": _short_string(1 << 8),
+    "message_id": _short_string(_MESSAGE_ID),
+    "timestamp": (1 << 6, encode_timestamp, decode_timestamp),
+    "type": _short_string(1 << 5),
+    "user_id": _short_string(1 << 4),
+    "app_id": _short_string(1 << 3),
+    "cluster_id": _short_string(1 << 2),
+}
 
-def properties(message: Message) -> tuple[int, bytes, bytes]:
-    """A message's properties but the message id, encoded.
+
+def properties(message: Message, message_id: bytes = b"") -> tuple[int, bytes]:
+    """A message's properties, encoded.
+
+    Args:
+        message: whose properties.
+        message_id: an id as a short string, for a message that has none; empty to leave it without.
 
     Returns:
-        The property flags, and the values that come before and after the message id.
+        The property flags, and the values.
 
     Raises:
-        ValueError: headers that cannot be encoded as a field table.
+        TypeError, ValueError: headers that AMQP cannot carry.
     """
     flags = 0
-    before = bytearray()
-    if message.content_type is not None:
-        flags |= 1 << 15
-        before += _short(message.content_type, "content_type")
-    if message.content_encoding is not None:
-        flags |= 1 << 14
-        before += _short(message.content_encoding, "content_encoding")
-    if message.headers is not None:
-        flags |= 1 << 13
-        try:
-            before += pamqp.encode.field_table(dict(message.headers))
-        except (AttributeError, OverflowError, RecursionError, TypeError, ValueError, struct_error) as error:
-            raise ValueError(f"headers cannot be encoded as an AMQP field table: {error}") from error
-    if message.delivery_mode is not None:
-        flags |= 1 << 12
-        before.append(message.delivery_mode)
-    if message.priority is not None:
-        flags |= 1 << 11
-        before.append(message.priority)
-    for name, flag in _BEFORE_ID:
-        value = getattr(message, name)
-        if value is not None:
-            flags |= flag
-            before += _short(value, name)
-    after = bytearray()
-    if message.timestamp is not None:
-        flags |= 1 << 6
-        after += _LONGLONG.pack(_seconds(message.timestamp))
-    for name, flag in _AFTER_ID:
-        value = getattr(message, name)
-        if value is not None:
-            flags |= flag
-            after += _short(value, name)
-    return flags, bytes(before), bytes(after)
-
-
-def _seconds(timestamp: int | datetime) -> int:
-    if isinstance(timestamp, datetime):
-        return calendar.timegm(timestamp.astimezone(UTC).utctimetuple())
-    return timestamp
+    values = []
+    # How many values come before the message id.
+    before = 0
+    for name, value in message.__dict__.items():
+        known = _PROPERTIES.get(name)
+        if known is None or value is None:
+            continue
+        flag, encode, _ = known
+        flags |= flag
+        values.append(encode(value, name))
+        if flag > _MESSAGE_ID:
+            before += 1
+    if message_id and not flags & _MESSAGE_ID:
+        flags |= _MESSAGE_ID
+        values.insert(before, message_id)
+    return flags, b"".join(values)
 
 
 class Route:
-    """An exchange and a routing key, with the frames that every message to them shares."""
+    """An exchange and a routing key, with the frame that every message to them begins with."""
 
-    __slots__ = ("exchange", "method", "parts", "routing_key")
-
-    #: Body lengths whose parts are kept.
-    MAX_PARTS = 256
+    __slots__ = ("exchange", "method", "routing_key")
 
     def __init__(self, channel: int, exchange: str, routing_key: str, mandatory: bool) -> None:
         self.exchange = exchange
         self.routing_key = routing_key
-        names = _short(exchange, "exchange") + _short(routing_key, "routing_key")
+        names = encode_short_string(exchange, "exchange") + encode_short_string(routing_key, "routing_key")
         # The whole Basic.Publish frame.
         self.method = frame(METHOD_FRAME, channel, b"%b\0\0%b%b" % (PUBLISH, names, bytes((mandatory,))))
-        # For each body length, what comes before the number of a message id, and between it and the body.
-        self.parts: dict[int, tuple[bytes, bytes]] = {}
+
+
+# The last two digits of a message id.
+_LAST_DIGITS = tuple(b"%02x" % number for number in range(256))
 
 
 class PublishEncoder:
@@ -246,26 +257,47 @@ class PublishEncoder:
         mandatory: the ``mandatory`` bit of every publish.
     """
 
-    __slots__ = ("_id_prefix", "_routes", "channel", "mandatory", "max_body")
+    __slots__ = (
+        "_hundreds",
+        "_id_head",
+        "_id_start",
+        "_plain_middle",
+        "_routes",
+        "_sizes",
+        "channel",
+        "mandatory",
+        "max_body",
+    )
 
     #: Routes that are kept; beyond that all are forgotten, so that ever new routing keys do not eat memory.
     MAX_ROUTES = 1024
+    #: Body lengths whose parts are kept, likewise.
+    MAX_SIZES = 1024
 
     def __init__(self, channel: int, frame_max: int, *, id_prefix: str = "", mandatory: bool = False) -> None:
         self.channel = channel
         self.mandatory = mandatory
         # The longest body, and the largest header, that one frame carries.
         self.max_body = (frame_max or 1 << 31) - FRAME_OVERHEAD
-        self._id_prefix = id_prefix.encode()
-        if len(self._id_prefix) > 255 - 12:
-            raise ValueError(f"id_prefix has {len(self._id_prefix)} bytes; a message id has room for {255 - 12}")
+        prefix = id_prefix.encode()
+        if len(prefix) > 255 - 12:
+            raise ValueError(f"id_prefix has {len(prefix)} bytes; a message id has room for {255 - 12}")
+        # A message id, as a short string, up to its number.
+        self._id_head = bytes((len(prefix) + 12,)) + prefix
+        # What the 256 numbers have in common that differ in the last two digits: the other digits; a message id up to
+        # there; and in the header frame of a plain message, all from the flags to there.
+        self._hundreds = -1
+        self._id_start = self._plain_middle = b""
         self._routes: dict[tuple[str, str], Route] = {}
+        # By body length, what a plain message has before the flags, from the header frame on, and what any message that
+        # fits has between its properties and its body.
+        self._sizes: dict[int, tuple[bytes, bytes]] = {}
 
     def route(self, exchange: str, routing_key: str) -> Route:
         """The route, made on first use.
 
         Raises:
-            ValueError: a name of more than 255 bytes.
+            TypeError, ValueError: a name that is no text, or of more than 255 bytes.
         """
         key = (exchange, routing_key)
         route = self._routes.get(key)
@@ -283,30 +315,24 @@ class PublishEncoder:
             body: the content, of at most `max_body` bytes.
             number: the number in the message id, below 2**48.
         """
-        parts = route.parts.get(len(body))
-        if parts is None:
-            parts = self._plain_parts(route, len(body))
-        if body:
-            return b"%b%012x%b%b\xce" % (parts[0], number, parts[1], body)
-        return b"%b%012x\xce" % (parts[0], number)
+        if number >> 8 != self._hundreds:
+            self._next_hundreds(number >> 8)
+        head, tail = self._sizes.get(len(body)) or self._next_size(len(body))
+        return b"".join((route.method, head, self._plain_middle, _LAST_DIGITS[number & 255], tail, body, b"\xce"))
 
-    def _plain_parts(self, route: Route, length: int) -> tuple[bytes, bytes]:
-        prefix = self._id_prefix
-        size = 14 + 1 + 1 + len(prefix) + 12
-        head = b"".join(
-            (
-                route.method,
-                _FRAME_HEAD.pack(HEADER_FRAME, self.channel, size),
-                _HEADER_HEAD.pack(_BASIC, 0, length, 1 << 12 | _MESSAGE_ID),
-                b"\2",
-                bytes((len(prefix) + 12,)),
-                prefix,
-            )
-        )
-        tail = b"\xce" + _FRAME_HEAD.pack(BODY_FRAME, self.channel, length)
-        if len(route.parts) >= Route.MAX_PARTS:
-            route.parts.clear()
-        route.parts[length] = head, tail
+    def _next_hundreds(self, hundreds: int) -> None:
+        self._hundreds = hundreds
+        self._id_start = b"%b%010x" % (self._id_head, hundreds)
+        self._plain_middle = (_DELIVERY_MODE | _MESSAGE_ID).to_bytes(2, "big") + b"\2" + self._id_start
+
+    def _next_size(self, length: int) -> tuple[bytes, bytes]:
+        header = _HEADER_HEAD.size + 1 + len(self._id_head) + 12
+        head = _HEADER_FRAME_HEAD.pack(HEADER_FRAME, self.channel, header, _BASIC, 0, length, 0)[:-2]
+        # Without a body there is no body frame, and the byte that ends the last frame ends the header frame.
+        tail = b"\xce" + _FRAME_HEAD.pack(BODY_FRAME, self.channel, length) if length else b""
+        if len(self._sizes) >= self.MAX_SIZES:
+            self._sizes.clear()
+        self._sizes[length] = head, tail
         return head, tail
 
     def message(self, route: Route, message: Message, number: int | None) -> list[bytes]:
@@ -321,57 +347,53 @@ class PublishEncoder:
             The frames: the first piece has all up to the first body frame, each further piece is a body frame.
 
         Raises:
-            ValueError: headers that cannot be encoded.
+            TypeError, ValueError: headers that AMQP cannot carry, or properties larger than a frame.
         """
-        flags, before, after = properties(message)
-        if message.message_id is not None:
-            flags |= _MESSAGE_ID
-            before += _short(message.message_id, "message_id")
-        elif number is not None:
-            flags |= _MESSAGE_ID
-            before += b"%c%b%012x" % (len(self._id_prefix) + 12, self._id_prefix, number)
+        message_id = b""
+        if number is not None:
+            if number >> 8 != self._hundreds:
+                self._next_hundreds(number >> 8)
+            message_id = self._id_start + _LAST_DIGITS[number & 255]
+        flags, values = properties(message, message_id)
+        header = _HEADER_HEAD.size + len(values)
         body = message.body
-        header = _HEADER_HEAD.pack(_BASIC, 0, len(body), flags) + before + after
-        if len(header) > self.max_body:
-            raise ValueError(
-                f"the message's properties need a frame of {len(header) + FRAME_OVERHEAD} bytes, and the broker takes "
-                f"{self.max_body + FRAME_OVERHEAD}; shorten its headers"
-            )
-        head = route.method + frame(HEADER_FRAME, self.channel, header)
+        length = len(body)
         size = self.max_body
-        if len(body) <= size:
-            return [head + frame(BODY_FRAME, self.channel, body) if body else head]
-        frames = [frame(BODY_FRAME, self.channel, body[at : at + size]) for at in range(0, len(body), size)]
-        frames[0] = head + frames[0]
+        if header > size:
+            raise ValueError(
+                f"the message's properties need a frame of {header + FRAME_OVERHEAD} bytes, and the broker takes "
+                f"{size + FRAME_OVERHEAD}; shorten its headers"
+            )
+        head = _HEADER_FRAME_HEAD.pack(HEADER_FRAME, self.channel, header, _BASIC, 0, length, flags)
+        if length <= size:
+            _, tail = self._sizes.get(length) or self._next_size(length)
+            return [b"".join((route.method, head, values, tail, body, b"\xce"))]
+        frames = [frame(BODY_FRAME, self.channel, body[at : at + size]) for at in range(0, length, size)]
+        frames[0] = b"".join((route.method, head, values, b"\xce", frames[0]))
         return frames
 
 
 def decode_message(header: bytes, body: bytes) -> Message:
     """A message from the payload of its content header frame and its content.
 
+    Returns:
+        What was encoded; its timestamps are in UTC, and its arrays are lists.
+
     Raises:
         FrameError: the header is none, or has what no `Message` can have.
     """
-    decoded = pamqp.header.ContentHeader()
     try:
-        decoded.unmarshal(header)
-        values = decoded.properties
-        return Message(
-            body,
-            content_type=values.content_type,
-            content_encoding=values.content_encoding,
-            headers=values.headers,
-            delivery_mode=values.delivery_mode,
-            priority=values.priority,
-            correlation_id=values.correlation_id,
-            reply_to=values.reply_to,
-            expiration=values.expiration,
-            message_id=values.message_id,
-            timestamp=values.timestamp,
-            type=values.message_type,
-            user_id=values.user_id,
-            app_id=values.app_id,
-            cluster_id=values.cluster_id or None,
-        )
-    except (ArithmeticError, RecursionError, TypeError, ValueError, struct_error) as error:
+        kind, _, _, flags = _HEADER_HEAD.unpack_from(header)
+        if kind != _BASIC or flags & 3:
+            raise ValueError(f"class {kind} or property flags 0x{flags:04x} that are none of class basic")
+        # Which a message has by default.
+        values: dict[str, Any] = {"delivery_mode": None}
+        at = _HEADER_HEAD.size
+        for name, (flag, _, decode) in _PROPERTIES.items():
+            if flags & flag:
+                values[name], at = decode(header, at)
+        if at != len(header):
+            raise ValueError(f"{len(header) - at} bytes follow the last property")
+        return Message(body, **values)
+    except (IndexError, TypeError, ValueError, struct_error) as error:
         raise FrameError(f"a content header that cannot be decoded: {error}") from error

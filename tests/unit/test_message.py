@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping
+import pickle
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta, timezone
 from types import MappingProxyType
 from typing import Any
@@ -74,8 +76,67 @@ def test_a_message_is_persistent_unless_told_otherwise() -> None:
 
 
 def test_a_message_cannot_be_changed() -> None:
+    message = Message(b"", type="flight")
+    for name in ("body", "type", "headers", "other"):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(message, name, "other")
     with pytest.raises(dataclasses.FrozenInstanceError):
-        Message(b"").body = b"other"  # type: ignore[misc]
+        del message.type
+
+
+PROPERTIES: dict[str, Any] = {
+    "content_type": "application/json",
+    "content_encoding": "gzip",
+    "headers": {"k": 1},
+    "delivery_mode": 1,
+    "priority": 9,
+    "correlation_id": "correlation",
+    "reply_to": "reply",
+    "expiration": "60000",
+    "message_id": "id",
+    "timestamp": 1_357_017_300,
+    "type": "flight",
+    "user_id": "guest",
+    "app_id": "app",
+    "cluster_id": "cluster",
+}
+
+
+def test_a_message_is_a_dataclass_whose_properties_can_be_given_by_name_or_in_order() -> None:
+    message = Message(b"body", **PROPERTIES)
+    assert message == Message(b"body", *PROPERTIES.values())
+    assert dataclasses.asdict(message) == {"body": b"body", **PROPERTIES}
+    for name, value in PROPERTIES.items():
+        no_value: dict[str, Any] = {name: None}
+        without = dataclasses.replace(message, **no_value)
+        assert (getattr(message, name), getattr(without, name)) == (value, None)
+        assert without != message
+        assert f"{name}=None" in repr(without)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda message: pickle.loads(pickle.dumps(message))])
+@pytest.mark.parametrize("message", [Message(b""), Message(b"", delivery_mode=None), Message(b"body", **PROPERTIES)])
+def test_a_copy_of_a_message_is_equal(copied: Callable[[Message], Message], message: Message) -> None:
+    assert copied(message) == message
+
+
+def test_messages_without_headers_can_be_in_a_set() -> None:
+    assert len({Message(b"a"), Message(b"a"), Message(b"b"), Message(b"a", priority=1)}) == 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Order(Message):
+    """A user's kind of message."""
+
+    customer: str = ""
+
+
+def test_a_message_of_a_user_s_class_is_checked_as_any_other() -> None:
+    body: Any = "text"
+    order = Order(body, type="order", customer="Ann")
+    assert (order.body, order.type, order.customer, order.delivery_mode) == (b"text", "order", "Ann", 2)
+    with pytest.raises(ValueError, match="priority must be from 0 to 255, not 256"):
+        Order(b"", priority=256)
 
 
 # Short strings.

@@ -1,0 +1,353 @@
+"""AMQP 0-9-1 data fields as bytes (section 4.2.5): octets, short strings, timestamps and field tables.
+
+Of the field types, only those are written that RabbitMQ and the clients read alike: of the integers ``I`` and ``l``.
+All that RabbitMQ knows are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from math import isfinite
+from struct import Struct
+from struct import error as struct_error
+from typing import Any
+
+__all__ = [
+    "MAX_DEPTH",
+    "decode_octet",
+    "decode_short_string",
+    "decode_table",
+    "decode_timestamp",
+    "encode_octet",
+    "encode_short_string",
+    "encode_table",
+    "encode_timestamp",
+]
+
+#: Tables and arrays that may lie in one another. Readers recurse, and most have a limit that they do not tell.
+MAX_DEPTH = 100
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_BEFORE = timedelta(-1)
+_SIZE = Struct(">I")
+_LONGLONG = Struct(">Q")
+_STRING = Struct(">cI").pack
+_INT = Struct(">ci").pack
+_LONG = Struct(">cq").pack
+_DOUBLE = Struct(">cd").pack
+_DECIMAL = Struct(">cBi").pack
+_OCTETS = tuple(bytes((value,)) for value in range(256))
+
+# Keys as short strings. Most messages have the keys of the one before.
+_keys: dict[str, bytes] = {}
+# Keys that are kept; beyond that all are forgotten.
+_MAX_KEYS = 1024
+
+
+def encode_octet(value: int, name: str) -> bytes:
+    """A number of 8 bits.
+
+    Raises:
+        IndexError: it has more.
+    """
+    return _OCTETS[value]
+
+
+def encode_short_string(text: str, name: str) -> bytes:
+    """A short string.
+
+    Args:
+        text: what it says.
+        name: what it is, for the error.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: it has more than 255 bytes, or is no Unicode text.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"{name} must be a str, not {type(text).__name__}: {text!r:.60}")
+    try:
+        raw = text.encode()
+    except UnicodeEncodeError as error:
+        raise _no_text(name, error) from error
+    if len(raw) > 255:
+        raise ValueError(f"{name} has {len(raw)} bytes; AMQP carries at most 255: {text[:40]!r}…")
+    return _OCTETS[len(raw)] + raw
+
+
+def _no_text(name: str, error: UnicodeEncodeError) -> ValueError:
+    return ValueError(f"{name} cannot be encoded as UTF-8: {error}")
+
+
+def encode_timestamp(value: datetime | int, name: str) -> bytes:
+    """A timestamp: whole seconds since 1970.
+
+    Args:
+        value: a naive ``datetime`` is local time.
+        name: what it is, for the error.
+
+    Raises:
+        ValueError: it is before 1970 or, in UTC, after 9999.
+    """
+    if isinstance(value, datetime):
+        try:
+            since = value.astimezone(UTC) - _EPOCH
+        except (OverflowError, ValueError):
+            # At either end of the calendar no other time zone has it.
+            since = _BEFORE
+        if since.days < 0:
+            raise ValueError(f"{name} must be from 1970 to 9999, not {value!r}")
+        value = since.days * 86400 + since.seconds
+    return _LONGLONG.pack(value)
+
+
+def encode_table(table: Mapping[str, Any], name: str) -> bytes:
+    """A field table.
+
+    Args:
+        table: values are ``str``, ``bool``, ``int``, ``float``, ``Decimal``, bytes, ``datetime`` (a naive one is local
+            time), ``None``, and lists, tuples and mappings of them.
+        name: what it is, for the error, which tells the keys that lead to the culprit.
+
+    Raises:
+        TypeError: a key or value of another type.
+        ValueError: one that AMQP cannot carry, a table that contains itself, or that changed meanwhile.
+    """
+    try:
+        return _table(table, 1)
+    except RuntimeError as error:
+        # Another thread changed it, or the stack was nearly full.
+        raise ValueError(f"{name} cannot be encoded: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise _inside(name, error) from None
+
+
+def _inside(key: str, error: Exception) -> Exception:
+    """An error with one more of the keys that lead to the culprit: it collects them on its way out."""
+    text = str(error)
+    # What was raised here goes on from the name of a value, what Python or a time zone raised does not.
+    text = f"{key}{text}" if text.startswith((" ", ":", "[")) else f"{key}: {text}"
+    if len(text) > 400:
+        text = f"{text[:120]}…{text[-279:]}"
+    return TypeError(text) if isinstance(error, TypeError) else ValueError(text)
+
+
+def _table(table: Mapping[str, Any], depth: int) -> bytes:
+    pieces = []
+    for key, value in table.items():
+        try:
+            pieces.append(_keys.get(key) or _key(key))
+            pieces.append(_value(value, depth))
+        except (TypeError, ValueError) as error:
+            raise _inside(f"[{key!r:.60}]", error) from None
+    data = b"".join(pieces)
+    return _SIZE.pack(len(data)) + data
+
+
+def _key(key: str) -> bytes:
+    raw = encode_short_string(key, ": its key")
+    if len(_keys) >= _MAX_KEYS:
+        _keys.clear()
+    _keys[key] = raw
+    return raw
+
+
+def _array(items: Sequence[object], depth: int) -> bytes:
+    pieces = []
+    for index, item in enumerate(items):
+        try:
+            pieces.append(_value(item, depth))
+        except (TypeError, ValueError) as error:
+            raise _inside(f"[{index}]", error) from None
+    return b"".join(pieces)
+
+
+def _value(value: object, depth: int) -> bytes:
+    """A value with its type.
+
+    Args:
+        value: what is encoded.
+        depth: of the table or array that it lies in.
+    """
+    if isinstance(value, str):
+        try:
+            raw = value.encode()
+        except UnicodeEncodeError as error:
+            raise _no_text("", error) from None
+        return _STRING(b"S", len(raw)) + raw
+    if value is True:
+        return b"t\1"
+    if value is False:
+        return b"t\0"
+    if isinstance(value, int):
+        if -0x8000_0000 <= value < 0x8000_0000:
+            return _INT(b"I", value)
+        if -0x8000_0000_0000_0000 <= value < 0x8000_0000_0000_0000:
+            return _LONG(b"l", value)
+        raise ValueError(f" has more than 64 bits: {value:#x}; send it as a str")
+    if value is None:
+        return b"V"
+    if isinstance(value, float):
+        if not isfinite(value):
+            # RabbitMQ closes the connection when it reads one.
+            raise ValueError(f" is {value!r}, which brokers do not take; send None, or a str")
+        return _DOUBLE(b"d", value)
+    if isinstance(value, datetime):
+        return b"T" + encode_timestamp(value, "")
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        raw = bytes(value)
+        return _STRING(b"x", len(raw)) + raw
+    if isinstance(value, Decimal):
+        return _decimal(value)
+    if depth >= MAX_DEPTH:
+        raise ValueError(f" is more than {MAX_DEPTH} tables and lists deep; one that contains itself cannot be sent")
+    if isinstance(value, (list, tuple)):
+        raw = _array(value, depth + 1)
+        return _STRING(b"A", len(raw)) + raw
+    if isinstance(value, (dict, Mapping)):
+        return b"F" + _table(value, depth + 1)
+    raise TypeError(
+        f" is {value!r:.60}, of {type(value)}; AMQP carries str, bool, int, float, Decimal, bytes, datetime, None, and "
+        "lists and dicts of them"
+    )
+
+
+def _decimal(value: Decimal) -> bytes:
+    sign, digits, exponent = value.as_tuple()
+    # Ten digits are the most that 32 bits hold; an infinite value has no number for an exponent.
+    if isinstance(exponent, int) and exponent >= -255 and len(digits) + max(exponent, 0) <= 10:
+        number = int("".join(map(str, digits))) * 10 ** max(exponent, 0)
+        try:
+            return _DECIMAL(b"D", max(-exponent, 0), -number if sign else number)
+        except struct_error:
+            pass
+    raise ValueError(f" is {value!r:.60}; AMQP carries 32 bits and 255 places; round it, or send it as a str")
+
+
+def decode_octet(data: bytes, at: int) -> tuple[int, int]:
+    """The octet at an offset, and where it stops.
+
+    Raises:
+        IndexError: there is none.
+    """
+    return data[at], at + 1
+
+
+def decode_short_string(data: bytes, at: int) -> tuple[str, int]:
+    """The short string that starts at an offset, and where it stops.
+
+    Raises:
+        IndexError, ValueError: there is none.
+    """
+    start = at + 1
+    stop = start + data[at]
+    if stop > len(data):
+        raise ValueError("a short string runs past the end")
+    return data[start:stop].decode(), stop
+
+
+def decode_timestamp(data: bytes, at: int) -> tuple[datetime | int, int]:
+    """The timestamp that starts at an offset, and where it stops.
+
+    Returns:
+        In UTC; or its seconds since 1970, if it is after 9999.
+
+    Raises:
+        struct.error: there is none.
+    """
+    (value,) = _LONGLONG.unpack_from(data, at)
+    try:
+        return _EPOCH + timedelta(seconds=value), at + 8
+    except OverflowError:
+        return value, at + 8
+
+
+def decode_table(data: bytes, at: int) -> tuple[dict[str, Any], int]:
+    """The field table that starts at an offset, and where it stops.
+
+    Raises:
+        IndexError, ValueError, struct.error: there is none.
+    """
+    return _read_table(data, at, 1)
+
+
+def _read_table(data: bytes, at: int, depth: int) -> tuple[dict[str, Any], int]:
+    at, stop = _extent(data, at)
+    table = {}
+    while at < stop:
+        key, at = decode_short_string(data, at)
+        table[key], at = _read_value(data, at, depth)
+    if at != stop:
+        raise ValueError("the last value of a table runs past its end")
+    return table, stop
+
+
+def _extent(data: bytes, at: int) -> tuple[int, int]:
+    """Where that starts and stops which is preceded by its size."""
+    (size,) = _SIZE.unpack_from(data, at)
+    if at + 4 + size > len(data):
+        raise ValueError(f"{size} bytes are announced where {len(data) - at - 4} are left")
+    return at + 4, at + 4 + size
+
+
+# The types that are a number of bytes, and how to read them.
+_NUMBERS = {
+    b"t": Struct(">?"),
+    b"b": Struct(">b"),
+    b"B": Struct(">B"),
+    b"s": Struct(">h"),
+    b"u": Struct(">H"),
+    b"I": Struct(">i"),
+    b"i": Struct(">I"),
+    b"l": Struct(">q"),
+    b"L": Struct(">q"),
+    b"f": Struct(">f"),
+    b"d": Struct(">d"),
+}
+_SCALED = Struct(">Bi")
+
+
+def _read_value(data: bytes, at: int, depth: int) -> tuple[Any, int]:
+    kind = data[at : at + 1]
+    at += 1
+    number = _NUMBERS.get(kind)
+    if number is not None:
+        return number.unpack_from(data, at)[0], at + number.size
+    match kind:
+        case b"S":
+            at, stop = _extent(data, at)
+            try:
+                return data[at:stop].decode(), stop
+            except UnicodeDecodeError:
+                return data[at:stop], stop
+        case b"x":
+            at, stop = _extent(data, at)
+            return data[at:stop], stop
+        case b"T":
+            return decode_timestamp(data, at)
+        case b"V":
+            return None, at
+        case b"D":
+            places, unscaled = _SCALED.unpack_from(data, at)
+            # Made of text, because arithmetic would round as the thread's decimal context says.
+            return Decimal(f"{unscaled}E-{places}"), at + _SCALED.size
+        case b"F" | b"A" if depth >= MAX_DEPTH:
+            raise ValueError(f"more than {MAX_DEPTH} tables and arrays lie in one another")
+        case b"F":
+            return _read_table(data, at, depth + 1)
+        case b"A":
+            return _read_array(data, at, depth + 1)
+    raise ValueError(f"there is no field type {kind!r}")
+
+
+def _read_array(data: bytes, at: int, depth: int) -> tuple[list[Any], int]:
+    at, stop = _extent(data, at)
+    items = []
+    while at < stop:
+        item, at = _read_value(data, at, depth)
+        items.append(item)
+    if at != stop:
+        raise ValueError("the last value of an array runs past its end")
+    return items, stop

@@ -1,0 +1,318 @@
+"""What is encoded says what was asked, to two other decoders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime, timedelta, timezone
+from typing import Any
+
+import pamqp.commands
+import pamqp.frame
+import pamqp.heartbeat
+import pika.frame
+import pika.spec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from qflow_client import frames
+from qflow_client.frames import (
+    BODY_FRAME,
+    FRAME_OVERHEAD,
+    HEADER_FRAME,
+    HEARTBEAT,
+    METHOD_FRAME,
+    PublishEncoder,
+    flow_ok,
+)
+from qflow_client.message import Message
+
+from .support import (
+    ALL_PROPERTIES,
+    MESSAGES,
+    PROPERTIES,
+    SHORT,
+    as_pamqp_reads,
+    as_pika_reads,
+    asked,
+    encode,
+    read_with_pamqp,
+    read_with_pika,
+    split,
+)
+
+
+@given(MESSAGES, SHORT, SHORT, st.booleans(), st.integers(1, 65535), st.integers(20, 120))
+def test_two_other_decoders_read_what_was_asked(
+    message: Message, exchange: str, routing_key: str, mandatory: bool, channel: int, frame_max: int
+) -> None:
+    # Properties need one frame; only the body is cut into small ones.
+    encoder = PublishEncoder(channel, 0, mandatory=mandatory)
+    encoder.max_body = max(frame_max - FRAME_OVERHEAD, len(encoder.message(encoder.route("", ""), message, None)[0]))
+    route = encoder.route(exchange, routing_key)
+    data = b"".join(encoder.message(route, message, None))
+    for sent in (read_with_pamqp(data), read_with_pika(data)):
+        assert (sent.exchange, sent.routing_key) == (exchange, routing_key)
+        assert (sent.mandatory, sent.immediate) == (mandatory, False)
+        assert sent.channels == {channel}
+        assert sent.body_size == len(message.body)
+        assert sent.body == message.body
+    expected = asked(message)
+    assert read_with_pika(data).properties == as_pika_reads(expected)
+    if message.timestamp is not None:
+        assert isinstance(message.timestamp, int)
+        expected["timestamp"] = datetime.fromtimestamp(message.timestamp, UTC)
+    assert read_with_pamqp(data).properties == as_pamqp_reads(expected)
+
+
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_every_property_alone_and_every_property_but_one(name: str) -> None:
+    no_value: dict[str, Any] = {name: None}
+    alone = replace(Message(b"", delivery_mode=None), **{name: getattr(ALL_PROPERTIES, name)})
+    without = replace(ALL_PROPERTIES, **no_value)
+    for message in (alone, without, ALL_PROPERTIES):
+        assert read_with_pika(encode(message)).properties == asked(message)
+
+
+def test_a_message_without_properties_has_none_on_the_wire() -> None:
+    bare = Message(b"", delivery_mode=None)
+    assert read_with_pika(encode(bare)).properties == {}
+    assert read_with_pika(encode(replace(bare, headers={}))).properties == {"headers": {}}, "an empty table is one"
+
+
+def test_properties_of_a_user_s_class_of_messages_are_on_the_wire_and_what_it_adds_is_not() -> None:
+    @dataclass(frozen=True)
+    class Order(Message):
+        customer: str = ""
+
+    sent = read_with_pika(encode(Order(b"body", type="order", app_id="shop", customer="Ann"), 5, id_prefix="p-"))
+    assert sent.properties == {"delivery_mode": 2, "message_id": "p-000000000005", "type": "order", "app_id": "shop"}
+
+
+def test_a_message_has_its_properties_in_the_order_of_the_wire() -> None:
+    assert list(ALL_PROPERTIES.__dict__) == ["body", *PROPERTIES]
+    assert list(frames._PROPERTIES) == [field.name for field in fields(Message) if field.name != "body"]
+    flags = [flag for flag, _, _ in frames._PROPERTIES.values()]
+    assert flags == sorted(flags, reverse=True)
+
+
+def test_headers_that_cannot_be_encoded_are_named_by_their_keys() -> None:
+    for headers, error in (({"a": [{1}]}, TypeError), ({"a": [1 << 63]}, ValueError)):
+        with pytest.raises(error, match=r"headers\['a'\]\[0\] "):
+            encode(Message(b"", headers=headers))
+
+
+# Message ids.
+
+
+def test_a_message_without_an_id_gets_the_prefix_and_the_number() -> None:
+    sent = read_with_pika(encode(Message(b""), 0xABC, id_prefix="producer-"))
+    assert sent.properties["message_id"] == "producer-000000000abc"
+
+
+def test_a_message_with_an_id_of_its_own_keeps_it() -> None:
+    sent = read_with_pika(encode(Message(b"", message_id="mine"), 5, id_prefix="producer-"))
+    assert sent.properties["message_id"] == "mine"
+
+
+def test_without_a_number_a_message_goes_out_without_an_id() -> None:
+    assert "message_id" not in read_with_pika(encode(Message(b""), None, id_prefix="producer-")).properties
+
+
+def test_a_prefix_may_have_as_many_bytes_as_leave_room_for_the_number() -> None:
+    longest = "ü" * 121 + "x"
+    message_id = longest + "f" * 12
+    encoder = PublishEncoder(1, 0, id_prefix=longest)
+    route = encoder.route("", "q")
+    for data in (encoder.plain(route, b"", (1 << 48) - 1), *encoder.message(route, Message(b""), (1 << 48) - 1)):
+        assert read_with_pika(data).properties["message_id"] == message_id
+    with pytest.raises(ValueError, match="id_prefix has 244 bytes; a message id has room for 243"):
+        PublishEncoder(1, 0, id_prefix="ü" * 122)
+
+
+# The fast path.
+
+
+@given(
+    st.binary(max_size=300), st.integers(0, (1 << 48) - 1), SHORT, SHORT, st.text("abc-", max_size=20), st.booleans()
+)
+@example(b"", 0, "", "", "", False)
+def test_plain_is_what_message_gives_for_the_same_content(
+    body: bytes, number: int, exchange: str, routing_key: str, prefix: str, mandatory: bool
+) -> None:
+    encoder = PublishEncoder(7, 4096, id_prefix=prefix, mandatory=mandatory)
+    route = encoder.route(exchange, routing_key)
+    expected = encoder.message(route, Message(body), number)
+    # The first call fills the cache, the second uses it.
+    assert [encoder.plain(route, body, number)] == expected
+    assert [encoder.plain(route, body, number)] == expected
+
+
+@given(st.lists(st.tuples(st.integers(0, 600) | st.integers(0, (1 << 48) - 1), st.booleans()), max_size=8))
+@example([(255, True), (256, True), (255, False), (256, False), ((1 << 48) - 1, True), (0, False)])
+def test_every_message_has_its_own_number_in_whatever_order_they_come(numbers: list[tuple[int, bool]]) -> None:
+    encoder = PublishEncoder(1, 4096, id_prefix="p-")
+    route = encoder.route("x", "k")
+    for number, plain in numbers:
+        (data,) = [encoder.plain(route, b"body", number)] if plain else encoder.message(route, Message(b"body"), number)
+        sent = read_with_pamqp(data)
+        assert (sent.exchange, sent.routing_key, sent.body) == ("x", "k", b"body")
+        assert sent.properties == {"delivery_mode": 2, "message_id": f"p-{number:012x}"}
+
+
+def test_plain_messages_of_one_length_share_everything_but_route_number_and_body() -> None:
+    encoder = PublishEncoder(1, 4096, id_prefix="p-")
+    for number, (key, body) in enumerate([("k", b"one"), ("l", b"two"), ("k", b"four"), ("l", b"six"), ("k", b"")]):
+        sent = read_with_pamqp(encoder.plain(encoder.route("x", key), body, number))
+        assert (sent.exchange, sent.routing_key, sent.body) == ("x", key, body)
+        assert sent.properties == {"delivery_mode": 2, "message_id": f"p-{number:012x}"}
+    assert sorted(encoder._sizes) == [0, 3, 4]
+
+
+# Bodies and frames.
+
+FRAME_MAX = 4096
+ROOM = FRAME_MAX - FRAME_OVERHEAD
+
+
+@pytest.mark.parametrize(
+    ("size", "frames"),
+    [
+        (0, []),
+        (1, [1]),
+        (ROOM - 1, [ROOM - 1]),
+        (ROOM, [ROOM]),
+        (ROOM + 1, [ROOM, 1]),
+        (2 * ROOM - 1, [ROOM, ROOM - 1]),
+        (2 * ROOM, [ROOM, ROOM]),
+        (2 * ROOM + 1, [ROOM, ROOM, 1]),
+    ],
+)
+def test_a_body_is_cut_into_frames_of_at_most_frame_max(size: int, frames: list[int]) -> None:
+    body = bytes(at % 251 for at in range(size))
+    encoder = PublishEncoder(1, FRAME_MAX, id_prefix="p-")
+    assert encoder.max_body == ROOM
+    route = encoder.route("x", "k")
+    pieces = encoder.message(route, Message(body), 1)
+    for sent in (read_with_pamqp(b"".join(pieces)), read_with_pika(b"".join(pieces))):
+        assert sent.body_size == size
+        assert sent.body == body
+        assert [len(chunk) for chunk in sent.chunks] == frames
+    assert len(pieces) == max(1, len(frames)), "the first piece ends with the first body frame"
+    found, error = split(pieces, FRAME_MAX)
+    assert error is None
+    assert [kind for kind, _, _ in found] == [METHOD_FRAME, HEADER_FRAME] + [BODY_FRAME] * len(frames)
+    for more in pieces[1:]:
+        assert [kind for kind, _, _ in split([more])[0]] == [BODY_FRAME], "each further piece is one body frame"
+    if size <= encoder.max_body:
+        assert [encoder.plain(route, body, 1)] == pieces
+
+
+def test_with_no_frame_max_a_body_is_one_frame() -> None:
+    assert [len(chunk) for chunk in read_with_pamqp(encode(Message(b"x" * 1_000_000))).chunks] == [1_000_000]
+
+
+def test_properties_fill_a_frame_exactly_or_are_refused_with_the_way_out() -> None:
+    def message(size: int) -> Message:
+        # 12 bytes of class, weight and body size, 2 of flags, 4 and 8 of the table's head, its key and its value's.
+        return Message(b"", delivery_mode=None, headers={"k": "x" * (size - 12 - 2 - 4 - 2 - 5)})
+
+    pieces = [encode(message(ROOM), frame_max=FRAME_MAX)]
+    ((_, _, _), (kind, _, header)), _ = split(pieces, FRAME_MAX)
+    assert (kind, len(header)) == (HEADER_FRAME, ROOM)
+    with pytest.raises(ValueError, match="need a frame of 4097 bytes, and the broker takes 4096; shorten its headers"):
+        encode(message(ROOM + 1), frame_max=FRAME_MAX)
+
+
+# Routes.
+
+
+def test_a_route_is_made_once() -> None:
+    encoder = PublishEncoder(1, 0)
+    route = encoder.route("x", "k")
+    assert encoder.route("x", "k") is route
+    assert encoder.route("k", "x") is not route
+    assert (route.exchange, route.routing_key) == ("x", "k")
+
+
+def test_the_names_of_a_route_have_at_most_255_bytes() -> None:
+    encoder = PublishEncoder(1, 0)
+    sent = read_with_pika(encoder.plain(encoder.route("x" * 255, "k" * 255), b"", 1))
+    assert (sent.exchange, sent.routing_key) == ("x" * 255, "k" * 255)
+    for name, exchange, routing_key in (("exchange", "ü" * 128, ""), ("routing_key", "", "k" * 256)):
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"{name} has 256 bytes; AMQP carries at most 255"):
+                encoder.route(exchange, routing_key)
+
+
+@pytest.mark.parametrize("names", [(None, "q"), ("x", b"q"), (5, "q")])
+def test_the_names_of_a_route_are_text(names: Any) -> None:
+    with pytest.raises(TypeError, match="must be a str, not"):
+        PublishEncoder(1, 0).route(*names)
+
+
+def test_ever_new_routing_keys_do_not_eat_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PublishEncoder, "MAX_ROUTES", 3)
+    encoder = PublishEncoder(1, 0)
+    first = encoder.route("", "0")
+    routes = [encoder.route("", str(number)) for number in range(3)]
+    assert routes[0] is first
+    assert encoder.route("", "3").routing_key == "3"
+    assert encoder.route("", "0") is not first, "all were forgotten"
+    assert read_with_pika(encoder.plain(first, b"old", 1)).routing_key == "0", "but one in use goes on"
+
+
+def test_ever_new_body_lengths_do_not_eat_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PublishEncoder, "MAX_SIZES", 3)
+    encoder = PublishEncoder(1, 0)
+    route = encoder.route("", "q")
+    for size in range(7):
+        assert read_with_pamqp(encoder.plain(route, b"x" * size, size)).body_size == size
+        assert len(encoder._sizes) <= 3
+
+
+# Timestamps.
+
+
+@pytest.mark.usefixtures("new_york")
+@pytest.mark.parametrize(
+    ("timestamp", "seconds"),
+    [
+        (0, 0),
+        ((1 << 63) - 1, (1 << 63) - 1),
+        (datetime(1970, 1, 1, tzinfo=UTC), 0),
+        (datetime(2013, 1, 1, 5, 15, tzinfo=UTC), 1_357_017_300),
+        (datetime(2013, 1, 1, 7, 15, 0, 999_999, tzinfo=timezone(timedelta(hours=2))), 1_357_017_300),
+        (datetime(2013, 1, 1, 0, 15), 1_357_017_300),
+        (datetime(2013, 7, 1, 0, 15), 1_372_652_100),
+        (datetime(9999, 12, 31, 23, 59, 59, 999_999, tzinfo=UTC), 253_402_300_799),
+    ],
+)
+def test_a_timestamp_is_seconds_and_a_naive_datetime_is_local_time(timestamp: int | datetime, seconds: int) -> None:
+    sent = read_with_pika(encode(Message(b"", timestamp=timestamp)))
+    assert sent.properties["timestamp"] == seconds
+
+
+# Other frames.
+
+
+@pytest.mark.parametrize("active", [True, False])
+def test_J7_flow_ok_says_what_flow_said(active: bool) -> None:
+    data = flow_ok(258, active)
+    count, channel, decoded = pamqp.frame.unmarshal(data)
+    assert (count, channel) == (len(data), 258)
+    assert isinstance(decoded, pamqp.commands.Channel.FlowOk)
+    assert decoded.active is active
+    count, method = pika.frame.decode_frame(data)
+    assert isinstance(method, pika.frame.Method)
+    assert (count, method.channel_number) == (len(data), 258)
+    assert isinstance(method.method, pika.spec.Channel.FlowOk)
+    assert method.method.active is active
+
+
+def test_a_heartbeat_is_one_to_everybody() -> None:
+    count, channel, decoded = pamqp.frame.unmarshal(HEARTBEAT)
+    assert (count, channel) == (len(HEARTBEAT), 0)
+    assert isinstance(decoded, pamqp.heartbeat.Heartbeat)
+    assert isinstance(pika.frame.decode_frame(HEARTBEAT)[1], pika.frame.Heartbeat)
+    assert len(HEARTBEAT) == FRAME_OVERHEAD
