@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import ssl
-import subprocess
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,25 +14,6 @@ from qflow_client.broker import Broker
 from qflow_client.sync.pika_io import _TapContext
 
 from .tools import PATIENCE, Proxy, Wire, bodies, eventually, fill_transport, holds, start
-
-
-@pytest.fixture(scope="session")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A certificate for 127.0.0.1 that vouches for itself, and its key."""
-    folder = tmp_path_factory.mktemp("tls")
-    certificate, key = folder / "certificate.pem", folder / "key.pem"
-    # fmt: off
-    subprocess.run(
-        [
-            "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-            "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost",
-            "-keyout", str(key), "-out", str(certificate),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    # fmt: on
-    return certificate, key
 
 
 @pytest.fixture
