@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import threading
@@ -49,6 +50,10 @@ _DEFAULT: Any = _Default()
 _monotonic = time.monotonic
 
 
+def _deadline(timeout: float | None) -> float:
+    return math.inf if timeout is None else _monotonic() + timeout
+
+
 class _Waiter:
     """Wakes one thread, once; cheaper than an event."""
 
@@ -61,9 +66,9 @@ class _Waiter:
     def set(self) -> None:
         self._lock.release()
 
-    def wait(self, timeout: float) -> bool:
-        """Whether it was woken within so many seconds."""
-        return self._lock.acquire(timeout=min(timeout, threading.TIMEOUT_MAX))
+    def wait_until(self, deadline: float) -> bool:
+        """Whether it was woken before a time."""
+        return self._lock.acquire(timeout=max(0.0, min(deadline - _monotonic(), threading.TIMEOUT_MAX)))
 
 
 class Producer:
@@ -230,7 +235,7 @@ class Producer:
             self._kick()
             if self.settings.rate is not None:
                 self._link.arm_timer()
-            while look_at is not None and not waiter.wait(max(0.0, look_at - _monotonic())):
+            while look_at is not None and not waiter.wait_until(look_at):
                 with self._lock:
                     look_at = protocol.look_at(ticket, _monotonic())
                 self._after()
@@ -271,7 +276,7 @@ class Producer:
         """
         if timeout is _DEFAULT:
             timeout = self.settings.max_producer_flow_control_wait
-        if not self._wait(self._protocol.when_flushed, timeout):
+        if not self._wait(self._protocol.when_flushed, _deadline(timeout)):
             unsettled = self.unsettled
             assert timeout is not None
             raise ConfirmTimeout(f"{unsettled} messages are not settled after {timeout:.3g} s", unsettled)
@@ -280,21 +285,21 @@ class Producer:
         if failures:
             raise UndeliveredMessages(failures)
 
-    def _wait(self, enroll: Callable[[_Waiter], bool], timeout: float | None) -> bool:
-        """Wait for something of the protocol's, at most so many seconds; whether it came."""
-        deadline = float("inf") if timeout is None else _monotonic() + timeout
+    def _wait(self, enroll: Callable[[_Waiter], bool], deadline: float) -> bool:
+        """Wait for something of the protocol's, at most until a time; whether it came."""
         waiter = _Waiter()
-        with self._lock:
-            if not enroll(waiter):
-                return True
         try:
-            while not waiter.wait(max(0.0, deadline - _monotonic())):
-                if _monotonic() >= deadline:
-                    return False
+            with self._lock:
+                if not enroll(waiter):
+                    return True
+            # Whoever asks whether the window is full raises its hold.
+            self._after()
+            waiter.wait_until(deadline)
         finally:
             with self._lock:
-                self._protocol.forget_waiter(waiter)
-        return True
+                # Not what the waiter says: it may have come at the last moment, with the wake still on its way.
+                came = not self._protocol.forget_waiter(waiter)
+        return came
 
     # The window.
 
@@ -356,7 +361,7 @@ class Producer:
                 self._link.arm_timer()
             return waits
 
-        if self._protocol.closed is None and not self._wait(enroll, timeout):
+        if self._protocol.closed is None and not self._wait(enroll, _deadline(timeout)):
             return False
         if self._protocol.closed is not None:
             raise ProducerClosed(self._protocol.closed)
@@ -467,7 +472,7 @@ class Producer:
         self._manager.unregister(self)
         left: tuple[Receipt, ...] = ()
         try:
-            self._wait(self._protocol.when_flushed, timeout)
+            self._wait(self._protocol.when_flushed, _deadline(timeout))
         finally:
             with self._lock:
                 left = self._protocol.unsettled_receipts
