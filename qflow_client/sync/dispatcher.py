@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class Dispatcher:
-    """Calls callbacks in order, on one thread that is started by the first of them.
+    """Calls callbacks in order, on one thread.
 
     A callback that raises is logged and does no harm.
 
@@ -26,15 +26,15 @@ class Dispatcher:
         self._name = name
         self._calls: queue.SimpleQueue[tuple[Callable[[Any], object], Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Start the thread, unless it was. Whoever calls sees to it that nobody else does at the same time."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
 
     def call(self, callback: Callable[[Any], object], argument: Any) -> None:
         """Have ``callback(argument)`` called after all that was asked for before."""
-        if self._thread is None:
-            with self._lock:
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                    self._thread.start()
         self._calls.put((callback, argument))
 
     @property
@@ -48,17 +48,15 @@ class Dispatcher:
         Args:
             timeout: seconds to wait at the most.
         """
-        thread = self._thread
-        if thread is not None:
-            self._calls.put(None)
-            if not self.is_current_thread:
-                thread.join(timeout)
+        self._calls.put(None)
+        if self._thread is not None and not self.is_current_thread:
+            self._thread.join(timeout)
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             callback, argument = call
             try:
                 callback(argument)
-            except Exception:
-                # The application's mistake must not cost it the events that follow.
+            except BaseException:
+                # The application's mistake, or its sys.exit, must not cost it what follows.
                 logger.exception("callback %r failed on %r", callback, argument)

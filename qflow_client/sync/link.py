@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 import pika
@@ -22,8 +22,8 @@ __all__ = ["Link"]
 
 logger = logging.getLogger(__name__)
 
-# Seconds that an orderly end of a connection may take before it is cut.
-_CLOSE_GRACE = 3.0
+# Seconds that the end of a connection that is cut may take; it waits for no peer.
+_CUT_GRACE = 0.3
 
 
 def _words(error: object) -> str:
@@ -102,25 +102,22 @@ class Link:
                 raise ConnectionFailed(f"{hide_password(self.url)}: no answer within {timeout:.3g} s") from None
             raise
 
-    @property
-    def is_current_thread(self) -> bool:
-        """Whether the caller is the I/O thread."""
-        return threading.current_thread() is self._thread
-
-    def close(self, reason: str) -> None:
+    def close(self, reason: str, timeout: float) -> None:
         """Give up what is unsettled, and end the connection: in order if the broker answers soon, otherwise cut it.
 
         Args:
             reason: for the receipts of what is given up.
+            timeout: seconds that the broker may take to answer.
         """
         self.services.add_callback_threadsafe(lambda: self._leave(reason))
-        self._thread.join(_CLOSE_GRACE)
-        if self._thread.is_alive():
+        try:
+            self._thread.join(timeout)
+        finally:
             self.cut()
-            self._thread.join(_CLOSE_GRACE)
+        self._thread.join(_CUT_GRACE)
 
     def cut(self) -> None:
-        """End the connection at once."""
+        """End the connection at once, if it has not ended."""
         self.services.add_callback_threadsafe(self._cut)
 
     def forget(self) -> None:
@@ -144,8 +141,10 @@ class Link:
             )
             self.services.run()
         except Exception as error:
-            # Whoever waits must learn of it, whatever it is.
+            # Whoever waits must learn of it, whatever it is, and so must the broker.
             logger.exception("%s: the I/O thread failed", self._protocol.settings.name)
+            if self.services.tapped is not None:
+                self.services.tapped.close()
             self._lost(f"the I/O thread failed: {error!r}")
         finally:
             self.services.close()
@@ -160,11 +159,14 @@ class Link:
 
     def _on_channel_open(self, channel: Any) -> None:
         channel.add_on_close_callback(self._on_channel_close)
+        # The tap takes these out, until the channel is left; then they are for nobody, and pika would warn of them.
+        channel.add_on_flow_callback(lambda _flow: None)
+        channel.add_on_return_callback(lambda *_returned: None)
         if not self._protocol.settings.confirms:
             self._ready(channel)
             return
         try:
-            # Never called: the tap takes the answers out.
+            # Likewise.
             channel.confirm_delivery(lambda _answer: None, callback=lambda _select_ok: self._ready(channel))
         except Exception as error:
             # pika raises when the broker does not announce confirms.
@@ -193,10 +195,10 @@ class Link:
 
     def _not_opened(self, why: str) -> bool:
         """Whether the channel was never there; then `open` learns why."""
-        if self._opened.done():
-            return self._opened.cancelled() or self._opened.exception() is not None
-        if self._opened.set_running_or_notify_cancel():
+        try:
             self._opened.set_exception(ConnectionFailed(f"{hide_password(self.url)}: {why}"))
+        except InvalidStateError:
+            return self._opened.cancelled() or self._opened.exception() is not None
         return True
 
     def _leave(self, reason: str) -> None:
@@ -206,8 +208,9 @@ class Link:
                 self._tap.detach(number)
             self._protocol.connection_lost(reason, time.monotonic())
         self._after_io()
-        # A broker that blocks the connection reads no good-bye.
-        if self._tap.is_blocked:
+        # A broker that blocks the connection, or does not read, reads no good-bye either.
+        tapped = self.services.tapped
+        if self._tap.is_blocked or (tapped is not None and tapped.full):
             self._cut()
         else:
             self.services.pump()
@@ -232,7 +235,8 @@ class Link:
         if self.services.tapped is not None:
             self.services.tapped.cut()
         else:
-            self._lost("the connection was given up")
+            # Not connected yet, or lost.
+            self._close()
 
     def _after_io(self) -> None:
         self._after()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import os
@@ -10,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 from uuid import uuid4
@@ -27,7 +29,7 @@ from qflow_client.flow import FlowManager, Line
 from qflow_client.manager import flow_manager
 from qflow_client.message import Message, as_body
 from qflow_client.protocol import ProducerProtocol, SendTicket
-from qflow_client.receipt import Receipt
+from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import ProducerSettings, WhenFlowed
 from qflow_client.sync.dispatcher import Dispatcher
 from qflow_client.sync.link import Link
@@ -46,6 +48,15 @@ class _Default:
 
 
 _DEFAULT: Any = _Default()
+
+# Seconds that the broker may take for an orderly good-bye, and running callbacks for their end: at the most, and when
+# the time to wait is up.
+_GOOD_BYE = 3.0
+_BRIEF = 0.3
+# Seconds without any answer of the broker, after which who must not wait for holds takes late ones for withheld.
+_LULL = 0.5
+# Seconds that the end of the process waits for a producer that was not closed.
+_AT_EXIT = 1.0
 
 _monotonic = time.monotonic
 
@@ -74,7 +85,12 @@ class _Waiter:
 class Producer:
     """Publishes to an AMQP 0-9-1 broker, never faster than the broker allows. Any number of threads may use one.
 
-    It connects when it is made, and has a connection and an I/O thread of its own.
+    It connects when it is made, and has a connection and an I/O thread of its own. Leaving a ``with`` block closes it.
+
+    An exception that leaves the block stays the one that is raised, and waits for no hold: not at all under
+    ``channel_flow`` and ``connection_blocked``, under ``capacity`` and ``transport`` only while the broker goes on
+    answering, otherwise as `close` does. What was not delivered is logged, noted on the exception, and in its attribute
+    ``undelivered``, an `UndeliveredMessages`.
 
     Args:
         url: URL of the broker, or several to try in turn.
@@ -100,9 +116,10 @@ class Producer:
         manager: FlowManager = flow_manager,
         **keywords: Any,
     ) -> None:
+        #: What was set, wherever it came from.
         self.settings = ProducerSettings.load(url, settings, **keywords)
         now = _monotonic()
-        # Guards the protocol and the link's `awake`.
+        # Guards the protocol, the link's `awake`, and who listens.
         self._lock = threading.Lock()
         self._protocol = ProducerProtocol(
             self.settings,
@@ -115,18 +132,21 @@ class Producer:
         self._exchange = self.settings.exchange
         self._routing_key = self.settings.routing_key
         self._on_delivery = on_delivery
-        if on_delivery is not None:
-            self._protocol.settled = []
-        self._dispatcher = Dispatcher(f"qflow-callbacks {self.settings.name}")
-        # Who is told of flow events.
+        # Who is told of flow events. Of an iterator that nobody has any more, nothing is left.
         self._listeners: list[Callable[[FlowEvent], object]] = []
-        self._queues: list[queue.SimpleQueue[FlowEvent | None]] = []
+        self._queues: weakref.WeakSet[queue.SimpleQueue[FlowEvent | None]] = weakref.WeakSet()
+        # Set by the first close, and when that has come to its end.
         self._ended = False
-        # Set when the first close has come to its end.
         self._all_ended = threading.Event()
+        # Where it was made, and whether this is a child of that process.
         self._pid = os.getpid()
+        self._is_copy = False
         self._link = self._connect()
         self._services = self._link.services
+        self._dispatcher = Dispatcher(f"qflow-callbacks {self.settings.name}")
+        if on_delivery is not None:
+            self._protocol.settled = []
+            self._dispatcher.start()
         self._manager = manager
         manager.register(self)
         _producers.add(self)
@@ -225,13 +245,12 @@ class Producer:
             raise self._flowed(FlowControlTimeout, payload, 0.0, "a longer timeout waits")
         protocol = self._protocol
         waiter = _Waiter()
-        with self._lock:
-            if protocol.closed is not None:
-                raise ProducerClosed(protocol.closed, payload)
-            now = _monotonic()
-            ticket = protocol.stand_in_line(payload, exchange, routing_key, now, timeout=timeout, waiter=waiter)
-            look_at = protocol.look_at(ticket, now)
+        ticket: SendTicket | None = None
         try:
+            with self._lock:
+                now = _monotonic()
+                ticket = protocol.stand_in_line(payload, exchange, routing_key, now, timeout=timeout, waiter=waiter)
+                look_at = protocol.look_at(ticket, now)
             self._kick()
             if self.settings.rate is not None:
                 self._link.arm_timer()
@@ -241,9 +260,10 @@ class Producer:
                 self._after()
         except BaseException:
             # Ctrl-C above all: what was not admitted is not sent.
-            with self._lock:
-                protocol.give_up(ticket, _monotonic())
-            self._kick()
+            if ticket is not None:
+                with self._lock:
+                    protocol.give_up(ticket, _monotonic())
+                self._kick()
             raise
         return self._admitted(ticket)
 
@@ -273,7 +293,10 @@ class Producer:
         Raises:
             ConfirmTimeout: some is not; its outcome is not known yet.
             UndeliveredMessages: all is settled, and some of it, of which nobody has been told, was not delivered.
+            ProducerClosed: it was made in another process, of which this one is a fork.
         """
+        if self._is_copy:
+            raise ProducerClosed(str(self._protocol.closed))
         if timeout is _DEFAULT:
             timeout = self.settings.max_producer_flow_control_wait
         if not self._wait(self._protocol.when_flushed, _deadline(timeout)):
@@ -370,14 +393,17 @@ class Producer:
     def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]:
         """Have a callback called with every flow event, in order, on the producer's callback thread.
 
-        It may call any method of the producer. If it raises, that is logged.
+        Args:
+            callback: may call any method of the producer. If it raises, that is logged.
 
         Returns:
             What to call to have it called no more.
         """
         with self._lock:
-            self._listeners.append(callback)
-            self._listen()
+            if not self._ended:
+                self._dispatcher.start()
+                self._listeners.append(callback)
+                self._listen()
 
         def unsubscribe() -> None:
             with self._lock:
@@ -393,25 +419,20 @@ class Producer:
             if self._ended:
                 events.put(None)
             else:
-                self._queues.append(events)
+                self._queues.add(events)
                 self._listen()
-        return self._iterate(events)
-
-    def _iterate(self, events: queue.SimpleQueue[FlowEvent | None]) -> Iterator[FlowEvent]:
-        try:
-            while (event := events.get()) is not None:
-                yield event
-        finally:
-            with self._lock:
-                if events in self._queues:
-                    self._queues.remove(events)
+        return iter(events.get, None)
 
     def _listen(self) -> None:
         if self._protocol.events is None:
             self._protocol.events = []
 
     def pause(self, reason: str = "") -> None:
-        """Hold the producer until `resume`. What is admitted already still leaves (D5)."""
+        """Hold the producer until `resume`. What is admitted already still leaves (D5).
+
+        Args:
+            reason: for people; it is the detail of the hold.
+        """
         self.hold(HoldKind.PAUSED, source="", detail=reason)
 
     def resume(self) -> None:
@@ -419,13 +440,24 @@ class Producer:
         self.lift(HoldKind.PAUSED, source="")
 
     def hold(self, kind: str, *, source: str, detail: str) -> None:
-        """Raise a hold; for managers. Applications use `pause`."""
+        """Raise a hold; for managers. Applications use `pause`.
+
+        Args:
+            kind: why, as one word.
+            source: who raises it.
+            detail: what people should read.
+        """
         with self._lock:
             self._protocol.hold(kind, _monotonic(), source=source, detail=detail)
         self._after()
 
     def lift(self, kind: str, *, source: str) -> None:
-        """Lift a hold; for managers. Applications use `resume`."""
+        """Lift a hold; for managers. Applications use `resume`.
+
+        Args:
+            kind: why it was raised.
+            source: who raised it.
+        """
         with self._lock:
             self._protocol.lift(kind, _monotonic(), source=source)
         self._kick()
@@ -445,6 +477,8 @@ class Producer:
     def close(self, timeout: float | None = _DEFAULT) -> None:
         """Flush, and end the connection. A second call waits for the end of the first and does nothing else.
 
+        When the time is up it returns within a second, whatever the broker and the network do.
+
         Args:
             timeout: seconds that messages may take to be settled; ``None`` for ever; the setting
                 `max_producer_flow_control_wait` unless given.
@@ -458,7 +492,9 @@ class Producer:
         if failures:
             raise UndeliveredMessages(failures)
 
-    def _close(self, timeout: float | None) -> list[Receipt]:
+    def _close(self, timeout: float | None, *, waits_for_holds: bool = True) -> list[Receipt]:
+        """Close it, and return what was not delivered and nobody has been told of."""
+        deadline = _deadline(timeout)
         with self._lock:
             again = self._ended
             self._ended = True
@@ -468,25 +504,68 @@ class Producer:
             if not self._dispatcher.is_current_thread:
                 self._all_ended.wait(timeout)
             return []
-        self._kick()
-        self._manager.unregister(self)
-        left: tuple[Receipt, ...] = ()
         try:
-            self._wait(self._protocol.when_flushed, _deadline(timeout))
-        finally:
+            self._kick()
+            self._manager.unregister(self)
+            if waits_for_holds:
+                self._wait(self._protocol.when_flushed, deadline)
+            else:
+                self._flush_unheld(deadline)
+            patience = max(_BRIEF, min(_GOOD_BYE, deadline - _monotonic()))
+        except BaseException as error:
+            # Ctrl-C above all.
+            self._leave_word(error, self._end(_BRIEF))
+            raise
+        return self._end(patience)
+
+    def _flush_unheld(self, deadline: float) -> None:
+        """Wait until all is settled, but for no hold.
+
+        A fast producer is held by ``capacity`` and ``transport`` most of the time, and waits for nothing but answers
+        that are on their way; so they end the wait only if none comes for a while. ``paused`` and ``rate`` keep
+        nothing back that is admitted.
+        """
+        protocol = self._protocol
+        before = -1
+        while (now := _monotonic()) < deadline:
             with self._lock:
-                left = self._protocol.unsettled_receipts
-            self._link.close("the producer was closed before the broker answered")
+                protocol.controller.look(now)
+                late = any(map(protocol.gate.is_held_by, (HoldKind.CAPACITY, HoldKind.TRANSPORT)))
+                unsettled = protocol.unsettled
+                if protocol.outbound.stopped or (late and unsettled == before):
+                    return
+            before = unsettled
+            if self._wait(protocol.when_flushed, min(deadline, now + _LULL)):
+                return
+
+    def _end(self, patience: float) -> list[Receipt]:
+        with self._lock:
+            left = self._protocol.unsettled_receipts
+        try:
+            self._link.close("the producer was closed before the broker answered", patience)
+        finally:
             self._after()
             with self._lock:
                 failures = self._protocol.take_failures()
-                queues, self._queues = self._queues, []
+                queues = tuple(self._queues)
+                self._queues.clear()
             for events in queues:
                 events.put(None)
-            self._dispatcher.stop(timeout=5.0)
+            self._dispatcher.stop(patience)
             self._all_ended.set()
         # With on_delivery, what was left has been told to it, but nobody may have been listening any more.
         return failures or [receipt for receipt in left if not receipt.delivered and not receipt._seen]
+
+    def _leave_word(self, error: BaseException, failures: list[Receipt]) -> None:
+        """Say what was not delivered without taking an exception's place."""
+        if failures:
+            undelivered = UndeliveredMessages(failures)
+            # Nobody reads the notes of a SystemExit.
+            logger.error("%s: left by %s: %s", self.settings.name, type(error).__name__, undelivered)
+            # An exception may refuse attributes.
+            with suppress(Exception):
+                error.add_note(f"qflow_client: {undelivered}")
+                error.undelivered = undelivered  # type: ignore[attr-defined]
 
     def __enter__(self) -> Self:
         return self
@@ -499,19 +578,9 @@ class Producer:
     ) -> None:
         if exc is None:
             self.close()
-            return
-        # Whoever leaves by an exception does not wait for holds; what is lost by that is said on the exception.
-        timeout = self.settings.max_producer_flow_control_wait if self._flows() else 0.0
-        failures = self._close(timeout)
-        if failures:
-            undelivered = UndeliveredMessages(failures)
-            exc.add_note(f"qflow_client: {undelivered}")
-            exc.undelivered = undelivered  # type: ignore[attr-defined]
-
-    def _flows(self) -> bool:
-        """Whether what is admitted leaves and is answered, as far as anyone can tell."""
-        with self._lock:
-            return not self._protocol.outbound.stopped and self._protocol.channel is not None
+        else:
+            timeout = self.settings.max_producer_flow_control_wait
+            self._leave_word(exc, self._close(timeout, waits_for_holds=False))
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "flowed" if not self._protocol.gate.is_open else "open"
@@ -547,26 +616,48 @@ class Producer:
         for receipt in receipts:
             try:
                 self._on_delivery(receipt)
-            except Exception:
-                # The application's mistake must not cost it the receipts that follow.
+            except BaseException:
+                # The application's mistake, or its sys.exit, must not cost it the receipts that follow.
                 logger.exception("on_delivery failed on %r", receipt)
 
-    # Forks.
+    # Forks and the end of the process.
 
     def _forked(self) -> None:
         """In a child process: everything of this producer is the parent's."""
-        self._lock = threading.Lock()
+        self._is_copy = self._ended = True
         self._link.forget()
-        self._ended = True
+        # Its threads may have held these, or been at work in it.
+        self._lock = threading.Lock()
         self._all_ended = threading.Event()
         self._all_ended.set()
+        for receipt in self._protocol.unsettled_receipts:
+            # Nobody in this process will hear of it.
+            receipt._outcome = Outcome.UNKNOWN
+        now = _monotonic()
+        self._protocol = ProducerProtocol(self.settings, id_prefix="", now=now, wall_offset=time.time() - now)
         self._protocol.close(
             f"it was made in process {self._pid}, and this is process {os.getpid()}: a connection cannot be shared "
             "with a child process; make a producer in the child",
-            _monotonic(),
+            now,
         )
-        # Nobody in this process will hear of what the parent has in flight.
-        self._protocol.connection_lost("the process forked", _monotonic())
+        self._listeners.clear()
+        for events in self._queues:
+            events.put(None)
+        self._queues.clear()
+
+    def _forgotten(self) -> None:
+        """At the end of the process: say what is lost if it was not closed."""
+        if self._ended:
+            return
+        self._flush_unheld(_monotonic() + _AT_EXIT)
+        with self._lock:
+            lost = [*self._protocol.take_failures(), *self._protocol.unsettled_receipts]
+        if lost:
+            logger.error(
+                "%s: the process ends, and the producer was not closed: %s",
+                self.settings.name,
+                UndeliveredMessages(lost),
+            )
 
 
 _producers: weakref.WeakSet[Producer] = weakref.WeakSet()
@@ -579,3 +670,9 @@ def _after_fork_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+@atexit.register
+def _at_exit() -> None:
+    for producer in tuple(_producers):
+        producer._forgotten()

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -117,7 +119,9 @@ def test_an_exception_in_a_callback_is_logged_and_costs_nothing(
     producer: Producer, broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
     def callback(event: FlowEvent) -> None:
-        raise RuntimeError(f"mistake at {event.kind}")
+        if event.kind is FLOWED:
+            raise RuntimeError(f"mistake at {event.kind}")
+        sys.exit(f"the end at {event.kind}")
 
     flows = Flows()
     producer.on_flow(callback)
@@ -128,8 +132,10 @@ def test_an_exception_in_a_callback_is_logged_and_costs_nothing(
         broker.flow(True)
         flows.wait_for(UNFLOWED)
     told = [str(record.exc_info[1]) for record in caplog.records if record.exc_info]
-    assert told == ["mistake at flowed", "mistake at unflowed"]
+    assert told == ["mistake at flowed", "the end at unflowed"]
     assert producer.send(b"").result(timeout=10) is Outcome.CONFIRMED
+    producer.pause()
+    flows.wait_for(FLOWED, 2)
 
 
 def test_a_callback_that_takes_its_time_holds_nobody_up(producer: Producer, broker: Broker) -> None:
@@ -175,13 +181,15 @@ def test_flow_events_iterates_until_the_producer_is_closed(producer: Producer, b
 
 def test_an_iterator_that_is_left_leaves_nothing_behind(producer: Producer) -> None:
     producer.pause()
-    events = producer.flow_events()
+    events, never_begun = producer.flow_events(), producer.flow_events()
     producer.resume()
     for event in events:
         assert event.kind is UNFLOWED
         break
-    events.close()  # type: ignore[attr-defined]  # it is a generator
-    assert producer._queues == []
+    assert len(producer._queues) == 2
+    del events, never_begun
+    gc.collect()
+    assert len(producer._queues) == 0
 
 
 def test_flow_events_ends_when_the_connection_is_lost_and_the_producer_closed(
@@ -261,7 +269,7 @@ def test_an_exception_in_on_delivery_is_logged_and_costs_nothing(
 
     def on_delivery(receipt: Receipt) -> None:
         told.append(receipt)
-        raise RuntimeError("mistake")
+        raise RuntimeError("mistake") if len(told) % 2 else SystemExit("the end")
 
     producer = make_producer(on_delivery=on_delivery)
     with caplog.at_level(logging.ERROR, "qflow_client"):

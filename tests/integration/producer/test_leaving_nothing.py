@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import socket
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -55,7 +57,20 @@ def _fail_to_log_in(broker: Broker) -> None:
         Producer(broker.url.replace("guest:guest", "guest:wrong"))
 
 
-def _fail_in_time(broker: Broker) -> None:
+def _fail_to_be_accepted(broker: Broker) -> None:
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        address = listener.getsockname()
+        # Whoever comes after these is not even refused.
+        for _ in range(4):
+            client = stack.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(address)
+        with pytest.raises(ConnectionFailed, match=str(address[1])):
+            Producer(f"amqp://guest:guest@127.0.0.1:{address[1]}/%2F", connect_timeout=0.1)
+
+
+def _find_no_virtual_host(broker: Broker) -> None:
     with pytest.raises(ConnectionFailed):
         Producer(f"amqp://guest:guest@127.0.0.1:{broker.port}/nosuch")
 
@@ -69,7 +84,8 @@ def _fail_in_time(broker: Broker) -> None:
         _close_with_something_left,
         _lose_the_connection,
         _fail_to_log_in,
-        _fail_in_time,
+        _fail_to_be_accepted,
+        _find_no_virtual_host,
     ],
 )
 def test_nothing_is_left_behind(broker: Broker, way: Callable[[Broker], None]) -> None:
