@@ -12,18 +12,20 @@ import pytest
 from qflow_client import Producer, UndeliveredMessages, flow_manager
 from qflow_client.broker import Broker
 
-from .tools import Proxy, Wire, eventually
+from .tools import PATIENCE, Proxy, Wire
 
 
-def _ours() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("qflow-")]
+def _ours() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("qflow-")]
 
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Iterator[None]:
     assert _ours() == []
     yield
-    eventually(lambda: not _ours(), "the end of threads")
+    for thread in _ours():
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
     assert flow_manager.resources == ()
 
 

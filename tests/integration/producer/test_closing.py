@@ -22,7 +22,20 @@ from qflow_client import (
 from qflow_client.broker import Broker
 from qflow_client.tap import Tap
 
-from .tools import Proxy, Stopwatch, Wire, bodies, eventually, holds, start, wait_held, wait_in_line
+from .tools import (
+    Growing,
+    Proxy,
+    Stopwatch,
+    Wire,
+    bodies,
+    eventually,
+    holds,
+    start,
+    wait_closed,
+    wait_done,
+    wait_held,
+    wait_in_line,
+)
 
 
 def test_leaving_with_flushes_and_says_good_bye(broker: Broker, wire: Wire) -> None:
@@ -359,7 +372,7 @@ def test_closing_from_a_flow_callback(make_producer: Callable[..., Producer], br
 
 
 def test_closing_from_on_delivery(make_producer: Callable[..., Producer], broker: Broker) -> None:
-    told: list[Receipt] = []
+    told = Growing()
     closed = threading.Event()
 
     def on_delivery(receipt: Receipt) -> None:
@@ -374,7 +387,7 @@ def test_closing_from_on_delivery(make_producer: Callable[..., Producer], broker
             receipts.append(producer.send(b"%d" % number))
     assert closed.wait(20)
     # All that was admitted is told all the same.
-    eventually(lambda: len(told) == len(receipts))
+    told.wait_for(lambda told: len(told) == len(receipts), "every receipt")
     assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
 
 
@@ -395,7 +408,7 @@ def test_closing_from_several_threads_at_once_while_others_send(
     closers = [start(producer.close) for _ in range(3)]
     for job in closers + senders:
         job.result()
-    eventually(lambda: all(receipt.done for receipt in receipts))
+    wait_done(receipts)
     assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
     assert broker.queue("q").depth == len(receipts)
 
@@ -405,7 +418,7 @@ def test_closing_after_the_connection_was_lost_raises_what_nobody_knows_of(produ
     receipts = [producer.send(b"%d" % number) for number in range(3)]
     broker.wait_until(lambda b: b.queue("q").depth == 3)
     broker.drop_connections()
-    eventually(lambda: producer.closed)
+    wait_closed(producer)
     with Stopwatch() as watch, pytest.raises(UndeliveredMessages) as caught:
         producer.close()
     assert watch.kept(0.0)
