@@ -8,17 +8,18 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import pika
 from pika.exceptions import ConnectionClosed as PikaConnectionClosed
 
 from qflow_client.errors import ConnectionFailed, SettingsError
 from qflow_client.protocol import ProducerProtocol
-from qflow_client.settings import hide_password
+from qflow_client.settings import ProducerSettings, hide_password
 from qflow_client.sync.pika_io import TapIOServices
 from qflow_client.tap import Tap
 
-__all__ = ["Link"]
+__all__ = ["Link", "parameters"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,39 +41,60 @@ def _words(error: object) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
+def parameters(url: str, settings: ProducerSettings) -> pika.URLParameters:
+    """What pika is told of one host.
+
+    Args:
+        url: its URL; the query is pika's.
+        settings: the producer's.
+
+    Raises:
+        SettingsError: pika does not understand the URL.
+    """
+    try:
+        found = pika.URLParameters(url)
+    except (SyntaxError, TypeError, ValueError) as error:
+        raise SettingsError(f"url={hide_password(url)!r}: {error}") from error
+    found.client_properties = {
+        "connection_name": settings.name,
+        "product": "qflow_client",
+    } | (found.client_properties or {})
+    # pika's own defaults would cut a longer `connect_timeout` short; what the URL says does.
+    said = dict(parse_qsl(urlsplit(url).query))
+    for name in ("socket_timeout", "stack_timeout"):
+        own = getattr(found, name) if name in said else None
+        setattr(found, name, min(settings.connect_timeout, own or settings.connect_timeout))
+    return found
+
+
 class Link:
     """One connection, its I/O thread, and the publishing channel on it.
 
     The thread runs pika's own loop, so heartbeats go on whatever the application does.
 
     Args:
-        url: where to connect; the query is pika's.
+        url: where to connect, for people.
+        connect_to: the same for pika, from `parameters`.
         protocol: the producer's state; everybody who touches it holds `lock`.
         lock: the lock.
         after: called on the I/O thread, without the lock, after anything that may have changed the protocol.
-        timeout: seconds that connecting, authenticating and opening the channel may take together.
     """
 
     def __init__(
-        self, url: str, protocol: ProducerProtocol, lock: threading.Lock, after: Callable[[], None], timeout: float
+        self,
+        url: str,
+        connect_to: pika.URLParameters,
+        protocol: ProducerProtocol,
+        lock: threading.Lock,
+        after: Callable[[], None],
     ) -> None:
-        self.url = url
-        # First, because what cannot be read must leave nothing open.
-        try:
-            self._parameters = pika.URLParameters(url)
-        except (SyntaxError, TypeError, ValueError) as error:
-            raise SettingsError(f"url={hide_password(url)!r}: {error}") from error
+        self._url = hide_password(url)
+        self._connect_to = connect_to
         self._protocol = protocol
         self._lock = lock
         self._after = after
         self._tap = Tap()
         self.services = TapIOServices(self._tap, lock, self._after_io)
-        self._parameters.client_properties = {
-            "connection_name": protocol.settings.name,
-            "product": "qflow_client",
-        } | (self._parameters.client_properties or {})
-        self._parameters.stack_timeout = min(timeout, self._parameters.stack_timeout or timeout)
-        self._parameters.socket_timeout = min(timeout, self._parameters.socket_timeout or timeout)
         self._connection: pika.SelectConnection | None = None
         # Set once the channel is there, or failed once it cannot be.
         self._opened: Future[None] = Future()
@@ -84,7 +106,7 @@ class Link:
         """Connect and open the channel.
 
         Args:
-            timeout: seconds.
+            timeout: seconds that connecting, authenticating and opening the channel may take together.
 
         Raises:
             ConnectionFailed: it cannot be had, and why.
@@ -99,17 +121,16 @@ class Link:
                 return
             self.cut()
             if isinstance(error, TimeoutError):
-                raise ConnectionFailed(f"{hide_password(self.url)}: no answer within {timeout:.3g} s") from None
+                raise ConnectionFailed(f"{self._url}: no answer within {timeout:.3g} s") from None
             raise
 
-    def close(self, reason: str, timeout: float) -> None:
+    def close(self, timeout: float) -> None:
         """Give up what is unsettled, and end the connection: in order if the broker answers soon, otherwise cut it.
 
         Args:
-            reason: for the receipts of what is given up.
             timeout: seconds that the broker may take to answer.
         """
-        self.services.add_callback_threadsafe(lambda: self._leave(reason))
+        self.services.add_callback_threadsafe(self._leave)
         try:
             self._thread.join(timeout)
         finally:
@@ -133,7 +154,7 @@ class Link:
     def _run(self) -> None:
         try:
             self._connection = pika.SelectConnection(
-                self._parameters,
+                self._connect_to,
                 on_open_callback=self._on_open,
                 on_open_error_callback=self._on_open_error,
                 on_close_callback=self._on_close,
@@ -196,17 +217,17 @@ class Link:
     def _not_opened(self, why: str) -> bool:
         """Whether the channel was never there; then `open` learns why."""
         try:
-            self._opened.set_exception(ConnectionFailed(f"{hide_password(self.url)}: {why}"))
+            self._opened.set_exception(ConnectionFailed(f"{self._url}: {why}"))
         except InvalidStateError:
             return self._opened.cancelled() or self._opened.exception() is not None
         return True
 
-    def _leave(self, reason: str) -> None:
+    def _leave(self) -> None:
         with self._lock:
             number = self._protocol.channel
             if number is not None:
                 self._tap.detach(number)
-            self._protocol.connection_lost(reason, time.monotonic())
+            self._protocol.connection_lost("the producer is closed", time.monotonic())
         self._after_io()
         # A broker that blocks the connection, or does not read, reads no good-bye either.
         tapped = self.services.tapped

@@ -32,7 +32,7 @@ from qflow_client.protocol import ProducerProtocol, SendTicket
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import ProducerSettings, WhenFlowed
 from qflow_client.sync.dispatcher import Dispatcher
-from qflow_client.sync.link import Link
+from qflow_client.sync.link import Link, parameters
 from qflow_client.sync.receipt import SyncReceipt
 
 __all__ = ["Producer"]
@@ -141,20 +141,26 @@ class Producer:
         # Where it was made, and whether this is a child of that process.
         self._pid = os.getpid()
         self._is_copy = False
-        self._link = self._connect()
-        self._services = self._link.services
         self._dispatcher = Dispatcher(f"qflow-callbacks {self.settings.name}")
-        if on_delivery is not None:
-            self._protocol.settled = []
-            self._dispatcher.start()
         self._manager = manager
-        manager.register(self)
-        _producers.add(self)
+        self._link = self._connect()
+        try:
+            self._services = self._link.services
+            if on_delivery is not None:
+                self._protocol.settled = []
+                self._dispatcher.start()
+            manager.register(self)
+            _producers.add(self)
+        except BaseException:
+            self._end(_BRIEF)
+            raise
 
     def _connect(self) -> Link:
         errors = []
-        for url in self.settings.urls:
-            link = Link(url, self._protocol, self._lock, self._after, self.settings.connect_timeout)
+        # All that can be wrong with any of them is said before the first is tried.
+        hosts = [(url, parameters(url, self.settings)) for url in self.settings.urls]
+        for url, connect_to in hosts:
+            link = Link(url, connect_to, self._protocol, self._lock, self._after)
             try:
                 link.open(self.settings.connect_timeout)
             except ConnectionFailed as error:
@@ -222,8 +228,19 @@ class Producer:
     ) -> SyncReceipt:
         """As `send`, but never wait.
 
+        Args:
+            message: the body, or a `Message` with properties.
+            exchange: where to publish; the setting unless given.
+            routing_key: with which key; the setting unless given.
+
+        Returns:
+            Its receipt.
+
         Raises:
             ProducerFlowed: flowed; the message was not sent and never will be.
+            ProducerClosed: it was closed, or lost its connection; likewise.
+            TypeError: the message is of another type.
+            ValueError: it cannot be encoded.
         """
         try:
             return self.send(message, exchange=exchange, routing_key=routing_key, timeout=0)
@@ -328,7 +345,13 @@ class Producer:
 
     @property
     def capacity(self) -> int:
-        """The most unsettled messages there may be. A lower one cancels nothing (C6)."""
+        """The most unsettled messages there may be.
+
+        It may be set at any time. A lower one cancels nothing: nothing is admitted until there is room (C6).
+
+        Raises:
+            SettingsError: it is set to what is not allowed.
+        """
         return self._protocol.window.capacity
 
     @capacity.setter
@@ -413,7 +436,11 @@ class Producer:
         return unsubscribe
 
     def flow_events(self) -> Iterator[FlowEvent]:
-        """The flow events from now on; blocks for the next one, and ends when the producer is closed."""
+        """The flow events from now on.
+
+        Returns:
+            An iterator for one thread, which blocks for the next event, and ends when the producer is closed.
+        """
         events: queue.SimpleQueue[FlowEvent | None] = queue.SimpleQueue()
         with self._lock:
             if self._ended:
@@ -466,7 +493,7 @@ class Producer:
 
     @property
     def name(self) -> str:
-        """The setting."""
+        """What flow events, logs and the broker's management call it; the setting."""
         return self.settings.name
 
     @property
@@ -542,7 +569,7 @@ class Producer:
         with self._lock:
             left = self._protocol.unsettled_receipts
         try:
-            self._link.close("the producer was closed before the broker answered", patience)
+            self._link.close(patience)
         finally:
             self._after()
             with self._lock:

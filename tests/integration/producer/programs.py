@@ -125,7 +125,7 @@ def interrupted_good_bye() -> None:
         producer = Producer(broker.url, routing_key="q")
         # It is asked to leave, and says nothing.
         leaves = threading.Event()
-        producer._link._leave = lambda reason: leaves.set()  # type: ignore[method-assign]  # that is the point
+        producer._link._leave = lambda: leaves.set()  # type: ignore[method-assign]  # that is the point
         _say_when(leaves.is_set)
         try:
             producer.close(timeout=None)

@@ -148,10 +148,10 @@ def test_a_broker_that_is_slow_to_say_good_bye_has_the_time_that_is_left(
 ) -> None:
     leave = producer._link._leave
 
-    def late(reason: str) -> None:
+    def late() -> None:
         # More than a close has that has no time left.
         threading.Event().wait(0.5)
-        leave(reason)
+        leave()
 
     monkeypatch.setattr(producer._link, "_leave", late)
     producer.close(timeout=20)
