@@ -389,10 +389,16 @@ class ProducerProtocol:
         self._unflow_waiters.append(waiter)
         return True
 
-    def forget_waiter(self, waiter: Any) -> None:
-        """Drop a waiter of `when_flushed` or `when_unflowed`."""
+    def forget_waiter(self, waiter: Any) -> bool:
+        """Drop a waiter of `when_flushed` or `when_unflowed`.
+
+        Returns:
+            Whether it was still kept; if not, its wait is over.
+        """
+        before = len(self._flushes) + len(self._unflow_waiters)
         self._flushes = [entry for entry in self._flushes if entry[1] is not waiter]
         self._unflow_waiters = [entry for entry in self._unflow_waiters if entry is not waiter]
+        return len(self._flushes) + len(self._unflow_waiters) < before
 
     def take_failures(self) -> list[Receipt]:
         """The failures of which nobody has been told, in the order of admission, and forget them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,23 @@ __all__ = ["Dispatcher"]
 logger = logging.getLogger(__name__)
 
 
+_Calls = queue.SimpleQueue[tuple[Callable[[Any], object], Any] | None]
+
+
+def _run(calls: _Calls) -> None:
+    while (call := calls.get()) is not None:
+        callback, argument = call
+        try:
+            callback(argument)
+        except BaseException:
+            # The application's mistake, or its sys.exit, must not cost it what follows.
+            logger.exception("callback %r failed on %r", callback, argument)
+        # What was called may be let go of.
+        del call, callback, argument
+
+
 class Dispatcher:
-    """Calls callbacks in order, on one thread that is started by the first of them.
+    """Calls callbacks in order, on one thread, which ends with it if it is not stopped before.
 
     A callback that raises is logged and does no harm.
 
@@ -24,17 +40,19 @@ class Dispatcher:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._calls: queue.SimpleQueue[tuple[Callable[[Any], object], Any] | None] = queue.SimpleQueue()
+        self._calls: _Calls = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Start the thread, unless it was. Whoever calls sees to it that nobody else does at the same time."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=_run, args=(self._calls,), name=self._name, daemon=True)
+            self._thread.start()
+            # The end of the process needs it to the last.
+            weakref.finalize(self, self._calls.put, None).atexit = False
 
     def call(self, callback: Callable[[Any], object], argument: Any) -> None:
         """Have ``callback(argument)`` called after all that was asked for before."""
-        if self._thread is None:
-            with self._lock:
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                    self._thread.start()
         self._calls.put((callback, argument))
 
     @property
@@ -48,17 +66,6 @@ class Dispatcher:
         Args:
             timeout: seconds to wait at the most.
         """
-        thread = self._thread
-        if thread is not None:
-            self._calls.put(None)
-            if not self.is_current_thread:
-                thread.join(timeout)
-
-    def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            callback, argument = call
-            try:
-                callback(argument)
-            except Exception:
-                # The application's mistake must not cost it the events that follow.
-                logger.exception("callback %r failed on %r", callback, argument)
+        self._calls.put(None)
+        if self._thread is not None and not self.is_current_thread:
+            self._thread.join(timeout)

@@ -6,24 +6,25 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import pika
 from pika.exceptions import ConnectionClosed as PikaConnectionClosed
 
 from qflow_client.errors import ConnectionFailed, SettingsError
 from qflow_client.protocol import ProducerProtocol
-from qflow_client.settings import hide_password
+from qflow_client.settings import ProducerSettings, hide_password
 from qflow_client.sync.pika_io import TapIOServices
 from qflow_client.tap import Tap
 
-__all__ = ["Link"]
+__all__ = ["Link", "parameters"]
 
 logger = logging.getLogger(__name__)
 
-# Seconds that an orderly end of a connection may take before it is cut.
-_CLOSE_GRACE = 3.0
+# Seconds that the end of a connection that is cut may take; it waits for no peer.
+_CUT_GRACE = 0.3
 
 
 def _words(error: object) -> str:
@@ -40,39 +41,60 @@ def _words(error: object) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
+def parameters(url: str, settings: ProducerSettings) -> pika.URLParameters:
+    """What pika is told of one host.
+
+    Args:
+        url: its URL; the query is pika's.
+        settings: the producer's.
+
+    Raises:
+        SettingsError: pika does not understand the URL.
+    """
+    try:
+        found = pika.URLParameters(url)
+    except (SyntaxError, TypeError, ValueError) as error:
+        raise SettingsError(f"url={hide_password(url)!r}: {error}") from error
+    found.client_properties = {
+        "connection_name": settings.name,
+        "product": "qflow_client",
+    } | (found.client_properties or {})
+    # pika's own defaults would cut a longer `connect_timeout` short; what the URL says does.
+    said = dict(parse_qsl(urlsplit(url).query))
+    for name in ("socket_timeout", "stack_timeout"):
+        own = getattr(found, name) if name in said else None
+        setattr(found, name, min(settings.connect_timeout, own or settings.connect_timeout))
+    return found
+
+
 class Link:
     """One connection, its I/O thread, and the publishing channel on it.
 
     The thread runs pika's own loop, so heartbeats go on whatever the application does.
 
     Args:
-        url: where to connect; the query is pika's.
+        url: where to connect, for people.
+        connect_to: the same for pika, from `parameters`.
         protocol: the producer's state; everybody who touches it holds `lock`.
         lock: the lock.
         after: called on the I/O thread, without the lock, after anything that may have changed the protocol.
-        timeout: seconds that connecting, authenticating and opening the channel may take together.
     """
 
     def __init__(
-        self, url: str, protocol: ProducerProtocol, lock: threading.Lock, after: Callable[[], None], timeout: float
+        self,
+        url: str,
+        connect_to: pika.URLParameters,
+        protocol: ProducerProtocol,
+        lock: threading.Lock,
+        after: Callable[[], None],
     ) -> None:
-        self.url = url
-        # First, because what cannot be read must leave nothing open.
-        try:
-            self._parameters = pika.URLParameters(url)
-        except (SyntaxError, TypeError, ValueError) as error:
-            raise SettingsError(f"url={hide_password(url)!r}: {error}") from error
+        self._url = hide_password(url)
+        self._connect_to = connect_to
         self._protocol = protocol
         self._lock = lock
         self._after = after
         self._tap = Tap()
         self.services = TapIOServices(self._tap, lock, self._after_io)
-        self._parameters.client_properties = {
-            "connection_name": protocol.settings.name,
-            "product": "qflow_client",
-        } | (self._parameters.client_properties or {})
-        self._parameters.stack_timeout = min(timeout, self._parameters.stack_timeout or timeout)
-        self._parameters.socket_timeout = min(timeout, self._parameters.socket_timeout or timeout)
         self._connection: pika.SelectConnection | None = None
         # Set once the channel is there, or failed once it cannot be.
         self._opened: Future[None] = Future()
@@ -84,7 +106,7 @@ class Link:
         """Connect and open the channel.
 
         Args:
-            timeout: seconds.
+            timeout: seconds that connecting, authenticating and opening the channel may take together.
 
         Raises:
             ConnectionFailed: it cannot be had, and why.
@@ -99,28 +121,24 @@ class Link:
                 return
             self.cut()
             if isinstance(error, TimeoutError):
-                raise ConnectionFailed(f"{hide_password(self.url)}: no answer within {timeout:.3g} s") from None
+                raise ConnectionFailed(f"{self._url}: no answer within {timeout:.3g} s") from None
             raise
 
-    @property
-    def is_current_thread(self) -> bool:
-        """Whether the caller is the I/O thread."""
-        return threading.current_thread() is self._thread
-
-    def close(self, reason: str) -> None:
+    def close(self, timeout: float) -> None:
         """Give up what is unsettled, and end the connection: in order if the broker answers soon, otherwise cut it.
 
         Args:
-            reason: for the receipts of what is given up.
+            timeout: seconds that the broker may take to answer.
         """
-        self.services.add_callback_threadsafe(lambda: self._leave(reason))
-        self._thread.join(_CLOSE_GRACE)
-        if self._thread.is_alive():
+        self.services.add_callback_threadsafe(self._leave)
+        try:
+            self._thread.join(timeout)
+        finally:
             self.cut()
-            self._thread.join(_CLOSE_GRACE)
+        self._thread.join(_CUT_GRACE)
 
     def cut(self) -> None:
-        """End the connection at once."""
+        """End the connection at once, if it has not ended."""
         self.services.add_callback_threadsafe(self._cut)
 
     def forget(self) -> None:
@@ -136,7 +154,7 @@ class Link:
     def _run(self) -> None:
         try:
             self._connection = pika.SelectConnection(
-                self._parameters,
+                self._connect_to,
                 on_open_callback=self._on_open,
                 on_open_error_callback=self._on_open_error,
                 on_close_callback=self._on_close,
@@ -144,8 +162,10 @@ class Link:
             )
             self.services.run()
         except Exception as error:
-            # Whoever waits must learn of it, whatever it is.
+            # Whoever waits must learn of it, whatever it is, and so must the broker.
             logger.exception("%s: the I/O thread failed", self._protocol.settings.name)
+            if self.services.tapped is not None:
+                self.services.tapped.close()
             self._lost(f"the I/O thread failed: {error!r}")
         finally:
             self.services.close()
@@ -160,11 +180,14 @@ class Link:
 
     def _on_channel_open(self, channel: Any) -> None:
         channel.add_on_close_callback(self._on_channel_close)
+        # The tap takes these out, until the channel is left; then they are for nobody, and pika would warn of them.
+        channel.add_on_flow_callback(lambda _flow: None)
+        channel.add_on_return_callback(lambda *_returned: None)
         if not self._protocol.settings.confirms:
             self._ready(channel)
             return
         try:
-            # Never called: the tap takes the answers out.
+            # Likewise.
             channel.confirm_delivery(lambda _answer: None, callback=lambda _select_ok: self._ready(channel))
         except Exception as error:
             # pika raises when the broker does not announce confirms.
@@ -194,21 +217,22 @@ class Link:
 
     def _not_opened(self, why: str) -> bool:
         """Whether the channel was never there; then `open` learns why."""
-        if self._opened.done():
+        try:
+            self._opened.set_exception(ConnectionFailed(f"{self._url}: {why}"))
+        except InvalidStateError:
             return self._opened.cancelled() or self._opened.exception() is not None
-        if self._opened.set_running_or_notify_cancel():
-            self._opened.set_exception(ConnectionFailed(f"{hide_password(self.url)}: {why}"))
         return True
 
-    def _leave(self, reason: str) -> None:
+    def _leave(self) -> None:
         with self._lock:
             number = self._protocol.channel
             if number is not None:
                 self._tap.detach(number)
-            self._protocol.connection_lost(reason, time.monotonic())
+            self._protocol.connection_lost("the producer is closed", time.monotonic())
         self._after_io()
-        # A broker that blocks the connection reads no good-bye.
-        if self._tap.is_blocked:
+        # A broker that blocks the connection, or does not read, reads no good-bye either.
+        tapped = self.services.tapped
+        if self._tap.is_blocked or (tapped is not None and tapped.full):
             self._cut()
         else:
             self.services.pump()
@@ -233,7 +257,8 @@ class Link:
         if self.services.tapped is not None:
             self.services.tapped.cut()
         else:
-            self._lost("the connection was given up")
+            # Not connected yet, or lost.
+            self._close()
 
     def _after_io(self) -> None:
         self._after()

@@ -30,6 +30,8 @@ __all__ = ["TapIOServices"]
 _WRITE_CHUNK = 1 << 17
 _TLS_WRITE_CHUNK = 1 << 14
 _READ_CHUNK = 1 << 17
+# How often a TLS socket is read before everybody else has a turn.
+_TLS_READS = 64
 
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError)
 
@@ -43,7 +45,7 @@ class _TapSocket:
         self._is_tls = isinstance(sock, ssl.SSLSocket)
         # Whether pika has begun a chunk that the socket did not take whole.
         self.library_mid_chunk = False
-        # Set by the first failure to write; pika meets the same one when it reads.
+        # Set by the first failure to write, and when it is cut; pika learns of it when it reads.
         self.broken = False
         # Whether the socket takes no more of ours for now.
         self.full = False
@@ -58,6 +60,7 @@ class _TapSocket:
     def recv(self, _size: int) -> bytes:
         """What pika is to see of what has come."""
         services = self._services
+        reads = 0
         while True:
             if services.tap.error is not None:
                 # Raises: what came before the error has been passed.
@@ -71,23 +74,31 @@ class _TapSocket:
                 services.add_callback_threadsafe(self.cut)
             if passed:
                 return passed
-            # A TLS socket may hold bytes back that no poll tells of, so it is read until it says that it has none.
             if not self._is_tls:
                 raise BlockingIOError(errno.EAGAIN, "nothing for the library")
+            # A TLS socket may hold bytes back that no poll tells of, so it is read until it says that it has none.
+            reads += 1
+            if reads >= _TLS_READS and not self._sock.pending():
+                raise ssl.SSLWantReadError(ssl.SSL_ERROR_WANT_READ, "nothing for the library")
 
     def send(self, data: bytes) -> int:
         """Send for pika, at a frame border."""
-        if not self.library_mid_chunk and (self._begun_record or not self._services.tap.at_border):
+        services = self._services
+        if not self.library_mid_chunk and (
+            self._begun_record or not services.tap.at_border or services.library_sent >= self.write_chunk
+        ):
             if self._is_tls:
-                raise ssl.SSLWantWriteError(ssl.SSL_ERROR_WANT_WRITE, "a frame of a producer has begun")
-            raise BlockingIOError(errno.EAGAIN, "a frame of a producer has begun")
+                raise ssl.SSLWantWriteError(ssl.SSL_ERROR_WANT_WRITE, "it is a producer's turn")
+            raise BlockingIOError(errno.EAGAIN, "it is a producer's turn")
         try:
             sent: int = self._sock.send(data)
         except _WOULD_BLOCK:
-            # A TLS record that was begun must be offered again before anything else.
-            self.library_mid_chunk = self._is_tls
+            # A TLS record that was begun must be offered again before anything else. A plain socket has taken nothing,
+            # but may have taken the beginning of the chunk before.
+            self.library_mid_chunk = self.library_mid_chunk or self._is_tls
             raise
         self.library_mid_chunk = sent < len(data)
+        services.library_sent += sent
         return sent
 
     def send_ours(self, data: bytes) -> int:
@@ -105,7 +116,7 @@ class _TapSocket:
             self._begun_record = data
             return len(data)
         except OSError:
-            self.broken = True
+            self.cut()
             return 0
         self.full = sent < len(data)
         return sent
@@ -122,7 +133,8 @@ class _TapSocket:
         """End the connection at once; pika finds it closed when it reads."""
         self.broken = True
         with suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+            # Not a TLS socket's own way, which would have what still comes read as plain text.
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def forget(self) -> None:
         """Close this process's descriptor and nothing else."""
@@ -131,7 +143,8 @@ class _TapSocket:
 
     def close(self) -> None:
         """Close it, and stop watching it."""
-        self._services.untap()
+        if self._services.tapped is self:
+            self._services.untap()
         self._sock.close()
 
 
@@ -173,6 +186,8 @@ class TapIOServices(SelectorIOServicesAdapter):
         # pika's own interest in the socket taking bytes, and ours.
         self._library_writer: Callable[[], None] | None = None
         self._ours = False
+        # Bytes that pika has sent since a producer had its turn.
+        self.library_sent = 0
         # Whether `pump` runs, or will without being asked; guarded by the lock.
         self.awake = False
 
@@ -207,19 +222,23 @@ class TapIOServices(SelectorIOServicesAdapter):
         changed = False
         tapped.finish_record()
         while not tapped.full and not tapped.broken:
-            # pika has something to write too: it gets the next frame border, or a socket that is always full would keep
-            # its heartbeats and acks back for ever. The socket's being writable brings us back.
-            yields = self._library_writer is not None
+            # pika has something to write too, and has written nothing since we did: it gets the next frame border, or a
+            # socket that is always full would keep its heartbeats and acks back for ever. That the socket is writable
+            # brings us back. Nor does pika write more than about a chunk before we do.
+            yields = self._library_writer is not None and not self.library_sent
             with lock:
                 data = tap.unfinished if yields else tap.data_to_write(tapped.write_chunk)
                 if not data:
                     self.awake = yields
+                    self.library_sent = 0
                     break
             if len(data) > tapped.write_chunk:
                 data = data[: tapped.write_chunk]
             sent = tapped.send_ours(data)
             with lock:
                 tap.advance(sent, time.monotonic())
+            if sent:
+                self.library_sent = 0
             changed = True
         if tapped.full != self._ours:
             self._ours = tapped.full
@@ -268,11 +287,11 @@ class TapIOServices(SelectorIOServicesAdapter):
 
     def untap(self) -> None:
         """The socket is about to be closed."""
-        if self.tapped is not None:
-            fd = self.tapped.fileno()
-            self._library_writer, self._ours = None, False
-            self._watch(fd)
-            self.tapped = None
+        assert self.tapped is not None
+        fd = self.tapped.fileno()
+        self._library_writer, self._ours = None, False
+        self._watch(fd)
+        self.tapped = None
 
     def _watch(self, fd: int) -> None:
         if self._library_writer is not None or self._ours:
@@ -281,11 +300,8 @@ class TapIOServices(SelectorIOServicesAdapter):
             super().remove_writer(fd)
 
     def _on_writable(self) -> None:
-        tapped = self.tapped
         # Who has begun ends first.
-        if tapped is not None and not tapped.library_mid_chunk:
-            self.pump()
+        self.pump()
         if self._library_writer is not None:
             self._library_writer()
-        if tapped is not None and not tapped.library_mid_chunk:
             self.pump()

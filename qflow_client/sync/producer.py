@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import math
 import os
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 from uuid import uuid4
@@ -26,10 +29,10 @@ from qflow_client.flow import FlowManager, Line
 from qflow_client.manager import flow_manager
 from qflow_client.message import Message, as_body
 from qflow_client.protocol import ProducerProtocol, SendTicket
-from qflow_client.receipt import Receipt
+from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import ProducerSettings, WhenFlowed
 from qflow_client.sync.dispatcher import Dispatcher
-from qflow_client.sync.link import Link
+from qflow_client.sync.link import Link, parameters
 from qflow_client.sync.receipt import SyncReceipt
 
 __all__ = ["Producer"]
@@ -46,7 +49,20 @@ class _Default:
 
 _DEFAULT: Any = _Default()
 
+# Seconds that the broker may take for an orderly good-bye, and running callbacks for their end: at the most, and when
+# the time to wait is up.
+_GOOD_BYE = 3.0
+_BRIEF = 0.3
+# Seconds without any answer of the broker, after which who must not wait for holds takes late ones for withheld.
+_LULL = 0.5
+# Seconds that the end of the process waits for a producer that was not closed.
+_AT_EXIT = 1.0
+
 _monotonic = time.monotonic
+
+
+def _deadline(timeout: float | None) -> float:
+    return math.inf if timeout is None else _monotonic() + timeout
 
 
 class _Waiter:
@@ -61,15 +77,20 @@ class _Waiter:
     def set(self) -> None:
         self._lock.release()
 
-    def wait(self, timeout: float) -> bool:
-        """Whether it was woken within so many seconds."""
-        return self._lock.acquire(timeout=min(timeout, threading.TIMEOUT_MAX))
+    def wait_until(self, deadline: float) -> bool:
+        """Whether it was woken before a time."""
+        return self._lock.acquire(timeout=max(0.0, min(deadline - _monotonic(), threading.TIMEOUT_MAX)))
 
 
 class Producer:
     """Publishes to an AMQP 0-9-1 broker, never faster than the broker allows. Any number of threads may use one.
 
-    It connects when it is made, and has a connection and an I/O thread of its own.
+    It connects when it is made, and has a connection and an I/O thread of its own. Leaving a ``with`` block closes it.
+
+    An exception that leaves the block stays the one that is raised, and waits for no hold: not at all under
+    ``channel_flow`` and ``connection_blocked``, under ``capacity`` and ``transport`` only while the broker goes on
+    answering, otherwise as `close` does. What was not delivered is logged, noted on the exception, and in its attribute
+    ``undelivered``, an `UndeliveredMessages`.
 
     Args:
         url: URL of the broker, or several to try in turn.
@@ -95,9 +116,10 @@ class Producer:
         manager: FlowManager = flow_manager,
         **keywords: Any,
     ) -> None:
+        #: What was set, wherever it came from.
         self.settings = ProducerSettings.load(url, settings, **keywords)
         now = _monotonic()
-        # Guards the protocol and the link's `awake`.
+        # Guards the protocol, the link's `awake`, and who listens.
         self._lock = threading.Lock()
         self._protocol = ProducerProtocol(
             self.settings,
@@ -110,26 +132,35 @@ class Producer:
         self._exchange = self.settings.exchange
         self._routing_key = self.settings.routing_key
         self._on_delivery = on_delivery
-        if on_delivery is not None:
-            self._protocol.settled = []
-        self._dispatcher = Dispatcher(f"qflow-callbacks {self.settings.name}")
-        # Who is told of flow events.
+        # Who is told of flow events. Of an iterator that nobody has any more, nothing is left.
         self._listeners: list[Callable[[FlowEvent], object]] = []
-        self._queues: list[queue.SimpleQueue[FlowEvent | None]] = []
+        self._queues: weakref.WeakSet[queue.SimpleQueue[FlowEvent | None]] = weakref.WeakSet()
+        # Set by the first close, and when that has come to its end.
         self._ended = False
-        # Set when the first close has come to its end.
         self._all_ended = threading.Event()
+        # Where it was made, and whether this is a child of that process.
         self._pid = os.getpid()
-        self._link = self._connect()
-        self._services = self._link.services
+        self._is_copy = False
+        self._dispatcher = Dispatcher(f"qflow-callbacks {self.settings.name}")
         self._manager = manager
-        manager.register(self)
-        _producers.add(self)
+        self._link = self._connect()
+        try:
+            self._services = self._link.services
+            if on_delivery is not None:
+                self._protocol.settled = []
+                self._dispatcher.start()
+            manager.register(self)
+            _producers.add(self)
+        except BaseException:
+            self._end(_BRIEF)
+            raise
 
     def _connect(self) -> Link:
         errors = []
-        for url in self.settings.urls:
-            link = Link(url, self._protocol, self._lock, self._after, self.settings.connect_timeout)
+        # All that can be wrong with any of them is said before the first is tried.
+        hosts = [(url, parameters(url, self.settings)) for url in self.settings.urls]
+        for url, connect_to in hosts:
+            link = Link(url, connect_to, self._protocol, self._lock, self._after)
             try:
                 link.open(self.settings.connect_timeout)
             except ConnectionFailed as error:
@@ -197,8 +228,19 @@ class Producer:
     ) -> SyncReceipt:
         """As `send`, but never wait.
 
+        Args:
+            message: the body, or a `Message` with properties.
+            exchange: where to publish; the setting unless given.
+            routing_key: with which key; the setting unless given.
+
+        Returns:
+            Its receipt.
+
         Raises:
             ProducerFlowed: flowed; the message was not sent and never will be.
+            ProducerClosed: it was closed, or lost its connection; likewise.
+            TypeError: the message is of another type.
+            ValueError: it cannot be encoded.
         """
         try:
             return self.send(message, exchange=exchange, routing_key=routing_key, timeout=0)
@@ -220,25 +262,25 @@ class Producer:
             raise self._flowed(FlowControlTimeout, payload, 0.0, "a longer timeout waits")
         protocol = self._protocol
         waiter = _Waiter()
-        with self._lock:
-            if protocol.closed is not None:
-                raise ProducerClosed(protocol.closed, payload)
-            now = _monotonic()
-            ticket = protocol.stand_in_line(payload, exchange, routing_key, now, timeout=timeout, waiter=waiter)
-            look_at = protocol.look_at(ticket, now)
+        ticket: SendTicket | None = None
         try:
+            with self._lock:
+                now = _monotonic()
+                ticket = protocol.stand_in_line(payload, exchange, routing_key, now, timeout=timeout, waiter=waiter)
+                look_at = protocol.look_at(ticket, now)
             self._kick()
             if self.settings.rate is not None:
                 self._link.arm_timer()
-            while look_at is not None and not waiter.wait(max(0.0, look_at - _monotonic())):
+            while look_at is not None and not waiter.wait_until(look_at):
                 with self._lock:
                     look_at = protocol.look_at(ticket, _monotonic())
                 self._after()
         except BaseException:
             # Ctrl-C above all: what was not admitted is not sent.
-            with self._lock:
-                protocol.give_up(ticket, _monotonic())
-            self._kick()
+            if ticket is not None:
+                with self._lock:
+                    protocol.give_up(ticket, _monotonic())
+                self._kick()
             raise
         return self._admitted(ticket)
 
@@ -268,10 +310,13 @@ class Producer:
         Raises:
             ConfirmTimeout: some is not; its outcome is not known yet.
             UndeliveredMessages: all is settled, and some of it, of which nobody has been told, was not delivered.
+            ProducerClosed: it was made in another process, of which this one is a fork.
         """
+        if self._is_copy:
+            raise ProducerClosed(str(self._protocol.closed))
         if timeout is _DEFAULT:
             timeout = self.settings.max_producer_flow_control_wait
-        if not self._wait(self._protocol.when_flushed, timeout):
+        if not self._wait(self._protocol.when_flushed, _deadline(timeout)):
             unsettled = self.unsettled
             assert timeout is not None
             raise ConfirmTimeout(f"{unsettled} messages are not settled after {timeout:.3g} s", unsettled)
@@ -280,27 +325,33 @@ class Producer:
         if failures:
             raise UndeliveredMessages(failures)
 
-    def _wait(self, enroll: Callable[[_Waiter], bool], timeout: float | None) -> bool:
-        """Wait for something of the protocol's, at most so many seconds; whether it came."""
-        deadline = float("inf") if timeout is None else _monotonic() + timeout
+    def _wait(self, enroll: Callable[[_Waiter], bool], deadline: float) -> bool:
+        """Wait for something of the protocol's, at most until a time; whether it came."""
         waiter = _Waiter()
-        with self._lock:
-            if not enroll(waiter):
-                return True
         try:
-            while not waiter.wait(max(0.0, deadline - _monotonic())):
-                if _monotonic() >= deadline:
-                    return False
+            with self._lock:
+                if not enroll(waiter):
+                    return True
+            # Whoever asks whether the window is full raises its hold.
+            self._after()
+            waiter.wait_until(deadline)
         finally:
             with self._lock:
-                self._protocol.forget_waiter(waiter)
-        return True
+                # Not what the waiter says: it may have come at the last moment, with the wake still on its way.
+                came = not self._protocol.forget_waiter(waiter)
+        return came
 
     # The window.
 
     @property
     def capacity(self) -> int:
-        """The most unsettled messages there may be. A lower one cancels nothing (C6)."""
+        """The most unsettled messages there may be.
+
+        It may be set at any time. A lower one cancels nothing: nothing is admitted until there is room (C6).
+
+        Raises:
+            SettingsError: it is set to what is not allowed.
+        """
         return self._protocol.window.capacity
 
     @capacity.setter
@@ -356,7 +407,7 @@ class Producer:
                 self._link.arm_timer()
             return waits
 
-        if self._protocol.closed is None and not self._wait(enroll, timeout):
+        if self._protocol.closed is None and not self._wait(enroll, _deadline(timeout)):
             return False
         if self._protocol.closed is not None:
             raise ProducerClosed(self._protocol.closed)
@@ -365,14 +416,17 @@ class Producer:
     def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]:
         """Have a callback called with every flow event, in order, on the producer's callback thread.
 
-        It may call any method of the producer. If it raises, that is logged.
+        Args:
+            callback: may call any method of the producer. If it raises, that is logged.
 
         Returns:
             What to call to have it called no more.
         """
         with self._lock:
-            self._listeners.append(callback)
-            self._listen()
+            if not self._ended:
+                self._dispatcher.start()
+                self._listeners.append(callback)
+                self._listen()
 
         def unsubscribe() -> None:
             with self._lock:
@@ -382,31 +436,30 @@ class Producer:
         return unsubscribe
 
     def flow_events(self) -> Iterator[FlowEvent]:
-        """The flow events from now on; blocks for the next one, and ends when the producer is closed."""
+        """The flow events from now on.
+
+        Returns:
+            An iterator for one thread, which blocks for the next event, and ends when the producer is closed.
+        """
         events: queue.SimpleQueue[FlowEvent | None] = queue.SimpleQueue()
         with self._lock:
             if self._ended:
                 events.put(None)
             else:
-                self._queues.append(events)
+                self._queues.add(events)
                 self._listen()
-        return self._iterate(events)
-
-    def _iterate(self, events: queue.SimpleQueue[FlowEvent | None]) -> Iterator[FlowEvent]:
-        try:
-            while (event := events.get()) is not None:
-                yield event
-        finally:
-            with self._lock:
-                if events in self._queues:
-                    self._queues.remove(events)
+        return iter(events.get, None)
 
     def _listen(self) -> None:
         if self._protocol.events is None:
             self._protocol.events = []
 
     def pause(self, reason: str = "") -> None:
-        """Hold the producer until `resume`. What is admitted already still leaves (D5)."""
+        """Hold the producer until `resume`. What is admitted already still leaves (D5).
+
+        Args:
+            reason: for people; it is the detail of the hold.
+        """
         self.hold(HoldKind.PAUSED, source="", detail=reason)
 
     def resume(self) -> None:
@@ -414,13 +467,24 @@ class Producer:
         self.lift(HoldKind.PAUSED, source="")
 
     def hold(self, kind: str, *, source: str, detail: str) -> None:
-        """Raise a hold; for managers. Applications use `pause`."""
+        """Raise a hold; for managers. Applications use `pause`.
+
+        Args:
+            kind: why, as one word.
+            source: who raises it.
+            detail: what people should read.
+        """
         with self._lock:
             self._protocol.hold(kind, _monotonic(), source=source, detail=detail)
         self._after()
 
     def lift(self, kind: str, *, source: str) -> None:
-        """Lift a hold; for managers. Applications use `resume`."""
+        """Lift a hold; for managers. Applications use `resume`.
+
+        Args:
+            kind: why it was raised.
+            source: who raised it.
+        """
         with self._lock:
             self._protocol.lift(kind, _monotonic(), source=source)
         self._kick()
@@ -429,7 +493,7 @@ class Producer:
 
     @property
     def name(self) -> str:
-        """The setting."""
+        """What flow events, logs and the broker's management call it; the setting."""
         return self.settings.name
 
     @property
@@ -439,6 +503,8 @@ class Producer:
 
     def close(self, timeout: float | None = _DEFAULT) -> None:
         """Flush, and end the connection. A second call waits for the end of the first and does nothing else.
+
+        When the time is up it returns within a second, whatever the broker and the network do.
 
         Args:
             timeout: seconds that messages may take to be settled; ``None`` for ever; the setting
@@ -453,7 +519,9 @@ class Producer:
         if failures:
             raise UndeliveredMessages(failures)
 
-    def _close(self, timeout: float | None) -> list[Receipt]:
+    def _close(self, timeout: float | None, *, waits_for_holds: bool = True) -> list[Receipt]:
+        """Close it, and return what was not delivered and nobody has been told of."""
+        deadline = _deadline(timeout)
         with self._lock:
             again = self._ended
             self._ended = True
@@ -463,25 +531,68 @@ class Producer:
             if not self._dispatcher.is_current_thread:
                 self._all_ended.wait(timeout)
             return []
-        self._kick()
-        self._manager.unregister(self)
-        left: tuple[Receipt, ...] = ()
         try:
-            self._wait(self._protocol.when_flushed, timeout)
-        finally:
+            self._kick()
+            self._manager.unregister(self)
+            if waits_for_holds:
+                self._wait(self._protocol.when_flushed, deadline)
+            else:
+                self._flush_unheld(deadline)
+            patience = max(_BRIEF, min(_GOOD_BYE, deadline - _monotonic()))
+        except BaseException as error:
+            # Ctrl-C above all.
+            self._leave_word(error, self._end(_BRIEF))
+            raise
+        return self._end(patience)
+
+    def _flush_unheld(self, deadline: float) -> None:
+        """Wait until all is settled, but for no hold.
+
+        A fast producer is held by ``capacity`` and ``transport`` most of the time, and waits for nothing but answers
+        that are on their way; so they end the wait only if none comes for a while. ``paused`` and ``rate`` keep
+        nothing back that is admitted.
+        """
+        protocol = self._protocol
+        before = -1
+        while (now := _monotonic()) < deadline:
             with self._lock:
-                left = self._protocol.unsettled_receipts
-            self._link.close("the producer was closed before the broker answered")
+                protocol.controller.look(now)
+                late = any(map(protocol.gate.is_held_by, (HoldKind.CAPACITY, HoldKind.TRANSPORT)))
+                unsettled = protocol.unsettled
+                if protocol.outbound.stopped or (late and unsettled == before):
+                    return
+            before = unsettled
+            if self._wait(protocol.when_flushed, min(deadline, now + _LULL)):
+                return
+
+    def _end(self, patience: float) -> list[Receipt]:
+        with self._lock:
+            left = self._protocol.unsettled_receipts
+        try:
+            self._link.close(patience)
+        finally:
             self._after()
             with self._lock:
                 failures = self._protocol.take_failures()
-                queues, self._queues = self._queues, []
+                queues = tuple(self._queues)
+                self._queues.clear()
             for events in queues:
                 events.put(None)
-            self._dispatcher.stop(timeout=5.0)
+            self._dispatcher.stop(patience)
             self._all_ended.set()
         # With on_delivery, what was left has been told to it, but nobody may have been listening any more.
         return failures or [receipt for receipt in left if not receipt.delivered and not receipt._seen]
+
+    def _leave_word(self, error: BaseException, failures: list[Receipt]) -> None:
+        """Say what was not delivered without taking an exception's place."""
+        if failures:
+            undelivered = UndeliveredMessages(failures)
+            # Nobody reads the notes of a SystemExit.
+            logger.error("%s: left by %s: %s", self.settings.name, type(error).__name__, undelivered)
+            # An exception may refuse attributes.
+            with suppress(Exception):
+                error.add_note(f"qflow_client: {undelivered}")
+                error.undelivered = undelivered  # type: ignore[attr-defined]
 
     def __enter__(self) -> Self:
         return self
@@ -494,19 +605,9 @@ class Producer:
     ) -> None:
         if exc is None:
             self.close()
-            return
-        # Whoever leaves by an exception does not wait for holds; what is lost by that is said on the exception.
-        timeout = self.settings.max_producer_flow_control_wait if self._flows() else 0.0
-        failures = self._close(timeout)
-        if failures:
-            undelivered = UndeliveredMessages(failures)
-            exc.add_note(f"qflow_client: {undelivered}")
-            exc.undelivered = undelivered  # type: ignore[attr-defined]
-
-    def _flows(self) -> bool:
-        """Whether what is admitted leaves and is answered, as far as anyone can tell."""
-        with self._lock:
-            return not self._protocol.outbound.stopped and self._protocol.channel is not None
+        else:
+            timeout = self.settings.max_producer_flow_control_wait
+            self._leave_word(exc, self._close(timeout, waits_for_holds=False))
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "flowed" if not self._protocol.gate.is_open else "open"
@@ -542,26 +643,48 @@ class Producer:
         for receipt in receipts:
             try:
                 self._on_delivery(receipt)
-            except Exception:
-                # The application's mistake must not cost it the receipts that follow.
+            except BaseException:
+                # The application's mistake, or its sys.exit, must not cost it the receipts that follow.
                 logger.exception("on_delivery failed on %r", receipt)
 
-    # Forks.
+    # Forks and the end of the process.
 
     def _forked(self) -> None:
         """In a child process: everything of this producer is the parent's."""
-        self._lock = threading.Lock()
+        self._is_copy = self._ended = True
         self._link.forget()
-        self._ended = True
+        # Its threads may have held these, or been at work in it.
+        self._lock = threading.Lock()
         self._all_ended = threading.Event()
         self._all_ended.set()
+        for receipt in self._protocol.unsettled_receipts:
+            # Nobody in this process will hear of it.
+            receipt._outcome = Outcome.UNKNOWN
+        now = _monotonic()
+        self._protocol = ProducerProtocol(self.settings, id_prefix="", now=now, wall_offset=time.time() - now)
         self._protocol.close(
             f"it was made in process {self._pid}, and this is process {os.getpid()}: a connection cannot be shared "
             "with a child process; make a producer in the child",
-            _monotonic(),
+            now,
         )
-        # Nobody in this process will hear of what the parent has in flight.
-        self._protocol.connection_lost("the process forked", _monotonic())
+        self._listeners.clear()
+        for events in self._queues:
+            events.put(None)
+        self._queues.clear()
+
+    def _forgotten(self) -> None:
+        """At the end of the process: say what is lost if it was not closed."""
+        if self._ended:
+            return
+        self._flush_unheld(_monotonic() + _AT_EXIT)
+        with self._lock:
+            lost = [*self._protocol.take_failures(), *self._protocol.unsettled_receipts]
+        if lost:
+            logger.error(
+                "%s: the process ends, and the producer was not closed: %s",
+                self.settings.name,
+                UndeliveredMessages(lost),
+            )
 
 
 _producers: weakref.WeakSet[Producer] = weakref.WeakSet()
@@ -574,3 +697,9 @@ def _after_fork_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+@atexit.register
+def _at_exit() -> None:
+    for producer in tuple(_producers):
+        producer._forgotten()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 from qflow_client.errors import ConfirmTimeout
@@ -11,6 +12,16 @@ __all__ = ["SyncReceipt"]
 
 # Guards the making of a receipt's event; held for an instant, so one for all will do.
 _making = threading.Lock()
+
+
+def _after_fork_in_child() -> None:
+    # A thread that is not in the child may have held it.
+    global _making
+    _making = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class SyncReceipt(Receipt):

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,18 +12,20 @@ import pytest
 from qflow_client import Producer, UndeliveredMessages, flow_manager
 from qflow_client.broker import Broker
 
-from .tools import Proxy, Wire, eventually
+from .tools import PATIENCE, Proxy, Wire
 
 
-def _ours() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("qflow-")]
+def _ours() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("qflow-")]
 
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Iterator[None]:
     assert _ours() == []
     yield
-    eventually(lambda: not _ours(), "the end of threads")
+    for thread in _ours():
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
     assert flow_manager.resources == ()
 
 
@@ -89,3 +93,22 @@ def proxy(broker: Broker, stack: ExitStack) -> Proxy:
     proxy = Proxy(broker.port)
     stack.callback(proxy.close)
     return proxy
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A certificate for 127.0.0.1 that vouches for itself, and its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    certificate, key = folder / "certificate.pem", folder / "key.pem"
+    # fmt: off
+    subprocess.run(
+        [
+            "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+            "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost",
+            "-keyout", str(key), "-out", str(certificate),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    # fmt: on
+    return certificate, key

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from qflow_client import Producer, ProducerClosed, UndeliveredMessages
+from qflow_client import (
+    MessageReturned,
+    Outcome,
+    OutcomeUnknown,
+    Producer,
+    ProducerClosed,
+    QflowError,
+    Receipt,
+    UndeliveredMessages,
+)
 from qflow_client.broker import Broker
+from qflow_client.sync import SyncReceipt
+from qflow_client.sync import receipt as receipt_module
 
 
 def _say(word: str) -> None:
@@ -19,12 +32,25 @@ def _say(word: str) -> None:
 
 
 def _say_when(condition: Callable[[], Any]) -> None:
+    """Say that the main thread waits, once something holds and it sleeps, which only the system can tell."""
+    status = Path(f"/proc/self/task/{threading.main_thread().native_id}/stat")
+
+    def sleeps() -> bool:
+        return not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "S"
+
     def wait() -> None:
-        while not condition():
+        while not (condition() and sleeps()):
             time.sleep(0.002)
         _say("waiting")
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+def _join_ours() -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("qflow-"):
+            thread.join(10)
+            assert not thread.is_alive(), thread
 
 
 def interrupted(call: str) -> None:
@@ -45,24 +71,40 @@ def interrupted(call: str) -> None:
             "flush": lambda: protocol._flushes,
             "result": lambda: receipt._waiter is not None,
             "wait_unflowed": lambda: protocol._unflow_waiters,
+            "flow_events": lambda: len(producer._queues),
             "close": lambda: protocol._flushes,
+            "leaving": lambda: protocol._flushes,
         }[call]
     )
+    logging.getLogger("qflow_client").setLevel(logging.CRITICAL)
+
+    interrupt: Any = None
+
+    def leave() -> None:
+        with producer:
+            raise LookupError
+
     try:
         {
             "send": lambda: producer.send(b"interrupted", timeout=None),
             "flush": lambda: producer.flush(timeout=None),
             "result": lambda: receipt.result(timeout=None),
             "wait_unflowed": lambda: producer.wait_unflowed(timeout=None),
+            "flow_events": lambda: next(producer.flow_events()),
             "close": lambda: producer.close(timeout=None),
+            "leaving": leave,
         }[call]()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        interrupt = error
         _say("interrupted")
+    if call in ("close", "leaving"):
+        assert interrupt.undelivered.receipts == (receipt,)
+        assert isinstance(interrupt.__context__, LookupError if call == "leaving" else type(None))
     assert protocol.controller.waiting == 0
     assert not protocol._flushes
     assert not protocol._unflow_waiters
     broker.release_confirms()
-    if call == "close":
+    if call in ("close", "leaving"):
         assert producer.closed
         assert receipt.done
     else:
@@ -72,7 +114,26 @@ def interrupted(call: str) -> None:
         producer.close()
         assert [message.body for message in broker.messages("q")] == [b"written", b"after"]
     broker.__exit__(None, None, None)
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("qflow-")]
+    _join_ours()
+    _say("fine")
+
+
+def interrupted_good_bye() -> None:
+    """Ctrl-C while the producer closes and the broker does not say good-bye."""
+    with Broker() as broker:
+        broker.declare_queue("q")
+        producer = Producer(broker.url, routing_key="q")
+        # It is asked to leave, and says nothing.
+        leaves = threading.Event()
+        producer._link._leave = lambda: leaves.set()  # type: ignore[method-assign]  # that is the point
+        _say_when(leaves.is_set)
+        try:
+            producer.close(timeout=None)
+        except KeyboardInterrupt:
+            _say("interrupted")
+        # And it is closed for good.
+        producer.close(timeout=None)
+    _join_ours()
     _say("fine")
 
 
@@ -96,8 +157,7 @@ def interrupted_connecting() -> None:
         # It was cut.
         thread.join(10)
         assert not thread.is_alive()
-    while [thread.name for thread in threading.enumerate() if thread.name.startswith("qflow-")]:
-        time.sleep(0.002)
+    _join_ours()
     _say("fine")
 
 
@@ -141,6 +201,7 @@ def _child(producer: Producer) -> int:
         lambda: producer.send(b"child"),
         lambda: producer.send_nowait(b"child"),
         lambda: producer.wait_unflowed(),
+        lambda: producer.flush(),
     ):
         try:
             call()
@@ -172,10 +233,130 @@ def forked_makes_its_own(url: str) -> None:
     _say("fine")
 
 
-def forgotten(url: str) -> None:
-    """A program that ends without closing its producer."""
-    producer = Producer(url, routing_key="q")
-    producer.send(b"").result(timeout=10)
+def forked_in_the_middle() -> None:
+    """A fork while messages are written, unwritten and returned, and other threads hold every lock there is."""
+    broker = Broker().__enter__()
+    broker.declare_queue("q")
+    told: list[Receipt] = []
+    producer = Producer(broker.url, routing_key="q", name="callbacks", on_delivery=told.append)
+    quiet = Producer(broker.url, routing_key="q")
+    returned = quiet.send(b"", routing_key="nowhere")
+    assert returned.wait(timeout=10)
+    events = producer.flow_events()
+    broker.withhold_confirms()
+    receipts = [producer.send(b"%d" % number) for number in range(3)]
+    broker.wait_until(lambda b: b.queue("q").depth == 3)
+    # What is sent now stays unwritten.
+    go_on, stays, holds_all = threading.Event(), threading.Event(), threading.Event()
+
+    def stay() -> None:
+        stays.set()
+        go_on.wait(20)
+
+    def hold_all() -> None:
+        with producer._lock, quiet._lock, receipt_module._making:
+            holds_all.set()
+            go_on.wait(20)
+
+    producer._services.add_callback_threadsafe(stay)
+    assert stays.wait(10)
+    receipts += [producer.send(b"%d" % number) for number in range(3, 6)]
+    threading.Thread(target=hold_all).start()
+    assert holds_all.wait(10)
+    tapped = producer._services.tapped
+    assert tapped is not None
+    inode = os.fstat(tapped.fileno()).st_ino
+    pid = os.fork()
+    if pid == 0:
+        try:
+            # The parent's connection is not even there.
+            assert inode not in _open_inodes()
+            assert list(events) == []
+            for receipt in receipts:
+                # Those that are not written too: the parent is about to.
+                assert receipt.wait(timeout=0)
+                assert isinstance(receipt.error(), OutcomeUnknown)
+                _raises(OutcomeUnknown, receipt.result)
+            _raises(MessageReturned, returned.result)
+            assert not SyncReceipt(b"", receipts[0]._route, None, 1).wait(timeout=0.01)
+            for each in (producer, quiet):
+                assert each.closed
+                assert each.unsettled == each.in_flight == 0
+                assert each.flow_state.flowed
+                _raises(ProducerClosed, lambda each=each: each.send(b"child", timeout=None))  # type: ignore[misc]
+                _raises(ProducerClosed, each.flush)
+                each.capacity = 7
+                each.pause()
+                each.resume()
+                each.on_flow(told.append)  # type: ignore[arg-type]  # it is not called
+                assert list(each.flow_events()) == []
+                with each:
+                    pass
+            assert told == []
+            assert not [t.name for t in threading.enumerate() if t.name.startswith("qflow-")]
+        except BaseException as error:
+            _say(f"{type(error).__name__} in line {error.__traceback__ and error.__traceback__.tb_lineno}: {error}")
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0, status
+    go_on.set()
+    broker.release_confirms()
+    assert [receipt.result(timeout=10) for receipt in receipts] == [Outcome.CONFIRMED] * 6
+    producer.close()
+    assert told == receipts
+    assert not quiet.closed
+    _raises(UndeliveredMessages, quiet.close)
+    assert [message.body for message in broker.messages("q")] == [b"%d" % number for number in range(6)]
+    broker.__exit__(None, None, None)
+    _say("fine")
+
+
+def _open_inodes() -> list[int]:
+    # The folder itself is no longer open when it has been listed.
+    return [os.fstat(int(each.name)).st_ino for each in tuple(Path("/proc/self/fd").iterdir()) if each.exists()]
+
+
+def _raises(kind: type[QflowError], call: Callable[[], object]) -> None:
+    try:
+        result = call()
+    except kind:
+        return
+    raise AssertionError(f"{call} returned {result}")
+
+
+def forgotten(url: str, count: str) -> None:
+    """A program that ends without closing its producer, with messages on their way."""
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    producer = Producer(url, routing_key="q", name="orders")
+    for _ in range(int(count)):
+        producer.send(b"")
+    _say("fine")
+
+
+def forgotten_while_threads_send(url: str) -> None:
+    """A program that ends while threads that it does not wait for use its producers."""
+    logging.disable()
+    enough = threading.Semaphore(0)
+
+    def work(producer: Producer) -> None:
+        while True:
+            producer.send(b"")
+            enough.release()
+
+    def wait(producer: Producer) -> None:
+        producer.wait_unflowed()
+
+    for number in range(2):
+        producer = Producer(url, routing_key="q", on_delivery=lambda _receipt: None, name=str(number))
+        producer.on_flow(lambda _event: None)
+        for _ in range(3):
+            threading.Thread(target=work, args=(producer,), daemon=True).start()
+    paused = Producer(url, routing_key="q")
+    paused.pause()
+    threading.Thread(target=wait, args=(paused,), daemon=True).start()
+    for _ in range(1000):
+        enough.acquire()
     _say("fine")
 
 

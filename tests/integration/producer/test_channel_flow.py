@@ -9,7 +9,7 @@ import pytest
 from qflow_client import FlowControlTimeout, Outcome, Producer, ProducerFlowed
 from qflow_client.broker import Broker
 
-from .tools import Consumer, Stopwatch, Wire, bodies, eventually, holds, message_ids, start, wait_held, wait_in_line
+from .tools import Consumer, Stopwatch, Wire, bodies, holds, message_ids, start, wait_flow, wait_held, wait_in_line
 
 
 @pytest.mark.parametrize("size", [20, 5000, 300_000], ids=["small", "medium", "frames"])
@@ -224,7 +224,7 @@ def test_all_holds_at_once_are_named_and_all_must_go(make_producer: Callable[...
     ]:
         assert job.is_alive()
         lift()
-        eventually(lambda kind=kind: kind not in holds(producer))  # type: ignore[misc]
+        wait_flow(producer, lambda kind=kind: kind not in holds(producer))  # type: ignore[misc]
         assert broker.queue("q").depth == 3
     producer.resume()
     job.result().result(timeout=10)

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 
 import pytest
 
@@ -11,14 +13,29 @@ from qflow_client import (
     FlowEvent,
     FlowEventKind,
     Outcome,
+    OutcomeUnknown,
     Producer,
     ProducerClosed,
     Receipt,
     UndeliveredMessages,
 )
 from qflow_client.broker import Broker
+from qflow_client.tap import Tap
 
-from .tools import Stopwatch, Wire, bodies, eventually, start, wait_held, wait_in_line
+from .tools import (
+    Growing,
+    Proxy,
+    Stopwatch,
+    Wire,
+    bodies,
+    eventually,
+    holds,
+    start,
+    wait_closed,
+    wait_done,
+    wait_held,
+    wait_in_line,
+)
 
 
 def test_leaving_with_flushes_and_says_good_bye(broker: Broker, wire: Wire) -> None:
@@ -101,6 +118,89 @@ def test_close_keeps_its_deadline_while_flowed(producer: Producer, broker: Broke
     assert bodies(broker) == [b"written"]
 
 
+@pytest.mark.parametrize("is_settled", [True, False])
+def test_close_keeps_its_deadline_while_the_peer_is_dead(
+    make_producer: Callable[..., Producer], proxy: Proxy, broker: Broker, is_settled: bool
+) -> None:
+    producer = make_producer(proxy.url(broker))
+    producer.send(b"").result(timeout=10)
+    proxy.freeze()
+    if not is_settled:
+        producer.send(b"")
+    with Stopwatch() as watch, nullcontext() if is_settled else pytest.raises(UndeliveredMessages):
+        producer.close(timeout=0.2)
+    assert watch.seconds < 1.2
+
+
+def test_close_keeps_its_deadline_while_a_callback_takes_its_time(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    go_on = threading.Event()
+    producer = make_producer(on_delivery=lambda _receipt: go_on.wait(20))
+    producer.send(b"").result(timeout=10)
+    with Stopwatch() as watch:
+        producer.close(timeout=0.2)
+    assert watch.seconds < 1.2
+    go_on.set()
+
+
+def test_a_broker_that_is_slow_to_say_good_bye_has_the_time_that_is_left(
+    producer: Producer, broker: Broker, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave = producer._link._leave
+
+    def late() -> None:
+        # More than a close has that has no time left.
+        threading.Event().wait(0.5)
+        leave()
+
+    monkeypatch.setattr(producer._link, "_leave", late)
+    producer.close(timeout=20)
+    assert wire.count("in", "Connection.Close") == 1
+
+
+def test_what_the_broker_says_to_a_channel_that_was_left_is_for_nobody(
+    producer: Producer, broker: Broker, wire: Wire, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broker.withhold_confirms()
+    producer.send(b"")
+    broker.wait_until(lambda b: b.queue("q").depth == 1)
+    detach = Tap.detach
+
+    def leave(tap: Tap, number: int) -> None:
+        detach(tap, number)
+        broker.flow(False)
+        broker.release_confirms()
+
+    monkeypatch.setattr(Tap, "detach", leave)
+    with caplog.at_level(logging.WARNING), pytest.raises(UndeliveredMessages):
+        producer.close(timeout=0)
+    assert (wire.count("out", "Channel.Flow"), wire.count("out", "Basic.Ack")) == (1, 1)
+    assert wire.count("in", "Connection.Close") == 1
+    assert not caplog.records
+
+
+def test_an_io_thread_that_fails_leaves_nobody_waiting(
+    producer: Producer, broker: Broker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> bytes:
+        raise RuntimeError("a mistake of ours")
+
+    broker.withhold_confirms()
+    receipt = producer.send(b"1")
+    broker.wait_until(lambda b: b.queue("q").depth == 1)
+    monkeypatch.setattr(Tap, "data_to_write", fail)
+    with suppress(ProducerClosed):
+        producer.send(b"2")
+    with pytest.raises(OutcomeUnknown):
+        receipt.result(timeout=10)
+    # The broker knows too.
+    broker.wait_until(lambda b: not b.connections())
+    with pytest.raises(ProducerClosed, match="a mistake of ours"):
+        producer.send(b"3")
+    assert "the I/O thread failed" in caplog.text
+
+
 def test_close_waits_for_what_is_late(producer: Producer, broker: Broker) -> None:
     broker.withhold_confirms()
     receipt = producer.send(b"")
@@ -144,13 +244,96 @@ def test_leaving_by_an_exception_does_not_wait_for_holds_and_says_what_is_lost(b
     wait_held(producer, "channel_flow")
     with Stopwatch() as watch, pytest.raises(KeyError) as caught, producer:
         raise KeyError("the application's own")
-    assert watch.kept(0.0)
+    assert watch.seconds < 0.5
     (note,) = caught.value.__notes__
     assert "qflow_client" in note
     assert "1 admitted messages were not delivered" in note
     undelivered = caught.value.undelivered  # type: ignore[attr-defined]  # put there for whoever looks
     assert [message.body for message in undelivered.unknown] == [b"1"]
     assert producer.closed
+
+
+def test_leaving_by_an_exception_waits_for_what_is_confirmed_under_a_full_window(broker: Broker) -> None:
+    """A fast producer is held by its window most of the time, and the confirms are on their way."""
+    broker.withhold_confirms()
+    producer = Producer(broker.url, routing_key="q", capacity=3)
+    receipts = [producer.send(b"%d" % number) for number in range(3)]
+    assert holds(producer) == ["capacity"]
+
+    def release() -> None:
+        eventually(lambda: producer._protocol._flushes)
+        broker.release_confirms()
+
+    job = start(release)
+    with pytest.raises(KeyError) as caught, producer:
+        raise KeyError
+    job.result()
+    assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_leaving_by_an_exception_does_not_wait_for_confirms_that_are_withheld(broker: Broker) -> None:
+    broker.withhold_confirms()
+    producer = Producer(broker.url, routing_key="q", capacity=3)
+    for number in range(3):
+        producer.send(b"%d" % number)
+    with Stopwatch() as watch, pytest.raises(FlowControlTimeout, match="capacity") as caught, producer:
+        producer.send(b"no", timeout=0)
+    assert watch.seconds < 2.0
+    assert len(caught.value.undelivered.unknown) == 3  # type: ignore[attr-defined]  # put there for whoever looks
+
+
+@pytest.mark.parametrize("way", ["channel_flow", "connection_blocked"])
+def test_leaving_by_an_exception_ends_with_the_hold_that_comes_meanwhile(broker: Broker, way: str) -> None:
+    broker.withhold_confirms()
+    producer = Producer(broker.url, routing_key="q")
+    producer.send(b"")
+    broker.wait_until(lambda b: b.queue("q").depth == 1)
+
+    def stop() -> None:
+        eventually(lambda: producer._protocol._flushes)
+        if way == "channel_flow":
+            broker.flow(False)
+        else:
+            broker.block()
+
+    job = start(stop)
+    with Stopwatch() as watch, pytest.raises(KeyError) as caught, producer:
+        raise KeyError
+    job.result()
+    assert watch.seconds < 2.0
+    assert len(caught.value.undelivered.unknown) == 1  # type: ignore[attr-defined]  # as above
+
+
+def test_leaving_by_an_exception_while_paused_delivers_everything(broker: Broker) -> None:
+    producer = Producer(broker.url, routing_key="q", rate=10_000, rate_burst=1000)
+    for _ in range(500):
+        producer.send(b"")
+    producer.pause()
+    with pytest.raises(KeyError) as caught, producer:
+        raise KeyError
+    assert broker.queue("q").depth == 500
+    assert not hasattr(caught.value, "__notes__")
+
+
+@dataclass(frozen=True)
+class _Frozen(Exception):
+    """An exception that takes no note and no attribute."""
+
+
+@pytest.mark.parametrize("error", [_Frozen(), SystemExit(0), KeyError("mistake")])
+def test_an_exception_that_leaves_with_is_never_replaced_and_what_is_lost_is_logged(
+    broker: Broker, error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer = Producer(broker.url, routing_key="nowhere", name="orders")
+    producer.send(b"")
+    with pytest.raises(type(error)) as caught, producer:
+        raise error
+    assert caught.value is error
+    (record,) = (record for record in caplog.records if record.name.startswith("qflow_client"))
+    assert record.levelname == "ERROR"
+    assert "orders" in record.getMessage()
+    assert "1 admitted messages were not delivered" in record.getMessage()
 
 
 def test_leaving_by_an_exception_while_nothing_holds_delivers_everything(broker: Broker) -> None:
@@ -190,7 +373,7 @@ def test_closing_from_a_flow_callback(make_producer: Callable[..., Producer], br
 
 
 def test_closing_from_on_delivery(make_producer: Callable[..., Producer], broker: Broker) -> None:
-    told: list[Receipt] = []
+    told = Growing()
     closed = threading.Event()
 
     def on_delivery(receipt: Receipt) -> None:
@@ -205,7 +388,7 @@ def test_closing_from_on_delivery(make_producer: Callable[..., Producer], broker
             receipts.append(producer.send(b"%d" % number))
     assert closed.wait(20)
     # All that was admitted is told all the same.
-    eventually(lambda: len(told) == len(receipts))
+    told.wait_for(lambda told: len(told) == len(receipts), "every receipt")
     assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
 
 
@@ -226,7 +409,7 @@ def test_closing_from_several_threads_at_once_while_others_send(
     closers = [start(producer.close) for _ in range(3)]
     for job in closers + senders:
         job.result()
-    eventually(lambda: all(receipt.done for receipt in receipts))
+    wait_done(receipts)
     assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
     assert broker.queue("q").depth == len(receipts)
 
@@ -236,7 +419,7 @@ def test_closing_after_the_connection_was_lost_raises_what_nobody_knows_of(produ
     receipts = [producer.send(b"%d" % number) for number in range(3)]
     broker.wait_until(lambda b: b.queue("q").depth == 3)
     broker.drop_connections()
-    eventually(lambda: producer.closed)
+    wait_closed(producer)
     with Stopwatch() as watch, pytest.raises(UndeliveredMessages) as caught:
         producer.close()
     assert watch.kept(0.0)

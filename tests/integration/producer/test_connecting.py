@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from qflow_client import ConnectionFailed, Outcome, Producer, ProducerSettings, SettingsError, WhenFlowed
+from qflow_client import ConnectionFailed, FlowManager, Outcome, Producer, ProducerSettings, SettingsError, WhenFlowed
 from qflow_client.broker import Broker
+from qflow_client.sync.link import parameters
 
 from .tools import Stopwatch, Wire, bodies, start
 
@@ -182,6 +183,32 @@ def test_a_parameter_that_pika_does_not_understand_is_refused(broker: Broker, qu
         Producer(f"{broker.url}?{query}")
     assert "guest:guest" not in str(caught.value)
     assert broker.connections() == ()
+
+
+def test_a_host_that_is_not_understood_is_refused_before_another_is_tried(silent: int) -> None:
+    urls = [f"amqp://guest:guest@127.0.0.1:{silent}/%2F", "amqp://guest:guest@127.0.0.1/%2F?heartbeat=often"]
+    with Stopwatch() as watch, pytest.raises(SettingsError, match="heartbeat"):
+        Producer(urls, connect_timeout=10)
+    assert watch.kept(0.0)
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [("", (40.0, 40.0)), ("?socket_timeout=5", (5.0, 40.0)), ("?stack_timeout=50&socket_timeout=45", (40.0, 40.0))],
+)
+def test_connect_timeout_is_not_cut_short_by_a_default_of_pikas(query: str, expected: tuple[float, float]) -> None:
+    found = parameters(f"amqp://guest:guest@localhost/%2F{query}", ProducerSettings(connect_timeout=40))
+    assert (found.socket_timeout, found.stack_timeout) == expected
+
+
+def test_a_producer_that_cannot_be_registered_leaves_no_connection(broker: Broker) -> None:
+    class Full(FlowManager):
+        def register(self, resource: object) -> None:
+            raise LookupError("no room")
+
+    with pytest.raises(LookupError):
+        Producer(broker.url, manager=Full(), on_delivery=print)
+    broker.wait_until(lambda b: not b.connections())
 
 
 @pytest.mark.parametrize(

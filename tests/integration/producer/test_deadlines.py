@@ -16,6 +16,7 @@ from qflow_client import (
     ProducerFlowed,
 )
 from qflow_client.broker import Broker
+from qflow_client.sync.producer import _Waiter
 
 from .tools import Flows, Stopwatch, bodies, eventually, start, wait_held, wait_in_line
 
@@ -234,6 +235,43 @@ def test_a_full_window_is_flow_and_a_missing_confirm_is_not(
         receipt.result(timeout=0.05)
     broker.release_confirms()
     assert receipt.result(timeout=10) is Outcome.CONFIRMED
+
+
+def test_what_comes_at_the_very_deadline_has_come(
+    producer: Producer, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(do: Callable[[], None], condition: Callable[[], object]) -> None:
+        class Late(_Waiter):
+            def wait_until(self, deadline: float) -> bool:
+                do()
+                eventually(condition)
+                return False
+
+        monkeypatch.setattr("qflow_client.sync.producer._Waiter", Late)
+
+    broker.withhold_confirms()
+    producer.send(b"")
+    late(broker.release_confirms, lambda: producer.unsettled == 0)
+    producer.flush(timeout=0.01)
+    producer.pause()
+    late(producer.resume, lambda: not producer.flow_state.flowed)
+    assert producer.wait_unflowed(timeout=0.01)
+
+
+def test_who_asks_whether_the_window_is_full_has_it_told_at_once(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    producer = make_producer(capacity=1)
+    flows = Flows()
+    producer.on_flow(flows)
+    broker.withhold_confirms()
+    producer.send(b"")
+    broker.wait_until(lambda b: b.queue("q").depth == 1)
+    job = start(producer.wait_unflowed, timeout=20)
+    flows.wait_for(FlowEventKind.FLOWED)
+    assert job.is_alive()
+    broker.release_confirms()
+    assert job.result() is True
 
 
 def test_flush_waits_for_what_was_admitted_before_it_and_no_more(

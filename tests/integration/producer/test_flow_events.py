@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +12,7 @@ import pytest
 from qflow_client import FlowControlTimeout, FlowEvent, FlowEventKind, Outcome, Producer, ProducerClosed, Receipt
 from qflow_client.broker import Broker
 
-from .tools import Flows, eventually, start, wait_held
+from .tools import Flows, Growing, start, wait_closed, wait_flow, wait_held
 
 FLOWED, UNFLOWED = FlowEventKind.FLOWED, FlowEventKind.UNFLOWED
 RAISED, LIFTED = FlowEventKind.HOLD_RAISED, FlowEventKind.HOLD_LIFTED
@@ -70,8 +72,8 @@ def test_callbacks_run_on_one_thread_of_their_own(producer: Producer, broker: Br
     jobs = [start(pause_and_resume) for _ in range(2)]
     for job in jobs:
         job.result()
-    eventually(lambda: one.kinds and one.kinds[-1] is UNFLOWED and not producer.flow_state.flowed)
-    eventually(lambda: two.events == one.events)
+    wait_flow(producer, lambda: one.kinds[-1:] == [UNFLOWED] and not producer.flow_state.flowed)
+    wait_flow(producer, lambda: two.events == one.events)
     assert one.threads == two.threads
     assert len(one.threads) == 1
     assert one.threads.isdisjoint({"MainThread", *(job.name for job in jobs)})
@@ -84,7 +86,7 @@ def test_callbacks_run_on_one_thread_of_their_own(producer: Producer, broker: Br
 
 
 def test_a_callback_may_call_any_method(producer: Producer, broker: Broker) -> None:
-    done: list[object] = []
+    done = Growing()
 
     def callback(event: FlowEvent) -> None:
         if event.kind is FLOWED:
@@ -107,8 +109,8 @@ def test_a_callback_may_call_any_method(producer: Producer, broker: Broker) -> N
 
     producer.on_flow(callback)
     broker.flow(False)
-    eventually(lambda: len(done) == 2)
-    assert done == [Outcome.CONFIRMED, True]
+    done.wait_for(lambda done: len(done) == 2, "both")
+    assert list(done) == [Outcome.CONFIRMED, True]
     with pytest.raises(ProducerClosed):
         producer.send(b"")
 
@@ -117,7 +119,9 @@ def test_an_exception_in_a_callback_is_logged_and_costs_nothing(
     producer: Producer, broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
     def callback(event: FlowEvent) -> None:
-        raise RuntimeError(f"mistake at {event.kind}")
+        if event.kind is FLOWED:
+            raise RuntimeError(f"mistake at {event.kind}")
+        sys.exit(f"the end at {event.kind}")
 
     flows = Flows()
     producer.on_flow(callback)
@@ -128,8 +132,10 @@ def test_an_exception_in_a_callback_is_logged_and_costs_nothing(
         broker.flow(True)
         flows.wait_for(UNFLOWED)
     told = [str(record.exc_info[1]) for record in caplog.records if record.exc_info]
-    assert told == ["mistake at flowed", "mistake at unflowed"]
+    assert told == ["mistake at flowed", "the end at unflowed"]
     assert producer.send(b"").result(timeout=10) is Outcome.CONFIRMED
+    producer.pause()
+    flows.wait_for(FLOWED, 2)
 
 
 def test_a_callback_that_takes_its_time_holds_nobody_up(producer: Producer, broker: Broker) -> None:
@@ -175,13 +181,15 @@ def test_flow_events_iterates_until_the_producer_is_closed(producer: Producer, b
 
 def test_an_iterator_that_is_left_leaves_nothing_behind(producer: Producer) -> None:
     producer.pause()
-    events = producer.flow_events()
+    events, never_begun = producer.flow_events(), producer.flow_events()
     producer.resume()
     for event in events:
         assert event.kind is UNFLOWED
         break
-    events.close()  # type: ignore[attr-defined]  # it is a generator
-    assert producer._queues == []
+    assert len(producer._queues) == 2
+    del events, never_begun
+    gc.collect()
+    assert len(producer._queues) == 0
 
 
 def test_flow_events_ends_when_the_connection_is_lost_and_the_producer_closed(
@@ -189,7 +197,7 @@ def test_flow_events_ends_when_the_connection_is_lost_and_the_producer_closed(
 ) -> None:
     job = start(list, producer.flow_events())
     broker.drop_connections()
-    eventually(lambda: producer.closed)
+    wait_closed(producer)
     producer.close()
     kinds = [event.kind for event in job.result()]
     assert FLOWED in kinds
@@ -241,14 +249,13 @@ def test_on_delivery_gets_every_receipt_once(make_producer: Callable[..., Produc
 def test_on_delivery_is_told_what_was_lost_with_the_connection(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
-    told: list[Receipt] = []
+    told = Growing()
     producer = make_producer(on_delivery=told.append)
     broker.withhold_confirms()
     receipts = [producer.send(b"") for _ in range(5)]
     broker.wait_until(lambda b: b.queue("q").depth == 5)
     broker.drop_connections()
-    eventually(lambda: len(told) == 5)
-    assert told == receipts
+    told.wait_for(lambda told: told == receipts, "all five, in order")
     assert {receipt.outcome for receipt in told} == {Outcome.UNKNOWN}
     producer.close()
     assert len(told) == 5
@@ -261,7 +268,7 @@ def test_an_exception_in_on_delivery_is_logged_and_costs_nothing(
 
     def on_delivery(receipt: Receipt) -> None:
         told.append(receipt)
-        raise RuntimeError("mistake")
+        raise RuntimeError("mistake") if len(told) % 2 else SystemExit("the end")
 
     producer = make_producer(on_delivery=on_delivery)
     with caplog.at_level(logging.ERROR, "qflow_client"):

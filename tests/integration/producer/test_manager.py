@@ -9,7 +9,7 @@ import pytest
 from qflow_client import FlowControlTimeout, FlowManager, Producer, flow_manager
 from qflow_client.broker import Broker
 
-from .tools import bodies, eventually, holds, start, wait_in_line
+from .tools import bodies, eventually, holds, start, wait_closed, wait_in_line
 
 
 def test_d5_pause_and_resume(producer: Producer, broker: Broker) -> None:
@@ -95,8 +95,9 @@ def test_a_producer_that_lost_its_connection_is_in_the_registry_until_it_is_forg
     # Not closed at all.
     lost = [Producer(broker.url, manager=manager)]
     broker.drop_connections()
-    eventually(lambda: lost[0].closed)
+    wait_closed(lost[0])
     lost.clear()
+    # Its thread lets go of it when it ends.
     eventually(lambda: gc.collect() >= 0 and not manager.resources)
 
 

@@ -18,7 +18,7 @@ from qflow_client import (
 )
 from qflow_client.broker import Broker
 
-from .tools import Stopwatch, bodies, eventually, start, wait_held, wait_in_line
+from .tools import Stopwatch, bodies, eventually, start, wait_closed, wait_done, wait_held, wait_in_line
 
 
 def test_a_mandatory_message_for_no_queue_is_returned(producer: Producer) -> None:
@@ -94,7 +94,7 @@ def test_a_lone_message_over_which_the_broker_closes_the_channel_is_rejected(
         receipt.result(timeout=10)
     assert caught.value.reply_code == 404
     assert "no such exchange" in caught.value.reply_text
-    eventually(lambda: producer.closed)
+    wait_closed(producer)
     with Stopwatch() as watch, pytest.raises(ProducerClosed, match="404") as closed:
         producer.send(b"later")
     assert watch.kept(0.0)
@@ -159,7 +159,7 @@ def test_a_lost_connection_settles_everything_and_wakes_everybody(
 
 def test_the_reason_of_the_end_is_in_what_later_sends_raise(producer: Producer, broker: Broker) -> None:
     broker.close_connections(320, "going home")
-    eventually(lambda: producer.closed)
+    wait_closed(producer)
     with pytest.raises(ProducerClosed, match="going home"):
         producer.send(b"")
 
@@ -192,7 +192,7 @@ def test_a_burst_cut_off_says_truly_what_may_have_arrived(
     broker.wait_until(lambda b: b.queue("q").published > 2000)
     broker.drop_connections()
     receipts = [receipt for job in jobs for receipt in job.result()]
-    eventually(lambda: all(receipt.done for receipt in receipts))
+    wait_done(receipts)
     arrived = {str(message.properties.message_id) for message in broker.messages("q")}
     assert len(arrived) == broker.queue("q").depth
     confirmed = {receipt.message_id for receipt in receipts if receipt.outcome is Outcome.CONFIRMED}

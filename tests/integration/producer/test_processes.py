@@ -53,7 +53,7 @@ def _ends_well(process: subprocess.Popen[str]) -> None:
     assert (said, process.wait(PATIENCE)) == ("fine\n", 0)
 
 
-@pytest.mark.parametrize("call", ["send", "flush", "result", "wait_unflowed", "close"])
+@pytest.mark.parametrize("call", ["send", "flush", "result", "wait_unflowed", "flow_events", "close", "leaving"])
 def test_ctrl_c_gets_out_of_every_blocking_call(run: Callable[..., subprocess.Popen[str]], call: str) -> None:
     process = run("interrupted", call)
     assert _say(process) == "waiting"
@@ -64,8 +64,11 @@ def test_ctrl_c_gets_out_of_every_blocking_call(run: Callable[..., subprocess.Po
     _ends_well(process)
 
 
-def test_ctrl_c_gets_out_of_connecting(run: Callable[..., subprocess.Popen[str]]) -> None:
-    process = run("interrupted_connecting")
+@pytest.mark.parametrize("program", ["interrupted_connecting", "interrupted_good_bye"])
+def test_ctrl_c_gets_out_of_connecting_and_of_saying_good_bye(
+    run: Callable[..., subprocess.Popen[str]], program: str
+) -> None:
+    process = run(program)
     assert _say(process) == "waiting"
     with Stopwatch() as watch:
         process.send_signal(signal.SIGINT)
@@ -78,6 +81,11 @@ def test_a_forked_child_gets_a_clear_error_and_its_parent_goes_on(run: Callable[
     _ends_well(run("forked"))
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks at descriptors by way of /proc")
+def test_a_fork_in_the_middle_leaves_parent_and_child_to_themselves(run: Callable[..., subprocess.Popen[str]]) -> None:
+    _ends_well(run("forked_in_the_middle"))
+
+
 def test_a_forked_child_may_make_a_producer_of_its_own(
     run: Callable[..., subprocess.Popen[str]], broker: Broker
 ) -> None:
@@ -85,8 +93,34 @@ def test_a_forked_child_may_make_a_producer_of_its_own(
     assert bodies(broker) == [b"parent 1", b"child", b"parent 2"]
 
 
-def test_a_program_that_forgets_to_close_ends_all_the_same(
+def test_a_program_that_forgets_to_close_still_delivers_what_can_be_delivered(
     run: Callable[..., subprocess.Popen[str]], broker: Broker
 ) -> None:
-    _ends_well(run("forgotten", broker.url))
-    assert bodies(broker) == [b""]
+    _ends_well(run("forgotten", broker.url, "900"))
+    assert broker.queue("q").depth == 900
+
+
+@pytest.mark.parametrize("way", ["withhold_confirms", "flow", "block"])
+def test_a_program_that_forgets_to_close_says_what_is_lost_by_that(
+    run: Callable[..., subprocess.Popen[str]], broker: Broker, way: str
+) -> None:
+    broker.withhold_confirms()
+    process = run("forgotten", broker.url, "3")
+    assert _say(process) == "fine"
+    # While it ends.
+    if way == "flow":
+        broker.flow(False)
+    elif way == "block":
+        broker.block()
+    assert process.stdout is not None
+    said = process.stdout.read()
+    assert process.wait(PATIENCE) == 0
+    # The holds are logged too.
+    last = said.splitlines()[-1]
+    assert last.startswith("orders: the process ends, and the producer was not closed: 3 admitted messages")
+
+
+def test_a_program_that_ends_while_threads_send_ends_in_peace(
+    run: Callable[..., subprocess.Popen[str]], broker: Broker
+) -> None:
+    _ends_well(run("forgotten_while_threads_send", broker.url))

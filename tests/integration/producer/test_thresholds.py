@@ -9,7 +9,7 @@ import pytest
 from qflow_client import Outcome, Producer, Receipt
 from qflow_client.broker import Broker
 
-from .tools import Consumer, Job, Wire, bodies, eventually, holds, start, wait_held
+from .tools import Consumer, Job, Wire, bodies, holds, start, wait_flow, wait_held
 
 _MARKS: dict[str, object] = {"qpid.flow_stop_count": 100, "qpid.flow_resume_count": 50}
 _MESSAGES = 400
@@ -67,7 +67,7 @@ def test_c6_both_never_passes_the_mark_plus_the_sum_of_capacities(
     producers, jobs = _two_producers(make_producer, broker)
     broker.wait_until(lambda b: b.queue("q").flow_stopped)
     for producer in producers:
-        eventually(lambda producer=producer: holds(producer))  # type: ignore[misc]
+        wait_flow(producer, lambda producer=producer: holds(producer))  # type: ignore[misc]
     _drain(broker, producers, jobs)
     assert 100 < broker.queue("q").peak_depth <= 165
     assert any(channel.times_flowed for channel in broker.producers())

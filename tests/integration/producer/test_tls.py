@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import ssl
-import subprocess
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,26 +13,7 @@ from qflow_client import ConnectionFailed, FlowControlTimeout, Outcome, Producer
 from qflow_client.broker import Broker
 from qflow_client.sync.pika_io import _TapContext
 
-from .tools import PATIENCE, Proxy, Wire, bodies, eventually, fill_transport, holds, start
-
-
-@pytest.fixture(scope="session")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A certificate for 127.0.0.1 that vouches for itself, and its key."""
-    folder = tmp_path_factory.mktemp("tls")
-    certificate, key = folder / "certificate.pem", folder / "key.pem"
-    # fmt: off
-    subprocess.run(
-        [
-            "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-            "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost",
-            "-keyout", str(key), "-out", str(certificate),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    # fmt: on
-    return certificate, key
+from .tools import PATIENCE, Proxy, Wire, bodies, fill_transport, start, wait_done, wait_held
 
 
 @pytest.fixture
@@ -119,7 +99,7 @@ def test_j7_flow_while_the_tls_socket_is_full(
     tls_proxy.stop_reading()
     receipts = list(fill_transport(producer, size=100_000))
     tls_broker.flow(False)
-    eventually(lambda: set(holds(producer)) == {"transport", "channel_flow"})
+    wait_held(producer, "transport", "channel_flow")
     tls_proxy.go_on_reading()
     wire.wait_for("in", "Channel.FlowOk")
     with pytest.raises(FlowControlTimeout, match="channel_flow"):
@@ -171,7 +151,7 @@ def test_a_connection_cut_in_the_middle_settles_everything(
     tls_proxy.stop_reading()
     receipts = list(fill_transport(producer))
     tls_proxy.cut()
-    eventually(lambda: all(receipt.done for receipt in receipts))
+    wait_done(receipts)
     outcomes = [receipt.outcome for receipt in receipts]
     unknown = outcomes.count(Outcome.UNKNOWN)
     assert outcomes == [Outcome.UNKNOWN] * unknown + [Outcome.FAILED] * (len(outcomes) - unknown)

@@ -6,23 +6,23 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
 import pika
 
-from qflow_client import FlowControlTimeout, FlowEvent, FlowEventKind, Producer
+from qflow_client import FlowControlTimeout, FlowEvent, FlowEventKind, Producer, Receipt
 from qflow_client.broker import Broker
+from qflow_client.sync import SyncReceipt
 
 # Far more than anything takes on a busy machine, and less than a test may take.
 PATIENCE = 20.0
 
 
 def eventually(condition: Callable[[], object], what: str = "", *, timeout: float = PATIENCE) -> None:
-    """Wait until something that nobody tells of has become true."""
+    """Wait until something has become true that nobody tells of, such as who waits inside a producer, by polling."""
     end = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < end, f"not within {timeout} s: {what or condition}"
@@ -34,9 +34,35 @@ def holds(producer: Producer) -> list[str]:
     return [str(hold.kind) for hold in producer.flow_state.holds]
 
 
+def wait_flow(producer: Producer, condition: Callable[[], object], what: str = "") -> None:
+    """Wait until something has become true that comes with a flow event."""
+    changed = threading.Condition()
+
+    def tell(_event: FlowEvent) -> None:
+        with changed:
+            changed.notify_all()
+
+    unsubscribe = producer.on_flow(tell)
+    with changed:
+        assert changed.wait_for(condition, PATIENCE), f"not within {PATIENCE} s: {what or condition}"
+    unsubscribe()
+
+
 def wait_held(producer: Producer, *kinds: str) -> None:
     """Wait until a producer is held by these, and maybe others."""
-    eventually(lambda: set(kinds) <= set(holds(producer)), f"{producer} held by {kinds}, not {holds(producer)}")
+    wait_flow(producer, lambda: set(kinds) <= set(holds(producer)), f"{producer} held by {kinds}")
+
+
+def wait_closed(producer: Producer) -> None:
+    """Wait until a producer has lost its connection."""
+    wait_flow(producer, lambda: producer.closed, f"the end of {producer}")
+
+
+def wait_done(receipts: Iterable[Receipt]) -> None:
+    """Wait until all are settled."""
+    for receipt in receipts:
+        assert isinstance(receipt, SyncReceipt)
+        assert receipt.wait(PATIENCE), receipt
 
 
 def wait_in_line(producer: Producer, count: int) -> None:
@@ -105,24 +131,51 @@ def start(work: Callable[..., Any], *args: Any, **keywords: Any) -> Job:
     return job
 
 
-@dataclass
+class Growing:
+    """A list that one can wait for."""
+
+    def __init__(self) -> None:
+        self._items: list[Any] = []
+        self._grown = threading.Condition()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(tuple(self._items))
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def append(self, item: Any) -> None:
+        with self._grown:
+            self._items.append(item)
+            self._grown.notify_all()
+
+    def wait_for(self, condition: Callable[[list[Any]], object], what: str) -> None:
+        with self._grown:
+            assert self._grown.wait_for(lambda: condition(self._items), PATIENCE), f"not within {PATIENCE} s: {what}"
+
+
 class Wire:
     """What the broker saw and said, in the order of the wire; a broker's `trace`."""
 
-    frames: list[tuple[str, str, int, str]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._frames = Growing()
 
     def __call__(self, direction: str, connection: str, channel: int, method: str) -> None:
-        self.frames.append((direction, connection, channel, method))
+        self._frames.append((direction, connection, channel, method))
+
+    @property
+    def frames(self) -> list[tuple[str, str, int, str]]:
+        return list(self._frames)
 
     def count(self, direction: str, method: str) -> int:
-        return sum(1 for way, _, _, name in tuple(self.frames) if (way, name) == (direction, method))
+        return sum(1 for way, _, _, name in self._frames if (way, name) == (direction, method))
 
     def wait_for(self, direction: str, method: str, count: int = 1) -> None:
-        eventually(lambda: self.count(direction, method) >= count, f"{count} {method} {direction}")
+        self._frames.wait_for(lambda _: self.count(direction, method) >= count, f"{count} {method} {direction}")
 
     def where(self, direction: str, method: str) -> list[int]:
         """The positions of a method's frames."""
-        return [at for at, (way, _, _, name) in enumerate(tuple(self.frames)) if (way, name) == (direction, method)]
+        return [at for at, (way, _, _, name) in enumerate(self._frames) if (way, name) == (direction, method)]
 
     def came_between(self, start: int, stop: int | None = None) -> list[str]:
         """What producers published, frame by frame, between two positions."""
@@ -134,19 +187,23 @@ class Flows:
     """Flow events as they come to a callback, and on which threads."""
 
     def __init__(self) -> None:
-        self.events: list[FlowEvent] = []
+        self._events = Growing()
         self.threads: set[str] = set()
 
     def __call__(self, event: FlowEvent) -> None:
         self.threads.add(threading.current_thread().name)
-        self.events.append(event)
+        self._events.append(event)
+
+    @property
+    def events(self) -> list[FlowEvent]:
+        return list(self._events)
 
     @property
     def kinds(self) -> list[FlowEventKind]:
-        return [event.kind for event in tuple(self.events)]
+        return [event.kind for event in self._events]
 
     def wait_for(self, kind: FlowEventKind, count: int = 1) -> None:
-        eventually(lambda: self.kinds.count(kind) >= count, f"{count} {kind} among {self.kinds}")
+        self._events.wait_for(lambda _: self.kinds.count(kind) >= count, f"{count} {kind} among {self.kinds}")
 
 
 class Consumer:
@@ -159,10 +216,9 @@ class Consumer:
         # Called before the ack.
         self._on_body = on_body
         self._connection: pika.BlockingConnection = pika.BlockingConnection(pika.URLParameters(url))
-        channel = self._connection.channel()
-        channel.basic_qos(prefetch_count=prefetch)
-        channel.basic_consume(queue, self._consume)
-        self._stopped = False
+        self._channel = self._connection.channel()
+        self._channel.basic_qos(prefetch_count=prefetch)
+        self._channel.basic_consume(queue, self._consume)
         self._job = start(self._run)
 
     def _consume(self, channel: Any, method: Any, _properties: Any, body: bytes) -> None:
@@ -172,8 +228,7 @@ class Consumer:
         channel.basic_ack(method.delivery_tag)
 
     def _run(self) -> None:
-        while not self._stopped:
-            self._connection.process_data_events(0.05)
+        self._channel.start_consuming()
         self._connection.close()
 
     def __enter__(self) -> Self:
@@ -182,7 +237,8 @@ class Consumer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._stopped = True
+        if self._job.is_alive():
+            self._connection.add_callback_threadsafe(self._channel.stop_consuming)
         self._job.result()
 
 
@@ -225,7 +281,7 @@ class Proxy:
         self._call(lambda: self._set_reads(True))
 
     def slow_down(self, seconds: float) -> None:
-        """Take that long for every chunk that clients send, so that their sockets are always full."""
+        """Sleep that long before every chunk that clients send, so that their sockets are always full."""
         self._delay = seconds
 
     def inject(self, data: bytes) -> None:

@@ -594,9 +594,9 @@ def test_who_no_longer_waits_is_not_woken() -> None:
     send(protocol)
     assert protocol.when_unflowed("unflow", 0.0)
     assert protocol.when_flushed("flush")
-    protocol.forget_waiter("unflow")
-    protocol.forget_waiter("flush")
-    protocol.forget_waiter("never there")
+    assert protocol.forget_waiter("unflow")
+    assert protocol.forget_waiter("flush")
+    assert not protocol.forget_waiter("never there")
     drain(protocol)
     protocol.on_ack(1, False, 1.0)
     assert protocol.wake == []
