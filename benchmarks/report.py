@@ -49,6 +49,9 @@ class Row:
         to_plain: its rate over the plain socket's of the same round; ``None`` if that did not run.
         to_pika_select: its rate over that of pika's `SelectConnection` of the same round, likewise.
         cpu_per_100k: CPU seconds of the client process for 100,000 messages.
+        latency_p50: milliseconds from publish to confirm, of the messages of all rounds that were sampled.
+        latency_p99: likewise.
+        fairness: of several threads, what the one that was served least had got, as a part of the mean.
     """
 
     peer: str
@@ -62,6 +65,9 @@ class Row:
     to_plain: float | None = None
     to_pika_select: float | None = None
     cpu_per_100k: float | None = None
+    latency_p50: float | None = None
+    latency_p99: float | None = None
+    fairness: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,11 @@ def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
     return median(mine / other for mine, other in pairs) if pairs else None
 
 
+def _percentile(measurements: Sequence[Measurement], part: float) -> float | None:
+    latencies = sorted(latency for each in measurements for latency in each.latencies)
+    return latencies[min(len(latencies) - 1, int(part * len(latencies)))] * 1000 if latencies else None
+
+
 def summarize(names: Sequence[str], peers: Mapping[str, Peer], measurements: Sequence[Measurement]) -> list[Row]:
     """A row for each peer that was asked for, whether or not it is installed, and each size."""
     rows = []
@@ -114,6 +125,9 @@ def summarize(names: Sequence[str], peers: Mapping[str, Peer], measurements: Seq
                     to_plain=_ratio(mine, plain),
                     to_pika_select=_ratio(mine, select),
                     cpu_per_100k=median(each.cpu_seconds / each.count for each in own) * 100_000,
+                    latency_p50=_percentile(own, 0.50),
+                    latency_p99=_percentile(own, 0.99),
+                    fairness=median(fair) if (fair := [each.fairness for each in own if each.fairness]) else None,
                 )
             )
     return rows
@@ -168,11 +182,30 @@ def document(
         "machine": {"cpus": os.cpu_count(), "system": platform.platform(), "machine": platform.machine()},
         "broker": broker_name(server_properties),
         "rows": [asdict(row) for row in rows],
-        "measurements": [asdict(each) | {"rate": each.rate} for each in measurements],
+        "measurements": [_bare(each) | {"rate": each.rate} for each in measurements],
     }
 
 
-_HEADINGS = ("peer", "body", "messages", "msg/s", "lowest – highest", "/ plain", "/ pika select", "CPU s / 100k")
+def _bare(measurement: Measurement) -> dict[str, Any]:
+    # The percentiles are in the rows.
+    values = asdict(measurement)
+    del values["latencies"]
+    return values
+
+
+_HEADINGS = (
+    "peer",
+    "body",
+    "messages",
+    "msg/s",
+    "lowest – highest",
+    "/ plain",
+    "/ pika select",
+    "CPU s / 100k",
+    "p50 ms",
+    "p99 ms",
+    "fairness",
+)
 
 
 def _number(value: float | None, form: str) -> str:
@@ -182,7 +215,7 @@ def _number(value: float | None, form: str) -> str:
 def cells(row: Row) -> tuple[str, ...]:
     """The row as words."""
     if not row.installed:
-        return (row.title, str(row.size), "not installed", "", "", "", "", "")
+        return (row.title, str(row.size), "not installed", *[""] * (len(_HEADINGS) - 3))
     return (
         row.title,
         str(row.size),
@@ -192,6 +225,9 @@ def cells(row: Row) -> tuple[str, ...]:
         _number(row.to_plain, ".3f"),
         _number(row.to_pika_select, ".2f"),
         _number(row.cpu_per_100k, ".2f"),
+        _number(row.latency_p50, ".2f"),
+        _number(row.latency_p99, ".2f"),
+        _number(row.fairness, ".2f"),
     )
 
 
@@ -211,7 +247,7 @@ def print_table(title: str, rows: Sequence[Row], out: TextIO | None = None) -> N
         table.add_row(*cells(row), end_section=at + 1 < len(rows) and rows[at + 1].size != row.size)
     # Into a file or a pipe, 80 columns would break every row.
     console = Console(file=out)
-    (console if console.is_terminal else Console(file=out, width=140)).print(table)
+    (console if console.is_terminal else Console(file=out, width=160)).print(table)
 
 
 def plain_table(title: str, rows: Sequence[Row]) -> str:

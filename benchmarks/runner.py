@@ -14,7 +14,7 @@ from pamqp import commands
 from benchmarks.peers import Job, Peer
 from benchmarks.wire import Wire
 
-__all__ = ["Lost", "Measurement", "Plan", "measure", "rates", "slow_count"]
+__all__ = ["Lost", "Measurement", "Plan", "measure", "rates", "slow_count", "within_bytes"]
 
 # Messages of the first try of a peer, which tells slow ones from fast ones.
 _PROBE = 50
@@ -22,6 +22,8 @@ _PROBE = 50
 # because a queue that fills up gets slower: peers that compete are to fill it alike.
 _SLOW_RUN = 0.8
 _TOO_LONG = 4.0
+# Of bodies, in one run: a queue that is larger would set off the broker's memory alarm.
+_MOST_BYTES = 1 << 28
 # Seconds that messages which the broker was not asked to confirm may take to be in the queue.
 _ARRIVE = 10.0
 
@@ -41,6 +43,8 @@ class Plan:
         window: the most messages that are not confirmed.
         repeat: rounds; in each every peer runs once.
         confirmed: use publisher confirms.
+        varying: give every message headers and a timestamp of its own; peers that cannot are left out.
+        sample: measure how long the confirm of one message in so many takes; 0 for none.
     """
 
     url: str
@@ -49,6 +53,8 @@ class Plan:
     window: int
     repeat: int
     confirmed: bool
+    varying: bool = False
+    sample: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,8 @@ class Measurement:
         count: messages that were published.
         seconds: from the first publish to the last confirm.
         cpu_seconds: of the client process in that time.
+        latencies: seconds from publish to confirm of the messages that were sampled.
+        fairness: as `Timing` has it.
     """
 
     peer: str
@@ -70,6 +78,8 @@ class Measurement:
     count: int
     seconds: float
     cpu_seconds: float
+    latencies: tuple[float, ...] = ()
+    fairness: float | None = None
 
     @property
     def rate(self) -> float:
@@ -94,7 +104,7 @@ def measure(plan: Plan, peers: Mapping[str, Peer], say: Callable[[str], None]) -
             counts = {}
             for name, peer in peers.items():
                 say(f"{size} bytes: warm-up of {name}")
-                counts[name] = _warm_up(plan, wire, peer, size)
+                counts[name] = min(_warm_up(plan, wire, peer, size), within_bytes(size))
             for at in range(plan.repeat):
                 for name, peer in peers.items():
                     say(f"{size} bytes: round {at + 1} of {plan.repeat}, {name}")
@@ -107,12 +117,17 @@ def slow_count(messages: int, rate: float) -> int:
     return messages if messages <= rate * _TOO_LONG else max(1, int(rate * _SLOW_RUN))
 
 
+def within_bytes(size: int) -> int:
+    """How many messages of this size the broker's memory, and ours, is good for."""
+    return max(1, _MOST_BYTES // max(1, size))
+
+
 def _warm_up(plan: Plan, wire: Wire, peer: Peer, size: int) -> int:
-    count = min(_PROBE, plan.messages)
+    count = min(_PROBE, plan.messages, within_bytes(size))
     rate = _run(plan, wire, "", peer, size, -1, count).rate
     # A try that short says little of those who are fast.
     if count < plan.messages <= rate * _TOO_LONG * 2:
-        count = min(20 * count, plan.messages)
+        count = min(20 * count, plan.messages, within_bytes(size))
         rate = _run(plan, wire, "", peer, size, -1, count).rate
     return slow_count(plan.messages, rate)
 
@@ -121,9 +136,10 @@ def _run(plan: Plan, wire: Wire, name: str, peer: Peer, size: int, at: int, coun
     with _fresh_queue(wire) as queue:
         # Nobody pays for what another left behind.
         gc.collect()
-        timing = peer.run(Job(plan.url, queue, b"x" * size, count, plan.window, plan.confirmed))
+        job = Job(plan.url, queue, b"x" * size, count, plan.window, plan.confirmed, plan.varying, plan.sample)
+        timing = peer.run(job)
         _check(wire, queue, count, peer.title, 0.0 if plan.confirmed else _ARRIVE)
-    return Measurement(name, size, at, count, timing.seconds, timing.cpu_seconds)
+    return Measurement(name, size, at, count, timing.seconds, timing.cpu_seconds, timing.latencies, timing.fairness)
 
 
 @contextmanager

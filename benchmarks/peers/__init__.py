@@ -13,8 +13,15 @@ PEERS = {
     "plain": "benchmarks.peers.plain:PlainSocket",
     "qflow": "benchmarks.peers.qflow:OneThread",
     "qflow_8": "benchmarks.peers.qflow:EightThreads",
+    "qflow_64": "benchmarks.peers.qflow:SixtyFourThreads",
     "pika_select": "benchmarks.peers.pika:Select",
+    "pika_next": "benchmarks.peers.pika_next:ThreadSafe",
     "pika_blocking": "benchmarks.peers.pika:Blocking",
+    "aiopika": "benchmarks.peers.aiopika:AioPika",
+    "aiopika_one": "benchmarks.peers.aiopika:OneByOne",
+    "aiormq": "benchmarks.peers.aiopika:Aiormq",
+    "pyamqp": "benchmarks.peers.pyamqp:OneByOne",
+    "kombu": "benchmarks.peers.kombu:OneByOne",
     "amqpstorm": "benchmarks.peers.amqpstorm:Storm",
 }
 

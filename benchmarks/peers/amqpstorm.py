@@ -6,7 +6,7 @@ from urllib.parse import unquote, urlsplit
 
 from amqpstorm.connection import Connection
 
-from benchmarks.peers.base import MESSAGE_ID, Job, Stopwatch, Timing
+from benchmarks.peers.base import MESSAGE_ID, Job, Stopwatch, Timing, one_by_one
 
 __all__ = ["Storm"]
 
@@ -18,6 +18,7 @@ class Storm:
 
     title = "AMQPStorm, one by one"
     distribution = "AMQPStorm"
+    varies = False
 
     def run(self, job: Job) -> Timing:
         url = urlsplit(job.url)
@@ -34,12 +35,14 @@ class Storm:
                 channel.confirm_deliveries()
             publish, queue, body = channel.basic.publish, job.queue, job.body
             watch = Stopwatch()
-            for _ in range(job.count):
-                delivered = publish(body, queue, "", _PROPERTIES, mandatory=True)
-                if job.confirmed and not delivered:
+
+            def publish_one() -> None:
+                if not publish(body, queue, "", _PROPERTIES, mandatory=True) and job.confirmed:
                     raise ConnectionError("the broker refused a message")
+
+            latencies = one_by_one(job, publish_one)
             if not job.confirmed:
                 channel.close()
-            return watch.stop()
+            return watch.stop(latencies)
         finally:
             connection.close()

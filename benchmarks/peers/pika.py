@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import time
+from collections import deque
 from typing import Any
 
 import pika
 from pika.adapters.blocking_connection import BlockingChannel
 from pika.exceptions import ConnectionWrongStateError
 
-from benchmarks.peers.base import MESSAGE_ID, Job, Stopwatch, Timing
+from benchmarks.peers.base import MESSAGE_ID, Job, Stopwatch, Timing, headers, one_by_one, timestamp
 
 __all__ = ["Blocking", "Select"]
 
@@ -22,6 +24,7 @@ class Blocking:
 
     title = "pika BlockingConnection, one by one"
     distribution = "pika"
+    varies = False
 
     def run(self, job: Job) -> Timing:
         connection = pika.BlockingConnection(pika.URLParameters(job.url))
@@ -31,11 +34,10 @@ class Blocking:
                 channel.confirm_delivery()
             publish, queue, body = channel.basic_publish, job.queue, job.body
             watch = Stopwatch()
-            for _ in range(job.count):
-                publish("", queue, body, _PROPERTIES, mandatory=True)
+            latencies = one_by_one(job, lambda: publish("", queue, body, _PROPERTIES, mandatory=True))
             if not job.confirmed:
                 channel.close()
-            return watch.stop()
+            return watch.stop(latencies)
         finally:
             connection.close()
 
@@ -47,7 +49,9 @@ class _SelectRun:
         self._job = job
         self._published = 0
         self._confirmed = 0
-        self._floor = 0
+        # Delivery tags whose confirm is timed, and when each was published.
+        self._sampled: deque[tuple[int, float]] = deque()
+        self._latencies: list[float] = []
         self._channel: Any = None
         self._watch = Stopwatch()
         self.timing: Timing | None = None
@@ -85,8 +89,20 @@ class _SelectRun:
     def _fill(self) -> None:
         job, publish = self._job, self._channel.basic_publish
         until = min(job.count, self._confirmed + job.window)
-        for _ in range(self._published, until):
-            publish("", job.queue, job.body, _PROPERTIES, mandatory=True)
+        if job.varying:
+            for at in range(self._published, until):
+                properties = pika.BasicProperties(
+                    delivery_mode=2, message_id=MESSAGE_ID % at, headers=headers(at), timestamp=timestamp(at)
+                )
+                publish("", job.queue, job.body, properties, mandatory=True)
+        elif job.sample:
+            for at in range(self._published, until):
+                if not at % job.sample:
+                    self._sampled.append((at + 1, time.perf_counter()))
+                publish("", job.queue, job.body, _PROPERTIES, mandatory=True)
+        else:
+            for _ in range(self._published, until):
+                publish("", job.queue, job.body, _PROPERTIES, mandatory=True)
         self._published = max(self._published, until)
 
     def _next_lot(self) -> None:
@@ -109,8 +125,10 @@ class _SelectRun:
             self._confirmed = max(self._confirmed, method.delivery_tag)
         else:
             self._confirmed += 1
+        while self._sampled and self._sampled[0][0] <= self._confirmed:
+            self._latencies.append(time.perf_counter() - self._sampled.popleft()[1])
         if self._confirmed >= self._job.count:
-            self.timing = self._watch.stop()
+            self.timing = self._watch.stop(self._latencies)
             self._connection.close()
         else:
             self._fill()
@@ -129,6 +147,7 @@ class Select:
 
     title = "pika SelectConnection"
     distribution = "pika"
+    varies = True
 
     def run(self, job: Job) -> Timing:
         run = _SelectRun(job)

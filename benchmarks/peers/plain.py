@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import select
+import time
+from collections import deque
+from datetime import UTC, datetime
 from struct import Struct
 
 from pamqp import commands
+from pamqp.commands import Basic
+from pamqp.header import ContentHeader
 
-from benchmarks.peers.base import MESSAGE_ID, Job, Stopwatch, Timing
+from benchmarks.peers.base import MESSAGE_ID, Job, Stopwatch, Timing, headers, timestamp
 from benchmarks.wire import FRAME_HEAD, FRAME_OVERHEAD, Wire, frame
 
 __all__ = ["AckWindow", "PlainSocket", "publish_frames"]
@@ -21,8 +26,8 @@ _READ = 1 << 17
 _WRITE = 1 << 17
 
 
-def publish_frames(queue: str, body: bytes, count: int, frame_max: int) -> tuple[bytes, int]:
-    """The frames of all messages in one piece, and the length of one message in bytes."""
+def publish_frames(queue: str, body: bytes, count: int, frame_max: int, *, varying: bool = False) -> tuple[bytes, int]:
+    """The frames of all messages in one piece, and the length of one message in bytes: all have the same."""
     key = queue.encode()
     method = frame(1, 1, b"\0\x3c\0\x28" + b"\0\0" + b"\0" + bytes((len(key),)) + key + b"\1")
     room = frame_max - FRAME_OVERHEAD
@@ -32,8 +37,21 @@ def publish_frames(queue: str, body: bytes, count: int, frame_max: int) -> tuple
     fixed = Struct(">HHQH").pack(60, 0, len(body), 1 << 12 | 1 << 7) + b"\2" + bytes((length,))
     head = method + FRAME_HEAD.pack(2, 1, len(fixed) + length) + fixed
     tail = b"\xce" + bodies
-    messages = b"".join(head + (MESSAGE_ID % number).encode() + tail for number in range(count))
+    if varying:
+        messages = b"".join(method + frame(2, 1, _varying_header(body, number)) + bodies for number in range(count))
+    else:
+        messages = b"".join(head + (MESSAGE_ID % number).encode() + tail for number in range(count))
     return messages, len(messages) // count
+
+
+def _varying_header(body: bytes, number: int) -> bytes:
+    properties = Basic.Properties(
+        delivery_mode=2,
+        message_id=MESSAGE_ID % number,
+        headers=headers(number),
+        timestamp=datetime.fromtimestamp(timestamp(number), UTC),
+    )
+    return ContentHeader(0, len(body), properties).marshal()
 
 
 class AckWindow:
@@ -114,10 +132,11 @@ class PlainSocket:
 
     title = "plain socket"
     distribution = ""
+    varies = True
 
     def run(self, job: Job) -> Timing:
         with Wire(job.url) as wire:
-            messages, length = publish_frames(job.queue, job.body, job.count, wire.frame_max)
+            messages, length = publish_frames(job.queue, job.body, job.count, wire.frame_max, varying=job.varying)
             if not job.confirmed:
                 watch = Stopwatch()
                 wire.socket.sendall(messages)
@@ -133,6 +152,10 @@ class PlainSocket:
         acks = AckWindow()
         at, total = 0, len(messages)
         watching = 0
+        # Delivery tags whose confirm is timed, and when each was written.
+        sampled: deque[tuple[int, float]] = deque()
+        latencies: list[float] = []
+        next_sample = 1 if job.sample else count + 1
         watch = Stopwatch()
         while acks.confirmed < count:
             allowed = min(acks.confirmed * length + window, total)
@@ -141,6 +164,9 @@ class PlainSocket:
                     at += sock.send(messages[at : min(allowed, at + _WRITE)])
             except BlockingIOError:
                 pass
+            while next_sample * length <= at:
+                sampled.append((next_sample, time.perf_counter()))
+                next_sample += job.sample or count
             wanted = select.POLLIN | (select.POLLOUT if at < allowed else 0)
             if wanted != watching:
                 watching = wanted
@@ -154,6 +180,8 @@ class PlainSocket:
             if not data:
                 raise ConnectionError("the broker closed the connection")
             acks.feed(data)
-        timing = watch.stop()
+            while sampled and sampled[0][0] <= acks.floor:
+                latencies.append(time.perf_counter() - sampled.popleft()[1])
+        timing = watch.stop(latencies)
         sock.settimeout(30.0)
         return timing

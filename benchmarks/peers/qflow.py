@@ -3,11 +3,35 @@
 from __future__ import annotations
 
 import threading
+import time
+from queue import SimpleQueue
+from typing import Any
 
-from benchmarks.peers.base import Job, Stopwatch, Timing
-from qflow_client import Producer
+from benchmarks.peers.base import MESSAGE_ID, Job, Stopwatch, Timing, headers, timestamp
+from qflow_client import Message, Producer
 
-__all__ = ["EightThreads", "OneThread"]
+__all__ = ["EightThreads", "OneThread", "SixtyFourThreads"]
+
+
+class _Sampler:
+    """Waits for the receipts of sampled messages on a thread of its own."""
+
+    def __init__(self) -> None:
+        self.latencies: list[float] = []
+        self.put: SimpleQueue[tuple[Any, float] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (entry := self.put.get()) is not None:
+            receipt, began = entry
+            receipt.result()
+            self.latencies.append(time.perf_counter() - began)
+
+    def stop(self) -> list[float]:
+        self.put.put(None)
+        self._thread.join()
+        return self.latencies
 
 
 class OneThread:
@@ -15,31 +39,55 @@ class OneThread:
 
     title = "qflow_client.Producer"
     distribution = ""
+    varies = True
     threads = 1
 
     def run(self, job: Job) -> Timing:
         producer = Producer(job.url, routing_key=job.queue, capacity=job.window, confirms=job.confirmed)
         with producer:
             send, body = producer.send, job.body
+            sampler = _Sampler() if job.sample else None
+            sent = [0] * self.threads
+            # What each thread had sent when the first one was done.
+            standings: list[list[int]] = []
 
-            def work(count: int) -> None:
-                for _ in range(count):
-                    send(body)
+            # Who is started first is not served first.
+            ready = threading.Barrier(self.threads + 1)
 
-            shares = [job.count // self.threads + (at < job.count % self.threads) for at in range(self.threads)]
+            def work(thread: int, first: int, last: int) -> None:
+                ready.wait()
+                if sampler is not None:
+                    for at in range(first, last):
+                        began = time.perf_counter()
+                        receipt = send(body)
+                        if not at % job.sample:
+                            sampler.put.put((receipt, began))
+                elif job.varying:
+                    for at in range(first, last):
+                        send(Message(body, message_id=MESSAGE_ID % at, headers=headers(at), timestamp=timestamp(at)))
+                elif self.threads == 1:
+                    for _ in range(first, last):
+                        send(body)
+                else:
+                    for at in range(last - first):
+                        send(body)
+                        sent[thread] = at
+                    standings.append(list(sent))
+
+            edges = [job.count * at // self.threads for at in range(self.threads + 1)]
+            threads = [threading.Thread(target=work, args=(at, edges[at], edges[at + 1])) for at in range(self.threads)]
+            for thread in threads:
+                thread.start()
+            ready.wait()
             watch = Stopwatch()
-            if self.threads == 1:
-                work(job.count)
-            else:
-                threads = [threading.Thread(target=work, args=(share,)) for share in shares]
-                for thread in threads:
-                    thread.start()
-                for thread in threads:
-                    thread.join()
+            for thread in threads:
+                thread.join()
             producer.flush()
+            latencies = sampler.stop() if sampler is not None else None
+            fairness = min(standings[0]) * self.threads / sum(standings[0]) if standings and any(standings[0]) else None
             if job.confirmed:
-                return watch.stop()
-        return watch.stop()
+                return watch.stop(latencies, fairness)
+        return watch.stop(latencies, fairness)
 
 
 class EightThreads(OneThread):
@@ -47,3 +95,10 @@ class EightThreads(OneThread):
 
     title = "qflow_client.Producer, 8 threads"
     threads = 8
+
+
+class SixtyFourThreads(OneThread):
+    """One producer, shared by sixty-four threads."""
+
+    title = "qflow_client.Producer, 64 threads"
+    threads = 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from struct import pack
 
 import pytest
@@ -13,10 +14,11 @@ from pamqp.header import ContentHeader
 
 from benchmarks import peers
 from benchmarks.peers import Job, Timing
+from benchmarks.peers.base import headers, one_by_one, timestamp
 from benchmarks.peers.plain import AckWindow, publish_frames
-from benchmarks.publish import BARS, parser
+from benchmarks.publish import parser
 from benchmarks.report import Bar, document, missed, plain_table, summarize
-from benchmarks.runner import Measurement, Plan, slow_count
+from benchmarks.runner import Measurement, Plan, slow_count, within_bytes
 
 
 def ack(tag: int, *, multiple: bool = False) -> bytes:
@@ -43,6 +45,46 @@ def test_the_plain_socket_sends_what_ours_sends(size: int) -> None:
     assert len({each.properties.message_id for each in headers}) == 3
     assert {len(each.properties.message_id or "") for each in headers} == {29}
     assert b"".join(bodies) == b"x" * size * 3
+
+
+def test_messages_that_vary_have_headers_and_a_timestamp_of_their_own_and_one_length() -> None:
+    data, length = publish_frames("q", b"body", 3, 4096, varying=True)
+    assert len(data) == 3 * length
+    seen = []
+    while data:
+        taken, _, decoded = unmarshal(data)
+        data = data[taken:]
+        if isinstance(decoded, ContentHeader):
+            seen.append((decoded.properties.headers, decoded.properties.timestamp))
+    assert [each for each, _ in seen] == [headers(number) for number in range(3)]
+    assert [each and int(each.timestamp()) for _, each in seen] == [timestamp(number) for number in range(3)]
+
+
+def test_large_bodies_get_fewer_messages() -> None:
+    assert within_bytes(0) > 1_000_000
+    assert within_bytes(1 << 20) == 256
+    assert within_bytes(1 << 40) == 1
+
+
+def test_one_by_one_times_the_first_of_so_many() -> None:
+    published: list[int] = []
+    job = Job("", "q", b"", 10, 1, True, sample=4)
+    assert len(one_by_one(job, lambda: published.append(1))) == 3
+    assert len(published) == 10
+    assert one_by_one(replace(job, sample=0), lambda: None) == []
+
+
+def test_latencies_are_percentiles_over_all_rounds_and_fairness_a_median() -> None:
+    measured = [
+        Measurement("qflow", 100, at, 10, 1.0, 0.1, tuple((at * 50 + n) / 1000 for n in range(1, 51)), fair)
+        for at, fair in enumerate((0.9, 0.5))
+    ]
+    (row,) = summarize(["qflow"], STUBS, measured)
+    assert row.latency_p50 == pytest.approx(51)
+    assert row.latency_p99 == pytest.approx(100)
+    assert row.fairness == pytest.approx(0.7)
+    (row,) = summarize(["qflow"], STUBS, [Measurement("qflow", 100, 0, 10, 1.0, 0.1)])
+    assert (row.latency_p50, row.latency_p99, row.fairness) == (None, None, None)
 
 
 def test_acks_count_once_in_any_order_and_however_they_are_cut() -> None:
@@ -77,6 +119,7 @@ def test_slow_peers_get_fewer_messages(messages: int, rate: float, count: int) -
 class Stub:
     title = "a stub"
     distribution = ""
+    varies = False
 
     def run(self, job: Job) -> Timing:
         raise AssertionError(f"nobody runs {job}")
@@ -105,7 +148,7 @@ def test_ratios_are_of_the_same_round() -> None:
 
 def test_bars_are_missed_below_them_only_and_when_nothing_was_measured() -> None:
     rows = summarize(["plain", "qflow"], STUBS, MEASUREMENTS)
-    assert missed(BARS, rows) == []
+    assert missed([Bar("qflow", 100, "to_plain", 0.8), Bar("qflow", 100, "to_pika_select", 2.0)], rows) == []
     assert missed([Bar("qflow", 100, "to_plain", 0.81)], rows) == ["qflow, 100 bytes: to_plain >= 0.81: 0.800"]
     assert missed([Bar("qflow", 1024, "to_plain", 0.1)], rows) == ["qflow, 1024 bytes: to_plain >= 0.1: not measured"]
 

@@ -1,0 +1,271 @@
+"""What flow control costs: an open gate, a resume, a deadline, and thousands that wait."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import multiprocessing
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+import timeit
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+from urllib.parse import urlsplit
+
+from benchmarks.embedded import EMBEDDED, broker_url
+from qflow_client import FlowControlTimeout, Producer, ProducerSettings
+from qflow_client.broker import Broker
+from qflow_client.protocol import ProducerProtocol
+
+__all__ = ["blocked_threads", "deadlines", "main", "open_gate", "resume"]
+
+_FLOW = b"\1\0\1\0\0\0\5\0\x14\0\x14%b\xce"
+_FLOW_OK = b"\0\x14\0\x15"
+_PUBLISH = b"\0\x3c\0\x28"
+
+
+def percentile(values: Sequence[float], part: float) -> float:
+    """The value below which such a part of all values lies."""
+    return sorted(values)[min(len(values) - 1, int(part * len(values)))]
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def open_gate(number: int = 200_000) -> dict[str, float]:
+    """Nanoseconds of the look at an open gate, and of a whole admission and its confirm without sockets."""
+    settings = ProducerSettings(capacity=1000)
+    protocol = ProducerProtocol(settings, id_prefix="0123456789abcdef-", now=0.0)
+    protocol.channel_opened(1, 1 << 17, 0.0)
+    body = b"x" * 100
+    tag = 0
+
+    def burst() -> None:
+        nonlocal tag
+        for _ in range(500):
+            protocol.send(body, "", "orders", 0.0)
+        protocol.advance(len(protocol.data_to_write(1 << 30)), 0.0)
+        tag += 500
+        protocol.on_ack(tag, True, 0.0)
+
+    gate = protocol.gate
+    look = min(timeit.repeat("gate.is_open", globals={"gate": gate}, number=number, repeat=9)) / number
+    whole = min(timeit.repeat(burst, number=number // 5000, repeat=9)) / (number // 5000) / 500
+    return {"look_ns": look * 1e9, "admission_ns": whole * 1e9, "part": look / whole}
+
+
+class _Injector:
+    """Stands between a producer and a broker, stops and resumes its channel, and times what comes then."""
+
+    def __init__(self, url: str, results: Connection) -> None:
+        self._broker = urlsplit(url)
+        self._results = results
+
+    def run(self, rounds: int) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            self._results.send(server.getsockname()[1])
+            client, _ = server.accept()
+        upstream = socket.create_connection((self._broker.hostname, self._broker.port))
+        for each in (client, upstream):
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        threading.Thread(target=self._copy, args=(upstream, client), daemon=True).start()
+        # What the client sends is looked at by this thread alone.
+        self._until(client, upstream, _PUBLISH)
+        times = []
+        for _ in range(rounds):
+            client.sendall(_FLOW % b"\0")
+            self._until(client, upstream, _FLOW_OK + b"\0")
+            time.sleep(0.002)
+            began = time.perf_counter()
+            client.sendall(_FLOW % b"\1")
+            self._until(client, upstream, _PUBLISH)
+            times.append(time.perf_counter() - began)
+        self._results.send(times)
+        while data := client.recv(1 << 17):
+            upstream.sendall(data)
+
+    @staticmethod
+    def _copy(source: socket.socket, target: socket.socket) -> None:
+        while data := source.recv(1 << 17):
+            target.sendall(data)
+
+    @staticmethod
+    def _until(client: socket.socket, upstream: socket.socket, found: bytes) -> None:
+        seen = b""
+        while found not in seen:
+            data = client.recv(1 << 17)
+            if not data:
+                raise ConnectionError("the producer left")
+            # A pattern may be cut in two.
+            seen = seen[-len(found) :] + data
+            upstream.sendall(data)
+
+
+def _inject(url: str, results: Connection, rounds: int) -> None:
+    _Injector(url, results).run(rounds)
+
+
+def _echo(port: Connection) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port.send(server.getsockname()[1])
+        client, _ = server.accept()
+        with client:
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while data := client.recv(100):
+                client.sendall(data)
+
+
+def round_trips(rounds: int) -> list[float]:
+    """Seconds of a round trip of one byte to another process on this machine and back."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_echo, args=(theirs,))
+    process.start()
+    times = []
+    with socket.create_connection(("127.0.0.1", ours.recv())) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(rounds):
+            began = time.perf_counter()
+            sock.sendall(b"x")
+            sock.recv(1)
+            times.append(time.perf_counter() - began)
+            time.sleep(0.002)
+    process.join()
+    return times
+
+
+def resume(url: str, rounds: int = 500) -> dict[str, float]:
+    """Milliseconds from the bytes of ``Channel.Flow(active=true)`` to the first publish, and of a round trip."""
+    trips = round_trips(rounds)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_inject, args=(url, theirs, rounds))
+    process.start()
+    parts = urlsplit(url)
+    through = parts._replace(netloc=f"{parts.netloc.rpartition('@')[0]}@127.0.0.1:{ours.recv()}").geturl()
+    done = threading.Event()
+    with Producer(through, routing_key="benchmark", mandatory=False, capacity=10) as producer:
+
+        def keep_sending() -> None:
+            while not done.is_set():
+                producer.send(b"x" * 100, timeout=10)
+
+        sender = threading.Thread(target=keep_sending)
+        sender.start()
+        times = ours.recv()
+        done.set()
+        sender.join()
+    process.join()
+    p50, p99 = percentile(times, 0.5) * 1e3, percentile(times, 0.99) * 1e3
+    trip50, trip99 = percentile(trips, 0.5) * 1e3, percentile(trips, 0.99) * 1e3
+    return {
+        "p50_ms": p50,
+        "p99_ms": p99,
+        "round_trip_p50_ms": trip50,
+        "round_trip_p99_ms": trip99,
+        "p99_in_round_trips": p99 / trip99,
+    }
+
+
+def deadlines(threads: int = 8, rounds: int = 100, timeout: float = 0.05) -> dict[str, float]:
+    """Milliseconds by which `FlowControlTimeout` is late; it is never early."""
+    late: list[float] = []
+    with Broker() as broker:
+        broker.declare_queue("benchmark")
+        with Producer(broker.url, routing_key="benchmark") as producer:
+            producer.pause("benchmark")
+
+            def wait() -> None:
+                for _ in range(rounds):
+                    began = time.monotonic()
+                    try:
+                        producer.send(b"x", timeout=timeout)
+                    except FlowControlTimeout:
+                        late.append(time.monotonic() - began - timeout)
+
+            waiters = [threading.Thread(target=wait) for _ in range(threads)]
+            for each in waiters:
+                each.start()
+            for each in waiters:
+                each.join()
+    return {
+        "count": len(late),
+        "earliest_ms": min(late) * 1e3,
+        "p50_ms": median(late) * 1e3,
+        "p99_ms": percentile(late, 0.99) * 1e3,
+        "latest_ms": max(late) * 1e3,
+    }
+
+
+def _rest(seconds: float) -> float:
+    """CPU seconds of this process per second, while nothing happens."""
+    began = time.process_time()
+    time.sleep(seconds)
+    return (time.process_time() - began) / seconds
+
+
+def blocked_threads(url: str, count: int = 1000, seconds: float = 5.0) -> dict[str, Any]:
+    """Threads that wait in `Producer.send`: what they cost, and whether they get out in order."""
+    order: list[int] = []
+    with Producer(url, routing_key="benchmark", mandatory=False, capacity=count) as producer:
+        producer.pause("benchmark")
+        before = resident()
+        threads = []
+        for at in range(count):
+
+            def work(number: int = at) -> None:
+                receipt = producer.send(struct.pack(">I", number), timeout=None)
+                order.append(int(receipt.message_id[-12:], 16) if receipt.message_id else 0)
+
+            thread = threading.Thread(target=work)
+            thread.start()
+            threads.append(thread)
+            # Each stands in line before the next is started.
+            while producer._protocol.controller.waiting <= at:
+                time.sleep(0)
+        memory, cpu = resident() - before, _rest(seconds)
+        began = time.perf_counter()
+        producer.resume()
+        for thread in threads:
+            thread.join()
+        out = time.perf_counter() - began
+        producer.flush()
+    return {"count": count, "cpu": cpu, "kib_each": memory / count / 1024, "seconds_out": out, "all_out": len(order)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; the exit code is 0."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.flow", description=__doc__)
+    parser.add_argument("--url", default=EMBEDDED, help=f"amqp:// URL of the broker, or {EMBEDDED}: ours (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    options = parser.parse_args(arguments)
+    # A notice of everyone who waits is not what is measured.
+    logging.getLogger("qflow_client").setLevel(logging.ERROR)
+    with broker_url(options.url) as url:
+        found = {
+            "open gate": open_gate(),
+            "deadline": deadlines(),
+            "resume": resume(url),
+            "blocked threads": blocked_threads(url),
+        }
+    if options.json:
+        print(json.dumps(found, indent=2))
+    else:
+        for name, values in found.items():
+            shown = ", ".join(f"{key} {value:.4g}" for key, value in values.items())
+            print(f"{name}: {shown}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
