@@ -271,7 +271,7 @@ def test_J6_every_way_a_queue_shrinks_unflows(shrink, arguments):
 
 
 @pytest.mark.parametrize("taken", [1, 2, 3])
-@pytest.mark.parametrize("step", ["over the mark", "blocked"])
+@pytest.mark.parametrize("step", ["taken", "blocked"])
 @pytest.mark.parametrize(
     "arguments", [{"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 2}, {"x-qpid-capacity": 2}]
 )
