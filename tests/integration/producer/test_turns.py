@@ -48,6 +48,22 @@ def test_f4_who_gives_up_leaves_the_order_of_the_others(producer: Producer, brok
     assert bodies(broker) == [b"%d" % number for number in range(30) if number % 3] + [b"newcomer"]
 
 
+def test_f4_who_is_interrupted_as_soon_as_it_stands_in_line_leaves_it(
+    producer: Producer, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    producer.pause()
+    with monkeypatch.context() as patched:
+        patched.setattr(producer._protocol, "look_at", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            producer.send(b"interrupted", timeout=None)
+    producer.resume()
+    producer.send(b"after").result(timeout=10)
+    assert bodies(broker) == [b"after"]
+
+
 def test_f4_nobody_passes_a_large_message_that_waits_for_room(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
