@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_right
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +37,10 @@ from qflow_client.outbound import Outbound
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import ProducerSettings, check_setting
 
-__all__ = ["ProducerProtocol", "SendTicket"]
+__all__ = ["REPUBLISHED", "ProducerProtocol", "SendTicket"]
+
+#: The header of a message that is sent once more because nobody knows whether it has arrived.
+REPUBLISHED = "x-qflow-republished"
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +107,7 @@ class ProducerProtocol:
         "_ahead",
         "_by_id",
         "_confirms",
+        "_copies",
         "_encoder",
         "_flushes",
         "_id_prefix",
@@ -115,6 +120,7 @@ class ProducerProtocol:
         "_next_number",
         "_oldest",
         "_receipt_type",
+        "_resent",
         "_sweep_at",
         "_unflow_waiters",
         "_unsettled",
@@ -178,6 +184,10 @@ class ProducerProtocol:
         self._oldest = 1
         # Mandatory messages with an id of their own, because a return names nothing else.
         self._by_id: dict[str, list[Receipt]] = {}
+        # The tags of those messages, by number, that an earlier connection had left unsettled, …
+        self._resent: dict[int, int] = {}
+        # … and the numbers of the part of them that may have arrived by it.
+        self._copies: set[int] = set()
         # Who waits until every tag up to one is settled, and who waits for an open gate.
         self._flushes: list[tuple[int, Any]] = []
         self._unflow_waiters: list[Any] = []
@@ -442,6 +452,8 @@ class ProducerProtocol:
         self._use_channel(channel, frame_max)
         self.outbound = Outbound()
         self._look_at_stops()
+        if self._unsettled:
+            self._resend(now)
         self.gate.lift(HoldKind.DISCONNECTED, now=now)
         if not self._was_open and self.gate.is_open:
             # That a producer connects before it can send is no flow control.
@@ -469,17 +481,80 @@ class ProducerProtocol:
             culprit._reply = (code, text)
         self._end(f"the broker closed the channel: {code} {text}", now, culprit)
 
-    def connection_lost(self, reason: str, now: float) -> None:
-        """The connection is gone, or given up."""
-        self._end(reason, now)
+    def connection_lost(self, reason: str, now: float, *, resend: bool = False) -> None:
+        """The connection is gone, or given up.
 
-    def _end(self, reason: str, now: float, culprit: Receipt | None = None) -> None:
+        Args:
+            reason: for people.
+            now: seconds.
+            resend: another one will be made. What is unsettled stays so, and when a channel opens it leaves in order
+                before anything new; what may have arrived bears the header `REPUBLISHED` then. Otherwise all of it is
+                settled, and nothing is admitted any more.
+        """
+        if resend and self.closed is None:
+            self._keep(reason, now)
+        else:
+            self._end(reason, now)
+
+    def _disconnect(self, reason: str, now: float) -> None:
         self.channel = None
         self.gate.hold(HoldKind.DISCONNECTED, now=now, detail=reason)
         # What the broker said about the channel and the connection ends with them, and so does what the socket said.
         self.gate.lift(HoldKind.CHANNEL_FLOW, now=now)
         self.gate.lift(HoldKind.CONNECTION_BLOCKED, now=now)
         self.gate.lift(HoldKind.TRANSPORT, now=now)
+
+    def _keep(self, reason: str, now: float) -> None:
+        """Have what is unsettled wait for the next channel."""
+        self._disconnect(reason, now)
+        begun = self.outbound.begun
+        self.outbound = Outbound()
+        # A returned message has been answered, though its ack did not come.
+        returned = [receipt for receipt in self._unsettled.values() if receipt._reply is not None]
+        kept = [(tag, receipt) for tag, receipt in self._unsettled.items() if receipt._reply is None]
+        written = {receipt._number for tag, receipt in kept if tag <= begun}
+        self._copies = written.union(receipt._number for _, receipt in kept if receipt._number in self._copies)
+        for receipt in returned:
+            self._settle(receipt, Outcome.RETURNED)
+        self._retag(kept)
+        self._left(returned, now)
+
+    def _retag(self, receipts: list[tuple[int, Receipt]]) -> None:
+        """Give these, and no others, the delivery tags from 1 on."""
+        tags = [tag for tag, _ in receipts]
+        self._flushes = [(bisect_right(tags, last), waiter) for last, waiter in self._flushes]
+        self._unsettled = {at: receipt for at, (_, receipt) in enumerate(receipts, 1)}
+        self._resent = {receipt._number: at for at, receipt in self._unsettled.items()}
+        self._ahead = self._next_number - 1 - len(receipts)
+        self._oldest = 1
+
+    def _resend(self, now: float) -> None:
+        """Have the unsettled messages leave on a channel that has opened."""
+        encoder = self._encoder
+        fit: list[tuple[int, Receipt]] = []
+        unfit: list[Receipt] = []
+        for tag, receipt in self._unsettled.items():
+            try:
+                route = encoder.route(receipt.exchange, receipt.routing_key)
+                message = receipt.message
+                if receipt._number in self._copies:
+                    message = replace(message, headers={**(message.headers or {}), REPUBLISHED: True})
+                self.outbound.put_frames(encoder.message(route, message, None))
+            except ValueError:
+                # This broker takes smaller frames than the one that it was admitted for.
+                unfit.append(receipt)
+            else:
+                receipt._route = route
+                fit.append((tag, receipt))
+        for receipt in unfit:
+            self._settle(receipt, Outcome.UNKNOWN if receipt._number in self._copies else Outcome.FAILED)
+        self._retag(fit)
+        self._left(unfit, now)
+        if self.outbound.size > self._max_unwritten:
+            self.gate.hold(HoldKind.TRANSPORT, now=now)
+
+    def _end(self, reason: str, now: float, culprit: Receipt | None = None) -> None:
+        self._disconnect(reason, now)
         self.close(reason, now)
         unsettled, self._unsettled = self._unsettled, {}
         begun = self.outbound.begun
@@ -488,7 +563,7 @@ class ProducerProtocol:
         for tag, receipt in unsettled.items():
             size += receipt.size
             if tag > begun:
-                outcome = Outcome.FAILED
+                outcome = Outcome.UNKNOWN if receipt._number in self._copies else Outcome.FAILED
             elif receipt is culprit:
                 outcome = Outcome.REJECTED
             else:
@@ -496,9 +571,8 @@ class ProducerProtocol:
             self._settle(receipt, outcome)
         self._by_id.clear()
         self._released(len(unsettled), size, now)
-        # The next message is the first of a channel.
-        self._ahead = self._next_number - 1
-        self._oldest = 1
+        self._copies.clear()
+        self._retag([])
 
     # What the broker says.
 
@@ -578,9 +652,9 @@ class ProducerProtocol:
     def _find(self, message_id: str | None, exchange: str, routing_key: str) -> Receipt | None:
         if message_id is None:
             return None
-        # What has a higher number is not all written.
-        last = self._ahead + self.outbound.finished
-        own = [receipt for receipt in self._by_id.get(message_id, ()) if receipt._number <= last]
+        # What has a higher tag is not all written.
+        last = self.outbound.finished
+        own = [receipt for receipt in self._by_id.get(message_id, ()) if self._tag(receipt._number) <= last]
         if own:
             # One id may have gone to several places, of which only some have a queue.
             there = [each for each in own if (each.exchange, each.routing_key) == (exchange, routing_key)]
@@ -594,8 +668,13 @@ class ProducerProtocol:
             number = int(message_id[len(prefix) :], 16)
         except ValueError:
             return None
-        found = self._unsettled.get(number - self._ahead) if number <= last else None
+        tag = self._tag(number)
+        found = self._unsettled.get(tag) if tag <= last else None
         return found if found is not None and found.message_id == message_id else None
+
+    def _tag(self, number: int) -> int:
+        """The delivery tag of an unsettled message."""
+        return self._resent.get(number, number - self._ahead)
 
     # What the socket says.
 

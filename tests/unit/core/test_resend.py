@@ -1,0 +1,254 @@
+"""What leaves again on a new channel after a connection was lost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qflow_client import Message, Outcome
+from qflow_client.protocol import REPUBLISHED, ProducerProtocol
+
+from .support import CHANNEL, FRAME_MAX, PREFIX, Published, drain, holds, make, returned, send, wait, wire, write
+
+
+def lose(protocol: ProducerProtocol, now: float = 1.0) -> None:
+    protocol.connection_lost("cut", now, resend=True)
+
+
+def reopen(protocol: ProducerProtocol, now: float = 2.0, frame_max: int = FRAME_MAX) -> list[Published]:
+    """What the broker reads on the new channel."""
+    protocol.channel_opened(CHANNEL, frame_max, now)
+    return wire(drain(protocol, now)).messages
+
+
+def is_marked(message: Published) -> bool:
+    return bool((message.properties.headers or {}).get(REPUBLISHED))
+
+
+def test_what_is_unsettled_leaves_again_in_order_and_before_anything_new() -> None:
+    protocol = make(capacity=4)
+    receipts = [send(protocol, body) for body in (b"1", b"2", b"3", b"4")]
+    waiting = wait(protocol, b"5", waiter="me")
+    drain(protocol)
+    protocol.on_ack(2, False, 0.5)
+    assert waiting.receipt is not None
+    lose(protocol)
+    assert "disconnected" in holds(protocol)
+    assert [receipt.done for receipt in receipts] == [False, True, False, False]
+    assert protocol.closed is None
+    again = reopen(protocol)
+    assert [message.body for message in again] == [b"1", b"3", b"4", b"5"]
+    protocol.on_ack(4, True, 3.0)
+    assert all(receipt.outcome is Outcome.CONFIRMED for receipt in (*receipts, waiting.receipt))
+    assert (protocol.unsettled, protocol.window.used) == (0, 0)
+    assert [message.body for message in wire(_sent(protocol, b"6")).messages] == [b"6"]
+
+
+def _sent(protocol: ProducerProtocol, body: bytes) -> bytes:
+    send(protocol, body)
+    return drain(protocol)
+
+
+def test_only_what_may_have_arrived_is_marked_and_every_message_keeps_its_id() -> None:
+    protocol = make()
+    receipts = [send(protocol, b"whole"), send(protocol, b"begun"), send(protocol, Message(b"not", headers={"k": 1}))]
+    data = protocol.data_to_write(1 << 20)
+    half = data.index(b"begun") - 3
+    write(protocol, half)
+    lose(protocol)
+    again = reopen(protocol)
+    assert [is_marked(message) for message in again] == [True, True, False]
+    assert [message.properties.message_id for message in again] == [receipt.message_id for receipt in receipts]
+    assert again[2].properties.headers == {"k": 1}
+
+
+def test_a_message_stays_marked_through_further_losses_though_it_was_not_written_again() -> None:
+    protocol = make()
+    receipt = send(protocol, Message(b"x", headers={"k": 1}))
+    drain(protocol)
+    lose(protocol)
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 2.0)
+    lose(protocol, 3.0)
+    (message,) = reopen(protocol, 4.0)
+    assert message.properties.headers == {"k": 1, REPUBLISHED: True}
+    protocol.on_ack(1, False, 5.0)
+    assert receipt.outcome is Outcome.CONFIRMED
+
+
+def test_what_was_never_written_again_is_unknown_at_the_end_if_it_may_have_arrived() -> None:
+    protocol = make()
+    written = send(protocol)
+    drain(protocol)
+    unwritten = send(protocol)
+    lose(protocol)
+    protocol.connection_lost("given up", 2.0)
+    assert (written.outcome, unwritten.outcome) == (Outcome.UNKNOWN, Outcome.FAILED)
+    assert protocol.closed == "given up"
+
+
+def test_a_closed_producer_resends_nothing() -> None:
+    protocol = make()
+    receipt = send(protocol)
+    drain(protocol)
+    protocol.close("the producer is closed", 1.0)
+    lose(protocol, 2.0)
+    assert receipt.outcome is Outcome.UNKNOWN
+
+
+def test_a_returned_message_whose_ack_did_not_come_is_settled() -> None:
+    protocol = make(capacity=2)
+    receipt, other = send(protocol), send(protocol)
+    drain(protocol)
+    returned(protocol, receipt.message_id)
+    lose(protocol)
+    assert receipt.outcome is Outcome.RETURNED
+    assert not other.done
+    assert protocol.window.used == 1
+    assert len(reopen(protocol)) == 1
+
+
+@pytest.mark.parametrize("own_id", [None, "mine"])
+def test_a_return_finds_a_message_that_was_sent_again_once_it_is_written(own_id: str | None) -> None:
+    protocol = make()
+    first = send(protocol)
+    settled = send(protocol)
+    receipt = send(protocol, Message(b"x", message_id=own_id))
+    drain(protocol)
+    protocol.on_ack(2, False, 0.5)
+    lose(protocol)
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 2.0)
+    returned(protocol, receipt.message_id)
+    drain(protocol)
+    returned(protocol, settled.message_id)
+    protocol.on_ack(1, False, 3.0)
+    assert first.outcome is Outcome.CONFIRMED
+    returned(protocol, receipt.message_id)
+    protocol.on_ack(2, False, 3.0)
+    assert receipt.outcome is Outcome.RETURNED
+
+
+def test_a_flush_waits_for_what_was_admitted_before_it_and_no_more() -> None:
+    protocol = make()
+    for _ in range(3):
+        send(protocol)
+    drain(protocol)
+    assert protocol.when_flushed("all three")
+    send(protocol)
+    protocol.on_ack(2, False, 0.5)
+    lose(protocol)
+    reopen(protocol)
+    protocol.on_ack(1, False, 3.0)
+    assert protocol.wake == []
+    protocol.on_ack(2, False, 3.0)
+    assert protocol.wake == ["all three"]
+    assert protocol.unsettled == 1
+
+
+def test_a_flush_ends_with_the_connection_if_that_settles_the_last_one() -> None:
+    protocol = make()
+    receipt = send(protocol)
+    drain(protocol)
+    returned(protocol, receipt.message_id)
+    assert protocol.when_flushed("me")
+    lose(protocol)
+    assert protocol.wake == ["me"]
+
+
+def test_what_the_new_broker_cannot_take_is_settled_alone() -> None:
+    protocol = make()
+    headers = {"k": "v" * (FRAME_MAX - 200)}
+    unwritten_twin = Message(b"", headers=headers)
+    receipts = [send(protocol, Message(b"", headers=headers)), send(protocol, b"small")]
+    drain(protocol)
+    receipts.append(send(protocol, unwritten_twin))
+    lose(protocol)
+    again = reopen(protocol, frame_max=1024)
+    assert [message.body for message in again] == [b"small"]
+    assert [receipt.outcome for receipt in receipts] == [Outcome.UNKNOWN, None, Outcome.FAILED]
+    protocol.on_ack(1, False, 3.0)
+    assert receipts[1].outcome is Outcome.CONFIRMED
+    assert protocol.window.used == 0
+
+
+def test_more_than_may_be_unwritten_is_a_hold_until_half_of_it_has_left() -> None:
+    protocol = make(max_unwritten_bytes=1000)
+    send(protocol, bytes(3000))
+    drain(protocol)
+    lose(protocol)
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 2.0)
+    assert holds(protocol) == ["transport"]
+    drain(protocol, 3.0)
+    assert holds(protocol) == []
+
+
+def test_a_stop_on_the_new_channel_holds_back_what_is_sent_again() -> None:
+    protocol = make()
+    send(protocol, b"1")
+    drain(protocol)
+    lose(protocol)
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 2.0)
+    protocol.on_flow(False, 2.0)
+    assert wire(drain(protocol)).short == [False]
+    protocol.on_flow(True, 3.0)
+    assert wire(drain(protocol)).short == [True, b"1"]
+
+
+def test_without_confirms_what_was_not_wholly_written_leaves_again() -> None:
+    protocol = make(confirms=False)
+    receipts = [send(protocol, b"1"), send(protocol, b"22222")]
+    data = protocol.data_to_write(1 << 20)
+    write(protocol, data.index(b"22222") + 2)
+    lose(protocol)
+    assert [receipt.outcome for receipt in receipts] == [Outcome.SENT, None]
+    (message,) = reopen(protocol)
+    assert (message.body, is_marked(message)) == (b"22222", True)
+    assert receipts[1].outcome is Outcome.SENT
+
+
+def test_messages_without_ids_leave_again_too() -> None:
+    protocol = make(message_ids=False)
+    receipt = send(protocol, b"x")
+    drain(protocol)
+    lose(protocol)
+    (message,) = reopen(protocol)
+    assert (message.body, message.properties.message_id, is_marked(message)) == (b"x", None, True)
+    protocol.on_ack(1, False, 3.0)
+    assert receipt.outcome is Outcome.CONFIRMED
+
+
+@given(st.lists(st.sampled_from(["send", "write", "ack", "acks", "lose"]), max_size=60))
+def test_every_message_ends_once_and_first_copies_stay_in_order(steps: list[str]) -> None:
+    protocol = make(capacity=5)
+    receipts = []
+    seen: list[str] = []
+    tags: list[int] = []
+
+    def written() -> None:
+        for message in wire(drain(protocol)).messages:
+            assert message.properties.message_id is not None
+            assert is_marked(message) == (message.properties.message_id in seen), "marked if and only if a copy"
+            seen.append(message.properties.message_id)
+            tags.append(len(tags) + 1)
+
+    for step in steps:
+        if step == "send":
+            is_full = protocol.unsettled == 5
+            receipt = protocol.send(b"x", "", "q", 0.0)
+            assert (receipt is None) == is_full
+            if receipt is not None:
+                receipts.append(receipt)
+        elif step == "write":
+            written()
+        elif step == "lose":
+            lose(protocol)
+            protocol.channel_opened(CHANNEL, FRAME_MAX, 0.0)
+            tags.clear()
+        elif tags:
+            protocol.on_ack(tags[-1], step == "acks", 0.0)
+        assert protocol.window.used == protocol.unsettled == sum(not receipt.done for receipt in receipts)
+    written()
+    protocol.on_ack(0, True, 0.0)
+    assert all(receipt.outcome is Outcome.CONFIRMED for receipt in receipts)
+    firsts = list(dict.fromkeys(seen))
+    assert firsts == [f"{PREFIX}{number:012x}" for number in range(1, len(receipts) + 1)]
