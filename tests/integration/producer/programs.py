@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -361,4 +362,6 @@ def forgotten_while_threads_send(url: str) -> None:
 
 
 if __name__ == "__main__":
+    # A shell has its background jobs ignore Ctrl-C, and they their children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     globals()[sys.argv[1]](*sys.argv[2:])
