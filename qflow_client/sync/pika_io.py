@@ -206,8 +206,9 @@ class TapIOServices(SelectorIOServicesAdapter):
             except FrameError as error:
                 raise ConnectionAbortedError(errno.ECONNABORTED, f"the broker sent {error}") from error
             self.awake = True
-        self._after()
+        # What waits to be written first: whoever is woken wants the interpreter for itself.
         self.pump()
+        self._after()
         return passed
 
     def pump(self) -> None:
