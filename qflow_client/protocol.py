@@ -36,9 +36,12 @@ from qflow_client.outbound import Outbound
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import ProducerSettings, check_setting
 
-__all__ = ["ProducerProtocol", "SendTicket"]
+__all__ = ["LogEntry", "ProducerProtocol", "SendTicket", "write_log"]
 
 logger = logging.getLogger(__name__)
+
+# A level, a text and its arguments.
+LogEntry = tuple[int, str, tuple[object, ...]]
 
 # Holds that come and go with every burst are for debugging, those that people have to know of are not.
 _LOG_LEVELS: dict[str, int] = {
@@ -58,6 +61,12 @@ _BASIC_PUBLISH = (60, 40)
 
 # Below this length the list of failures is not worth sweeping.
 _SWEEP_FROM = 64
+
+
+def write_log(entries: list[LogEntry]) -> None:
+    """Log what a protocol had to say, under no lock: a handler may block, or send by the same producer."""
+    for level, text, arguments in entries:
+        logger.log(level, text, *arguments)
 
 
 class SendTicket(Ticket):
@@ -113,11 +122,13 @@ class ProducerProtocol:
         "_max_plain",
         "_max_unwritten",
         "_next_number",
+        "_notice_at",
         "_oldest",
         "_receipt_type",
         "_sweep_at",
         "_unflow_waiters",
         "_unsettled",
+        "_waiting",
         "_wall_offset",
         "_was_open",
         "byte_window",
@@ -127,6 +138,7 @@ class ProducerProtocol:
         "events",
         "failures",
         "gate",
+        "logs",
         "outbound",
         "settings",
         "settled",
@@ -181,6 +193,9 @@ class ProducerProtocol:
         # Who waits until every tag up to one is settled, and who waits for an open gate.
         self._flushes: list[tuple[int, Any]] = []
         self._unflow_waiters: list[Any] = []
+        # Who stands in line, the longest wait first, and before when nobody is to say so again.
+        self._waiting: dict[SendTicket, None] = {}
+        self._notice_at = -math.inf
         # Why nothing can be sent any more; None while it can.
         self.closed: str | None = None
         # The channel number while a channel is open, and whether one ever was.
@@ -193,6 +208,8 @@ class ProducerProtocol:
         self.settled: list[Receipt] | None = None
         # … flow events, if somebody listens, …
         self.events: list[FlowEvent] | None = None
+        # … what is to be logged, by `write_log` and outside any lock, …
+        self.logs: list[LogEntry] = []
         # … and failures of which nobody has been told yet.
         self.failures: list[Receipt] = []
         # How many there may be before they are rid of those that were looked at since.
@@ -286,6 +303,7 @@ class ProducerProtocol:
         if timeout is not None:
             ticket.deadline = now + timeout
         self.controller.stand_in_line(ticket, now)
+        self._waiting[ticket] = None
         # Whatever was in the way may be gone since.
         self._grant(now)
         return ticket
@@ -310,8 +328,11 @@ class ProducerProtocol:
             self.give_up(ticket, now)
             raise FlowControlTimeout(holds, now - ticket.since, ticket.payload)
         if now >= ticket.notice_at:
-            ticket.notice_at = now + self.settings.flow_control_wait_notify_period
-            self._notice(ticket, now)
+            # It is said once for all who wait.
+            if now >= self._notice_at:
+                self._notice_at = now + self.settings.flow_control_wait_notify_period
+                self._notice(now)
+            ticket.notice_at = self._notice_at
         return min(ticket.deadline, ticket.notice_at)
 
     def give_up(self, ticket: SendTicket, now: float) -> bool:
@@ -323,6 +344,7 @@ class ProducerProtocol:
         if ticket.decided:
             return False
         self.controller.leave_line(ticket)
+        self._waiting.pop(ticket, None)
         # It may have stood before one that is small enough.
         self._grant(now)
         return True
@@ -420,6 +442,7 @@ class ProducerProtocol:
             assert isinstance(ticket, SendTicket)
             ticket.error = ProducerClosed(reason, ticket.payload)
             self.wake.append(ticket.waiter)
+        self._waiting.clear()
         self.wake += self._unflow_waiters
         self._unflow_waiters.clear()
 
@@ -558,7 +581,8 @@ class ProducerProtocol:
             receipt._reply = (code, text)
             self._settle(receipt, Outcome.RETURNED)
         else:
-            logger.warning(
+            self._log(
+                logging.WARNING,
                 "%s: the broker returned message %s to %r/%r (%d %s), which is not in flight; ignored",
                 self.settings.name,
                 message.message_id,
@@ -632,16 +656,18 @@ class ProducerProtocol:
         """Time has passed."""
         self._grant(now)
 
-    def _notice(self, ticket: SendTicket, now: float) -> None:
+    def _notice(self, now: float) -> None:
         holds = self.gate.holds
-        logger.warning(
-            "%s: a send has been waiting for %.1f s: %s",
-            self.settings.name,
-            now - ticket.since,
-            ", ".join(map(str, holds)) or "others wait before it",
-        )
+        since = next(iter(self._waiting)).since
+        count = len(self._waiting)
+        who = "a send has been waiting" if count == 1 else f"{count} sends have been waiting, the longest"
+        why = ", ".join(map(str, holds)) or "others wait before it"
+        self._log(logging.WARNING, f"%s: {who} for %.1f s: %s", self.settings.name, now - since, why)
         if self.events is not None:
-            self._event(FlowEventKind.WAITING, holds[0] if holds else None, ticket.since, now)
+            self._event(FlowEventKind.WAITING, holds[0] if holds else None, since, now, count)
+
+    def _log(self, level: int, text: str, *arguments: object) -> None:
+        self.logs.append((level, text, arguments))
 
     # How it is done.
 
@@ -694,6 +720,7 @@ class ProducerProtocol:
                 if not isinstance(error, Exception):
                     raise
             finally:
+                self._waiting.pop(ticket, None)
                 self.wake.append(ticket.waiter)
         if self._unflow_waiters or (not controller.waiting and any(map(self.gate.is_held_by, _LIMITS))):
             # Such a hold ends when there is room, not only when somebody next asks for it.
@@ -703,7 +730,8 @@ class ProducerProtocol:
         # A message that is half written cannot have arrived.
         written = self.outbound.finished
         if tag > written or (tag == 0 and not multiple):
-            logger.warning(
+            self._log(
+                logging.WARNING,
                 "%s: the broker answered delivery tag %d, but %d messages were written; ignored",
                 self.settings.name,
                 tag,
@@ -807,9 +835,9 @@ class ProducerProtocol:
             self._unflow_waiters.clear()
         level = _LOG_LEVELS.get(hold.kind, logging.DEBUG)
         if raised:
-            logger.log(level, "%s: held: %s", self.settings.name, hold)
+            self._log(level, "%s: held: %s", self.settings.name, hold)
         else:
-            logger.log(level, "%s: no longer held after %.3g s: %s", self.settings.name, now - hold.since, hold)
+            self._log(level, "%s: no longer held after %.3g s: %s", self.settings.name, now - hold.since, hold)
         if self.events is not None:
             if raised:
                 kind = FlowEventKind.FLOWED if len(self.gate.holds) == 1 else FlowEventKind.HOLD_RAISED
@@ -820,10 +848,10 @@ class ProducerProtocol:
     def _look_at_stops(self) -> None:
         self.outbound.stopped = any(self.gate.is_held_by(kind) for kind in _STOPS_WRITING)
 
-    def _event(self, kind: FlowEventKind, hold: Hold | None, since: float, now: float) -> None:
+    def _event(self, kind: FlowEventKind, hold: Hold | None, since: float, now: float, waiting: int = 0) -> None:
         assert self.events is not None
         offset = self._wall_offset
         told = None if hold is None else self._on_the_wall_clock(hold)
         self.events.append(
-            FlowEvent(kind, self.settings.name, told, self.holds, now + offset, since + offset, now - since)
+            FlowEvent(kind, self.settings.name, told, self.holds, now + offset, since + offset, now - since, waiting)
         )

@@ -114,7 +114,7 @@ class ProducerSettings:
         rate_burst: how many messages may pass at once after a rest.
         max_unwritten_bytes: the most bytes that may be admitted and not yet written; beyond it the producer is held by
             ``transport``.
-        flow_control_wait_notify_period: seconds between two notices that a `send` still waits.
+        flow_control_wait_notify_period: seconds between two notices that sends still wait.
         connect_timeout: seconds that connecting to one host may take, with TLS, authentication and opening the channel.
         name: what flow events, logs and the broker's management show.
 

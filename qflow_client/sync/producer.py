@@ -28,7 +28,7 @@ from qflow_client.events import FlowEvent, FlowState, HoldKind
 from qflow_client.flow import FlowManager, Line
 from qflow_client.manager import flow_manager
 from qflow_client.message import Message, as_body
-from qflow_client.protocol import ProducerProtocol, SendTicket
+from qflow_client.protocol import LogEntry, ProducerProtocol, SendTicket, write_log
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import ProducerSettings, WhenFlowed
 from qflow_client.sync.dispatcher import Dispatcher
@@ -330,11 +330,11 @@ class Producer:
         waiter = _Waiter()
         try:
             with self._lock:
-                if not enroll(waiter):
-                    return True
-            # Whoever asks whether the window is full raises its hold.
+                waits = enroll(waiter)
+            # Whoever asks whether the window is full raises its hold, or lifts it.
             self._after()
-            waiter.wait_until(deadline)
+            if waits:
+                waiter.wait_until(deadline)
         finally:
             with self._lock:
                 # Not what the waiter says: it may have come at the last moment, with the wake still on its way.
@@ -617,10 +617,13 @@ class Producer:
 
     def _after(self) -> None:
         protocol = self._protocol
-        if not protocol.wake and not protocol.events and not protocol.settled:
+        if not protocol.wake and not protocol.events and not protocol.settled and not protocol.logs:
             return
+        logs: list[LogEntry] = []
         with self._lock:
             wake, protocol.wake = protocol.wake, []
+            if protocol.logs:
+                logs, protocol.logs = protocol.logs, []
             events: list[FlowEvent] = []
             if protocol.events:
                 events, protocol.events = protocol.events, []
@@ -637,6 +640,8 @@ class Producer:
                 self._dispatcher.call(self._deliver, settled)
         for waiter in wake:
             waiter.set()
+        # Last, because it may take its time.
+        write_log(logs)
 
     def _deliver(self, receipts: list[Receipt]) -> None:
         assert self._on_delivery is not None
