@@ -436,8 +436,9 @@ class ProducerProtocol:
         if self.closed is not None:
             return
         self.closed = reason
-        # A gate that stays shut keeps the question whether it is closed off the way of every send.
-        self.gate.hold(HoldKind.DISCONNECTED, now=now, source="close", detail=reason)
+        # A gate that stays shut keeps the question whether it is closed off the way of every send. That is no flow
+        # control.
+        self.gate.hold(HoldKind.DISCONNECTED, now=now, source="close", detail=reason, quiet=True)
         while (ticket := self.controller.dismiss()) is not None:
             assert isinstance(ticket, SendTicket)
             ticket.error = ProducerClosed(reason, ticket.payload)
@@ -498,7 +499,7 @@ class ProducerProtocol:
 
     def _end(self, reason: str, now: float, culprit: Receipt | None = None) -> None:
         self.channel = None
-        self.gate.hold(HoldKind.DISCONNECTED, now=now, detail=reason)
+        self.gate.hold(HoldKind.DISCONNECTED, now=now, detail=reason, quiet=self.closed is not None)
         # What the broker said about the channel and the connection ends with them, and so does what the socket said.
         self.gate.lift(HoldKind.CHANNEL_FLOW, now=now)
         self.gate.lift(HoldKind.CONNECTION_BLOCKED, now=now)
@@ -508,14 +509,17 @@ class ProducerProtocol:
         begun = self.outbound.begun
         self.outbound = Outbound()
         size = 0
+        # One for all.
+        why = (0, reason)
         for tag, receipt in unsettled.items():
             size += receipt.size
-            if tag > begun:
-                outcome = Outcome.FAILED
-            elif receipt is culprit:
+            if receipt is culprit:
                 outcome = Outcome.REJECTED
+            elif receipt._reply is not None:
+                outcome = Outcome.RETURNED
             else:
-                outcome = Outcome.UNKNOWN if receipt._reply is None else Outcome.RETURNED
+                receipt._reply = why
+                outcome = Outcome.FAILED if tag > begun else Outcome.UNKNOWN
             self._settle(receipt, outcome)
         self._by_id.clear()
         self._released(len(unsettled), size, now)
@@ -790,7 +794,7 @@ class ProducerProtocol:
             self.wake.append(receipt._waiter)
         if report and self.settled is not None:
             self.settled.append(receipt)
-        if not receipt.delivered and self.settled is None:
+        if self.settled is None and receipt._failed:
             if len(self.failures) >= self._sweep_at:
                 # Those that were looked at would pile up in a producer that never flushes.
                 self.failures = self._untold()

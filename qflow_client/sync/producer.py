@@ -581,7 +581,7 @@ class Producer:
             self._dispatcher.stop(patience)
             self._all_ended.set()
         # With on_delivery, what was left has been told to it, but nobody may have been listening any more.
-        return failures or [receipt for receipt in left if not receipt.delivered and not receipt._seen]
+        return failures or [receipt for receipt in left if receipt._failed and not receipt._seen]
 
     def _leave_word(self, error: BaseException, failures: list[Receipt]) -> None:
         """Say what was not delivered without taking an exception's place."""
@@ -664,6 +664,7 @@ class Producer:
         self._all_ended.set()
         for receipt in self._protocol.unsettled_receipts:
             # Nobody in this process will hear of it.
+            receipt._reply = (0, f"process {os.getpid()} is a child of process {self._pid}, which sent it")
             receipt._outcome = Outcome.UNKNOWN
         now = _monotonic()
         self._protocol = ProducerProtocol(self.settings, id_prefix="", now=now, wall_offset=time.time() - now)

@@ -214,6 +214,14 @@ def test_flow_events_ends_when_the_connection_is_lost_and_the_producer_closed(
     assert UNFLOWED not in kinds
 
 
+def test_a_clean_close_is_no_flow_event(producer: Producer, broker: Broker) -> None:
+    events = producer.flow_events()
+    producer.send(b"")
+    producer.close()
+    assert list(events) == []
+    assert producer.flow_state.times_flowed == 0
+
+
 def test_flow_state_counts(producer: Producer, broker: Broker) -> None:
     flowed = producer.flow_state.times_flowed
     for turn in range(1, 4):
