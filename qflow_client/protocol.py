@@ -34,7 +34,7 @@ from qflow_client.frames import FrameError, PublishEncoder, Route, decode_messag
 from qflow_client.message import Message
 from qflow_client.outbound import Outbound
 from qflow_client.receipt import Outcome, Receipt
-from qflow_client.settings import ProducerSettings, check_setting
+from qflow_client.settings import ProducerSettings, check_argument, check_setting
 
 __all__ = ["LogEntry", "ProducerProtocol", "SendTicket", "write_log"]
 
@@ -105,6 +105,9 @@ class ProducerProtocol:
         now: seconds.
         wall_offset: what to add to `now` for seconds since 1970.
         line: the order in which waiting messages are served; first come, first served unless given.
+
+    Raises:
+        TypeError: `line` is no line.
     """
 
     # CPython (3.11) is quick at no more than 30 attributes that have no slots.
@@ -156,6 +159,8 @@ class ProducerProtocol:
         wall_offset: float = 0.0,
         line: Line | None = None,
     ) -> None:
+        is_line = line is None or all(callable(getattr(line, name, None)) for name in ("push", "head", "pop"))
+        check_argument("line", line, is_line and not isinstance(line, type), "None or have the methods of a Line")
         self.settings = settings
         self.window = WindowLimiter(settings.capacity, kind=HoldKind.CAPACITY)
         parts: list[Limiter] = [self.window]

@@ -7,6 +7,7 @@ variable (``QFLOW_`` and the name in capitals), the default.
 from __future__ import annotations
 
 import math
+import numbers
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from qflow_client.errors import SettingsError
 
-__all__ = ["ProducerSettings", "WhenFlowed", "check_setting", "hide_password"]
+__all__ = ["ProducerSettings", "WhenFlowed", "check_argument", "check_setting", "check_timeout", "hide_password"]
 
 
 # A scheme, a user name and a colon, and then the password. In what is no URL at all it may have any character in it.
@@ -219,7 +220,11 @@ class ProducerSettings:
 
         Raises:
             SettingsError: a value that is not allowed, or a name that is no setting.
+            TypeError: `settings` are of another type.
         """
+        check_argument(
+            "settings", settings, settings is None or isinstance(settings, cls), "a ProducerSettings or None"
+        )
         known = _SETTINGS
         for name in keywords:
             if name not in known:
@@ -250,6 +255,31 @@ def check_setting(name: str, value: Any) -> None:
     metadata = _SETTINGS[name].metadata
     if not metadata["check"](value):
         raise _refused(name, value, metadata["allowed"])
+
+
+def check_argument(name: str, value: object, is_allowed: bool, allowed: str) -> None:
+    """Refuse an argument that is no setting.
+
+    Raises:
+        TypeError: naming the argument, the value and what is allowed.
+    """
+    if not is_allowed:
+        raise TypeError(f"{name}={value!r}: it must be {allowed}")
+
+
+def check_timeout(timeout: object) -> None:
+    """Refuse what is no time to wait. One that is below 0 is up already.
+
+    Raises:
+        TypeError: it is no number, and not ``None``.
+        ValueError: it is not a number.
+    """
+    if timeout is None:
+        return
+    allowed = "None (for ever) or seconds"
+    check_argument("timeout", timeout, isinstance(timeout, numbers.Real), allowed)
+    if timeout != timeout:
+        raise ValueError(f"timeout={timeout!r}: it must be {allowed}")
 
 
 def _query_settings(url: str | Sequence[str]) -> dict[str, Any]:

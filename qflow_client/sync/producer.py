@@ -30,7 +30,7 @@ from qflow_client.manager import flow_manager
 from qflow_client.message import Message, as_body
 from qflow_client.protocol import LogEntry, ProducerProtocol, SendTicket, write_log
 from qflow_client.receipt import Outcome, Receipt
-from qflow_client.settings import ProducerSettings, WhenFlowed
+from qflow_client.settings import ProducerSettings, WhenFlowed, check_argument, check_timeout
 from qflow_client.sync.dispatcher import Dispatcher
 from qflow_client.sync.link import Link, parameters
 from qflow_client.sync.receipt import SyncReceipt
@@ -62,6 +62,7 @@ _monotonic = time.monotonic
 
 
 def _deadline(timeout: float | None) -> float:
+    check_timeout(timeout)
     return math.inf if timeout is None else _monotonic() + timeout
 
 
@@ -104,6 +105,7 @@ class Producer:
     Raises:
         SettingsError: a setting has a value that is not allowed.
         ConnectionFailed: no host could be connected to.
+        TypeError: another argument is of the wrong type.
     """
 
     def __init__(
@@ -118,6 +120,9 @@ class Producer:
     ) -> None:
         #: What was set, wherever it came from.
         self.settings = ProducerSettings.load(url, settings, **keywords)
+        # As that, before anything is connected.
+        check_argument("on_delivery", on_delivery, on_delivery is None or callable(on_delivery), "None or callable")
+        check_argument("manager", manager, isinstance(manager, FlowManager), "a FlowManager")
         now = _monotonic()
         # Guards the protocol, the link's `awake`, and who listens.
         self._lock = threading.Lock()
@@ -199,9 +204,11 @@ class Producer:
             FlowControlTimeout: still flowed after `timeout`; the message was not sent and never will be.
             ProducerFlowed: flowed, and `when_flowed` is ``"raise"``; likewise.
             ProducerClosed: it was closed, or lost its connection; likewise.
-            TypeError: the message is of another type.
-            ValueError: it cannot be encoded.
+            TypeError: the message is of another type, or `timeout` is no number.
+            ValueError: it cannot be encoded, or `timeout` is NaN.
         """
+        if timeout is not _DEFAULT and timeout != 0:
+            check_timeout(timeout)
         payload = message if type(message) is bytes or isinstance(message, Message) else as_body(message)
         if exchange is None:
             exchange = self._exchange
@@ -310,7 +317,9 @@ class Producer:
         Raises:
             ConfirmTimeout: some is not; its outcome is not known yet.
             UndeliveredMessages: all is settled, and some of it, of which nobody has been told, was not delivered.
+                Whoever sent it: of several threads that flush, the first gets the failures of all, and no other does.
             ProducerClosed: it was made in another process, of which this one is a fork.
+            TypeError, ValueError: `timeout` is no number.
         """
         if self._is_copy:
             raise ProducerClosed(str(self._protocol.closed))
@@ -399,6 +408,7 @@ class Producer:
 
         Raises:
             ProducerClosed: it is closed, so it never will be.
+            TypeError, ValueError: `timeout` is no number.
         """
 
         def enroll(waiter: _Waiter) -> bool:
@@ -407,7 +417,8 @@ class Producer:
                 self._link.arm_timer()
             return waits
 
-        if self._protocol.closed is None and not self._wait(enroll, _deadline(timeout)):
+        deadline = _deadline(timeout)
+        if self._protocol.closed is None and not self._wait(enroll, deadline):
             return False
         if self._protocol.closed is not None:
             raise ProducerClosed(self._protocol.closed)
@@ -512,6 +523,7 @@ class Producer:
 
         Raises:
             UndeliveredMessages: some were not delivered, and nobody has been told. Nothing else is dropped.
+            TypeError, ValueError: `timeout` is no number; nothing has happened.
         """
         if timeout is _DEFAULT:
             timeout = self.settings.max_producer_flow_control_wait
@@ -529,7 +541,7 @@ class Producer:
         if again:
             # A callback must not wait for the end of the callbacks.
             if not self._dispatcher.is_current_thread:
-                self._all_ended.wait(timeout)
+                self._all_ended.wait(min(deadline - _monotonic(), threading.TIMEOUT_MAX))
             return []
         try:
             self._kick()
