@@ -12,6 +12,7 @@ import pytest
 from qflow_client import FlowControlTimeout, Producer
 from qflow_client.broker import Broker
 from qflow_client.flow import WeightedLine
+from qflow_client.protocol import ProducerProtocol
 
 from .tools import bodies, start, wait_held, wait_in_line
 
@@ -56,7 +57,7 @@ def test_f4_who_is_interrupted_as_soon_as_it_stands_in_line_leaves_it(
 
     producer.pause()
     with monkeypatch.context() as patched:
-        patched.setattr(producer._protocol, "look_at", interrupt)
+        patched.setattr(ProducerProtocol, "look_at", interrupt)
         with pytest.raises(KeyboardInterrupt):
             producer.send(b"interrupted", timeout=None)
     producer.resume()

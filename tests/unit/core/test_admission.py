@@ -491,7 +491,26 @@ def test_f2_no_more_messages_than_the_rate_allows() -> None:
     protocol.on_timer(at)
     assert ticket.receipt is not None
     assert protocol.wake == ["me"]
-    assert protocol.next_timer(at) is None
+    assert holds(protocol) == [HoldKind.RATE], "the next would have to wait"
+    assert protocol.next_timer(at) == pytest.approx(0.2)
+    protocol.on_timer(0.21)
+    assert protocol.gate.is_open
+    assert protocol.next_timer(0.21) is None
+
+
+def test_c6_while_many_wait_the_capacity_hold_is_raised_once_and_told_once() -> None:
+    protocol = make(capacity=2)
+    protocol.events = []
+    send(protocol), send(protocol)
+    for _ in range(10):
+        wait(protocol)
+    assert protocol.when_unflowed("me", 0.0)
+    for tag in range(1, 12):
+        drain(protocol)
+        protocol.on_ack(tag, False, 1.0)
+        assert ("me" in protocol.wake) == protocol.gate.is_open == (tag == 11)
+    assert [event.kind for event in protocol.events] == [FlowEventKind.FLOWED, FlowEventKind.UNFLOWED]
+    assert protocol.flow_state(2.0).times_flowed == 1
 
 
 def test_f2_a_rate_hold_that_nobody_waits_for_ends_in_time() -> None:
