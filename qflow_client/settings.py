@@ -163,10 +163,15 @@ class ProducerSettings:
     name: str = _setting("producer", *_NAME)
     # The names of the settings that were given, whatever their values.
     _given: frozenset[str] = field(init=False, repr=False, compare=False)
+    # The same. `dataclasses.replace` passes it on, together with every setting, whether or not it was given.
+    _kept: frozenset[str] | None = field(default=None, repr=False, compare=False)
 
     def __new__(cls, **given: Any) -> ProducerSettings:
         """Keeps in mind what is given, because what is left at its default does not take precedence."""
         self = object.__new__(cls)
+        kept = given.pop("_kept", None)
+        if kept is not None:
+            given = {name: value for name, value in given.items() if name in kept or value != _SETTINGS[name].default}
         object.__setattr__(self, "_given", frozenset(given))
         return self
 
@@ -176,6 +181,7 @@ class ProducerSettings:
         _query_settings(self.url)
         object.__setattr__(self, "url", self.url if isinstance(self.url, str) else tuple(self.url))
         object.__setattr__(self, "when_flowed", WhenFlowed(self.when_flowed))
+        object.__setattr__(self, "_kept", self._given)
         if self.mandatory and not self.message_ids:
             raise SettingsError(
                 "mandatory=True with message_ids=False: a returned message can only be told by its message id; "
@@ -243,7 +249,7 @@ class ProducerSettings:
         return cls(**(values | _query_settings(url) | explicit | keywords | {"url": url}))
 
 
-_SETTINGS = {setting.name: setting for setting in fields(ProducerSettings) if setting.init}
+_SETTINGS = {setting.name: setting for setting in fields(ProducerSettings) if setting.metadata}
 
 
 def check_setting(name: str, value: Any) -> None:
@@ -303,7 +309,8 @@ def _parse(place: str, text: str, metadata: Mapping[str, Any]) -> Any:
 
 def _refused(name: str, value: Any, allowed: str) -> SettingsError:
     shown = _PASSWORD_OF_SORTS.sub(r"\1***@", repr(value))
-    return SettingsError(f"{name}={shown}: it must be {allowed}")
+    hint = "; a # is written %23" if allowed is _SETTINGS["url"].metadata["allowed"] and "#" in repr(value) else ""
+    return SettingsError(f"{name}={shown}: it must be {allowed}{hint}")
 
 
 def _urls(value: Any) -> tuple[str, ...]:
@@ -314,8 +321,9 @@ def _urls(value: Any) -> tuple[str, ...]:
 def _is_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        # Looked at because a port that is none is only found then.
-        return parts.scheme in ("amqp", "amqps") and parts.port != 0
+        # The port is looked at because one that is none is only found then. A # begins what nobody would read, mostly
+        # in the middle of a password.
+        return parts.scheme in ("amqp", "amqps") and parts.port != 0 and "#" not in url
     except ValueError:
         return False
 

@@ -49,12 +49,15 @@ def parameters(url: str, settings: ProducerSettings) -> pika.URLParameters:
         settings: the producer's.
 
     Raises:
-        SettingsError: pika does not understand the URL.
+        SettingsError: pika does not understand the URL, or cannot use a file that it names.
     """
     try:
         found = pika.URLParameters(url)
     except (SyntaxError, TypeError, ValueError) as error:
         raise SettingsError(f"url={hide_password(url)!r}: {error}") from error
+    except OSError as error:
+        # The TLS library names no file.
+        raise SettingsError(f"url={hide_password(url)!r}: a file of ssl_options cannot be used: {error}") from error
     found.client_properties = {
         "connection_name": settings.name,
         "product": "qflow_client",

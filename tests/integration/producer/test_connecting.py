@@ -187,6 +187,12 @@ def test_a_parameter_that_pika_does_not_understand_is_refused(broker: Broker, qu
     assert broker.connections() == ()
 
 
+def test_a_certificate_that_is_not_there_is_refused_by_the_name_of_its_setting(broker: Broker) -> None:
+    url = f"{broker.url}?ssl_options=%7B%27ca_certs%27%3A%27%2Fnowhere.pem%27%7D"
+    with pytest.raises(SettingsError, match=r"nowhere\.pem.*: a file of ssl_options cannot be used: .*No such file"):
+        Producer(url)
+
+
 def test_a_host_that_is_not_understood_is_refused_before_another_is_tried(silent: int) -> None:
     urls = [f"amqp://guest:guest@127.0.0.1:{silent}/%2F", "amqp://guest:guest@127.0.0.1/%2F?heartbeat=often"]
     with Stopwatch() as watch, pytest.raises(SettingsError, match="heartbeat"):
