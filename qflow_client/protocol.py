@@ -74,8 +74,10 @@ class SendTicket(Ticket):
 
     __slots__ = ("deadline", "error", "exchange", "notice_at", "payload", "receipt", "routing_key", "since", "waiter")
 
-    def __init__(self, payload: bytes | Message, exchange: str, routing_key: str, size: int, since: float) -> None:
-        super().__init__(size)
+    def __init__(
+        self, payload: bytes | Message, exchange: str, routing_key: str, size: int, since: float, source: str = ""
+    ) -> None:
+        super().__init__(size, source)
         self.payload = payload
         self.exchange = exchange
         self.routing_key = routing_key
@@ -278,6 +280,7 @@ class ProducerProtocol:
         *,
         timeout: float | None = None,
         waiter: Any = None,
+        source: str = "",
     ) -> SendTicket:
         """Have a message wait for its admission.
 
@@ -288,6 +291,7 @@ class ProducerProtocol:
             now: seconds.
             timeout: seconds that it may wait; ``None`` for ever.
             waiter: is in `wake` once the ticket is decided.
+            source: whose message it is, for a `WeightedLine`.
 
         Raises:
             ProducerClosed: no message will ever be admitted again.
@@ -302,7 +306,7 @@ class ProducerProtocol:
             size = len(payload.body)
         else:
             size = len(payload)
-        ticket = SendTicket(payload, exchange, routing_key, size, now)
+        ticket = SendTicket(payload, exchange, routing_key, size, now, source)
         ticket.waiter = waiter
         ticket.notice_at = now + self.settings.flow_control_wait_notify_period
         if timeout is not None:

@@ -98,7 +98,8 @@ class Producer:
         on_delivery: called with every receipt once it is settled, on the producer's callback thread. With it, `flush`
             and `close` do not bring failures up again.
         settings: settings that no keyword gives.
-        line: the order in which waiting sends are served; first come, first served unless given (F4).
+        line: the order in which waiting sends are served; first come, first served unless given (F4). A `WeightedLine`
+            tells them apart by the `source` of `send`.
         manager: where it registers, to be stopped and started with all others; the process's own unless given.
         keywords: settings by name, see `ProducerSettings`.
 
@@ -138,7 +139,7 @@ class Producer:
         self._routing_key = self.settings.routing_key
         self._on_delivery = on_delivery
         # Who is told of flow events. Of an iterator that nobody has any more, nothing is left.
-        self._listeners: list[Callable[[FlowEvent], object]] = []
+        self._listeners: list[tuple[Callable[[], None], Callable[[FlowEvent], object]]] = []
         self._queues: weakref.WeakSet[queue.SimpleQueue[FlowEvent | None]] = weakref.WeakSet()
         # Set by the first close, and when that has come to its end.
         self._ended = False
@@ -187,6 +188,7 @@ class Producer:
         exchange: str | None = None,
         routing_key: str | None = None,
         timeout: float | None = _DEFAULT,
+        source: str = "",
     ) -> SyncReceipt:
         """Admit a message, waiting while the producer is flowed (J7 A4 D1).
 
@@ -196,6 +198,7 @@ class Producer:
             routing_key: with which key; the setting unless given.
             timeout: seconds that it may stay blocked; ``None`` for ever, 0 not at all; the setting
                 `max_producer_flow_control_wait` unless given.
+            source: whose message it is, for a `WeightedLine`.
 
         Returns:
             Its receipt, as soon as it is admitted, which is before the broker's confirm.
@@ -228,10 +231,15 @@ class Producer:
             raise self._flowed(ProducerFlowed, payload, 0.0, "when_flowed='block' waits")
         if timeout is _DEFAULT:
             timeout = self.settings.max_producer_flow_control_wait
-        return self._send_when_unflowed(payload, exchange, routing_key, timeout)
+        return self._send_when_unflowed(payload, exchange, routing_key, timeout, source)
 
     def send_nowait(
-        self, message: bytes | str | Message, *, exchange: str | None = None, routing_key: str | None = None
+        self,
+        message: bytes | str | Message,
+        *,
+        exchange: str | None = None,
+        routing_key: str | None = None,
+        source: str = "",
     ) -> SyncReceipt:
         """As `send`, but never wait.
 
@@ -239,6 +247,7 @@ class Producer:
             message: the body, or a `Message` with properties.
             exchange: where to publish; the setting unless given.
             routing_key: with which key; the setting unless given.
+            source: as in `send`; what does not wait has no turn, so it changes nothing.
 
         Returns:
             Its receipt.
@@ -250,7 +259,7 @@ class Producer:
             ValueError: it cannot be encoded.
         """
         try:
-            return self.send(message, exchange=exchange, routing_key=routing_key, timeout=0)
+            return self.send(message, exchange=exchange, routing_key=routing_key, timeout=0, source=source)
         except FlowControlTimeout as error:
             raise ProducerFlowed(error.holds, 0.0, error.message, "send() waits") from None
 
@@ -263,7 +272,7 @@ class Producer:
         return kind(holds, waited, payload, advice)
 
     def _send_when_unflowed(
-        self, payload: bytes | Message, exchange: str, routing_key: str, timeout: float | None
+        self, payload: bytes | Message, exchange: str, routing_key: str, timeout: float | None, source: str
     ) -> SyncReceipt:
         if timeout is not None and timeout <= 0:
             raise self._flowed(FlowControlTimeout, payload, 0.0, "a longer timeout waits")
@@ -273,7 +282,9 @@ class Producer:
         try:
             with self._lock:
                 now = _monotonic()
-                ticket = protocol.stand_in_line(payload, exchange, routing_key, now, timeout=timeout, waiter=waiter)
+                ticket = protocol.stand_in_line(
+                    payload, exchange, routing_key, now, timeout=timeout, waiter=waiter, source=source
+                )
                 look_at = protocol.look_at(ticket, now)
             self._kick()
             if self.settings.rate is not None:
@@ -433,16 +444,17 @@ class Producer:
         Returns:
             What to call to have it called no more.
         """
-        with self._lock:
-            if not self._ended:
-                self._dispatcher.start()
-                self._listeners.append(callback)
-                self._listen()
 
         def unsubscribe() -> None:
             with self._lock:
-                if callback in self._listeners:
-                    self._listeners.remove(callback)
+                # The same callback may be registered several times.
+                self._listeners[:] = (each for each in self._listeners if each[0] is not unsubscribe)
+
+        with self._lock:
+            if not self._ended:
+                self._dispatcher.start()
+                self._listeners.append((unsubscribe, callback))
+                self._listen()
 
         return unsubscribe
 
@@ -646,7 +658,7 @@ class Producer:
             for event in events:
                 for events_queue in self._queues:
                     events_queue.put(event)
-                for listener in self._listeners:
+                for _, listener in self._listeners:
                     self._dispatcher.call(listener, event)
             if settled:
                 self._dispatcher.call(self._deliver, settled)

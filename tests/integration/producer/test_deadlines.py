@@ -78,7 +78,7 @@ def test_a4_the_setting_is_the_deadline_unless_told_otherwise(
 def test_a4_none_waits_until_it_may(make_producer: Callable[..., Producer], broker: Broker, how: str) -> None:
     producer = make_producer(max_producer_flow_control_wait=None if how == "setting" else 0.01)
     _flow(broker, producer)
-    job = start(lambda: producer.send(b"", **({} if how == "setting" else {"timeout": None})))
+    job = start(producer.send, b"", **({} if how == "setting" else {"timeout": None}))
     wait_in_line(producer, 1)
     with pytest.raises(FlowControlTimeout):
         producer.send(b"", timeout=0.2)

@@ -174,6 +174,24 @@ def test_who_unsubscribed_hears_no_more(producer: Producer, broker: Broker) -> N
     assert gone.kinds == heard == [FLOWED]
 
 
+def test_each_of_two_subscriptions_of_one_callback_ends_by_itself(producer: Producer, broker: Broker) -> None:
+    flows = Flows()
+    one, two = producer.on_flow(flows), producer.on_flow(flows)
+    producer.pause()
+    flows.wait_for(FLOWED, 2)
+    one()
+    one()
+    producer.resume()
+    flows.wait_for(UNFLOWED)
+    two()
+    producer.pause()
+    last = Flows()
+    producer.on_flow(last)
+    producer.resume()
+    last.wait_for(UNFLOWED)
+    assert flows.kinds == [FLOWED, FLOWED, UNFLOWED]
+
+
 def test_flow_events_iterates_until_the_producer_is_closed(producer: Producer, broker: Broker) -> None:
     events, other = producer.flow_events(), producer.flow_events()
     job = start(list, events)

@@ -136,13 +136,15 @@ def test_f4_waiting_messages_are_admitted_first_come_first_served_and_nobody_pas
 
 def test_f4_another_line_serves_in_another_order() -> None:
     settings = ProducerSettings(capacity=1)
-    protocol = ProducerProtocol(settings, id_prefix=PREFIX, now=0.0, line=WeightedLine())
+    protocol = ProducerProtocol(settings, id_prefix=PREFIX, now=0.0, line=WeightedLine({"heavy": 2}))
     protocol.channel_opened(1, FRAME_MAX, 0.0)
     assert protocol.send(b"0", "", "q", 0.0) is not None
-    ticket = protocol.stand_in_line(b"1", "", "q", 0.0)
-    drain(protocol)
-    protocol.on_ack(1, False, 0.0)
-    assert ticket.receipt is not None
+    for number, source in enumerate(["", "", "", "heavy", "heavy", "heavy", "heavy"]):
+        protocol.stand_in_line(b"x", "", "q", 0.0, waiter=(source, number), source=source)
+    for tag in range(1, 8):
+        drain(protocol)
+        protocol.on_ack(tag, False, 0.0)
+    assert [source for source, _ in protocol.wake] == ["", "heavy", "heavy", "", "heavy", "heavy", ""]
 
 
 def test_a_message_that_stands_in_line_when_nothing_is_in_the_way_is_admitted_at_once() -> None:
