@@ -108,7 +108,10 @@ class DeliveryError(QflowError):
 
 
 class MessageNacked(DeliveryError):
-    """The broker answered with ``Basic.Nack``: it did not take responsibility for the message."""
+    """The broker answered with ``Basic.Nack``: it did not take responsibility for the message.
+
+    A second copy may result from sending it again: of several queues, only one need have refused it.
+    """
 
 
 class MessageReturned(DeliveryError):
@@ -164,7 +167,7 @@ class UndeliveredMessages(QflowError):
         super().__init__(
             text
             or f"{len(self.receipts)} admitted messages were not delivered: {len(self.receipts) - unknown} safe to "
-            f"send again (.unsent), {unknown} of unknown outcome (.unknown){first}"
+            f"send again (.unsent), {unknown} that may have arrived (.unknown){first}"
         )
 
     @property

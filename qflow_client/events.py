@@ -44,7 +44,7 @@ class FlowEventKind(StrEnum):
     HOLD_LIFTED = "hold_lifted"
     #: The last hold was lifted: the producer is unflowed.
     UNFLOWED = "unflowed"
-    #: A `send` is still waiting; comes every `flow_control_wait_notify_period`.
+    #: Sends are still waiting; comes once for all of them every `flow_control_wait_notify_period`.
     WAITING = "waiting"
 
 
@@ -59,8 +59,10 @@ class FlowEvent:
         holds: the holds that are on the producer now, the oldest first, each with when it was raised, in seconds since
             1970.
         at: when it happened, in seconds since 1970.
-        since: when the hold was raised, or, for a notice, when the send began to wait; in seconds since 1970.
+        since: when the hold was raised, or, for a notice, when the send that has waited longest began to; in seconds
+            since 1970.
         seconds: how long that has lasted.
+        waiting: for a notice, how many sends wait; otherwise 0.
     """
 
     kind: FlowEventKind
@@ -70,6 +72,7 @@ class FlowEvent:
     at: float
     since: float
     seconds: float
+    waiting: int = 0
 
     @property
     def flowed(self) -> bool:

@@ -31,18 +31,21 @@ from qflow_client.flow import (
     Ticket,
     WindowLimiter,
 )
-from qflow_client.frames import FrameError, PublishEncoder, Route, decode_message, flow_ok, properties
+from qflow_client.frames import FRAME_OVERHEAD, FrameError, PublishEncoder, Route, decode_message, flow_ok, properties
 from qflow_client.message import Message
 from qflow_client.outbound import Outbound
 from qflow_client.receipt import Outcome, Receipt
-from qflow_client.settings import ProducerSettings, check_setting
+from qflow_client.settings import ProducerSettings, check_argument, check_setting
 
-__all__ = ["REPUBLISHED", "ProducerProtocol", "SendTicket"]
+__all__ = ["REPUBLISHED", "LogEntry", "ProducerProtocol", "SendTicket", "write_log"]
 
 #: The header of a message that is sent once more because nobody knows whether it has arrived.
 REPUBLISHED = "x-qflow-republished"
 
 logger = logging.getLogger(__name__)
+
+# A level, a text and its arguments.
+LogEntry = tuple[int, str, tuple[object, ...]]
 
 # Holds that come and go with every burst are for debugging, those that people have to know of are not.
 _LOG_LEVELS: dict[str, int] = {
@@ -64,13 +67,21 @@ _BASIC_PUBLISH = (60, 40)
 _SWEEP_FROM = 64
 
 
+def write_log(entries: list[LogEntry]) -> None:
+    """Log what a protocol had to say, under no lock: a handler may block, or send by the same producer."""
+    for level, text, arguments in entries:
+        logger.log(level, text, *arguments)
+
+
 class SendTicket(Ticket):
     """A message that waits to be admitted."""
 
     __slots__ = ("deadline", "error", "exchange", "notice_at", "payload", "receipt", "routing_key", "since", "waiter")
 
-    def __init__(self, payload: bytes | Message, exchange: str, routing_key: str, size: int, since: float) -> None:
-        super().__init__(size)
+    def __init__(
+        self, payload: bytes | Message, exchange: str, routing_key: str, size: int, since: float, source: str = ""
+    ) -> None:
+        super().__init__(size, source)
         self.payload = payload
         self.exchange = exchange
         self.routing_key = routing_key
@@ -100,6 +111,9 @@ class ProducerProtocol:
         now: seconds.
         wall_offset: what to add to `now` for seconds since 1970.
         line: the order in which waiting messages are served; first come, first served unless given.
+
+    Raises:
+        TypeError: `line` is no line.
     """
 
     # CPython (3.11) is quick at no more than 30 attributes that have no slots.
@@ -118,12 +132,14 @@ class ProducerProtocol:
         "_max_plain",
         "_max_unwritten",
         "_next_number",
+        "_notice_at",
         "_oldest",
         "_receipt_type",
         "_resent",
         "_sweep_at",
         "_unflow_waiters",
         "_unsettled",
+        "_waiting",
         "_wall_offset",
         "_was_open",
         "byte_window",
@@ -133,6 +149,7 @@ class ProducerProtocol:
         "events",
         "failures",
         "gate",
+        "logs",
         "outbound",
         "settings",
         "settled",
@@ -150,6 +167,8 @@ class ProducerProtocol:
         wall_offset: float = 0.0,
         line: Line | None = None,
     ) -> None:
+        is_line = line is None or all(callable(getattr(line, name, None)) for name in ("push", "head", "pop"))
+        check_argument("line", line, is_line and not isinstance(line, type), "None or have the methods of a Line")
         self.settings = settings
         self.window = WindowLimiter(settings.capacity, kind=HoldKind.CAPACITY)
         parts: list[Limiter] = [self.window]
@@ -191,6 +210,9 @@ class ProducerProtocol:
         # Who waits until every tag up to one is settled, and who waits for an open gate.
         self._flushes: list[tuple[int, Any]] = []
         self._unflow_waiters: list[Any] = []
+        # Who stands in line, the longest wait first, and before when nobody is to say so again.
+        self._waiting: dict[SendTicket, None] = {}
+        self._notice_at = -math.inf
         # Why nothing can be sent any more; None while it can.
         self.closed: str | None = None
         # The channel number while a channel is open, and whether one ever was.
@@ -203,6 +225,8 @@ class ProducerProtocol:
         self.settled: list[Receipt] | None = None
         # … flow events, if somebody listens, …
         self.events: list[FlowEvent] | None = None
+        # … what is to be logged, by `write_log` and outside any lock, …
+        self.logs: list[LogEntry] = []
         # … and failures of which nobody has been told yet.
         self.failures: list[Receipt] = []
         # How many there may be before they are rid of those that were looked at since.
@@ -266,6 +290,7 @@ class ProducerProtocol:
         *,
         timeout: float | None = None,
         waiter: Any = None,
+        source: str = "",
     ) -> SendTicket:
         """Have a message wait for its admission.
 
@@ -276,6 +301,7 @@ class ProducerProtocol:
             now: seconds.
             timeout: seconds that it may wait; ``None`` for ever.
             waiter: is in `wake` once the ticket is decided.
+            source: whose message it is, for a `WeightedLine`.
 
         Raises:
             ProducerClosed: no message will ever be admitted again.
@@ -290,12 +316,13 @@ class ProducerProtocol:
             size = len(payload.body)
         else:
             size = len(payload)
-        ticket = SendTicket(payload, exchange, routing_key, size, now)
+        ticket = SendTicket(payload, exchange, routing_key, size, now, source)
         ticket.waiter = waiter
         ticket.notice_at = now + self.settings.flow_control_wait_notify_period
         if timeout is not None:
             ticket.deadline = now + timeout
         self.controller.stand_in_line(ticket, now)
+        self._waiting[ticket] = None
         # Whatever was in the way may be gone since.
         self._grant(now)
         return ticket
@@ -320,8 +347,11 @@ class ProducerProtocol:
             self.give_up(ticket, now)
             raise FlowControlTimeout(holds, now - ticket.since, ticket.payload)
         if now >= ticket.notice_at:
-            ticket.notice_at = now + self.settings.flow_control_wait_notify_period
-            self._notice(ticket, now)
+            # It is said once for all who wait.
+            if now >= self._notice_at:
+                self._notice_at = now + self.settings.flow_control_wait_notify_period
+                self._notice(now)
+            ticket.notice_at = self._notice_at
         return min(ticket.deadline, ticket.notice_at)
 
     def give_up(self, ticket: SendTicket, now: float) -> bool:
@@ -333,6 +363,7 @@ class ProducerProtocol:
         if ticket.decided:
             return False
         self.controller.leave_line(ticket)
+        self._waiting.pop(ticket, None)
         # It may have stood before one that is small enough.
         self._grant(now)
         return True
@@ -424,12 +455,14 @@ class ProducerProtocol:
         if self.closed is not None:
             return
         self.closed = reason
-        # A gate that stays shut keeps the question whether it is closed off the way of every send.
-        self.gate.hold(HoldKind.DISCONNECTED, now=now, source="close", detail=reason)
+        # A gate that stays shut keeps the question whether it is closed off the way of every send. That is no flow
+        # control.
+        self.gate.hold(HoldKind.DISCONNECTED, now=now, source="close", detail=reason, quiet=True)
         while (ticket := self.controller.dismiss()) is not None:
             assert isinstance(ticket, SendTicket)
             ticket.error = ProducerClosed(reason, ticket.payload)
             self.wake.append(ticket.waiter)
+        self._waiting.clear()
         self.wake += self._unflow_waiters
         self._unflow_waiters.clear()
 
@@ -498,7 +531,7 @@ class ProducerProtocol:
 
     def _disconnect(self, reason: str, now: float) -> None:
         self.channel = None
-        self.gate.hold(HoldKind.DISCONNECTED, now=now, detail=reason)
+        self.gate.hold(HoldKind.DISCONNECTED, now=now, detail=reason, quiet=self.closed is not None)
         # What the broker said about the channel and the connection ends with them, and so does what the socket said.
         self.gate.lift(HoldKind.CHANNEL_FLOW, now=now)
         self.gate.lift(HoldKind.CONNECTION_BLOCKED, now=now)
@@ -547,6 +580,10 @@ class ProducerProtocol:
                 receipt._route = route
                 fit.append((tag, receipt))
         for receipt in unfit:
+            receipt._reply = (
+                0,
+                f"its properties fit into no frame of {encoder.max_body + FRAME_OVERHEAD} bytes",
+            )
             self._settle(receipt, Outcome.UNKNOWN if receipt._number in self._copies else Outcome.FAILED)
         self._retag(fit)
         self._left(unfit, now)
@@ -560,14 +597,18 @@ class ProducerProtocol:
         begun = self.outbound.begun
         self.outbound = Outbound()
         size = 0
+        # One for all.
+        why = (0, reason)
         for tag, receipt in unsettled.items():
             size += receipt.size
-            if tag > begun:
-                outcome = Outcome.UNKNOWN if receipt._number in self._copies else Outcome.FAILED
-            elif receipt is culprit:
+            if receipt is culprit:
                 outcome = Outcome.REJECTED
+            elif receipt._reply is not None:
+                outcome = Outcome.RETURNED
             else:
-                outcome = Outcome.UNKNOWN if receipt._reply is None else Outcome.RETURNED
+                receipt._reply = why
+                has_begun = tag <= begun or receipt._number in self._copies
+                outcome = Outcome.UNKNOWN if has_begun else Outcome.FAILED
             self._settle(receipt, outcome)
         self._by_id.clear()
         self._released(len(unsettled), size, now)
@@ -632,7 +673,8 @@ class ProducerProtocol:
             receipt._reply = (code, text)
             self._settle(receipt, Outcome.RETURNED)
         else:
-            logger.warning(
+            self._log(
+                logging.WARNING,
                 "%s: the broker returned message %s to %r/%r (%d %s), which is not in flight; ignored",
                 self.settings.name,
                 message.message_id,
@@ -711,16 +753,18 @@ class ProducerProtocol:
         """Time has passed."""
         self._grant(now)
 
-    def _notice(self, ticket: SendTicket, now: float) -> None:
+    def _notice(self, now: float) -> None:
         holds = self.gate.holds
-        logger.warning(
-            "%s: a send has been waiting for %.1f s: %s",
-            self.settings.name,
-            now - ticket.since,
-            ", ".join(map(str, holds)) or "others wait before it",
-        )
+        since = next(iter(self._waiting)).since
+        count = len(self._waiting)
+        who = "a send has been waiting" if count == 1 else f"{count} sends have been waiting, the longest"
+        why = ", ".join(map(str, holds)) or "others wait before it"
+        self._log(logging.WARNING, f"%s: {who} for %.1f s: %s", self.settings.name, now - since, why)
         if self.events is not None:
-            self._event(FlowEventKind.WAITING, holds[0] if holds else None, ticket.since, now)
+            self._event(FlowEventKind.WAITING, holds[0] if holds else None, since, now, count)
+
+    def _log(self, level: int, text: str, *arguments: object) -> None:
+        self.logs.append((level, text, arguments))
 
     # How it is done.
 
@@ -773,6 +817,7 @@ class ProducerProtocol:
                 if not isinstance(error, Exception):
                     raise
             finally:
+                self._waiting.pop(ticket, None)
                 self.wake.append(ticket.waiter)
         if self._unflow_waiters or (not controller.waiting and any(map(self.gate.is_held_by, _LIMITS))):
             # Such a hold ends when there is room, not only when somebody next asks for it.
@@ -782,7 +827,8 @@ class ProducerProtocol:
         # A message that is half written cannot have arrived.
         written = self.outbound.finished
         if tag > written or (tag == 0 and not multiple):
-            logger.warning(
+            self._log(
+                logging.WARNING,
                 "%s: the broker answered delivery tag %d, but %d messages were written; ignored",
                 self.settings.name,
                 tag,
@@ -841,7 +887,7 @@ class ProducerProtocol:
             self.wake.append(receipt._waiter)
         if report and self.settled is not None:
             self.settled.append(receipt)
-        if not receipt.delivered and self.settled is None:
+        if self.settled is None and receipt._failed:
             if len(self.failures) >= self._sweep_at:
                 # Those that were looked at would pile up in a producer that never flushes.
                 self.failures = self._untold()
@@ -886,9 +932,9 @@ class ProducerProtocol:
             self._unflow_waiters.clear()
         level = _LOG_LEVELS.get(hold.kind, logging.DEBUG)
         if raised:
-            logger.log(level, "%s: held: %s", self.settings.name, hold)
+            self._log(level, "%s: held: %s", self.settings.name, hold)
         else:
-            logger.log(level, "%s: no longer held after %.3g s: %s", self.settings.name, now - hold.since, hold)
+            self._log(level, "%s: no longer held after %.3g s: %s", self.settings.name, now - hold.since, hold)
         if self.events is not None:
             if raised:
                 kind = FlowEventKind.FLOWED if len(self.gate.holds) == 1 else FlowEventKind.HOLD_RAISED
@@ -899,10 +945,10 @@ class ProducerProtocol:
     def _look_at_stops(self) -> None:
         self.outbound.stopped = any(self.gate.is_held_by(kind) for kind in _STOPS_WRITING)
 
-    def _event(self, kind: FlowEventKind, hold: Hold | None, since: float, now: float) -> None:
+    def _event(self, kind: FlowEventKind, hold: Hold | None, since: float, now: float, waiting: int = 0) -> None:
         assert self.events is not None
         offset = self._wall_offset
         told = None if hold is None else self._on_the_wall_clock(hold)
         self.events.append(
-            FlowEvent(kind, self.settings.name, told, self.holds, now + offset, since + offset, now - since)
+            FlowEvent(kind, self.settings.name, told, self.holds, now + offset, since + offset, now - since, waiting)
         )

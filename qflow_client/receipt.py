@@ -28,7 +28,7 @@ class Outcome(StrEnum):
     CONFIRMED = "confirmed"
     #: Written, in a producer without confirms.
     SENT = "sent"
-    #: The broker has refused responsibility (``Basic.Nack``).
+    #: The broker has refused responsibility (``Basic.Nack``). Of several queues, some may have taken it all the same.
     NACKED = "nacked"
     #: Mandatory, and no queue was there for it (``Basic.Return``).
     RETURNED = "returned"
@@ -56,7 +56,8 @@ class Receipt:
         self._number = number
         # None while unsettled.
         self._outcome: Outcome | None = None
-        # The broker's code and words, once it has returned the message or closed the channel over it.
+        # The broker's code and words, once it has returned the message or closed the channel over it; 0 and the reason,
+        # once the connection has ended before its answer.
         self._reply: tuple[int, str] | None = None
         # Whether the application has been told of a failure, so that flush and close need not.
         self._seen = False
@@ -65,7 +66,8 @@ class Receipt:
 
     @property
     def outcome(self) -> Outcome | None:
-        """How it ended; ``None`` while it is unsettled."""
+        """How it ended; ``None`` while it is unsettled. Whoever reads a failure has been told, as by `error`."""
+        self._look()
         return self._outcome
 
     @property
@@ -75,13 +77,22 @@ class Receipt:
 
     @property
     def delivered(self) -> bool:
-        """Whether it is confirmed or, in a producer without confirms, sent."""
-        return self._outcome is Outcome.CONFIRMED or self._outcome is Outcome.SENT
+        """Whether it is confirmed or, in a producer without confirms, sent. Who reads of a failure has been told."""
+        self._look()
+        return not self._failed and self._outcome is not None
 
     @property
     def may_have_arrived(self) -> bool:
         """Whether a copy of the message may be in the broker."""
-        return self._outcome not in (Outcome.NACKED, Outcome.RETURNED, Outcome.REJECTED, Outcome.FAILED)
+        return self._outcome not in (Outcome.RETURNED, Outcome.REJECTED, Outcome.FAILED)
+
+    @property
+    def _failed(self) -> bool:
+        return self._outcome not in (None, Outcome.CONFIRMED, Outcome.SENT)
+
+    def _look(self) -> None:
+        if self._failed:
+            self._seen = True
 
     @property
     def exchange(self) -> str:
@@ -123,7 +134,7 @@ class Receipt:
 
         Whoever asks has been told: `flush` and `close` will not bring it up again.
         """
-        if self._outcome is None or self.delivered:
+        if not self._failed:
             return None
         self._seen = True
         text = self.describe()
@@ -144,7 +155,10 @@ class Receipt:
         text = f"message {self.message_id or self._number} to {self.exchange!r}/{self.routing_key!r}: " + (
             self._outcome or "unsettled"
         )
-        return f"{text} ({self._reply[0]} {self._reply[1]})" if self._reply is not None else text
+        if self._reply is None:
+            return text
+        code, words = self._reply
+        return f"{text} ({code} {words})" if code else f"{text} ({words})"
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.describe()}>"

@@ -7,6 +7,7 @@ variable (``QFLOW_`` and the name in capitals), the default.
 from __future__ import annotations
 
 import math
+import numbers
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from qflow_client.errors import SettingsError
 
-__all__ = ["ProducerSettings", "WhenFlowed", "check_setting", "hide_password"]
+__all__ = ["ProducerSettings", "WhenFlowed", "check_argument", "check_setting", "check_timeout", "hide_password"]
 
 
 # A scheme, a user name and a colon, and then the password. In what is no URL at all it may have any character in it.
@@ -114,7 +115,7 @@ class ProducerSettings:
         rate_burst: how many messages may pass at once after a rest.
         max_unwritten_bytes: the most bytes that may be admitted and not yet written; beyond it the producer is held by
             ``transport``.
-        flow_control_wait_notify_period: seconds between two notices that a `send` still waits.
+        flow_control_wait_notify_period: seconds between two notices that sends still wait.
         connect_timeout: seconds that connecting to one host may take, with TLS, authentication and opening the channel.
         name: what flow events, logs and the broker's management show.
 
@@ -162,10 +163,15 @@ class ProducerSettings:
     name: str = _setting("producer", *_NAME)
     # The names of the settings that were given, whatever their values.
     _given: frozenset[str] = field(init=False, repr=False, compare=False)
+    # The same. `dataclasses.replace` passes it on, together with every setting, whether or not it was given.
+    _kept: frozenset[str] | None = field(default=None, repr=False, compare=False)
 
     def __new__(cls, **given: Any) -> ProducerSettings:
         """Keeps in mind what is given, because what is left at its default does not take precedence."""
         self = object.__new__(cls)
+        kept = given.pop("_kept", None)
+        if kept is not None:
+            given = {name: value for name, value in given.items() if name in kept or value != _SETTINGS[name].default}
         object.__setattr__(self, "_given", frozenset(given))
         return self
 
@@ -175,6 +181,7 @@ class ProducerSettings:
         _query_settings(self.url)
         object.__setattr__(self, "url", self.url if isinstance(self.url, str) else tuple(self.url))
         object.__setattr__(self, "when_flowed", WhenFlowed(self.when_flowed))
+        object.__setattr__(self, "_kept", self._given)
         if self.mandatory and not self.message_ids:
             raise SettingsError(
                 "mandatory=True with message_ids=False: a returned message can only be told by its message id; "
@@ -219,7 +226,11 @@ class ProducerSettings:
 
         Raises:
             SettingsError: a value that is not allowed, or a name that is no setting.
+            TypeError: `settings` are of another type.
         """
+        check_argument(
+            "settings", settings, settings is None or isinstance(settings, cls), "a ProducerSettings or None"
+        )
         known = _SETTINGS
         for name in keywords:
             if name not in known:
@@ -238,7 +249,7 @@ class ProducerSettings:
         return cls(**(values | _query_settings(url) | explicit | keywords | {"url": url}))
 
 
-_SETTINGS = {setting.name: setting for setting in fields(ProducerSettings) if setting.init}
+_SETTINGS = {setting.name: setting for setting in fields(ProducerSettings) if setting.metadata}
 
 
 def check_setting(name: str, value: Any) -> None:
@@ -250,6 +261,31 @@ def check_setting(name: str, value: Any) -> None:
     metadata = _SETTINGS[name].metadata
     if not metadata["check"](value):
         raise _refused(name, value, metadata["allowed"])
+
+
+def check_argument(name: str, value: object, is_allowed: bool, allowed: str) -> None:
+    """Refuse an argument that is no setting.
+
+    Raises:
+        TypeError: naming the argument, the value and what is allowed.
+    """
+    if not is_allowed:
+        raise TypeError(f"{name}={value!r}: it must be {allowed}")
+
+
+def check_timeout(timeout: object) -> None:
+    """Refuse what is no time to wait. One that is below 0 is up already.
+
+    Raises:
+        TypeError: it is no number, and not ``None``.
+        ValueError: it is not a number.
+    """
+    if timeout is None:
+        return
+    allowed = "None (for ever) or seconds"
+    check_argument("timeout", timeout, isinstance(timeout, numbers.Real), allowed)
+    if timeout != timeout:
+        raise ValueError(f"timeout={timeout!r}: it must be {allowed}")
 
 
 def _query_settings(url: str | Sequence[str]) -> dict[str, Any]:
@@ -273,7 +309,8 @@ def _parse(place: str, text: str, metadata: Mapping[str, Any]) -> Any:
 
 def _refused(name: str, value: Any, allowed: str) -> SettingsError:
     shown = _PASSWORD_OF_SORTS.sub(r"\1***@", repr(value))
-    return SettingsError(f"{name}={shown}: it must be {allowed}")
+    hint = "; a # is written %23" if allowed is _SETTINGS["url"].metadata["allowed"] and "#" in repr(value) else ""
+    return SettingsError(f"{name}={shown}: it must be {allowed}{hint}")
 
 
 def _urls(value: Any) -> tuple[str, ...]:
@@ -284,8 +321,9 @@ def _urls(value: Any) -> tuple[str, ...]:
 def _is_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        # Looked at because a port that is none is only found then.
-        return parts.scheme in ("amqp", "amqps") and parts.port != 0
+        # The port is looked at because one that is none is only found then. A # begins what nobody would read, mostly
+        # in the middle of a password.
+        return parts.scheme in ("amqp", "amqps") and parts.port != 0 and "#" not in url
     except ValueError:
         return False
 

@@ -286,8 +286,9 @@ class FlowController:
         #: For people; need not be unique.
         self.name = name
         self._line: Line = line if line is not None else FifoLine()
-        # The kind of the hold that stands for the limiter on the gate, or None.
-        self._limited: str | None = None
+        # The kinds of the holds that stand for the limiter on the gate, as keys: none or one, and two only until the
+        # older is lifted. Noted before they are raised, forgotten after they are lifted: Ctrl-C leaves none behind.
+        self._limited: dict[str, None] = {}
         #: How many tickets stand in line. Only to be read.
         self.waiting = 0
         # Sources that are blocked, oldest first.
@@ -313,7 +314,7 @@ class FlowController:
         if self.waiting:
             return False
         # The limiter's own hold may have been outlived by time or by a release.
-        if not self.gate.is_open and (self._limited is None or not self._look(size, now)):
+        if not self.gate.is_open and (not self._limited or not self._look(size, now)):
             return False
         kind = self.limiter.try_add(size, now)
         if kind is None:
@@ -366,7 +367,9 @@ class FlowController:
         return ticket
 
     def grant(self, now: float) -> Ticket | None:
-        """Let the head of the line in, if it may enter now. With nobody in line, a hold that is outlived is lifted.
+        """Let the head of the line in, if it may enter now.
+
+        The limiter's hold stays while others wait behind it. With nobody in line, it is lifted if it is outlived.
 
         Args:
             now: seconds.
@@ -376,14 +379,21 @@ class FlowController:
         """
         ticket = self._line.head()
         if ticket is None:
-            if self._limited is not None:
+            if self._limited:
                 self.look(now)
             return None
-        if not self._look(ticket.size, now):
+        kind = self.limiter.refusal(ticket.size, now)
+        if kind is not None:
+            self._limit(kind, now)
+            return None
+        if not self.gate.is_open and self._is_held:
+            self._unlimit(now)
             return None
         self._line.pop()
         self._gone(ticket)
         self.limiter.add(ticket.size, now)
+        if self._limited and not self.waiting:
+            self.look(now)
         return ticket
 
     def _gone(self, ticket: Ticket) -> None:
@@ -407,6 +417,8 @@ class FlowController:
     def look(self, now: float) -> bool:
         """Bring the gate up to date with the limiter: its hold comes and goes with whether the next one could enter.
 
+        While somebody waits, it does not go before they are let in: that is for `grant`.
+
         Args:
             now: seconds.
 
@@ -425,7 +437,7 @@ class FlowController:
             Seconds; ``None`` if time alone changes nothing.
         """
         times = []
-        if self._limited is not None:
+        if self._limited:
             times.append(self.limiter.ready_at(self._next_size(), now))
         if self._blocked and not self._is_held:
             times.append(self.limiter.resumes_at(now))
@@ -441,17 +453,23 @@ class FlowController:
         if kind is not None:
             self._limit(kind, now)
             return False
-        if self._limited is not None:
-            self.gate.lift(self._limited, now=now)
-            self._limited = None
+        if self._limited and (not self.waiting or self._is_held):
+            self._unlimit(now)
         return self.gate.is_open
 
     def _limit(self, kind: str, now: float) -> None:
+        limited = self._limited
+        limited[kind] = None
         # Changes nothing if it is there.
         self.gate.hold(kind, now=now)
-        if self._limited is not None and self._limited != kind:
-            self.gate.lift(self._limited, now=now)
-        self._limited = kind
+        if len(limited) > 1:
+            self._unlimit(now, but=kind)
+
+    def _unlimit(self, now: float, but: str | None = None) -> None:
+        for kind in tuple(self._limited):
+            if kind != but:
+                self.gate.lift(kind, now=now)
+                del self._limited[kind]
 
     # Sources that cannot wait.
 
@@ -547,7 +565,7 @@ class FlowController:
     def _is_held(self) -> bool:
         """Whether something other than the limiter holds the gate."""
         gate = self.gate
-        return not gate.is_open and any(hold.source or hold.kind != self._limited for hold in gate.holds)
+        return not gate.is_open and any(hold.source or hold.kind not in self._limited for hold in gate.holds)
 
     def _may_go_on(self, now: float | None) -> bool:
         """Whether nothing keeps sources blocked."""

@@ -66,7 +66,7 @@ class Gate:
         """When the gate closed, in the caller's seconds; ``None`` while it is open."""
         return self._closed_at
 
-    def hold(self, kind: str, *, now: float, source: str = "", detail: str = "") -> bool:
+    def hold(self, kind: str, *, now: float, source: str = "", detail: str = "", quiet: bool = False) -> bool:
         """Raise a hold. A hold that is already there stays as it is.
 
         Args:
@@ -74,6 +74,7 @@ class Gate:
             now: seconds.
             source: who raises it, and alone can lift it.
             detail: for people to read.
+            quiet: neither count it in `times_closed` nor tell the observer, because it is no flow control.
 
         Returns:
             True if it is new.
@@ -84,9 +85,9 @@ class Gate:
         hold = self._holds[key] = Hold(kind, now, source, detail)
         if self.is_open:
             self.is_open = False
-            self.times_closed += 1
+            self.times_closed += not quiet
             self._closed_at = now
-        if self.observer is not None:
+        if self.observer is not None and not quiet:
             self.observer(hold, True, now)
         return True
 
@@ -102,12 +103,13 @@ class Gate:
             The hold that is gone, or ``None`` if there was no such hold.
         """
         hold = self._holds.pop((kind, source), None)
+        if not self._holds:
+            # Whether or not there was this hold: one that was interrupted right here by Ctrl-C has left it to the next.
+            self.is_open = True
+            self._closed_at = None
         if hold is None:
             return None
         self._held_for[kind] = self._held_for.get(kind, 0.0) + (now - hold.since)
-        if not self._holds:
-            self.is_open = True
-            self._closed_at = None
         if self.observer is not None:
             self.observer(hold, False, now)
         return hold

@@ -49,12 +49,15 @@ def parameters(url: str, settings: ProducerSettings) -> pika.URLParameters:
         settings: the producer's.
 
     Raises:
-        SettingsError: pika does not understand the URL.
+        SettingsError: pika does not understand the URL, or cannot use a file that it names.
     """
     try:
         found = pika.URLParameters(url)
     except (SyntaxError, TypeError, ValueError) as error:
         raise SettingsError(f"url={hide_password(url)!r}: {error}") from error
+    except OSError as error:
+        # The TLS library names no file.
+        raise SettingsError(f"url={hide_password(url)!r}: a file of ssl_options cannot be used: {error}") from error
     found.client_properties = {
         "connection_name": settings.name,
         "product": "qflow_client",
@@ -113,12 +116,15 @@ class Link:
         """
         self._thread.start()
         try:
-            self._opened.result(timeout)
-        except BaseException as error:
-            if not self._opened.cancel() and isinstance(error, TimeoutError):
+            try:
+                self._opened.result(min(timeout, threading.TIMEOUT_MAX))
+            except TimeoutError:
+                if self._opened.cancel():
+                    raise
                 # Decided at the last moment.
-                self._opened.result()
-                return
+                self._opened.result(_CUT_GRACE)
+        except BaseException as error:
+            self._opened.cancel()
             self.cut()
             if isinstance(error, TimeoutError):
                 raise ConnectionFailed(f"{self._url}: no answer within {timeout:.3g} s") from None
@@ -161,7 +167,7 @@ class Link:
                 custom_ioloop=self.services,
             )
             self.services.run()
-        except Exception as error:
+        except BaseException as error:
             # Whoever waits must learn of it, whatever it is, and so must the broker.
             logger.exception("%s: the I/O thread failed", self._protocol.settings.name)
             if self.services.tapped is not None:
@@ -200,9 +206,14 @@ class Link:
         now = time.monotonic()
         self._tap.heartbeat = float(parameters.heartbeat or 0)
         self._tap.frame_max = parameters.frame_max
-        with self._lock:
-            self._protocol.channel_opened(channel.channel_number, parameters.frame_max, now)
-            self._tap.attach(channel.channel_number, self._protocol, now)
+        try:
+            with self._lock:
+                self._protocol.channel_opened(channel.channel_number, parameters.frame_max, now)
+                self._tap.attach(channel.channel_number, self._protocol, now)
+        except BaseException as error:
+            # Nobody else would tell who waits.
+            self._not_opened(f"the channel cannot be used: {error!r}")
+            raise
         self._opened.set_result(None)
         self._after_io()
         self.services.pump()

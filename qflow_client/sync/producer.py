@@ -28,9 +28,9 @@ from qflow_client.events import FlowEvent, FlowState, HoldKind
 from qflow_client.flow import FlowManager, Line
 from qflow_client.manager import flow_manager
 from qflow_client.message import Message, as_body
-from qflow_client.protocol import ProducerProtocol, SendTicket
+from qflow_client.protocol import LogEntry, ProducerProtocol, SendTicket, write_log
 from qflow_client.receipt import Outcome, Receipt
-from qflow_client.settings import ProducerSettings, WhenFlowed
+from qflow_client.settings import ProducerSettings, WhenFlowed, check_argument, check_timeout
 from qflow_client.sync.dispatcher import Dispatcher
 from qflow_client.sync.link import Link, parameters
 from qflow_client.sync.receipt import SyncReceipt
@@ -62,6 +62,7 @@ _monotonic = time.monotonic
 
 
 def _deadline(timeout: float | None) -> float:
+    check_timeout(timeout)
     return math.inf if timeout is None else _monotonic() + timeout
 
 
@@ -97,13 +98,15 @@ class Producer:
         on_delivery: called with every receipt once it is settled, on the producer's callback thread. With it, `flush`
             and `close` do not bring failures up again.
         settings: settings that no keyword gives.
-        line: the order in which waiting sends are served; first come, first served unless given (F4).
+        line: the order in which waiting sends are served; first come, first served unless given (F4). A `WeightedLine`
+            tells them apart by the `source` of `send`.
         manager: where it registers, to be stopped and started with all others; the process's own unless given.
         keywords: settings by name, see `ProducerSettings`.
 
     Raises:
         SettingsError: a setting has a value that is not allowed.
         ConnectionFailed: no host could be connected to.
+        TypeError: another argument is of the wrong type.
     """
 
     def __init__(
@@ -118,6 +121,9 @@ class Producer:
     ) -> None:
         #: What was set, wherever it came from.
         self.settings = ProducerSettings.load(url, settings, **keywords)
+        # As that, before anything is connected.
+        check_argument("on_delivery", on_delivery, on_delivery is None or callable(on_delivery), "None or callable")
+        check_argument("manager", manager, isinstance(manager, FlowManager), "a FlowManager")
         now = _monotonic()
         # Guards the protocol, the link's `awake`, and who listens.
         self._lock = threading.Lock()
@@ -133,7 +139,7 @@ class Producer:
         self._routing_key = self.settings.routing_key
         self._on_delivery = on_delivery
         # Who is told of flow events. Of an iterator that nobody has any more, nothing is left.
-        self._listeners: list[Callable[[FlowEvent], object]] = []
+        self._listeners: list[tuple[Callable[[], None], Callable[[FlowEvent], object]]] = []
         self._queues: weakref.WeakSet[queue.SimpleQueue[FlowEvent | None]] = weakref.WeakSet()
         # Set by the first close, and when that has come to its end.
         self._ended = False
@@ -182,6 +188,7 @@ class Producer:
         exchange: str | None = None,
         routing_key: str | None = None,
         timeout: float | None = _DEFAULT,
+        source: str = "",
     ) -> SyncReceipt:
         """Admit a message, waiting while the producer is flowed (J7 A4 D1).
 
@@ -191,6 +198,7 @@ class Producer:
             routing_key: with which key; the setting unless given.
             timeout: seconds that it may stay blocked; ``None`` for ever, 0 not at all; the setting
                 `max_producer_flow_control_wait` unless given.
+            source: whose message it is, for a `WeightedLine`.
 
         Returns:
             Its receipt, as soon as it is admitted, which is before the broker's confirm.
@@ -199,9 +207,11 @@ class Producer:
             FlowControlTimeout: still flowed after `timeout`; the message was not sent and never will be.
             ProducerFlowed: flowed, and `when_flowed` is ``"raise"``; likewise.
             ProducerClosed: it was closed, or lost its connection; likewise.
-            TypeError: the message is of another type.
-            ValueError: it cannot be encoded.
+            TypeError: the message is of another type, or `timeout` is no number.
+            ValueError: it cannot be encoded, or `timeout` is NaN.
         """
+        if timeout is not _DEFAULT and timeout != 0:
+            check_timeout(timeout)
         payload = message if type(message) is bytes or isinstance(message, Message) else as_body(message)
         if exchange is None:
             exchange = self._exchange
@@ -221,10 +231,15 @@ class Producer:
             raise self._flowed(ProducerFlowed, payload, 0.0, "when_flowed='block' waits")
         if timeout is _DEFAULT:
             timeout = self.settings.max_producer_flow_control_wait
-        return self._send_when_unflowed(payload, exchange, routing_key, timeout)
+        return self._send_when_unflowed(payload, exchange, routing_key, timeout, source)
 
     def send_nowait(
-        self, message: bytes | str | Message, *, exchange: str | None = None, routing_key: str | None = None
+        self,
+        message: bytes | str | Message,
+        *,
+        exchange: str | None = None,
+        routing_key: str | None = None,
+        source: str = "",
     ) -> SyncReceipt:
         """As `send`, but never wait.
 
@@ -232,6 +247,7 @@ class Producer:
             message: the body, or a `Message` with properties.
             exchange: where to publish; the setting unless given.
             routing_key: with which key; the setting unless given.
+            source: as in `send`; what does not wait has no turn, so it changes nothing.
 
         Returns:
             Its receipt.
@@ -243,7 +259,7 @@ class Producer:
             ValueError: it cannot be encoded.
         """
         try:
-            return self.send(message, exchange=exchange, routing_key=routing_key, timeout=0)
+            return self.send(message, exchange=exchange, routing_key=routing_key, timeout=0, source=source)
         except FlowControlTimeout as error:
             raise ProducerFlowed(error.holds, 0.0, error.message, "send() waits") from None
 
@@ -256,7 +272,7 @@ class Producer:
         return kind(holds, waited, payload, advice)
 
     def _send_when_unflowed(
-        self, payload: bytes | Message, exchange: str, routing_key: str, timeout: float | None
+        self, payload: bytes | Message, exchange: str, routing_key: str, timeout: float | None, source: str
     ) -> SyncReceipt:
         if timeout is not None and timeout <= 0:
             raise self._flowed(FlowControlTimeout, payload, 0.0, "a longer timeout waits")
@@ -266,7 +282,9 @@ class Producer:
         try:
             with self._lock:
                 now = _monotonic()
-                ticket = protocol.stand_in_line(payload, exchange, routing_key, now, timeout=timeout, waiter=waiter)
+                ticket = protocol.stand_in_line(
+                    payload, exchange, routing_key, now, timeout=timeout, waiter=waiter, source=source
+                )
                 look_at = protocol.look_at(ticket, now)
             self._kick()
             if self.settings.rate is not None:
@@ -310,7 +328,9 @@ class Producer:
         Raises:
             ConfirmTimeout: some is not; its outcome is not known yet.
             UndeliveredMessages: all is settled, and some of it, of which nobody has been told, was not delivered.
+                Whoever sent it: of several threads that flush, the first gets the failures of all, and no other does.
             ProducerClosed: it was made in another process, of which this one is a fork.
+            TypeError, ValueError: `timeout` is no number.
         """
         if self._is_copy:
             raise ProducerClosed(str(self._protocol.closed))
@@ -330,11 +350,11 @@ class Producer:
         waiter = _Waiter()
         try:
             with self._lock:
-                if not enroll(waiter):
-                    return True
-            # Whoever asks whether the window is full raises its hold.
+                waits = enroll(waiter)
+            # Whoever asks whether the window is full raises its hold, or lifts it.
             self._after()
-            waiter.wait_until(deadline)
+            if waits:
+                waiter.wait_until(deadline)
         finally:
             with self._lock:
                 # Not what the waiter says: it may have come at the last moment, with the wake still on its way.
@@ -399,6 +419,7 @@ class Producer:
 
         Raises:
             ProducerClosed: it is closed, so it never will be.
+            TypeError, ValueError: `timeout` is no number.
         """
 
         def enroll(waiter: _Waiter) -> bool:
@@ -407,7 +428,8 @@ class Producer:
                 self._link.arm_timer()
             return waits
 
-        if self._protocol.closed is None and not self._wait(enroll, _deadline(timeout)):
+        deadline = _deadline(timeout)
+        if self._protocol.closed is None and not self._wait(enroll, deadline):
             return False
         if self._protocol.closed is not None:
             raise ProducerClosed(self._protocol.closed)
@@ -422,16 +444,17 @@ class Producer:
         Returns:
             What to call to have it called no more.
         """
-        with self._lock:
-            if not self._ended:
-                self._dispatcher.start()
-                self._listeners.append(callback)
-                self._listen()
 
         def unsubscribe() -> None:
             with self._lock:
-                if callback in self._listeners:
-                    self._listeners.remove(callback)
+                # The same callback may be registered several times.
+                self._listeners[:] = (each for each in self._listeners if each[0] is not unsubscribe)
+
+        with self._lock:
+            if not self._ended:
+                self._dispatcher.start()
+                self._listeners.append((unsubscribe, callback))
+                self._listen()
 
         return unsubscribe
 
@@ -512,6 +535,7 @@ class Producer:
 
         Raises:
             UndeliveredMessages: some were not delivered, and nobody has been told. Nothing else is dropped.
+            TypeError, ValueError: `timeout` is no number; nothing has happened.
         """
         if timeout is _DEFAULT:
             timeout = self.settings.max_producer_flow_control_wait
@@ -529,7 +553,7 @@ class Producer:
         if again:
             # A callback must not wait for the end of the callbacks.
             if not self._dispatcher.is_current_thread:
-                self._all_ended.wait(timeout)
+                self._all_ended.wait(min(deadline - _monotonic(), threading.TIMEOUT_MAX))
             return []
         try:
             self._kick()
@@ -581,7 +605,7 @@ class Producer:
             self._dispatcher.stop(patience)
             self._all_ended.set()
         # With on_delivery, what was left has been told to it, but nobody may have been listening any more.
-        return failures or [receipt for receipt in left if not receipt.delivered and not receipt._seen]
+        return failures or [receipt for receipt in left if receipt._failed and not receipt._seen]
 
     def _leave_word(self, error: BaseException, failures: list[Receipt]) -> None:
         """Say what was not delivered without taking an exception's place."""
@@ -617,10 +641,13 @@ class Producer:
 
     def _after(self) -> None:
         protocol = self._protocol
-        if not protocol.wake and not protocol.events and not protocol.settled:
+        if not protocol.wake and not protocol.events and not protocol.settled and not protocol.logs:
             return
+        logs: list[LogEntry] = []
         with self._lock:
             wake, protocol.wake = protocol.wake, []
+            if protocol.logs:
+                logs, protocol.logs = protocol.logs, []
             events: list[FlowEvent] = []
             if protocol.events:
                 events, protocol.events = protocol.events, []
@@ -631,12 +658,14 @@ class Producer:
             for event in events:
                 for events_queue in self._queues:
                     events_queue.put(event)
-                for listener in self._listeners:
+                for _, listener in self._listeners:
                     self._dispatcher.call(listener, event)
             if settled:
                 self._dispatcher.call(self._deliver, settled)
         for waiter in wake:
             waiter.set()
+        # Last, because it may take its time.
+        write_log(logs)
 
     def _deliver(self, receipts: list[Receipt]) -> None:
         assert self._on_delivery is not None
@@ -659,6 +688,7 @@ class Producer:
         self._all_ended.set()
         for receipt in self._protocol.unsettled_receipts:
             # Nobody in this process will hear of it.
+            receipt._reply = (0, f"process {os.getpid()} is a child of process {self._pid}, which sent it")
             receipt._outcome = Outcome.UNKNOWN
         now = _monotonic()
         self._protocol = ProducerProtocol(self.settings, id_prefix="", now=now, wall_offset=time.time() - now)

@@ -7,6 +7,7 @@ import threading
 
 from qflow_client.errors import ConfirmTimeout
 from qflow_client.receipt import Outcome, Receipt
+from qflow_client.settings import check_timeout
 
 __all__ = ["SyncReceipt"]
 
@@ -37,7 +38,13 @@ class SyncReceipt(Receipt):
 
         Returns:
             Whether it is.
+
+        Raises:
+            TypeError, ValueError: `timeout` is no number.
         """
+        if timeout is not None:
+            check_timeout(timeout)
+            timeout = min(timeout, threading.TIMEOUT_MAX)
         if self._outcome is None:
             with _making:
                 if self._waiter is None:
@@ -59,6 +66,7 @@ class SyncReceipt(Receipt):
         Raises:
             ConfirmTimeout: it is not settled yet. It may still be.
             DeliveryError: of the class that stands for any other outcome.
+            TypeError, ValueError: `timeout` is no number.
         """
         if not self.wait(timeout):
             raise ConfirmTimeout(f"no answer of the broker within {timeout:.3g} s for {self.describe()}")

@@ -171,13 +171,13 @@ def test_a_full_queue_that_rejects_is_told_by_nacks(rabbitmq: RabbitMQNode, chan
         receipts = [producer.send(b"%d" % number) for number in range(50)]
         for receipt in receipts:
             assert receipt.wait(10)
-        nacked = [receipt for receipt in receipts if receipt.outcome is Outcome.NACKED]
-        assert nacked
-        with pytest.raises(MessageNacked):
-            nacked[0].result()
         with pytest.raises(UndeliveredMessages) as caught:
             producer.flush()
-        assert len(caught.value.unsent) == len(nacked) - 1
+        nacked = [receipt for receipt in receipts if receipt.outcome is Outcome.NACKED]
+        assert list(caught.value.receipts) == nacked
+        assert len(caught.value.unknown) == len(nacked)
+        with pytest.raises(MessageNacked):
+            nacked[0].result()
     assert channel.queue_declare(name, passive=True).method.message_count == 50 - len(nacked)
     channel.queue_delete(name)
 

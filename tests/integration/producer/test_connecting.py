@@ -10,6 +10,8 @@ import pytest
 
 from qflow_client import ConnectionFailed, FlowManager, Outcome, Producer, ProducerSettings, SettingsError, WhenFlowed
 from qflow_client.broker import Broker
+from qflow_client.flow import WeightedLine
+from qflow_client.protocol import ProducerProtocol
 from qflow_client.sync.link import parameters
 
 from .tools import Stopwatch, Wire, bodies, start
@@ -185,6 +187,12 @@ def test_a_parameter_that_pika_does_not_understand_is_refused(broker: Broker, qu
     assert broker.connections() == ()
 
 
+def test_a_certificate_that_is_not_there_is_refused_by_the_name_of_its_setting(broker: Broker) -> None:
+    url = f"{broker.url}?ssl_options=%7B%27ca_certs%27%3A%27%2Fnowhere.pem%27%7D"
+    with pytest.raises(SettingsError, match=r"nowhere\.pem.*: a file of ssl_options cannot be used: .*No such file"):
+        Producer(url)
+
+
 def test_a_host_that_is_not_understood_is_refused_before_another_is_tried(silent: int) -> None:
     urls = [f"amqp://guest:guest@127.0.0.1:{silent}/%2F", "amqp://guest:guest@127.0.0.1/%2F?heartbeat=often"]
     with Stopwatch() as watch, pytest.raises(SettingsError, match="heartbeat"):
@@ -228,6 +236,55 @@ def test_a_bad_value_is_refused_before_anything_is_connected(
         Producer(broker.url, **keywords)
     assert words in str(caught.value)
     assert broker.connections() == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"line": object()}, "line=<object .*: it must be None or have the methods of a Line"),
+        ({"line": WeightedLine}, "line=<class .*WeightedLine'>: it must be None or have the methods of a Line"),
+        ({"manager": None}, "manager=None: it must be a FlowManager"),
+        ({"manager": "operator"}, "manager='operator': it must be a FlowManager"),
+        ({"settings": {"capacity": 5}}, "settings={'capacity': 5}: it must be a ProducerSettings or None"),
+        ({"on_delivery": 5}, "on_delivery=5: it must be None or callable"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused_before_anything_is_connected(
+    broker: Broker, arguments: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(TypeError, match=words):
+        Producer(broker.url, **arguments)
+    assert broker.connections() == ()
+
+
+@pytest.mark.parametrize("error", [LookupError("a mistake"), SystemExit("the end")])
+def test_a_channel_that_cannot_be_used_is_an_error_and_no_wait(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ProducerProtocol, "channel_opened", fail)
+    job = start(Producer, broker.url, connect_timeout=15)
+    found = job.wait()
+    assert isinstance(found, ConnectionFailed)
+    assert repr(error) in str(found)
+    broker.wait_until(lambda b: not b.connections())
+
+
+def test_a_channel_that_takes_too_long_to_be_used_is_an_error_and_no_wait(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(ProducerProtocol, "channel_opened", lambda *_: go_on.wait(20))
+    job = start(Producer, broker.url, connect_timeout=0.5)
+    assert isinstance(job.wait(), ConnectionFailed)
+    go_on.set()
+    broker.wait_until(lambda b: not b.connections())
+
+
+def test_a_connect_timeout_may_be_longer_than_anything_waits(make_producer: Callable[..., Producer]) -> None:
+    assert make_producer(connect_timeout=1e12).send(b"").result(timeout=10) is Outcome.CONFIRMED
 
 
 def test_a_broker_without_room_for_the_connection(make_broker: Callable[..., Broker]) -> None:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from qflow_client import (
     Outcome,
     Producer,
     ProducerFlowed,
+    UndeliveredMessages,
 )
 from qflow_client.broker import Broker
 from qflow_client.sync.producer import _Waiter
@@ -75,7 +78,7 @@ def test_a4_the_setting_is_the_deadline_unless_told_otherwise(
 def test_a4_none_waits_until_it_may(make_producer: Callable[..., Producer], broker: Broker, how: str) -> None:
     producer = make_producer(max_producer_flow_control_wait=None if how == "setting" else 0.01)
     _flow(broker, producer)
-    job = start(lambda: producer.send(b"", **({} if how == "setting" else {"timeout": None})))
+    job = start(producer.send, b"", **({} if how == "setting" else {"timeout": None}))
     wait_in_line(producer, 1)
     with pytest.raises(FlowControlTimeout):
         producer.send(b"", timeout=0.2)
@@ -334,3 +337,53 @@ def test_a_timeout_on_a_rate_is_kept(make_producer: Callable[..., Producer], bro
     assert watch.kept(0.2)
     producer.flush(timeout=10)
     assert bodies(broker) == [b"1"]
+
+
+@pytest.mark.parametrize("timeout", ["5", math.nan, b"", [1]])
+@pytest.mark.parametrize("call", ["send", "flush", "close", "wait_unflowed", "wait", "result"])
+def test_what_is_no_time_to_wait_is_refused_whether_or_not_there_is_anything_to_wait_for(
+    producer: Producer, call: str, timeout: Any
+) -> None:
+    receipt = producer.send(b"")
+    assert receipt.wait(10)
+    arguments = [b"no"] if call == "send" else []
+    with pytest.raises((TypeError, ValueError), match=r"timeout=.*: it must be None .for ever. or seconds"):
+        getattr(receipt if call in ("wait", "result") else producer, call)(*arguments, timeout=timeout)
+    assert not producer.closed
+    assert producer.unsettled == 0
+
+
+@pytest.mark.parametrize("timeout", [1e12, math.inf])
+def test_a_timeout_may_be_longer_than_anything_waits(producer: Producer, broker: Broker, timeout: float) -> None:
+    broker.withhold_confirms()
+    receipt = producer.send(b"1", timeout=timeout)
+    producer.pause()
+    jobs = [
+        start(producer.send, b"2", timeout=timeout),
+        start(producer.wait_unflowed, timeout=timeout),
+        start(producer.flush, timeout=timeout),
+        start(receipt.result, timeout=timeout),
+    ]
+    wait_in_line(producer, 1)
+    eventually(lambda: producer._protocol._unflow_waiters and producer._protocol._flushes and receipt._waiter)
+    producer.resume()
+    broker.release_confirms()
+    for job in jobs:
+        job.result()
+    producer.close(timeout=timeout)
+    producer.close(timeout=timeout)
+
+
+def test_a_timeout_below_0_is_up_already(producer: Producer, broker: Broker) -> None:
+    """What is left of a time that somebody else began to count."""
+    broker.withhold_confirms()
+    receipt = producer.send(b"", timeout=-0.1)
+    assert not receipt.wait(timeout=-0.1)
+    with pytest.raises(ConfirmTimeout):
+        producer.flush(timeout=-0.1)
+    producer.pause()
+    assert not producer.wait_unflowed(timeout=-0.1)
+    with pytest.raises(FlowControlTimeout):
+        producer.send(b"", timeout=-0.1)
+    with pytest.raises(UndeliveredMessages):
+        producer.close(timeout=-0.1)

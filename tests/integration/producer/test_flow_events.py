@@ -6,13 +6,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
 
-from qflow_client import FlowControlTimeout, FlowEvent, FlowEventKind, Outcome, Producer, ProducerClosed, Receipt
+from qflow_client import (
+    FlowControlTimeout,
+    FlowEvent,
+    FlowEventKind,
+    Outcome,
+    Producer,
+    ProducerClosed,
+    ProducerFlowed,
+    Receipt,
+)
 from qflow_client.broker import Broker
 
-from .tools import Flows, Growing, start, wait_closed, wait_flow, wait_held
+from .tools import Flows, Growing, Stopwatch, bodies, start, wait_closed, wait_flow, wait_held
 
 FLOWED, UNFLOWED = FlowEventKind.FLOWED, FlowEventKind.UNFLOWED
 RAISED, LIFTED = FlowEventKind.HOLD_RAISED, FlowEventKind.HOLD_LIFTED
@@ -164,6 +174,24 @@ def test_who_unsubscribed_hears_no_more(producer: Producer, broker: Broker) -> N
     assert gone.kinds == heard == [FLOWED]
 
 
+def test_each_of_two_subscriptions_of_one_callback_ends_by_itself(producer: Producer, broker: Broker) -> None:
+    flows = Flows()
+    one, two = producer.on_flow(flows), producer.on_flow(flows)
+    producer.pause()
+    flows.wait_for(FLOWED, 2)
+    one()
+    one()
+    producer.resume()
+    flows.wait_for(UNFLOWED)
+    two()
+    producer.pause()
+    last = Flows()
+    producer.on_flow(last)
+    producer.resume()
+    last.wait_for(UNFLOWED)
+    assert flows.kinds == [FLOWED, FLOWED, UNFLOWED]
+
+
 def test_flow_events_iterates_until_the_producer_is_closed(producer: Producer, broker: Broker) -> None:
     events, other = producer.flow_events(), producer.flow_events()
     job = start(list, events)
@@ -204,6 +232,14 @@ def test_flow_events_ends_when_the_connection_is_lost_and_the_producer_closed(
     assert UNFLOWED not in kinds
 
 
+def test_a_clean_close_is_no_flow_event(producer: Producer, broker: Broker) -> None:
+    events = producer.flow_events()
+    producer.send(b"")
+    producer.close()
+    assert list(events) == []
+    assert producer.flow_state.times_flowed == 0
+
+
 def test_flow_state_counts(producer: Producer, broker: Broker) -> None:
     flowed = producer.flow_state.times_flowed
     for turn in range(1, 4):
@@ -219,6 +255,60 @@ def test_flow_state_counts(producer: Producer, broker: Broker) -> None:
     assert not producer.flow_state.flowed
     assert producer.flow_state.since is None
     assert producer.flow_state.seconds_flowed["channel_flow"] > 0
+
+
+def test_a_log_handler_may_send_by_the_producer_that_logs(producer: Producer, broker: Broker, stack: ExitStack) -> None:
+    class Ships(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            try:
+                producer.send_nowait(record.getMessage())
+            except ProducerFlowed:
+                unsent.append(record.getMessage())
+
+    unsent = Growing()
+    logger = logging.getLogger("qflow_client")
+    handler = Ships(logging.INFO)
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    stack.callback(logger.setLevel, before)
+    stack.callback(logger.removeHandler, handler)
+    job = start(producer.pause, "stock-taking")
+    job.result()
+    start(producer.resume).result()
+    # On the I/O thread too.
+    broker.flow(False)
+    wait_held(producer, "channel_flow")
+    broker.flow(True)
+    broker.wait_until(lambda b: b.queue("q").depth == 2)
+    assert ["no longer held" in body.decode() for body in bodies(broker)] == [True, True]
+    assert [text.split(": ", 1)[1] for text in unsent] == ["held: paused (stock-taking)", "held: channel_flow"]
+
+
+def test_a_log_that_takes_no_more_holds_up_nobody_who_does_not_log(
+    producer: Producer, stack: ExitStack, broker: Broker
+) -> None:
+    class Stuck(logging.Handler):
+        def handle(self, record: logging.LogRecord) -> bool:
+            stuck.set()
+            return go_on.wait(20)
+
+    stuck, go_on = threading.Event(), threading.Event()
+    logger = logging.getLogger("qflow_client")
+    handler = Stuck(logging.INFO)
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    stack.callback(logger.setLevel, before)
+    stack.callback(logger.removeHandler, handler)
+    job = start(producer.pause)
+    assert stuck.wait(20)
+    with Stopwatch() as watch, pytest.raises(FlowControlTimeout):
+        producer.send(b"", timeout=0.1)
+    assert watch.kept(0.1)
+    assert job.is_alive()
+    go_on.set()
+    job.result()
 
 
 def test_on_delivery_gets_every_receipt_once(make_producer: Callable[..., Producer], broker: Broker) -> None:

@@ -154,6 +154,28 @@ def test_f4_a_line_of_the_applications_own_is_asked(make_producer: Callable[...,
     assert bodies(broker) == [b"4", b"3", b"2", b"1", b"0"]
 
 
+def test_f4_a_weighted_line_shares_the_turns_among_the_threads_by_their_weights(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    producer = make_producer(capacity=1, line=WeightedLine({"orders": 3}))
+    producer.pause()
+    jobs = []
+    # The light one comes first, and the heavy one does not wait for all of it.
+    for source in ("mail", "orders"):
+        for _ in range(24):
+            jobs.append(start(producer.send, source, timeout=None, source=source))
+            wait_in_line(producer, len(jobs))
+    producer.resume()
+    for job in jobs:
+        job.result()
+    producer.flush(timeout=10)
+    came = [body.decode() for body in bodies(broker)]
+    for turns in range(4, 33, 4):
+        assert abs(came[:turns].count("orders") - turns * 3 / 4) <= 1
+    assert came.count("orders") == came.count("mail") == 24
+    assert producer.send_nowait(b"", source="mail").result(timeout=10)
+
+
 def test_f4_random_comings_and_goings_leak_no_place(make_producer: Callable[..., Producer], broker: Broker) -> None:
     producer = make_producer(capacity=7)
     random_source = random.Random(5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +62,11 @@ def write(protocol: ProducerProtocol, count: int, now: float = 0.0) -> bytes:
 def holds(protocol: ProducerProtocol) -> list[str]:
     """The kinds of the holds on a producer, the oldest first."""
     return [hold.kind for hold in protocol.gate.holds]
+
+
+def logged(protocol: ProducerProtocol) -> list[str]:
+    """What it has to log: levels and words."""
+    return [f"{logging.getLevelName(level)} {text % arguments}" for level, text, arguments in protocol.logs]
 
 
 def returned(

@@ -142,13 +142,14 @@ def test_of_a_run_that_has_been_answered_in_part_the_rest_is_settled() -> None:
     assert protocol.wake == ["all"]
 
 
-def test_of_a_run_beyond_what_is_written_only_the_written_is_settled(caplog: pytest.LogCaptureFixture) -> None:
+def test_of_a_run_beyond_what_is_written_only_the_written_is_settled() -> None:
     protocol = make()
+    protocol.logs.clear()
     receipts = [send(protocol) for _ in range(3)]
     write(protocol, protocol.outbound.size - 1)
     protocol.on_ack_run(0, 5, 0.0)
     assert [receipt.done for receipt in receipts] == [True, True, False]
-    assert [record.args and record.args[1] for record in caplog.records] == [0, 3, 4]  # type: ignore[index]
+    assert [arguments[1] for _, _, arguments in protocol.logs] == [0, 3, 4]
 
 
 # What both ways leave behind.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from qflow_client.flow import WeightedLine
 from qflow_client.protocol import ProducerProtocol, SendTicket
 from qflow_client.settings import ProducerSettings
 
-from .support import FRAME_MAX, PREFIX, drain, holds, make, send, wait, wire, write
+from .support import FRAME_MAX, PREFIX, drain, holds, logged, make, send, wait, wire, write
 
 NO_KEY = "k" * 256
 
@@ -137,13 +136,15 @@ def test_f4_waiting_messages_are_admitted_first_come_first_served_and_nobody_pas
 
 def test_f4_another_line_serves_in_another_order() -> None:
     settings = ProducerSettings(capacity=1)
-    protocol = ProducerProtocol(settings, id_prefix=PREFIX, now=0.0, line=WeightedLine())
+    protocol = ProducerProtocol(settings, id_prefix=PREFIX, now=0.0, line=WeightedLine({"heavy": 2}))
     protocol.channel_opened(1, FRAME_MAX, 0.0)
     assert protocol.send(b"0", "", "q", 0.0) is not None
-    ticket = protocol.stand_in_line(b"1", "", "q", 0.0)
-    drain(protocol)
-    protocol.on_ack(1, False, 0.0)
-    assert ticket.receipt is not None
+    for number, source in enumerate(["", "", "", "heavy", "heavy", "heavy", "heavy"]):
+        protocol.stand_in_line(b"x", "", "q", 0.0, waiter=(source, number), source=source)
+    for tag in range(1, 8):
+        drain(protocol)
+        protocol.on_ack(tag, False, 0.0)
+    assert [source for source, _ in protocol.wake] == ["", "heavy", "heavy", "", "heavy", "heavy", ""]
 
 
 def test_a_message_that_stands_in_line_when_nothing_is_in_the_way_is_admitted_at_once() -> None:
@@ -313,34 +314,72 @@ def test_a_message_that_time_lets_in_at_its_deadline_does_not_time_out() -> None
     assert ticket.receipt is not None
 
 
-def test_while_a_send_waits_a_notice_comes_every_period(caplog: pytest.LogCaptureFixture) -> None:
+def test_while_a_send_waits_a_notice_comes_every_period() -> None:
     protocol = make(capacity=1, flow_control_wait_notify_period=2.0, name="orders", wall_offset=1000.0)
     protocol.events = []
     send(protocol)
     ticket = wait(protocol, now=10.0, timeout=5.0)
     protocol.events.clear()
+    protocol.logs.clear()
     assert protocol.look_at(ticket, 11.9) == 12.0
     assert not protocol.events
-    with caplog.at_level(logging.WARNING):
-        assert protocol.look_at(ticket, 12.5) == 14.5
-        assert protocol.look_at(ticket, 14.5) == 15.0, "the deadline comes before the next notice"
-    assert [(event.kind, event.since, event.at, event.seconds) for event in protocol.events] == [
-        (FlowEventKind.WAITING, 1010.0, 1012.5, 2.5),
-        (FlowEventKind.WAITING, 1010.0, 1014.5, 4.5),
+    assert protocol.look_at(ticket, 12.5) == 14.5
+    assert protocol.look_at(ticket, 14.5) == 15.0, "the deadline comes before the next notice"
+    assert [(event.kind, event.since, event.at, event.seconds, event.waiting) for event in protocol.events] == [
+        (FlowEventKind.WAITING, 1010.0, 1012.5, 2.5, 1),
+        (FlowEventKind.WAITING, 1010.0, 1014.5, 4.5, 1),
     ]
     assert protocol.events[0].hold is not None
     assert protocol.events[0].hold.kind == HoldKind.CAPACITY
-    assert caplog.messages[0] == "orders: a send has been waiting for 2.5 s: capacity"
+    assert logged(protocol)[0] == "WARNING orders: a send has been waiting for 2.5 s: capacity"
 
 
-def test_a_notice_for_one_who_only_waits_for_others_has_no_hold(caplog: pytest.LogCaptureFixture) -> None:
+def test_of_many_who_wait_one_notice_comes_every_period_and_tells_how_many_and_the_longest() -> None:
+    protocol = make(capacity=1, flow_control_wait_notify_period=2.0)
+    protocol.events = []
+    send(protocol)
+    tickets = [wait(protocol, now=10.0 + number / 100) for number in range(100)]
+    protocol.events.clear()
+    protocol.logs.clear()
+    at = [protocol.look_at(ticket, 13.0) for ticket in tickets]
+    assert at == [15.0] * 100, "they all look again when the next is due"
+    assert [(event.waiting, event.seconds) for event in protocol.events] == [(100, 3.0)]
+    assert logged(protocol) == ["WARNING producer: 100 sends have been waiting, the longest for 3.0 s: capacity"]
+    # Whose turn it was is not told of any more, nor who gave up.
+    protocol.set_capacity(2, 14.0)
+    protocol.give_up(tickets[1], 14.0)
+    protocol.events.clear()
+    for ticket in reversed(tickets[2:]):
+        protocol.look_at(ticket, 15.0)
+    ((waiting, seconds),) = [(event.waiting, event.seconds) for event in protocol.events]
+    assert (waiting, round(seconds, 6)) == (98, 4.98)
+
+
+def test_who_came_later_says_nothing_before_the_next_notice_is_due() -> None:
+    protocol = make(capacity=1, flow_control_wait_notify_period=2.0)
+    protocol.events = []
+    send(protocol)
+    first, second = wait(protocol, now=10.0), wait(protocol, now=11.0)
+    protocol.events.clear()
+    assert protocol.look_at(first, 12.0) == 14.0
+    assert protocol.look_at(second, 13.0) == 14.0
+    assert len(protocol.events) == 1
+    protocol.give_up(first, 13.5)
+    assert protocol.look_at(second, 14.0) == 16.0
+    assert [event.seconds for event in protocol.events if event.waiting] == [2.0, 3.0]
+
+
+def test_a_notice_for_one_who_only_waits_for_others_has_no_hold() -> None:
     protocol = make(capacity_bytes=10)
     send(protocol, b"a" * 8)
     wait(protocol, b"b" * 5)
     behind = protocol.stand_in_line(b"c", "", "q", 0.0)
     protocol.controller.gate.lift(HoldKind.CAPACITY, now=0.0)
+    protocol.logs.clear()
     protocol.look_at(behind, 5.0)
-    assert caplog.messages == ["producer: a send has been waiting for 5.0 s: others wait before it"]
+    assert logged(protocol) == [
+        "WARNING producer: 2 sends have been waiting, the longest for 5.0 s: others wait before it"
+    ]
     protocol.events = []
     protocol.look_at(behind, 10.0)
     assert protocol.events[0].hold is None
@@ -454,7 +493,26 @@ def test_f2_no_more_messages_than_the_rate_allows() -> None:
     protocol.on_timer(at)
     assert ticket.receipt is not None
     assert protocol.wake == ["me"]
-    assert protocol.next_timer(at) is None
+    assert holds(protocol) == [HoldKind.RATE], "the next would have to wait"
+    assert protocol.next_timer(at) == pytest.approx(0.2)
+    protocol.on_timer(0.21)
+    assert protocol.gate.is_open
+    assert protocol.next_timer(0.21) is None
+
+
+def test_c6_while_many_wait_the_capacity_hold_is_raised_once_and_told_once() -> None:
+    protocol = make(capacity=2)
+    protocol.events = []
+    send(protocol), send(protocol)
+    for _ in range(10):
+        wait(protocol)
+    assert protocol.when_unflowed("me", 0.0)
+    for tag in range(1, 12):
+        drain(protocol)
+        protocol.on_ack(tag, False, 1.0)
+        assert ("me" in protocol.wake) == protocol.gate.is_open == (tag == 11)
+    assert [event.kind for event in protocol.events] == [FlowEventKind.FLOWED, FlowEventKind.UNFLOWED]
+    assert protocol.flow_state(2.0).times_flowed == 1
 
 
 def test_f2_a_rate_hold_that_nobody_waits_for_ends_in_time() -> None:

@@ -56,8 +56,8 @@ def test_what_was_answered_before_the_end_keeps_its_outcome() -> None:
     protocol.on_ack(1, False, 0.0)
     protocol.on_nack(2, False, 0.0)
     protocol.connection_lost("reset by peer", 1.0)
-    assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED, Outcome.NACKED, Outcome.UNKNOWN]
     assert protocol.take_failures() == receipts[1:]
+    assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED, Outcome.NACKED, Outcome.UNKNOWN]
 
 
 @pytest.mark.parametrize("code", [312, 313, 404])
@@ -257,3 +257,33 @@ def test_however_far_writing_and_answers_got_every_receipt_is_settled_exactly_on
         else:
             assert receipt.outcome in (Outcome.CONFIRMED, Outcome.NACKED, Outcome.UNKNOWN)
     assert protocol.window.used == protocol.in_flight == 0
+
+
+def test_a_clean_close_is_no_flow_control() -> None:
+    protocol = make()
+    protocol.events = []
+    protocol.logs.clear()
+    protocol.close("the producer is closed", 1.0)
+    protocol.connection_lost("the producer is closed", 2.0)
+    assert (protocol.events, protocol.logs) == ([], [])
+    state = protocol.flow_state(3.0)
+    assert (state.flowed, state.times_flowed, state.closed) == (True, 0, "the producer is closed")
+
+
+def test_a_lost_connection_is_told_once() -> None:
+    protocol = make()
+    protocol.events = []
+    protocol.connection_lost("reset by peer", 2.0)
+    assert [str(event) for event in protocol.events] == ["producer: flowed: disconnected (reset by peer)"]
+    assert protocol.flow_state(3.0).times_flowed == 1
+
+
+def test_what_ends_with_the_channel_says_why() -> None:
+    protocol = make()
+    receipts = [send(protocol) for _ in range(3)]
+    write(protocol, 2 * protocol.outbound.size // 3)
+    protocol.channel_closed(404, "NOT_FOUND - no exchange", PUBLISH, 1.0)
+    assert [str(receipt.error()).split(": ", 1)[1] for receipt in receipts] == [
+        f"{outcome} (the broker closed the channel: 404 NOT_FOUND - no exchange)"
+        for outcome in ("unknown", "unknown", "failed")
+    ]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from qflow_client import FlowControlTimeout, FlowEventKind, HoldKind, Message
 from qflow_client.flow import Hold
+from qflow_client.protocol import write_log
 
 from .support import MAX_BODY, Wire, drain, holds, make, send, wait, wire, write
 
@@ -339,13 +340,15 @@ def test_the_flow_state_sees_a_window_that_filled_or_a_rate_that_passed_since_so
 def test_what_people_must_know_of_is_logged_louder(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     protocol = make(name="orders", capacity=1)
-    caplog.clear()
+    protocol.logs.clear()
     protocol.on_blocked("low on memory", 1.0)
     protocol.on_unblocked(3.0)
     protocol.on_flow(False, 3.0)
     protocol.on_flow(True, 4.0)
     send(protocol)
     protocol.send(b"x", "", "q", 5.0)
+    assert not caplog.records, "whoever logs may not hold the lock under which the protocol is called"
+    write_log(protocol.logs)
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("WARNING", "orders: held: connection_blocked (low on memory)"),
         ("WARNING", "orders: no longer held after 2 s: connection_blocked (low on memory)"),

@@ -134,3 +134,27 @@ def test_a_grant_that_is_interrupted_at_any_line_of_the_admission_decides_its_ti
         protocol.set_capacity(3, 0.0)
         assert after.receipt is not None
         assert protocol.controller.waiting == 0
+
+
+@pytest.mark.parametrize("settings", [{"capacity": 1}, {"capacity": 2, "rate": 1.0}, {"capacity": 1, "rate": 1.0}])
+def test_a_limit_that_is_met_or_left_and_interrupted_at_any_line_leaves_no_hold(settings: dict[str, Any]) -> None:
+    for at in range(1, 1000):
+        protocol = make(**settings)
+        send(protocol, now=10.0)
+        come = False
+        for now in (10.0, 10.0, 10.5, 11.5, 11.5, 20.0):
+            come = interrupted(lambda: protocol.send(b"x", "", "q", now), at)  # noqa: B023  # called at once
+            drain(protocol, now)
+            if come:
+                break
+            # Not the first, so that one kind of hold follows another.
+            if now > 10.0:
+                protocol.on_ack(0, True, now)
+        protocol.on_ack(0, True, 30.0)
+        protocol.on_timer(100.0)
+        assert protocol.send(b"x", "", "q", 100.0) is not None
+        assert protocol.gate.is_open
+        assert not protocol.gate.holds
+        if not come:
+            assert at > 15
+            return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -42,7 +42,7 @@ def default(name: str) -> Any:
 
 
 def test_every_setting_is_in_the_table_above() -> None:
-    assert {each[0] for each in TEXTS} | {"url"} == {each.name for each in fields(ProducerSettings) if each.init}
+    assert {each[0] for each in TEXTS} | {"url"} == {each.name for each in fields(ProducerSettings) if each.metadata}
 
 
 def test_the_defaults() -> None:
@@ -334,7 +334,14 @@ def test_what_has_no_password_is_shown_as_it_is(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", [*(url.replace("amqp", "http") for url in SECRETS), "amqp://user:sec/secret@host", "amqp://u:s?secret@h:x"]
+    "url",
+    [
+        *(url.replace("amqp", "http") for url in SECRETS),
+        "amqp://user:sec/secret@host",
+        "amqp://u:s?secret@h:x",
+        "amqp://u:12#3secret@h",
+        "amqp://u:12%23#secret@h/?heartbeat=3",
+    ],
 )
 def test_a_password_is_not_shown_by_a_refusal_either(url: str) -> None:
     refused: list[Any] = [url, [url], [URL, url]]
@@ -351,6 +358,30 @@ def test_a_password_is_not_shown_by_a_refusal_either(url: str) -> None:
     with pytest.raises(SettingsError) as caught:
         load(environ={"QFLOW_URL": f"{URL},{url}"})
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["amqp://u:12#3secret@h", "amqp://h/v#", "amqp://h/?routing_key=#"])
+def test_a_fragment_is_refused_with_the_way_out(url: str) -> None:
+    with pytest.raises(SettingsError, match=r"it must be an amqp:// .*; a # is written %23$") as caught:
+        ProducerSettings(url=url)
+    assert "secret" not in str(caught.value)
+    with pytest.raises(SettingsError, match=r"QFLOW_URL=.*; a # is written %23$"):
+        load(environ={"QFLOW_URL": url})
+    assert load("amqp://u:12%233@h/?routing_key=%23").routing_key == "#"
+
+
+def test_what_is_replaced_is_given_and_what_was_not_given_still_is_not() -> None:
+    environ = {"QFLOW_CAPACITY": "7", "QFLOW_RATE": "5", "QFLOW_MANDATORY": "no", "QFLOW_NAME": "environment"}
+    settings = replace(replace(ProducerSettings(mandatory=None, rate=3), name="replaced"), rate_burst=2)
+    assert settings == ProducerSettings(mandatory=None, rate=3, name="replaced", rate_burst=2)
+    loaded = load(settings=settings, environ=environ)
+    assert (loaded.capacity, loaded.rate, loaded.mandatory, loaded.name, loaded.rate_burst) == (
+        7,
+        3,
+        None,
+        "replaced",
+        2,
+    )
 
 
 def test_the_repr_says_what_is_not_as_usual() -> None:

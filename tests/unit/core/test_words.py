@@ -49,7 +49,7 @@ def receipt(outcome: Outcome | None = None, reply: tuple[int, str] | None = None
         (None, None, True),
         (Outcome.CONFIRMED, None, True),
         (Outcome.SENT, None, True),
-        (Outcome.NACKED, MessageNacked, False),
+        (Outcome.NACKED, MessageNacked, True),
         (Outcome.RETURNED, MessageReturned, False),
         (Outcome.REJECTED, MessageRejected, False),
         (Outcome.FAILED, MessageFailed, False),
@@ -60,10 +60,16 @@ def test_every_outcome_has_its_error(
     outcome: Outcome | None, error: type[DeliveryError] | None, may_have_arrived: bool
 ) -> None:
     made = receipt(outcome, (312, "NO_ROUTE") if outcome in (Outcome.RETURNED, Outcome.REJECTED) else None)
-    assert made.outcome is outcome
     assert made.done == (outcome is not None)
-    assert made.delivered == (outcome is not None and error is None)
     assert made.may_have_arrived == may_have_arrived
+    assert str(outcome or "unsettled") in repr(made)
+    assert not made._seen, "none of these tells the application of a failure"
+    for look in ("outcome", "delivered"):
+        made._seen = False
+        told = outcome if look == "outcome" else outcome is not None and error is None
+        assert getattr(made, look) == told
+        assert made._seen == (error is not None)
+    made._seen = False
     raised = made.error()
     assert type(raised) is (error or type(None))
     assert made._seen == (error is not None), "whoever asked for a failure has been told"
@@ -83,6 +89,7 @@ def test_a_receipt_knows_its_message() -> None:
     own = Receipt(Message(b"abc", message_id="own", priority=3), Route(1, "", "k", False), "p-", 2)
     assert (own.size, own.message_id, own.message.priority) == (3, "own", 3)
     assert receipt(Outcome.REJECTED, (404, "NOT_FOUND")).describe().endswith(": rejected (404 NOT_FOUND)")
+    assert receipt(Outcome.UNKNOWN, (0, "reset by peer")).describe().endswith(": unknown (reset by peer)")
 
 
 def test_a4_the_two_families_of_errors_never_mix() -> None:
@@ -132,10 +139,11 @@ def test_undelivered_messages_are_told_apart_by_what_sending_them_again_does() -
     receipts = [receipt(Outcome.NACKED), receipt(Outcome.UNKNOWN, number=2), receipt(Outcome.FAILED, number=3)]
     error = UndeliveredMessages(receipts)
     assert error.receipts == tuple(receipts)
-    assert [message.message_id for message in error.unsent] == ["p-000000000001", "p-000000000003"]
-    assert [message.message_id for message in error.unknown] == ["p-000000000002"]
+    assert [message.message_id for message in error.unsent] == ["p-000000000003"]
+    assert [message.message_id for message in error.unknown] == ["p-000000000001", "p-000000000002"]
+    assert not any(each._seen for each in receipts)
     assert str(error) == (
-        "3 admitted messages were not delivered: 2 safe to send again (.unsent), 1 of unknown outcome (.unknown); "
+        "3 admitted messages were not delivered: 1 safe to send again (.unsent), 2 that may have arrived (.unknown); "
         "the first: message p-000000000001 to 'ex'/'key': nacked"
     )
     assert str(UndeliveredMessages(receipts, "in other words")) == "in other words"

@@ -123,5 +123,5 @@ def test_the_table_of_settings_is_complete_and_true() -> None:
             f"QFLOW_{field.name.upper()}",
         )
         for field in fields(ProducerSettings)
-        if field.init
+        if field.metadata
     ]

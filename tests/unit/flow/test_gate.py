@@ -195,3 +195,21 @@ class GateMachine(RuleBasedStateMachine):
 
 
 TestGateMachine = GateMachine.TestCase
+
+
+def test_a_quiet_hold_closes_the_gate_and_is_neither_counted_nor_told() -> None:
+    gate = Gate()
+    told: list[tuple[str, bool]] = []
+    gate.observer = lambda hold, raised, _now: told.append((hold.kind, raised))
+    assert gate.hold("disconnected", now=1.0, quiet=True)
+    assert (gate.is_open, gate.closed_since, gate.times_closed, told) == (False, 1.0, 0, [])
+
+
+def test_a_lift_that_was_interrupted_is_made_good_by_the_next() -> None:
+    gate = Gate()
+    gate.hold("capacity", now=1.0)
+    # Ctrl-C came in between.
+    gate._holds.clear()
+    assert gate.lift("capacity", now=2.0) is None
+    assert gate.is_open
+    assert gate.closed_since is None
