@@ -467,10 +467,13 @@ class ProducerProtocol:
         assert self.settled is not None
         settled, self.settled = self.settled, []
         self._untold += len(settled)
-        if self._untold > self.window.capacity and self.closed is None:
+        self._look_at_untold(0, now)
+        return settled
+
+    def _look_at_untold(self, more: int, now: float) -> None:
+        if self._untold + more > self.window.capacity and self.closed is None:
             detail = "callbacks are slower than confirms"
             self.gate.hold(HoldKind.CAPACITY, now=now, source=_ON_DELIVERY, detail=detail)
-        return settled
 
     def told(self, count: int, now: float) -> None:
         """Take note that the application has been told of so many of the receipts of `take_settled`."""
@@ -888,6 +891,9 @@ class ProducerProtocol:
     def _released(self, count: int, size: int, now: float) -> None:
         if count:
             self.controller.release(size, count)
+        if self._untold and self.settled:
+            # Before anybody is let in for what has just been settled.
+            self._look_at_untold(len(self.settled), now)
         if self.controller.waiting or not self.gate.is_open or self._first is not None:
             self._grant(now)
         if self._flushes:

@@ -397,8 +397,8 @@ def behind(capacity: int = 4, **settings: Any) -> ProducerProtocol:
             send(protocol)
         drain(protocol)
         protocol.on_ack(0, True, 0.0)
-        assert len(protocol.take_settled(0.0)) == capacity
         assert protocol.gate.is_open == (turn == 0), "more than a whole window is behind"
+        assert len(protocol.take_settled(0.0)) == capacity
     return protocol
 
 
