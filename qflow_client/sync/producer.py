@@ -142,8 +142,9 @@ class Producer:
         self._exchange = self.settings.exchange
         self._routing_key = self.settings.routing_key
         self._on_delivery = on_delivery
-        # What it is to be told, and is not told all of yet.
+        # What it is to be told, and is not told all of yet, and how many of the first part it was told.
         self._handed: deque[list[Receipt]] = deque()
+        self._told_of_first = 0
         # Who is told of flow events. Of an iterator that nobody has any more, nothing is left.
         self._listeners: list[tuple[Callable[[], None], Callable[[FlowEvent], object]]] = []
         self._queues: weakref.WeakSet[queue.SimpleQueue[FlowEvent | None]] = weakref.WeakSet()
@@ -628,8 +629,9 @@ class Producer:
             self._all_ended.set()
         if self._on_delivery is None:
             return failures
-        # What it was to be told of, and has not been in time.
-        late = [receipt for receipts in tuple(self._handed) for receipt in receipts]
+        # What it was to be told of, and has not been in time. What was left it was told, but nobody may have
+        # been listening any more.
+        late = [receipt for receipts in tuple(self._handed) for receipt in receipts][self._told_of_first :]
         untold = {id(receipt): receipt for receipt in (*late, *left) if receipt._failed and not receipt._seen}
         return sorted(untold.values(), key=lambda receipt: receipt._number)
 
@@ -703,11 +705,13 @@ class Producer:
             except BaseException:
                 # The application's mistake, or its sys.exit, must not cost it the receipts that follow.
                 logger.exception("on_delivery failed on %r", receipt)
-            receipt._seen = True
+            self._told_of_first += 1
             told += 1
             if told == _TELL_AT_ONCE:
                 self._told(told)
                 told = 0
+        # In this order: what is told twice is not lost.
+        self._told_of_first = 0
         self._handed.popleft()
         self._told(told)
 

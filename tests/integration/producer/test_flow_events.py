@@ -31,7 +31,6 @@ from .tools import (
     eventually,
     start,
     wait_closed,
-    wait_flow,
     wait_held,
     wait_in_line,
 )
@@ -94,8 +93,8 @@ def test_callbacks_run_on_one_thread_of_their_own(producer: Producer, broker: Br
     jobs = [start(pause_and_resume) for _ in range(2)]
     for job in jobs:
         job.result()
-    wait_flow(producer, lambda: one.kinds[-1:] == [UNFLOWED] and not producer.flow_state.flowed)
-    wait_flow(producer, lambda: two.events == one.events)
+    eventually(lambda: one.kinds[-1:] == [UNFLOWED] and not producer.flow_state.flowed)
+    eventually(lambda: two.events == one.events)
     assert one.threads == two.threads
     assert len(one.threads) == 1
     assert one.threads.isdisjoint({"MainThread", *(job.name for job in jobs)})
@@ -164,7 +163,8 @@ def test_a_callback_that_takes_its_time_holds_nobody_up(producer: Producer, brok
     go_on = threading.Event()
     producer.on_flow(lambda _event: go_on.wait(20))
     broker.flow(False)
-    wait_held(producer, "channel_flow")
+    # No event tells of it now.
+    eventually(lambda: producer.flow_state.flowed)
     broker.flow(True)
     assert producer.wait_unflowed(timeout=10)
     assert producer.send(b"").result(timeout=10) is Outcome.CONFIRMED
