@@ -60,6 +60,9 @@ _STOPS_WRITING = (HoldKind.CHANNEL_FLOW, HoldKind.CONNECTION_BLOCKED)
 # The holds that stand for the limits of admission.
 _LIMITS = (HoldKind.CAPACITY, HoldKind.RATE)
 
+# The source of the hold for receipts that are told more slowly than the broker confirms.
+_ON_DELIVERY = "on_delivery"
+
 # Class and method id, as Channel.Close names it.
 _BASIC_PUBLISH = (60, 40)
 
@@ -123,6 +126,7 @@ class ProducerProtocol:
         "_confirms",
         "_copies",
         "_encoder",
+        "_first",
         "_flushes",
         "_id_prefix",
         "_last_exchange",
@@ -139,6 +143,7 @@ class ProducerProtocol:
         "_sweep_at",
         "_unflow_waiters",
         "_unsettled",
+        "_untold",
         "_waiting",
         "_wall_offset",
         "_was_open",
@@ -213,6 +218,10 @@ class ProducerProtocol:
         # Who stands in line, the longest wait first, and before when nobody is to say so again.
         self._waiting: dict[SendTicket, None] = {}
         self._notice_at = -math.inf
+        # The send of a callback that waits, in front of all others.
+        self._first: SendTicket | None = None
+        # Settled receipts that were taken, and of which the application is not told yet.
+        self._untold = 0
         # Why nothing can be sent any more; None while it can.
         self.closed: str | None = None
         # The channel number while a channel is open, and whether one ever was.
@@ -291,6 +300,7 @@ class ProducerProtocol:
         timeout: float | None = None,
         waiter: Any = None,
         source: str = "",
+        first: bool = False,
     ) -> SendTicket:
         """Have a message wait for its admission.
 
@@ -302,6 +312,7 @@ class ProducerProtocol:
             timeout: seconds that it may wait; ``None`` for ever.
             waiter: is in `wake` once the ticket is decided.
             source: whose message it is, for a `WeightedLine`.
+            first: a callback sends it, for whose end others may wait; so it waits neither for them nor for that end.
 
         Raises:
             ProducerClosed: no message will ever be admitted again.
@@ -321,7 +332,10 @@ class ProducerProtocol:
         ticket.notice_at = now + self.settings.flow_control_wait_notify_period
         if timeout is not None:
             ticket.deadline = now + timeout
-        self.controller.stand_in_line(ticket, now)
+        if first:
+            self._first = ticket
+        else:
+            self.controller.stand_in_line(ticket, now)
         self._waiting[ticket] = None
         # Whatever was in the way may be gone since.
         self._grant(now)
@@ -362,7 +376,11 @@ class ProducerProtocol:
         """
         if ticket.decided:
             return False
-        self.controller.leave_line(ticket)
+        if ticket is self._first:
+            self._first = None
+            ticket.cancelled = True
+        else:
+            self.controller.leave_line(ticket)
         self._waiting.pop(ticket, None)
         # It may have stood before one that is small enough.
         self._grant(now)
@@ -443,12 +461,35 @@ class ProducerProtocol:
 
     def take_failures(self) -> list[Receipt]:
         """The failures of which nobody has been told, in the order of admission, and forget them."""
-        failures = sorted(self._untold(), key=lambda receipt: receipt._number)
+        failures = sorted(self._unseen(), key=lambda receipt: receipt._number)
         self.failures.clear()
         return failures
 
-    def _untold(self) -> list[Receipt]:
+    def _unseen(self) -> list[Receipt]:
         return [receipt for receipt in self.failures if not receipt._seen]
+
+    def take_settled(self, now: float) -> list[Receipt]:
+        """The settled receipts, to be told to the application one by one; `told` says how far that has come.
+
+        If it is told more slowly than the broker confirms, the producer is held, so that no more than about twice its
+        capacity is settled and not told.
+        """
+        assert self.settled is not None
+        settled, self.settled = self.settled, []
+        self._untold += len(settled)
+        self._look_at_untold(0, now)
+        return settled
+
+    def _look_at_untold(self, more: int, now: float) -> None:
+        if self._untold + more > self.window.capacity and self.closed is None:
+            detail = "callbacks are slower than confirms"
+            self.gate.hold(HoldKind.CAPACITY, now=now, source=_ON_DELIVERY, detail=detail)
+
+    def told(self, count: int, now: float) -> None:
+        """Take note that the application has been told of so many of the receipts of `take_settled`."""
+        self._untold -= count
+        if self._untold <= self.window.capacity // 2:
+            self.lift(HoldKind.CAPACITY, now, source=_ON_DELIVERY)
 
     def close(self, reason: str, now: float) -> None:
         """Admit nothing from now on. Who waits is told; what is admitted goes on."""
@@ -458,7 +499,9 @@ class ProducerProtocol:
         # A gate that stays shut keeps the question whether it is closed off the way of every send. That is no flow
         # control.
         self.gate.hold(HoldKind.DISCONNECTED, now=now, source="close", detail=reason, quiet=True)
-        while (ticket := self.controller.dismiss()) is not None:
+        first, self._first = self._first, None
+        while (ticket := first or self.controller.dismiss()) is not None:
+            first = None
             assert isinstance(ticket, SendTicket)
             ticket.error = ProducerClosed(reason, ticket.payload)
             self.wake.append(ticket.waiter)
@@ -747,6 +790,8 @@ class ProducerProtocol:
 
     def next_timer(self, now: float) -> float | None:
         """When to call `on_timer`; ``None`` if time alone changes nothing."""
+        if self._first is not None:
+            return self.controller.limiter.ready_at(self._first.size, now)
         return self.controller.ready_at(now)
 
     def on_timer(self, now: float) -> None:
@@ -806,22 +851,38 @@ class ProducerProtocol:
     def _grant(self, now: float) -> None:
         """Admit from the line whom the gate and the window let in now."""
         controller = self.controller
+        if self._first is not None and not self._grant_first(self._first, now):
+            return
         while (ticket := controller.grant(now)) is not None:
             assert isinstance(ticket, SendTicket)
-            try:
-                ticket.receipt = self._admit(ticket.payload, ticket.exchange, ticket.routing_key, ticket.size, now)
-            except BaseException as error:
-                # Headers that are changed while they wait can raise anything. It is for who sent them to hear.
-                self._undo_admission()
-                ticket.error = error
-                if not isinstance(error, Exception):
-                    raise
-            finally:
-                self._waiting.pop(ticket, None)
-                self.wake.append(ticket.waiter)
+            self._let_in(ticket, now)
         if self._unflow_waiters or (not controller.waiting and any(map(self.gate.is_held_by, _LIMITS))):
             # Such a hold ends when there is room, not only when somebody next asks for it.
             controller.look(now)
+
+    def _grant_first(self, ticket: SendTicket, now: float) -> bool:
+        """Admit the send of a callback, if the broker's answers and time allow it."""
+        # What the limits say of others does not count: it is asked of them anew.
+        if any(hold.kind not in _LIMITS or hold.source not in ("", _ON_DELIVERY) for hold in self.gate.holds):
+            return False
+        if self.controller.limiter.try_add(ticket.size, now) is not None:
+            return False
+        self._first = None
+        self._let_in(ticket, now)
+        return True
+
+    def _let_in(self, ticket: SendTicket, now: float) -> None:
+        try:
+            ticket.receipt = self._admit(ticket.payload, ticket.exchange, ticket.routing_key, ticket.size, now)
+        except BaseException as error:
+            # Headers that are changed while they wait can raise anything. It is for who sent them to hear.
+            self._undo_admission()
+            ticket.error = error
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._waiting.pop(ticket, None)
+            self.wake.append(ticket.waiter)
 
     def _answered(self, tag: int, multiple: bool, outcome: Outcome, now: float) -> None:
         # A message that is half written cannot have arrived.
@@ -890,7 +951,7 @@ class ProducerProtocol:
         if self.settled is None and receipt._failed:
             if len(self.failures) >= self._sweep_at:
                 # Those that were looked at would pile up in a producer that never flushes.
-                self.failures = self._untold()
+                self.failures = self._unseen()
                 self._sweep_at = max(_SWEEP_FROM, 2 * len(self.failures))
             self.failures.append(receipt)
 
@@ -914,7 +975,10 @@ class ProducerProtocol:
     def _released(self, count: int, size: int, now: float) -> None:
         if count:
             self.controller.release(size, count)
-        if self.controller.waiting or not self.gate.is_open:
+        if self._untold and self.settled:
+            # Before anybody is let in for what has just been settled.
+            self._look_at_untold(len(self.settled), now)
+        if self.controller.waiting or not self.gate.is_open or self._first is not None:
             self._grant(now)
         if self._flushes:
             self._look_at_flushes()

@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -53,6 +54,8 @@ _DEFAULT: Any = _Default()
 # the time to wait is up.
 _GOOD_BYE = 3.0
 _BRIEF = 0.3
+# After how many receipts at the latest it is noted that `on_delivery` was told of them.
+_TELL_AT_ONCE = 100
 # Seconds without any answer of the broker, after which who must not wait for holds takes late ones for withheld.
 _LULL = 0.5
 # Seconds that the end of the process waits for a producer that was not closed.
@@ -96,7 +99,8 @@ class Producer:
     Args:
         url: URL of the broker, or several to try in turn.
         on_delivery: called with every receipt once it is settled, on the producer's callback thread. With it, `flush`
-            and `close` do not bring failures up again.
+            and `close` do not bring up again what it was told. If it is slower than the broker's confirms, the producer
+            is held by ``capacity``. It may `send`, which then waits neither for other senders nor for other callbacks.
         settings: settings that no keyword gives.
         line: the order in which waiting sends are served; first come, first served unless given (F4). A `WeightedLine`
             tells them apart by the `source` of `send`.
@@ -138,6 +142,9 @@ class Producer:
         self._exchange = self.settings.exchange
         self._routing_key = self.settings.routing_key
         self._on_delivery = on_delivery
+        # What it is to be told, and is not told all of yet, and how many of the first part it was told.
+        self._handed: deque[list[Receipt]] = deque()
+        self._told_of_first = 0
         # Who is told of flow events. Of an iterator that nobody has any more, nothing is left.
         self._listeners: list[tuple[Callable[[], None], Callable[[FlowEvent], object]]] = []
         self._queues: weakref.WeakSet[queue.SimpleQueue[FlowEvent | None]] = weakref.WeakSet()
@@ -227,11 +234,17 @@ class Producer:
         if receipt is not None:
             services.wake()
             return receipt  # type: ignore[return-value]  # as above
-        if self.settings.when_flowed is WhenFlowed.RAISE:
-            raise self._flowed(ProducerFlowed, payload, 0.0, "when_flowed='block' waits")
+        raises = self.settings.when_flowed is WhenFlowed.RAISE
         if timeout is _DEFAULT:
             timeout = self.settings.max_producer_flow_control_wait
-        return self._send_when_unflowed(payload, exchange, routing_key, timeout, source)
+        if raises or (timeout is not None and timeout < 0):
+            timeout = 0
+        try:
+            return self._send_when_unflowed(payload, exchange, routing_key, timeout, source)
+        except FlowControlTimeout as error:
+            if raises:
+                raise ProducerFlowed(error.holds, 0.0, error.message, "when_flowed='block' waits") from None
+            raise
 
     def send_nowait(
         self,
@@ -263,19 +276,21 @@ class Producer:
         except FlowControlTimeout as error:
             raise ProducerFlowed(error.holds, 0.0, error.message, "send() waits") from None
 
-    def _flowed(self, kind: type[ProducerFlowed], payload: Any, waited: float, advice: str) -> ProducerFlowed:
+    def _flowed(self, payload: Any) -> FlowControlTimeout:
         with self._lock:
             holds = self._protocol.holds
         self._after()
         if self.settings.rate is not None:
             self._link.arm_timer()
-        return kind(holds, waited, payload, advice)
+        return FlowControlTimeout(holds, 0.0, payload, "a longer timeout waits")
 
     def _send_when_unflowed(
         self, payload: bytes | Message, exchange: str, routing_key: str, timeout: float | None, source: str
     ) -> SyncReceipt:
-        if timeout is not None and timeout <= 0:
-            raise self._flowed(FlowControlTimeout, payload, 0.0, "a longer timeout waits")
+        # Others may wait for the end of a callback.
+        first = self._on_delivery is not None and self._dispatcher.is_current_thread
+        if timeout == 0 and not first:
+            raise self._flowed(payload)
         protocol = self._protocol
         waiter = _Waiter()
         ticket: SendTicket | None = None
@@ -283,7 +298,7 @@ class Producer:
             with self._lock:
                 now = _monotonic()
                 ticket = protocol.stand_in_line(
-                    payload, exchange, routing_key, now, timeout=timeout, waiter=waiter, source=source
+                    payload, exchange, routing_key, now, timeout=timeout, waiter=waiter, source=source, first=first
                 )
                 look_at = protocol.look_at(ticket, now)
             self._kick()
@@ -567,7 +582,7 @@ class Producer:
             # Ctrl-C above all.
             self._leave_word(error, self._end(_BRIEF))
             raise
-        return self._end(patience)
+        return self._end(patience, deadline if waits_for_holds else None)
 
     def _flush_unheld(self, deadline: float) -> None:
         """Wait until all is settled, but for no hold.
@@ -589,7 +604,13 @@ class Producer:
             if self._wait(protocol.when_flushed, min(deadline, now + _LULL)):
                 return
 
-    def _end(self, patience: float) -> list[Receipt]:
+    def _end(self, patience: float, deadline: float | None = None) -> list[Receipt]:
+        """End the connection and the callbacks, and return what nobody has been told of.
+
+        Args:
+            patience: seconds that each may take.
+            deadline: until when `on_delivery` may be told; ``None`` for `patience`.
+        """
         with self._lock:
             left = self._protocol.unsettled_receipts
         try:
@@ -602,10 +623,17 @@ class Producer:
                 self._queues.clear()
             for events in queues:
                 events.put(None)
+            if self._on_delivery is not None and deadline is not None:
+                patience = min(max(_BRIEF, deadline - _monotonic()), threading.TIMEOUT_MAX)
             self._dispatcher.stop(patience)
             self._all_ended.set()
-        # With on_delivery, what was left has been told to it, but nobody may have been listening any more.
-        return failures or [receipt for receipt in left if receipt._failed and not receipt._seen]
+        if self._on_delivery is None:
+            return failures
+        # What it was to be told of, and has not been in time. What was left it was told, but nobody may have
+        # been listening any more.
+        late = [receipt for receipts in tuple(self._handed) for receipt in receipts][self._told_of_first :]
+        untold = {id(receipt): receipt for receipt in (*late, *left) if receipt._failed and not receipt._seen}
+        return sorted(untold.values(), key=lambda receipt: receipt._number)
 
     def _leave_word(self, error: BaseException, failures: list[Receipt]) -> None:
         """Say what was not delivered without taking an exception's place."""
@@ -645,15 +673,15 @@ class Producer:
             return
         logs: list[LogEntry] = []
         with self._lock:
+            settled: list[Receipt] = []
+            if protocol.settled:
+                settled = protocol.take_settled(_monotonic())
             wake, protocol.wake = protocol.wake, []
             if protocol.logs:
                 logs, protocol.logs = protocol.logs, []
             events: list[FlowEvent] = []
             if protocol.events:
                 events, protocol.events = protocol.events, []
-            settled: list[Receipt] = []
-            if protocol.settled:
-                settled, protocol.settled = protocol.settled, []
             # In the order of the lock, so that two threads cannot swap what they tell.
             for event in events:
                 for events_queue in self._queues:
@@ -661,6 +689,7 @@ class Producer:
                 for _, listener in self._listeners:
                     self._dispatcher.call(listener, event)
             if settled:
+                self._handed.append(settled)
                 self._dispatcher.call(self._deliver, settled)
         for waiter in wake:
             waiter.set()
@@ -669,12 +698,29 @@ class Producer:
 
     def _deliver(self, receipts: list[Receipt]) -> None:
         assert self._on_delivery is not None
+        told = 0
         for receipt in receipts:
             try:
                 self._on_delivery(receipt)
             except BaseException:
                 # The application's mistake, or its sys.exit, must not cost it the receipts that follow.
                 logger.exception("on_delivery failed on %r", receipt)
+            self._told_of_first += 1
+            told += 1
+            if told == _TELL_AT_ONCE:
+                self._told(told)
+                told = 0
+        # In this order: what is told twice is not lost.
+        self._told_of_first = 0
+        self._handed.popleft()
+        self._told(told)
+
+    def _told(self, count: int) -> None:
+        with self._lock:
+            held = not self._protocol.gate.is_open
+            self._protocol.told(count, _monotonic())
+        if held:
+            self._kick()
 
     # Forks and the end of the process.
 

@@ -19,10 +19,21 @@ from qflow_client import (
     ProducerClosed,
     ProducerFlowed,
     Receipt,
+    UndeliveredMessages,
 )
 from qflow_client.broker import Broker
 
-from .tools import Flows, Growing, Stopwatch, bodies, start, wait_closed, wait_flow, wait_held
+from .tools import (
+    Flows,
+    Growing,
+    Stopwatch,
+    bodies,
+    eventually,
+    start,
+    wait_closed,
+    wait_held,
+    wait_in_line,
+)
 
 FLOWED, UNFLOWED = FlowEventKind.FLOWED, FlowEventKind.UNFLOWED
 RAISED, LIFTED = FlowEventKind.HOLD_RAISED, FlowEventKind.HOLD_LIFTED
@@ -82,8 +93,8 @@ def test_callbacks_run_on_one_thread_of_their_own(producer: Producer, broker: Br
     jobs = [start(pause_and_resume) for _ in range(2)]
     for job in jobs:
         job.result()
-    wait_flow(producer, lambda: one.kinds[-1:] == [UNFLOWED] and not producer.flow_state.flowed)
-    wait_flow(producer, lambda: two.events == one.events)
+    eventually(lambda: one.kinds[-1:] == [UNFLOWED] and not producer.flow_state.flowed)
+    eventually(lambda: two.events == one.events)
     assert one.threads == two.threads
     assert len(one.threads) == 1
     assert one.threads.isdisjoint({"MainThread", *(job.name for job in jobs)})
@@ -152,7 +163,8 @@ def test_a_callback_that_takes_its_time_holds_nobody_up(producer: Producer, brok
     go_on = threading.Event()
     producer.on_flow(lambda _event: go_on.wait(20))
     broker.flow(False)
-    wait_held(producer, "channel_flow")
+    # No event tells of it now.
+    eventually(lambda: producer.flow_state.flowed)
     broker.flow(True)
     assert producer.wait_unflowed(timeout=10)
     assert producer.send(b"").result(timeout=10) is Outcome.CONFIRMED
@@ -380,3 +392,125 @@ def test_on_delivery_may_send_on(make_producer: Callable[..., Producer], broker:
     producer.send(b"first")
     broker.wait_until(lambda b: b.queue("q").depth == 51)
     producer.flush(timeout=10)
+
+
+def test_on_delivery_may_send_on_while_others_send_faster_than_it_is_told(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    sent: list[Receipt] = []
+    told: list[Receipt] = []
+    go_on = threading.Event()
+
+    def on_delivery(receipt: Receipt) -> None:
+        go_on.wait(20)
+        told.append(receipt)
+        if len(sent) < 50:
+            sent.append(producer.send(b"from a callback", timeout=10))
+
+    producer = make_producer(on_delivery=on_delivery, capacity=4)
+    jobs = [start(lambda: [producer.send(b"", timeout=None) for _ in range(100)]) for _ in range(3)]
+    wait_held_by_callbacks(producer)
+    wait_in_line(producer, 3)
+    go_on.set()
+    for job in jobs:
+        job.result()
+    eventually(lambda: len(told) == 350)
+    assert broker.queue("q").depth == 350
+    assert not producer.flow_state.flowed
+
+
+def wait_held_by_callbacks(producer: Producer) -> None:
+    eventually(lambda: "on_delivery" in [hold.source for hold in producer.flow_state.holds])
+
+
+def test_what_on_delivery_is_not_told_of_yet_is_bounded(make_producer: Callable[..., Producer], broker: Broker) -> None:
+    go_on = threading.Event()
+    told: list[Receipt] = []
+
+    def on_delivery(receipt: Receipt) -> None:
+        go_on.wait(20)
+        told.append(receipt)
+
+    producer = make_producer(on_delivery=on_delivery, capacity=10)
+    job = start(lambda: [producer.send(b"", timeout=None) for _ in range(100)])
+    wait_held_by_callbacks(producer)
+    wait_in_line(producer, 1)
+    assert 10 < producer._protocol._untold + producer.unsettled <= 20
+    with pytest.raises(FlowControlTimeout, match="callbacks are slower than confirms"):
+        producer.send(b"", timeout=0)
+    go_on.set()
+    job.result()
+    producer.close()
+    assert len(told) == 100
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_send_of_on_delivery_that_must_not_wait_does_not(
+    make_producer: Callable[..., Producer], broker: Broker, raises: bool
+) -> None:
+    found = Growing()
+
+    def on_delivery(receipt: Receipt) -> None:
+        if not found:
+            found.append(producer.send_nowait(b"2"))
+            producer.pause()
+            try:
+                producer.send_nowait(b"no")
+            except ProducerFlowed as error:
+                found.append(type(error))
+            try:
+                producer.send(b"no", timeout=0)
+            except ProducerFlowed as error:
+                found.append(type(error))
+
+    producer = make_producer(on_delivery=on_delivery, when_flowed="raise" if raises else "block")
+    producer.send(b"1")
+    found.wait_for(lambda found: len(found) == 3, "both refusals")
+    assert list(found)[1:] == [ProducerFlowed, ProducerFlowed if raises else FlowControlTimeout]
+    producer.close()
+    assert bodies(broker) == [b"1", b"2"]
+
+
+def test_failures_that_on_delivery_is_not_told_of_in_time_come_up_in_close(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    go_on, begun = threading.Event(), threading.Event()
+    told = Growing()
+
+    def on_delivery(receipt: Receipt) -> None:
+        if told:
+            begun.set()
+            go_on.wait(20)
+        told.append(receipt)
+
+    producer = make_producer(on_delivery=on_delivery)
+    _first, *late = [producer.send(b"%d" % number, routing_key="nowhere") for number in range(5)]
+    assert begun.wait(20)
+    for receipt in late:
+        assert receipt.wait(20)
+    with Stopwatch() as watch, pytest.raises(UndeliveredMessages) as caught:
+        producer.close(timeout=0.3)
+    assert watch.seconds < 1.3
+    assert caught.value.receipts == tuple(late), "the first was told, and that is enough"
+    go_on.set()
+    told.wait_for(lambda told: len(told) == 5, "all the same")
+
+
+def test_close_waits_for_callbacks_that_take_their_time(make_producer: Callable[..., Producer]) -> None:
+    told = []
+    go_on = threading.Event()
+
+    def on_delivery(receipt: Receipt) -> None:
+        go_on.wait(20)
+        told.append(receipt)
+
+    producer = make_producer(on_delivery=on_delivery)
+    for _ in range(5):
+        producer.send(b"", routing_key="nowhere")
+    closing = start(producer.close, timeout=20)
+    # The connection has ended, so only the callbacks keep it.
+    eventually(lambda: not producer._link._thread.is_alive())
+    assert closing.is_alive()
+    go_on.set()
+    closing.result()
+    assert len(told) == 5

@@ -385,6 +385,109 @@ def test_a_notice_for_one_who_only_waits_for_others_has_no_hold() -> None:
     assert protocol.events[0].hold is None
 
 
+# Receipts that are told by callbacks.
+
+
+def behind(capacity: int = 4, **settings: Any) -> ProducerProtocol:
+    """A producer that is held because its callbacks are slower than the confirms."""
+    protocol = make(capacity=capacity, **settings)
+    protocol.settled = []
+    for turn in range(2):
+        for _ in range(capacity):
+            send(protocol)
+        drain(protocol)
+        protocol.on_ack(0, True, 0.0)
+        assert protocol.gate.is_open == (turn == 0), "more than a whole window is behind"
+        assert len(protocol.take_settled(0.0)) == capacity
+    return protocol
+
+
+def test_who_tells_receipts_more_slowly_than_the_broker_confirms_is_held_until_half_is_told() -> None:
+    protocol = behind()
+    assert list(map(str, protocol.gate.holds)) == ["capacity (on_delivery: callbacks are slower than confirms)"]
+    ticket = wait(protocol)
+    protocol.told(5, 1.0)
+    assert ticket.receipt is None
+    protocol.told(1, 2.0)
+    assert ticket.receipt is not None
+    assert protocol.gate.is_open
+
+
+def test_what_is_settled_by_the_end_holds_nothing() -> None:
+    protocol = make(capacity=4)
+    protocol.settled = []
+    protocol.close("the producer is closed", 1.0)
+    protocol._untold = 5
+    protocol.take_settled(1.0)
+    assert holds(protocol) == [HoldKind.DISCONNECTED]
+
+
+def test_the_send_of_a_callback_waits_neither_for_callbacks_nor_for_those_who_do() -> None:
+    protocol = behind()
+    other = wait(protocol, b"other", waiter="other")
+    for _ in range(4):
+        assert protocol.stand_in_line(b"x", "", "q", 1.0, waiter="callback", first=True).receipt is not None
+    assert protocol.wake == ["callback"] * 4
+    assert other.receipt is None
+    # Not beyond what may be unsettled (C6).
+    fifth = protocol.stand_in_line(b"x", "", "q", 1.0, waiter="fifth", first=True)
+    assert fifth.receipt is None
+    protocol.told(8, 2.0)
+    assert (fifth.receipt, other.receipt) == (None, None)
+    drain(protocol)
+    protocol.on_ack(9, False, 2.0)
+    assert (fifth.receipt is not None, other.receipt) == (True, None), "it was the first"
+    protocol.on_ack(10, False, 2.0)
+    assert other.receipt is not None
+
+
+@pytest.mark.parametrize(("kind", "source"), [("paused", ""), ("capacity", "operator"), ("channel_flow", "")])
+def test_the_send_of_a_callback_waits_for_every_other_hold(kind: str, source: str) -> None:
+    protocol = behind()
+    protocol.hold(kind, 1.0, source=source)
+    ticket = protocol.stand_in_line(b"x", "", "q", 1.0, first=True)
+    assert ticket.receipt is None
+    protocol.lift(kind, 2.0, source=source)
+    assert ticket.receipt is not None
+
+
+def test_f2_the_send_of_a_callback_waits_for_its_time() -> None:
+    protocol = make(rate=1.0)
+    send(protocol)
+    assert protocol.send(b"x", "", "q", 0.25) is None
+    ticket = protocol.stand_in_line(b"x", "", "q", 0.25, first=True)
+    assert ticket.receipt is None
+    assert protocol.next_timer(0.25) == 1.0
+    protocol.on_timer(1.0)
+    assert ticket.receipt is not None
+
+
+def test_the_send_of_a_callback_in_an_open_producer_whose_window_is_full_is_let_in_by_an_answer() -> None:
+    protocol = make(capacity=1)
+    send(protocol)
+    ticket = protocol.stand_in_line(b"x", "", "q", 0.0, first=True)
+    assert protocol.gate.is_open
+    drain(protocol)
+    protocol.on_ack(1, False, 0.0)
+    assert ticket.receipt is not None
+
+
+def test_the_send_of_a_callback_can_give_up_time_out_and_be_sent_away() -> None:
+    protocol = make(capacity=1)
+    send(protocol)
+    ticket = protocol.stand_in_line(b"x", "", "q", 0.0, first=True)
+    assert protocol.give_up(ticket, 0.0)
+    assert ticket.decided
+    late = protocol.stand_in_line(b"x", "", "q", 0.0, timeout=1.0, first=True)
+    with pytest.raises(FlowControlTimeout):
+        protocol.look_at(late, 1.0)
+    last = protocol.stand_in_line(b"x", "", "q", 2.0, waiter="first", first=True)
+    wait(protocol, waiter="line")
+    protocol.close("closed by hand", 3.0)
+    assert isinstance(last.error, ProducerClosed)
+    assert protocol.wake == ["first", "line"]
+
+
 # What cannot be encoded.
 
 
