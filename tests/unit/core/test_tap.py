@@ -112,7 +112,7 @@ def start(properties: dict[str, Any]) -> bytes:
     return encode(Connection.Start(server_properties=properties, mechanisms="PLAIN", locales="en_US"), 0)
 
 
-def started(data: bytes) -> Connection.Start:
+def started(data: bytes) -> pamqp.commands.Connection.Start:
     """The `Connection.Start` that the library sees, which must be nothing else."""
     used, number, method = pamqp.frame.unmarshal(data)
     assert (used, number) == (len(data), 0)
