@@ -31,6 +31,7 @@ __all__ = [
     "CHANNEL_FLOW",
     "CHANNEL_FLOW_OK",
     "CONNECTION_BLOCKED",
+    "CONNECTION_START",
     "CONNECTION_UNBLOCKED",
     "FRAME_END",
     "FRAME_MIN_SIZE",
@@ -63,6 +64,7 @@ FRAME_OVERHEAD = 8
 FRAME_MIN_SIZE = 4096
 
 # Class and method ids, as the first four bytes of a method frame's payload.
+CONNECTION_START = bytes((0, 10, 0, 10))
 CONNECTION_BLOCKED = bytes((0, 10, 0, 60))
 CONNECTION_UNBLOCKED = bytes((0, 10, 0, 61))
 CHANNEL_FLOW = bytes((0, 20, 0, 20))

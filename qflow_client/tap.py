@@ -2,7 +2,8 @@
 
 pika or aio-pika keeps the connection: connecting, TLS, authentication, heartbeats, topology, consuming. The tap stands
 between it and the socket. Inwards it takes out the frames that belong to publishing channels (confirms, returns, flow),
-copies what both sides must know (close, blocked), and passes everything else on unchanged. Outwards it merges the
+copies what both sides must know (close, blocked), and passes everything else on unchanged; only a broker that confirms
+publishes, and does not say so in the words that libraries know, is put into those words. Outwards it merges the
 channels' bytes with the library's at frame borders. It knows frames, and nothing of producers.
 """
 
@@ -12,12 +13,14 @@ from struct import Struct
 from struct import error as struct_error
 from typing import Protocol
 
+from qflow_client.fields import decode_table, encode_table
 from qflow_client.frames import (
     ACK,
     BODY_FRAME,
     CHANNEL_CLOSE,
     CHANNEL_FLOW,
     CONNECTION_BLOCKED,
+    CONNECTION_START,
     CONNECTION_UNBLOCKED,
     HEADER_FRAME,
     HEARTBEAT,
@@ -46,6 +49,31 @@ _ENDS_MULTIPLE = b"\1\xce"
 # No frame may be larger before the peers have agreed on a size. The standard says 4,096 bytes; this is what they agree
 # on as a rule.
 _FIRST_FRAME_MAX = 1 << 17
+
+
+# What Apache Qpid Broker-J can do of that which libraries look for in a table that it does not send. It takes and sends
+# Basic.Nack. It sends no Connection.Blocked and no Basic.Cancel, and binds no exchange to an exchange.
+_QPID_CONFIRMS = "qpid.confirmed_publish_supported"
+_QPID_CAPABILITIES = encode_table({"capabilities": {"publisher_confirms": True, "basic.nack": True}}, "capabilities")[
+    4:
+]
+
+
+def _announce_confirms(start: bytes) -> bytes:
+    """A ``Connection.Start`` with the capabilities of a broker that lists none and says in its own way what it can do.
+
+    Returns:
+        It unchanged, if there is nothing to add, or the library is to say what is wrong with it.
+    """
+    try:
+        # After the ids and the version.
+        properties, stop = decode_table(start, 6)
+    except (struct_error, IndexError, ValueError):
+        return start
+    if "capabilities" in properties or properties.get(_QPID_CONFIRMS) != "true":
+        return start
+    size = stop - 10 + len(_QPID_CAPABILITIES)
+    return start[:6] + size.to_bytes(4, "big") + start[10:stop] + _QPID_CAPABILITIES + start[stop:]
 
 
 def _ack_head(number: int) -> bytes:
@@ -281,8 +309,13 @@ class Tap:
                         if taken:
                             self._take_content(number, kind, start, stop)
                     elif number == 0:
-                        taken = False
-                        self._copy_connection(splitter.data[start:stop], now)
+                        payload = splitter.data[start:stop]
+                        # It is the first thing that a broker says: a run would have to come before it.
+                        taken = run < 0 and payload.startswith(CONNECTION_START)
+                        if taken:
+                            passed.append(frame(METHOD_FRAME, 0, _announce_confirms(payload)))
+                        else:
+                            self._copy_connection(payload, now)
                     else:
                         # A method ends content that was broken off.
                         self._returns.pop(number, None)

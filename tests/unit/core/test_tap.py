@@ -108,6 +108,63 @@ RETURN_METHOD = Basic.Return(312, "NO_ROUTE", "an exchange", "a key")
 # Inwards.
 
 
+def start(properties: dict[str, Any]) -> bytes:
+    return encode(Connection.Start(server_properties=properties, mechanisms="PLAIN", locales="en_US"), 0)
+
+
+def started(data: bytes) -> pamqp.commands.Connection.Start:
+    """The `Connection.Start` that the library sees, which must be nothing else."""
+    used, number, method = pamqp.frame.unmarshal(data)
+    assert (used, number) == (len(data), 0)
+    assert isinstance(method, Connection.Start)
+    return method
+
+
+# As Apache Qpid Broker-J 9.2 and 10.1 say it, in text.
+CONFIRMS = {"product": "qpid", "qpid.confirmed_publish_supported": "true", "qpid.close_when_no_route": "true"}
+
+
+def test_a_broker_that_confirms_in_its_own_words_is_given_the_capabilities_that_it_has() -> None:
+    seen = started(Tap().received(start(CONFIRMS), 0.0))
+    assert seen.server_properties == CONFIRMS | {"capabilities": {"publisher_confirms": True, "basic.nack": True}}
+    assert (seen.version_major, seen.version_minor, seen.mechanisms, seen.locales) == (0, 9, "PLAIN", "en_US")
+
+
+def test_capabilities_are_added_however_the_stream_is_cut_and_what_follows_comes_behind_them() -> None:
+    whole = start(CONFIRMS) + HEARTBEAT
+    expected = Tap().received(whole, 0.0)
+    assert expected.endswith(HEARTBEAT)
+    for at in range(len(whole)):
+        tap = Tap()
+        assert tap.received(whole[:at], 0.0) + tap.received(whole[at:], 0.0) == expected
+
+
+@pytest.mark.parametrize(
+    "properties",
+    [
+        CONFIRMS | {"capabilities": {"publisher_confirms": False}},
+        CONFIRMS | {"capabilities": {}},
+        CONFIRMS | {"qpid.confirmed_publish_supported": "false"},
+        {"product": "qpid"},
+        {},
+    ],
+    ids=str,
+)
+def test_a_broker_that_lists_capabilities_or_does_not_confirm_is_taken_at_its_word(properties: dict[str, Any]) -> None:
+    assert Tap().received(start(properties), 0.0) == start(properties)
+
+
+@pytest.mark.parametrize("length", [4, 6, 9, 30, 60])
+def test_what_is_wrong_with_a_connection_start_is_the_library_s_to_say(length: int) -> None:
+    data = frame(METHOD_FRAME, 0, start(CONFIRMS)[7 : 7 + length])
+    assert Tap().received(data, 0.0) == data
+
+
+def test_a_connection_start_that_comes_late_stays_where_it_is() -> None:
+    data = HEARTBEAT + start(CONFIRMS)
+    assert Tap().received(data, 0.0) == data
+
+
 @st.composite
 def frames(draw: st.DrawFn) -> tuple[bytes, bytes, list[tuple[Any, ...]]]:
     """One thing a broker can send: its bytes, those that the library must see, and what channel 1 must be told."""

@@ -1,0 +1,438 @@
+"""Private Apache Qpid Broker-J brokers, which send ``Channel.Flow`` to producers that overfill a queue.
+
+A broker is run from the jars of one release, which Maven fetches once into a cache folder. It has ports, a folder, a
+configuration and a password of its own, keeps everything in memory, and listens on the loopback interface only.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import tempfile
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, unquote, urlsplit
+
+from qflow_client.testing.rabbitmq import _free_port, _wait_until
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
+__all__ = ["VERSIONS", "BrokerJ", "BrokerJError", "BrokerJNode", "BrokerJNotInstalled"]
+
+logger = logging.getLogger(__name__)
+
+#: The latest release of each line.
+VERSIONS = ("9.2.1", "10.1.0")
+
+_HOST = "127.0.0.1"
+_USER = "guest"
+_VIRTUAL_HOST = "default"
+_READY = "BRK-1004"
+_FETCH_TIMEOUT = 300.0
+_REST_TIMEOUT = 20.0
+
+_PLUGINS = (
+    "amqp-0-8-protocol",
+    "logging-logback",
+    "management-http",
+    "memory-store",
+)
+# qpid-broker brings the main class and, left alone, every plugin there is.
+_POM = """\
+<project xmlns="http://maven.apache.org/POM/4.0.0">
+  <modelVersion>4.0.0</modelVersion>
+  <groupId>qflow-client</groupId>
+  <artifactId>broker-j</artifactId>
+  <version>{version}</version>
+  <packaging>pom</packaging>
+  <dependencies>
+    <dependency>
+      <groupId>org.apache.qpid</groupId>
+      <artifactId>qpid-broker</artifactId>
+      <version>{version}</version>
+      <exclusions>
+        <exclusion><groupId>org.apache.qpid</groupId><artifactId>*</artifactId></exclusion>
+      </exclusions>
+    </dependency>
+{dependencies}
+  </dependencies>
+</project>
+"""
+_DEPENDENCY = """\
+    <dependency>
+      <groupId>org.apache.qpid</groupId>
+      <artifactId>{artifact}</artifactId>
+      <version>{version}</version>
+    </dependency>"""
+
+
+class BrokerJError(RuntimeError):
+    """A broker did not do what it was told."""
+
+
+class BrokerJNotInstalled(BrokerJError):
+    """This machine has no Broker-J, and cannot get one."""
+
+
+class BrokerJ:
+    """A running Broker-J, whoever started it, and its REST API.
+
+    Args:
+        url: AMQP URL of a virtual host, with the user and password that its REST API takes too.
+        management_url: HTTP URL of its management.
+        virtual_host_node: the node that the virtual host is on. None: the one of the same name.
+    """
+
+    def __init__(self, url: str, management_url: str, *, virtual_host_node: str | None = None) -> None:
+        parts = urlsplit(url)
+        self._url = url
+        self._port = parts.port or 5672
+        self._api = management_url.rstrip("/") + "/api/latest/"
+        virtual_host = parts.path.removeprefix("/")
+        self._parent = f"{quote(virtual_host_node or unquote(virtual_host), safe='')}/{virtual_host}"
+        credentials = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}"
+        self._authorization = "Basic " + base64.b64encode(credentials.encode()).decode("ascii")
+
+    @property
+    def url(self) -> str:
+        """AMQP URL of its virtual host."""
+        return self._url
+
+    @property
+    def port(self) -> int:
+        """Port on which it speaks AMQP."""
+        return self._port
+
+    def queue(self, name: str) -> dict[str, Any]:
+        """What it says of a queue: attributes, and ``statistics`` such as ``queueDepthBytes``.
+
+        Raises:
+            BrokerJError: there is none, or the broker does not answer.
+        """
+        answer = self._request("GET", self._queue_path(name))
+        # A list of one, where releases differ.
+        queue: dict[str, Any] = answer[0] if isinstance(answer, list) else answer
+        return queue
+
+    def make_queue(self, name: str, **attributes: object) -> None:
+        """Make a queue.
+
+        Args:
+            name: of the queue; not with a slash, which the broker's HTTP server refuses in a path.
+            attributes: by Broker-J's names, such as ``overflowPolicy="PRODUCER_FLOW_CONTROL"``.
+
+        Raises:
+            BrokerJError: it refuses, or does not answer.
+        """
+        self._request("PUT", self._queue_path(name), {"name": name, **attributes})
+
+    def change_queue(self, name: str, **attributes: object) -> None:
+        """Change attributes of a queue; otherwise as `make_queue`."""
+        self._request("POST", self._queue_path(name), attributes)
+
+    def _queue_path(self, name: str) -> str:
+        return f"queue/{self._parent}/{quote(name, safe='')}"
+
+    def _request(self, method: str, path: str, body: object = None) -> Any:
+        request = urllib.request.Request(
+            self._api + path,
+            None if body is None else json.dumps(body).encode(),
+            {"Authorization": self._authorization, "Content-Type": "application/json"},
+            method=method,
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=_REST_TIMEOUT) as response:
+                text = response.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                words = error.read().decode("utf-8", "replace")
+            raise BrokerJError(f"Broker-J answered {method} {path} with {error.code}: {words:.500}") from None
+        except OSError as error:
+            raise BrokerJError(f"Broker-J did not answer {method} {path}: {error}") from error
+        return json.loads(text) if text else None
+
+
+class BrokerJNode(BrokerJ):
+    """A private Broker-J, with one virtual host, ``default``, in memory.
+
+    As a context manager it starts on entry and is closed on exit::
+
+        with BrokerJNode() as node:
+            connection = pika.BlockingConnection(pika.URLParameters(node.url))
+
+    Args:
+        version: the release. The first time, Maven fetches its jars into the folder that the environment variable
+            ``QFLOW_BROKERJ_CACHE`` names, else into the user's cache.
+        flow_enforcement_timeout: seconds after which it closes a channel that goes on publishing when it was told to
+            stop. None: the broker's default, 5.
+        start_timeout: seconds that `start` waits for the broker to be ready.
+
+    Raises:
+        BrokerJNotInstalled: Java is missing, or the jars, and Maven cannot fetch them.
+    """
+
+    def __init__(
+        self,
+        version: str = VERSIONS[-1],
+        *,
+        flow_enforcement_timeout: float | None = None,
+        start_timeout: float = 90.0,
+    ) -> None:
+        self._java = _find_java()
+        self._jars = _fetch(version)
+        self._start_timeout = start_timeout
+        taken: set[int] = set()
+        port = _free_port(taken)
+        taken.add(port)
+        self._http_port = _free_port(taken)
+        self._password = secrets.token_hex(16)
+        super().__init__(
+            f"amqp://{_USER}:{self._password}@{_HOST}:{port}/{_VIRTUAL_HOST}", f"http://{_HOST}:{self._http_port}"
+        )
+        #: The release that runs.
+        self.version = version
+        self._context: dict[str, str] = {}
+        if flow_enforcement_timeout is not None:
+            self._context["channel.flowControlEnforcementTimeout"] = str(round(flow_enforcement_timeout * 1000))
+        self._temporary = tempfile.TemporaryDirectory(prefix="qflow-brokerj-", ignore_cleanup_errors=True)
+        self._directory = Path(self._temporary.name)
+        self._log_file = self._directory / "qpid.log"
+        # Set while the broker runs, and after it has died by itself until stop() or kill().
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the broker; None while it does not run."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    @property
+    def running(self) -> bool:
+        """Whether the broker's process is alive."""
+        return self.pid is not None
+
+    @property
+    def log(self) -> str:
+        """What it has logged since it was started, as that a queue is overfull (``QUE-1003``) or not (``QUE-1004``)."""
+        return self._log_file.read_text(encoding="utf-8", errors="replace") if self._log_file.exists() else ""
+
+    def start(self) -> None:
+        """Start the broker and return when it is ready. Does nothing if it runs already.
+
+        Raises:
+            BrokerJError: it ends or is not ready within `start_timeout`; its last lines are in the message.
+        """
+        if self.running:
+            return
+        self.kill()
+        self._log_file.unlink(missing_ok=True)
+        configuration = self._directory / "configuration.json"
+        configuration.touch(mode=0o600)
+        configuration.write_text(json.dumps(self._configuration()), encoding="utf-8")
+        try:
+            with (self._directory / "console.log").open("wb") as console:
+                # A session of its own, so that Ctrl-C in the terminal ends the tests and not the broker under them.
+                self._process = subprocess.Popen(
+                    [
+                        self._java,
+                        "-Xmx256m",
+                        "-XX:TieredStopAtLevel=1",
+                        f"-DQPID_HOME={self._directory}",
+                        f"-DQPID_WORK={self._directory}",
+                        "-cp",
+                        f"{self._jars}/*",
+                        "org.apache.qpid.server.Main",
+                        "--store-type",
+                        "Memory",
+                        "--initial-config-path",
+                        str(configuration),
+                    ],
+                    cwd=self._directory,
+                    # Settings meant for another broker must not reach this one.
+                    env={name: value for name, value in os.environ.items() if not name.startswith("QPID_")},
+                    stdin=subprocess.DEVNULL,
+                    stdout=console,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            self._await_ready(self._process)
+        except BaseException:
+            self.kill()
+            raise
+
+    def stop(self, timeout: float = 30.0) -> None:
+        """Stop the broker in order. What it held is gone. Does nothing if it does not run.
+
+        Args:
+            timeout: seconds it may take; after that it is killed, and a warning logged.
+        """
+        process = self._process
+        if process is not None and process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                logger.warning("Broker-J on port %d did not stop within %g s: killing it", self.port, timeout)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the broker at once, as a crash would (SIGKILL). Does nothing if it does not run."""
+        if self._process is not None:
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+    def close(self) -> None:
+        """Stop the broker for good, and remove its folder."""
+        self.stop()
+        self._temporary.cleanup()
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = f"pid {self.pid}" if self.running else "not running"
+        return f"<BrokerJNode {self.version} port {self.port}, {state}>"
+
+    def _configuration(self) -> dict[str, Any]:
+        port = {"bindingAddress": _HOST, "authenticationProvider": "plain"}
+        rules = [
+            {"name": name, "type": "NameAndLevel", "loggerName": logs, "level": level}
+            for name, logs, level in (("root", "ROOT", "WARN"), ("operational", "qpid.message.*", "INFO"))
+        ]
+        return {
+            "name": "qflow",
+            "modelVersion": "9.1",
+            "context": self._context,
+            "authenticationproviders": [
+                {
+                    "name": "plain",
+                    "type": "Plain",
+                    # PLAIN without TLS: nobody else hears what is said on the loopback interface.
+                    "secureOnlyMechanisms": [],
+                    "users": [{"name": _USER, "type": "managed", "password": self._password}],
+                }
+            ],
+            "brokerloggers": [
+                {
+                    "name": "file",
+                    "type": "File",
+                    "fileName": str(self._log_file),
+                    "brokerloginclusionrules": rules,
+                }
+            ],
+            "ports": [
+                {
+                    **port,
+                    "name": "AMQP",
+                    "port": str(self.port),
+                    "protocols": ["AMQP_0_9_1"],
+                    "virtualhostaliases": [{"name": "nameAlias", "type": "nameAlias"}],
+                },
+                {**port, "name": "HTTP", "port": str(self._http_port), "protocols": ["HTTP"]},
+            ],
+            "virtualhostnodes": [
+                {"name": _VIRTUAL_HOST, "type": "Memory", "virtualHostInitialConfiguration": '{"type": "Memory"}'}
+            ],
+            "plugins": [{"name": "management", "type": "MANAGEMENT-HTTP", "httpBasicAuthenticationEnabled": True}],
+        }
+
+    def _await_ready(self, process: subprocess.Popen[bytes]) -> None:
+        ready = _wait_until(lambda: process.poll() is not None or _READY in self._said(), self._start_timeout)
+        if process.poll() is not None:
+            raise BrokerJError(
+                f"Broker-J {self.version} on port {self.port} ended with exit code {process.returncode} as it "
+                f"started:\n{self._last_words()}"
+            )
+        if not ready:
+            raise BrokerJError(
+                f"Broker-J {self.version} on port {self.port} was not ready within {self._start_timeout:g} s "
+                f"(start_timeout):\n{self._last_words()}"
+            )
+
+    def _said(self) -> str:
+        return self.log + (self._directory / "console.log").read_text(encoding="utf-8", errors="replace")
+
+    def _last_words(self) -> str:
+        return "\n".join(f"  {line}" for line in self._said().splitlines()[-30:])
+
+
+def _find_java() -> str:
+    home = os.environ.get("JAVA_HOME")
+    found = shutil.which("java", path=os.pathsep.join(filter(None, (home and f"{home}/bin", os.environ.get("PATH")))))
+    if found is None:
+        raise BrokerJNotInstalled(
+            "java was not found: install Java 17 or later (Debian and Ubuntu: apt-get install default-jre-headless; "
+            "macOS: brew install openjdk), put it on the PATH or set JAVA_HOME"
+        )
+    return found
+
+
+def _cache() -> Path:
+    own = os.environ.get("QFLOW_BROKERJ_CACHE")
+    if own:
+        return Path(own).absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qflow-client" / "broker-j"
+
+
+def _fetch(version: str) -> Path:
+    """Return the folder with the jars of a release, fetched if it is not there yet."""
+    folder = _cache() / version
+    if folder.is_dir():
+        return folder
+    maven = shutil.which("mvn")
+    if maven is None:
+        raise BrokerJNotInstalled(
+            f"mvn was not found, to fetch Apache Qpid Broker-J {version}: install Maven "
+            f"(Debian and Ubuntu: apt-get install maven; macOS: brew install maven) or put it on the PATH"
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="fetching-", dir=folder.parent) as temporary:
+        pom, jars = Path(temporary, "pom.xml"), Path(temporary, "jars")
+        artifacts = [f"qpid-broker-plugins-{name}" for name in _PLUGINS]
+        dependencies = "\n".join(
+            _DEPENDENCY.format(artifact=artifact, version=version) for artifact in ("qpid-broker-core", *artifacts)
+        )
+        pom.write_text(_POM.format(version=version, dependencies=dependencies), encoding="utf-8")
+        command = [maven, "-B", "-q", "-f", str(pom), "dependency:copy-dependencies"]
+        try:
+            done = subprocess.run(
+                [*command, "-DincludeScope=runtime", f"-DoutputDirectory={jars}"],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=_FETCH_TIMEOUT,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise BrokerJNotInstalled(
+                f"Maven did not fetch Apache Qpid Broker-J {version} within {_FETCH_TIMEOUT:g} s"
+            ) from None
+        if done.returncode != 0:
+            words = "\n  ".join((done.stdout + done.stderr).strip().splitlines()[:10])
+            raise BrokerJNotInstalled(f"Maven could not fetch Apache Qpid Broker-J {version}:\n  {words}")
+        # Whole or not at all. Somebody else may have been faster.
+        with contextlib.suppress(OSError):
+            jars.rename(folder)
+    return folder

@@ -1,0 +1,106 @@
+"""Private Broker-J brokers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pika
+import pytest
+
+from qflow_client.testing.brokerj import VERSIONS, BrokerJ, BrokerJError, BrokerJNode, BrokerJNotInstalled
+
+
+def tool(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and a PATH that has Java and nothing else."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("QFLOW_BROKERJ_CACHE", str(folder))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    tool(tmp_path / "java", "echo this is no broker; exit 3")
+    return folder
+
+
+@pytest.mark.brokerj
+def test_a_queue_is_made_changed_and_asked_about(brokerj: BrokerJ) -> None:
+    brokerj.make_queue("a queue: its name", maximumQueueDepthMessages=5)
+    assert brokerj.queue("a queue: its name")["maximumQueueDepthMessages"] == 5
+    brokerj.change_queue("a queue: its name", maximumQueueDepthMessages=6)
+    assert brokerj.queue("a queue: its name")["maximumQueueDepthMessages"] == 6
+
+
+@pytest.mark.brokerj
+def test_what_the_broker_refuses_is_an_error(brokerj: BrokerJ) -> None:
+    with pytest.raises(BrokerJError, match=r"answered PUT .*refused with 422"):
+        brokerj.make_queue("refused", overflowPolicy="NO_SUCH_POLICY")
+    with pytest.raises(BrokerJError, match=r"answered GET .* with 404"):
+        brokerj.queue("missing")
+
+
+@pytest.mark.brokerj
+def test_a_broker_is_there_from_start_to_stop_and_again_and_leaves_nothing(own_brokerj: BrokerJNode) -> None:
+    node = own_brokerj
+    directory = node._directory
+    pid = node.pid
+    node.start()
+    assert node.pid == pid, "it was started a second time"
+    node.stop()
+    assert not node.running
+    node.start()
+    pika.BlockingConnection(pika.URLParameters(node.url)).close()
+    node.kill()
+    assert node.pid is None
+    assert repr(node) == f"<BrokerJNode {VERSIONS[-1]} port {node.port}, not running>"
+    node.close()
+    assert not directory.exists()
+
+
+def test_without_java_it_says_what_to_install(cache: Path) -> None:
+    (cache.parent / "java").unlink()
+    with pytest.raises(BrokerJNotInstalled, match="apt-get install default-jre-headless"):
+        BrokerJNode()
+
+
+def test_without_maven_it_says_what_to_install(cache: Path) -> None:
+    with pytest.raises(BrokerJNotInstalled, match="apt-get install maven"):
+        BrokerJNode("1.2.3")
+
+
+def test_what_maven_says_when_it_fails_is_told_and_nothing_is_kept(cache: Path) -> None:
+    tool(cache.parent / "mvn", "echo no such release; exit 1")
+    with pytest.raises(BrokerJNotInstalled, match=r"1\.2\.3:\n  no such release"):
+        BrokerJNode("1.2.3")
+    assert list(cache.iterdir()) == []
+
+
+def test_jars_are_fetched_once_and_kept_whole(cache: Path) -> None:
+    mkdir = shutil.which("mkdir", path=os.defpath)
+    tool(cache.parent / "mvn", f'for each; do case $each in *outputDirectory=*) {mkdir} "${{each#*=}}";; esac; done')
+    BrokerJNode("1.2.3").close()
+    assert [each.name for each in cache.iterdir()] == ["1.2.3"]
+    (cache.parent / "mvn").unlink()
+    BrokerJNode("1.2.3").close()
+
+
+def test_a_broker_that_ends_as_it_starts_is_an_error_with_its_last_words(cache: Path) -> None:
+    (cache / "1.2.3").mkdir(parents=True)
+    node = BrokerJNode("1.2.3")
+    with pytest.raises(BrokerJError, match="exit code 3 as it started:\n  this is no broker"), node:
+        pytest.fail("it started")
+
+
+def test_a_broker_that_is_never_ready_is_given_up_and_ended(cache: Path) -> None:
+    (cache / "1.2.3").mkdir(parents=True)
+    tool(cache.parent / "java", f"exec {shutil.which('sleep', path=os.defpath)} 60")
+    node = BrokerJNode("1.2.3", start_timeout=0.2)
+    with pytest.raises(BrokerJError, match=r"not ready within 0\.2 s"):
+        node.start()
+    assert not node.running
+    node.close()

@@ -1,0 +1,401 @@
+"""The threaded producer against a real Apache Qpid Broker-J, which sends `Channel.Flow` to producers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from uuid import uuid4
+
+import pika
+import pika.exceptions
+import pytest
+from pika.adapters.blocking_connection import BlockingChannel
+
+from qflow_client import (
+    FlowControlTimeout,
+    FlowEvent,
+    FlowEventKind,
+    HoldKind,
+    MessageNacked,
+    Outcome,
+    Producer,
+)
+from qflow_client.frames import CHANNEL_CLOSE, CHANNEL_FLOW, CHANNEL_FLOW_OK, HEARTBEAT_FRAME, PUBLISH
+from qflow_client.testing.brokerj import BrokerJ, BrokerJNode
+from tests.interop.relay import Relay
+
+pytestmark = pytest.mark.brokerj
+
+PATIENCE = 30.0
+# What the broker counts of a message of 1,000 bytes with a header of ours.
+MESSAGE = 1_100
+FLOW = HoldKind.CHANNEL_FLOW
+RAISED = FlowEventKind.FLOWED, FlowEventKind.HOLD_RAISED
+LIFTED = FlowEventKind.UNFLOWED, FlowEventKind.HOLD_LIFTED
+
+
+@pytest.fixture
+def channel(brokerj: BrokerJ) -> Iterator[BlockingChannel]:
+    connection = pika.BlockingConnection(pika.URLParameters(brokerj.url))
+    yield connection.channel()
+    if connection.is_open:
+        connection.close()
+
+
+@pytest.fixture
+def queue(channel: BlockingChannel) -> Iterator[Callable[..., str]]:
+    """Declares queues with the arguments that are given, and deletes them in the end."""
+    names: list[str] = []
+
+    def declare(**arguments: object) -> str:
+        names.append(f"qflow-{uuid4().hex}")
+        channel.queue_declare(names[-1], arguments={key.replace("_", "-"): each for key, each in arguments.items()})
+        return names[-1]
+
+    yield declare
+    for name in names:
+        channel.queue_delete(name)
+
+
+class Flows:
+    """What a producer tells of the hold `channel_flow`: False when it is raised, True when it is lifted."""
+
+    def __init__(self, producer: Producer) -> None:
+        self.seen: list[bool] = []
+        self._changed = threading.Condition()
+        producer.on_flow(self._take)
+
+    def _take(self, event: FlowEvent) -> None:
+        if event.hold is not None and event.hold.kind is FLOW and event.kind in (*RAISED, *LIFTED):
+            with self._changed:
+                self.seen.append(event.kind in LIFTED)
+                self._changed.notify_all()
+
+    def wait_for(self, count: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.seen) >= count, PATIENCE), self.seen
+
+
+def body(number: int) -> bytes:
+    return b"%06d" % number + bytes(994)
+
+
+def held(producer: Producer) -> bool:
+    return FLOW in (hold.kind for hold in producer.flow_state.holds)
+
+
+def fill(producer: Producer, *, limit: int = 1_000, timeout: float = 0.5) -> int:
+    """Send until the broker flows the producer, and return how many messages that took."""
+    number = 0
+    for number in range(limit):
+        try:
+            producer.send(body(number), timeout=timeout)
+        except FlowControlTimeout:
+            break
+    assert held(producer)
+    return number
+
+
+def depth_of(brokerj: BrokerJ, queue: str) -> int:
+    return int(brokerj.queue(queue)["statistics"]["queueDepthMessages"])
+
+
+def take(channel: BlockingChannel, queue: str, count: int, *, pause: float = 0.0) -> list[bytes]:
+    """The bodies of the next so many messages, each acked after a pause, and a check that there are no more."""
+    bodies: list[bytes] = []
+    channel.basic_qos(prefetch_count=5)
+    for method, _properties, content in channel.consume(queue, inactivity_timeout=PATIENCE):
+        assert method is not None, f"{len(bodies)} of {count} messages came"
+        assert content is not None
+        assert method.delivery_tag is not None
+        bodies.append(content)
+        time.sleep(pause)
+        channel.basic_ack(method.delivery_tag)
+        if len(bodies) == count:
+            break
+    channel.cancel()
+    assert channel.queue_declare(queue, passive=True).method.message_count == 0
+    return bodies
+
+
+def test_every_message_is_confirmed_and_arrives_in_order(
+    brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str]
+) -> None:
+    name = queue()
+    with Producer(brokerj.url, routing_key=name) as producer:
+        receipts = [producer.send(body(number)) for number in range(2_000)]
+        producer.flush(timeout=PATIENCE)
+        assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
+    assert take(channel, name, 2_000) == [body(number) for number in range(2_000)]
+
+
+def test_J7_a_slow_consumer_flows_the_producer_and_every_message_arrives(
+    brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str]
+) -> None:
+    capacity, window, count = 100_000, 20, 1_000
+    name = queue(x_qpid_capacity=capacity, x_qpid_flow_resume_capacity=capacity // 2)
+    with Relay(brokerj.url, brokerj.port) as relay:
+        with Producer(relay.url, routing_key=name, capacity=window) as producer:
+            flows = Flows(producer)
+
+            def publish() -> None:
+                for number in range(count):
+                    producer.send(body(number))
+
+            publisher = threading.Thread(target=publish)
+            publisher.start()
+            assert take(channel, name, count, pause=0.002) == [body(number) for number in range(count)]
+            publisher.join(PATIENCE)
+            assert not publisher.is_alive()
+            producer.flush(timeout=PATIENCE)
+            said = [bool(each[4]) for each in relay.methods("in", CHANNEL_FLOW)]
+            flows.wait_for(len(said))
+            # The hold of the events is the frame of the wire, one to one.
+            assert flows.seen == said
+            assert said == [number % 2 == 1 for number in range(len(said))]
+            assert said.count(True) >= 3, "it was hardly ever flowed: what is to be shown did not happen"
+            assert [bool(each[4]) for each in relay.methods("out", CHANNEL_FLOW_OK)] == said
+        stopped = False
+        for way, _kind, _channel, payload in relay.frames:
+            if (way, payload[:4]) == ("out", CHANNEL_FLOW_OK):
+                stopped = not payload[4]
+            elif (way, payload[:4]) == ("in", CHANNEL_FLOW) and payload[4]:
+                stopped = False
+            assert not (stopped and payload[:4] == PUBLISH), "published after Flow-Ok"
+        assert not relay.methods("in", CHANNEL_CLOSE)
+    # The broker looks at the socket, takes all there is, acks it, and then says Flow: one window that it took, and one
+    # that its acks let go.
+    peak = int(brokerj.queue(name)["statistics"]["queueDepthBytesHighWatermark"])
+    assert capacity < peak <= capacity + 2 * window * MESSAGE
+    if isinstance(brokerj, BrokerJNode):
+        # It counts crossings of the queue's marks. One that is crossed back before the connection's turn is not said.
+        words = [line for line in brokerj.log.splitlines() if f"qu({name})" in line]
+        assert sum("QUE-1003" in line for line in words) >= said.count(False)
+        assert sum("QUE-1004" in line for line in words) >= said.count(True)
+
+
+def test_A4_a_send_that_is_flowed_past_its_deadline_is_in_no_queue(
+    brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str]
+) -> None:
+    name = queue(x_qpid_capacity=20_000, x_qpid_flow_resume_capacity=10_000)
+    with Producer(brokerj.url, routing_key=name, capacity=10) as producer:
+        count = fill(producer)
+        began = time.monotonic()
+        with pytest.raises(FlowControlTimeout) as caught:
+            producer.send(b"never sent", timeout=0.5)
+        assert 0.5 <= time.monotonic() - began < 5.0
+        assert caught.value.holds[0].kind is FLOW
+        assert depth_of(brokerj, name) <= count
+        # What was admitted as the stop came leaves when it is lifted.
+        assert take(channel, name, count) == [body(number) for number in range(count)]
+        assert producer.wait_unflowed(PATIENCE)
+        producer.send(b"sent later").result(PATIENCE)
+    assert take(channel, name, 1) == [b"sent later"]
+
+
+def test_where_ours_waits_plain_pika_goes_on_publishing_and_loses_its_channel(
+    brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str]
+) -> None:
+    name = queue(x_qpid_capacity=20_000, x_qpid_flow_resume_capacity=10_000)
+    with (
+        Producer(brokerj.url, routing_key=name, capacity=10) as producer,
+        Relay(brokerj.url, brokerj.port) as relay,
+    ):
+        count = fill(producer)
+        connection = pika.BlockingConnection(pika.URLParameters(relay.url))
+        theirs = connection.channel()
+        published: list[int] = []
+
+        def publish() -> None:
+            end = time.monotonic() + PATIENCE
+            while time.monotonic() < end:
+                theirs.basic_publish("", name, body(len(published)))
+                published.append(len(published))
+                connection.process_data_events(time_limit=0.02)
+
+        with pytest.raises((pika.exceptions.ChannelClosedByBroker, pika.exceptions.ChannelWrongStateError)):
+            publish()
+        (close,) = relay.methods("in", CHANNEL_CLOSE)
+        assert int.from_bytes(close[4:6], "big") == 311
+        assert [each[4] for each in relay.methods("in", CHANNEL_FLOW)] == [0]
+        assert not relay.methods("out", CHANNEL_FLOW_OK)
+        connection.close()
+        # Ours has been flowed for longer, and has its channel still.
+        assert held(producer)
+        # The queue was full when pika began: its first message stopped it, and it published on.
+        assert depth_of(brokerj, name) > count + 1
+        channel.queue_purge(name)
+        assert producer.wait_unflowed(PATIENCE)
+        producer.send(b"still there").result(PATIENCE)
+
+
+def test_J4_a_producer_that_two_queues_hold_is_unflowed_when_neither_does(
+    brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str]
+) -> None:
+    arguments = {"x_qpid_capacity": 20_000, "x_qpid_flow_resume_capacity": 10_000}
+    exchange = "amq.fanout"
+    names = queue(**arguments), queue(**arguments)
+    for name in names:
+        channel.queue_bind(name, exchange)
+    with Producer(brokerj.url, exchange=exchange, capacity=10) as producer:
+        flows = Flows(producer)
+        fill(producer)
+        channel.queue_purge(names[0])
+        # A connection of its own, and its reply comes after what the purge let loose; the producer hears nothing.
+        with pytest.raises(FlowControlTimeout):
+            producer.send(b"held by the other", timeout=0.5)
+        assert flows.seen == [False]
+        channel.queue_purge(names[1])
+        assert producer.wait_unflowed(PATIENCE)
+        flows.wait_for(2)
+        assert flows.seen == [False, True]
+
+
+def overflow_argument(brokerj: BrokerJ, channel: BlockingChannel, name: str) -> None:
+    channel.queue_declare(name, arguments={"qpid.policy_type": "producer_flow_control", "qpid.max_count": 10})
+
+
+def overflow_over_rest(brokerj: BrokerJ, channel: BlockingChannel, name: str) -> None:
+    brokerj.make_queue(name, overflowPolicy="PRODUCER_FLOW_CONTROL", maximumQueueDepthMessages=10)
+
+
+@pytest.mark.parametrize("make", [overflow_argument, overflow_over_rest])
+def test_the_overflow_policy_producer_flow_control_flows_the_producer(
+    brokerj: BrokerJ, channel: BlockingChannel, make: Callable[[BrokerJ, BlockingChannel, str], None]
+) -> None:
+    name = f"qflow-{uuid4().hex}"
+    make(brokerj, channel, name)
+    assert brokerj.queue(name)["overflowPolicy"] == "PRODUCER_FLOW_CONTROL"
+    with Producer(brokerj.url, routing_key=name, capacity=5) as producer:
+        flows = Flows(producer)
+        assert 10 < fill(producer) <= 10 + 2 * 5
+        # Lifted by hand, without a message taken.
+        brokerj.change_queue(name, maximumQueueDepthMessages=1_000)
+        assert producer.wait_unflowed(PATIENCE)
+        producer.send(b"through").result(PATIENCE)
+        flows.wait_for(2)
+        assert flows.seen == [False, True]
+    channel.queue_delete(name)
+
+
+def test_a_mandatory_message_that_no_queue_takes_fails(brokerj: BrokerJ, queue: Callable[..., str]) -> None:
+    name = queue()
+    with Producer(brokerj.url) as producer:
+        lost = producer.send(b"nobody's", routing_key=f"{name}-not")
+        kept = producer.send(b"somebody's", routing_key=name)
+        kept.result(PATIENCE)
+        # It nacks at once, and returns when it has taken all that came.
+        with pytest.raises(MessageNacked):
+            lost.result(PATIENCE)
+
+
+def test_a_full_queue_that_rejects_nacks_what_is_mandatory_and_confirms_the_rest_that_it_drops(
+    brokerj: BrokerJ, channel: BlockingChannel
+) -> None:
+    name = f"qflow-{uuid4().hex}"
+    brokerj.make_queue(name, overflowPolicy="REJECT", maximumQueueDepthMessages=2)
+    with Producer(brokerj.url, routing_key=name) as producer:
+        receipts = [producer.send(body(number)) for number in range(3)]
+        with pytest.raises(MessageNacked):
+            receipts[2].result(PATIENCE)
+        assert [receipt.result(PATIENCE) for receipt in receipts[:2]] == [Outcome.CONFIRMED] * 2
+    with Producer(brokerj.url, routing_key=name, mandatory=False) as producer:
+        assert producer.send(b"dropped").result(PATIENCE) is Outcome.CONFIRMED
+    assert take(channel, name, 2) == [body(0), body(1)]
+    channel.queue_delete(name)
+
+
+def test_a_full_queue_that_is_a_ring_confirms_all_and_keeps_the_last(
+    brokerj: BrokerJ, channel: BlockingChannel
+) -> None:
+    name = f"qflow-{uuid4().hex}"
+    brokerj.make_queue(name, overflowPolicy="RING", maximumQueueDepthMessages=2)
+    with Producer(brokerj.url, routing_key=name) as producer:
+        for number in range(5):
+            producer.send(body(number)).result(PATIENCE)
+    assert take(channel, name, 2) == [body(3), body(4)]
+    channel.queue_delete(name)
+
+
+def test_heartbeats_are_kept_up_while_the_producer_is_flowed(
+    brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str]
+) -> None:
+    name = queue(x_qpid_capacity=20_000, x_qpid_flow_resume_capacity=10_000)
+    with (
+        Relay(brokerj.url, brokerj.port) as relay,
+        Producer(f"{relay.url}?heartbeat=1", routing_key=name, capacity=10) as producer,
+    ):
+        fill(producer)
+        # Longer than either side waits before it takes the other for dead.
+        for way in ("in", "out"):
+            relay.wait_for(way, HEARTBEAT_FRAME, relay.count(way, HEARTBEAT_FRAME) + 4)
+        assert held(producer)
+        channel.queue_purge(name)
+        assert producer.wait_unflowed(PATIENCE)
+        producer.send(b"still there").result(PATIENCE)
+
+
+# What is otherwise than in our broker (docs/decisions.md).
+
+
+def test_J1_a_capacity_without_a_resume_capacity_holds_nobody(brokerj: BrokerJ, queue: Callable[..., str]) -> None:
+    name = queue(x_qpid_capacity=1_000)
+    assert brokerj.queue(name)["overflowPolicy"] == "NONE"
+    with Producer(brokerj.url, routing_key=name, capacity=1) as producer:
+        for number in range(20):
+            producer.send(body(number)).result(PATIENCE)
+        assert FLOW not in producer.flow_state.seconds_flowed
+
+
+def test_J1_a_capacity_of_0_lets_no_message_lie(
+    brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str]
+) -> None:
+    name = queue(x_qpid_capacity=0, x_qpid_flow_resume_capacity=0)
+    with Producer(brokerj.url, routing_key=name, capacity=1) as producer:
+        flows = Flows(producer)
+        producer.send(body(0))
+        flows.wait_for(1)
+        channel.queue_purge(name)
+        flows.wait_for(2)
+        assert flows.seen == [False, True]
+
+
+def test_J2_a_resume_capacity_above_the_capacity_costs_the_connection(brokerj: BrokerJ) -> None:
+    connection: Any = pika.BlockingConnection(pika.URLParameters(brokerj.url))
+    with pytest.raises(pika.exceptions.AMQPConnectionError):
+        connection.channel().queue_declare(
+            f"qflow-{uuid4().hex}", arguments={"x-qpid-capacity": 1_000, "x-qpid-flow-resume-capacity": 2_000}
+        )
+
+
+def test_J6_a_consumer_that_takes_from_an_overfull_queue_is_flowed_too(
+    brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str]
+) -> None:
+    name = queue(x_qpid_capacity=10_000, x_qpid_flow_resume_capacity=5_000)
+    for number in range(40):
+        channel.basic_publish("", name, body(number))
+    with Relay(brokerj.url, brokerj.port) as relay:
+        connection = pika.BlockingConnection(pika.URLParameters(relay.url))
+        assert take_one(connection.channel(), name) == body(0)
+        relay.wait_for_method("in", CHANNEL_FLOW)
+        # Its acks are taken all the same.
+        assert take_one(connection.channel(), name) == body(1)
+        connection.close()
+
+
+def take_one(channel: BlockingChannel, queue: str) -> bytes:
+    method, _properties, content = channel.basic_get(queue)
+    assert method is not None
+    assert content is not None
+    assert method.delivery_tag is not None
+    channel.basic_ack(method.delivery_tag)
+    return content
+
+
+def test_the_depth_counts_the_header_of_a_message_too(brokerj: BrokerJ, queue: Callable[..., str]) -> None:
+    name = queue()
+    with Producer(brokerj.url, routing_key=name) as producer:
+        producer.send(body(0)).result(PATIENCE)
+    assert 1_000 < int(brokerj.queue(name)["statistics"]["queueDepthBytes"]) < MESSAGE
