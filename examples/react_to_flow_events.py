@@ -12,12 +12,14 @@ with Broker() as broker:
     broker.declare_queue("orders")
     with Producer(broker.url, routing_key="orders", name="till 7") as producer:
         events: list[FlowEvent] = []
-        unflowed = threading.Event()
+        flowed, unflowed = threading.Event(), threading.Event()
 
         def on_flow(event: FlowEvent) -> None:
             """Called in order, on a thread of the producer's; it may call any method of the producer."""
             print(event)
             events.append(event)
+            if event.kind is FlowEventKind.FLOWED:
+                flowed.set()
             if event.kind is FlowEventKind.UNFLOWED:
                 unflowed.set()
 
@@ -25,12 +27,10 @@ with Broker() as broker:
         unsubscribe = producer.on_flow(on_flow)
 
         broker.flow(False)
-        broker.wait_until(lambda b: b.producers()[0].flowed)
-        # This one waits on another thread until the broker lets it go.
-        sender = threading.Thread(target=producer.send, args=(b"second",), kwargs={"timeout": None})
-        sender.start()
-        broker.flow(True)
-        sender.join(timeout=10)
+        assert flowed.wait(timeout=10)
+        # This one waits until the broker lets it go.
+        threading.Timer(0.3, broker.flow, args=(True,)).start()
+        producer.send(b"second", timeout=10)
         assert unflowed.wait(timeout=10)
         unsubscribe()
 

@@ -183,7 +183,7 @@ class ProducerProtocol:
             self.byte_window = SizeLimiter(settings.capacity_bytes, kind=HoldKind.CAPACITY)
             parts.append(self.byte_window)
         if settings.rate is not None:
-            parts.append(RateLimiter(settings.rate, burst=settings.rate_burst, kind=HoldKind.RATE))
+            parts.append(RateLimiter(settings.rate, burst=settings.burst, kind=HoldKind.RATE))
         self.controller = FlowController(
             parts[0] if len(parts) == 1 else CompositeLimiter(parts), line=line, name=settings.name
         )

@@ -25,6 +25,9 @@ __all__ = ["ProducerSettings", "WhenFlowed", "check_argument", "check_setting", 
 _PASSWORD = re.compile(r"(://[^/?#@:]*:)[^/?#]*@")
 _PASSWORD_OF_SORTS = re.compile(r"(://[^/@:]*:)(?:(?!://).)*@", re.DOTALL)
 
+# Seconds of lateness that a sender which keeps to a rate makes good.
+_CATCHES_UP = 0.05
+
 _URL = "amqp://guest:guest@localhost:5672/%2F"
 
 
@@ -112,7 +115,8 @@ class ProducerSettings:
             its message id, so ``None`` means: if `message_ids` is on. `is_mandatory` is what is in force.
         message_ids: give every message that has none a message id.
         rate: the most messages per second, on average; ``None`` for no limit (F2 F6).
-        rate_burst: how many messages may pass at once after a rest.
+        rate_burst: how many messages may pass at once after a rest; ``None`` for what the rate gives in 50 ms, so that
+            a sender which wakes late catches up.
         max_unwritten_bytes: the most bytes that may be admitted and not yet written; beyond it the producer is held by
             ``transport``.
         flow_control_wait_notify_period: seconds between two notices that sends still wait.
@@ -152,7 +156,9 @@ class ProducerSettings:
     rate: float | None = _setting(
         None, _seconds, "None or messages per second, more than 0", lambda v: v is None or (_is_number(v) and v > 0)
     )
-    rate_burst: int = _setting(1, int, "a whole number of messages, at least 1", lambda v: _is_int(v) and v >= 1)
+    rate_burst: int | None = _setting(
+        None, int, "a whole number of messages, at least 1", lambda v: v is None or (_is_int(v) and v >= 1)
+    )
     max_unwritten_bytes: int = _setting(
         1 << 20, int, "a whole number of bytes, at least 1", lambda v: _is_int(v) and v >= 1
     )
@@ -192,6 +198,11 @@ class ProducerSettings:
     def is_mandatory(self) -> bool:
         """Whether the broker is to return what no queue takes."""
         return self.message_ids if self.mandatory is None else self.mandatory
+
+    @property
+    def burst(self) -> int:
+        """How many messages may pass at once after a rest, with a `rate`."""
+        return self.rate_burst or max(1, int((self.rate or 0) * _CATCHES_UP))
 
     @property
     def urls(self) -> tuple[str, ...]:

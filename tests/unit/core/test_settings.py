@@ -45,6 +45,11 @@ def test_every_setting_is_in_the_table_above() -> None:
     assert {each[0] for each in TEXTS} | {"url"} == {each.name for each in fields(ProducerSettings) if each.metadata}
 
 
+def test_f2_a_burst_that_is_not_given_is_what_the_rate_gives_in_50_ms() -> None:
+    assert [ProducerSettings(rate=rate).burst for rate in (None, 0.1, 20, 3000)] == [1, 1, 1, 150]
+    assert ProducerSettings(rate=3000, rate_burst=1).burst == 1
+
+
 def test_the_defaults() -> None:
     settings = load()
     assert settings == ProducerSettings()
