@@ -26,16 +26,23 @@ from qflow_client.flow import FlowManager
 from qflow_client.manager import flow_manager
 from qflow_client.message import DeliveryMode, Message
 from qflow_client.receipt import Outcome, Receipt
-from qflow_client.settings import ProducerSettings, WhenFlowed
+from qflow_client.settings import OnDisconnect, OnRefused, ProducerSettings, WhenFlowed
 
 if TYPE_CHECKING:
-    from qflow_client.sync import Producer, SyncReceipt
+    from qflow_client.aio import AsyncProducer, AsyncReceipt, connect_async
+    from qflow_client.dedup import DeduplicationError, Deduplicator, may_be_second_copy
+    from qflow_client.outbox import Outbox, OutboxError, OutboxFull, OutboxInUse, StoredMessage
+    from qflow_client.sync import Producer, SyncReceipt, connect
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "AsyncProducer",
+    "AsyncReceipt",
     "ConfirmTimeout",
     "ConnectionFailed",
+    "DeduplicationError",
+    "Deduplicator",
     "DeliveryError",
     "DeliveryMode",
     "FlowControlTimeout",
@@ -49,6 +56,12 @@ __all__ = [
     "MessageNacked",
     "MessageRejected",
     "MessageReturned",
+    "OnDisconnect",
+    "OnRefused",
+    "Outbox",
+    "OutboxError",
+    "OutboxFull",
+    "OutboxInUse",
     "Outcome",
     "OutcomeUnknown",
     "Producer",
@@ -58,18 +71,37 @@ __all__ = [
     "QflowError",
     "Receipt",
     "SettingsError",
+    "StoredMessage",
     "SyncReceipt",
     "UndeliveredMessages",
     "WhenFlowed",
+    "connect",
+    "connect_async",
     "flow_manager",
+    "may_be_second_copy",
 ]
 
-# A skin brings its library with it, so it is imported when it is used.
-_SKINS = {"Producer": "qflow_client.sync", "SyncReceipt": "qflow_client.sync"}
+# A skin brings its library with it, so it is imported when it is used; and so is what only some need.
+_LATER = {
+    "AsyncProducer": "qflow_client.aio",
+    "AsyncReceipt": "qflow_client.aio",
+    "DeduplicationError": "qflow_client.dedup",
+    "Deduplicator": "qflow_client.dedup",
+    "Outbox": "qflow_client.outbox",
+    "OutboxError": "qflow_client.outbox",
+    "OutboxFull": "qflow_client.outbox",
+    "OutboxInUse": "qflow_client.outbox",
+    "Producer": "qflow_client.sync",
+    "StoredMessage": "qflow_client.outbox",
+    "SyncReceipt": "qflow_client.sync",
+    "connect": "qflow_client.sync",
+    "connect_async": "qflow_client.aio",
+    "may_be_second_copy": "qflow_client.dedup",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _SKINS:
-        value = globals()[name] = getattr(import_module(_SKINS[name]), name)
+    if name in _LATER:
+        value = globals()[name] = getattr(import_module(_LATER[name]), name)
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

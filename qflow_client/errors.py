@@ -51,7 +51,10 @@ class ProducerClosed(QflowError):
 
     Attributes:
         message: what was to be sent; ``None`` where no message was involved.
+        receipts: of what the same `send_many` had admitted before.
     """
+
+    receipts: Sequence[Receipt] = ()
 
     def __init__(self, text: str, message: Any = None) -> None:
         super().__init__(text)
@@ -66,7 +69,10 @@ class ProducerFlowed(QflowError):
             1970.
         waited: seconds that the call was blocked.
         message: what was to be sent, as it was given.
+        receipts: of what the same `send_many` had admitted before.
     """
+
+    receipts: Sequence[Receipt] = ()
 
     def __init__(self, holds: Sequence[Hold], waited: float, message: Any, advice: str = "") -> None:
         self.holds = tuple(holds)

@@ -25,6 +25,8 @@ class HoldKind(StrEnum):
     CAPACITY = "capacity"
     #: The socket takes no more bytes.
     TRANSPORT = "transport"
+    #: The broker has refused messages for want of room.
+    REFUSED = "refused"
     #: There is no connection, or the producer is closed; `FlowState.closed` tells which.
     DISCONNECTED = "disconnected"
     #: The producer's own rate limit.
@@ -94,8 +96,8 @@ class FlowState:
         since: when it became flowed, in seconds since 1970; ``None`` while it is not.
         times_flowed: how often it became flowed.
         seconds_flowed: seconds held so far, by hold kind, the present holds included.
-        closed: why it takes no more messages and never will, be it `close` or a lost connection; it then stays flowed,
-            by ``disconnected``. ``None`` while it is not closed.
+        closed: why it takes no more messages and never will, be it `close`, which is no flow control, or a lost
+            connection, by which it then stays flowed (``disconnected``). ``None`` while it is not closed.
     """
 
     holds: tuple[Hold, ...]

@@ -30,8 +30,14 @@ __all__ = [
     "CHANNEL_CLOSE_OK",
     "CHANNEL_FLOW",
     "CHANNEL_FLOW_OK",
+    "CHANNEL_OPEN",
+    "CHANNEL_OPEN_OK",
+    "CONFIRM_SELECT",
+    "CONFIRM_SELECT_OK",
     "CONNECTION_BLOCKED",
+    "CONNECTION_CLOSE",
     "CONNECTION_START",
+    "CONNECTION_TUNE_OK",
     "CONNECTION_UNBLOCKED",
     "FRAME_END",
     "FRAME_MIN_SIZE",
@@ -47,6 +53,7 @@ __all__ = [
     "FrameSplitter",
     "PublishEncoder",
     "Route",
+    "content_header",
     "decode_message",
     "flow_ok",
     "frame",
@@ -65,8 +72,12 @@ FRAME_MIN_SIZE = 4096
 
 # Class and method ids, as the first four bytes of a method frame's payload.
 CONNECTION_START = bytes((0, 10, 0, 10))
+CONNECTION_TUNE_OK = bytes((0, 10, 0, 31))
+CONNECTION_CLOSE = bytes((0, 10, 0, 50))
 CONNECTION_BLOCKED = bytes((0, 10, 0, 60))
 CONNECTION_UNBLOCKED = bytes((0, 10, 0, 61))
+CHANNEL_OPEN = bytes((0, 20, 0, 10))
+CHANNEL_OPEN_OK = bytes((0, 20, 0, 11))
 CHANNEL_FLOW = bytes((0, 20, 0, 20))
 CHANNEL_FLOW_OK = bytes((0, 20, 0, 21))
 CHANNEL_CLOSE = bytes((0, 20, 0, 40))
@@ -75,6 +86,8 @@ PUBLISH = bytes((0, 60, 0, 40))
 RETURN = bytes((0, 60, 0, 50))
 ACK = bytes((0, 60, 0, 80))
 NACK = bytes((0, 60, 0, 120))
+CONFIRM_SELECT = bytes((0, 85, 0, 10))
+CONFIRM_SELECT_OK = bytes((0, 85, 0, 11))
 
 _FRAME_HEAD = Struct(">BHI")
 # Class, weight, body size and property flags; and before them the head of the frame.
@@ -323,9 +336,10 @@ class PublishEncoder:
         return b"".join((route.method, head, self._plain_middle, _LAST_DIGITS[number & 255], tail, body, b"\xce"))
 
     def _next_hundreds(self, hundreds: int) -> None:
-        self._hundreds = hundreds
         self._id_start = b"%b%010x" % (self._id_head, hundreds)
         self._plain_middle = (_DELIVERY_MODE | _MESSAGE_ID).to_bytes(2, "big") + b"\2" + self._id_start
+        # Last, or Ctrl-C in between leaves the ids of other messages in its place.
+        self._hundreds = hundreds
 
     def _next_size(self, length: int) -> tuple[bytes, bytes]:
         header = _HEADER_HEAD.size + 1 + len(self._id_head) + 12
@@ -373,6 +387,20 @@ class PublishEncoder:
         frames = [frame(BODY_FRAME, self.channel, body[at : at + size]) for at in range(0, length, size)]
         frames[0] = b"".join((route.method, head, values, b"\xce", frames[0]))
         return frames
+
+
+def content_header(message: Message, message_id: bytes = b"") -> bytes:
+    """The payload of a message's content header frame, as `decode_message` takes it.
+
+    Args:
+        message: the message.
+        message_id: an id as a short string, for a message that has none; empty to leave it without.
+
+    Raises:
+        TypeError, ValueError: headers that AMQP cannot carry.
+    """
+    flags, values = properties(message, message_id)
+    return _HEADER_HEAD.pack(_BASIC, 0, len(message.body), flags) + values
 
 
 def decode_message(header: bytes, body: bytes) -> Message:

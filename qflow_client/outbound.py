@@ -22,13 +22,15 @@ class _Control(bytes):
 class Outbound:
     """A queue of whole frames, and an offset into the first of them."""
 
-    __slots__ = ("_offset", "_pieces", "_special", "begun", "finished", "size", "stopped")
+    __slots__ = ("_offered", "_offset", "_pieces", "_special", "begun", "finished", "size", "stopped")
 
     def __init__(self) -> None:
         # Each piece is one or more whole frames; plain ``bytes`` begin a message.
         self._pieces: deque[bytes] = deque()
         # Bytes of the first piece that are written.
         self._offset = 0
+        # How many pieces of which size together `data` has returned since the last `advance`, if not all.
+        self._offered = 0, 0
         # Pieces that are not plain.
         self._special = 0
         # Bytes that are not written.
@@ -48,6 +50,11 @@ class Outbound:
     def unfinished(self) -> bytes:
         """The rest of the piece that has begun; empty at a frame border."""
         return self._pieces[0][self._offset :] if self._offset else b""
+
+    def stop(self) -> bool:
+        """Have no message begin any more; whether none has begun and not ended."""
+        self.stopped = True
+        return self.begun == self.finished and not self._offset
 
     def put(self, frames: bytes) -> None:
         """Append a whole message."""
@@ -105,6 +112,7 @@ class Outbound:
                 if size >= limit:
                     break
             joined = b"".join(taken)
+            self._offered = len(taken), size
         return joined[self._offset :] if self._offset else joined
 
     def _data_while_stopped(self) -> bytes:
@@ -118,6 +126,8 @@ class Outbound:
     def advance(self, count: int) -> None:
         """Take note that so many bytes of `data` are written."""
         pieces = self._pieces
+        offered, size = self._offered
+        self._offered = 0, 0
         if count == self.size and not self._special and not self._offset:
             self.begun += len(pieces)
             self.finished += len(pieces)
@@ -125,6 +135,13 @@ class Outbound:
             pieces.clear()
             return
         self.size -= count
+        if offered and count == size and not self._special and not self._offset:
+            # As many whole messages, one by one only to be rid of them.
+            self.begun += offered
+            self.finished += offered
+            for _ in range(offered):
+                pieces.popleft()
+            return
         while count:
             piece = pieces[0]
             if not self._offset and type(piece) is bytes:

@@ -15,12 +15,14 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
-from qflow_client.errors import FlowControlTimeout, ProducerClosed
+from qflow_client.errors import FlowControlTimeout, ProducerClosed, SettingsError
 from qflow_client.events import FlowEvent, FlowEventKind, FlowState, HoldKind
 from qflow_client.flow import (
+    AdaptiveWindow,
     CompositeLimiter,
     FlowController,
     Hold,
@@ -31,18 +33,19 @@ from qflow_client.flow import (
     Ticket,
     WindowLimiter,
 )
-from qflow_client.frames import FRAME_OVERHEAD, FrameError, PublishEncoder, Route, decode_message, flow_ok, properties
+from qflow_client.frames import FrameError, PublishEncoder, Route, decode_message, flow_ok, properties
 from qflow_client.message import Message
 from qflow_client.outbound import Outbound
 from qflow_client.receipt import Outcome, Receipt
-from qflow_client.settings import ProducerSettings, check_argument, check_setting
+from qflow_client.resending import Resending, is_want_of_room, narrowed
+from qflow_client.settings import OnDisconnect, ProducerSettings, check_argument, check_setting
 
-__all__ = ["REPUBLISHED", "LogEntry", "ProducerProtocol", "SendTicket", "write_log"]
+__all__ = ["REPUBLISHED", "LogEntry", "MessageObserver", "ProducerProtocol", "SendTicket"]
 
 #: The header of a message that is sent once more because nobody knows whether it has arrived.
 REPUBLISHED = "x-qflow-republished"
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("qflow_client")
 
 # A level, a text and its arguments.
 LogEntry = tuple[int, str, tuple[object, ...]]
@@ -52,6 +55,8 @@ _LOG_LEVELS: dict[str, int] = {
     HoldKind.CHANNEL_FLOW: logging.INFO,
     HoldKind.PAUSED: logging.INFO,
     HoldKind.CONNECTION_BLOCKED: logging.WARNING,
+    HoldKind.DISCONNECTED: logging.WARNING,
+    HoldKind.REFUSED: logging.WARNING,
 }
 
 # The holds under which messages that are already admitted do not leave either.
@@ -63,23 +68,29 @@ _LIMITS = (HoldKind.CAPACITY, HoldKind.RATE)
 # The source of the hold for receipts that are told more slowly than the broker confirms.
 _ON_DELIVERY = "on_delivery"
 
-# Class and method id, as Channel.Close names it.
+# Class and method id, as Channel.Close names them, and where it names none.
 _BASIC_PUBLISH = (60, 40)
+_NO_METHOD = (0, 0)
 
 # Below this length the list of failures is not worth sweeping.
 _SWEEP_FROM = 64
 
 
-def write_log(entries: list[LogEntry]) -> None:
-    """Log what a protocol had to say, under no lock: a handler may block, or send by the same producer."""
-    for level, text, arguments in entries:
-        logger.log(level, text, *arguments)
-
-
 class SendTicket(Ticket):
     """A message that waits to be admitted."""
 
-    __slots__ = ("deadline", "error", "exchange", "notice_at", "payload", "receipt", "routing_key", "since", "waiter")
+    __slots__ = (
+        "deadline",
+        "error",
+        "exchange",
+        "notice_at",
+        "number",
+        "payload",
+        "receipt",
+        "routing_key",
+        "since",
+        "waiter",
+    )
 
     def __init__(
         self, payload: bytes | Message, exchange: str, routing_key: str, size: int, since: float, source: str = ""
@@ -92,6 +103,8 @@ class SendTicket(Ticket):
         self.since = since
         self.deadline = math.inf
         self.notice_at = math.inf
+        # The number under which it is to be admitted; 0 before.
+        self.number = 0
         # Set when it is admitted, or when it never will be.
         self.receipt: Receipt | None = None
         self.error: BaseException | None = None
@@ -104,6 +117,38 @@ class SendTicket(Ticket):
         return self.receipt is not None or self.error is not None or self.cancelled
 
 
+class MessageObserver(Protocol):
+    """Is told of every message, to measure or trace it."""
+
+    #: When the message of each number began: when it was admitted, or began to wait for that; in seconds.
+    began: dict[int, float]
+
+    def settled(self, receipts: Sequence[Receipt], now: float) -> None:
+        """Called with receipts that are settled, in the order of admission; at least one.
+
+        Args:
+            receipts: the receipts.
+            now: seconds.
+        """
+
+    def tell(self, *, now: float) -> None:
+        """For the skin to call after anything that may have settled receipts, without a lock.
+
+        Args:
+            now: seconds.
+        """
+
+
+class Pauses(Protocol):
+    """How long to wait before the next try."""
+
+    def begin(self, now: float) -> None:
+        """Begin with the shortest pause."""
+
+    def pause(self, now: float) -> float | None:
+        """The next pause in seconds."""
+
+
 class ProducerProtocol:
     """The state of one producer.
 
@@ -114,6 +159,8 @@ class ProducerProtocol:
         now: seconds.
         wall_offset: what to add to `now` for seconds since 1970.
         line: the order in which waiting messages are served; first come, first served unless given.
+        retries: the pauses before messages leave again that the broker has refused for want of room; ``None`` to settle
+            them.
 
     Raises:
         TypeError: `line` is no line.
@@ -121,12 +168,11 @@ class ProducerProtocol:
 
     # CPython (3.11) is quick at no more than 30 attributes that have no slots.
     __slots__ = (
+        "_adaptive",
         "_ahead",
         "_by_id",
         "_confirms",
-        "_copies",
         "_encoder",
-        "_first",
         "_flushes",
         "_id_prefix",
         "_last_exchange",
@@ -135,11 +181,14 @@ class ProducerProtocol:
         "_mandatory",
         "_max_plain",
         "_max_unwritten",
+        "_most",
         "_next_number",
         "_notice_at",
         "_oldest",
         "_receipt_type",
+        "_resending",
         "_resent",
+        "_retries",
         "_sweep_at",
         "_unflow_waiters",
         "_unsettled",
@@ -155,7 +204,9 @@ class ProducerProtocol:
         "failures",
         "gate",
         "logs",
+        "observer",
         "outbound",
+        "refusals",
         "settings",
         "settled",
         "wake",
@@ -171,11 +222,20 @@ class ProducerProtocol:
         now: float,
         wall_offset: float = 0.0,
         line: Line | None = None,
+        retries: Pauses | None = None,
     ) -> None:
-        is_line = line is None or all(callable(getattr(line, name, None)) for name in ("push", "head", "pop"))
+        is_line = line is None or all(callable(getattr(line, name, None)) for name in ("push", "head", "pop", "clear"))
         check_argument("line", line, is_line and not isinstance(line, type), "None or have the methods of a Line")
         self.settings = settings
-        self.window = WindowLimiter(settings.capacity, kind=HoldKind.CAPACITY)
+        # The window as long as it finds its own size, None if that is fixed; and the most that it may come to.
+        self._adaptive: AdaptiveWindow | None = None
+        if settings.capacity == "auto":
+            self._most = settings.capacity_max
+            self.window: WindowLimiter = AdaptiveWindow(self._most, kind=HoldKind.CAPACITY)
+            self._adaptive = self.window
+        else:
+            self._most = settings.capacity
+            self.window = WindowLimiter(self._most, kind=HoldKind.CAPACITY)
         parts: list[Limiter] = [self.window]
         # The part of the window that counts bytes; None if it is not limited.
         self.byte_window: SizeLimiter | None = None
@@ -208,18 +268,18 @@ class ProducerProtocol:
         self._oldest = 1
         # Mandatory messages with an id of their own, because a return names nothing else.
         self._by_id: dict[str, list[Receipt]] = {}
-        # The tags of those messages, by number, that an earlier connection had left unsettled, …
+        # The tags of those messages, by number, that an earlier channel had left unsettled, and what else there is to
+        # them.
         self._resent: dict[int, int] = {}
-        # … and the numbers of the part of them that may have arrived by it.
-        self._copies: set[int] = set()
-        # Who waits until every tag up to one is settled, and who waits for an open gate.
+        self._resending = Resending()
+        self._retries = retries
+        # Who waits until every tag up to one is settled, and who waits for an open gate, with the source of the holds
+        # that it does not wait for.
         self._flushes: list[tuple[int, Any]] = []
-        self._unflow_waiters: list[Any] = []
+        self._unflow_waiters: list[tuple[str, Any]] = []
         # Who stands in line, the longest wait first, and before when nobody is to say so again.
         self._waiting: dict[SendTicket, None] = {}
         self._notice_at = -math.inf
-        # The send of a callback that waits, in front of all others.
-        self._first: SendTicket | None = None
         # Settled receipts that were taken, and of which the application is not told yet.
         self._untold = 0
         # Why nothing can be sent any more; None while it can.
@@ -234,12 +294,16 @@ class ProducerProtocol:
         self.settled: list[Receipt] | None = None
         # … flow events, if somebody listens, …
         self.events: list[FlowEvent] | None = None
-        # … what is to be logged, by `write_log` and outside any lock, …
+        # … what is to be logged, which is for `qflow_client.logs`, …
         self.logs: list[LogEntry] = []
         # … and failures of which nobody has been told yet.
         self.failures: list[Receipt] = []
         # How many there may be before they are rid of those that were looked at since.
         self._sweep_at = _SWEEP_FROM
+        # What watches every message; None unless somebody measures or traces them.
+        self.observer: MessageObserver | None = None
+        # How many sends were refused, by the kind of the oldest hold.
+        self.refusals: dict[str, int] = {}
 
         self.gate.observer = self._gate_changed
         self.gate.hold(HoldKind.DISCONNECTED, now=now)
@@ -332,14 +396,21 @@ class ProducerProtocol:
         ticket.notice_at = now + self.settings.flow_control_wait_notify_period
         if timeout is not None:
             ticket.deadline = now + timeout
-        if first:
-            self._first = ticket
-        else:
-            self.controller.stand_in_line(ticket, now)
-        self._waiting[ticket] = None
-        # Whatever was in the way may be gone since.
-        self._grant(now)
-        return ticket
+        try:
+            self._waiting[ticket] = None
+            if first:
+                self.controller.stand_in_front(ticket, now, ignoring=_ON_DELIVERY)
+            else:
+                self.controller.stand_in_line(ticket, now)
+            # Whatever was in the way may be gone since.
+            self._grant(now)
+            return ticket
+        except BaseException:
+            # Nobody has the ticket.
+            if not ticket.decided:
+                ticket.cancelled = True
+            self._mend()
+            raise
 
     def look_at(self, ticket: SendTicket, now: float) -> float | None:
         """Decide about a waiting message by the time.
@@ -358,15 +429,33 @@ class ProducerProtocol:
             return None
         if now >= ticket.deadline:
             holds = self.holds
+            self.count_refusal()
             self.give_up(ticket, now)
             raise FlowControlTimeout(holds, now - ticket.since, ticket.payload)
         if now >= ticket.notice_at:
-            # It is said once for all who wait.
-            if now >= self._notice_at:
-                self._notice_at = now + self.settings.flow_control_wait_notify_period
-                self._notice(now)
-            ticket.notice_at = self._notice_at
+            self._notice_for(ticket, now)
         return min(ticket.deadline, ticket.notice_at)
+
+    def notice(self, now: float) -> float | None:
+        """Have it told that sends wait, if that is due; for who does not look at each of them as often as it asks.
+
+        Returns:
+            When to call again; ``None`` if none waits.
+        """
+        # Who has waited longest speaks for all.
+        ticket = next(iter(self._waiting), None)
+        if ticket is None:
+            return None
+        if now >= ticket.notice_at:
+            self._notice_for(ticket, now)
+        return ticket.notice_at
+
+    def count_refusal(self) -> None:
+        """Take note that a send gets an error because the producer is flowed."""
+        holds = self.gate.holds
+        # With no hold, others wait before it.
+        kind = holds[0].kind if holds else "line"
+        self.refusals[kind] = self.refusals.get(kind, 0) + 1
 
     def give_up(self, ticket: SendTicket, now: float) -> bool:
         """Stop waiting.
@@ -376,24 +465,39 @@ class ProducerProtocol:
         """
         if ticket.decided:
             return False
-        if ticket is self._first:
-            self._first = None
-            ticket.cancelled = True
-        else:
+        try:
             self.controller.leave_line(ticket)
-        self._waiting.pop(ticket, None)
-        # It may have stood before one that is small enough.
-        self._grant(now)
+            self._waiting.pop(ticket, None)
+            # It may have stood before one that is small enough.
+            self._grant(now)
+        except BaseException:
+            ticket.cancelled = True
+            self._mend()
+            raise
         return True
 
+    def give_up_of(self, waiter: Any, tickets: list[SendTicket], now: float) -> None:
+        """Stop waiting with what a waiter waits for.
+
+        Args:
+            waiter: whose wait is over.
+            tickets: its ticket; empty if Ctrl-C has come before anybody had it.
+            now: seconds.
+        """
+        for ticket in tickets or [each for each in self._waiting if each.waiter is waiter]:
+            self.give_up(ticket, now)
+
     def set_capacity(self, capacity: int, now: float) -> None:
-        """Change the window. A lower one cancels nothing: nothing is admitted until there is room (C6).
+        """Fix the window. A lower one cancels nothing: nothing is admitted until there is room (C6).
 
         Raises:
             SettingsError: the setting `capacity` cannot have this value.
         """
         check_setting("capacity", capacity)
-        self.window.capacity = capacity
+        if isinstance(capacity, str):
+            raise SettingsError(f"capacity={capacity!r}: a producer that is already made can only be given a number")
+        self._adaptive = None
+        self.window.capacity = self._most = capacity
         self._grant(now)
 
     def hold(self, kind: str, now: float, *, source: str = "", detail: str = "") -> None:
@@ -402,7 +506,7 @@ class ProducerProtocol:
 
     def lift(self, kind: str, now: float, *, source: str = "") -> None:
         """Lift a hold, and admit whom that lets in."""
-        if self.gate.lift(kind, now=now, source=source) is not None:
+        if self.gate.lift(kind, now=now, source=source) is not None or self.controller.waiting:
             self._grant(now)
 
     @property
@@ -436,17 +540,27 @@ class ProducerProtocol:
         self._flushes.append((self._next_tag - 1, waiter))
         return True
 
-    def when_unflowed(self, waiter: Any, now: float) -> bool:
+    def when_unflowed(self, waiter: Any, now: float, *, in_callback: bool = False) -> bool:
         """Have a waiter woken once the producer is unflowed.
+
+        Args:
+            waiter: is in `wake` then.
+            now: seconds.
+            in_callback: a callback waits, for whose end others may be held; so it does not wait for that.
 
         Returns:
             False if it is already, or is closed and never will be, and the waiter is not kept.
         """
         self.controller.look(now)
-        if self.gate.is_open or self.closed is not None:
+        ignored = _ON_DELIVERY if in_callback else ""
+        if self._is_unflowed(ignored) or self.closed is not None:
             return False
-        self._unflow_waiters.append(waiter)
+        self._unflow_waiters.append((ignored, waiter))
         return True
+
+    def _is_unflowed(self, ignored: str) -> bool:
+        gate = self.gate
+        return gate.is_open or (ignored != "" and all(hold.source == ignored for hold in gate.holds))
 
     def forget_waiter(self, waiter: Any) -> bool:
         """Drop a waiter of `when_flushed` or `when_unflowed`.
@@ -456,7 +570,7 @@ class ProducerProtocol:
         """
         before = len(self._flushes) + len(self._unflow_waiters)
         self._flushes = [entry for entry in self._flushes if entry[1] is not waiter]
-        self._unflow_waiters = [entry for entry in self._unflow_waiters if entry is not waiter]
+        self._unflow_waiters = [entry for entry in self._unflow_waiters if entry[1] is not waiter]
         return len(self._flushes) + len(self._unflow_waiters) < before
 
     def take_failures(self) -> list[Receipt]:
@@ -481,32 +595,30 @@ class ProducerProtocol:
         return settled
 
     def _look_at_untold(self, more: int, now: float) -> None:
-        if self._untold + more > self.window.capacity and self.closed is None:
+        if self._untold + more > self._most and self.closed is None:
             detail = "callbacks are slower than confirms"
             self.gate.hold(HoldKind.CAPACITY, now=now, source=_ON_DELIVERY, detail=detail)
 
     def told(self, count: int, now: float) -> None:
         """Take note that the application has been told of so many of the receipts of `take_settled`."""
         self._untold -= count
-        if self._untold <= self.window.capacity // 2:
+        if self._untold <= self._most // 2:
             self.lift(HoldKind.CAPACITY, now, source=_ON_DELIVERY)
 
     def close(self, reason: str, now: float) -> None:
         """Admit nothing from now on. Who waits is told; what is admitted goes on."""
-        if self.closed is not None:
-            return
-        self.closed = reason
-        # A gate that stays shut keeps the question whether it is closed off the way of every send. That is no flow
-        # control.
-        self.gate.hold(HoldKind.DISCONNECTED, now=now, source="close", detail=reason, quiet=True)
-        first, self._first = self._first, None
-        while (ticket := first or self.controller.dismiss()) is not None:
-            first = None
-            assert isinstance(ticket, SendTicket)
-            ticket.error = ProducerClosed(reason, ticket.payload)
+        # That keeps the question whether it is closed off the way of every send.
+        self.gate.shut()
+        if self.closed is None:
+            self.closed = reason
+        # Also if it is closed already: that may have been interrupted.
+        for ticket in tuple(self._waiting):
+            if not ticket.decided:
+                ticket.error = ProducerClosed(self.closed, ticket.payload)
             self.wake.append(ticket.waiter)
-        self._waiting.clear()
-        self.wake += self._unflow_waiters
+            del self._waiting[ticket]
+        self.controller.relist(())
+        self.wake += [waiter for _, waiter in self._unflow_waiters]
         self._unflow_waiters.clear()
 
     @property
@@ -528,9 +640,8 @@ class ProducerProtocol:
         self._use_channel(channel, frame_max)
         self.outbound = Outbound()
         self._look_at_stops()
-        if self._unsettled:
-            self._resend(now)
-        self.gate.lift(HoldKind.DISCONNECTED, now=now)
+        self._resending.begin(self._unsettled.values())
+        self._put_staged(now)
         if not self._was_open and self.gate.is_open:
             # That a producer connects before it can send is no flow control.
             self.gate.forget_past()
@@ -538,7 +649,7 @@ class ProducerProtocol:
         self._grant(now)
 
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
-        """The broker closed the channel.
+        """The broker closed the channel, over a message of nobody knows whom. The next one carries on without it.
 
         Args:
             code: its reply code.
@@ -546,54 +657,98 @@ class ProducerProtocol:
             method: class and method id that it names.
             now: seconds.
         """
+        begun = self.outbound.begun
         # Who may be the culprit: what is not returned. Without confirms it can also be what is settled already.
-        suspects = []
-        if method == _BASIC_PUBLISH and self._confirms:
-            begun = self.outbound.begun
+        suspects: list[Receipt] = []
+        if method in (_BASIC_PUBLISH, _NO_METHOD) and (self._confirms or begun == 1):
             suspects = [each for tag, each in self._unsettled.items() if tag <= begun and each._reply is None]
-        # Only a lone one can be told to be it.
-        culprit = suspects[0] if len(suspects) == 1 else None
-        if culprit is not None:
+        # Only a lone one can be told to be it. If no method is named an operator may have closed the channel, who would
+        # hardly do so twice.
+        culprit = None
+        wants_room = self._retries is not None and is_want_of_room(code, text)
+        told = method == _BASIC_PUBLISH or any(each._number in self._resending.suspects for each in suspects)
+        if len(suspects) == 1 and told and not wants_room:
+            culprit = suspects.pop()
             culprit._reply = (code, text)
-        self._end(f"the broker closed the channel: {code} {text}", now, culprit)
+        reason = f"the broker closed the channel: {code} {text}"
+        self._disconnect(reason, now)
+        if culprit is None and not self._confirms:
+            words = "%s: %s; without confirms nobody can tell what is lost"
+            self._log(logging.WARNING, words, self.settings.name, reason)
+        if self.settings.on_disconnect is OnDisconnect.FAIL:
+            self._give_back(reason, now, culprit)
+            return
+        if wants_room and suspects:
+            refused, limit = self._resending.refused, now - self.settings.retry_for
+            tried = [each for each in suspects if refused.setdefault(each._number, now) <= limit]
+            for each in tried:
+                each._reply = (code, text)
+            self._keep(now, (), tried)
+            if self._unsettled:
+                self._hold_refused(f"{code} {text}", now, again=True)
+            return
+        if suspects and not self._resending.copies.intersection(each._number for each in suspects):
+            # Of what has been in such company before, no words tell the culprit.
+            suspects = list(narrowed(suspects, text))
+        self._keep(now, suspects, () if culprit is None else (culprit,))
 
-    def connection_lost(self, reason: str, now: float, *, resend: bool = False) -> None:
+    @property
+    def settled_so_far(self) -> int:
+        """How many messages are settled; it only grows."""
+        return self._next_number - 1 - len(self._unsettled)
+
+    @property
+    def wants_channel(self) -> bool:
+        """Whether a channel is of use: messages may be admitted, or wait to leave."""
+        return self.closed is None or bool(self._unsettled)
+
+    def connection_lost(self, reason: str, now: float, *, reconnects: bool = False) -> bool:
         """The connection is gone, or given up.
 
         Args:
             reason: for people.
             now: seconds.
-            resend: another one will be made. What is unsettled stays so, and when a channel opens it leaves in order
-                before anything new; what may have arrived bears the header `REPUBLISHED` then. Otherwise all of it is
-                settled, and nothing is admitted any more.
+            reconnects: another one will be made, if one is wanted. By the setting `on_disconnect`, what is unsettled
+                stays so until then, when it leaves in order before anything new, and what may have arrived bears the
+                header `REPUBLISHED`; or it is settled. Otherwise it is settled, and nothing is admitted any more.
+
+        Returns:
+            Whether another one is wanted.
         """
-        if resend and self.closed is None:
-            self._keep(reason, now)
+        if reconnects and self.wants_channel:
+            # Who flushes while it closes is held, too.
+            self._disconnect(reason, now)
+            if self.settings.on_disconnect is OnDisconnect.REPUBLISH:
+                self._keep(now)
+            else:
+                self._give_back(reason, now)
         else:
             self._end(reason, now)
+        return self.wants_channel
 
-    def _disconnect(self, reason: str, now: float) -> None:
+    def _disconnect(self, reason: str, now: float, *, held: bool = True) -> None:
         self.channel = None
-        self.gate.hold(HoldKind.DISCONNECTED, now=now, detail=reason, quiet=self.closed is not None)
+        if held:
+            self.gate.hold(HoldKind.DISCONNECTED, now=now, detail=reason)
         # What the broker said about the channel and the connection ends with them, and so does what the socket said.
         self.gate.lift(HoldKind.CHANNEL_FLOW, now=now)
         self.gate.lift(HoldKind.CONNECTION_BLOCKED, now=now)
         self.gate.lift(HoldKind.TRANSPORT, now=now)
 
-    def _keep(self, reason: str, now: float) -> None:
+    def _keep(self, now: float, suspects: Sequence[Receipt] = (), rejected: Sequence[Receipt] = ()) -> None:
         """Have what is unsettled wait for the next channel."""
-        self._disconnect(reason, now)
         begun = self.outbound.begun
         self.outbound = Outbound()
         # A returned message has been answered, though its ack did not come.
-        returned = [receipt for receipt in self._unsettled.values() if receipt._reply is not None]
+        answered = [receipt for receipt in self._unsettled.values() if receipt._reply is not None]
         kept = [(tag, receipt) for tag, receipt in self._unsettled.items() if receipt._reply is None]
-        written = {receipt._number for tag, receipt in kept if tag <= begun}
-        self._copies = written.union(receipt._number for _, receipt in kept if receipt._number in self._copies)
-        for receipt in returned:
-            self._settle(receipt, Outcome.RETURNED)
+        self._resending.keep(
+            [receipt for _, receipt in kept], [receipt for tag, receipt in kept if tag <= begun], suspects
+        )
+        for receipt in answered:
+            self._settle(receipt, Outcome.REJECTED if receipt in rejected else Outcome.RETURNED)
         self._retag(kept)
-        self._left(returned, now)
+        self._left(answered, now)
 
     def _retag(self, receipts: list[tuple[int, Receipt]]) -> None:
         """Give these, and no others, the delivery tags from 1 on."""
@@ -604,38 +759,95 @@ class ProducerProtocol:
         self._ahead = self._next_number - 1 - len(receipts)
         self._oldest = 1
 
-    def _resend(self, now: float) -> None:
-        """Have the unsettled messages leave on a channel that has opened."""
-        encoder = self._encoder
-        fit: list[tuple[int, Receipt]] = []
+    def _put_staged(self, now: float) -> None:
+        """Have unsettled messages leave on a channel that has opened, as far as they may."""
+        encoder, resending = self._encoder, self._resending
+        refused = resending.retry_at is not None
+        if refused:
+            self._expire(now)
         unfit: list[Receipt] = []
-        for tag, receipt in self._unsettled.items():
+        while resending.may_go(now) and (receipt := resending.next(self._oldest, self._next_tag)) is not None:
             try:
                 route = encoder.route(receipt.exchange, receipt.routing_key)
                 message = receipt.message
-                if receipt._number in self._copies:
+                if receipt._number in resending.copies:
                     message = replace(message, headers={**(message.headers or {}), REPUBLISHED: True})
                 self.outbound.put_frames(encoder.message(route, message, None))
-            except ValueError:
-                # This broker takes smaller frames than the one that it was admitted for.
+            except Exception as error:
+                # This broker takes smaller frames than the one that it was admitted for, or its headers were changed
+                # since.
+                receipt._reply = (0, f"it cannot be encoded again: {error}")
                 unfit.append(receipt)
+                resending.skip()
+                self._untag(receipt)
             else:
                 receipt._route = route
-                fit.append((tag, receipt))
+                if resending.retry_at is not None:
+                    resending.probe = receipt
         for receipt in unfit:
-            receipt._reply = (
-                0,
-                f"its properties fit into no frame of {encoder.max_body + FRAME_OVERHEAD} bytes",
-            )
-            self._settle(receipt, Outcome.UNKNOWN if receipt._number in self._copies else Outcome.FAILED)
-        self._retag(fit)
-        self._left(unfit, now)
+            self._settle(receipt, Outcome.UNKNOWN if receipt._number in resending.copies else Outcome.FAILED)
         if self.outbound.size > self._max_unwritten:
             self.gate.hold(HoldKind.TRANSPORT, now=now)
+        # Before all is put nothing new is admitted, or it would overtake them.
+        if not resending.staged or resending.retry_at is not None:
+            self.gate.lift(HoldKind.DISCONNECTED, now=now)
+        if refused and (resending.retry_at is None or not (resending.staged or resending.probe)):
+            self._forget_refusals(now)
+        if unfit:
+            self._left(unfit, now)
 
-    def _end(self, reason: str, now: float, culprit: Receipt | None = None) -> None:
-        self._disconnect(reason, now)
+    def _expire(self, now: float) -> None:
+        """Settle what has been refused for long enough and waits to leave again."""
+        resending = self._resending
+        limit = now - self.settings.retry_for
+        expired = [
+            each
+            for each in resending.staged
+            if each._reply is not None or resending.refused.get(each._number, now) <= limit
+        ]
+        for receipt in expired:
+            resending.staged.remove(receipt)
+            self._untag(receipt)
+            self._settle(receipt, Outcome.NACKED if receipt._reply is None else Outcome.RETURNED)
+        if expired:
+            self._left(expired, now)
+
+    def _forget_refusals(self, now: float) -> None:
+        """The broker has room again, or nothing is left to try."""
+        resending = self._resending
+        resending.retry_at = None
+        unsettled = {receipt._number for receipt in self._unsettled.values()}
+        # When a message was first refused counts until it is settled.
+        resending.refused = {number: since for number, since in resending.refused.items() if number in unsettled}
+        resending.copies &= unsettled
+        self._resent = {number: tag for number, tag in self._resent.items() if number in unsettled}
+        self.gate.lift(HoldKind.REFUSED, now=now)
+
+    def _untag(self, receipt: Receipt) -> None:
+        """Take the delivery tag from a message that is never put, and move up what is staged behind it."""
+        tag = self._resent.pop(receipt._number)
+        del self._unsettled[tag]
+        self._flushes = [(last - (last >= tag), waiter) for last, waiter in self._flushes]
+        self._ahead += 1
+        self._tag_staged()
+
+    def _tag_staged(self) -> None:
+        """Give what is staged the last delivery tags."""
+        staged = self._resending.staged
+        for each in staged:
+            self._unsettled.pop(self._resent.get(each._number, 0), None)
+        for tag, each in enumerate(staged, self._next_tag - len(staged)):
+            self._unsettled[tag] = each
+            self._resent[each._number] = tag
+
+    def _end(self, reason: str, now: float) -> None:
+        # To be closed by hand is no flow control.
+        self._disconnect(reason, now, held=self.closed is None)
         self.close(reason, now)
+        self._give_back(reason, now)
+
+    def _give_back(self, reason: str, now: float, culprit: Receipt | None = None) -> None:
+        """Settle everything as it is."""
         unsettled, self._unsettled = self._unsettled, {}
         begun = self.outbound.begun
         self.outbound = Outbound()
@@ -650,12 +862,17 @@ class ProducerProtocol:
                 outcome = Outcome.RETURNED
             else:
                 receipt._reply = why
-                has_begun = tag <= begun or receipt._number in self._copies
+                has_begun = tag <= begun or receipt._number in self._resending.copies
                 outcome = Outcome.UNKNOWN if has_begun else Outcome.FAILED
+                if tag > begun and receipt._number in self._resending.refused:
+                    outcome = Outcome.NACKED
             self._settle(receipt, outcome)
+        if self.observer is not None and unsettled:
+            self.observer.settled(tuple(unsettled.values()), now)
         self._by_id.clear()
         self._released(len(unsettled), size, now)
-        self._copies.clear()
+        self._resending.forget()
+        self._forget_refusals(now)
         self._retag([])
 
     # What the broker says.
@@ -708,6 +925,10 @@ class ProducerProtocol:
         """
         message = decode_message(header, body)
         receipt = self._find(message.message_id, exchange, routing_key)
+        if receipt is None and message.message_id is not None:
+            # Broker-J nacks what no queue takes, and returns it afterwards.
+            staged = self._resending.staged
+            receipt = next((each for each in staged if each.message_id == message.message_id), None)
         if receipt is not None:
             receipt._reply = (code, text)
         elif not self._confirms:
@@ -790,13 +1011,35 @@ class ProducerProtocol:
 
     def next_timer(self, now: float) -> float | None:
         """When to call `on_timer`; ``None`` if time alone changes nothing."""
-        if self._first is not None:
-            return self.controller.limiter.ready_at(self._first.size, now)
-        return self.controller.ready_at(now)
+        resending = self._resending
+        times = [self.controller.ready_at(now)]
+        if resending.probe is None and self.channel is not None:
+            times.append(resending.retry_at)
+        return min((at for at in times if at is not None), default=None)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the broker refuses messages for want of room, so that time matters."""
+        return self._resending.retry_at is not None
 
     def on_timer(self, now: float) -> None:
         """Time has passed."""
+        self._go_on(now)
         self._grant(now)
+
+    def look_anew(self, now: float) -> None:
+        """Do what should have followed from a step that was interrupted at any point, by Ctrl-C."""
+        self.gate.mend()
+        self._look_at_stops()
+        self._look_at_unflow_waiters()
+        self._grant(now)
+
+    def _notice_for(self, ticket: SendTicket, now: float) -> None:
+        # It is said once for all who wait.
+        if now >= self._notice_at:
+            self._notice_at = now + self.settings.flow_control_wait_notify_period
+            self._notice(now)
+        ticket.notice_at = self._notice_at
 
     def _notice(self, now: float) -> None:
         holds = self.gate.holds
@@ -809,7 +1052,8 @@ class ProducerProtocol:
             self._event(FlowEventKind.WAITING, holds[0] if holds else None, since, now, count)
 
     def _log(self, level: int, text: str, *arguments: object) -> None:
-        self.logs.append((level, text, arguments))
+        if logger.isEnabledFor(level):
+            self.logs.append((level, text, arguments))
 
     # How it is done.
 
@@ -826,6 +1070,8 @@ class ProducerProtocol:
             self._last_exchange, self._last_key, self._last_route = exchange, routing_key, route
         receipt = self._receipt_type(payload, route, self._id_prefix, number)
         self._unsettled[number - self._ahead] = receipt
+        if self.observer is not None:
+            self.observer.began[number] = now
         if type(payload) is bytes and size <= self._max_plain:
             outbound.put(encoder.plain(route, payload, number))
         else:
@@ -843,6 +1089,8 @@ class ProducerProtocol:
         receipt = self._unsettled.pop(self._next_tag, None)
         if receipt is not None:
             self._forget_id(receipt)
+        if self.observer is not None:
+            self.observer.began.pop(self._next_number, None)
         self.outbound.drop_after(self._next_tag - 1)
         self.window.used = len(self._unsettled)
         if self.byte_window is not None:
@@ -851,38 +1099,45 @@ class ProducerProtocol:
     def _grant(self, now: float) -> None:
         """Admit from the line whom the gate and the window let in now."""
         controller = self.controller
-        if self._first is not None and not self._grant_first(self._first, now):
-            return
-        while (ticket := controller.grant(now)) is not None:
-            assert isinstance(ticket, SendTicket)
-            self._let_in(ticket, now)
-        if self._unflow_waiters or (not controller.waiting and any(map(self.gate.is_held_by, _LIMITS))):
-            # Such a hold ends when there is room, not only when somebody next asks for it.
-            controller.look(now)
-
-    def _grant_first(self, ticket: SendTicket, now: float) -> bool:
-        """Admit the send of a callback, if the broker's answers and time allow it."""
-        # What the limits say of others does not count: it is asked of them anew.
-        if any(hold.kind not in _LIMITS or hold.source not in ("", _ON_DELIVERY) for hold in self.gate.holds):
-            return False
-        if self.controller.limiter.try_add(ticket.size, now) is not None:
-            return False
-        self._first = None
-        self._let_in(ticket, now)
-        return True
+        try:
+            while (ticket := controller.grant(now)) is not None:
+                assert isinstance(ticket, SendTicket)
+                self._let_in(ticket, now)
+            if self._unflow_waiters or (not controller.waiting and any(map(self.gate.is_held_by, _LIMITS))):
+                # Such a hold ends when there is room, not only when somebody next asks for it.
+                controller.look(now)
+        except BaseException:
+            self._mend()
+            raise
 
     def _let_in(self, ticket: SendTicket, now: float) -> None:
+        ticket.number = self._next_number
         try:
             ticket.receipt = self._admit(ticket.payload, ticket.exchange, ticket.routing_key, ticket.size, now)
-        except BaseException as error:
+            if self.observer is not None:
+                self.observer.began[ticket.receipt._number] = ticket.since
+        except Exception as error:
             # Headers that are changed while they wait can raise anything. It is for who sent them to hear.
             self._undo_admission()
             ticket.error = error
-            if not isinstance(error, Exception):
-                raise
-        finally:
-            self._waiting.pop(ticket, None)
-            self.wake.append(ticket.waiter)
+        self.wake.append(ticket.waiter)
+        del self._waiting[ticket]
+
+    def _mend(self) -> None:
+        """Put right what an interrupted step has left half done: Ctrl-C can come at any point of a main thread's."""
+        self._undo_admission()
+        waiting, self._waiting = self._waiting, {}
+        for ticket in waiting:
+            if 0 < ticket.number < self._next_number and ticket.receipt is None and ticket.error is None:
+                # It was admitted, and only that was not noted any more.
+                ticket.receipt = self._unsettled[ticket.number - self._ahead]
+            if not ticket.decided:
+                # Another may be admitted under that number.
+                ticket.number = 0
+                self._waiting[ticket] = None
+            elif not ticket.cancelled and ticket.waiter not in self.wake:
+                self.wake.append(ticket.waiter)
+        self.controller.relist(self._waiting)
 
     def _answered(self, tag: int, multiple: bool, outcome: Outcome, now: float) -> None:
         # A message that is half written cannot have arrived.
@@ -896,11 +1151,54 @@ class ProducerProtocol:
                 written,
             )
             return
-        if multiple:
-            # Tag 0 stands for all (AMQP 0-9-1, Basic.Ack).
-            self._settle_run(self._oldest, (tag or written) + 1, outcome, now)
+        # Tag 0 stands for all (AMQP 0-9-1, Basic.Ack).
+        first, stop = (self._oldest, (tag or written) + 1) if multiple else (tag, tag + 1)
+        if outcome is Outcome.NACKED and self._retries is not None:
+            self._refuse(first, stop, now)
         else:
-            self._settle_run(tag, tag + 1, outcome, now)
+            self._settle_run(first, stop, outcome, now)
+
+    def _refuse(self, first: int, stop: int, now: float) -> None:
+        """Have what is unsettled of these tags leave again, unless it has tried for long enough."""
+        resending, unsettled = self._resending, self._unsettled
+        for tag in range(first, stop):
+            receipt = unsettled.get(tag)
+            if receipt is None:
+                continue
+            since = resending.refused.setdefault(receipt._number, now)
+            if receipt._reply is not None or now - since >= self.settings.retry_for:
+                self._settle_run(tag, tag + 1, Outcome.NACKED, now)
+                continue
+            was_probe = receipt is resending.probe
+            del unsettled[tag]
+            self._resent.pop(receipt._number, None)
+            resending.insert(receipt)
+            self._next_number += 1
+            if resending.staged[-1] is receipt:
+                unsettled[self._next_tag - 1] = receipt
+                self._resent[receipt._number] = self._next_tag - 1
+            else:
+                self._tag_staged()
+            while self._oldest not in unsettled:
+                self._oldest += 1
+            # Whoever waits for it waits for what is before it, too.
+            self._flushes = [(self._next_tag - 1 if last >= tag else last, waiter) for last, waiter in self._flushes]
+            self._hold_refused("Basic.Nack", now, again=was_probe)
+
+    def _hold_refused(self, detail: str, now: float, *, again: bool) -> None:
+        """No probe leaves for a while; `again` if one has been refused."""
+        assert self._retries is not None
+        resending = self._resending
+        if resending.retry_at is None:
+            self._retries.begin(now)
+            self.gate.hold(HoldKind.REFUSED, now=now, detail=detail)
+        elif not again:
+            return
+        # Nothing is tried for longer than it may.
+        refused = resending.refused
+        first = min(refused.get(each._number, now) for each in self._unsettled.values())
+        limit = first + self.settings.retry_for
+        resending.retry_at = min(now + (self._retries.pause(now) or 0.0), max(now, limit))
 
     def _settle_run(self, first: int, stop: int, outcome: Outcome, now: float) -> None:
         """Settle what is unsettled of the tags from `first` to before `stop`, all of which are written."""
@@ -956,6 +1254,8 @@ class ProducerProtocol:
             self.failures.append(receipt)
 
     def _left(self, receipts: list[Receipt], now: float) -> None:
+        if self.observer is not None and receipts:
+            self.observer.settled(receipts, now)
         if self._by_id:
             for receipt in receipts:
                 self._forget_id(receipt)
@@ -974,14 +1274,22 @@ class ProducerProtocol:
 
     def _released(self, count: int, size: int, now: float) -> None:
         if count:
+            if self._adaptive is not None:
+                self._adaptive.observe(count, now)
             self.controller.release(size, count)
         if self._untold and self.settled:
             # Before anybody is let in for what has just been settled.
             self._look_at_untold(len(self.settled), now)
-        if self.controller.waiting or not self.gate.is_open or self._first is not None:
+        if self.controller.waiting or not self.gate.is_open:
+            self._go_on(now)
             self._grant(now)
         if self._flushes:
             self._look_at_flushes()
+
+    def _go_on(self, now: float) -> None:
+        """Put on the channel what may leave on it by now."""
+        if self.channel is not None and (self._resending.staged or self.is_refused):
+            self._put_staged(now)
 
     def _look_at_flushes(self) -> None:
         done = self._oldest if self._unsettled else self._next_tag
@@ -991,10 +1299,12 @@ class ProducerProtocol:
     def _gate_changed(self, hold: Hold, raised: bool, now: float) -> None:
         if hold.kind in _STOPS_WRITING:
             self._look_at_stops()
-        if self.gate.is_open and self._unflow_waiters:
-            self.wake += self._unflow_waiters
-            self._unflow_waiters.clear()
+        if self._unflow_waiters and not raised:
+            self._look_at_unflow_waiters()
         level = _LOG_LEVELS.get(hold.kind, logging.DEBUG)
+        if hold.kind == HoldKind.DISCONNECTED and not self._was_open:
+            # That a producer connects before it can send is nothing to know of.
+            level = logging.DEBUG
         if raised:
             self._log(level, "%s: held: %s", self.settings.name, hold)
         else:
@@ -1003,8 +1313,12 @@ class ProducerProtocol:
             if raised:
                 kind = FlowEventKind.FLOWED if len(self.gate.holds) == 1 else FlowEventKind.HOLD_RAISED
             else:
-                kind = FlowEventKind.UNFLOWED if self.gate.is_open else FlowEventKind.HOLD_LIFTED
+                kind = FlowEventKind.HOLD_LIFTED if self.gate.holds else FlowEventKind.UNFLOWED
             self._event(kind, hold, hold.since, now)
+
+    def _look_at_unflow_waiters(self) -> None:
+        self.wake += [waiter for ignored, waiter in self._unflow_waiters if self._is_unflowed(ignored)]
+        self._unflow_waiters = [entry for entry in self._unflow_waiters if not self._is_unflowed(entry[0])]
 
     def _look_at_stops(self) -> None:
         self.outbound.stopped = any(self.gate.is_held_by(kind) for kind in _STOPS_WRITING)

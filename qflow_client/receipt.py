@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from qflow_client.errors import (
+    ConfirmTimeout,
     DeliveryError,
     MessageFailed,
     MessageNacked,
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from qflow_client.frames import Route
 
 __all__ = ["Outcome", "Receipt"]
+
+_NO_ROUTE = 312
 
 
 class Outcome(StrEnum):
@@ -143,12 +146,35 @@ class Receipt:
             case Outcome.NACKED:
                 return MessageNacked(text, self)
             case Outcome.RETURNED:
-                return MessageReturned(text, self, code, words)
+                return MessageReturned(f"{text}{self._way_out(code)}", self, code, words)
             case Outcome.REJECTED:
                 return MessageRejected(text, self, code, words)
             case Outcome.FAILED:
                 return MessageFailed(text, self)
         return OutcomeUnknown(text, self)
+
+    def _way_out(self, code: int) -> str:
+        if code != _NO_ROUTE:
+            return ""
+        missing = (
+            f"no queue is bound to exchange {self.exchange!r} for it: bind one"
+            if self.exchange
+            else f"there is no queue {self.routing_key!r}: declare it"
+        )
+        return f"; {missing}, or set mandatory=False to have the broker drop such messages"
+
+    def _verdict(self) -> Outcome:
+        """What a wait for a settled receipt comes to."""
+        if self._outcome is not Outcome.CONFIRMED:
+            error = self.error()
+            if error is not None:
+                raise error
+        assert self._outcome is not None
+        return self._outcome
+
+    def _unanswered(self, timeout: float) -> ConfirmTimeout:
+        """What a wait that was too short comes to."""
+        return ConfirmTimeout(f"no answer of the broker within {timeout:.3g} s for {self.describe()}")
 
     def describe(self) -> str:
         """One line for people."""

@@ -13,12 +13,21 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from qflow_client.errors import SettingsError
 
-__all__ = ["ProducerSettings", "WhenFlowed", "check_argument", "check_setting", "check_timeout", "hide_password"]
+__all__ = [
+    "OnDisconnect",
+    "OnRefused",
+    "ProducerSettings",
+    "WhenFlowed",
+    "check_argument",
+    "check_setting",
+    "check_timeout",
+    "hide_password",
+]
 
 
 # A scheme, a user name and a colon, and then the password. In what is no URL at all it may have any character in it.
@@ -40,6 +49,24 @@ class WhenFlowed(StrEnum):
     RAISE = "raise"
 
 
+class OnDisconnect(StrEnum):
+    """What becomes of unsettled messages when the connection is lost and comes back."""
+
+    #: They leave again, in order and before anything new; what may have arrived bears ``x-qflow-republished``.
+    REPUBLISH = "republish"
+    #: They are settled: *unknown* if they were written, otherwise *failed*.
+    FAIL = "fail"
+
+
+class OnRefused(StrEnum):
+    """What becomes of a message that the broker has no room for now."""
+
+    #: It leaves again after a pause, for `retry_for` at the most.
+    RETRY = "retry"
+    #: It is settled as *nacked* or *rejected*.
+    FAIL = "fail"
+
+
 def hide_password(url: str) -> str:
     """The URL as it may be shown."""
     return _PASSWORD.sub(r"\1***@", url)
@@ -47,6 +74,10 @@ def hide_password(url: str) -> str:
 
 def _seconds(text: str) -> float | None:
     return None if text.lower() in ("none", "forever", "") else float(text)
+
+
+def _capacity(text: str) -> int | str:
+    return "auto" if text.lower() == "auto" else int(text)
 
 
 def _comma_list(text: str) -> str | tuple[str, ...]:
@@ -105,7 +136,9 @@ class ProducerSettings:
             name after a setting goes to pika (``heartbeat``, ``socket_timeout``, ``ssl_options``, …).
         exchange: where `send` publishes unless told otherwise; ``""`` is the default exchange.
         routing_key: with which it publishes unless told otherwise.
-        capacity: the most unsettled messages there may be (C6).
+        capacity: the most unsettled messages there may be (C6). ``"auto"`` has the producer find the smallest window
+            that keeps its throughput, from the latency of the confirms.
+        capacity_max: the most that ``"auto"`` may come to (C6); without effect on a number.
         capacity_bytes: the most body bytes of unsettled messages; a message larger than that is admitted alone.
             ``None`` for no limit.
         max_producer_flow_control_wait: seconds that a `send` may stay blocked; ``None`` for ever, 0 not at all (A4).
@@ -121,6 +154,21 @@ class ProducerSettings:
             ``transport``.
         flow_control_wait_notify_period: seconds between two notices that sends still wait.
         connect_timeout: seconds that connecting to one host may take, with TLS, authentication and opening the channel.
+        on_disconnect: ``"republish"`` or ``"fail"``: what becomes of unsettled messages when the connection is lost and
+            comes back.
+        reconnect_timeout: seconds after a loss until the producer ends instead of trying on; ``None`` for never, 0 to
+            end with its first connection.
+        reconnect_delay: seconds before the first try to reconnect. Each further pause, after all hosts were tried, is
+            twice as long.
+        reconnect_delay_max: the longest pause in seconds.
+        reconnect_jitter: the part of a pause by which it may be longer, by chance, so that not all clients of a broker
+            come back at once; 0 for none. It applies to the pauses after refusals, too.
+        on_refused: ``"retry"`` or ``"fail"``: what becomes of a message that the broker refuses for want of room.
+        retry_for: seconds after its first refusal until such a message is settled, instead of leaving again.
+        retry_delay: seconds before the first probe; each further pause is twice as long.
+        retry_delay_max: the longest pause in seconds.
+        tracing: make an OpenTelemetry span of every message, and put its context into the message's headers. Metrics
+            need no setting.
         name: what flow events, logs and the broker's management show.
 
     Raises:
@@ -132,7 +180,13 @@ class ProducerSettings:
     )
     exchange: str = _setting("", *_NAME)
     routing_key: str = _setting("", *_NAME)
-    capacity: int = _setting(1000, int, "a whole number of messages, at least 1", lambda v: _is_int(v) and v >= 1)
+    capacity: int | Literal["auto"] = _setting(
+        1000,
+        _capacity,
+        "a whole number of messages, at least 1, or 'auto'",
+        lambda v: v == "auto" if isinstance(v, str) else _is_int(v) and v >= 1,
+    )
+    capacity_max: int = _setting(10_000, int, "a whole number of messages, at least 1", lambda v: _is_int(v) and v >= 1)
     capacity_bytes: int | None = _setting(
         None,
         _optional_int,
@@ -166,6 +220,22 @@ class ProducerSettings:
         5.0, float, "seconds, more than 0", lambda v: _is_number(v) and v > 0
     )
     connect_timeout: float = _setting(15.0, float, "seconds, more than 0", lambda v: _is_number(v) and v > 0)
+    on_disconnect: OnDisconnect = _setting(
+        OnDisconnect.REPUBLISH, str, "'republish' or 'fail'", lambda v: v in list(OnDisconnect) and isinstance(v, str)
+    )
+    reconnect_timeout: float | None = _setting(
+        None, _seconds, "None (for ever) or seconds, at least 0", lambda v: v is None or (_is_number(v) and v >= 0)
+    )
+    reconnect_delay: float = _setting(0.1, float, "seconds, more than 0", lambda v: _is_number(v) and v > 0)
+    reconnect_delay_max: float = _setting(5.0, float, "seconds, more than 0", lambda v: _is_number(v) and v > 0)
+    reconnect_jitter: float = _setting(0.5, float, "a number, at least 0", lambda v: _is_number(v) and v >= 0)
+    on_refused: OnRefused = _setting(
+        OnRefused.RETRY, str, "'retry' or 'fail'", lambda v: v in list(OnRefused) and isinstance(v, str)
+    )
+    retry_for: float = _setting(60.0, float, "seconds, at least 0", lambda v: _is_number(v) and v >= 0)
+    retry_delay: float = _setting(0.1, float, "seconds, more than 0", lambda v: _is_number(v) and v > 0)
+    retry_delay_max: float = _setting(5.0, float, "seconds, more than 0", lambda v: _is_number(v) and v > 0)
+    tracing: bool = _setting(False, *_BOOL)
     name: str = _setting("producer", *_NAME)
     # The names of the settings that were given, whatever their values.
     _given: frozenset[str] = field(init=False, repr=False, compare=False)
@@ -187,7 +257,14 @@ class ProducerSettings:
         _query_settings(self.url)
         object.__setattr__(self, "url", self.url if isinstance(self.url, str) else tuple(self.url))
         object.__setattr__(self, "when_flowed", WhenFlowed(self.when_flowed))
+        object.__setattr__(self, "on_disconnect", OnDisconnect(self.on_disconnect))
+        object.__setattr__(self, "on_refused", OnRefused(self.on_refused))
         object.__setattr__(self, "_kept", self._given)
+        if self.capacity == "auto" and not self.confirms:
+            raise SettingsError(
+                "capacity='auto' with confirms=False: it is found from the latency of the confirms, of which there are "
+                "none; give a number, or leave confirms on"
+            )
         if self.mandatory and not self.message_ids:
             raise SettingsError(
                 "mandatory=True with message_ids=False: a returned message can only be told by its message id; "

@@ -9,6 +9,7 @@ channels' bytes with the library's at frame borders. It knows frames, and nothin
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from struct import Struct
 from struct import error as struct_error
 from typing import Protocol
@@ -18,8 +19,10 @@ from qflow_client.frames import (
     ACK,
     BODY_FRAME,
     CHANNEL_CLOSE,
+    CHANNEL_CLOSE_OK,
     CHANNEL_FLOW,
     CONNECTION_BLOCKED,
+    CONNECTION_CLOSE,
     CONNECTION_START,
     CONNECTION_UNBLOCKED,
     HEADER_FRAME,
@@ -123,9 +126,9 @@ class _Returned:
 
     __slots__ = ("body", "channel", "header", "left", "method")
 
-    def __init__(self, channel: TapChannel, method: tuple[int, str, str, str]) -> None:
+    def __init__(self, channel: TapChannel | None, method: tuple[int, str, str, str]) -> None:
         # Who is told; None once it is detached, and what still comes is for nobody.
-        self.channel: TapChannel | None = channel
+        self.channel = channel
         self.method = method
         # Empty until it has come.
         self.header = b""
@@ -151,12 +154,18 @@ class Tap:
         self._acked: dict[bytes, TapChannel] = {}
         # By channel that is still being opened, what the broker has said of its flow.
         self._expected: dict[int, list[bool]] = {}
+        # Channels that were detached and that the broker may still take for open.
+        self._left: set[int] = set()
+        # Channels that the library does not know, with who is told of their methods.
+        self._own: dict[int, Callable[[bytes], None]] = {}
         # By channel, the return whose content is still coming.
         self._returns: dict[int, _Returned] = {}
         # Why the broker blocks the connection; None while it does not.
         self._blocked: str | None = None
         # What the broker sent that is no AMQP, after which nothing can be received any more; None if it did not.
         self.error: FrameError | None = None
+        # Why the broker closes the connection, in its words; None while it does not.
+        self.closed: str | None = None
         # The negotiated heartbeat interval in seconds; 0 for none.
         self.heartbeat = 0.0
         # When the library last was given anything.
@@ -179,6 +188,7 @@ class Tap:
 
     def attach(self, number: int, channel: TapChannel, now: float) -> None:
         """Take the frames of a channel out from now on. The channel is open, and in confirm mode if it is to be."""
+        self._left.discard(number)
         self._channels[number] = channel
         self._acked[_ack_head(number)] = channel
         for active in self._expected.pop(number, ()):
@@ -187,7 +197,28 @@ class Tap:
             channel.on_blocked(self._blocked, now)
 
     def detach(self, number: int) -> None:
-        """Pass a channel's frames on to the library again. A frame of it that has begun is still brought to its end."""
+        """Tell a channel nothing more. A frame of it that has begun is still brought to its end.
+
+        Until the channel is closed, what only concerns who publishes is for nobody, the library included.
+        """
+        if number in self._channels:
+            self._left.add(number)
+        self._drop(number)
+
+    def own(self, number: int, on_method: Callable[[bytes], None]) -> None:
+        """Keep a channel that the library has not opened from it, until `disown`.
+
+        Args:
+            number: the channel's.
+            on_method: called with the payload of every method frame that is not for who publishes.
+        """
+        self._own[number] = on_method
+
+    def disown(self, number: int) -> None:
+        """The channel is closed; the library may open one of that number."""
+        self._own.pop(number, None)
+
+    def _drop(self, number: int) -> None:
         channel = self._channels.pop(number, None)
         self._acked.pop(_ack_head(number), None)
         self._expected.pop(number, None)
@@ -319,9 +350,16 @@ class Tap:
                     else:
                         # A method ends content that was broken off.
                         self._returns.pop(number, None)
-                        taken = number in self._expected and self._keep_flow(number, splitter.data[start:stop])
+                        if number in self._expected:
+                            taken = self._keep_flow(number, splitter.data[start:stop])
+                        else:
+                            taken = number in self._left and self._take_late(number, splitter.data[start : start + 4])
                 except (struct_error, IndexError) as error:
                     raise FrameError(f"a frame on channel {number} that cannot be decoded: {error}") from error
+                if not taken and number in self._own:
+                    taken = True
+                    if kind == METHOD_FRAME:
+                        self._own[number](splitter.data[start:stop])
                 if not taken:
                     if run < 0:
                         run = start - 7
@@ -369,7 +407,7 @@ class Tap:
                 text, at = _short(payload, 6)
                 ids = _CLOSE_IDS.unpack_from(payload, at)
                 self._returns.pop(number, None)
-                self.detach(number)
+                self._drop(number)
                 channel.channel_closed(code, text, ids, now)
             return False
         return True
@@ -396,6 +434,14 @@ class Tap:
         self._expected[number].append(payload[4] & 1 != 0)
         return True
 
+    def _take_late(self, number: int, method: bytes) -> bool:
+        """Take what is for whoever published on a channel that was left."""
+        if method in (CHANNEL_CLOSE, CHANNEL_CLOSE_OK):
+            self._left.discard(number)
+        elif method == RETURN:
+            self._returns[number] = _Returned(None, (0, "", "", ""))
+        return method in (ACK, NACK, CHANNEL_FLOW, RETURN)
+
     def _copy_connection(self, payload: bytes, now: float) -> None:
         method = payload[:4]
         if method == CONNECTION_BLOCKED:
@@ -406,6 +452,8 @@ class Tap:
             self._blocked = None
             for channel in tuple(self._channels.values()):
                 channel.on_unblocked(now)
+        elif method == CONNECTION_CLOSE:
+            self.closed = f"{int.from_bytes(payload[4:6], 'big')} {_short(payload, 6)[0]}"
 
     # Outwards.
 

@@ -6,6 +6,7 @@ are both built from it, and it can be used alone.
 
 from __future__ import annotations
 
+from qflow_client.flow.adaptive import AdaptiveWindow
 from qflow_client.flow.controller import FifoLine, FlowController, FlowSource, Line, Ticket, WeightedLine
 from qflow_client.flow.gate import Gate, Hold
 from qflow_client.flow.limiters import CompositeLimiter, Limiter, RateLimiter, SizeLimiter, WindowLimiter
@@ -13,6 +14,7 @@ from qflow_client.flow.manager import FlowManager, FlowResource
 from qflow_client.flow.thresholds import Capacity, StopResume, ThresholdLimiter, Thresholds
 
 __all__ = [
+    "AdaptiveWindow",
     "Capacity",
     "CompositeLimiter",
     "FifoLine",

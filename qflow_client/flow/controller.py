@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
@@ -39,7 +39,7 @@ class Ticket:
         source: whose element it is; sources only matter to a `WeightedLine`.
     """
 
-    __slots__ = ("_controller", "cancelled", "size", "source")
+    __slots__ = ("_controller", "_in_front", "cancelled", "size", "source")
 
     def __init__(self, size: int, source: str = "") -> None:
         #: The size of the element that waits.
@@ -50,6 +50,8 @@ class Ticket:
         self.cancelled = False
         # In whose line it stands; None before and after.
         self._controller: FlowController | None = None
+        # Whether it was to stand in front of it.
+        self._in_front = False
 
 
 class Line(Protocol):
@@ -67,6 +69,9 @@ class Line(Protocol):
 
     def pop(self) -> None:
         """Serve the ticket that `head` has just given."""
+
+    def clear(self) -> None:
+        """Drop all tickets, whatever state an interrupted step has left it in."""
 
 
 class FifoLine:
@@ -93,6 +98,9 @@ class FifoLine:
 
     def pop(self) -> None:
         self._tickets.popleft()
+
+    def clear(self) -> None:
+        self._tickets.clear()
 
 
 class WeightedLine:
@@ -173,6 +181,12 @@ class WeightedLine:
         else:
             heapq.heappop(self._heap)
             self._enter(source, finish)
+
+    def clear(self) -> None:
+        self._lines.clear()
+        self._heap.clear()
+        self._finish.clear()
+        self._time = 0.0
 
     def _enter(self, source: str, start: float) -> None:
         self._serial += 1
@@ -276,7 +290,7 @@ class FlowController:
         name: for people; need not be unique.
     """
 
-    __slots__ = ("_blocked", "_limited", "_line", "gate", "limiter", "name", "waiting")
+    __slots__ = ("_blocked", "_front", "_ignored", "_limited", "_line", "gate", "limiter", "name", "waiting")
 
     def __init__(self, limiter: Limiter, *, gate: Gate | None = None, line: Line | None = None, name: str = "") -> None:
         #: What may be inside.
@@ -286,10 +300,13 @@ class FlowController:
         #: For people; need not be unique.
         self.name = name
         self._line: Line = line if line is not None else FifoLine()
+        # Who stands in front of the line, and whose holds do not keep it out.
+        self._front: Ticket | None = None
+        self._ignored = ""
         # The kinds of the holds that stand for the limiter on the gate, as keys: none or one, and two only until the
         # older is lifted. Noted before they are raised, forgotten after they are lifted: Ctrl-C leaves none behind.
         self._limited: dict[str, None] = {}
-        #: How many tickets stand in line. Only to be read.
+        #: How many tickets stand in line, or in front of it. Only to be read.
         self.waiting = 0
         # Sources that are blocked, oldest first.
         self._blocked: dict[FlowSource, None] = {}
@@ -332,13 +349,39 @@ class FlowController:
         Raises:
             ValueError: the ticket stands in line, or has given up.
         """
-        if ticket._controller is not None or ticket.cancelled:
-            raise ValueError("a ticket that stands in line or has given up cannot stand in line again: take a new one")
+        self._check_new(ticket)
         self._line.push(ticket)
         ticket._controller = self
         self.waiting += 1
         if self.waiting == 1:
             self._look(ticket.size, now)
+
+    def stand_in_front(self, ticket: Ticket, now: float, *, ignoring: str) -> None:
+        """Wait for the next turn, in front of the line.
+
+        It is for one for whose end others wait, so that it can wait neither for them nor for itself.
+
+        Args:
+            ticket: the place to take.
+            now: seconds.
+            ignoring: the source of the holds that do not keep it out.
+
+        Raises:
+            ValueError: the ticket stands in line, or has given up; or another stands in front.
+        """
+        self._check_new(ticket)
+        if self._front is not None:
+            raise ValueError("there is room for one ticket in front of the line, and another stands there")
+        self._ignored = ignoring
+        ticket._in_front = True
+        self._front = ticket
+        ticket._controller = self
+        self.waiting += 1
+        self._look(ticket.size, now)
+
+    def _check_new(self, ticket: Ticket) -> None:
+        if ticket._controller is not None or ticket.cancelled:
+            raise ValueError("a ticket that stands in line or has given up cannot stand in line again: take a new one")
 
     def leave_line(self, ticket: Ticket) -> bool:
         """Give up waiting.
@@ -351,23 +394,41 @@ class FlowController:
         if ticket._controller is not self:
             return False
         ticket.cancelled = True
+        if ticket is self._front:
+            self._front = None
         self._gone(ticket)
         return True
 
     def dismiss(self) -> Ticket | None:
-        """Send the head of the line away without letting it in.
+        """Send whose turn is next away without letting it in.
 
         Returns:
             The ticket; ``None`` if nobody waits.
         """
-        ticket = self._line.head()
+        ticket = self._head()
         if ticket is not None:
-            self._line.pop()
-            self._gone(ticket)
+            self._pop(ticket)
         return ticket
 
+    def relist(self, tickets: Iterable[Ticket]) -> None:
+        """Have these, and no others, wait, after a step of this controller was interrupted at any point (by Ctrl-C).
+
+        Args:
+            tickets: those that were to be in line, or in front of it, in the order in which they came.
+        """
+        self._front = None
+        self._line.clear()
+        self.waiting = 0
+        for ticket in tickets:
+            if ticket._in_front:
+                self._front = ticket
+            else:
+                self._line.push(ticket)
+            ticket._controller = self
+            self.waiting += 1
+
     def grant(self, now: float) -> Ticket | None:
-        """Let the head of the line in, if it may enter now.
+        """Let in whose turn it is, if it may enter now.
 
         The limiter's hold stays while others wait behind it. With nobody in line, it is lifted if it is outlived.
 
@@ -377,7 +438,7 @@ class FlowController:
         Returns:
             The ticket, whose element is inside now; ``None`` if nobody waits or nobody may enter.
         """
-        ticket = self._line.head()
+        ticket = self._head()
         if ticket is None:
             if self._limited:
                 self.look(now)
@@ -386,15 +447,24 @@ class FlowController:
         if kind is not None:
             self._limit(kind, now)
             return None
-        if not self.gate.is_open and self._is_held:
+        if not self.gate.is_open and self._holds_back(ticket):
             self._unlimit(now)
             return None
-        self._line.pop()
-        self._gone(ticket)
+        self._pop(ticket)
         self.limiter.add(ticket.size, now)
         if self._limited and not self.waiting:
             self.look(now)
         return ticket
+
+    def _head(self) -> Ticket | None:
+        return self._front or self._line.head()
+
+    def _pop(self, ticket: Ticket) -> None:
+        if ticket is self._front:
+            self._front = None
+        else:
+            self._line.pop()
+        self._gone(ticket)
 
     def _gone(self, ticket: Ticket) -> None:
         ticket._controller = None
@@ -444,7 +514,7 @@ class FlowController:
         return min((at for at in times if at is not None), default=None)
 
     def _next_size(self) -> int:
-        head = self._line.head()
+        head = self._head()
         # Nothing always fits, and would say of a limiter that is exactly full that it has room.
         return head.size if head is not None else 1
 
@@ -453,7 +523,8 @@ class FlowController:
         if kind is not None:
             self._limit(kind, now)
             return False
-        if self._limited and (not self.waiting or self._is_held):
+        head = self._head()
+        if self._limited and (head is None or self._holds_back(head)):
             self._unlimit(now)
         return self.gate.is_open
 
@@ -564,8 +635,15 @@ class FlowController:
     @property
     def _is_held(self) -> bool:
         """Whether something other than the limiter holds the gate."""
+        return self._holds_back(None)
+
+    def _holds_back(self, ticket: Ticket | None) -> bool:
+        """Whether something other than the limiter keeps a ticket out."""
         gate = self.gate
-        return not gate.is_open and any(hold.source or hold.kind not in self._limited for hold in gate.holds)
+        if gate.is_open or gate.is_shut:
+            return gate.is_shut
+        ignored = self._ignored if ticket is not None and ticket is self._front else ""
+        return any(hold.source != ignored if hold.source else hold.kind not in self._limited for hold in gate.holds)
 
     def _may_go_on(self, now: float | None) -> bool:
         """Whether nothing keeps sources blocked."""

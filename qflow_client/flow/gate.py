@@ -39,18 +39,21 @@ class Gate:
     Neither thread-safe nor tied to a clock: the caller guards it and says what time it is.
     """
 
-    __slots__ = ("_closed_at", "_held_for", "_holds", "is_open", "observer", "times_closed")
+    __slots__ = ("_closed_at", "_held_for", "_holds", "is_open", "is_shut", "observer", "times_closed")
 
     def __init__(self) -> None:
         # In the order in which they were raised.
         self._holds: dict[tuple[str, str], Hold] = {}
         # Seconds that each kind has held, for holds that are over.
         self._held_for: dict[str, float] = {}
-        # When the gate closed, by a hold that may be gone while later ones stay; None while it is open.
+        # Since when there are holds; the first of them may be gone while later ones stay. None while there is none.
         self._closed_at: float | None = None
-        #: True exactly when there is no hold. Only to be read; a plain attribute, because a hot path does.
+        #: True exactly when there is no hold, and it is not shut. Only to be read; a plain attribute, because a hot
+        #: path does.
         self.is_open = True
-        #: How often the gate went from open to closed.
+        #: Whether it was shut for good. Only to be read.
+        self.is_shut = False
+        #: How often the first hold came.
         self.times_closed = 0
         #: Called with every hold that is raised (``True``) or lifted (``False``), after the fact, and when; ``None`` if
         #: nobody wants to know. It must not raise, nor call a controller of this gate.
@@ -63,10 +66,10 @@ class Gate:
 
     @property
     def closed_since(self) -> float | None:
-        """When the gate closed, in the caller's seconds; ``None`` while it is open."""
+        """Since when there are holds, in the caller's seconds; ``None`` while there is none."""
         return self._closed_at
 
-    def hold(self, kind: str, *, now: float, source: str = "", detail: str = "", quiet: bool = False) -> bool:
+    def hold(self, kind: str, *, now: float, source: str = "", detail: str = "") -> bool:
         """Raise a hold. A hold that is already there stays as it is.
 
         Args:
@@ -74,7 +77,6 @@ class Gate:
             now: seconds.
             source: who raises it, and alone can lift it.
             detail: for people to read.
-            quiet: neither count it in `times_closed` nor tell the observer, because it is no flow control.
 
         Returns:
             True if it is new.
@@ -83,11 +85,11 @@ class Gate:
         if key in self._holds:
             return False
         hold = self._holds[key] = Hold(kind, now, source, detail)
-        if self.is_open:
-            self.is_open = False
-            self.times_closed += not quiet
+        self.is_open = False
+        if self._closed_at is None:
+            self.times_closed += 1
             self._closed_at = now
-        if self.observer is not None and not quiet:
+        if self.observer is not None:
             self.observer(hold, True, now)
         return True
 
@@ -105,7 +107,7 @@ class Gate:
         hold = self._holds.pop((kind, source), None)
         if not self._holds:
             # Whether or not there was this hold: one that was interrupted right here by Ctrl-C has left it to the next.
-            self.is_open = True
+            self.is_open = not self.is_shut
             self._closed_at = None
         if hold is None:
             return None
@@ -114,10 +116,22 @@ class Gate:
             self.observer(hold, False, now)
         return hold
 
+    def mend(self) -> None:
+        """Put right what a `hold` or a `lift` that was interrupted at any point (by Ctrl-C) has left half done."""
+        since = min((hold.since for hold in self._holds.values()), default=None)
+        self.is_open = since is None and not self.is_shut
+        if since is None or self._closed_at is None:
+            self._closed_at = since
+
+    def shut(self) -> None:
+        """Close it for good. That is no hold, because it is no flow control."""
+        self.is_shut = True
+        self.is_open = False
+
     def forget_past(self) -> None:
         """Count closings, and how long holds held, from now on; those that go on stay counted."""
         self._held_for.clear()
-        self.times_closed = int(not self.is_open)
+        self.times_closed = int(bool(self._holds))
 
     def is_held_by(self, kind: str) -> bool:
         """Whether any source holds the gate for this reason."""
@@ -133,6 +147,7 @@ class Gate:
             Seconds by kind, the present holds included.
         """
         seconds = dict(self._held_for)
-        for hold in self._holds.values():
+        # A copy, so that a thread without the caller's guard can ask, too.
+        for hold in self.holds:
             seconds[hold.kind] = seconds.get(hold.kind, 0.0) + (now - hold.since)
         return seconds

@@ -10,10 +10,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
-__all__ = ["CompositeLimiter", "Limiter", "RateLimiter", "SizeLimiter", "WindowLimiter"]
+__all__ = ["CompositeLimiter", "Limiter", "RateLimiter", "SizeLimiter", "WindowLimiter", "check_at_least_1"]
 
 
-def _check_at_least_1(name: str, value: float) -> None:
+def check_at_least_1(name: str, value: float) -> None:
+    """Refuse a limit that nothing could pass, or everything, with a `ValueError` that names it."""
     if not 1 <= value < math.inf:
         raise ValueError(f"{name} must be at least 1 and finite, not {value!r}")
 
@@ -139,7 +140,7 @@ class WindowLimiter(Limiter):
 
     @capacity.setter
     def capacity(self, capacity: int) -> None:
-        _check_at_least_1("capacity", capacity)
+        check_at_least_1("capacity", capacity)
         self._capacity = capacity
 
     def refusal(self, size: int, now: float) -> str | None:
@@ -200,7 +201,7 @@ class SizeLimiter(Limiter):
 
     @capacity.setter
     def capacity(self, capacity: int) -> None:
-        _check_at_least_1("capacity", capacity)
+        check_at_least_1("capacity", capacity)
         self._capacity = capacity
 
     def refusal(self, size: int, now: float) -> str | None:
@@ -284,7 +285,7 @@ class RateLimiter(Limiter):
 
     @burst.setter
     def burst(self, burst: float) -> None:
-        _check_at_least_1("burst", burst)
+        check_at_least_1("burst", burst)
         lacked = max(0.0, self._lacked + burst - self._burst)
         self._burst = burst
         self._full_at = self._at + lacked / self._rate

@@ -124,6 +124,10 @@ class FlowManager:
             self._stopped = None
             return self._each("started", lambda resource: resource.lift(self.HOLD, source=self.name))
 
+    def forked(self) -> None:
+        """In a child process after a fork: a thread that is not there may have been at work in it."""
+        self._lock = threading.RLock()
+
     def _each(self, done: str, do: Callable[[FlowResource], None]) -> int:
         errors = []
         resources = tuple(self._resources)

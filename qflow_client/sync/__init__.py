@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from qflow_client.sync.connection import connect
 from qflow_client.sync.producer import Producer
 from qflow_client.sync.receipt import SyncReceipt
 
-__all__ = ["Producer", "SyncReceipt"]
+__all__ = ["Producer", "SyncReceipt", "connect"]

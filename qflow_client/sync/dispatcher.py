@@ -9,10 +9,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from qflow_client.logs import log
+
 __all__ = ["Dispatcher"]
-
-logger = logging.getLogger(__name__)
-
 
 _Calls = queue.SimpleQueue[tuple[Callable[[Any], object], Any] | None]
 
@@ -22,9 +21,9 @@ def _run(calls: _Calls) -> None:
         callback, argument = call
         try:
             callback(argument)
-        except BaseException:
+        except BaseException as error:
             # The application's mistake, or its sys.exit, must not cost it what follows.
-            logger.exception("callback %r failed on %r", callback, argument)
+            log(logging.ERROR, "callback %r failed on %r", callback, argument, error=error)
         # What was called may be let go of.
         del call, callback, argument
 

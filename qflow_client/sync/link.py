@@ -3,42 +3,91 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 import pika
+from pika.exceptions import AuthenticationError, ChannelClosedByBroker, ProtocolVersionMismatch
 from pika.exceptions import ConnectionClosed as PikaConnectionClosed
 
-from qflow_client.errors import ConnectionFailed, SettingsError
+from qflow_client.errors import SettingsError
+from qflow_client.logs import log
 from qflow_client.protocol import ProducerProtocol
+from qflow_client.recovery import Reconnection, is_final
 from qflow_client.settings import ProducerSettings, hide_password
+from qflow_client.skin import (
+    GIVEN_UP,
+    client_properties,
+    connection_failed,
+    log_connected_again,
+    log_failed_try,
+    lost,
+    no_answer,
+    no_confirms,
+    silent,
+)
+from qflow_client.sync.channel_io import ChannelIO
 from qflow_client.sync.pika_io import TapIOServices
 from qflow_client.tap import Tap
 
-__all__ = ["Link", "parameters"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["Link", "parameters", "url_parameters"]
 
 # Seconds that the end of a connection that is cut may take; it waits for no peer.
 _CUT_GRACE = 0.3
 
 
-def _words(error: object) -> str:
-    """What went wrong, in one line."""
+# How pika writes the broker's words in what it makes of a connection that was refused.
+_REFUSED = re.compile(r"ConnectionClosedByBroker: \((\d+)\) (.*)", re.DOTALL)
+
+
+def _cause(error: object) -> object:
+    """What happened: pika wraps it in what it was doing, several times."""
     if isinstance(error, PikaConnectionClosed):
-        return f"{error.reply_code} {error.reply_text}"
-    # pika wraps what happened in what it was doing, several times.
+        return error
     causes = getattr(error, "exceptions", None) or getattr(error, "args", ())
     cause = causes[-1] if causes else getattr(error, "exception", None)
     if isinstance(getattr(error, "exception", None), BaseException):
         cause = error.exception  # type: ignore[attr-defined]  # AMQPConnectorException's
-    if isinstance(cause, BaseException):
-        return _words(cause)
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return _cause(cause) if isinstance(cause, BaseException) else error
+
+
+def _words(error: object) -> str:
+    """What went wrong, in one line."""
+    cause = _cause(error)
+    if isinstance(cause, PikaConnectionClosed):
+        return f"{cause.reply_code} {cause.reply_text}"
+    return f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
+
+
+def _is_final(error: object) -> bool:
+    """Whether no further try can do better."""
+    cause = _cause(error)
+    if isinstance(cause, PikaConnectionClosed):
+        return is_final(cause.reply_code, cause.reply_text)
+    said = _REFUSED.search(str(cause))
+    if said is not None:
+        return is_final(int(said[1]), said[2])
+    return isinstance(cause, (AuthenticationError, ProtocolVersionMismatch))
+
+
+def url_parameters(url: str) -> pika.URLParameters:
+    """What a URL says to pika.
+
+    Raises:
+        SettingsError: pika does not understand the URL, or cannot use a file that it names.
+    """
+    try:
+        return pika.URLParameters(url)
+    except (SyntaxError, TypeError, ValueError) as error:
+        raise SettingsError(f"url={hide_password(url)!r}: {error}") from error
+    except OSError as error:
+        # The TLS library names no file.
+        raise SettingsError(f"url={hide_password(url)!r}: a file of ssl_options cannot be used: {error}") from error
 
 
 def parameters(url: str, settings: ProducerSettings) -> pika.URLParameters:
@@ -51,17 +100,8 @@ def parameters(url: str, settings: ProducerSettings) -> pika.URLParameters:
     Raises:
         SettingsError: pika does not understand the URL, or cannot use a file that it names.
     """
-    try:
-        found = pika.URLParameters(url)
-    except (SyntaxError, TypeError, ValueError) as error:
-        raise SettingsError(f"url={hide_password(url)!r}: {error}") from error
-    except OSError as error:
-        # The TLS library names no file.
-        raise SettingsError(f"url={hide_password(url)!r}: a file of ssl_options cannot be used: {error}") from error
-    found.client_properties = {
-        "connection_name": settings.name,
-        "product": "qflow_client",
-    } | (found.client_properties or {})
+    found = url_parameters(url)
+    found.client_properties = client_properties(settings.name) | (found.client_properties or {})
     # pika's own defaults would cut a longer `connect_timeout` short; what the URL says does.
     said = dict(parse_qsl(urlsplit(url).query))
     for name in ("socket_timeout", "stack_timeout"):
@@ -70,14 +110,14 @@ def parameters(url: str, settings: ProducerSettings) -> pika.URLParameters:
     return found
 
 
-class Link:
-    """One connection, its I/O thread, and the publishing channel on it.
+class Link(ChannelIO):
+    """The producer's connection, its I/O thread, and the publishing channel; one after the other as they are lost.
 
     The thread runs pika's own loop, so heartbeats go on whatever the application does.
 
     Args:
-        url: where to connect, for people.
-        connect_to: the same for pika, from `parameters`.
+        hosts: what pika is told of each of the settings' URLs, from `parameters`.
+        host: the index of that which is to be connected to.
         protocol: the producer's state; everybody who touches it holds `lock`.
         lock: the lock.
         after: called on the I/O thread, without the lock, after anything that may have changed the protocol.
@@ -85,14 +125,15 @@ class Link:
 
     def __init__(
         self,
-        url: str,
-        connect_to: pika.URLParameters,
+        hosts: Sequence[pika.URLParameters],
+        host: int,
         protocol: ProducerProtocol,
         lock: threading.Lock,
         after: Callable[[], None],
     ) -> None:
-        self._url = hide_password(url)
-        self._connect_to = connect_to
+        self._hosts = hosts
+        self._settings = protocol.settings
+        self._reconnection = Reconnection(self._settings, host)
         self._protocol = protocol
         self._lock = lock
         self._after = after
@@ -101,9 +142,24 @@ class Link:
         self._connection: pika.SelectConnection | None = None
         # Set once the channel is there, or failed once it cannot be.
         self._opened: Future[None] = Future()
+        # Whether the I/O thread does nothing any more; guarded by the lock.
+        self.ended = False
+        # Whether the channel is there.
+        self._is_up = False
+        # Whether the connection is not to come back.
+        self._leaves = False
+        # What next happens to a connection that is not there: another try, or the end of one that takes too long.
+        self._next: Any = None
+        # Why the connection is ended, if we do it, and whether that is for good.
+        self._cut_for: tuple[str, bool] | None = None
         # When the timer that is armed fires; None if none is.
         self._timer_at: float | None = None
-        self._thread = threading.Thread(target=self._run, name=f"qflow-io {protocol.settings.name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"qflow-io {self._settings.name}", daemon=True)
+
+    @property
+    def url(self) -> str:
+        """The host, as it may be shown."""
+        return self._reconnection.url
 
     def open(self, timeout: float) -> None:
         """Connect and open the channel.
@@ -125,9 +181,10 @@ class Link:
                 self._opened.result(_CUT_GRACE)
         except BaseException as error:
             self._opened.cancel()
+            self._leaves = True
             self.cut()
             if isinstance(error, TimeoutError):
-                raise ConnectionFailed(f"{self._url}: no answer within {timeout:.3g} s") from None
+                raise no_answer(self.url, timeout) from None
             raise
 
     def close(self, timeout: float) -> None:
@@ -149,32 +206,56 @@ class Link:
 
     def forget(self) -> None:
         """In a child process after a fork: let go of the parent's socket without a word to the broker."""
+        self.ended = True
         self.services.forget()
-
-    def arm_timer(self) -> None:
-        """Have the protocol told when its time comes. For any thread."""
-        self.services.add_callback_threadsafe(self._arm_timer)
 
     # On the I/O thread.
 
     def _run(self) -> None:
         try:
-            self._connection = pika.SelectConnection(
-                self._connect_to,
-                on_open_callback=self._on_open,
-                on_open_error_callback=self._on_open_error,
-                on_close_callback=self._on_close,
-                custom_ioloop=self.services,
-            )
+            self._connect()
             self.services.run()
         except BaseException as error:
             # Whoever waits must learn of it, whatever it is, and so must the broker.
-            logger.exception("%s: the I/O thread failed", self._protocol.settings.name)
+            log(logging.ERROR, "%s: the I/O thread failed", self._settings.name, error=error)
             if self.services.tapped is not None:
                 self.services.tapped.close()
+            self._leaves = True
             self._lost(f"the I/O thread failed: {error!r}")
         finally:
+            with self._lock:
+                self.ended = True
+            # What came before; from now on everybody tells what there is to tell.
+            self._after()
             self.services.close()
+
+    def _connect(self) -> None:
+        self._connection = pika.SelectConnection(
+            self._hosts[self._reconnection.host],
+            on_open_callback=self._on_open,
+            on_open_error_callback=self._on_open_error,
+            on_close_callback=self._on_close,
+            custom_ioloop=self.services,
+        )
+
+    def _connect_again(self) -> None:
+        with self._lock:
+            self._tap = self.services.tap = Tap()
+        self._next = self.services.call_later(self._settings.connect_timeout, self._time_is_up)
+        self._connect()
+
+    def _time_is_up(self) -> None:
+        self._next = None
+        self._cut_for = silent(self._settings.connect_timeout), False
+        self._cut()
+
+    def _open_channel(self) -> None:
+        """Open the channel anew on a connection whose last one the broker has closed."""
+        self._next = None
+        connection = self._connection
+        if connection is not None and connection.is_open:
+            self._next = self.services.call_later(self._settings.connect_timeout, self._time_is_up)
+            self._on_open(connection)
 
     def _on_open(self, connection: Any) -> None:
         channel = connection.channel(on_open_callback=self._on_channel_open)
@@ -182,25 +263,23 @@ class Link:
             self._tap.expect(channel.channel_number)
 
     def _on_open_error(self, _connection: Any, error: BaseException) -> None:
-        self._lost(_words(error))
+        self._lost(_words(error), _is_final(error))
 
     def _on_channel_open(self, channel: Any) -> None:
         channel.add_on_close_callback(self._on_channel_close)
-        # The tap takes these out, until the channel is left; then they are for nobody, and pika would warn of them.
-        channel.add_on_flow_callback(lambda _flow: None)
-        channel.add_on_return_callback(lambda *_returned: None)
-        if not self._protocol.settings.confirms:
+        if not self._settings.confirms:
             self._ready(channel)
             return
         try:
-            # Likewise.
+            # The tap takes confirms out.
             channel.confirm_delivery(lambda _answer: None, callback=lambda _select_ok: self._ready(channel))
         except Exception as error:
             # pika raises when the broker does not announce confirms.
-            self._fail(f"publisher confirms cannot be had: {_words(error)}; confirms=False does without")
+            self._fail(no_confirms(_words(error)), final=True)
 
     def _ready(self, channel: Any) -> None:
-        if not self._opened.set_running_or_notify_cancel():
+        # Once the first was there, nobody waits for it.
+        if self._opened.cancelled() or not (self._opened.done() or self._opened.set_running_or_notify_cancel()):
             return
         parameters = channel.connection.params
         now = time.monotonic()
@@ -214,50 +293,95 @@ class Link:
             # Nobody else would tell who waits.
             self._not_opened(f"the channel cannot be used: {error!r}")
             raise
-        self._opened.set_result(None)
+        self._forget_next()
+        if not self._is_up:
+            self._is_up = True
+            self._reconnection.opened(now)
+            if not self._opened.done():
+                self._opened.set_result(None)
+            else:
+                log_connected_again(self._settings.name, self.url)
         self._after_io()
         self.services.pump()
 
     def _on_channel_close(self, _channel: Any, reason: BaseException) -> None:
+        if self._is_up and not self._leaves and isinstance(reason, ChannelClosedByBroker):
+            with self._lock:
+                pause = self._reconnection.channel_closed(self._protocol.settled_so_far, time.monotonic())
+                wanted = self._protocol.wants_channel
+            if wanted:
+                self._forget_next()
+                self._next = self.services.call_later(pause, self._open_channel)
+                return
         # Nothing else is on this connection.
         self._fail(_words(reason))
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, why: str, *, final: bool = False) -> None:
         self._not_opened(why)
+        self._cut_for = self._cut_for or (why, final)
         self._close()
 
     def _not_opened(self, why: str) -> bool:
-        """Whether the channel was never there; then `open` learns why."""
+        """Whether the first channel was never there; then `open` learns why."""
         try:
-            self._opened.set_exception(ConnectionFailed(f"{self._url}: {why}"))
+            self._opened.set_exception(connection_failed(self.url, why))
         except InvalidStateError:
             return self._opened.cancelled() or self._opened.exception() is not None
         return True
 
     def _leave(self) -> None:
+        self._leaves = True
         with self._lock:
             number = self._protocol.channel
             if number is not None:
                 self._tap.detach(number)
-            self._protocol.connection_lost("the producer is closed", time.monotonic())
+            self._protocol.connection_lost(GIVEN_UP, time.monotonic())
         self._after_io()
-        # A broker that blocks the connection, or does not read, reads no good-bye either.
         tapped = self.services.tapped
-        if self._tap.is_blocked or (tapped is not None and tapped.full):
+        if self._connection is None:
+            # Between two tries.
+            self._forget_next()
+            self.services.stop()
+        # A broker that blocks the connection, or does not read, reads no good-bye either.
+        elif not self._is_up or self._tap.is_blocked or (tapped is not None and tapped.full):
             self._cut()
         else:
             self.services.pump()
             self._close()
 
     def _on_close(self, _connection: Any, reason: BaseException) -> None:
-        self._lost(f"the connection is lost: {_words(reason)}")
+        self._lost(_words(reason), _is_final(reason))
 
-    def _lost(self, why: str) -> None:
-        if not self._not_opened(why):
-            with self._lock:
-                self._protocol.connection_lost(why, time.monotonic())
-            self._after_io()
-        self.services.stop()
+    def _lost(self, why: str, final: bool = False) -> None:
+        """There is no connection any more, or it could not be had; `final` if it never will be from this host."""
+        self._connection = None
+        self._forget_next()
+        if self._cut_for is not None:
+            (why, final), self._cut_for = self._cut_for, None
+        if self._not_opened(why):
+            self.services.stop()
+            return
+        was_up, self._is_up = self._is_up, False
+        now = time.monotonic()
+        host, reconnection = self.url, self._reconnection
+        pause = None
+        if not self._leaves:
+            pause = reconnection.lost(lost(why), now) if was_up else reconnection.failed(why, final, now)
+            why = reconnection.verdict
+        with self._lock:
+            wanted = self._protocol.connection_lost(why, now, reconnects=pause is not None)
+        self._after_io()
+        if pause is None or not wanted:
+            self.services.stop()
+            return
+        if not was_up:
+            log_failed_try(self._settings.name, host, reconnection.last, pause)
+        self._next = self.services.call_later(pause, self._connect_again)
+
+    def _forget_next(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
 
     def _close(self) -> None:
         connection = self._connection
@@ -270,23 +394,3 @@ class Link:
         else:
             # Not connected yet, or lost.
             self._close()
-
-    def _after_io(self) -> None:
-        self._after()
-        if self._protocol.settings.rate is not None:
-            self._arm_timer()
-
-    def _arm_timer(self) -> None:
-        now = time.monotonic()
-        with self._lock:
-            at = self._protocol.next_timer(now)
-        if at is not None and (self._timer_at is None or at < self._timer_at):
-            self._timer_at = at
-            self.services.call_later(max(0.0, at - now), self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._timer_at = None
-        with self._lock:
-            self._protocol.on_timer(time.monotonic())
-        self._after_io()
-        self.services.pump()

@@ -166,7 +166,7 @@ class _TapContext(ssl.SSLContext):
 
 
 class TapIOServices(SelectorIOServicesAdapter):
-    """pika's I/O services for one connection, with a tap at its socket.
+    """pika's I/O services for one connection after the other, with a tap at the socket.
 
     Everything but `wake` belongs to the thread that runs the loop.
 
@@ -192,7 +192,7 @@ class TapIOServices(SelectorIOServicesAdapter):
         self.awake = False
 
     def wake(self) -> None:
-        """Have `pump` run soon. For any thread, after it has found `awake` False under the lock and set it."""
+        """Have `pump` run soon. For any thread that has found `awake` False under the lock."""
         self.add_callback_threadsafe(self.pump)
 
     # The socket's bytes.

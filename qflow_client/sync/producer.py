@@ -3,61 +3,70 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import math
 import os
 import queue
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from uuid import uuid4
 
+import pika
+
+from qflow_client import telemetry
 from qflow_client.errors import (
     ConfirmTimeout,
     ConnectionFailed,
     FlowControlTimeout,
     ProducerClosed,
     ProducerFlowed,
+    SettingsError,
     UndeliveredMessages,
 )
 from qflow_client.events import FlowEvent, FlowState, HoldKind
-from qflow_client.flow import FlowManager, Line
+from qflow_client.flow import FlowManager, Hold, Line
+from qflow_client.logs import write_log
 from qflow_client.manager import flow_manager
 from qflow_client.message import Message, as_body
-from qflow_client.protocol import LogEntry, ProducerProtocol, SendTicket, write_log
+from qflow_client.protocol import LogEntry, ProducerProtocol, SendTicket
 from qflow_client.receipt import Outcome, Receipt
+from qflow_client.recovery import retries
 from qflow_client.settings import ProducerSettings, WhenFlowed, check_argument, check_timeout
+from qflow_client.skin import (
+    BRIEF,
+    CLOSED,
+    DEFAULT,
+    GOOD_BYE,
+    LULL,
+    Deliveries,
+    check_many,
+    concerns,
+    forked,
+    gives_up,
+    keeping,
+    kinds_of,
+    leave_word,
+    log_forgotten,
+    none_of,
+    undone,
+)
+from qflow_client.sync.connection import SharedLink, TappedConnection
 from qflow_client.sync.dispatcher import Dispatcher
+from qflow_client.sync.latch import Latch
 from qflow_client.sync.link import Link, parameters
 from qflow_client.sync.receipt import SyncReceipt
 
 __all__ = ["Producer"]
 
-logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
-class _Default:
-    """Stands for the setting where ``None`` has a meaning of its own."""
+# How many messages are admitted in one go at the most: others want the lock, too.
+_AT_ONCE = 64
 
-    def __repr__(self) -> str:
-        return "<the setting>"
-
-
-_DEFAULT: Any = _Default()
-
-# Seconds that the broker may take for an orderly good-bye, and running callbacks for their end: at the most, and when
-# the time to wait is up.
-_GOOD_BYE = 3.0
-_BRIEF = 0.3
-# After how many receipts at the latest it is noted that `on_delivery` was told of them.
-_TELL_AT_ONCE = 100
-# Seconds without any answer of the broker, after which who must not wait for holds takes late ones for withheld.
-_LULL = 0.5
 # Seconds that the end of the process waits for a producer that was not closed.
 _AT_EXIT = 1.0
 
@@ -79,7 +88,11 @@ class _Waiter:
         self._lock.acquire()
 
     def set(self) -> None:
-        self._lock.release()
+        try:
+            self._lock.release()
+        except RuntimeError:
+            # A second time changes nothing.
+            return
 
     def wait_until(self, deadline: float) -> bool:
         """Whether it was woken before a time."""
@@ -89,7 +102,8 @@ class _Waiter:
 class Producer:
     """Publishes to an AMQP 0-9-1 broker, never faster than the broker allows. Any number of threads may use one.
 
-    It connects when it is made, and has a connection and an I/O thread of its own. Leaving a ``with`` block closes it.
+    It connects when it is made, and has a connection and an I/O thread of its own, unless it is given one of `connect`.
+    Leaving a ``with`` block closes it.
 
     An exception that leaves the block stays the one that is raised, and waits for no hold: not at all under
     ``channel_flow`` and ``connection_blocked``, under ``capacity`` and ``transport`` only while the broker goes on
@@ -98,6 +112,8 @@ class Producer:
 
     Args:
         url: URL of the broker, or several to try in turn.
+        connection: a connection from `connect`, on which it opens a channel of its own; ``None`` to have a connection
+            of its own.
         on_delivery: called with every receipt once it is settled, on the producer's callback thread. With it, `flush`
             and `close` do not bring up again what it was told. If it is slower than the broker's confirms, the producer
             is held by ``capacity``. It may `send`, which then waits neither for other senders nor for other callbacks.
@@ -108,7 +124,7 @@ class Producer:
         keywords: settings by name, see `ProducerSettings`.
 
     Raises:
-        SettingsError: a setting has a value that is not allowed.
+        SettingsError: a setting has a value that is not allowed, or the connection was made elsewhere.
         ConnectionFailed: no host could be connected to.
         TypeError: another argument is of the wrong type.
     """
@@ -117,6 +133,7 @@ class Producer:
         self,
         url: str | Sequence[str] | None = None,
         *,
+        connection: pika.BlockingConnection | None = None,
         on_delivery: Callable[[Receipt], object] | None = None,
         settings: ProducerSettings | None = None,
         line: Line | None = None,
@@ -125,12 +142,19 @@ class Producer:
     ) -> None:
         #: What was set, wherever it came from.
         self.settings = ProducerSettings.load(url, settings, **keywords)
+        if connection is not None and url is not None:
+            raise SettingsError("url and connection: a producer has a connection of its own, or a shared one; give one")
+        if connection is not None and not isinstance(connection, TappedConnection):
+            raise SettingsError(
+                f"connection={type(connection).__name__}: on a connection made elsewhere Channel.Flow and confirms "
+                "cannot be taken before pika gets them; make it with qflow_client.connect(url)"
+            )
         # As that, before anything is connected.
         check_argument("on_delivery", on_delivery, on_delivery is None or callable(on_delivery), "None or callable")
         check_argument("manager", manager, isinstance(manager, FlowManager), "a FlowManager")
         now = _monotonic()
-        # Guards the protocol, the link's `awake`, and who listens.
-        self._lock = threading.Lock()
+        # Guards the protocol, the link's `awake`, and who listens; one for all producers on a connection.
+        self._lock = threading.Lock() if connection is None else connection.carrier.lock
         self._protocol = ProducerProtocol(
             self.settings,
             id_prefix=f"{uuid4().hex[:16]}-",
@@ -138,53 +162,59 @@ class Producer:
             now=now,
             wall_offset=time.time() - now,
             line=line,
+            retries=retries(self.settings),
         )
         self._exchange = self.settings.exchange
         self._routing_key = self.settings.routing_key
-        self._on_delivery = on_delivery
-        # What it is to be told, and is not told all of yet, and how many of the first part it was told.
-        self._handed: deque[list[Receipt]] = deque()
-        self._told_of_first = 0
+        # None if nobody is to be told of receipts.
+        self._deliveries = None if on_delivery is None else Deliveries(on_delivery, self._told)
         # Who is told of flow events. Of an iterator that nobody has any more, nothing is left.
-        self._listeners: list[tuple[Callable[[], None], Callable[[FlowEvent], object]]] = []
-        self._queues: weakref.WeakSet[queue.SimpleQueue[FlowEvent | None]] = weakref.WeakSet()
+        self._listeners: list[tuple[Callable[[], None], Callable[[FlowEvent], object], frozenset[str] | None]] = []
+        self._queues: weakref.WeakKeyDictionary[queue.SimpleQueue[FlowEvent | None], frozenset[str] | None] = (
+            weakref.WeakKeyDictionary()
+        )
         # Set by the first close, and when that has come to its end.
         self._ended = False
-        self._all_ended = threading.Event()
+        self._all_ended = Latch()
+        # What was unsettled as its connection was ended.
+        self._left: tuple[Receipt, ...] = ()
         # Where it was made, and whether this is a child of that process.
         self._pid = os.getpid()
         self._is_copy = False
         self._dispatcher = Dispatcher(f"qflow-callbacks {self.settings.name}")
+        self._observer: telemetry.Observer | None = None
         self._manager = manager
-        self._link = self._connect()
+        self._link = self._connect(connection)
         try:
             self._services = self._link.services
-            if on_delivery is not None:
+            self._observer = telemetry.watch(self, self._protocol, self.settings, self._link.url)
+            self._tracer = self._observer.tracer
+            if self._deliveries is not None:
                 self._protocol.settled = []
                 self._dispatcher.start()
             manager.register(self)
             _producers.add(self)
         except BaseException:
-            self._end(_BRIEF)
+            self._end(BRIEF)
             raise
 
-    def _connect(self) -> Link:
+    def _connect(self, connection: TappedConnection | None) -> Link | SharedLink:
+        if connection is not None:
+            shared = SharedLink(connection, self._protocol, self._after)
+            shared.open(self.settings.connect_timeout)
+            return shared
         errors = []
         # All that can be wrong with any of them is said before the first is tried.
-        hosts = [(url, parameters(url, self.settings)) for url in self.settings.urls]
-        for url, connect_to in hosts:
-            link = Link(url, connect_to, self._protocol, self._lock, self._after)
+        hosts = [parameters(url, self.settings) for url in self.settings.urls]
+        for host in range(len(hosts)):
+            link = Link(hosts, host, self._protocol, self._lock, self._after)
             try:
                 link.open(self.settings.connect_timeout)
             except ConnectionFailed as error:
                 errors.append(error)
             else:
                 return link
-        raise (
-            errors[0]
-            if len(errors) == 1
-            else ConnectionFailed(f"none of {len(errors)} hosts could be connected to: {'; '.join(map(str, errors))}")
-        )
+        raise none_of(errors)
 
     # Sending.
 
@@ -194,7 +224,7 @@ class Producer:
         *,
         exchange: str | None = None,
         routing_key: str | None = None,
-        timeout: float | None = _DEFAULT,
+        timeout: float | None = DEFAULT,
         source: str = "",
     ) -> SyncReceipt:
         """Admit a message, waiting while the producer is flowed (J7 A4 D1).
@@ -217,25 +247,35 @@ class Producer:
             TypeError: the message is of another type, or `timeout` is no number.
             ValueError: it cannot be encoded, or `timeout` is NaN.
         """
-        if timeout is not _DEFAULT and timeout != 0:
+        if timeout is not DEFAULT and timeout != 0:
             check_timeout(timeout)
         payload = message if type(message) is bytes or isinstance(message, Message) else as_body(message)
         if exchange is None:
             exchange = self._exchange
         if routing_key is None:
             routing_key = self._routing_key
+        if self._tracer is not None and self._tracer.wants(payload):
+            with self._tracer.span(payload, exchange, routing_key) as traced:
+                return self.send(traced, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source)
         services = self._services
-        with self._lock:
-            receipt = self._protocol.send(payload, exchange, routing_key, _monotonic())
+        try:
+            with self._lock:
+                receipt = self._protocol.send(payload, exchange, routing_key, _monotonic())
+                if receipt is not None:
+                    if services.awake:
+                        return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
+                    services.awake = True
             if receipt is not None:
-                if services.awake:
-                    return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
-                services.awake = True
-        if receipt is not None:
-            services.wake()
-            return receipt  # type: ignore[return-value]  # as above
+                services.wake()
+                return receipt  # type: ignore[return-value]  # as above
+        except ProducerClosed:
+            raise
+        except BaseException:
+            # Ctrl-C may have come before the wake.
+            self._look_anew()
+            raise
         raises = self.settings.when_flowed is WhenFlowed.RAISE
-        if timeout is _DEFAULT:
+        if timeout is DEFAULT:
             timeout = self.settings.max_producer_flow_control_wait
         if raises or (timeout is not None and timeout < 0):
             timeout = 0
@@ -276,10 +316,81 @@ class Producer:
         except FlowControlTimeout as error:
             raise ProducerFlowed(error.holds, 0.0, error.message, "send() waits") from None
 
+    def send_many(
+        self,
+        messages: Iterable[bytes | str | Message],
+        *,
+        exchange: str | None = None,
+        routing_key: str | None = None,
+        timeout: float | None = DEFAULT,
+        source: str = "",
+    ) -> list[SyncReceipt]:
+        """`send` every message, in order, each as if it were alone. It costs less for a list or a tuple.
+
+        Whatever is raised, also by the iterable, has in its attribute ``receipts`` those of the messages before it:
+        they were admitted, and are on their way. No message after that one was taken from the iterable.
+
+        Args:
+            messages: as for `send`.
+            exchange: where to publish; the setting unless given.
+            routing_key: with which key; the setting unless given.
+            timeout: seconds that each may stay blocked, as for `send`.
+            source: whose messages they are, for a `WeightedLine`.
+
+        Returns:
+            Their receipts, once the last one is admitted.
+
+        Raises:
+            FlowControlTimeout, ProducerFlowed, ProducerClosed, TypeError, ValueError: as `send`.
+        """
+        check_many(messages, timeout)
+        receipts: list[SyncReceipt] = []
+        with keeping(receipts):
+            if isinstance(messages, (list, tuple)) and self._tracer is None:
+                key = self._routing_key if routing_key is None else routing_key
+                while len(receipts) < len(messages):
+                    if not self._send_at_once(messages, exchange, key, receipts):
+                        message = messages[len(receipts)]
+                        receipts.append(
+                            self.send(message, exchange=exchange, routing_key=key, timeout=timeout, source=source)
+                        )
+            else:
+                # What is only to come must not be waited for, so each leaves before the next is taken.
+                for message in messages:
+                    receipts.append(
+                        self.send(message, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source)
+                    )
+        return receipts
+
+    def _send_at_once(
+        self,
+        messages: Sequence[bytes | str | Message],
+        exchange: str | None,
+        routing_key: str,
+        receipts: list[SyncReceipt],
+    ) -> bool:
+        """Admit the next of these messages, as many as can be now and are good for others; whether any were."""
+        begin = len(receipts)
+        to = self._exchange if exchange is None else exchange
+
+        def admit(protocol: ProducerProtocol) -> None:
+            now = _monotonic()
+            for message in messages[begin : begin + _AT_ONCE]:
+                payload = message if type(message) is bytes or isinstance(message, Message) else as_body(message)
+                receipt = protocol.send(payload, to, routing_key, now)
+                if receipt is None:
+                    return
+                receipts.append(receipt)  # type: ignore[arg-type]  # the protocol makes what it was told to make
+
+        self._step(admit)
+        return len(receipts) > begin
+
     def _flowed(self, payload: Any) -> FlowControlTimeout:
-        with self._lock:
-            holds = self._protocol.holds
-        self._after()
+        def refuse(protocol: ProducerProtocol) -> tuple[Hold, ...]:
+            protocol.count_refusal()
+            return protocol.holds
+
+        holds = self._step(refuse)
         if self.settings.rate is not None:
             self._link.arm_timer()
         return FlowControlTimeout(holds, 0.0, payload, "a longer timeout waits")
@@ -288,34 +399,32 @@ class Producer:
         self, payload: bytes | Message, exchange: str, routing_key: str, timeout: float | None, source: str
     ) -> SyncReceipt:
         # Others may wait for the end of a callback.
-        first = self._on_delivery is not None and self._dispatcher.is_current_thread
+        first = self._deliveries is not None and self._dispatcher.is_current_thread
         if timeout == 0 and not first:
             raise self._flowed(payload)
-        protocol = self._protocol
         waiter = _Waiter()
-        ticket: SendTicket | None = None
-        try:
-            with self._lock:
-                now = _monotonic()
-                ticket = protocol.stand_in_line(
+        tickets: list[SendTicket] = []
+
+        def stand_in_line(protocol: ProducerProtocol) -> float | None:
+            now = _monotonic()
+            tickets.append(
+                protocol.stand_in_line(
                     payload, exchange, routing_key, now, timeout=timeout, waiter=waiter, source=source, first=first
                 )
-                look_at = protocol.look_at(ticket, now)
-            self._kick()
+            )
+            return protocol.look_at(tickets[0], now)
+
+        try:
+            look_at = self._step(stand_in_line)
             if self.settings.rate is not None:
                 self._link.arm_timer()
             while look_at is not None and not waiter.wait_until(look_at):
-                with self._lock:
-                    look_at = protocol.look_at(ticket, _monotonic())
-                self._after()
+                look_at = self._step(lambda protocol: protocol.look_at(tickets[0], _monotonic()))
         except BaseException:
             # Ctrl-C above all: what was not admitted is not sent.
-            if ticket is not None:
-                with self._lock:
-                    protocol.give_up(ticket, _monotonic())
-                self._kick()
+            self._step(lambda protocol: protocol.give_up_of(waiter, tickets, _monotonic()))
             raise
-        return self._admitted(ticket)
+        return self._admitted(tickets[0])
 
     @staticmethod
     def _admitted(ticket: SendTicket) -> SyncReceipt:
@@ -324,17 +433,43 @@ class Producer:
         assert isinstance(ticket.receipt, SyncReceipt)
         return ticket.receipt
 
-    def _kick(self) -> None:
-        """Have the I/O thread write what there is, and tell whom there is to tell."""
+    def _step(self, step: Callable[[ProducerProtocol], _T]) -> _T:
+        """Take a step of the protocol that may let somebody go on, and do what follows from it."""
+        # No context manager of Python's own may hold the lock: Ctrl-C inside it would leave it held.
+        try:
+            with self._lock:
+                result = step(self._protocol)
+            self._kick()
+            return result
+        except BaseException:
+            self._look_anew()
+            raise
+
+    def _look_anew(self) -> None:
+        """Have the I/O thread look at everything, because Ctrl-C may have come before anything that was to follow."""
+        if not self._link.ended:
+            self._link.look()
+            return
         with self._lock:
-            asleep = not self._services.awake and self._protocol.outbound.size > 0
-            if asleep:
-                self._services.awake = True
-        if asleep:
-            self._services.wake()
+            self._protocol.look_anew(_monotonic())
         self._after()
 
-    def flush(self, timeout: float | None = _DEFAULT) -> None:
+    def _kick(self) -> None:
+        """Have the I/O thread write what there is, and tell whom there is to tell."""
+        protocol = self._protocol
+        with self._lock:
+            # That is for the I/O thread, because no Ctrl-C comes there, as long as there is one.
+            ended = self._link.ended
+            asleep = not self._services.awake and protocol.outbound.size > 0
+            news = protocol.wake or protocol.events or protocol.settled or protocol.logs
+        if ended:
+            self._after()
+        elif asleep:
+            self._services.wake()
+        if news and not ended:
+            self._link.tell()
+
+    def flush(self, timeout: float | None = DEFAULT) -> None:
         """Wait until all that was admitted before is settled.
 
         Args:
@@ -349,7 +484,7 @@ class Producer:
         """
         if self._is_copy:
             raise ProducerClosed(str(self._protocol.closed))
-        if timeout is _DEFAULT:
+        if timeout is DEFAULT:
             timeout = self.settings.max_producer_flow_control_wait
         if not self._wait(self._protocol.when_flushed, _deadline(timeout)):
             unsettled = self.unsettled
@@ -364,10 +499,8 @@ class Producer:
         """Wait for something of the protocol's, at most until a time; whether it came."""
         waiter = _Waiter()
         try:
-            with self._lock:
-                waits = enroll(waiter)
             # Whoever asks whether the window is full raises its hold, or lifts it.
-            self._after()
+            waits = self._step(lambda _protocol: enroll(waiter))
             if waits:
                 waiter.wait_until(deadline)
         finally:
@@ -382,7 +515,8 @@ class Producer:
     def capacity(self) -> int:
         """The most unsettled messages there may be.
 
-        It may be set at any time. A lower one cancels nothing: nothing is admitted until there is room (C6).
+        It may be set at any time. A lower one cancels nothing: nothing is admitted until there is room (C6). With
+        ``capacity="auto"`` it is what the producer has found so far, until a number is set, which then stays.
 
         Raises:
             SettingsError: it is set to what is not allowed.
@@ -393,9 +527,7 @@ class Producer:
     def capacity(self, capacity: int) -> None:
         # The setting's own check and words.
         ProducerSettings(capacity=capacity)
-        with self._lock:
-            self._protocol.set_capacity(capacity, _monotonic())
-        self._kick()
+        self._step(lambda protocol: protocol.set_capacity(capacity, _monotonic()))
 
     @property
     def available(self) -> int:
@@ -418,27 +550,25 @@ class Producer:
     @property
     def flow_state(self) -> FlowState:
         """Whether the producer is flowed, by what, since when and how often."""
-        with self._lock:
-            state = self._protocol.flow_state(_monotonic())
-        self._after()
-        return state
+        return self._step(lambda protocol: protocol.flow_state(_monotonic()))
 
     def wait_unflowed(self, timeout: float | None = None) -> bool:
-        """Wait until no hold is left.
+        """Wait until no hold is left; in a callback, none but that for callbacks that are slower than confirms.
 
         Args:
             timeout: seconds; ``None`` for ever.
 
         Returns:
-            Whether none is.
+            Whether that is so.
 
         Raises:
             ProducerClosed: it is closed, so it never will be.
             TypeError, ValueError: `timeout` is no number.
         """
+        in_callback = self._deliveries is not None and self._dispatcher.is_current_thread
 
         def enroll(waiter: _Waiter) -> bool:
-            waits = self._protocol.when_unflowed(waiter, _monotonic())
+            waits = self._protocol.when_unflowed(waiter, _monotonic(), in_callback=in_callback)
             if waits and self.settings.rate is not None:
                 self._link.arm_timer()
             return waits
@@ -450,15 +580,23 @@ class Producer:
             raise ProducerClosed(self._protocol.closed)
         return True
 
-    def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]:
+    def on_flow(
+        self, callback: Callable[[FlowEvent], object], *, kinds: Iterable[str] | None = None
+    ) -> Callable[[], None]:
         """Have a callback called with every flow event, in order, on the producer's callback thread.
 
         Args:
             callback: may call any method of the producer. If it raises, that is logged.
+            kinds: the hold kinds to hear of, such as ``("connection_blocked",)``; ``None`` for all. A fast producer is
+                held by ``capacity`` with every burst.
 
         Returns:
             What to call to have it called no more.
+
+        Raises:
+            TypeError: `kinds` are no hold kinds.
         """
+        wanted = kinds_of(kinds)
 
         def unsubscribe() -> None:
             with self._lock:
@@ -468,23 +606,27 @@ class Producer:
         with self._lock:
             if not self._ended:
                 self._dispatcher.start()
-                self._listeners.append((unsubscribe, callback))
+                self._listeners.append((unsubscribe, callback, wanted))
                 self._listen()
 
         return unsubscribe
 
-    def flow_events(self) -> Iterator[FlowEvent]:
+    def flow_events(self, *, kinds: Iterable[str] | None = None) -> Iterator[FlowEvent]:
         """The flow events from now on.
+
+        Args:
+            kinds: as for `on_flow`.
 
         Returns:
             An iterator for one thread, which blocks for the next event, and ends when the producer is closed.
         """
+        wanted = kinds_of(kinds)
         events: queue.SimpleQueue[FlowEvent | None] = queue.SimpleQueue()
         with self._lock:
             if self._ended:
                 events.put(None)
             else:
-                self._queues.add(events)
+                self._queues[events] = wanted
                 self._listen()
         return iter(events.get, None)
 
@@ -512,9 +654,7 @@ class Producer:
             source: who raises it.
             detail: what people should read.
         """
-        with self._lock:
-            self._protocol.hold(kind, _monotonic(), source=source, detail=detail)
-        self._after()
+        self._step(lambda protocol: protocol.hold(kind, _monotonic(), source=source, detail=detail))
 
     def lift(self, kind: str, *, source: str) -> None:
         """Lift a hold; for managers. Applications use `resume`.
@@ -523,9 +663,7 @@ class Producer:
             kind: why it was raised.
             source: who raised it.
         """
-        with self._lock:
-            self._protocol.lift(kind, _monotonic(), source=source)
-        self._kick()
+        self._step(lambda protocol: protocol.lift(kind, _monotonic(), source=source))
 
     # The end.
 
@@ -539,7 +677,7 @@ class Producer:
         """Whether it takes no more messages."""
         return self._protocol.closed is not None
 
-    def close(self, timeout: float | None = _DEFAULT) -> None:
+    def close(self, timeout: float | None = DEFAULT) -> None:
         """Flush, and end the connection. A second call waits for the end of the first and does nothing else.
 
         When the time is up it returns within a second, whatever the broker and the network do.
@@ -552,7 +690,7 @@ class Producer:
             UndeliveredMessages: some were not delivered, and nobody has been told. Nothing else is dropped.
             TypeError, ValueError: `timeout` is no number; nothing has happened.
         """
-        if timeout is _DEFAULT:
+        if timeout is DEFAULT:
             timeout = self.settings.max_producer_flow_control_wait
         failures = self._close(timeout)
         if failures:
@@ -561,47 +699,39 @@ class Producer:
     def _close(self, timeout: float | None, *, waits_for_holds: bool = True) -> list[Receipt]:
         """Close it, and return what was not delivered and nobody has been told of."""
         deadline = _deadline(timeout)
-        with self._lock:
-            again = self._ended
-            self._ended = True
-            self._protocol.close("the producer is closed", _monotonic())
-        if again:
-            # A callback must not wait for the end of the callbacks.
-            if not self._dispatcher.is_current_thread:
-                self._all_ended.wait(min(deadline - _monotonic(), threading.TIMEOUT_MAX))
-            return []
+        first = False
         try:
-            self._kick()
-            self._manager.unregister(self)
-            if waits_for_holds:
-                self._wait(self._protocol.when_flushed, deadline)
-            else:
-                self._flush_unheld(deadline)
-            patience = max(_BRIEF, min(_GOOD_BYE, deadline - _monotonic()))
+            with self._lock:
+                first = not self._ended
+                self._ended = True
+            if first:
+                self._step(lambda protocol: protocol.close(CLOSED, _monotonic()))
+                self._manager.unregister(self)
+                if waits_for_holds:
+                    self._wait(self._protocol.when_flushed, deadline)
+                else:
+                    self._flush_unheld(deadline)
+                patience = max(BRIEF, min(GOOD_BYE, deadline - _monotonic()))
+                return self._end(patience, deadline if waits_for_holds else None)
         except BaseException as error:
             # Ctrl-C above all.
-            self._leave_word(error, self._end(_BRIEF))
+            if first:
+                leave_word(self.settings.name, error, self._end(BRIEF))
             raise
-        return self._end(patience, deadline if waits_for_holds else None)
+        # A callback must not wait for the end of the callbacks.
+        if not self._dispatcher.is_current_thread:
+            self._all_ended.wait(deadline - _monotonic())
+        return []
 
     def _flush_unheld(self, deadline: float) -> None:
-        """Wait until all is settled, but for no hold.
-
-        A fast producer is held by ``capacity`` and ``transport`` most of the time, and waits for nothing but answers
-        that are on their way; so they end the wait only if none comes for a while. ``paused`` and ``rate`` keep
-        nothing back that is admitted.
-        """
-        protocol = self._protocol
+        """Wait until all is settled, but for no hold."""
         before = -1
         while (now := _monotonic()) < deadline:
             with self._lock:
-                protocol.controller.look(now)
-                late = any(map(protocol.gate.is_held_by, (HoldKind.CAPACITY, HoldKind.TRANSPORT)))
-                unsettled = protocol.unsettled
-                if protocol.outbound.stopped or (late and unsettled == before):
+                if gives_up(self._protocol, before, now):
                     return
-            before = unsettled
-            if self._wait(protocol.when_flushed, min(deadline, now + _LULL)):
+                before = self._protocol.unsettled
+            if self._wait(self._protocol.when_flushed, min(deadline, now + LULL)):
                 return
 
     def _end(self, patience: float, deadline: float | None = None) -> list[Receipt]:
@@ -611,40 +741,32 @@ class Producer:
             patience: seconds that each may take.
             deadline: until when `on_delivery` may be told; ``None`` for `patience`.
         """
-        with self._lock:
-            left = self._protocol.unsettled_receipts
+        # Again, after Ctrl-C: what the first time has found is as true.
         try:
-            self._link.close(patience)
-        finally:
-            self._after()
             with self._lock:
-                failures = self._protocol.take_failures()
-                queues = tuple(self._queues)
-                self._queues.clear()
-            for events in queues:
-                events.put(None)
-            if self._on_delivery is not None and deadline is not None:
-                patience = min(max(_BRIEF, deadline - _monotonic()), threading.TIMEOUT_MAX)
-            self._dispatcher.stop(patience)
+                self._left = self._left or self._protocol.unsettled_receipts
+            # Once more, after Ctrl-C.
+            self._manager.unregister(self)
+            try:
+                self._link.close(patience)
+            finally:
+                self._after()
+                if self._observer is not None:
+                    telemetry.unwatch(self._observer)
+                with self._lock:
+                    queues = tuple(self._queues)
+                for events in queues:
+                    events.put(None)
+                if self._deliveries is not None and deadline is not None:
+                    patience = min(max(BRIEF, deadline - _monotonic()), threading.TIMEOUT_MAX)
+                self._dispatcher.stop(patience)
+        finally:
+            # Others wait for no more than that.
             self._all_ended.set()
-        if self._on_delivery is None:
-            return failures
-        # What it was to be told of, and has not been in time. What was left it was told, but nobody may have
-        # been listening any more.
-        late = [receipt for receipts in tuple(self._handed) for receipt in receipts][self._told_of_first :]
-        untold = {id(receipt): receipt for receipt in (*late, *left) if receipt._failed and not receipt._seen}
-        return sorted(untold.values(), key=lambda receipt: receipt._number)
-
-    def _leave_word(self, error: BaseException, failures: list[Receipt]) -> None:
-        """Say what was not delivered without taking an exception's place."""
-        if failures:
-            undelivered = UndeliveredMessages(failures)
-            # Nobody reads the notes of a SystemExit.
-            logger.error("%s: left by %s: %s", self.settings.name, type(error).__name__, undelivered)
-            # An exception may refuse attributes.
-            with suppress(Exception):
-                error.add_note(f"qflow_client: {undelivered}")
-                error.undelivered = undelivered  # type: ignore[attr-defined]
+        if self._deliveries is not None:
+            return self._deliveries.undelivered(self._left)
+        with self._lock:
+            return self._protocol.take_failures()
 
     def __enter__(self) -> Self:
         return self
@@ -659,7 +781,7 @@ class Producer:
             self.close()
         else:
             timeout = self.settings.max_producer_flow_control_wait
-            self._leave_word(exc, self._close(timeout, waits_for_holds=False))
+            leave_word(self.settings.name, exc, self._close(timeout, waits_for_holds=False))
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "flowed" if not self._protocol.gate.is_open else "open"
@@ -669,6 +791,8 @@ class Producer:
 
     def _after(self) -> None:
         protocol = self._protocol
+        if protocol.observer is not None:
+            protocol.observer.tell(now=_monotonic())
         if not protocol.wake and not protocol.events and not protocol.settled and not protocol.logs:
             return
         logs: list[LogEntry] = []
@@ -684,36 +808,20 @@ class Producer:
                 events, protocol.events = protocol.events, []
             # In the order of the lock, so that two threads cannot swap what they tell.
             for event in events:
-                for events_queue in self._queues:
-                    events_queue.put(event)
-                for _, listener in self._listeners:
-                    self._dispatcher.call(listener, event)
+                for events_queue, kinds in tuple(self._queues.items()):
+                    if concerns(event, kinds):
+                        events_queue.put(event)
+                for _, listener, kinds in self._listeners:
+                    if concerns(event, kinds):
+                        self._dispatcher.call(listener, event)
             if settled:
-                self._handed.append(settled)
-                self._dispatcher.call(self._deliver, settled)
+                assert self._deliveries is not None
+                self._deliveries.hand(settled)
+                self._dispatcher.call(self._deliveries.tell, settled)
         for waiter in wake:
             waiter.set()
         # Last, because it may take its time.
         write_log(logs)
-
-    def _deliver(self, receipts: list[Receipt]) -> None:
-        assert self._on_delivery is not None
-        told = 0
-        for receipt in receipts:
-            try:
-                self._on_delivery(receipt)
-            except BaseException:
-                # The application's mistake, or its sys.exit, must not cost it the receipts that follow.
-                logger.exception("on_delivery failed on %r", receipt)
-            self._told_of_first += 1
-            told += 1
-            if told == _TELL_AT_ONCE:
-                self._told(told)
-                told = 0
-        # In this order: what is told twice is not lost.
-        self._told_of_first = 0
-        self._handed.popleft()
-        self._told(told)
 
     def _told(self, count: int) -> None:
         with self._lock:
@@ -727,10 +835,11 @@ class Producer:
     def _forked(self) -> None:
         """In a child process: everything of this producer is the parent's."""
         self._is_copy = self._ended = True
+        self._manager.forked()
         self._link.forget()
         # Its threads may have held these, or been at work in it.
         self._lock = threading.Lock()
-        self._all_ended = threading.Event()
+        self._all_ended = Latch()
         self._all_ended.set()
         for receipt in self._protocol.unsettled_receipts:
             # Nobody in this process will hear of it.
@@ -738,11 +847,7 @@ class Producer:
             receipt._outcome = Outcome.UNKNOWN
         now = _monotonic()
         self._protocol = ProducerProtocol(self.settings, id_prefix="", now=now, wall_offset=time.time() - now)
-        self._protocol.close(
-            f"it was made in process {self._pid}, and this is process {os.getpid()}: a connection cannot be shared "
-            "with a child process; make a producer in the child",
-            now,
-        )
+        self._protocol.close(forked(self._pid), now)
         self._listeners.clear()
         for events in self._queues:
             events.put(None)
@@ -754,13 +859,8 @@ class Producer:
             return
         self._flush_unheld(_monotonic() + _AT_EXIT)
         with self._lock:
-            lost = [*self._protocol.take_failures(), *self._protocol.unsettled_receipts]
-        if lost:
-            logger.error(
-                "%s: the process ends, and the producer was not closed: %s",
-                self.settings.name,
-                UndeliveredMessages(lost),
-            )
+            lost = undone(self._protocol)
+        log_forgotten(self.settings.name, lost)
 
 
 _producers: weakref.WeakSet[Producer] = weakref.WeakSet()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import threading
 
-from qflow_client.errors import ConfirmTimeout
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import check_timeout
+from qflow_client.sync.latch import Latch
 
 __all__ = ["SyncReceipt"]
 
-# Guards the making of a receipt's event; held for an instant, so one for all will do.
+# Guards the making of a receipt's latch; held for an instant, so one for all will do.
 _making = threading.Lock()
 
 
@@ -44,11 +44,10 @@ class SyncReceipt(Receipt):
         """
         if timeout is not None:
             check_timeout(timeout)
-            timeout = min(timeout, threading.TIMEOUT_MAX)
         if self._outcome is None:
             with _making:
                 if self._waiter is None:
-                    self._waiter = threading.Event()
+                    self._waiter = Latch()
             # Settled meanwhile: the one who settles sets the outcome first and looks for a waiter then.
             if self._outcome is None:
                 self._waiter.wait(timeout)
@@ -69,9 +68,6 @@ class SyncReceipt(Receipt):
             TypeError, ValueError: `timeout` is no number.
         """
         if not self.wait(timeout):
-            raise ConfirmTimeout(f"no answer of the broker within {timeout:.3g} s for {self.describe()}")
-        error = self.error()
-        if error is not None:
-            raise error
-        assert self._outcome is not None
-        return self._outcome
+            assert timeout is not None
+            raise self._unanswered(timeout)
+        return self._verdict()

@@ -1,22 +1,28 @@
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from qflow_client import Producer, UndeliveredMessages, flow_manager
 from qflow_client.broker import Broker
 
+from .bridge import Bridged
 from .tools import PATIENCE, Proxy, Wire
 
 
 def _ours() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("qflow-")]
+    # That for the log is the process's.
+    names = {thread: thread.name for thread in threading.enumerate()}
+    return [thread for thread, name in names.items() if name.startswith("qflow-") and name != "qflow-log"]
 
 
 @pytest.fixture(autouse=True)
@@ -59,14 +65,59 @@ def broker(make_broker: Callable[..., Broker]) -> Broker:
     return make_broker()
 
 
+# Their callbacks wait or exit, as only those of threads may, or they look into the producer; tests/integration/aio has
+# the twins of those that have a meaning there.
+_THREADS_ONLY = (
+    "test_a_resume_that_is_interrupted_at_any_line_is_had_by_the_next",
+    "test_a_send_that_is_interrupted_at_any_line_leaves_the_producer_whole",
+    "test_a_callback_may_call_any_method",
+    "test_a_callback_may_wait_for_the_producer_whose_callbacks_are_late",
+    "test_a_callback_that_exits_costs_nothing_either",
+    "test_a_callback_that_takes_its_time_holds_nobody_up",
+    "test_a_send_of_on_delivery_that_must_not_wait_does_not",
+    "test_an_iterator_that_is_left_leaves_nothing_behind",
+    "test_closing_from_a_flow_callback",
+    "test_closing_from_on_delivery",
+    "test_close_waits_for_callbacks_that_take_their_time",
+    "test_close_keeps_its_deadline_while_a_callback_takes_its_time",
+    "test_each_leaves_before_the_next_is_taken",
+    "test_ctrl_c_where_the_i_o_thread_is_to_be_woken_leaves_it_awake",
+    "test_f4_who_is_interrupted_as_soon_as_it_stands_in_line_leaves_it",
+    "test_failures_that_on_delivery_is_not_told_of_in_time_come_up_in_close",
+    "test_on_delivery_may_send_on",
+    "test_on_delivery_may_send_on_while_others_send_faster_than_it_is_told",
+    "test_what_comes_at_the_very_deadline_has_come",
+    "test_what_on_delivery_is_not_told_of_yet_is_bounded",
+)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Both producers promise the same, so whatever a fixture makes a producer for is tested with both."""
+    if "skin" in metafunc.fixturenames:
+        skins = ["threads"]
+        if metafunc.function.__name__ not in _THREADS_ONLY:
+            # The loop matters where it comes to the socket.
+            near = metafunc.module.__name__.endswith(("test_channel_flow", "test_tls", "test_transport"))
+            skins += ["asyncio", "uvloop"] if near else ["asyncio"]
+        metafunc.parametrize("skin", skins, indirect=True)
+
+
 @pytest.fixture
-def make_producer(stack: ExitStack, request: pytest.FixtureRequest) -> Callable[..., Producer]:
+def skin(request: pytest.FixtureRequest) -> Any:
+    """What makes a producer."""
+    if request.param == "threads":
+        return Producer
+    return partial(Bridged, new_loop=asyncio.new_event_loop if request.param == "asyncio" else uvloop.new_event_loop)
+
+
+@pytest.fixture
+def make_producer(stack: ExitStack, request: pytest.FixtureRequest, skin: Any) -> Callable[..., Producer]:
     """Makes a producer for queue ``q`` of `broker`, or of the URL given. The test need not close it."""
 
     def make(url: Any = None, **settings: Any) -> Producer:
         if url is None:
             url = request.getfixturevalue("broker").url
-        producer = Producer(url, **({"routing_key": "q"} | settings))
+        producer: Producer = skin(url, **({"routing_key": "q"} | settings))
         stack.callback(_close, producer)
         return producer
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qflow_client import (
+    FlowControlTimeout,
     MessageReturned,
     Outcome,
     OutcomeUnknown,
@@ -174,7 +175,7 @@ def forked() -> None:
         while not enough.is_set():
             sent.append(producer.send(b"parent"))
 
-    workers = [threading.Thread(target=work) for _ in range(2)]
+    workers = [threading.Thread(target=work, daemon=True) for _ in range(2)]
     for worker in workers:
         worker.start()
     for turn in range(5):
@@ -197,6 +198,8 @@ def forked() -> None:
 
 
 def _child(producer: Producer) -> int:
+    # What the parent's I/O thread is woken by has a lock, which some thread of the parent may have held.
+    producer._services.wake = lambda: os._exit(6)  # type: ignore[method-assign]
     began = time.monotonic()
     for call in (
         lambda: producer.send(b"child"),
@@ -359,6 +362,55 @@ def forgotten_while_threads_send(url: str) -> None:
     for _ in range(1000):
         enough.acquire()
     _say("fine")
+
+
+def pressed_at_any_moment(url: str) -> None:
+    """Ctrl-C thousands of times in short calls: unlike a tracer, also in the middle of what Python itself does."""
+
+    def press(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    producer = Producer(url, routing_key="q", capacity=4)
+    done = threading.Event()
+    others: list[SyncReceipt] = []
+
+    def work() -> None:
+        while not done.is_set():
+            others.append(producer.send(b"other", timeout=20))
+
+    other = threading.Thread(target=work, daemon=True)
+    other.start()
+    signal.signal(signal.SIGALRM, press)
+    receipts: list[SyncReceipt] = []
+    pressed = 0
+    for number in range(3000):
+        try:
+            try:
+                # From the beginning of the call to beyond its end.
+                signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + number % 150))
+                if number % 3:
+                    receipts.append(producer.send(b"own", timeout=0.0005 * (number % 2)))
+                else:
+                    producer.pause()
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        except FlowControlTimeout:
+            pass
+        except KeyboardInterrupt:
+            pressed += 1
+        producer.resume()
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    producer.resume()
+    done.set()
+    other.join(20)
+    assert not other.is_alive()
+    producer.flush(timeout=20)
+    assert pressed > 100, pressed
+    assert all(receipt.outcome is Outcome.CONFIRMED for receipt in (*receipts, *others))
+    protocol = producer._protocol
+    assert producer.unsettled == protocol.window.used == protocol.controller.waiting == 0
+    producer.close()
+    _say(f"{len(receipts)} {len(others)}")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from qflow_client import (
     UndeliveredMessages,
 )
 from qflow_client.broker import Broker
+from qflow_client.logs import flush_logs
 from qflow_client.tap import Tap
 
 from .tools import (
@@ -66,7 +67,7 @@ def test_close_is_idempotent_and_sends_are_refused_after_it(producer: Producer, 
     assert "closed" in repr(producer)
     # What it was remains to be seen.
     assert (producer.unsettled, producer.in_flight) == (0, 0)
-    assert producer.flow_state.flowed
+    assert not producer.flow_state.flowed
     assert producer.flow_state.closed == "the producer is closed"
 
 
@@ -145,17 +146,17 @@ def test_close_keeps_its_deadline_while_a_callback_takes_its_time(
 
 
 def test_a_broker_that_is_slow_to_say_good_bye_has_the_time_that_is_left(
-    producer: Producer, broker: Broker, wire: Wire, monkeypatch: pytest.MonkeyPatch
+    make_producer: Callable[..., Producer], proxy: Proxy, broker: Broker, wire: Wire
 ) -> None:
-    leave = producer._link._leave
-
-    def late() -> None:
-        # More than a close has that has no time left.
-        threading.Event().wait(0.5)
-        leave()
-
-    monkeypatch.setattr(producer._link, "_leave", late)
-    producer.close(timeout=20)
+    producer = make_producer(proxy.url(broker))
+    producer.send(b"").result(timeout=10)
+    proxy.stop_reading()
+    closing = start(producer.close, timeout=20)
+    # More than a close has that has no time left.
+    closing.join(0.6)
+    assert closing.is_alive()
+    proxy.go_on_reading()
+    closing.result()
     assert wire.count("in", "Connection.Close") == 1
 
 
@@ -177,10 +178,12 @@ def test_what_the_broker_says_to_a_channel_that_was_left_is_for_nobody(
         producer.close(timeout=0)
     assert (wire.count("out", "Channel.Flow"), wire.count("out", "Basic.Ack")) == (1, 1)
     assert wire.count("in", "Connection.Close") == 1
+    assert flush_logs(20)
     assert not caplog.records
 
 
-def test_an_io_thread_that_fails_leaves_nobody_waiting(
+@pytest.mark.usefixtures("one_connection")
+def test_a_mistake_of_ours_leaves_nobody_waiting(
     producer: Producer, broker: Broker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> bytes:
@@ -198,7 +201,8 @@ def test_an_io_thread_that_fails_leaves_nobody_waiting(
     broker.wait_until(lambda b: not b.connections())
     with pytest.raises(ProducerClosed, match="a mistake of ours"):
         producer.send(b"3")
-    assert "the I/O thread failed" in caplog.text
+    assert flush_logs(20)
+    assert "a mistake of ours" in caplog.text
 
 
 def test_close_waits_for_what_is_late(producer: Producer, broker: Broker) -> None:
@@ -330,6 +334,7 @@ def test_an_exception_that_leaves_with_is_never_replaced_and_what_is_lost_is_log
     with pytest.raises(type(error)) as caught, producer:
         raise error
     assert caught.value is error
+    assert flush_logs(20)
     (record,) = (record for record in caplog.records if record.name.startswith("qflow_client"))
     assert record.levelname == "ERROR"
     assert "orders" in record.getMessage()
@@ -414,6 +419,7 @@ def test_closing_from_several_threads_at_once_while_others_send(
     assert broker.queue("q").depth == len(receipts)
 
 
+@pytest.mark.usefixtures("one_connection")
 def test_closing_after_the_connection_was_lost_raises_what_nobody_knows_of(producer: Producer, broker: Broker) -> None:
     broker.withhold_confirms()
     receipts = [producer.send(b"%d" % number) for number in range(3)]
@@ -427,6 +433,7 @@ def test_closing_after_the_connection_was_lost_raises_what_nobody_knows_of(produ
     producer.close()
 
 
+@pytest.mark.usefixtures("one_connection")
 def test_the_broker_goes_away_while_the_producer_closes(producer: Producer, broker: Broker) -> None:
     broker.withhold_confirms()
     producer.send(b"")
@@ -435,3 +442,15 @@ def test_the_broker_goes_away_while_the_producer_closes(producer: Producer, brok
     eventually(lambda: producer._protocol._flushes)
     broker.drop_connections()
     assert isinstance(closing.wait(), UndeliveredMessages)
+
+
+def test_what_a_close_gives_up_is_told_to_have_had_no_answer(producer: Producer, broker: Broker) -> None:
+    broker.withhold_confirms()
+    receipt = producer.send(b"")
+    broker.wait_until(lambda b: b.queue("q").depth == 1)
+    with pytest.raises(UndeliveredMessages, match="the broker's answer had not come in time"):
+        producer.close(timeout=0.1)
+    assert receipt.outcome is Outcome.UNKNOWN
+    # What it says to who sends now is as before.
+    with pytest.raises(ProducerClosed, match=r"^the producer is closed$"):
+        producer.send(b"")

@@ -11,6 +11,7 @@ import pytest
 from qflow_client import ConnectionFailed, FlowManager, Outcome, Producer, ProducerSettings, SettingsError, WhenFlowed
 from qflow_client.broker import Broker
 from qflow_client.flow import WeightedLine
+from qflow_client.logs import flush_logs
 from qflow_client.protocol import ProducerProtocol
 from qflow_client.sync.link import parameters
 
@@ -78,6 +79,7 @@ def test_a_wrong_password(make_broker: Callable[..., Broker], caplog: pytest.Log
     assert "403" in text or "ACCESS_REFUSED" in text or "authentication" in text.lower()
     assert "ann" in text
     assert "sesame" not in text
+    assert flush_logs(20)
     assert "sesame" not in caplog.text
     broker.wait_until(lambda b: not b.connections())
 

@@ -19,6 +19,7 @@ from qflow_client import (
     UndeliveredMessages,
 )
 from qflow_client.broker import Broker
+from qflow_client.logs import flush_logs
 from qflow_client.sync.producer import _Waiter
 
 from .tools import Flows, Stopwatch, bodies, eventually, start, wait_held, wait_in_line
@@ -179,6 +180,7 @@ def test_a_send_that_waits_says_so_again_and_again(
         flows.wait_for(FlowEventKind.WAITING, 3)
         broker.flow(True)
         job.result()
+        assert flush_logs(20)
     notices = [event for event in flows.events if event.kind is FlowEventKind.WAITING]
     for earlier, later in pairwise(notices):
         assert later.at - earlier.at >= 0.099

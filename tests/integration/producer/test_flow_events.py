@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
@@ -20,8 +21,10 @@ from qflow_client import (
     ProducerFlowed,
     Receipt,
     UndeliveredMessages,
+    flow_manager,
 )
 from qflow_client.broker import Broker
+from qflow_client.logs import flush_logs
 
 from .tools import (
     Flows,
@@ -140,9 +143,7 @@ def test_an_exception_in_a_callback_is_logged_and_costs_nothing(
     producer: Producer, broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
     def callback(event: FlowEvent) -> None:
-        if event.kind is FLOWED:
-            raise RuntimeError(f"mistake at {event.kind}")
-        sys.exit(f"the end at {event.kind}")
+        raise RuntimeError(f"mistake at {event.kind}")
 
     flows = Flows()
     producer.on_flow(callback)
@@ -152,11 +153,34 @@ def test_an_exception_in_a_callback_is_logged_and_costs_nothing(
         flows.wait_for(FLOWED)
         broker.flow(True)
         flows.wait_for(UNFLOWED)
+        assert flush_logs(20)
     told = [str(record.exc_info[1]) for record in caplog.records if record.exc_info]
-    assert told == ["mistake at flowed", "the end at unflowed"]
+    assert told == ["mistake at flowed", "mistake at unflowed"]
     assert producer.send(b"").result(timeout=10) is Outcome.CONFIRMED
     producer.pause()
     flows.wait_for(FLOWED, 2)
+
+
+def test_a_callback_that_exits_costs_nothing_either(
+    make_producer: Callable[..., Producer], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only of asyncio's loops is it the custom that an exit in a callback ends them."""
+
+    def leave(what: object) -> None:
+        sys.exit("the end")
+
+    producer = make_producer(on_delivery=leave)
+    producer.on_flow(leave)
+    with caplog.at_level(logging.ERROR, "qflow_client"):
+        for _ in range(10):
+            producer.send(b"")
+        producer.pause()
+        producer.close()
+        assert flush_logs(20)
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("on_delivery failed" in each for each in said) == 10
+    assert sum("FlowEventKind.FLOWED" in each for each in said) == 1
+    assert producer.closed
 
 
 def test_a_callback_that_takes_its_time_holds_nobody_up(producer: Producer, broker: Broker) -> None:
@@ -232,6 +256,7 @@ def test_an_iterator_that_is_left_leaves_nothing_behind(producer: Producer) -> N
     assert len(producer._queues) == 0
 
 
+@pytest.mark.usefixtures("one_connection")
 def test_flow_events_ends_when_the_connection_is_lost_and_the_producer_closed(
     producer: Producer, broker: Broker
 ) -> None:
@@ -242,6 +267,27 @@ def test_flow_events_ends_when_the_connection_is_lost_and_the_producer_closed(
     kinds = [event.kind for event in job.result()]
     assert FLOWED in kinds
     assert UNFLOWED not in kinds
+
+
+def test_what_holds_while_a_close_flushes_is_told_like_any_other(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    producer = make_producer()
+    events = producer.flow_events()
+    broker.withhold_confirms()
+    producer.send(b"")
+    job = start(producer.close, 20)
+    eventually(lambda: producer.closed)
+    broker.flow(False)
+    flowed = next(events)
+    state = producer.flow_state
+    broker.flow(True)
+    unflowed = next(events)
+    broker.release_confirms()
+    job.result()
+    assert [str(flowed.kind), str(unflowed.kind)] == ["flowed", "unflowed"]
+    assert (state.flowed, state.times_flowed) == (True, 1)
+    assert list(events) == []
 
 
 def test_a_clean_close_is_no_flow_event(producer: Producer, broker: Broker) -> None:
@@ -269,58 +315,99 @@ def test_flow_state_counts(producer: Producer, broker: Broker) -> None:
     assert producer.flow_state.seconds_flowed["channel_flow"] > 0
 
 
-def test_a_log_handler_may_send_by_the_producer_that_logs(producer: Producer, broker: Broker, stack: ExitStack) -> None:
-    class Ships(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            try:
-                producer.send_nowait(record.getMessage())
-            except ProducerFlowed:
-                unsent.append(record.getMessage())
+@pytest.fixture
+def add_handler(stack: ExitStack) -> Callable[[Callable[[logging.LogRecord], Any]], None]:
+    """Has every log record of ours at least as loud as INFO handled by a function."""
+
+    def add(handle: Callable[[logging.LogRecord], Any]) -> None:
+        logger = logging.getLogger("qflow_client")
+        handler = logging.Handler(logging.INFO)
+        handler.handle = handle  # type: ignore[assignment,method-assign]
+        before = logger.level
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        stack.callback(logger.setLevel, before)
+        stack.callback(logger.removeHandler, handler)
+        stack.callback(flush_logs, 20)
+
+    return add
+
+
+AddHandler = Callable[[Callable[[logging.LogRecord], Any]], None]
+
+
+def test_a_log_handler_may_send_by_the_producer_that_logs(
+    producer: Producer, broker: Broker, add_handler: AddHandler
+) -> None:
+    def ship(record: logging.LogRecord) -> None:
+        try:
+            producer.send(record.getMessage(), timeout=0.01)
+        except FlowControlTimeout:
+            unsent.append(record.getMessage())
 
     unsent = Growing()
-    logger = logging.getLogger("qflow_client")
-    handler = Ships(logging.INFO)
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    stack.callback(logger.setLevel, before)
-    stack.callback(logger.removeHandler, handler)
-    job = start(producer.pause, "stock-taking")
-    job.result()
-    start(producer.resume).result()
-    # On the I/O thread too.
+    add_handler(ship)
+    producer.pause("stock-taking")
+    unsent.wait(1)
+    producer.resume()
+    broker.wait_until(lambda b: b.queue("q").depth == 1)
+    # The I/O thread has something to say too.
     broker.flow(False)
-    wait_held(producer, "channel_flow")
+    unsent.wait(2)
     broker.flow(True)
     broker.wait_until(lambda b: b.queue("q").depth == 2)
     assert ["no longer held" in body.decode() for body in bodies(broker)] == [True, True]
     assert [text.split(": ", 1)[1] for text in unsent] == ["held: paused (stock-taking)", "held: channel_flow"]
 
 
-def test_a_log_that_takes_no_more_holds_up_nobody_who_does_not_log(
-    producer: Producer, stack: ExitStack, broker: Broker
+def test_a_log_handler_that_raises_harms_nothing_but_the_log(
+    producer: Producer, broker: Broker, add_handler: AddHandler, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Stuck(logging.Handler):
-        def handle(self, record: logging.LogRecord) -> bool:
-            stuck.set()
-            return go_on.wait(20)
+    def fail(record: logging.LogRecord) -> None:
+        # The worst there is: pika takes an OSError for the socket's.
+        raise BrokenPipeError(f"the log host is gone; lost: {record.getMessage()}")
 
+    add_handler(fail)
+    broker.flow(False)
+    wait_held(producer, "channel_flow")
+    producer.pause("stock-taking")
+    broker.flow(True)
+    producer.resume()
+    assert producer.send(b"").result(timeout=20) is Outcome.CONFIRMED
+    assert flush_logs(20)
+    said = capsys.readouterr().err
+    assert said.count("BrokenPipeError: the log host is gone") == 4
+    assert "held: paused (stock-taking)" in said
+
+
+def test_a_log_that_takes_no_more_holds_up_nobody(
+    make_producer: Callable[..., Producer], broker: Broker, add_handler: AddHandler
+) -> None:
     stuck, go_on = threading.Event(), threading.Event()
-    logger = logging.getLogger("qflow_client")
-    handler = Stuck(logging.INFO)
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    stack.callback(logger.setLevel, before)
-    stack.callback(logger.removeHandler, handler)
-    job = start(producer.pause)
+
+    def handle(_record: logging.LogRecord) -> bool:
+        stuck.set()
+        return go_on.wait(20)
+
+    told = Growing()
+    producer = make_producer(on_delivery=told.append)
+    add_handler(handle)
+    broker.flow(False)
     assert stuck.wait(20)
+    # Not the manager, of which another's log handler may want something,
+    assert flow_manager.stop_all("stock-taking") == 1
+    assert flow_manager.start_all() == 1
+    # nor the I/O thread, nor who sends, nor callbacks.
+    broker.flow(True)
+    producer.send(b"").result(timeout=20)
+    told.wait(1)
+    broker.flow(False)
+    wait_held(producer, "channel_flow")
     with Stopwatch() as watch, pytest.raises(FlowControlTimeout):
         producer.send(b"", timeout=0.1)
     assert watch.kept(0.1)
-    assert job.is_alive()
+    assert not go_on.is_set()
     go_on.set()
-    job.result()
 
 
 def test_on_delivery_gets_every_receipt_once(make_producer: Callable[..., Producer], broker: Broker) -> None:
@@ -332,7 +419,7 @@ def test_on_delivery_gets_every_receipt_once(make_producer: Callable[..., Produc
         threads.add(threading.current_thread().name)
         assert receipt.done
 
-    producer = make_producer(on_delivery=on_delivery)
+    producer = make_producer(on_delivery=on_delivery, on_refused="fail")
     jobs = [start(lambda: [producer.send(b"") for _ in range(500)]) for _ in range(4)]
     receipts = [receipt for job in jobs for receipt in job.result()]
     returned = producer.send(b"", routing_key="nowhere")
@@ -348,6 +435,7 @@ def test_on_delivery_gets_every_receipt_once(make_producer: Callable[..., Produc
     assert threads.isdisjoint({"MainThread"})
 
 
+@pytest.mark.usefixtures("one_connection")
 def test_on_delivery_is_told_what_was_lost_with_the_connection(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
@@ -370,15 +458,34 @@ def test_an_exception_in_on_delivery_is_logged_and_costs_nothing(
 
     def on_delivery(receipt: Receipt) -> None:
         told.append(receipt)
-        raise RuntimeError("mistake") if len(told) % 2 else SystemExit("the end")
+        raise RuntimeError("mistake")
 
     producer = make_producer(on_delivery=on_delivery)
     with caplog.at_level(logging.ERROR, "qflow_client"):
         for _ in range(10):
             producer.send(b"")
         producer.close()
+        assert flush_logs(20)
     assert len(told) == 10
     assert sum("on_delivery" in record.getMessage() for record in caplog.records) == 10
+
+
+def test_a_callback_may_wait_for_the_producer_whose_callbacks_are_late(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    waited = Growing()
+
+    def on_delivery(_receipt: Receipt) -> None:
+        eventually(lambda: finished.is_set() or "on_delivery" in {hold.source for hold in producer.flow_state.holds})
+        waited.append(producer.wait_unflowed(timeout=10))
+
+    finished = threading.Event()
+    producer = make_producer(capacity=2, on_delivery=on_delivery)
+    for _ in range(40):
+        producer.send(b"", timeout=20)
+    finished.set()
+    waited.wait(40)
+    assert list(waited) == [True] * 40
 
 
 def test_on_delivery_may_send_on(make_producer: Callable[..., Producer], broker: Broker) -> None:
@@ -509,7 +616,8 @@ def test_close_waits_for_callbacks_that_take_their_time(make_producer: Callable[
         producer.send(b"", routing_key="nowhere")
     closing = start(producer.close, timeout=20)
     # The connection has ended, so only the callbacks keep it.
-    eventually(lambda: not producer._link._thread.is_alive())
+    link: Any = producer._link
+    eventually(lambda: not link._thread.is_alive())
     assert closing.is_alive()
     go_on.set()
     closing.result()

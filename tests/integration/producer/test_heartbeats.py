@@ -12,6 +12,7 @@ from .tools import Proxy, Wire, fill_transport, start, wait_held, wait_in_line
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_connection")
 def test_heartbeats_go_on_however_long_a_producer_is_idle_or_flowed_and_find_a_dead_peer(
     make_producer: Callable[..., Producer], broker: Broker, proxy: Proxy, wire: Wire
 ) -> None:

@@ -10,13 +10,14 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from qflow_client import ConnectionFailed, Producer, UndeliveredMessages
 from qflow_client.broker import Broker
 
-from .tools import PATIENCE, Flows, eventually, wait_closed
+from .tools import PATIENCE, Flows, eventually, wait_closed, wait_held
 
 
 def _descriptors() -> int:
@@ -46,7 +47,7 @@ def _close_with_something_left(broker: Broker) -> None:
 
 
 def _lose_the_connection(broker: Broker) -> None:
-    producer = Producer(broker.url, routing_key="q")
+    producer = Producer(broker.url, routing_key="q", reconnect_timeout=0)
     producer.on_flow(Flows())
     broker.drop_connections()
     wait_closed(producer)
@@ -54,13 +55,28 @@ def _lose_the_connection(broker: Broker) -> None:
 
 
 def _lose_the_connection_and_forget(broker: Broker) -> None:
-    producer = Producer(broker.url, routing_key="q")
+    producer = Producer(broker.url, routing_key="q", reconnect_timeout=0)
     producer.on_flow(Flows())
     broker.drop_connections()
     wait_closed(producer)
-    producer._link._thread.join(PATIENCE)
-    del producer
+    link: Any = producer._link
+    link._thread.join(PATIENCE)
+    del producer, link
     gc.collect()
+
+
+def _reconnect(broker: Broker) -> None:
+    with Producer(broker.url, routing_key="q", reconnect_delay=0.01) as producer:
+        for _ in range(3):
+            broker.drop_connections()
+            producer.send(b"").result(timeout=PATIENCE)
+
+
+def _close_between_two_connections(broker: Broker) -> None:
+    producer = Producer(broker.url, routing_key="q", reconnect_delay=100)
+    broker.drop_connections()
+    wait_held(producer, "disconnected")
+    producer.close()
 
 
 def _fail_to_log_in(broker: Broker) -> None:
@@ -95,6 +111,8 @@ def _find_no_virtual_host(broker: Broker) -> None:
         _close_with_something_left,
         _lose_the_connection,
         _lose_the_connection_and_forget,
+        _reconnect,
+        _close_between_two_connections,
         _fail_to_log_in,
         _fail_to_be_accepted,
         _find_no_virtual_host,

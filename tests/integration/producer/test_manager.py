@@ -86,6 +86,7 @@ def test_a_producer_that_is_closed_is_not_in_the_registry(
     assert not manager.resources
 
 
+@pytest.mark.usefixtures("one_connection")
 def test_a_producer_that_lost_its_connection_is_in_the_registry_until_it_is_forgotten(
     broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -104,9 +105,11 @@ def test_a_producer_that_lost_its_connection_is_in_the_registry_until_it_is_forg
 def test_d5_stopping_and_starting_while_all_send(make_producer: Callable[..., Producer], broker: Broker) -> None:
     producers = [make_producer() for _ in range(2)]
     jobs = [start(lambda p: [p.send(b"") for _ in range(2000)], producer) for producer in producers for _ in range(2)]
-    while any(job.is_alive() for job in jobs):
+    while alive := [job for job in jobs if job.is_alive()]:
         flow_manager.stop_all()
         flow_manager.start_all()
+        # No faster than a loop takes it, which has a turn for each.
+        alive[0].join(0.002)
     for job in jobs:
         job.result()
     for producer in producers:

@@ -17,8 +17,9 @@ from qflow_client import (
     UndeliveredMessages,
 )
 from qflow_client.broker import Broker
+from qflow_client.protocol import REPUBLISHED
 
-from .tools import Stopwatch, bodies, eventually, start, wait_closed, wait_done, wait_held, wait_in_line
+from .tools import Stopwatch, Wire, bodies, eventually, start, wait_closed, wait_done, wait_held, wait_in_line
 
 
 def test_a_mandatory_message_for_no_queue_is_returned(producer: Producer) -> None:
@@ -69,6 +70,7 @@ def test_what_comes_back_without_confirms_comes_up(make_producer: Callable[..., 
     assert [message.body for message in caught.value.unsent] == [b"lost"]
 
 
+@pytest.mark.usefixtures("no_retries")
 def test_a_nacked_message_is_not_delivered_and_the_producer_goes_on(producer: Producer, broker: Broker) -> None:
     assert producer.send(b"1").result(timeout=10) is Outcome.CONFIRMED
     broker.nack_publishes()
@@ -86,7 +88,7 @@ def test_a_nacked_message_is_not_delivered_and_the_producer_goes_on(producer: Pr
 
 
 def test_a_lone_message_over_which_the_broker_closes_the_channel_is_rejected(
-    producer: Producer, broker: Broker
+    producer: Producer, broker: Broker, wire: Wire
 ) -> None:
     assert producer.send(b"fine").result(timeout=10) is Outcome.CONFIRMED
     receipt = producer.send(b"bad", exchange="no such exchange")
@@ -94,34 +96,57 @@ def test_a_lone_message_over_which_the_broker_closes_the_channel_is_rejected(
         receipt.result(timeout=10)
     assert caught.value.reply_code == 404
     assert "no such exchange" in caught.value.reply_text
-    wait_closed(producer)
-    with Stopwatch() as watch, pytest.raises(ProducerClosed, match="404") as closed:
-        producer.send(b"later")
-    assert watch.kept(0.0)
-    assert closed.value.message == b"later"
-    with pytest.raises(ProducerClosed):
-        producer.wait_unflowed(timeout=0)
+    assert producer.send(b"later", timeout=10).result(timeout=10) is Outcome.CONFIRMED
     producer.close()
-    assert bodies(broker) == [b"fine"]
+    assert bodies(broker) == [b"fine", b"later"]
+    assert wire.count("in", "Connection.Open") == 1
 
 
-def test_a_channel_that_is_closed_over_one_of_many_tells_nothing_of_each(producer: Producer, broker: Broker) -> None:
+@pytest.mark.parametrize("place", [0, 500, 999])
+def test_a_poison_message_among_a_thousand_harms_only_itself(producer: Producer, broker: Broker, place: int) -> None:
+    receipts = []
+    for number in range(1000):
+        exchange = "no such exchange" if number == place else ""
+        receipts.append(producer.send(b"%d" % number, exchange=exchange, timeout=None))
+    poison = receipts.pop(place)
+    with pytest.raises(MessageRejected, match=r"404 .*no such exchange"):
+        poison.result(timeout=20)
+    producer.flush(timeout=20)
+    assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
+    firsts = list(dict.fromkeys(bodies(broker)))
+    assert firsts == [b"%d" % number for number in range(1000) if number != place]
+    seen = set()
+    for message in broker.messages("q"):
+        marked = bool((message.properties.headers or {}).get(REPUBLISHED))
+        assert marked or message.body not in seen
+        seen.add(message.body)
+    assert producer.wait_unflowed(timeout=20)
+
+
+def test_many_poison_messages_are_rejected_one_by_one(producer: Producer, broker: Broker) -> None:
+    receipts = [
+        producer.send(b"%d" % number, exchange=f"none {number}" if number % 3 else "", timeout=None)
+        for number in range(60)
+    ]
+    wait_done(receipts)
+    assert [receipt.outcome is Outcome.REJECTED for receipt in receipts] == [bool(n % 3) for n in range(60)]
+    assert list(dict.fromkeys(bodies(broker))) == [b"%d" % number for number in range(0, 60, 3)]
+    # All failures were looked at.
+    producer.flush(timeout=10)
+
+
+def test_a_channel_that_an_operator_closes_is_opened_again(producer: Producer, broker: Broker) -> None:
     broker.withhold_confirms()
-    receipts = [producer.send(b"%d" % number) for number in range(5)]
-    broker.wait_until(lambda b: b.queue("q").depth == 5)
-    receipts.append(producer.send(b"bad", exchange="no such exchange"))
-    for receipt in receipts:
-        assert receipt.wait(timeout=10)
-    with pytest.raises(UndeliveredMessages, match=r"404 .*no such exchange") as caught:
-        producer.close()
-    assert len(caught.value.unknown) == 6
-    # It is the words that tell them apart from what a lost connection has left.
-    for receipt in receipts:
-        with pytest.raises(OutcomeUnknown, match=r"unknown .the broker closed the channel: 404 .*no such exchange"):
-            receipt.result()
+    receipt = producer.send(b"1")
+    broker.wait_until(lambda b: b.queue("q").depth == 1)
+    broker.close_channels()
+    broker.release_confirms()
+    assert receipt.result(timeout=20) is Outcome.CONFIRMED
+    assert bodies(broker) == [b"1", b"1"]
 
 
-@pytest.mark.parametrize("how", ["drop_connections", "close_connections", "close_channels"])
+@pytest.mark.parametrize("how", ["drop_connections", "close_connections"])
+@pytest.mark.usefixtures("one_connection")
 def test_a_lost_connection_settles_everything_and_wakes_everybody(
     make_producer: Callable[..., Producer], broker: Broker, how: str
 ) -> None:
@@ -161,6 +186,7 @@ def test_a_lost_connection_settles_everything_and_wakes_everybody(
     assert bodies(broker) == [b"before", *(b"%d" % number for number in range(4))]
 
 
+@pytest.mark.usefixtures("one_connection")
 def test_the_reason_of_the_end_is_in_what_later_sends_raise(producer: Producer, broker: Broker) -> None:
     broker.close_connections(320, "going home")
     wait_closed(producer)
@@ -168,6 +194,7 @@ def test_the_reason_of_the_end_is_in_what_later_sends_raise(producer: Producer, 
         producer.send(b"")
 
 
+@pytest.mark.usefixtures("one_connection")
 def test_a_connection_lost_while_flowed_ends_the_wait(producer: Producer, broker: Broker) -> None:
     broker.flow(False)
     wait_held(producer, "channel_flow")
@@ -178,6 +205,7 @@ def test_a_connection_lost_while_flowed_ends_the_wait(producer: Producer, broker
     assert broker.queue("q").depth == 0
 
 
+@pytest.mark.usefixtures("one_connection")
 def test_a_burst_cut_off_says_truly_what_may_have_arrived(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
@@ -234,6 +262,7 @@ def test_failures_that_nobody_looked_at_come_up_at_the_end(producer: Producer) -
     assert caught.value.unknown == ()
 
 
+@pytest.mark.usefixtures("no_retries")
 def test_what_was_not_delivered_can_be_sent_again(make_producer: Callable[..., Producer], broker: Broker) -> None:
     producer = make_producer()
     broker.nack_publishes()

@@ -120,6 +120,18 @@ def test_a_program_that_forgets_to_close_says_what_is_lost_by_that(
     assert last.startswith("orders: the process ends, and the producer was not closed: 3 admitted messages")
 
 
+def test_ctrl_c_at_any_moment_leaves_no_lock_held_and_every_message_whole(
+    run: Callable[..., subprocess.Popen[str]], broker: Broker
+) -> None:
+    process = run("pressed_at_any_moment", broker.url)
+    own, others = map(int, _say(process).split())
+    assert process.wait(PATIENCE) == 0
+    came = bodies(broker)
+    assert came.count(b"other") == others
+    # What was admitted in a send that was interrupted has no receipt.
+    assert came.count(b"own") >= own > 0
+
+
 def test_a_program_that_ends_while_threads_send_ends_in_peace(
     run: Callable[..., subprocess.Popen[str]], broker: Broker
 ) -> None:

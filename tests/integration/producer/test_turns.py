@@ -65,6 +65,25 @@ def test_f4_who_is_interrupted_as_soon_as_it_stands_in_line_leaves_it(
     assert bodies(broker) == [b"after"]
 
 
+def test_ctrl_c_where_the_i_o_thread_is_to_be_woken_leaves_it_awake(
+    producer: Producer, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wake = producer._services.wake
+    calls: list[None] = []
+
+    def interrupted() -> None:
+        calls.append(None)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        wake()
+
+    monkeypatch.setattr(producer._services, "wake", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        producer.send(b"1")
+    broker.wait_until(lambda b: b.queue("q").depth == 1)
+    producer.send(b"2").result(timeout=20)
+
+
 def test_f4_nobody_passes_a_large_message_that_waits_for_room(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
@@ -96,7 +115,8 @@ def test_f4_who_stood_behind_a_large_message_goes_when_it_gives_up(
     small = start(producer.send, b"small", timeout=None)
     wait_in_line(producer, 2)
     assert isinstance(large.wait(), FlowControlTimeout)
-    small.result(timeout=10)
+    # At once, and not when the next notice of its waiting is due.
+    small.result(timeout=3)
     broker.release_confirms()
     producer.flush(timeout=10)
     assert [len(body) for body in bodies(broker)] == [80, 5]
@@ -140,6 +160,9 @@ def test_f4_a_line_of_the_applications_own_is_asked(make_producer: Callable[...,
 
         def pop(self) -> None:
             self._stack.pop()
+
+        def clear(self) -> None:
+            self._stack.clear()
 
     producer = make_producer(line=LastComeFirstServed())
     producer.pause()

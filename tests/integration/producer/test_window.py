@@ -115,7 +115,25 @@ def test_c6_capacity_changes_under_load_lose_nothing(make_producer: Callable[...
     assert not producer.flow_state.flowed
 
 
-@pytest.mark.parametrize("capacity", [0, -1, 1.5, "7", None, True])
+def test_a_capacity_that_it_finds_itself_loses_nothing_and_ends_with_a_number(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    producer = make_producer(capacity="auto", capacity_max=64)
+    jobs = [start(lambda: [producer.send(b"") for _ in range(1500)]) for _ in range(4)]
+    while any(job.is_alive() for job in jobs):
+        assert 8 <= producer.capacity <= 64
+        before = broker.queue("q").published
+        broker.wait_until(lambda b, before=before: b.queue("q").published > before or b.queue("q").published == 6000)  # type: ignore[misc]
+    for job in jobs:
+        job.result()
+    producer.flush(timeout=20)
+    assert broker.queue("q").depth == 6000
+    assert producer.available == producer.capacity
+    producer.capacity = 500
+    assert (producer.capacity, producer.available) == (500, 500)
+
+
+@pytest.mark.parametrize("capacity", [0, -1, 1.5, "7", "auto", None, True])
 def test_a_capacity_that_is_not_allowed_is_refused_and_changes_nothing(producer: Producer, capacity: object) -> None:
     with pytest.raises(SettingsError, match="capacity="):
         producer.capacity = capacity  # type: ignore[assignment]  # that is the point

@@ -11,7 +11,8 @@ import pamqp.frame
 import pamqp.header
 
 from qflow_client import HoldKind, Message, ProducerSettings, Receipt
-from qflow_client.protocol import ProducerProtocol, SendTicket
+from qflow_client.flow import Line
+from qflow_client.protocol import Pauses, ProducerProtocol, SendTicket
 
 FRAME_MAX = 4096
 PREFIX = "p-"
@@ -20,10 +21,20 @@ MAX_BODY = FRAME_MAX - 8
 CHANNEL = 1
 
 
-def make(*, now: float = 0.0, opened: bool = True, wall_offset: float = 0.0, **settings: Any) -> ProducerProtocol:
+def make(
+    *,
+    now: float = 0.0,
+    opened: bool = True,
+    wall_offset: float = 0.0,
+    line: Line | None = None,
+    retries: Pauses | None = None,
+    **settings: Any,
+) -> ProducerProtocol:
     """A producer, with an open channel unless told otherwise."""
     settings.setdefault("routing_key", "q")
-    protocol = ProducerProtocol(ProducerSettings(**settings), id_prefix=PREFIX, now=now, wall_offset=wall_offset)
+    protocol = ProducerProtocol(
+        ProducerSettings(**settings), id_prefix=PREFIX, now=now, wall_offset=wall_offset, line=line, retries=retries
+    )
     if opened:
         protocol.channel_opened(CHANNEL, FRAME_MAX, now)
     return protocol

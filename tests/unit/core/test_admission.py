@@ -369,6 +369,30 @@ def test_who_came_later_says_nothing_before_the_next_notice_is_due() -> None:
     assert [event.seconds for event in protocol.events if event.waiting] == [2.0, 3.0]
 
 
+def test_one_who_asks_for_all_who_wait_gets_the_notices_of_all() -> None:
+    protocol = make(flow_control_wait_notify_period=2.0)
+    assert protocol.notice(1.0) is None, "nobody waits"
+    protocol.hold("paused", 1.0)
+    first, second = wait(protocol, now=10.0, timeout=3.0), wait(protocol, now=11.5)
+    protocol.logs.clear()
+    assert protocol.notice(11.9) == 12.0
+    assert logged(protocol) == []
+    assert protocol.notice(12.0) == 14.0
+    # That its time is up is for the one to hear who looks at it.
+    assert protocol.notice(14.0) == 16.0
+    assert not first.decided
+    protocol.give_up(first, 14.5)
+    assert protocol.notice(14.5) == 16.0, "it was said for all of them"
+    assert protocol.notice(16.5) == 18.5
+    assert [text.partition(": ")[2].partition(":")[0] for text in logged(protocol)] == [
+        "2 sends have been waiting, the longest for 2.0 s",
+        "2 sends have been waiting, the longest for 4.0 s",
+        "a send has been waiting for 5.0 s",
+    ]
+    protocol.give_up(second, 17.0)
+    assert protocol.notice(18.5) is None
+
+
 def test_a_notice_for_one_who_only_waits_for_others_has_no_hold() -> None:
     protocol = make(capacity_bytes=10)
     send(protocol, b"a" * 8)
@@ -419,7 +443,7 @@ def test_what_is_settled_by_the_end_holds_nothing() -> None:
     protocol.close("the producer is closed", 1.0)
     protocol._untold = 5
     protocol.take_settled(1.0)
-    assert holds(protocol) == [HoldKind.DISCONNECTED]
+    assert holds(protocol) == []
 
 
 def test_the_send_of_a_callback_waits_neither_for_callbacks_nor_for_those_who_do() -> None:
@@ -466,7 +490,7 @@ def test_the_send_of_a_callback_in_an_open_producer_whose_window_is_full_is_let_
     protocol = make(capacity=1)
     send(protocol)
     ticket = protocol.stand_in_line(b"x", "", "q", 0.0, first=True)
-    assert protocol.gate.is_open
+    assert holds(protocol) == [HoldKind.CAPACITY]
     drain(protocol)
     protocol.on_ack(1, False, 0.0)
     assert ticket.receipt is not None
@@ -486,6 +510,55 @@ def test_the_send_of_a_callback_can_give_up_time_out_and_be_sent_away() -> None:
     protocol.close("closed by hand", 3.0)
     assert isinstance(last.error, ProducerClosed)
     assert protocol.wake == ["first", "line"]
+
+
+def test_f4_nobody_passes_the_send_of_a_callback_and_who_is_timed_out_by_it_is_told_why() -> None:
+    protocol = make(rate=10.0)
+    send(protocol)
+    assert protocol.send(b"callback", "", "q", 0.01) is None
+    first = protocol.stand_in_line(b"callback", "", "q", 0.01, first=True)
+    now = 0.01
+    while not first.decided:
+        now = protocol.next_timer(now) or now
+        assert protocol.send(b"newcomer", "", "q", now) is None
+        with pytest.raises(FlowControlTimeout) as caught:
+            protocol.look_at(protocol.stand_in_line(b"newcomer", "", "q", now, timeout=0.0), now)
+        assert [hold.kind for hold in caught.value.holds] == ["rate"]
+    assert now == pytest.approx(0.1)
+
+
+def test_the_send_of_a_callback_that_times_out_names_what_held_it() -> None:
+    protocol = make(capacity_bytes=100)
+    send(protocol, b"x" * 60)
+    ticket = protocol.stand_in_line(b"y" * 50, "", "q", 0.0, timeout=1.0, first=True)
+    assert [hold.kind for hold in protocol.flow_state(0.5).holds] == ["capacity"]
+    assert protocol.send(b"z", "", "q", 0.5) is None, "it is not its turn"
+    with pytest.raises(FlowControlTimeout) as caught:
+        protocol.look_at(ticket, 1.0)
+    assert [hold.kind for hold in caught.value.holds] == ["capacity"]
+    send(protocol, b"z")
+
+
+def test_a_callback_s_send_that_something_else_holds_asks_for_no_timer() -> None:
+    protocol = make(rate=10.0)
+    protocol.hold("paused", 0.0)
+    first = protocol.stand_in_line(b"a", "", "q", 0.0, first=True)
+    assert [protocol.next_timer(now) for now in (0.0, 1.0, 2.0)] == [None] * 3
+    protocol.lift("paused", 3.0)
+    assert first.receipt is not None
+
+
+def test_a_callback_that_waits_for_the_producer_does_not_wait_for_itself() -> None:
+    protocol = behind()
+    assert [str(hold) for hold in protocol.gate.holds] == ["capacity (on_delivery: callbacks are slower than confirms)"]
+    assert not protocol.when_unflowed("callback", 1.0, in_callback=True)
+    assert protocol.when_unflowed("other", 1.0)
+    protocol.hold("paused", 1.0)
+    assert protocol.when_unflowed("callback", 1.0, in_callback=True)
+    protocol.lift("paused", 2.0)
+    assert protocol.wake == ["callback"]
+    protocol.told(8, 3.0)
+    assert protocol.wake == ["callback", "other"]
 
 
 # What cannot be encoded.
@@ -565,15 +638,19 @@ def test_whatever_encoding_raises_after_the_wait_is_the_ticket_s_error_and_the_n
     assert protocol.window.used == 1
 
 
-def test_ctrl_c_while_a_waiting_message_is_admitted_is_its_ticket_s_error_and_comes_through() -> None:
+def test_ctrl_c_while_a_waiting_message_is_admitted_comes_through_and_leaves_it_waiting() -> None:
     protocol = make(capacity=1)
     send(protocol)
-    bad = wait(protocol, Message(b"x", headers=Fickle(1, KeyboardInterrupt)), waiter="bad")
+    headers = Fickle(1, KeyboardInterrupt)
+    other = wait(protocol, Message(b"x", headers=headers), waiter="other")
     with pytest.raises(KeyboardInterrupt):
         protocol.set_capacity(2, 1.0)
-    assert isinstance(bad.error, KeyboardInterrupt)
-    assert protocol.wake == ["bad"]
+    headers.good = 1
+    assert not other.decided
     assert protocol.window.used == protocol.unsettled == 1
+    protocol.on_timer(2.0)
+    assert other.receipt is not None
+    assert protocol.wake == ["other"]
 
 
 # The rate.
@@ -719,7 +796,10 @@ def test_a_closed_producer_admits_nothing() -> None:
         assert caught.value.message is payload
         with pytest.raises(ProducerClosed, match="closed by hand"):
             protocol.stand_in_line(payload, "", "q", 3.0)
-    assert [str(hold) for hold in protocol.gate.holds] == ["disconnected (close: closed by hand)"]
+    assert not protocol.gate.is_open
+    assert not protocol.gate.holds, "to be closed by hand is no flow control"
+    protocol.connection_lost("the producer is closed", 4.0)
+    assert not protocol.gate.holds
 
 
 def test_nobody_is_kept_waiting_for_a_closed_producer_to_be_unflowed() -> None:

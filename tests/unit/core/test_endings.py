@@ -17,7 +17,7 @@ from qflow_client import (
     ProducerClosed,
 )
 
-from .support import MAX_BODY, drain, holds, make, returned, send, wait, write
+from .support import FRAME_MAX, MAX_BODY, drain, holds, logged, make, returned, send, wait, write
 
 PUBLISH = (60, 40)
 
@@ -143,17 +143,27 @@ def test_a_channel_closed_over_a_publish_rejects_the_only_message_in_flight() ->
     assert isinstance(error, MessageRejected)
     assert (error.reply_code, error.reply_text) == (404, "NOT_FOUND - no exchange 'nowhere'")
     assert suspect.outcome is Outcome.REJECTED
-    assert unwritten.outcome is Outcome.FAILED
-    with pytest.raises(ProducerClosed, match="the broker closed the channel: 404 NOT_FOUND"):
-        protocol.send(b"x", "", "q", 2.0)
+    assert not unwritten.done
+    assert protocol.wants_channel
+    assert protocol.send(b"x", "", "q", 2.0) is None
+    assert [str(hold) for hold in protocol.gate.holds] == [
+        "disconnected (the broker closed the channel: 404 NOT_FOUND - no exchange 'nowhere')"
+    ]
 
 
-def test_a_channel_closed_over_one_of_several_messages_names_none_of_them() -> None:
-    protocol = make()
+def test_with_on_disconnect_fail_nothing_is_sent_again_on_a_new_channel_either() -> None:
+    protocol = make(on_disconnect="fail")
     receipts = [send(protocol), send(protocol)]
     drain(protocol)
+    receipts.append(send(protocol))
     protocol.channel_closed(404, "NOT_FOUND", PUBLISH, 1.0)
-    assert [receipt.outcome for receipt in receipts] == [Outcome.UNKNOWN, Outcome.UNKNOWN]
+    assert [receipt.outcome for receipt in receipts] == [Outcome.UNKNOWN, Outcome.UNKNOWN, Outcome.FAILED]
+    protocol.channel_opened(1, FRAME_MAX, 2.0)
+    lone = send(protocol)
+    drain(protocol)
+    protocol.channel_closed(404, "NOT_FOUND", PUBLISH, 3.0)
+    assert lone.outcome is Outcome.REJECTED
+    assert protocol.wants_channel
 
 
 def test_a_channel_closed_over_one_of_several_is_the_last_s_that_is_unsettled() -> None:
@@ -170,7 +180,7 @@ def test_a_channel_closed_over_something_else_rejects_nothing() -> None:
     receipt = send(protocol)
     drain(protocol)
     protocol.channel_closed(406, "PRECONDITION_FAILED", (50, 10), 1.0)
-    assert receipt.outcome is Outcome.UNKNOWN
+    assert not receipt.done
 
 
 def test_a_message_that_was_returned_is_not_the_culprit() -> None:
@@ -198,7 +208,13 @@ def test_without_confirms_nobody_knows_the_culprit() -> None:
     written, half = send(protocol), send(protocol)
     write(protocol, protocol.outbound.size - 1)
     protocol.channel_closed(404, "NOT_FOUND", PUBLISH, 1.0)
-    assert [written.outcome, half.outcome] == [Outcome.SENT, Outcome.UNKNOWN]
+    assert [written.outcome, half.outcome] == [Outcome.SENT, None]
+    assert any("without confirms nobody can tell" in line for line in logged(protocol))
+    # Alone on its channel it can only be that one.
+    protocol.channel_opened(1, FRAME_MAX, 2.0)
+    write(protocol, protocol.outbound.size - 1)
+    protocol.channel_closed(404, "NOT_FOUND", PUBLISH, 3.0)
+    assert half.outcome is Outcome.REJECTED
 
 
 def test_a_half_written_message_can_be_the_culprit() -> None:
@@ -209,11 +225,11 @@ def test_a_half_written_message_can_be_the_culprit() -> None:
     assert receipt.outcome is Outcome.REJECTED
 
 
-def test_a_channel_closed_with_nothing_in_flight_fails_what_was_not_written() -> None:
+def test_a_channel_closed_with_nothing_in_flight_costs_nothing() -> None:
     protocol = make()
     receipt = send(protocol)
     protocol.channel_closed(404, "NOT_FOUND", PUBLISH, 1.0)
-    assert receipt.outcome is Outcome.FAILED
+    assert not receipt.done
 
 
 def test_without_confirms_what_is_half_written_is_unknown() -> None:
@@ -267,7 +283,7 @@ def test_a_clean_close_is_no_flow_control() -> None:
     protocol.connection_lost("the producer is closed", 2.0)
     assert (protocol.events, protocol.logs) == ([], [])
     state = protocol.flow_state(3.0)
-    assert (state.flowed, state.times_flowed, state.closed) == (True, 0, "the producer is closed")
+    assert (state.flowed, state.times_flowed, state.closed) == (False, 0, "the producer is closed")
 
 
 def test_a_lost_connection_is_told_once() -> None:
@@ -279,7 +295,7 @@ def test_a_lost_connection_is_told_once() -> None:
 
 
 def test_what_ends_with_the_channel_says_why() -> None:
-    protocol = make()
+    protocol = make(on_disconnect="fail")
     receipts = [send(protocol) for _ in range(3)]
     write(protocol, 2 * protocol.outbound.size // 3)
     protocol.channel_closed(404, "NOT_FOUND - no exchange", PUBLISH, 1.0)
@@ -287,3 +303,16 @@ def test_what_ends_with_the_channel_says_why() -> None:
         f"{outcome} (the broker closed the channel: 404 NOT_FOUND - no exchange)"
         for outcome in ("unknown", "unknown", "failed")
     ]
+
+
+def test_how_many_are_settled_so_far_only_grows() -> None:
+    protocol = make()
+    for _ in range(3):
+        send(protocol)
+    drain(protocol)
+    protocol.on_ack(2, False, 0.0)
+    assert protocol.settled_so_far == 1
+    protocol.connection_lost("cut", 1.0, reconnects=True)
+    assert protocol.settled_so_far == 1
+    protocol.connection_lost("gone", 1.0)
+    assert protocol.settled_so_far == 3

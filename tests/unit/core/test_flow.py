@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from qflow_client import FlowControlTimeout, FlowEventKind, HoldKind, Message
 from qflow_client.flow import Hold
-from qflow_client.protocol import write_log
+from qflow_client.logs import flush_logs, write_log
 
 from .support import MAX_BODY, Wire, drain, holds, make, send, wait, wire, write
 
@@ -320,11 +320,14 @@ def test_the_flow_state_says_whether_and_why_the_producer_is_closed() -> None:
     assert protocol.flow_state(1.0).closed is None
     protocol.close("closed by hand", 2.0)
     state = protocol.flow_state(3.0)
-    assert (state.flowed, state.since, state.closed) == (True, 1002.0, "closed by hand")
-    assert [str(hold) for hold in state.holds] == ["disconnected (close: closed by hand)"]
+    assert (state.flowed, state.since, state.closed) == (False, None, "closed by hand")
+    protocol.connection_lost("the producer is closed", 4.0)
+    state = protocol.flow_state(5.0)
+    assert (state.flowed, state.times_flowed, state.closed) == (False, 0, "closed by hand")
     lost = make()
     lost.connection_lost("reset by peer", 2.0)
-    assert lost.flow_state(3.0).closed == "reset by peer"
+    state = lost.flow_state(3.0)
+    assert (state.flowed, state.since, state.closed) == (True, 2.0, "reset by peer")
 
 
 def test_the_flow_state_sees_a_window_that_filled_or_a_rate_that_passed_since_somebody_asked() -> None:
@@ -349,6 +352,7 @@ def test_what_people_must_know_of_is_logged_louder(caplog: pytest.LogCaptureFixt
     protocol.send(b"x", "", "q", 5.0)
     assert not caplog.records, "whoever logs may not hold the lock under which the protocol is called"
     write_log(protocol.logs)
+    assert flush_logs(20)
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("WARNING", "orders: held: connection_blocked (low on memory)"),
         ("WARNING", "orders: no longer held after 2 s: connection_blocked (low on memory)"),
@@ -356,6 +360,14 @@ def test_what_people_must_know_of_is_logged_louder(caplog: pytest.LogCaptureFixt
         ("INFO", "orders: no longer held after 1 s: channel_flow"),
         ("DEBUG", "orders: held: capacity"),
     ]
+
+
+def test_what_nobody_wants_to_read_is_not_kept(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "qflow_client")
+    protocol = make()
+    protocol.on_flow(False, 1.0)
+    protocol.on_blocked("low on memory", 1.0)
+    assert [level for level, _, _ in protocol.logs] == [logging.WARNING]
 
 
 def test_a_second_connection_counts_as_having_been_flowed_and_the_first_does_not() -> None:

@@ -2,54 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import FrameType
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
-import qflow_client
-from qflow_client import Message
-from qflow_client.protocol import ProducerProtocol
+from qflow_client import Message, ProducerClosed, ProducerSettings, Receipt
+from qflow_client.flow import FifoLine, Line, Ticket, WeightedLine
+from qflow_client.protocol import ProducerProtocol, SendTicket
+from tests.interrupting import interrupted
 
 from .support import MAX_BODY, Wire, drain, make, returned, send, wait, write
-
-PACKAGE = str(Path(qflow_client.__file__).parent)
-
-
-def interrupted(call: Callable[[], Any], at: int, within: str | None = None) -> bool:
-    """Call, with Ctrl-C before the so many-th line of ours that is run, or of that function and all that it calls.
-
-    Returns:
-        Whether it came to that.
-    """
-    lines = 0
-
-    def trace(frame: FrameType, event: str, _argument: Any) -> Any:
-        nonlocal lines
-        if event == "line" and frame.f_code.co_filename.startswith(PACKAGE) and (within is None or inside(frame)):
-            lines += 1
-            if lines == at:
-                raise KeyboardInterrupt
-        return trace
-
-    def inside(frame: FrameType | None) -> bool:
-        while frame is not None and frame.f_code.co_name != within:
-            frame = frame.f_back
-        return frame is not None
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
-
 
 PAYLOADS = {
     "plain": b"abc",
@@ -119,21 +82,160 @@ def test_of_an_interrupted_message_with_an_id_of_its_own_no_return_is_expected_u
         assert ("its own" in protocol._by_id) == (protocol.unsettled == 4)
 
 
-def test_a_grant_that_is_interrupted_at_any_line_of_the_admission_decides_its_ticket() -> None:
+class Watch:
+    """An observer that only keeps when messages began."""
+
+    def __init__(self) -> None:
+        self.began: dict[int, float] = {}
+
+    def settled(self, receipts: Sequence[Receipt], now: float) -> None: ...
+
+    def tell(self, *, now: float) -> None: ...
+
+
+def test_an_observer_keeps_nothing_of_an_interrupted_message_unless_it_is_admitted() -> None:
+    kept = []
     for at in range(1, 1000):
-        protocol = make(capacity=1)
-        send(protocol)
-        ticket, after = wait(protocol, b"2", waiter="ticket"), wait(protocol, b"3", waiter="after")
-        if not interrupted(lambda: protocol.set_capacity(2, 0.0), at, within="_admit"):  # noqa: B023  # called at once
+        protocol, _ = started()
+        protocol.observer = Watch()
+        if not interrupted(lambda: protocol.send(b"abc", "", "q", 0.0), at):  # noqa: B023  # called at once
+            break
+        assert set(protocol.observer.began) == ({4} if protocol.unsettled == 4 else set())
+        kept.append(protocol.unsettled == 4)
+    assert True in kept
+    assert False in kept
+
+
+# What an interrupted step may not do to others: those who wait stay in their order, are admitted once, and are woken.
+
+LINES: list[Callable[[], Line]] = [FifoLine, lambda: WeightedLine({"b": 2.0})]
+
+
+def crowd(line: Line, *, first: bool = False, **settings: Any) -> tuple[ProducerProtocol, list[SendTicket]]:
+    """A producer whose window is full, and who waits."""
+    protocol = make(line=line, **{"capacity": 2, "capacity_bytes": 1000} | settings)
+    send(protocol, b"1")
+    send(protocol, b"2")
+    drain(protocol)
+    tickets = [wait(protocol, b"%d" % number, waiter=number, source="ab"[number % 2]) for number in (3, 4, 5, 6)]
+    if first:
+        tickets.insert(0, protocol.stand_in_line(b"callback", "", "q", 0.0, waiter="callback", first=True))
+    protocol.wake.clear()
+    return protocol, tickets
+
+
+def bodies_of(tickets: list[SendTicket]) -> list[bytes]:
+    return sorted(ticket.payload for ticket in tickets if isinstance(ticket.payload, bytes))
+
+
+def all_get_out(protocol: ProducerProtocol, tickets: list[SendTicket]) -> list[bytes]:
+    """Confirm until nobody waits.
+
+    Returns:
+        The bodies that the broker got, in order.
+    """
+    seen = Wire()
+    for step in range(20):
+        seen.read(drain(protocol))
+        protocol.on_ack(0, True, 5.0 + step)
+    assert protocol.controller.waiting == protocol.unsettled == protocol.window.used == 0
+    assert protocol.byte_window is not None
+    assert protocol.byte_window.used == 0
+    assert not protocol.gate.holds
+    assert protocol.gate.is_open == (protocol.closed is None)
+    assert all(ticket.decided for ticket in tickets)
+    for ticket in tickets:
+        assert ticket.cancelled or ticket.waiter in protocol.wake
+    return [message.body for message in seen.messages]
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("capacity", [3, 4, 9])
+def test_a_grant_that_is_interrupted_at_any_line_takes_nobody_s_turn(
+    line: Callable[[], Line], first: bool, capacity: int
+) -> None:
+    for at in range(1, 3000):
+        protocol, tickets = crowd(line(), first=first)
+        come = interrupted(lambda: protocol.set_capacity(capacity, 1.0), at)  # noqa: B023  # called at once
+        bodies = all_get_out(protocol, tickets)
+        assert sorted(bodies) == bodies_of(tickets)
+        if first:
+            assert bodies[0] == b"callback"
+        if line is FifoLine:
+            assert bodies[first:] == [b"3", b"4", b"5", b"6"]
+        if not come:
+            assert at > 60
+            return
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("room", [False, True])
+def test_a_send_that_is_interrupted_as_it_stands_in_line_leaves_nothing_behind(
+    line: Callable[[], Line], first: bool, room: bool
+) -> None:
+    for at in range(1, 3000):
+        protocol, tickets = crowd(line())
+        if room:
+            # There is, and nobody has noticed.
+            protocol.window.capacity = 9
+        come = interrupted(
+            lambda: protocol.stand_in_line(b"own", "", "q", 1.0, waiter="own", first=first),  # noqa: B023  # at once
+            at,
+        )
+        own = sum(receipt.message.body == b"own" for receipt in protocol.unsettled_receipts)
+        bodies = all_get_out(protocol, tickets)
+        if come:
+            # Admitted before it was interrupted, or never.
+            assert bodies.count(b"own") == own
+            bodies = [body for body in bodies if body != b"own"]
+        else:
+            assert b"own" in bodies
+            assert at > 30
+            return
+        assert sorted(bodies) == [b"3", b"4", b"5", b"6"]
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("room", [False, True])
+def test_a_send_that_is_interrupted_as_it_gives_up_has_given_up(
+    line: Callable[[], Line], first: bool, room: bool
+) -> None:
+    for at in range(1, 3000):
+        protocol, tickets = crowd(line(), first=first)
+        if room:
+            protocol.window.capacity = 9
+        gone, *others = tickets
+        come = interrupted(lambda: protocol.give_up(gone, 1.0), at)  # noqa: B023  # called at once
+        if come:
+            # As the skins do.
+            protocol.give_up(gone, 1.0)
+        bodies = all_get_out(protocol, tickets)
+        assert sorted(bodies) == bodies_of(others)
+        if not come:
             assert at > 10
             return
-        assert isinstance(ticket.error, KeyboardInterrupt)
-        assert protocol.wake == ["ticket"]
-        assert protocol.window.used == protocol.unsettled
-        assert not protocol.give_up(ticket, 0.0)
-        protocol.set_capacity(3, 0.0)
-        assert after.receipt is not None
-        assert protocol.controller.waiting == 0
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_close_that_is_interrupted_is_done_by_the_end_of_the_connection(first: bool) -> None:
+    for at in range(1, 1000):
+        protocol, tickets = crowd(FifoLine(), first=first)
+        assert protocol.when_unflowed("unflowed", 1.0)
+        come = interrupted(lambda: protocol.close("closed by hand", 1.0), at)  # noqa: B023  # called at once
+        protocol.connection_lost("the producer is closed", 2.0)
+        for ticket in tickets:
+            assert isinstance(ticket.error, ProducerClosed)
+            assert ticket.waiter in protocol.wake
+        assert "unflowed" in protocol.wake
+        assert protocol.controller.waiting == protocol.unsettled == protocol.window.used == 0
+        with pytest.raises(ProducerClosed):
+            protocol.send(b"x", "", "q", 3.0)
+        if not come:
+            assert at > 10
+            return
 
 
 @pytest.mark.parametrize("settings", [{"capacity": 1}, {"capacity": 2, "rate": 1.0}, {"capacity": 1, "rate": 1.0}])
@@ -155,6 +257,164 @@ def test_a_limit_that_is_met_or_left_and_interrupted_at_any_line_leaves_no_hold(
         assert protocol.send(b"x", "", "q", 100.0) is not None
         assert protocol.gate.is_open
         assert not protocol.gate.holds
+        if not come:
+            assert at > 15
+            return
+
+
+# The same where it is certain to come.
+
+
+class Pressed(FifoLine):
+    """A line at one end of which Ctrl-C is pressed, once."""
+
+    __slots__ = ("at",)
+
+    def __init__(self, at: str = "") -> None:
+        super().__init__()
+        self.at = at
+
+    def _press(self, at: str) -> None:
+        if self.at == at:
+            self.at = ""
+            raise KeyboardInterrupt
+
+    def push(self, ticket: Ticket) -> None:
+        super().push(ticket)
+        self._press("push")
+
+    def pop(self) -> None:
+        super().pop()
+        self._press("pop")
+
+
+@pytest.mark.parametrize("admitted", [False, True])
+def test_who_is_interrupted_in_line_was_admitted_or_is_not_there(admitted: bool) -> None:
+    line = Pressed()
+    protocol, tickets = crowd(line)
+    if admitted:
+        protocol.window.capacity = 9
+        for ticket in tickets:
+            protocol.give_up(ticket, 0.0)
+    line.at = "pop" if admitted else "push"
+    with pytest.raises(KeyboardInterrupt):
+        protocol.stand_in_line(b"own", "", "q", 1.0, waiter="own")
+    assert protocol.controller.waiting == (0 if admitted else 4)
+    assert b"own" not in all_get_out(protocol, tickets)
+
+
+def test_who_is_interrupted_as_others_are_let_in_for_it_has_given_up() -> None:
+    line = Pressed()
+    protocol, (gone, *others) = crowd(line)
+    protocol.window.capacity = 9
+    line.at = "pop"
+    with pytest.raises(KeyboardInterrupt):
+        protocol.give_up(gone, 1.0)
+    assert gone.cancelled
+    assert all_get_out(protocol, others) == [b"4", b"5", b"6"]
+
+
+def test_what_was_admitted_as_ctrl_c_came_is_admitted_once_and_told() -> None:
+    class Admitted(ProducerProtocol):
+        pressed = False
+
+        def _admit(self, *message: Any) -> Receipt:
+            receipt = super()._admit(*message)
+            if self.pressed:
+                self.pressed = False
+                raise KeyboardInterrupt
+            return receipt
+
+    protocol = Admitted(ProducerSettings(capacity=1, routing_key="q"), id_prefix="p-", now=0.0)
+    protocol.channel_opened(1, 4096, 0.0)
+    first = send(protocol)
+    ticket, after = wait(protocol, b"2", waiter="ticket"), wait(protocol, b"3", waiter="after")
+    drain(protocol)
+    protocol.pressed = True
+    with pytest.raises(KeyboardInterrupt):
+        protocol.on_ack(1, False, 1.0)
+    assert first.delivered
+    assert ticket.receipt is not None
+    assert protocol.unsettled_receipts == (ticket.receipt,)
+    assert protocol.wake == ["ticket"]
+    assert not after.decided
+    # Its own too, which nobody has a ticket of.
+    protocol.window.capacity = 9
+    protocol.give_up(after, 2.0)
+    protocol.pressed = True
+    with pytest.raises(KeyboardInterrupt):
+        protocol.stand_in_line(b"own", "", "q", 2.0, waiter="own")
+    assert [receipt.message.body for receipt in protocol.unsettled_receipts] == [b"2", b"own"]
+    assert protocol.controller.waiting == 0
+
+
+def test_one_whose_admission_was_interrupted_does_not_take_the_place_of_the_next_under_its_number() -> None:
+    class Interrupted(ProducerProtocol):
+        pressed = False
+
+        def _admit(self, *message: Any) -> Receipt:
+            if self.pressed:
+                self.pressed = False
+                raise KeyboardInterrupt
+            return super()._admit(*message)
+
+    protocol = Interrupted(ProducerSettings(capacity=1, routing_key="q"), id_prefix="p-", now=0.0)
+    protocol.channel_opened(1, 4096, 0.0)
+    send(protocol)
+    ticket = wait(protocol, b"2", waiter="ticket")
+    for capacity, payload in ((2, b"callback"), (3, b"another")):
+        protocol.pressed = True
+        with pytest.raises(KeyboardInterrupt):
+            protocol.set_capacity(capacity, 1.0)
+        protocol.window.capacity = capacity
+        first = protocol.stand_in_line(payload, "", "q", 1.0, waiter=payload, first=True)
+        assert first.receipt is not None
+        assert not ticket.decided
+    protocol.set_capacity(9, 2.0)
+    assert ticket.receipt is not None
+    assert [receipt.message.body for receipt in protocol.unsettled_receipts] == [b"x", b"callback", b"another", b"2"]
+
+
+def test_who_was_interrupted_before_it_had_its_ticket_leaves_by_its_waiter() -> None:
+    protocol, tickets = crowd(FifoLine())
+    protocol.give_up_of(5, [], 1.0)
+    assert [ticket.cancelled for ticket in tickets] == [False, False, True, False]
+    protocol.give_up_of(6, tickets[3:], 1.0)
+    protocol.give_up_of("nobody", [], 1.0)
+    assert all_get_out(protocol, tickets) == [b"3", b"4"]
+
+
+def test_a_resume_that_is_interrupted_at_any_line_is_made_good_for_who_waits() -> None:
+    for at in range(1, 1000):
+        protocol = make(capacity=2)
+        protocol.hold("paused", 0.0)
+        ticket = wait(protocol, b"waits", waiter="ticket")
+        assert protocol.when_unflowed("unflowed", 0.0)
+        come = interrupted(lambda: protocol.lift("paused", 1.0), at)  # noqa: B023  # called at once
+        protocol.look_anew(1.0)
+        if protocol.gate.holds:
+            # Interrupted before it had begun.
+            protocol.lift("paused", 2.0)
+        assert ticket.receipt is not None
+        assert set(protocol.wake) == {"ticket", "unflowed"}
+        assert protocol.gate.is_open
+        if not come:
+            assert at > 20
+            return
+
+
+def test_an_interrupted_send_never_gives_another_message_s_id() -> None:
+    for at in range(1, 1000):
+        protocol = make()
+        # As after 254 messages on channels before this one.
+        protocol._next_number, protocol._ahead = 255, 254
+        send(protocol)
+        come = interrupted(lambda: protocol.send(b"x", "", "q", 0.0), at)  # noqa: B023  # called at once
+        send(protocol)
+        protocol.send(b"y", "", "q", 0.0)
+        published = Wire().read(drain(protocol)).messages
+        receipts = protocol.unsettled_receipts
+        assert [each.properties.message_id for each in published] == [receipt.message_id for receipt in receipts]
         if not come:
             assert at > 15
             return

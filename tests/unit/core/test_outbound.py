@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -144,3 +145,48 @@ def test_however_it_is_written_every_byte_leaves_once_and_in_order(
         assert outbound.begun == sum(end - len(each) < len(written) for end, each in zip(ends, whole, strict=True))
         assert outbound.size == len(b"".join(whole)) - len(written)
     assert written == b"".join(whole)
+
+
+def test_a_stop_tells_whether_a_message_has_begun_and_not_ended() -> None:
+    outbound = Outbound()
+    assert outbound.stop()
+    outbound.put_frames([b"ab", b"cd"])
+    outbound.put(b"ef")
+    assert outbound.stop()
+    outbound.stopped = False
+    outbound.advance(1)
+    seen = []
+    for _ in range(4):
+        seen.append(outbound.stop())
+        outbound.advance(len(outbound.data(1)) and 1)
+    assert seen == [False, False, False, True]
+    assert outbound.data(100) == b""
+
+
+@pytest.mark.parametrize("taken", range(13))
+def test_a_part_of_what_was_asked_for_may_be_taken_and_more_may_be_put_meanwhile(taken: int) -> None:
+    outbound = Outbound()
+    for piece in (b"abc", b"def", b"ghi", b"jkl"):
+        outbound.put(piece)
+    assert outbound.data(5) == b"abcdef"
+    outbound.put(b"mno")
+    assert outbound.data(8) == b"abcdefghi"
+    outbound.advance(taken)
+    whole = taken // 3
+    assert (outbound.finished, outbound.begun) == (whole, whole + bool(taken % 3))
+    assert outbound.size == 15 - taken
+    assert outbound.data(100) == b"abcdefghijklmno"[taken:]
+    # What was offered before is of no account any more.
+    if outbound.size >= 9:
+        outbound.advance(9)
+        assert outbound.data(100) == b"abcdefghijklmno"[taken + 9 :]
+        assert outbound.finished == (taken + 9) // 3
+
+
+def test_messages_of_several_frames_are_counted_once_however_they_are_offered() -> None:
+    outbound = Outbound()
+    for _ in range(3):
+        outbound.put_frames([b"ab", b"cd"])
+    assert outbound.data(6) == b"abcdab"
+    outbound.advance(6)
+    assert (outbound.begun, outbound.finished) == (2, 1)

@@ -9,11 +9,25 @@ from hypothesis import strategies as st
 from qflow_client import Message, Outcome
 from qflow_client.protocol import REPUBLISHED, ProducerProtocol
 
-from .support import CHANNEL, FRAME_MAX, PREFIX, Published, drain, holds, make, returned, send, wait, wire, write
+from .support import (
+    CHANNEL,
+    FRAME_MAX,
+    PREFIX,
+    Published,
+    drain,
+    holds,
+    logged,
+    make,
+    returned,
+    send,
+    wait,
+    wire,
+    write,
+)
 
 
 def lose(protocol: ProducerProtocol, now: float = 1.0) -> None:
-    protocol.connection_lost("cut", now, resend=True)
+    assert protocol.connection_lost("cut", now, reconnects=True)
 
 
 def reopen(protocol: ProducerProtocol, now: float = 2.0, frame_max: int = FRAME_MAX) -> list[Published]:
@@ -87,13 +101,63 @@ def test_what_was_never_written_again_is_unknown_at_the_end_if_it_may_have_arriv
     assert protocol.closed == "given up"
 
 
-def test_a_closed_producer_resends_nothing() -> None:
+def test_what_is_unsettled_leaves_again_while_the_producer_closes_and_then_nothing_is_wanted() -> None:
     protocol = make()
     receipt = send(protocol)
     drain(protocol)
     protocol.close("the producer is closed", 1.0)
     lose(protocol, 2.0)
+    assert holds(protocol) == ["disconnected"]
+    assert [message.body for message in reopen(protocol, 3.0)] == [b"x"]
+    protocol.on_ack(1, False, 4.0)
+    assert receipt.outcome is Outcome.CONFIRMED
+    assert not protocol.connection_lost("cut", 5.0, reconnects=True)
+    assert holds(protocol) == []
+
+
+def test_with_on_disconnect_fail_all_is_settled_and_the_producer_goes_on() -> None:
+    protocol = make(on_disconnect="fail", capacity=3)
+    written = send(protocol)
+    drain(protocol)
+    unwritten = send(protocol)
+    again = send(protocol)
+    waiting = wait(protocol, b"new")
+    assert protocol.when_flushed("me")
+    lose(protocol)
+    assert [receipt.outcome for receipt in (written, unwritten, again)] == [
+        Outcome.UNKNOWN,
+        Outcome.FAILED,
+        Outcome.FAILED,
+    ]
+    assert "(cut)" in str(written.error())
+    assert protocol.wake == ["me"]
+    assert (protocol.closed, protocol.unsettled, protocol.window.used) == (None, 0, 0)
+    assert waiting.receipt is None
+    assert [(message.body, is_marked(message)) for message in reopen(protocol)] == [(b"new", False)]
+    protocol.on_ack(1, False, 3.0)
+    assert waiting.receipt is not None
+    assert waiting.receipt.outcome is Outcome.CONFIRMED
+
+
+def test_with_on_disconnect_fail_nothing_is_wanted_of_a_connection_once_the_producer_is_closed() -> None:
+    protocol = make(on_disconnect="fail")
+    receipt = send(protocol)
+    drain(protocol)
+    protocol.close("the producer is closed", 1.0)
+    assert not protocol.connection_lost("cut", 2.0, reconnects=True)
     assert receipt.outcome is Outcome.UNKNOWN
+
+
+def test_a_lost_connection_is_worth_a_warning_and_the_first_one_to_come_is_not() -> None:
+    protocol = make()
+    assert [line.split()[0] for line in logged(protocol)] == ["DEBUG"] * 2
+    protocol.logs.clear()
+    lose(protocol, 1.0)
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 3.5)
+    assert logged(protocol) == [
+        "WARNING producer: held: disconnected (cut)",
+        "WARNING producer: no longer held after 2.5 s: disconnected (cut)",
+    ]
 
 
 def test_a_returned_message_whose_ack_did_not_come_is_settled() -> None:
@@ -252,3 +316,19 @@ def test_every_message_ends_once_and_first_copies_stay_in_order(steps: list[str]
     assert all(receipt.outcome is Outcome.CONFIRMED for receipt in receipts)
     firsts = list(dict.fromkeys(seen))
     assert firsts == [f"{PREFIX}{number:012x}" for number in range(1, len(receipts) + 1)]
+
+
+def test_headers_that_were_changed_since_harm_their_own_message_alone() -> None:
+    protocol = make()
+    headers: dict[str, object] = {"k": 1}
+    first, changed, last = send(protocol, b"1"), send(protocol, Message(b"2", headers=headers)), send(protocol, b"3")
+    drain(protocol)
+    lose(protocol)
+    headers["k"] = object()
+    assert [message.body for message in reopen(protocol)] == [b"1", b"3"]
+    assert changed.outcome is Outcome.UNKNOWN
+    assert "cannot be encoded again" in str(changed.error())
+    protocol.on_ack(2, True, 3.0)
+    assert first.delivered
+    assert last.delivered
+    assert protocol.window.used == 0

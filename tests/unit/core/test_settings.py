@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from enum import StrEnum
 from typing import Any
 
 import pytest
 
-from qflow_client import ProducerSettings, SettingsError, WhenFlowed
+from qflow_client import OnDisconnect, OnRefused, ProducerSettings, SettingsError, WhenFlowed
 from qflow_client.settings import hide_password
 
 URL = "amqp://guest:guest@localhost:5672/%2F"
@@ -17,6 +18,7 @@ TEXTS: list[tuple[str, str, Any]] = [
     ("exchange", "orders", "orders"),
     ("routing_key", "new", "new"),
     ("capacity", "5", 5),
+    ("capacity_max", "50", 50),
     ("capacity_bytes", "1000", 1000),
     ("max_producer_flow_control_wait", "2.5", 2.5),
     ("when_flowed", "raise", WhenFlowed.RAISE),
@@ -28,6 +30,16 @@ TEXTS: list[tuple[str, str, Any]] = [
     ("max_unwritten_bytes", "100", 100),
     ("flow_control_wait_notify_period", "0.5", 0.5),
     ("connect_timeout", "3", 3.0),
+    ("on_disconnect", "fail", OnDisconnect.FAIL),
+    ("reconnect_timeout", "90", 90.0),
+    ("reconnect_delay", "0.5", 0.5),
+    ("reconnect_delay_max", "60", 60.0),
+    ("reconnect_jitter", "0.25", 0.25),
+    ("on_refused", "fail", OnRefused.FAIL),
+    ("retry_for", "5.5", 5.5),
+    ("retry_delay", "0.7", 0.7),
+    ("retry_delay_max", "8", 8.0),
+    ("tracing", "on", True),
     ("name", "billing", "billing"),
 ]
 CHANGED = [pytest.param(*each, id=each[0]) for each in TEXTS]
@@ -70,7 +82,7 @@ def test_a_setting_comes_from_the_first_place_that_has_it(name: str, text: str, 
     environ = {f"QFLOW_{name.upper()}": text}
     url = f"{URL}?{name}={text}"
     # A value of each kind that is none of the others.
-    other: Any = None if isinstance(value, (bool, WhenFlowed)) else "k" if isinstance(value, str) else value + 1
+    other: Any = None if isinstance(value, (bool, StrEnum)) else "k" if isinstance(value, str) else value + 1
     assert getattr(load(environ={}), name) == default(name)
     assert getattr(load(environ=environ), name) == value
     assert getattr(load(url), name) == value
@@ -121,6 +133,19 @@ def test_a_mandatory_of_none_wins_over_what_comes_after_it_and_follows_the_messa
     assert load(settings=settings, environ=environ, message_ids=True).is_mandatory
 
 
+@pytest.mark.parametrize("text", ["auto", "AUTO"])
+def test_the_capacity_may_be_left_to_the_producer(text: str) -> None:
+    assert load(environ={"QFLOW_CAPACITY": text}).capacity == "auto"
+    assert load(f"{URL}?capacity={text}").capacity == "auto"
+    assert ProducerSettings(capacity="auto").capacity_max == 10_000
+    assert "capacity='auto'" in repr(ProducerSettings(capacity="auto"))
+
+
+def test_it_may_not_without_confirms() -> None:
+    with pytest.raises(SettingsError, match=r"capacity='auto' with confirms=False: .* give a number"):
+        ProducerSettings(capacity="auto", confirms=False)
+
+
 def test_mandatory_without_message_ids_is_refused_wherever_they_come_from() -> None:
     refused = "mandatory=True with message_ids=False: .* leave mandatory out"
     with pytest.raises(SettingsError, match=refused):
@@ -161,6 +186,7 @@ def test_the_environment_of_the_process_is_looked_at(monkeypatch: pytest.MonkeyP
 
 
 WHOLE = "a whole number of messages, at least 1"
+WHOLE_OR_AUTO = f"{WHOLE}, or 'auto'"
 REFUSED: list[tuple[str, Any, str]] = [
     ("url", "", "an amqp:// or amqps:// URL, or a non-empty sequence of them"),
     ("url", "http://localhost", "an amqp:// or amqps:// URL, or a non-empty sequence of them"),
@@ -176,12 +202,15 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("routing_key", "\ud800", "a str of at most 255 bytes"),
     ("routing_key", b"k", "a str of at most 255 bytes"),
     ("name", 3, "a str of at most 255 bytes"),
-    ("capacity", 0, WHOLE),
-    ("capacity", -1, WHOLE),
-    ("capacity", 1.5, WHOLE),
-    ("capacity", True, WHOLE),
-    ("capacity", "5", WHOLE),
-    ("capacity", None, WHOLE),
+    ("capacity", 0, WHOLE_OR_AUTO),
+    ("capacity", -1, WHOLE_OR_AUTO),
+    ("capacity", 1.5, WHOLE_OR_AUTO),
+    ("capacity", True, WHOLE_OR_AUTO),
+    ("capacity", "5", WHOLE_OR_AUTO),
+    ("capacity", None, WHOLE_OR_AUTO),
+    ("capacity", "Auto", WHOLE_OR_AUTO),
+    ("capacity_max", 0, WHOLE),
+    ("capacity_max", "auto", WHOLE),
     ("capacity_bytes", 0, "None or a whole number of bytes, at least 1"),
     ("max_producer_flow_control_wait", -0.1, "None (for ever) or seconds, at least 0"),
     ("max_producer_flow_control_wait", float("inf"), "None (for ever) or seconds, at least 0"),
@@ -215,8 +244,8 @@ def test_a_refused_value_is_named_with_its_setting_and_what_is_allowed(name: str
 @pytest.mark.parametrize(
     ("name", "text", "allowed"),
     [
-        ("capacity", "many", WHOLE),
-        ("capacity", "0", WHOLE),
+        ("capacity", "many", WHOLE_OR_AUTO),
+        ("capacity", "0", WHOLE_OR_AUTO),
         ("capacity_bytes", "1.5", "None or a whole number of bytes, at least 1"),
         ("confirms", "maybe", "True or False"),
         ("rate", "nan", "None or messages per second, more than 0"),

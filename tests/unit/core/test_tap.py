@@ -304,7 +304,6 @@ def test_a_flow_that_comes_before_the_channel_is_attached_is_kept_for_it() -> No
     tap.attach(1, channel, 0.0)
     assert channel.told == [("flow", False), ("flow", True), ("flow", False)], "each is to be answered"
     tap.detach(1)
-    assert tap.received(flows, 0.0) == flows
     tap.attach(1, channel, 0.0)
     assert len(channel.told) == 3, "each once"
 
@@ -512,10 +511,55 @@ def test_what_is_still_to_come_of_a_returned_message_never_reaches_the_library()
     data = encode(RETURN_METHOD) + content(b"0123456789")
     assert tap.received(data[:60], 0.0) == b""
     tap.detach(1)
-    ack = encode(Basic.Ack(1))
-    assert tap.received(data[60:] + ack, 0.0) == ack
+    deliver = encode(Basic.Deliver("c", 1, False, "", "q")) + content(b"x")
+    assert tap.received(data[60:] + deliver, 0.0) == deliver, "and what follows does"
     assert channel.told == []
-    assert tap.received(content(b"x"), 0.0) == content(b"x"), "and what follows does"
+
+
+@pytest.mark.parametrize("end", [Channel.CloseOk(), Channel.Close(200, "", 0, 0)])
+def test_what_a_broker_says_to_who_published_on_a_channel_that_was_left_is_for_nobody(end: Any) -> None:
+    tap, channel = attached()
+    tap.detach(1)
+    returned = encode(RETURN_METHOD) + content(b"abc")
+    told = encode(Basic.Ack(1)) + encode(Basic.Nack(2)) + encode(Channel.Flow(False)) + returned
+    deliver = encode(Basic.Deliver("c", 1, False, "", "q")) + content(b"x")
+    assert tap.received(told + deliver + told * 2, 0.0) == deliver
+    assert tap.received(encode(end), 0.0) == encode(end)
+    assert channel.told == []
+    assert tap.received(told, 0.0) == told, "the number is the library's again"
+
+
+def test_a_channel_that_the_broker_has_closed_was_not_left() -> None:
+    tap, _ = attached()
+    assert tap.received(CLOSE, 0.0) == CLOSE
+    assert tap.received(encode(Basic.Ack(1)), 0.0) == encode(Basic.Ack(1))
+
+
+def test_of_a_channel_that_the_library_does_not_know_it_sees_nothing_until_its_number_is_given_back() -> None:
+    tap = Tap()
+    told: list[bytes] = []
+    tap.own(7, told.append)
+    opened = encode(Channel.OpenOk(), 7)
+    assert tap.received(encode(Channel.OpenOk(), 1) + opened + frame(BODY_FRAME, 7, b"?"), 0.0) == encode(
+        Channel.OpenOk(), 1
+    )
+    tap.attach(7, (channel := Recorder()), 0.0)
+    close = encode(Channel.Close(406, "PRECONDITION_FAILED", 60, 40), 7)
+    assert tap.received(encode(Basic.Ack(1), 7) + close, 0.0) == b""
+    assert channel.told == [("ack", 1, False), ("closed", 406, "PRECONDITION_FAILED", (60, 40))]
+    # What the channel is told by itself is for nobody else.
+    assert told == [opened[7:-1], close[7:-1]]
+    tap.disown(7)
+    assert tap.received(opened, 0.0) == opened
+    tap.disown(7)
+
+
+def test_why_the_broker_closes_the_connection_is_noted() -> None:
+    tap = Tap()
+    close = encode(Connection.Close(320, "CONNECTION_FORCED", 0, 0), 0)
+    assert tap.closed is None
+    assert tap.received(close, 0.0) == close
+    assert tap.closed == "320 CONNECTION_FORCED"
 
 
 # Heartbeats.

@@ -77,7 +77,7 @@ def test_every_outcome_has_its_error(
         assert (raised.reply_code, raised.reply_text) == (312, "NO_ROUTE")
     if isinstance(raised, DeliveryError):
         assert raised.receipt is made
-        assert str(raised) == made.describe()
+        assert str(raised).startswith(made.describe())
 
 
 def test_a_receipt_knows_its_message() -> None:
@@ -165,10 +165,16 @@ def test_the_package_brings_no_library_that_is_not_used() -> None:
     program = (
         "import sys, qflow_client; "
         "heavy = {'pika', 'aio_pika', 'aiormq', 'pyspark', 'typer', 'rich', 'opentelemetry', 'tenacity'}; "
-        "print(sorted(heavy & set(sys.modules))); qflow_client.Producer; print('pika' in sys.modules)"
+        "print(sorted(heavy & set(sys.modules))); "
+        "qflow_client.Producer; print(sorted(heavy & set(sys.modules))); "
+        "qflow_client.AsyncProducer; print(sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split("\n")[:2] == ["[]", "True"]
+    assert done.stdout.splitlines() == [
+        "[]",
+        "['pika', 'tenacity']",
+        "['aio_pika', 'aiormq', 'pika', 'tenacity']",
+    ]
 
 
 def test_the_package_gives_out_what_its_producers_return() -> None:
@@ -190,3 +196,20 @@ def test_the_package_s_face_has_all_that_it_promises_and_nothing_else() -> None:
 def test_d5_the_process_has_a_registry_of_its_own() -> None:
     assert isinstance(qflow_client.flow_manager, qflow_client.FlowManager)
     assert not qflow_client.flow_manager.is_stopped
+
+
+@pytest.mark.parametrize(
+    ("exchange", "code", "words"),
+    [
+        ("", 312, "; there is no queue 'key': declare it, or set mandatory=False"),
+        ("ex", 312, "; no queue is bound to exchange 'ex' for it: bind one, or set mandatory=False"),
+        ("ex", 313, ""),
+    ],
+)
+def test_a_message_that_nobody_takes_is_told_with_the_way_out(exchange: str, code: int, words: str) -> None:
+    made = Receipt(b"body", Route(1, exchange, "key", True), "p-", 1)
+    made._outcome = Outcome.RETURNED
+    made._reply = (code, "WHY")
+    text = str(made.error())
+    assert text.startswith(made.describe() + words)
+    assert (text == made.describe()) == (not words)

@@ -8,7 +8,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from qflow_client.flow import (
     CompositeLimiter,
+    FifoLine,
     FlowController,
+    FlowSource,
     Gate,
     Limiter,
     RateLimiter,
@@ -625,3 +627,63 @@ def test_a_release_of_what_was_never_taken_is_an_error(limiter: Limiter) -> None
     controller = FlowController(limiter)
     with pytest.raises(ValueError, match="cannot leave"):
         controller.release(1)
+
+
+# In front of the line, and after an interrupted step.
+
+
+def test_who_stands_in_front_goes_before_the_line_and_past_the_holds_that_it_ignores() -> None:
+    controller = FlowController(WindowLimiter(2, kind="capacity"))
+    assert controller.try_acquire(1, 0.0)
+    controller.gate.hold("capacity", now=0.0, source="callbacks")
+    waiting, front = Ticket(1), Ticket(1)
+    controller.stand_in_line(waiting, 0.0)
+    controller.stand_in_front(front, 0.0, ignoring="callbacks")
+    assert controller.waiting == 2
+    with pytest.raises(ValueError, match="another stands there"):
+        controller.stand_in_front(Ticket(1), 0.0, ignoring="callbacks")
+    controller.gate.hold("paused", now=0.0)
+    assert controller.grant(1.0) is None, "it does not ignore that"
+    controller.gate.lift("paused", now=1.0)
+    assert controller.grant(1.0) is front
+    controller.release(1)
+    assert controller.grant(1.0) is None, "the line ignores nothing"
+    controller.gate.lift("capacity", now=2.0, source="callbacks")
+    assert controller.grant(2.0) is waiting
+    controller.stand_in_front(late := Ticket(1), 2.0, ignoring="callbacks")
+    assert controller.leave_line(late)
+    assert controller.waiting == 0
+    with pytest.raises(ValueError, match="take a new one"):
+        controller.stand_in_front(late, 2.0, ignoring="callbacks")
+
+
+def test_who_stands_in_front_of_a_full_window_raises_its_hold_and_is_sent_away_first() -> None:
+    controller = FlowController(WindowLimiter(1, kind="capacity"))
+    assert controller.try_acquire(1, 0.0)
+    front, waiting = Ticket(1), Ticket(1)
+    controller.stand_in_front(front, 0.0, ignoring="callbacks")
+    assert [hold.kind for hold in controller.gate.holds] == ["capacity"]
+    controller.stand_in_line(waiting, 0.0)
+    assert [controller.dismiss(), controller.dismiss(), controller.dismiss()] == [front, waiting, None]
+
+
+def test_a_shut_gate_lets_nobody_in_and_blocks_who_cannot_wait() -> None:
+    controller = FlowController(WindowLimiter(1))
+    waiting, source = Ticket(1), FlowSource("source")
+    controller.gate.shut()
+    assert not controller.try_acquire(1, 0.0)
+    controller.stand_in_line(waiting, 0.0)
+    assert controller.grant(0.0) is None
+    assert controller.offer(source, 1, 0.0)
+
+
+@pytest.mark.parametrize("line", [FifoLine(), WeightedLine({"b": 2.0})])
+def test_who_is_listed_anew_waits_in_that_order_and_nobody_else_does(line: FifoLine | WeightedLine) -> None:
+    controller = FlowController(WindowLimiter(1), line=line)
+    first, second, third, front = (Ticket(1) for _ in range(4))
+    for ticket in (first, second, third):
+        controller.stand_in_line(ticket, 0.0)
+    controller.stand_in_front(front, 0.0, ignoring="x")
+    controller.relist([third, first, front])
+    assert controller.waiting == 3
+    assert [controller.dismiss() for _ in range(4)] == [front, third, first, None]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from qflow_client.flow import Gate, Hold
+from tests.interrupting import interrupted
 
 
 def test_a_new_gate_is_open() -> None:
@@ -197,14 +199,6 @@ class GateMachine(RuleBasedStateMachine):
 TestGateMachine = GateMachine.TestCase
 
 
-def test_a_quiet_hold_closes_the_gate_and_is_neither_counted_nor_told() -> None:
-    gate = Gate()
-    told: list[tuple[str, bool]] = []
-    gate.observer = lambda hold, raised, _now: told.append((hold.kind, raised))
-    assert gate.hold("disconnected", now=1.0, quiet=True)
-    assert (gate.is_open, gate.closed_since, gate.times_closed, told) == (False, 1.0, 0, [])
-
-
 def test_a_lift_that_was_interrupted_is_made_good_by_the_next() -> None:
     gate = Gate()
     gate.hold("capacity", now=1.0)
@@ -213,3 +207,44 @@ def test_a_lift_that_was_interrupted_is_made_good_by_the_next() -> None:
     assert gate.lift("capacity", now=2.0) is None
     assert gate.is_open
     assert gate.closed_since is None
+
+
+def test_a_gate_that_is_shut_has_no_hold_and_stays_so() -> None:
+    gate, told = Gate(), []
+    gate.observer = lambda hold, raised, now: told.append((hold.kind, raised))
+    gate.shut()
+    assert (gate.is_open, gate.is_shut, gate.holds, gate.times_closed, gate.closed_since) == (False, True, (), 0, None)
+    gate.hold("channel_flow", now=2.0)
+    assert (gate.times_closed, gate.closed_since) == (1, 2.0)
+    gate.forget_past()
+    assert gate.times_closed == 1
+    gate.lift("channel_flow", now=3.0)
+    assert (gate.is_open, gate.closed_since) == (False, None)
+    assert told == [("channel_flow", True), ("channel_flow", False)]
+
+
+@pytest.mark.parametrize("change", ["hold", "second hold", "lift", "first lift"])
+def test_a_gate_whose_change_was_interrupted_at_any_line_can_be_mended(change: str) -> None:
+    for at in range(1, 100):
+        gate = Gate()
+        if change != "hold":
+            gate.hold("a", now=1.0)
+        if change == "first lift":
+            gate.hold("b", now=2.0)
+        if "hold" in change:
+            come = interrupted(lambda: gate.hold("c", now=3.0), at)  # noqa: B023  # called at once
+        else:
+            come = interrupted(lambda: gate.lift("a", now=3.0), at)  # noqa: B023  # called at once
+        gate.mend()
+        assert gate.is_open == (gate.holds == ())
+        assert (gate.closed_since is None) == gate.is_open
+        if not come:
+            assert at > 4
+            return
+
+
+def test_a_shut_gate_is_not_opened_by_mending() -> None:
+    gate = Gate()
+    gate.shut()
+    gate.mend()
+    assert (gate.is_open, gate.closed_since) == (False, None)

@@ -347,3 +347,23 @@ def test_D5_with_many_threads_a_resource_is_stopped_exactly_if_the_manager_is() 
         registered = [resource for mine in kept for resource in mine]
         assert count == len(registered) == len(manager.resources)
         assert {resource.is_stopped for resource in registered} == {manager.is_stopped}
+
+
+def test_a_child_process_can_register_whatever_the_parent_s_threads_were_doing() -> None:
+    manager, held, go_on = FlowManager(), threading.Event(), threading.Event()
+    resource = Resource("in the child")
+
+    def hold() -> None:
+        with manager._lock:
+            held.set()
+            go_on.wait(20)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(20)
+    manager.forked()
+    manager.register(resource)
+    assert not go_on.is_set()
+    assert resource in manager.resources
+    go_on.set()
+    thread.join()

@@ -1,0 +1,61 @@
+"""The application's callbacks, as calls scheduled on the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from qflow_client.logs import log
+
+__all__ = ["Dispatcher", "refuse_coroutine_function"]
+
+
+def refuse_coroutine_function(name: str, callback: object) -> None:
+    """Refuse a callback that would never run.
+
+    Raises:
+        TypeError: it is a coroutine function.
+    """
+    if inspect.iscoroutinefunction(callback):
+        raise TypeError(
+            f"{name}={callback!r}: it must be a plain function, because nobody awaits it; a task that awaits can be "
+            "started in it, or iterate over flow_events()"
+        )
+
+
+class Dispatcher:
+    """Calls callbacks in order, each in a turn of the loop.
+
+    A callback that raises is logged and does no harm.
+
+    Args:
+        loop: the loop.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        #: Whether the caller is one of the callbacks.
+        self.is_running = False
+
+    def call(self, callback: Callable[[Any], object], argument: Any) -> None:
+        """Have ``callback(argument)`` called after all that was asked for before."""
+        self._loop.call_soon(self._run, callback, argument)
+
+    async def stop(self) -> None:
+        """Wait for the calls that are due."""
+        due = asyncio.Event()
+        self._loop.call_soon(due.set)
+        await due.wait()
+
+    def _run(self, callback: Callable[[Any], object], argument: Any) -> None:
+        self.is_running = True
+        try:
+            callback(argument)
+        except Exception as error:
+            # The application's mistake must not cost it the events that follow.
+            log(logging.ERROR, "callback %r failed on %r", callback, argument, error=error)
+        finally:
+            self.is_running = False

@@ -1,0 +1,873 @@
+"""`AsyncProducer`: for asyncio tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+from uuid import uuid4
+
+import aio_pika
+
+from qflow_client import telemetry
+from qflow_client.aio.connection import TappedConnection, TappedRobustConnection
+from qflow_client.aio.dispatcher import Dispatcher, refuse_coroutine_function
+from qflow_client.aio.link import Link
+from qflow_client.aio.receipt import AsyncReceipt
+from qflow_client.errors import (
+    ConfirmTimeout,
+    ConnectionFailed,
+    FlowControlTimeout,
+    ProducerClosed,
+    ProducerFlowed,
+    QflowError,
+    SettingsError,
+    UndeliveredMessages,
+)
+from qflow_client.events import FlowEvent, FlowState, HoldKind
+from qflow_client.flow import FlowManager, Line
+from qflow_client.logs import write_log
+from qflow_client.manager import flow_manager
+from qflow_client.message import Message, as_body
+from qflow_client.protocol import ProducerProtocol, SendTicket
+from qflow_client.receipt import Receipt
+from qflow_client.recovery import retries
+from qflow_client.settings import ProducerSettings, WhenFlowed, check_argument, check_timeout
+from qflow_client.skin import (
+    BRIEF,
+    CLOSED,
+    DEFAULT,
+    GOOD_BYE,
+    LULL,
+    Deliveries,
+    check_many,
+    concerns,
+    forked,
+    gives_up,
+    keeping,
+    kinds_of,
+    leave_word,
+    log_forgotten,
+    none_of,
+    undone,
+)
+
+__all__ = ["AsyncProducer"]
+
+_monotonic = time.monotonic
+
+
+class _Turn(asyncio.Future[None]):
+    """A send's place in line: done once that is decided, or its time is up.
+
+    Whoever cancels the send gives up its place in the same instant: it is admitted before, or never.
+    """
+
+    __slots__ = ("_producer", "ticket")
+
+    def __init__(self, producer: AsyncProducer, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop=loop)
+        self._producer = producer
+        self.ticket: SendTicket | None = None
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        cancelled = super().cancel(msg)
+        if cancelled and self.ticket is not None:
+            self._producer._give_up(self.ticket)
+        return cancelled
+
+
+class _FlowEvents:
+    """The flow events of a producer, as they come."""
+
+    def __init__(self, kinds: frozenset[str] | None) -> None:
+        self.kinds = kinds
+        self._events: asyncio.Queue[FlowEvent | None] = asyncio.Queue()
+
+    def put(self, event: FlowEvent | None) -> None:
+        """Append an event; ``None`` is the end."""
+        self._events.put_nowait(event)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> FlowEvent:
+        event = await self._events.get()
+        if event is None:
+            # For whoever asks again, or beside.
+            self._events.put_nowait(None)
+            raise StopAsyncIteration
+        return event
+
+
+class AsyncProducer:
+    """Publishes to an AMQP 0-9-1 broker, never faster than the broker allows. Any number of tasks may use one.
+
+    It connects when ``async with`` is entered, or by `connect`, once. It belongs to the loop that it connects in, and
+    only `pause`, `resume` and the manager may be called from other threads. Leaving the block closes it.
+
+    An exception that leaves the block stays the one that is raised, and waits for no hold: not at all under
+    ``channel_flow`` and ``connection_blocked``, under ``capacity`` and ``transport`` only while the broker goes on
+    answering, otherwise as `close` does. What was not delivered is logged, noted on the exception, and in its attribute
+    ``undelivered``, an `UndeliveredMessages`.
+
+    Args:
+        url: URL of the broker, or several to try in turn.
+        connection: a connection from `connect_async`, on which it opens a channel of its own; ``None`` to have a
+            connection of its own.
+        on_delivery: called with every receipt once it is settled, as a call scheduled on the loop. With it, `flush` and
+            `close` do not bring up again what it was told. It may `send_nowait`, which then waits for no turn.
+        settings: settings that no keyword gives.
+        line: the order in which waiting sends are served; first come, first served unless given (F4). A `WeightedLine`
+            tells them apart by the `source` of `send`.
+        manager: where it registers, to be stopped and started with all others; the process's own unless given.
+        keywords: settings by name, see `ProducerSettings`.
+
+    Raises:
+        SettingsError: a setting has a value that is not allowed, or the connection was made elsewhere.
+    """
+
+    def __init__(
+        self,
+        url: str | Sequence[str] | None = None,
+        *,
+        connection: aio_pika.abc.AbstractConnection | None = None,
+        on_delivery: Callable[[Receipt], object] | None = None,
+        settings: ProducerSettings | None = None,
+        line: Line | None = None,
+        manager: FlowManager = flow_manager,
+        **keywords: Any,
+    ) -> None:
+        self.settings = ProducerSettings.load(url, settings, **keywords)
+        if connection is not None and url is not None:
+            raise SettingsError("url and connection: a producer has a connection of its own, or a shared one; give one")
+        if connection is not None and not isinstance(connection, (TappedConnection, TappedRobustConnection)):
+            raise SettingsError(
+                f"connection={connection!r}: on a connection made elsewhere Channel.Flow and confirms cannot be taken "
+                "before aio-pika gets them; make it with qflow_client.connect_async(url)"
+            )
+        refuse_coroutine_function("on_delivery", on_delivery)
+        check_argument("on_delivery", on_delivery, on_delivery is None or callable(on_delivery), "None or callable")
+        check_argument("manager", manager, isinstance(manager, FlowManager), "a FlowManager")
+        now = _monotonic()
+        self._protocol = ProducerProtocol(
+            self.settings,
+            id_prefix=f"{uuid4().hex[:16]}-",
+            receipt_type=AsyncReceipt,
+            now=now,
+            wall_offset=time.time() - now,
+            line=line,
+            retries=retries(self.settings),
+        )
+        self._exchange = self.settings.exchange
+        self._routing_key = self.settings.routing_key
+        # None if nobody is to be told of receipts.
+        self._deliveries = None if on_delivery is None else Deliveries(on_delivery, self._told)
+        if self._deliveries is not None:
+            self._protocol.settled = []
+        self._connection = connection
+        self._manager = manager
+        # Who is told of flow events.
+        self._listeners: list[tuple[Callable[[], None], Callable[[FlowEvent], object], frozenset[str] | None]] = []
+        self._iterators: weakref.WeakSet[_FlowEvents] = weakref.WeakSet()
+        # What has it told that sends wait; one for all, or a thousand of them would keep the loop busy.
+        self._notice: asyncio.TimerHandle | None = None
+        self._ended = False
+        # Set when the first close has come to its end.
+        self._all_ended = asyncio.Event()
+        # Where it was made, and whether this is a child of that process.
+        self._pid = os.getpid()
+        self._is_copy = False
+        # The loop and its thread; set by `connect`.
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: int | None = None
+        self._dispatcher: Dispatcher | None = None
+        # Set once it is connected.
+        self._link: Link | None = None
+        self._observer: telemetry.Observer | None = None
+        self._tracer: telemetry.Tracer | None = None
+
+    async def connect(self) -> Self:
+        """Connect and open the channel. ``async with`` does it by itself.
+
+        Returns:
+            The producer.
+
+        Raises:
+            ConnectionFailed: no host could be connected to. The producer is closed then.
+            ProducerClosed: it was closed before.
+            QflowError: it was called before.
+        """
+        if self._ended:
+            raise ProducerClosed(CLOSED)
+        if self._loop is not None:
+            raise QflowError("connect() was called before: a producer connects once")
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._dispatcher = Dispatcher(self._loop)
+        _producers.add(self)
+        try:
+            link = await self._open()
+        except BaseException as error:
+            self._ended = True
+            self._protocol.close(f"it could not connect: {error}", _monotonic())
+            await self._end(BRIEF)
+            raise
+        if self._ended:
+            # Closed while it was connecting.
+            await link.close(BRIEF)
+            raise ProducerClosed(CLOSED)
+        self._link = link
+        self._observer = telemetry.watch(self, self._protocol, self.settings, link.url)
+        self._tracer = self._observer.tracer
+        self._manager.register(self)
+        self._kick()
+        return self
+
+    async def _open(self) -> Link:
+        errors = []
+        hosts = len(self.settings.urls) if self._connection is None else 1
+        for host in range(hosts):
+            link = Link(host, self._connection, self._protocol, self._after)
+            try:
+                await link.open()
+            except ConnectionFailed as error:
+                errors.append(error)
+            else:
+                return link
+        raise none_of(errors)
+
+    # Sending.
+
+    async def send(
+        self,
+        message: bytes | str | Message,
+        *,
+        exchange: str | None = None,
+        routing_key: str | None = None,
+        timeout: float | None = DEFAULT,
+        source: str = "",
+    ) -> AsyncReceipt:
+        """Admit a message, waiting while the producer is flowed (J7 A4 D1).
+
+        A send that is cancelled is not sent, and never will be, unless it was admitted before the cancel: then the
+        message is on its way, and `on_delivery`, `flush` or `close` tell if it fails.
+
+        Args:
+            message: the body, or a `Message` with properties.
+            exchange: where to publish; the setting unless given.
+            routing_key: with which key; the setting unless given.
+            timeout: seconds that it may stay blocked; ``None`` for ever, 0 not at all; the setting
+                `max_producer_flow_control_wait` unless given.
+            source: whose message it is, for a `WeightedLine`.
+
+        Returns:
+            Its receipt, as soon as it is admitted, which is before the broker's confirm.
+
+        Raises:
+            FlowControlTimeout: still flowed after `timeout`; the message was not sent and never will be.
+            ProducerFlowed: flowed, and `when_flowed` is ``"raise"``; likewise.
+            ProducerClosed: it was closed, or lost its connection, or never had one; likewise.
+            TypeError: the message is of another type, or `timeout` is no number.
+            ValueError: it cannot be encoded, or `timeout` is NaN.
+        """
+        if timeout is not DEFAULT and timeout != 0:
+            check_timeout(timeout)
+        payload = message if type(message) is bytes or isinstance(message, Message) else as_body(message)
+        if exchange is None:
+            exchange = self._exchange
+        if routing_key is None:
+            routing_key = self._routing_key
+        if self._tracer is not None and self._tracer.wants(payload):
+            with self._tracer.span(payload, exchange, routing_key) as traced:
+                return await self.send(
+                    traced, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source
+                )
+        receipt = self._protocol.send(payload, exchange, routing_key, _monotonic())
+        if receipt is not None:
+            tapped = self._link.tapped  # type: ignore[union-attr]  # it is open, or nothing would be admitted
+            if not tapped.awake:  # type: ignore[union-attr]  # likewise
+                tapped.wake()  # type: ignore[union-attr]  # likewise
+            return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
+        if self.settings.when_flowed is WhenFlowed.RAISE:
+            return self._send_at_once(payload, exchange, routing_key, ProducerFlowed, "when_flowed='block' waits")
+        if timeout is DEFAULT:
+            timeout = self.settings.max_producer_flow_control_wait
+        if timeout is not None and timeout <= 0:
+            return self._send_at_once(payload, exchange, routing_key, FlowControlTimeout, "a longer timeout waits")
+        return await self._send_when_unflowed(payload, exchange, routing_key, timeout, source)
+
+    def send_nowait(
+        self,
+        message: bytes | str | Message,
+        *,
+        exchange: str | None = None,
+        routing_key: str | None = None,
+        source: str = "",
+    ) -> AsyncReceipt:
+        """As `send`, but never wait; not to be awaited itself.
+
+        Args:
+            message: the body, or a `Message` with properties.
+            exchange: where to publish; the setting unless given.
+            routing_key: with which key; the setting unless given.
+            source: as in `send`; what does not wait has no turn, so it changes nothing.
+
+        Raises:
+            ProducerFlowed: flowed; the message was not sent and never will be.
+        """
+        payload = message if type(message) is bytes or isinstance(message, Message) else as_body(message)
+        if exchange is None:
+            exchange = self._exchange
+        if routing_key is None:
+            routing_key = self._routing_key
+        if self._tracer is not None and self._tracer.wants(payload):
+            with self._tracer.span(payload, exchange, routing_key) as traced:
+                return self.send_nowait(traced, exchange=exchange, routing_key=routing_key)
+        receipt = self._protocol.send(payload, exchange, routing_key, _monotonic())
+        if receipt is None:
+            return self._send_at_once(payload, exchange, routing_key, ProducerFlowed, "send() waits")
+        self._kick()
+        return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
+
+    async def send_many(
+        self,
+        messages: Iterable[bytes | str | Message],
+        *,
+        exchange: str | None = None,
+        routing_key: str | None = None,
+        timeout: float | None = DEFAULT,
+        source: str = "",
+    ) -> list[AsyncReceipt]:
+        """`send` every message, in order, each as if it were alone.
+
+        Whatever is raised, also by the iterable and by a cancel, has in its attribute ``receipts`` those of the
+        messages before it: they were admitted, and are on their way. No message after that one was taken from the
+        iterable.
+
+        Args:
+            messages: as for `send`.
+            exchange: where to publish; the setting unless given.
+            routing_key: with which key; the setting unless given.
+            timeout: seconds that each may stay blocked, as for `send`.
+            source: whose messages they are, for a `WeightedLine`.
+
+        Returns:
+            Their receipts, once the last one is admitted.
+
+        Raises:
+            FlowControlTimeout, ProducerFlowed, ProducerClosed, TypeError, ValueError: as `send`.
+        """
+        check_many(messages, timeout)
+        receipts: list[AsyncReceipt] = []
+        to = self._exchange if exchange is None else exchange
+        key = self._routing_key if routing_key is None else routing_key
+        with keeping(receipts):
+            for message in messages:
+                receipt: Any = None
+                if type(message) is bytes and self._tracer is None:
+                    receipt = self._protocol.send(message, to, key, _monotonic())
+                if receipt is None:
+                    receipt = await self.send(
+                        message, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source
+                    )
+                else:
+                    tapped = self._link.tapped  # type: ignore[union-attr]  # it is open, or nothing would be admitted
+                    if not tapped.awake:  # type: ignore[union-attr]  # likewise
+                        tapped.wake()  # type: ignore[union-attr]  # likewise
+                receipts.append(receipt)
+        return receipts
+
+    def _send_at_once(
+        self, payload: bytes | Message, exchange: str, routing_key: str, kind: type[ProducerFlowed], advice: str
+    ) -> AsyncReceipt:
+        """Refuse what was not admitted, unless a callback sends it, for whose end others may wait."""
+        if self._loop is None or self._dispatcher is None:
+            raise self._not_connected(payload)
+        protocol = self._protocol
+        try:
+            if self._deliveries is None or not self._dispatcher.is_running:
+                holds = protocol.holds
+                protocol.count_refusal()
+                raise kind(holds, 0.0, payload, advice)
+            now = _monotonic()
+            waiter = self._loop.create_future()
+            ticket = protocol.stand_in_line(payload, exchange, routing_key, now, timeout=0, waiter=waiter, first=True)
+            try:
+                protocol.look_at(ticket, now)
+            except FlowControlTimeout as error:
+                raise kind(error.holds, 0.0, payload, advice) from None
+            finally:
+                protocol.give_up(ticket, now)
+        finally:
+            self._kick()
+            if self.settings.rate is not None and self._link is not None:
+                self._link.arm_timer()
+        return self._admitted(ticket)
+
+    @staticmethod
+    def _admitted(ticket: SendTicket) -> AsyncReceipt:
+        if ticket.error is not None:
+            raise ticket.error
+        assert isinstance(ticket.receipt, AsyncReceipt)
+        return ticket.receipt
+
+    @staticmethod
+    def _not_connected(payload: bytes | Message | None = None) -> ProducerClosed:
+        return ProducerClosed("it is not connected yet; use async with, or await connect() first", payload)
+
+    async def _send_when_unflowed(
+        self, payload: bytes | Message, exchange: str, routing_key: str, timeout: float | None, source: str
+    ) -> AsyncReceipt:
+        if self._loop is None:
+            raise self._not_connected(payload)
+        protocol = self._protocol
+        turn = _Turn(self, self._loop)
+        ticket = protocol.stand_in_line(
+            payload, exchange, routing_key, _monotonic(), timeout=timeout, waiter=turn, source=source
+        )
+        turn.ticket = ticket
+        self._kick()
+        if self.settings.rate is not None and self._link is not None:
+            self._link.arm_timer()
+        if not turn.done():
+            timer = None if timeout is None else self._loop.call_later(timeout, self._time_is_up, turn)
+            if self._notice is None:
+                self._notice = self._loop.call_later(self.settings.flow_control_wait_notify_period, self._on_notice)
+            try:
+                await turn
+            except BaseException:
+                self._give_up(ticket)
+                raise
+            finally:
+                if timer is not None:
+                    timer.cancel()
+        try:
+            # Raises if nothing but its time has come.
+            protocol.look_at(ticket, _monotonic())
+        except FlowControlTimeout:
+            # It may have stood before one that goes now.
+            self._kick()
+            raise
+        return self._admitted(ticket)
+
+    def _time_is_up(self, turn: _Turn) -> None:
+        assert turn.ticket is not None
+        assert self._loop is not None
+        early = turn.ticket.deadline - _monotonic()
+        if early > 0:
+            # The loop's clock is coarser than ours.
+            self._loop.call_later(early, self._time_is_up, turn)
+        elif not turn.done():
+            turn.set_result(None)
+
+    def _give_up(self, ticket: SendTicket) -> None:
+        """What was not admitted is not sent."""
+        self._protocol.give_up(ticket, _monotonic())
+        self._kick()
+
+    def _on_notice(self) -> None:
+        assert self._loop is not None
+        self._notice = None
+        now = _monotonic()
+        at = self._protocol.notice(now)
+        if at is not None:
+            self._after()
+            self._notice = self._loop.call_later(at - now, self._on_notice)
+
+    def _kick(self) -> None:
+        """Have what there is written, and tell whom there is to tell."""
+        if self._link is not None and self._protocol.outbound.size > 0:
+            tapped = self._link.tapped
+            if tapped is not None and not tapped.awake:
+                tapped.wake()
+        self._after()
+
+    async def flush(self, timeout: float | None = DEFAULT) -> None:
+        """Wait until all that was admitted before is settled.
+
+        Args:
+            timeout: seconds; ``None`` for ever; the setting `max_producer_flow_control_wait` unless given.
+
+        Raises:
+            ConfirmTimeout: some is not; its outcome is not known yet.
+            UndeliveredMessages: all is settled, and some of it, of which nobody has been told, was not delivered.
+            ProducerClosed: it was made in another process, of which this one is a fork.
+        """
+        if self._is_copy:
+            raise ProducerClosed(str(self._protocol.closed))
+        if timeout is DEFAULT:
+            timeout = self.settings.max_producer_flow_control_wait
+        if not await self._wait(self._protocol.when_flushed, timeout):
+            unsettled = self.unsettled
+            assert timeout is not None
+            raise ConfirmTimeout(f"{unsettled} messages are not settled after {timeout:.3g} s", unsettled)
+        failures = self._protocol.take_failures()
+        if failures:
+            raise UndeliveredMessages(failures)
+
+    async def _wait(self, enroll: Callable[[asyncio.Future[None]], bool], timeout: float | None) -> bool:
+        """Wait for something of the protocol's, at most so many seconds; whether it came."""
+        check_timeout(timeout)
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waits = enroll(waiter)
+        # Whoever asks whether the window is full raises its hold, or lifts it.
+        self._after()
+        if not waits:
+            return True
+        try:
+            await asyncio.wait((waiter,), timeout=timeout)
+            return waiter.done()
+        finally:
+            self._protocol.forget_waiter(waiter)
+
+    # The window.
+
+    @property
+    def capacity(self) -> int:
+        """The most unsettled messages there may be. A lower one cancels nothing (C6)."""
+        return self._protocol.window.capacity
+
+    @capacity.setter
+    def capacity(self, capacity: int) -> None:
+        # The setting's own check and words.
+        ProducerSettings(capacity=capacity)
+        self._protocol.set_capacity(capacity, _monotonic())
+        self._kick()
+
+    @property
+    def available(self) -> int:
+        """How many messages could be admitted before the window is full; never below 0."""
+        return max(0, self._protocol.window.capacity - self._protocol.window.used)
+
+    @property
+    def unsettled(self) -> int:
+        """Messages that are admitted and not settled."""
+        return self._protocol.unsettled
+
+    @property
+    def in_flight(self) -> int:
+        """The part of the unsettled messages that has begun to be written."""
+        return self._protocol.in_flight
+
+    # Flow.
+
+    @property
+    def flow_state(self) -> FlowState:
+        """Whether the producer is flowed, by what, since when and how often."""
+        state = self._protocol.flow_state(_monotonic())
+        self._after()
+        return state
+
+    async def wait_unflowed(self, timeout: float | None = None) -> bool:
+        """Wait until no hold is left.
+
+        Args:
+            timeout: seconds; ``None`` for ever.
+
+        Returns:
+            Whether none is.
+
+        Raises:
+            ProducerClosed: it is closed, so it never will be.
+        """
+
+        def enroll(waiter: asyncio.Future[None]) -> bool:
+            waits = self._protocol.when_unflowed(waiter, _monotonic())
+            if waits and self.settings.rate is not None and self._link is not None:
+                self._link.arm_timer()
+            return waits
+
+        check_timeout(timeout)
+        if self._loop is None and not self._ended:
+            raise self._not_connected()
+        if self._protocol.closed is None and not await self._wait(enroll, timeout):
+            return False
+        if self._protocol.closed is not None:
+            raise ProducerClosed(self._protocol.closed)
+        return True
+
+    def on_flow(
+        self, callback: Callable[[FlowEvent], object], *, kinds: Iterable[str] | None = None
+    ) -> Callable[[], None]:
+        """Have a callback called with every flow event, in order, as a call scheduled on the loop.
+
+        Args:
+            callback: may call any method of the producer. If it raises, that is logged.
+            kinds: the hold kinds to hear of, such as ``("connection_blocked",)``; ``None`` for all. A fast producer is
+                held by ``capacity`` with every burst.
+
+        Returns:
+            What to call to have it called no more.
+
+        Raises:
+            TypeError: it is a coroutine function, which nobody would await; `kinds` are no hold kinds.
+        """
+        refuse_coroutine_function("on_flow", callback)
+        wanted = kinds_of(kinds)
+
+        def unsubscribe() -> None:
+            # The same callback may be registered several times.
+            self._listeners[:] = (each for each in self._listeners if each[0] is not unsubscribe)
+
+        self._listeners.append((unsubscribe, callback, wanted))
+        self._listen()
+
+        return unsubscribe
+
+    def flow_events(self, *, kinds: Iterable[str] | None = None) -> AsyncIterator[FlowEvent]:
+        """The flow events from now on; waits for the next one, and ends when the producer is closed.
+
+        Args:
+            kinds: as for `on_flow`.
+        """
+        events = _FlowEvents(kinds_of(kinds))
+        if self._ended:
+            events.put(None)
+        else:
+            self._iterators.add(events)
+            self._listen()
+        return events
+
+    def _listen(self) -> None:
+        if self._protocol.events is None:
+            self._protocol.events = []
+
+    def _end_events(self) -> None:
+        iterators, self._iterators = tuple(self._iterators), weakref.WeakSet()
+        for events in iterators:
+            events.put(None)
+
+    def pause(self, reason: str = "") -> None:
+        """Hold the producer until `resume`. What is admitted already still leaves (D5)."""
+        self.hold(HoldKind.PAUSED, source="", detail=reason)
+
+    def resume(self) -> None:
+        """Lift the hold of `pause`. One that the manager raised stays."""
+        self.lift(HoldKind.PAUSED, source="")
+
+    def hold(self, kind: str, *, source: str, detail: str) -> None:
+        """Raise a hold; for managers. Applications use `pause`. From another thread, in the loop's next turn."""
+
+        def hold() -> None:
+            self._protocol.hold(kind, _monotonic(), source=source, detail=detail)
+            self._after()
+
+        self._on_loop(hold)
+
+    def lift(self, kind: str, *, source: str) -> None:
+        """Lift a hold; for managers. Applications use `resume`. From another thread, in the loop's next turn."""
+
+        def lift() -> None:
+            self._protocol.lift(kind, _monotonic(), source=source)
+            self._kick()
+
+        self._on_loop(lift)
+
+    def _on_loop(self, call: Callable[[], None]) -> None:
+        if self._thread is None or self._thread == threading.get_ident():
+            call()
+            return
+        assert self._loop is not None
+        # A loop that is closed has nothing to hold.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(call)
+
+    # The end.
+
+    @property
+    def name(self) -> str:
+        """The setting."""
+        return self.settings.name
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more messages."""
+        return self._protocol.closed is not None
+
+    async def close(self, timeout: float | None = DEFAULT) -> None:
+        """Flush, and end the channel, and the connection if it is the producer's own.
+
+        When the time is up it returns within a second, whatever the broker and the network do.
+
+        A second call waits for the end of the first and does nothing else. If it is cancelled, what is unsettled is
+        given up at once, and the exception's ``undelivered`` says what that was.
+
+        Args:
+            timeout: seconds that messages may take to be settled; ``None`` for ever; the setting
+                `max_producer_flow_control_wait` unless given.
+
+        Raises:
+            UndeliveredMessages: some were not delivered, and nobody has been told. Nothing else is dropped.
+        """
+        if timeout is DEFAULT:
+            timeout = self.settings.max_producer_flow_control_wait
+        failures = await self._close(timeout)
+        if failures:
+            raise UndeliveredMessages(failures)
+
+    async def _close(self, timeout: float | None, *, waits_for_holds: bool = True) -> list[Receipt]:
+        """Close it, and return what was not delivered and nobody has been told of."""
+        check_timeout(timeout)
+        deadline = math.inf if timeout is None else _monotonic() + timeout
+        again = self._ended
+        self._ended = True
+        self._protocol.close(CLOSED, _monotonic())
+        if again:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await self._all_ended.wait()
+            return []
+        try:
+            self._kick()
+            self._manager.unregister(self)
+            if waits_for_holds:
+                await self._wait(self._protocol.when_flushed, timeout)
+            else:
+                await self._flush_unheld(deadline)
+            patience = max(BRIEF, min(GOOD_BYE, deadline - _monotonic()))
+        except BaseException as error:
+            # A cancel above all.
+            leave_word(self.settings.name, error, await self._end(BRIEF))
+            raise
+        return await self._end(patience)
+
+    async def _flush_unheld(self, deadline: float) -> None:
+        """Wait until all is settled, but for no hold."""
+        before = -1
+        while (now := _monotonic()) < deadline and not gives_up(self._protocol, before, now):
+            before = self._protocol.unsettled
+            if await self._wait(self._protocol.when_flushed, min(deadline - now, LULL)):
+                return
+
+    async def _end(self, patience: float) -> list[Receipt]:
+        left = self._protocol.unsettled_receipts
+        try:
+            if self._link is not None:
+                await self._link.close(patience)
+        finally:
+            self._after()
+            if self._observer is not None:
+                telemetry.unwatch(self._observer)
+            failures = self._protocol.take_failures()
+            self._end_events()
+            if self._notice is not None:
+                self._notice.cancel()
+            if self._dispatcher is not None:
+                await self._dispatcher.stop()
+            self._all_ended.set()
+        return failures if self._deliveries is None else self._deliveries.undelivered(left)
+
+    async def __aenter__(self) -> Self:
+        if self._loop is None:
+            await self.connect()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc is None:
+            await self.close()
+        else:
+            timeout = self.settings.max_producer_flow_control_wait
+            leave_word(self.settings.name, exc, await self._close(timeout, waits_for_holds=False))
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "flowed" if not self._protocol.gate.is_open else "open"
+        return f"<AsyncProducer {self.settings.name!r} {state} unsettled={self.unsettled}>"
+
+    # Whatever changed the protocol calls this afterwards. Nothing of the application's runs in it.
+
+    def _after(self) -> None:
+        protocol = self._protocol
+        if protocol.observer is not None:
+            protocol.observer.tell(now=_monotonic())
+        if not protocol.wake and not protocol.events and not protocol.settled and not protocol.logs:
+            return
+        settled: list[Receipt] = []
+        if protocol.settled:
+            settled = protocol.take_settled(_monotonic())
+        wake, protocol.wake = protocol.wake, []
+        for waiter in wake:
+            if not waiter.done():
+                waiter.set_result(None)
+        if protocol.logs:
+            logs, protocol.logs = protocol.logs, []
+            write_log(logs)
+        if self._loop is None or self._dispatcher is None or self._loop.is_closed():
+            # There are no turns of a loop. Events wait for the first.
+            return
+        if protocol.events:
+            events, protocol.events = protocol.events, []
+            for event in events:
+                for iterator in self._iterators:
+                    if concerns(event, iterator.kinds):
+                        iterator.put(event)
+                for _, listener, kinds in self._listeners:
+                    if concerns(event, kinds):
+                        self._dispatcher.call(listener, event)
+        if settled:
+            assert self._deliveries is not None
+            self._deliveries.hand(settled)
+            self._dispatcher.call(self._deliver, settled)
+
+    def _deliver(self, receipts: list[Receipt]) -> None:
+        assert self._deliveries is not None
+        error = self._deliveries.tell(receipts)
+        if error is not None:
+            # A sys.exit in a callback ends the loop.
+            raise error
+
+    def _told(self, count: int) -> None:
+        held = not self._protocol.gate.is_open
+        self._protocol.told(count, _monotonic())
+        if held:
+            self._kick()
+
+    # Forks and the end of the process.
+
+    def _forked(self) -> None:
+        """In a child process: everything of this producer is the parent's."""
+        if self._link is not None:
+            self._link.forget()
+        self._is_copy = self._ended = True
+        self._all_ended = asyncio.Event()
+        self._all_ended.set()
+        self._protocol.close(forked(self._pid), _monotonic())
+        # Nobody in this process will hear of what the parent has in flight, and no task that waits runs in it.
+        self._protocol.connection_lost("the process forked", _monotonic())
+        self._protocol.wake.clear()
+
+    def _forgotten(self) -> None:
+        """At the end of the process: say what is lost if it was not closed. No loop runs any more that could wait."""
+        if not self._ended:
+            log_forgotten(self.settings.name, undone(self._protocol))
+
+
+_producers: weakref.WeakSet[AsyncProducer] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for producer in tuple(_producers):
+        producer._forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+@atexit.register
+def _at_exit() -> None:
+    for producer in tuple(_producers):
+        producer._forgotten()

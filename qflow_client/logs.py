@@ -1,0 +1,151 @@
+"""What the library has to say in the application's log.
+
+A log handler is the application's code: it may block, raise, or send by the same producer. So none runs on a thread
+that a connection needs, nor inside a step of a protocol: records are made at once, and a thread of the process's own
+hands them to the handlers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+
+from qflow_client.protocol import LogEntry
+
+__all__ = ["flush_logs", "log", "write_log"]
+
+logger = logging.getLogger("qflow_client")
+
+# So many records may wait for a handler that is slow or stuck; what more there is, is counted.
+_MOST = 1000
+# Seconds that the end of the process waits for what is not written.
+_AT_EXIT = 1.0
+
+
+class _Writer:
+    """A thread that has records handled, in order, from the first one on."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._records: SimpleQueue[logging.LogRecord | SimpleQueue[None]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._dropped = 0
+
+    def put(self, record: logging.LogRecord) -> None:
+        with self._lock:
+            if self._records.qsize() >= _MOST:
+                self._dropped += 1
+                return
+            self._records.put(record)
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="qflow-log", daemon=True)
+                # Refused by a process that has too many, or that ends: the record waits for the next, or for `flush`.
+                with suppress(RuntimeError):
+                    thread.start()
+                    self._thread = thread
+
+    def flush(self, timeout: float) -> bool:
+        if self._thread is threading.current_thread():
+            return False
+        if self._thread is None:
+            with suppress(Empty):
+                while True:
+                    self._take(self._records.get_nowait())
+            return True
+        # Not an event: Ctrl-C in the wait for one can leave its lock held, and the thread that writes needs it.
+        written: SimpleQueue[None] = SimpleQueue()
+        self._records.put(written)
+        try:
+            written.get(timeout=timeout)
+        except Empty:
+            return False
+        return True
+
+    def _run(self) -> None:
+        while True:
+            # Kept no longer than it takes: its traceback keeps a lot alive.
+            self._take(self._records.get())
+
+    def _take(self, record: logging.LogRecord | SimpleQueue[None]) -> None:
+        if isinstance(record, SimpleQueue):
+            record.put(None)
+            return
+        try:
+            logger.handle(record)
+            with self._lock:
+                dropped, self._dropped = self._dropped, 0
+            if dropped:
+                text = "%d log records were dropped: the handlers are slower than what there is to say"
+                logger.handle(_record(logging.WARNING, text, (dropped,)))
+        except BaseException:
+            _complain()
+
+
+def _complain() -> None:
+    # As the handlers of `logging` do.
+    if logging.raiseExceptions and sys.stderr is not None:
+        traceback.print_exc()
+
+
+_writer = _Writer()
+
+
+def _after_fork_in_child() -> None:
+    # The thread is the parent's, and the records are for it to write.
+    global _writer
+    _writer = _Writer()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _record(
+    level: int, text: str, arguments: tuple[object, ...], error: BaseException | None = None
+) -> logging.LogRecord:
+    exc_info = None if error is None else (type(error), error, error.__traceback__)
+    return logger.makeRecord(logger.name, level, "(qflow_client)", 0, text, arguments, exc_info)
+
+
+def log(level: int, text: str, *arguments: object, error: BaseException | None = None) -> None:
+    """Log something; it returns at once, and never raises.
+
+    Args:
+        level: of `logging`.
+        text: with the places of the arguments.
+        arguments: what must not change any more.
+        error: whose traceback to show.
+    """
+    try:
+        if logger.isEnabledFor(level):
+            _writer.put(_record(level, text, arguments, error))
+    except Exception:
+        # The application may make its records itself.
+        _complain()
+
+
+def write_log(entries: list[LogEntry]) -> None:
+    """Log what a protocol had to say, as `log` does."""
+    for level, text, arguments in entries:
+        log(level, text, *arguments)
+
+
+def flush_logs(timeout: float) -> bool:
+    """Wait until what was logged before is handled.
+
+    Args:
+        timeout: seconds.
+
+    Returns:
+        Whether it is.
+    """
+    return _writer.flush(timeout)
+
+
+atexit.register(flush_logs, _AT_EXIT)

@@ -1,0 +1,275 @@
+"""What the producers for threads and for asyncio say and do alike, besides the protocol: their words, above all."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from qflow_client.errors import ConnectionFailed, UndeliveredMessages
+from qflow_client.events import FlowEvent, HoldKind
+from qflow_client.logs import log
+from qflow_client.protocol import ProducerProtocol
+from qflow_client.receipt import Receipt
+from qflow_client.settings import check_timeout, hide_password
+
+__all__ = [
+    "BRIEF",
+    "CLOSED",
+    "DEFAULT",
+    "GIVEN_UP",
+    "GOOD_BYE",
+    "LULL",
+    "Deliveries",
+    "check_many",
+    "client_properties",
+    "concerns",
+    "connection_failed",
+    "forked",
+    "gives_up",
+    "keeping",
+    "kinds_of",
+    "leave_word",
+    "log_connected_again",
+    "log_failed_try",
+    "log_forgotten",
+    "lost",
+    "no_answer",
+    "no_confirms",
+    "none_of",
+    "silent",
+    "undone",
+]
+
+
+class _Default:
+    """Stands for the setting where ``None`` has a meaning of its own."""
+
+    def __repr__(self) -> str:
+        return "<the setting>"
+
+
+DEFAULT: Any = _Default()
+
+# Seconds that the broker may take for an orderly good-bye, and running callbacks for their end: at the most, and when
+# the time to wait is up.
+GOOD_BYE = 3.0
+BRIEF = 0.3
+# Seconds without any answer of the broker, after which who must not wait for holds takes late ones for withheld.
+LULL = 0.5
+
+# After how many receipts at the latest it is noted that `on_delivery` was told of them.
+_TELL_AT_ONCE = 100
+
+# Why a producer that was closed takes no more messages.
+CLOSED = "the producer is closed"
+# What became of what was unsettled when it was.
+GIVEN_UP = "the producer was closed, and the broker's answer had not come in time"
+
+
+def kinds_of(kinds: Iterable[str] | None) -> frozenset[str] | None:
+    """The hold kinds that somebody wants to hear of; ``None`` for all.
+
+    Raises:
+        TypeError: they are no words, or one word, which would be taken for its letters.
+    """
+    if kinds is None:
+        return None
+    found = None if isinstance(kinds, str) else frozenset(kinds)
+    if found is None or not all(isinstance(kind, str) for kind in found):
+        raise TypeError(f"kinds={kinds!r}: it must be several hold kinds, such as ('connection_blocked',)")
+    return found
+
+
+def concerns(event: FlowEvent, kinds: frozenset[str] | None) -> bool:
+    """Whether a flow event is about one of these hold kinds."""
+    return kinds is None or (event.hold is not None and event.hold.kind in kinds)
+
+
+def client_properties(name: str) -> dict[str, Any]:
+    """What a connection of our own says of itself."""
+    return {"connection_name": name, "product": "qflow_client"}
+
+
+def connection_failed(url: str, why: str) -> ConnectionFailed:
+    """One host could not be connected to."""
+    return ConnectionFailed(f"{hide_password(url)}: {why}")
+
+
+def no_answer(url: str, timeout: float) -> ConnectionFailed:
+    """It took longer than it may."""
+    return connection_failed(url, silent(timeout))
+
+
+def silent(timeout: float) -> str:
+    """Why there is no connection: it took longer than it may."""
+    return f"no answer within {timeout:.3g} s"
+
+
+def no_confirms(words: str) -> str:
+    """Why there is no channel: the broker does not confirm."""
+    return f"publisher confirms cannot be had: {words}; confirms=False does without"
+
+
+def none_of(errors: Sequence[ConnectionFailed]) -> ConnectionFailed:
+    """No host could be connected to."""
+    if len(errors) == 1:
+        return errors[0]
+    return ConnectionFailed(f"none of {len(errors)} hosts could be connected to: {'; '.join(map(str, errors))}")
+
+
+def lost(words: str) -> str:
+    """Why a producer whose connection ended takes no more messages."""
+    return f"the connection is lost: {words}"
+
+
+def log_failed_try(name: str, url: str, why: str, pause: float) -> None:
+    """Say that the connection is not back yet."""
+    log(logging.WARNING, "%s: no connection to %s: %s; the next try is in %.3g s", name, url, why, pause)
+
+
+def log_connected_again(name: str, url: str) -> None:
+    """Say that the connection is back."""
+    log(logging.WARNING, "%s: connected again to %s", name, url)
+
+
+def forked(pid: int) -> str:
+    """Why a producer of another process takes no messages."""
+    return (
+        f"it was made in process {pid}, and this is process {os.getpid()}: a connection cannot be shared with a child "
+        "process; make a producer in the child"
+    )
+
+
+class Deliveries:
+    """Tells `on_delivery` of settled receipts, and knows of which it was not told yet.
+
+    Args:
+        on_delivery: the application's.
+        told: called with how many receipts it was told of since the last call.
+    """
+
+    def __init__(self, on_delivery: Callable[[Receipt], object], told: Callable[[int], None]) -> None:
+        self._on_delivery = on_delivery
+        self._told = told
+        # What it is to be told, and is not told all of yet, and how many of the first part it was told.
+        self._handed: deque[list[Receipt]] = deque()
+        self._told_of_first = 0
+
+    def hand(self, receipts: list[Receipt]) -> None:
+        """Take receipts, for which `tell` will be called in the same order."""
+        self._handed.append(receipts)
+
+    def tell(self, receipts: list[Receipt]) -> BaseException | None:
+        """Tell of all of them.
+
+        Returns:
+            The first that was raised and is no `Exception`, such as by `sys.exit`; it is logged, too.
+        """
+        left_by = None
+        told = 0
+        for receipt in receipts:
+            try:
+                self._on_delivery(receipt)
+            except BaseException as error:
+                # The application's mistake, or its sys.exit, must not cost it the receipts that follow.
+                log(logging.ERROR, "on_delivery failed on %r", receipt, error=error)
+                if left_by is None and not isinstance(error, Exception):
+                    left_by = error
+            self._told_of_first += 1
+            told += 1
+            if told == _TELL_AT_ONCE:
+                self._told(told)
+                told = 0
+        # In this order: what is told twice is not lost.
+        self._told_of_first = 0
+        self._handed.popleft()
+        self._told(told)
+        return left_by
+
+    def undelivered(self, left: Sequence[Receipt]) -> list[Receipt]:
+        """What close has to bring up: failures of which nobody was told in time.
+
+        Args:
+            left: what was unsettled when the connection was ended. It was told, but nobody may have been listening any
+                more.
+        """
+        late = [receipt for receipts in tuple(self._handed) for receipt in receipts][self._told_of_first :]
+        failed = {id(receipt): receipt for receipt in (*late, *left) if receipt._failed and not receipt._seen}
+        return sorted(failed.values(), key=lambda receipt: receipt._number)
+
+
+def check_many(messages: object, timeout: float | None) -> None:
+    """Refuse what `send_many` cannot mean, before anything is sent."""
+    if isinstance(messages, (str, bytes, bytearray, memoryview)):
+        raise TypeError(f"messages: {type(messages).__name__} is one message, which send() sends; give several")
+    if timeout is not DEFAULT:
+        check_timeout(timeout)
+
+
+@contextmanager
+def keeping(receipts: Sequence[Receipt]) -> Iterator[None]:
+    """Have whatever is raised bear the receipts of what was admitted before, which nobody is given then.
+
+    Args:
+        receipts: grows meanwhile.
+    """
+    try:
+        yield
+    except BaseException as error:
+        # An exception may refuse attributes.
+        with suppress(Exception):
+            error.add_note(f"qflow_client: {len(receipts)} messages were admitted before; .receipts has theirs")
+            error.receipts = tuple(receipts)  # type: ignore[attr-defined]  # of any exception
+        raise
+
+
+def gives_up(protocol: ProducerProtocol, before: int, now: float) -> bool:
+    """Whether who must wait for no hold waits no longer for what is unsettled.
+
+    A fast producer is held by ``capacity`` and ``transport`` most of the time, and waits for nothing but answers that
+    are on their way; so they end the wait only if none comes for a while. ``paused`` and ``rate`` keep nothing back
+    that is admitted, ``disconnected`` and ``refused`` keep all of it.
+
+    Args:
+        protocol: the producer's state.
+        before: how many messages were unsettled `LULL` ago; -1 at first.
+        now: seconds.
+    """
+    protocol.controller.look(now)
+    late = any(map(protocol.gate.is_held_by, (HoldKind.CAPACITY, HoldKind.TRANSPORT)))
+    stopped = protocol.outbound.stopped or any(map(protocol.gate.is_held_by, (HoldKind.DISCONNECTED, HoldKind.REFUSED)))
+    return stopped or (late and protocol.unsettled == before)
+
+
+def leave_word(name: str, error: BaseException, failures: Sequence[Receipt]) -> None:
+    """Say what was not delivered without taking an exception's place.
+
+    Args:
+        name: the producer's.
+        error: the exception that goes its way.
+        failures: what was lost by it, and nobody has been told of.
+    """
+    if failures:
+        undelivered = UndeliveredMessages(failures)
+        # Nobody reads the notes of a SystemExit.
+        log(logging.ERROR, "%s: left by %s: %s", name, type(error).__name__, undelivered)
+        # An exception may refuse attributes.
+        with suppress(Exception):
+            error.add_note(f"qflow_client: {undelivered}")
+            error.undelivered = undelivered  # type: ignore[attr-defined]
+
+
+def undone(protocol: ProducerProtocol) -> list[Receipt]:
+    """What was not delivered, or is not settled, and nobody has been told of."""
+    return [*protocol.take_failures(), *protocol.unsettled_receipts]
+
+
+def log_forgotten(name: str, receipts: Sequence[Receipt]) -> None:
+    """Say what is lost with a producer that the end of the process found open."""
+    if receipts:
+        words = "%s: the process ends, and the producer was not closed: %s"
+        log(logging.ERROR, words, name, UndeliveredMessages(receipts))

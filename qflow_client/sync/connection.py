@@ -1,0 +1,685 @@
+"""pika's own connections, with the tap at their sockets, for the application and any number of producers.
+
+pika's `BlockingConnection` belongs to the thread that uses it, and reads and writes in its methods only. So a thread of
+ours stands between it and the socket. It carries what pika writes and reads, frame by frame, and beside it the channels
+of the producers, of which pika knows nothing. Nobody waits for the application's thread, and nobody else calls pika.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from functools import partial
+from struct import Struct
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import pika
+import pika.connection
+from pika.adapters.select_connection import IOLoop
+from pika.adapters.utils.selector_ioloop_adapter import SelectorIOServicesAdapter
+
+from qflow_client.errors import ConnectionFailed, SettingsError
+from qflow_client.frames import (
+    CHANNEL_CLOSE,
+    CHANNEL_CLOSE_OK,
+    CHANNEL_OPEN,
+    CHANNEL_OPEN_OK,
+    CONFIRM_SELECT,
+    CONFIRM_SELECT_OK,
+    CONNECTION_CLOSE,
+    CONNECTION_TUNE_OK,
+    HEARTBEAT,
+    METHOD_FRAME,
+    FrameSplitter,
+    frame,
+)
+from qflow_client.logs import log
+from qflow_client.protocol import ProducerProtocol
+from qflow_client.settings import hide_password
+from qflow_client.skin import BRIEF, GIVEN_UP, connection_failed, lost, no_answer, no_confirms
+from qflow_client.sync.channel_io import ChannelIO
+from qflow_client.sync.latch import Latch
+from qflow_client.sync.link import _words, url_parameters
+from qflow_client.sync.pika_io import TapIOServices
+from qflow_client.tap import Tap
+
+__all__ = ["SharedLink", "TappedConnection", "connect"]
+
+_CHUNK = 1 << 16
+# pika is not read while more of its bytes than this are not written.
+_HIGH = 1 << 16
+# "AMQP" and the version: the first that pika says, and no frame. It says no more before there is an answer.
+_GREETING_SIZE = 8
+# Channel, frame and heartbeat limits of Connection.Tune-Ok.
+_TUNE = Struct(">HIH")
+# AMQP has no more channels on a connection.
+_CHANNEL_MAX = 65535
+# Reply code 200, an empty text, and no method.
+_GOOD_BYE = CHANNEL_CLOSE + bytes((0, 200, 0, 0, 0, 0, 0))
+
+
+class _SocketServices(TapIOServices):
+    """The I/O thread's."""
+
+    def __init__(self, tap: Tap, lock: threading.Lock, after: Callable[[], None], drained: Callable[[], None]) -> None:
+        super().__init__(tap, lock, after)
+        self._drained = drained
+        # Whether anything has come since somebody last looked.
+        self.heard = False
+
+    def received(self, data: bytes) -> bytes:
+        self.heard = True
+        return super().received(data)
+
+    def remove_writer(self, fd: int) -> bool:
+        """As pika's, whose transport asks for it when it has written all it had."""
+        had = super().remove_writer(fd)
+        self._drained()
+        return had
+
+
+class Carrier:
+    """Carries the bytes of one connection between pika and the socket, on a thread of its own.
+
+    Args:
+        url: the broker's, for people.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.tap = Tap()
+        # Guards the tap and the protocols of all producers on the connection, and all of this that says so.
+        self.lock = threading.Lock()
+        self.services = _SocketServices(self.tap, self.lock, self._after, self._go_on_reading)
+        # The producers' links; replaced, never changed. Guarded by the lock.
+        self._links: tuple[SharedLink, ...] = ()
+        # Why it carries nothing any more; None while it does. Guarded by the lock.
+        self.ended: str | None = None
+        # What pika and the broker have agreed on.
+        self.channel_max = _CHANNEL_MAX
+        self.frame_max = 0
+        # Channel numbers that pika has used, and those of producers.
+        self._pikas: set[int] = set()
+        self._taken: set[int] = set()
+        # Our end of the socket pair, and what pika has not taken from it yet.
+        self._far: socket.socket
+        self._to_pika: deque[bytes] = deque()
+        # What pika writes, and whether it is not read for now.
+        self._splitter = FrameSplitter()
+        self._greeted = False
+        self._paused = False
+        # pika's transport of the broker's socket, once it is connected, …
+        self._transport: Any = None
+        # … and until then, what connects it, and who is told when that is done.
+        self._connecting: Any = None
+        self._on_done: Callable[[BaseException | None], None]
+        # Why the connection ends, if that is known before it does.
+        self._why: str | None = None
+        # How many looks in a row nothing had come from the broker.
+        self._silent = 0
+        self._heartbeat = 0
+        self._thread = threading.Thread(target=self._run, name=f"qflow-io {url}", daemon=True)
+
+    def start(
+        self,
+        sock: Any,
+        ssl_context: ssl.SSLContext | None,
+        server_hostname: str | None,
+        on_done: Callable[[BaseException | None], None],
+    ) -> socket.socket:
+        """Take over a socket that is connected, and begin to carry.
+
+        Args:
+            sock: the socket.
+            ssl_context: for TLS; ``None`` for none.
+            server_hostname: likewise.
+            on_done: called on the I/O thread, with what went wrong, or ``None`` once it carries.
+
+        Returns:
+            The socket that pika is to use in its place. To close it ends the connection.
+        """
+        near, self._far = socket.socketpair()
+        near.setblocking(False)
+        self._far.setblocking(False)
+        self._on_done = on_done
+        self._connecting = self.services.create_streaming_connection(
+            lambda: self, sock, self._connected, ssl_context, server_hostname
+        )
+        self._thread.start()
+        return near
+
+    def add(self, link: SharedLink) -> str | None:
+        """Take a producer's link; why that cannot be, or ``None``. For any thread."""
+        with self.lock:
+            if self.ended is None:
+                self._links += (link,)
+            return self.ended
+
+    # On the I/O thread.
+
+    def remove(self, link: SharedLink) -> None:
+        """Let go of a link."""
+        with self.lock:
+            self._links = tuple(each for each in self._links if each is not link)
+
+    def take_number(self) -> int:
+        """A number for a producer's channel, from the top, because pika takes them from the bottom; 0 if all are used.
+
+        What pika has closed it may open again.
+        """
+        for number in range(self.channel_max, 0, -1):
+            if number not in self._taken and number not in self._pikas:
+                self._taken.add(number)
+                return number
+        return 0
+
+    def give_back(self, number: int) -> None:
+        """The producer's channel of that number is closed."""
+        self._taken.discard(number)
+
+    def write(self, number: int, method: bytes) -> None:
+        """Write a method of ours between what pika writes."""
+        if self.ended is None:
+            self._transport.write(frame(METHOD_FRAME, number, method))
+
+    def _run(self) -> None:
+        try:
+            self.services.set_reader(self._far.fileno(), self._on_readable)
+            self.services.run()
+        except BaseException as error:
+            # Whoever waits must learn of it, whatever it is, and so must the broker.
+            log(logging.ERROR, "%s: the I/O thread failed", self.url, error=error)
+            if self.services.tapped is not None:
+                self.services.tapped.close()
+            self._end(f"the I/O thread failed: {error!r}")
+        finally:
+            if self.services.tapped is not None:
+                self.services.tapped.close()
+            self._far.close()
+            self.services.close()
+
+    def _connected(self, result: Any) -> None:
+        # What it knows of pika must not keep a connection that the application has let go of.
+        on_done = self._on_done
+        del self._on_done
+        self._connecting = None
+        if isinstance(result, BaseException):
+            self._end(_words(result))
+            on_done(result)
+        else:
+            on_done(None)
+
+    def _after(self) -> None:
+        for link in self._links:
+            link.after_io()
+
+    def _beat(self) -> None:
+        """Keep the connection alive while the application's thread does something else."""
+        if self.ended is not None:
+            return
+        self._silent = 0 if self.services.heard else self._silent + 1
+        self.services.heard = False
+        if self._silent >= 4:
+            self._why = f"no heartbeat came, nor anything else, at a heartbeat of {self._heartbeat} s"
+            assert self.services.tapped is not None
+            self.services.tapped.cut()
+            return
+        if not self._transport.get_write_buffer_size():
+            self._transport.write(HEARTBEAT)
+        self.services.call_later(self._heartbeat / 2, self._beat)
+
+    def _end(self, why: str) -> None:
+        """Nothing comes from the broker any more, nor goes there."""
+        with self.lock:
+            if self.ended is not None:
+                return
+            self.ended = why
+            links = self._links
+        for link in links:
+            link.lost(why)
+        self.services.remove_reader(self._far.fileno())
+        # What has come is still for pika, which finds the end behind it.
+        self._feed()
+
+    # pika's interface of a protocol: what the broker says.
+
+    def connection_made(self, transport: Any) -> None:
+        """The socket is there, with TLS if it is to be."""
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """What pika is to see of what has come."""
+        self._to_pika.append(data)
+        if len(self._to_pika) == 1:
+            self._feed()
+
+    def eof_received(self) -> bool:
+        """A broker that writes no more reads no more either."""
+        return False
+
+    def connection_lost(self, error: BaseException | None) -> None:
+        """The socket is gone."""
+        self._end(lost(self._why or self.tap.closed or _words(error)))
+
+    # pika's end.
+
+    def _feed(self) -> None:
+        """Give pika what there is, as much as it takes."""
+        waiting = self._to_pika
+        while waiting:
+            try:
+                sent = self._far.send(waiting[0])
+            except BlockingIOError:
+                sent = 0
+            except OSError:
+                # pika has closed its end.
+                waiting.clear()
+                break
+            if sent < len(waiting[0]):
+                waiting[0] = waiting[0][sent:]
+                self.services.set_writer(self._far.fileno(), self._feed)
+                return
+            waiting.popleft()
+        self.services.remove_writer(self._far.fileno())
+        if self.ended is not None:
+            self.services.stop()
+
+    def _on_readable(self) -> None:
+        try:
+            data = self._far.recv(_CHUNK)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            if self._connecting is not None:
+                self._connecting.cancel()
+            self._to_pika.clear()
+            self._end(lost(self._why or "the application has let go of it"))
+            return
+        if not self._greeted:
+            self._greeted = True
+            self._transport.write(data[:_GREETING_SIZE])
+            data = data[_GREETING_SIZE:]
+        end = 0
+        for kind, number, start, stop in self._splitter.feed(data):
+            if kind == METHOD_FRAME:
+                self._look(number, self._splitter.data[start : start + 12])
+            end = stop + 1
+        if end:
+            self._transport.write(self._splitter.data[:end])
+            if self._transport.get_write_buffer_size() > _HIGH:
+                self._paused = True
+                self.services.remove_reader(self._far.fileno())
+
+    def _go_on_reading(self) -> None:
+        if self._paused and self.ended is None:
+            self._paused = False
+            self.services.set_reader(self._far.fileno(), self._on_readable)
+
+    def _look(self, number: int, payload: bytes) -> None:
+        """Learn what there is to learn from what pika says."""
+        method = payload[:4]
+        if method == CHANNEL_OPEN:
+            self._pikas.add(number)
+        elif method == CONNECTION_TUNE_OK:
+            channel_max, self.frame_max, self._heartbeat = _TUNE.unpack_from(payload, 4)
+            self.channel_max = channel_max or _CHANNEL_MAX
+            self.tap.frame_max = self.frame_max
+            self.tap.heartbeat = float(self._heartbeat)
+            if self._heartbeat:
+                self.services.call_later(self._heartbeat / 2, self._beat)
+        elif method == CONNECTION_CLOSE:
+            self._why = "it was closed"
+
+
+class _PikaServices(SelectorIOServicesAdapter):
+    """The I/O services of the application's thread, whose sockets a carrier carries.
+
+    Args:
+        loop: pika's.
+        url: the broker's, for people.
+    """
+
+    # Of the last socket; set once there is one.
+    carrier: Carrier
+
+    def __init__(self, loop: Any, url: str) -> None:
+        super().__init__(loop)
+        self._url = url
+
+    def create_streaming_connection(
+        self,
+        protocol_factory: Any,
+        sock: Any,
+        on_done: Any,
+        ssl_context: ssl.SSLContext | None = None,
+        server_hostname: str | None = None,
+    ) -> Any:
+        """As pika's, with a carrier between pika and the socket."""
+        link_up = super().create_streaming_connection
+        carrier = self.carrier = Carrier(self._url)
+        establishing = _Establishing()
+
+        def carries(error: BaseException | None) -> None:
+            if error is not None:
+                establishing.near.close()
+                on_done(error)
+            elif establishing.step is None:
+                establishing.step = link_up(protocol_factory, establishing.near, on_done)
+
+        establishing.near = carrier.start(
+            sock, ssl_context, server_hostname, lambda error: self.add_callback_threadsafe(partial(carries, error))
+        )
+        return establishing
+
+
+class _Establishing:
+    """What pika can cancel while a connection is being established."""
+
+    # pika's end of the socket pair.
+    near: socket.socket
+    # pika's own part of it, once that has begun; False if it never will.
+    step: Any = None
+
+    def cancel(self) -> bool:
+        """As pika's."""
+        if self.step is not None:
+            return bool(self.step and self.step.cancel())
+        self.step = False
+        self.near.close()
+        return True
+
+
+class _Maker:
+    """Makes what is below pika's `BlockingConnection`, in the place of a class of connections."""
+
+    services: _PikaServices
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def create_connection(self, connection_configs: Any, on_done: Any, custom_ioloop: Any = None) -> Any:
+        """As pika's `SelectConnection.create_connection`."""
+        services = self.services = _PikaServices(custom_ioloop or IOLoop(), self._url)
+        start: Any = pika.SelectConnection._start_connection_workflow  # type: ignore[attr-defined]  # made for this
+        return start(
+            connection_configs=connection_configs,
+            connection_factory=lambda parameters: pika.SelectConnection(
+                parameters, custom_ioloop=services, internal_connection_workflow=False
+            ),
+            nbio=services,
+            workflow=None,
+            on_done=on_done,
+        )
+
+
+class TappedConnection(pika.BlockingConnection):
+    """pika's `BlockingConnection`, on which producers can be opened."""
+
+    def __init__(self, parameters: pika.connection.Parameters, url: str) -> None:
+        maker = _Maker(url)
+        super().__init__(parameters, maker)  # type: ignore[arg-type]  # it stands for a class
+        #: What carries its bytes; for the package.
+        self.carrier = maker.services.carrier
+
+
+def connect(
+    url: str | pika.connection.Parameters,
+    *,
+    timeout: float | None = None,
+    client_properties: dict[str, Any] | None = None,
+) -> pika.BlockingConnection:
+    """Connect with pika, ready for consumers and for any number of producers: ``Producer(connection=…)``.
+
+    As any `BlockingConnection` it belongs to one thread, which runs what consumes on it. Producers on it may be made,
+    used and closed by any thread, whatever that one does: a thread of ours reads and writes the socket, keeps the
+    heartbeats, and keeps what comes until pika asks for it. So consumers should limit that with ``basic_qos``.
+
+    Args:
+        url: ``amqp://`` or ``amqps://`` URL of the broker, whose query is pika's; or pika's own connection parameters.
+        timeout: seconds that connecting to one address may take; ``None`` for pika's own limits.
+        client_properties: what the connection says of itself, such as ``connection_name``.
+
+    Returns:
+        pika's own object.
+
+    Raises:
+        ConnectionFailed: it cannot be had, and why.
+        SettingsError: the URL is none.
+    """
+    if isinstance(url, str) and urlsplit(url).scheme not in ("amqp", "amqps"):
+        raise SettingsError(f"url={hide_password(url)!r}: its scheme must be amqp or amqps")
+    parameters = url_parameters(url) if isinstance(url, str) else copy.copy(url)
+    if not isinstance(parameters, pika.connection.Parameters):
+        raise SettingsError(f"url={url!r}: it must be a URL, or pika's connection parameters")
+    if timeout is not None:
+        parameters.socket_timeout = min(timeout, parameters.socket_timeout or timeout)
+        parameters.stack_timeout = min(timeout, parameters.stack_timeout or timeout)
+    if client_properties is not None:
+        parameters.client_properties = (parameters.client_properties or {}) | client_properties
+    address = hide_password(url) if isinstance(url, str) else _address(parameters)
+    try:
+        return TappedConnection(parameters, address)
+    except Exception as error:
+        raise connection_failed(address, _words(error)) from error
+
+
+def _address(parameters: Any) -> str:
+    scheme = "amqp" if parameters.ssl_options is None else "amqps"
+    return f"{scheme}://{parameters.host}:{parameters.port}/{quote(parameters.virtual_host, safe='')}"
+
+
+class SharedLink(ChannelIO):
+    """One publishing channel on a connection that others use, too.
+
+    pika does not know the channel: the I/O thread opens and closes it, so no thread of the application's is needed.
+
+    Args:
+        connection: the connection.
+        protocol: the producer's state.
+        after: called on the I/O thread, without the lock, after anything that may have changed the protocol.
+    """
+
+    def __init__(self, connection: TappedConnection, protocol: ProducerProtocol, after: Callable[[], None]) -> None:
+        carrier = connection.carrier
+        self.url = carrier.url
+        self._protocol = protocol
+        self._lock = carrier.lock
+        self._after = after
+        self._tap = carrier.tap
+        self.services = carrier.services
+        # Set once the channel is there, or failed once it cannot be.
+        self._opened: Future[None] = Future()
+        self.ended = False
+        self._timer_at = None
+        self._carrier = carrier
+        # Kept, because the connection ends with the application's object.
+        self._shared = connection
+        # The channel's number while it is not known to be closed.
+        self._number: int | None = None
+        # Whether the channel is to be closed once the message that has begun has ended, and whether its end has begun.
+        self._leaves = False
+        self._is_closing = False
+        # Set once nothing of the producer's is on the connection any more, and once the channel is closed, too.
+        self._parted = Latch()
+        self._left = Latch()
+
+    def open(self, timeout: float) -> None:
+        """Open the channel.
+
+        Args:
+            timeout: seconds that it may take.
+
+        Raises:
+            ConnectionFailed: it cannot be had, and why.
+        """
+        if self._protocol.settings.confirms and not self._shared.publisher_confirms_supported:
+            raise self._failed(no_confirms("the broker does not announce them"))
+        ended = self._carrier.add(self)
+        if ended is not None:
+            raise self._failed(f"the connection is not open: {ended}")
+        try:
+            self.services.add_callback_threadsafe(self._open_channel)
+            self._opened.result(min(timeout, threading.TIMEOUT_MAX))
+        except BaseException as error:
+            self._opened.cancel()
+            self.close(BRIEF)
+            if isinstance(error, TimeoutError):
+                raise no_answer(self.url, timeout) from None
+            raise
+
+    def _failed(self, why: str) -> ConnectionFailed:
+        return connection_failed(self.url, why)
+
+    def close(self, timeout: float) -> None:
+        """Give up what is unsettled, and end the channel.
+
+        Args:
+            timeout: seconds that the broker may take to answer.
+        """
+        if self.ended:
+            return
+        self.services.add_callback_threadsafe(self._leave)
+        try:
+            self._left.wait(timeout)
+        finally:
+            self.services.add_callback_threadsafe(self._abandon)
+        self._parted.wait(BRIEF)
+
+    # On the I/O thread.
+
+    def _open_channel(self) -> None:
+        number = self._carrier.take_number()
+        if not number:
+            most = self._carrier.channel_max
+            self._not_opened(f"all {most} channels that the broker allows on a connection are in use")
+            self._gone()
+            return
+        self._number = number
+        with self._lock:
+            self._tap.expect(number)
+            # Told under the lock; a broker may say several things at once, which stay in order.
+            self._tap.own(
+                number, lambda payload: self.services.add_callback_threadsafe(partial(self._on_method, payload))
+            )
+        self._carrier.write(number, CHANNEL_OPEN + b"\0")
+
+    def _on_method(self, payload: bytes) -> None:
+        number = self._number
+        if number is None:
+            return
+        method = payload[:4]
+        if method == CHANNEL_OPEN_OK and self._protocol.settings.confirms:
+            self._carrier.write(number, CONFIRM_SELECT + b"\0")
+        elif method in (CHANNEL_OPEN_OK, CONFIRM_SELECT_OK):
+            self._ready(number)
+        elif method == CHANNEL_CLOSE:
+            self._carrier.write(number, CHANNEL_CLOSE_OK)
+            # If the end had begun here too, there is another answer to come.
+            if not self._is_closing:
+                code, text = int.from_bytes(payload[4:6], "big"), payload[7 : 7 + payload[6]].decode("utf-8", "replace")
+                self.lost(f"the channel was closed: {code} {text}")
+        elif method == CHANNEL_CLOSE_OK:
+            self._gone()
+
+    def _ready(self, number: int) -> None:
+        if not self._opened.set_running_or_notify_cancel():
+            return
+        now = time.monotonic()
+        try:
+            with self._lock:
+                self._protocol.channel_opened(number, self._carrier.frame_max, now)
+                self._tap.attach(number, self._protocol, now)
+        except BaseException as error:
+            # Nobody else would tell who waits.
+            self._not_opened(f"the channel cannot be used: {error!r}")
+            raise
+        self._opened.set_result(None)
+        self._after_io()
+        self.services.pump()
+
+    def _not_opened(self, why: str) -> bool:
+        """Whether the channel was never there; then `open` learns why."""
+        try:
+            self._opened.set_exception(self._failed(why))
+        except InvalidStateError:
+            return self._opened.cancelled() or self._opened.exception() is not None
+        return True
+
+    def after_io(self) -> None:
+        """Something may have changed the protocol."""
+        self._after_io()
+        if self._leaves:
+            with self._lock:
+                has_ended = self._protocol.outbound.stop()
+            if has_ended:
+                self._part()
+
+    def _leave(self) -> None:
+        self._leaves = True
+        self.services.pump()
+        # The broker would take the close for a part of the message that has begun, and end the connection for it.
+        self.after_io()
+
+    def _abandon(self) -> None:
+        """The message that has begun does not end in time."""
+        if self._leaves:
+            log(
+                logging.WARNING,
+                "%s: channel %s is left open, because a message on it has begun and the broker does not take the rest",
+                self._protocol.settings.name,
+                self._number,
+            )
+            self._part(closes=False)
+
+    def _part(self, *, closes: bool = True) -> None:
+        """The channel is no longer the producer's."""
+        self._leaves = False
+        self._settle(GIVEN_UP)
+        if self._number is None or self.ended:
+            self._gone()
+        elif closes:
+            self._is_closing = True
+            self._carrier.write(self._number, _GOOD_BYE)
+        self._parted.set()
+
+    def _settle(self, why: str) -> None:
+        with self._lock:
+            if self._number is not None:
+                self._tap.detach(self._number)
+            self._protocol.connection_lost(why, time.monotonic())
+        self._after_io()
+        # The end of a frame that has begun.
+        self.services.pump()
+
+    def lost(self, why: str) -> None:
+        """The channel is gone."""
+        self._leaves = False
+        if not self._not_opened(why):
+            self._settle(why)
+        self._gone()
+
+    def _gone(self) -> None:
+        """The channel is closed, or never was."""
+        if self._number is not None:
+            with self._lock:
+                self._tap.detach(self._number)
+                self._tap.disown(self._number)
+            self._carrier.give_back(self._number)
+            self._number = None
+        self._carrier.remove(self)
+        with self._lock:
+            self.ended = True
+        # What came before; from now on everybody tells what there is to tell.
+        self._after()
+        self._parted.set()
+        self._left.set()

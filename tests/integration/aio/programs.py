@@ -1,0 +1,140 @@
+"""Programs that tests run in processes of their own: what a signal or a fork does is done to a whole process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from qflow_client import AsyncProducer, ProducerClosed, UndeliveredMessages
+from qflow_client.broker import Broker
+from qflow_client.logs import flush_logs
+
+from .tools import held, in_line, soon
+
+
+def _say(word: str) -> None:
+    print(word, flush=True)
+
+
+def interrupted(call: str) -> None:
+    """Ctrl-C while the main task waits, with a message that is not confirmed."""
+    with Broker() as broker:
+        broker.declare_queue("q")
+
+        async def main() -> None:
+            async with AsyncProducer(broker.url, routing_key="q", capacity=1) as producer:
+                broker.withhold_confirms()
+                receipt = await producer.send(b"written")
+                await soon(lambda: broker.queue("q").depth)
+                broker.flow(False)
+                await held(producer, "channel_flow")
+
+                async def say() -> None:
+                    if call == "send":
+                        await in_line(producer, 1)
+                    _say("waiting")
+
+                saying = asyncio.create_task(say())
+                calls: dict[str, Any] = {
+                    "send": lambda: producer.send(b"interrupted", timeout=None),
+                    "flush": lambda: producer.flush(timeout=None),
+                    "result": receipt.result,
+                    "wait_unflowed": producer.wait_unflowed,
+                    "close": lambda: producer.close(timeout=None),
+                }
+                await calls[call]()
+                await saying
+
+        try:
+            asyncio.run(main())
+        except KeyboardInterrupt:
+            # Written by a thread of its own.
+            assert flush_logs(20)
+            _say("interrupted")
+        broker.wait_until(lambda b: not b.connections())
+        assert [message.body for message in broker.messages("q")] == [b"written"]
+    _say("fine")
+
+
+def forked(url: str) -> None:
+    """Forks while the producer is in use."""
+
+    async def main() -> None:
+        async with AsyncProducer(url, routing_key="q") as producer:
+            receipts: list[Any] = []
+            enough = False
+
+            async def work() -> None:
+                while not enough:
+                    receipts.append(await producer.send(b"parent"))
+
+            working = asyncio.create_task(work())
+            for turn in range(5):
+                await soon(lambda turn=turn: len(receipts) > 200 * turn)  # type: ignore[misc]
+                pid = os.fork()
+                if pid == 0:
+                    os._exit(_child(producer, url))
+                _, status = await asyncio.to_thread(os.waitpid, pid, 0)
+                assert os.waitstatus_to_exitcode(status) == 0, status
+            enough = True
+            await working
+            await producer.flush(timeout=20)
+            _say(str(len(receipts)))
+
+    asyncio.run(main())
+    _say("fine")
+
+
+def _child(producer: AsyncProducer, url: str) -> int:
+    began = time.monotonic()
+
+    async def main() -> int:
+        calls: Any = (
+            lambda: producer.send(b"child"),
+            lambda: producer.send(b"child", timeout=0),
+            producer.wait_unflowed,
+            producer.flush,
+        )
+        for call in calls:
+            try:
+                await call()
+            except ProducerClosed as error:
+                if "child" not in str(error) or str(os.getpid()) not in str(error):
+                    return 2
+            else:
+                return 3
+        try:
+            await producer.close()
+        except UndeliveredMessages:
+            return 4
+        async with AsyncProducer(url, routing_key="r") as own:
+            await (await own.send(b"child"))
+        return 0 if producer.closed and time.monotonic() - began < 5 else 5
+
+    return asyncio.run(main())
+
+
+def forgotten(url: str, unconfirmed: str = "") -> None:
+    """A program that ends without closing its producer."""
+    producers = []
+
+    async def main() -> None:
+        producer = await AsyncProducer(url, routing_key="q").connect()
+        # An application has it somewhere.
+        producers.append(producer)
+        receipt = await producer.send(b"")
+        if not unconfirmed:
+            await receipt
+
+    asyncio.run(main())
+    _say("fine")
+
+
+if __name__ == "__main__":
+    # A shell has its background jobs ignore Ctrl-C, and they their children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    globals()[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,385 @@
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from qflow_client import (
+    AsyncProducer,
+    FlowControlTimeout,
+    FlowEvent,
+    FlowEventKind,
+    FlowManager,
+    Outcome,
+    ProducerClosed,
+    ProducerFlowed,
+    Receipt,
+    UndeliveredMessages,
+)
+from qflow_client.broker import Broker
+from qflow_client.logs import flush_logs
+from tests.integration.producer.tools import bodies
+
+from .tools import held, in_line, kinds, soon
+
+Run = Callable[..., Any]
+
+
+def test_callbacks_are_calls_of_the_loop_in_order_and_never_inside_a_call_of_ours(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        told: list[str] = []
+        async with AsyncProducer(broker.url, routing_key="q") as producer:
+            producer.on_flow(lambda event: told.append(f"one {event.kind}"))
+            stop = producer.on_flow(lambda event: told.append(f"two {event.kind}"))
+            producer.pause()
+            producer.resume()
+            assert told == []
+            await asyncio.sleep(0)
+            assert told == ["one flowed", "two flowed", "one unflowed", "two unflowed"]
+            stop()
+            stop()
+            producer.pause()
+            await asyncio.sleep(0)
+            assert told[4:] == ["one flowed"]
+            producer.resume()
+
+    run(main())
+
+
+def test_a_callback_may_call_any_method(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        receipts: list[Any] = []
+        tasks: list[asyncio.Task[Any]] = []
+        async with AsyncProducer(broker.url, routing_key="q") as producer:
+
+            def callback(event: FlowEvent) -> None:
+                assert producer.flow_state is not None
+                if event.kind is FlowEventKind.UNFLOWED:
+                    receipts.append(producer.send_nowait(b"from a callback"))
+                    tasks.append(asyncio.get_running_loop().create_task(producer.flush()))
+                else:
+                    producer.resume()
+                producer.capacity = 10
+
+            producer.on_flow(callback)
+            producer.pause()
+            await soon(lambda: tasks)
+            await tasks[0]
+            assert receipts[0].outcome is Outcome.CONFIRMED
+
+    run(main())
+
+
+def test_an_exception_in_a_callback_is_logged_and_costs_nothing(
+    run: Run, broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        told: list[Receipt] = []
+
+        def on_delivery(receipt: Receipt) -> None:
+            told.append(receipt)
+            raise KeyError("on_delivery's own")
+
+        def on_flow(event: FlowEvent) -> None:
+            raise KeyError("on_flow's own")
+
+        async with AsyncProducer(broker.url, routing_key="q", on_delivery=on_delivery) as producer:
+            producer.on_flow(on_flow)
+            producer.pause()
+            producer.resume()
+            receipts = [await producer.send(b"") for _ in range(3)]
+        assert told == receipts
+
+    run(main())
+    assert flush_logs(20)
+    assert caplog.text.count("on_delivery failed on <AsyncReceipt") == 3
+    for kind in ("flowed", "unflowed"):
+        assert f"failed on FlowEvent(kind=<FlowEventKind.{kind.upper()}: '{kind}'>" in caplog.text
+
+
+def test_on_delivery_may_send_on_and_may_have_the_producer_closed(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        told: list[Receipt] = []
+        closing: list[asyncio.Task[None]] = []
+
+        def on_delivery(receipt: Receipt) -> None:
+            told.append(receipt)
+            if len(told) < 10:
+                producer.send_nowait(b"%d" % len(told))
+            else:
+                closing.append(asyncio.get_running_loop().create_task(producer.close()))
+
+        producer = AsyncProducer(broker.url, routing_key="q", on_delivery=on_delivery)
+        await producer.connect()
+        await producer.send(b"0")
+        await soon(lambda: closing)
+        await closing[0]
+        assert len(told) == 10
+
+    run(main())
+    assert bodies(broker) == [b"%d" % number for number in range(10)]
+
+
+def test_an_exit_in_on_delivery_costs_it_no_receipt_and_ends_the_loop(
+    run: Run, broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[Receipt] = []
+
+    def on_delivery(receipt: Receipt) -> None:
+        told.append(receipt)
+        sys.exit("the end")
+
+    async def main() -> None:
+        broker.withhold_confirms()
+        async with AsyncProducer(broker.url, routing_key="q", on_delivery=on_delivery) as producer:
+            for _ in range(3):
+                await producer.send(b"")
+            await asyncio.to_thread(broker.wait_until, lambda b: b.queue("q").depth == 3)
+            broker.release_confirms()
+            await asyncio.sleep(60)
+
+    with pytest.raises(SystemExit, match="the end"):
+        run(main())
+    assert len(told) == 3
+    assert flush_logs(20)
+    assert caplog.text.count("on_delivery failed on <AsyncReceipt") == 3
+
+
+def test_on_delivery_may_send_on_while_it_is_told_more_slowly_than_the_broker_confirms(
+    run: Run, broker: Broker
+) -> None:
+    why: list[list[str]] = []
+    later: list[asyncio.Task[Any]] = []
+
+    async def main() -> None:
+        def on_delivery(receipt: Receipt) -> None:
+            why.append([hold.source for hold in producer.flow_state.holds])
+            if len(why) == 1:
+                later.append(asyncio.get_running_loop().create_task(producer.send(b"later", timeout=None)))
+                producer.send_nowait(b"from a callback")
+                # Not beyond what may be unsettled (C6).
+                with pytest.raises(ProducerFlowed, match="capacity"):
+                    producer.send_nowait(b"no")
+
+        broker.withhold_confirms()
+        producer = AsyncProducer(broker.url, routing_key="q", on_delivery=on_delivery, capacity=10)
+        async with producer:
+            for _ in range(10):
+                await producer.send(b"first")
+            await asyncio.to_thread(broker.wait_until, lambda b: b.queue("q").depth == 10)
+            # More than that are going to be settled and not told.
+            producer.capacity = 1
+            broker.release_confirms()
+            await soon(lambda: later)
+            await (await later[0])
+            await producer.flush()
+            await soon(lambda: producer._protocol._untold == 0)
+            assert not producer.flow_state.flowed
+        assert len(why) == 12
+
+    run(main())
+    assert "on_delivery" in why[0]
+    assert bodies(broker) == [b"first"] * 10 + [b"from a callback", b"later"]
+
+
+def test_what_on_delivery_is_not_told_of_yet_is_bounded(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        most = [0]
+
+        def on_delivery(receipt: Receipt) -> None:
+            most[0] = max(most[0], producer._protocol._untold + producer.unsettled)
+
+        producer = AsyncProducer(broker.url, routing_key="q", on_delivery=on_delivery, capacity=10)
+        async with producer:
+
+            async def send() -> None:
+                for _ in range(100):
+                    await producer.send(b"", timeout=None)
+
+            await asyncio.gather(*(send() for _ in range(20)))
+        assert 0 < most[0] <= 20
+        assert producer._protocol._untold == 0
+
+    run(main())
+
+
+def test_failures_that_on_delivery_was_told_of_do_not_come_up_again(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        told: list[Receipt] = []
+        broker.withhold_confirms()
+        producer = await AsyncProducer(broker.url, routing_key="q", on_delivery=told.append).connect()
+        receipts = [await producer.send(b"", routing_key="nowhere"), await producer.send(b"")]
+        await soon(lambda: broker.queue("q").depth == 1)
+        # What was left without an answer was told, but nobody may have listened any more.
+        with pytest.raises(UndeliveredMessages) as caught:
+            await producer.close(timeout=0)
+        assert told == receipts
+        assert caught.value.receipts == tuple(receipts)
+
+    run(main())
+
+
+@pytest.mark.parametrize("name", ["on_flow", "on_delivery"])
+def test_a_coroutine_function_is_refused_because_nobody_would_await_it(run: Run, broker: Broker, name: str) -> None:
+    async def callback(_what: Any) -> None:
+        """Never runs."""
+
+    async def main() -> None:
+        producer = AsyncProducer(broker.url)
+        take = producer.on_flow if name == "on_flow" else lambda each: AsyncProducer(broker.url, on_delivery=each)
+        with pytest.raises(TypeError, match="plain function"):
+            take(callback)
+
+    run(main())
+
+
+def test_flow_events_come_to_every_iterator_and_end_with_the_producer(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        producer = AsyncProducer(broker.url, routing_key="q")
+        events = [producer.flow_events() for _ in range(2)]
+        # Events before it is connected are kept.
+        producer.pause("early")
+
+        async def read(each: Any) -> list[str]:
+            return [str(event.kind) async for event in each]
+
+        readers = [asyncio.create_task(read(each)) for each in events]
+        both = asyncio.create_task(read(events[0]))
+        async with producer:
+            producer.resume()
+            await producer.wait_unflowed(timeout=10)
+        seen, also, rest = await asyncio.gather(*readers, both)
+        assert sorted(seen + rest) == sorted(also)
+        assert "unflowed" in also
+        assert [event async for event in producer.flow_events()] == []
+
+    run(main())
+
+
+def test_an_iterator_that_is_dropped_leaves_nothing_behind(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        async with AsyncProducer(broker.url, routing_key="q") as producer:
+
+            async def first() -> FlowEvent:
+                async for event in producer.flow_events():
+                    return event
+                raise AssertionError
+
+            reading = asyncio.create_task(first())
+            await asyncio.sleep(0)
+            producer.pause()
+            assert (await reading).kind is FlowEventKind.FLOWED
+            producer.resume()
+            del reading
+            gc.collect()
+            assert len(producer._iterators) == 0
+
+    run(main())
+
+
+def test_d5_managers_and_threads_hold_a_producer_of_a_loop(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        manager = FlowManager("ops")
+        async with AsyncProducer(broker.url, routing_key="q", manager=manager) as producer:
+            assert list(manager.resources) == [producer]
+            # From the loop's own thread at once, …
+            manager.stop_all("audit")
+            assert kinds(producer) == ["paused"]
+            manager.start_all()
+            assert kinds(producer) == []
+            # … from others in its next turn.
+            for call, wanted in (
+                (manager.stop_all, ["paused"]),
+                (manager.start_all, []),
+                (producer.pause, ["paused"]),
+                (producer.resume, []),
+            ):
+                thread = threading.Thread(target=call)
+                thread.start()
+                thread.join()
+                await soon(lambda wanted=wanted: kinds(producer) == wanted)  # type: ignore[misc]
+            manager.stop_all("before it")
+            async with AsyncProducer(broker.url, routing_key="q", manager=manager) as late:
+                assert kinds(late) == ["paused"]
+                manager.start_all()
+                await (await late.send(b""))
+        assert list(manager.resources) == []
+        manager.stop_all()
+
+    run(main())
+
+
+def test_a_manager_may_stop_a_producer_whose_loop_is_gone(run: Run, broker: Broker) -> None:
+    manager = FlowManager()
+    producers = []
+
+    async def main() -> None:
+        producer = AsyncProducer(broker.url, routing_key="q", manager=manager, reconnect_timeout=0)
+        producers.append(await producer.connect())
+        broker.drop_connections()
+        await soon(lambda: producers[0].closed)
+
+    run(main())
+    thread = threading.Thread(target=manager.stop_all)
+    thread.start()
+    thread.join()
+    assert manager.resources == tuple(producers)
+    # From the thread in which the loop ran it is done at once, and there is no turn of the loop for callbacks.
+    producers[0].on_flow(lambda _event: None)
+    manager.stop_all("audit")
+    assert [hold.detail for hold in producers[0].flow_state.holds if hold.kind == "paused"] == ["audit"]
+
+
+def test_one_notice_speaks_for_all_who_wait(run: Run, broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        notices: list[FlowEvent] = []
+        producer = AsyncProducer(broker.url, routing_key="q", flow_control_wait_notify_period=0.1)
+        async with producer:
+            producer.on_flow(lambda event: notices.append(event) if event.kind is FlowEventKind.WAITING else None)
+            broker.flow(False)
+            await held(producer, "channel_flow")
+            tasks = [asyncio.create_task(producer.send(b"%d" % number, timeout=None)) for number in range(2000)]
+            await in_line(producer, 2000)
+            short = asyncio.create_task(producer.send(b"no", timeout=0.15))
+            await soon(lambda: len(notices) >= 3)
+            with pytest.raises(FlowControlTimeout):
+                await short
+            # Of the oldest each time.
+            assert len({event.since for event in notices}) == 1
+            assert all(later.at - sooner.at > 0.09 for sooner, later in pairwise(notices))
+            tasks[0].cancel()
+            count = len(notices)
+            await soon(lambda: len(notices) > count)
+            broker.flow(True)
+            await asyncio.gather(*tasks[1:])
+            await producer.flush()
+
+    with caplog.at_level(logging.WARNING, "qflow_client"):
+        run(main())
+        assert flush_logs(20)
+    assert "2001 sends have been waiting, the longest for" in caplog.text
+    assert bodies(broker) == [b"%d" % number for number in range(1, 2000)]
+
+
+def test_callbacks_that_are_due_run_before_close_returns(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        told: list[FlowEventKind] = []
+        producer = await AsyncProducer(broker.url, routing_key="q").connect()
+        producer.on_flow(lambda event: told.append(event.kind))
+        producer.pause()
+        await producer.close()
+        assert told[0] is FlowEventKind.FLOWED
+        count = len(told)
+        await asyncio.sleep(0.01)
+        assert len(told) == count
+        with pytest.raises(ProducerClosed):
+            producer.send_nowait(b"")
+
+    run(main())

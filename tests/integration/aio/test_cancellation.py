@@ -1,0 +1,282 @@
+"""A task may be cancelled at any await: nothing leaks, and nothing is sent that was not admitted."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from qflow_client import AsyncProducer, FlowControlTimeout, Outcome, UndeliveredMessages
+from qflow_client.broker import Broker
+from tests.integration.producer.tools import bodies
+
+from .tools import held, in_line, soon
+
+Run = Callable[..., Any]
+
+
+def test_a_send_that_is_cancelled_in_line_sends_nothing_and_lets_the_next_one_in(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        async with AsyncProducer(broker.url, routing_key="q", capacity=2, capacity_bytes=10) as producer:
+            broker.withhold_confirms()
+            await producer.send(b"123456")
+            large = asyncio.create_task(producer.send(b"too large", timeout=None))
+            small = asyncio.create_task(producer.send(b"fits", timeout=None))
+            await in_line(producer, 2)
+            large.cancel()
+            # It stood before one that is small enough.
+            await small
+            with pytest.raises(asyncio.CancelledError):
+                await large
+            assert (producer.unsettled, producer.available) == (2, 0)
+            broker.release_confirms()
+            await producer.flush()
+            assert producer.available == 2
+
+    run(main())
+    assert bodies(broker) == [b"123456", b"fits"]
+
+
+def test_what_was_not_admitted_when_it_was_cancelled_never_is(run: Run, broker: Broker) -> None:
+    """Also if the hold is lifted in the same turn of the loop, before the cancelled task has run."""
+
+    async def main() -> None:
+        async with AsyncProducer(broker.url, routing_key="q") as producer:
+            producer.pause()
+            tasks = [asyncio.create_task(producer.send(b"%d" % number, timeout=None)) for number in range(4)]
+            await in_line(producer, 4)
+            tasks[0].cancel()
+            tasks[2].cancel()
+            producer.resume()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            assert [isinstance(result, asyncio.CancelledError) for result in results] == [True, False, True, False]
+            await producer.flush()
+            assert producer.available == producer.capacity
+
+    run(main())
+    assert bodies(broker) == [b"1", b"3"]
+
+
+def test_what_was_admitted_before_it_was_cancelled_is_sent_and_failures_come_up(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        async with AsyncProducer(broker.url) as producer:
+            producer.pause()
+            tasks = [asyncio.create_task(producer.send(b"", routing_key=key, timeout=None)) for key in ("q", "nowhere")]
+            await in_line(producer, 2)
+            producer.resume()
+            for task in tasks:
+                task.cancel()
+            for task in tasks:
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            with pytest.raises(UndeliveredMessages, match="312") as caught:
+                await producer.flush()
+            assert len(caught.value.receipts) == 1
+            assert producer.available == producer.capacity
+
+    run(main())
+    assert bodies(broker) == [b""]
+
+
+def test_a_deadline_that_falls_together_with_a_cancel(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        async with AsyncProducer(broker.url, routing_key="q") as producer:
+            producer.pause()
+            for turn in range(30):
+                task = asyncio.create_task(producer.send(b"no", timeout=0.001))
+                await asyncio.sleep(0.0001 * turn)
+                task.cancel()
+                with pytest.raises((asyncio.CancelledError, FlowControlTimeout)):
+                    await task
+            assert producer._protocol.controller.waiting == 0
+            assert producer._protocol._waiting == {}
+            producer.resume()
+            await (await producer.send(b"yes"))
+
+    run(main())
+    assert bodies(broker) == [b"yes"]
+
+
+def test_cancelled_waits_leave_nobody_to_be_woken(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        async with AsyncProducer(broker.url, routing_key="q") as producer:
+            broker.withhold_confirms()
+            receipt = await producer.send(b"")
+            producer.pause()
+            events = producer.flow_events()
+            calls: list[Any] = [
+                producer.flush(timeout=None),
+                producer.wait_unflowed(),
+                receipt.result(),
+                receipt.wait(timeout=30),
+                anext(events),
+            ]
+            tasks = [asyncio.create_task(call) for call in calls]
+            await asyncio.sleep(0.01)
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            assert {type(result) for result in results} == {asyncio.CancelledError}
+            protocol = producer._protocol
+            assert (protocol._flushes, protocol._unflow_waiters) == ([], [])
+            producer.resume()
+            broker.release_confirms()
+            assert await receipt is Outcome.CONFIRMED
+            assert (await anext(events)).kind == "unflowed"
+
+    run(main())
+
+
+def test_a_close_that_is_cancelled_gives_up_and_says_what(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        producer = await AsyncProducer(broker.url, routing_key="q").connect()
+        broker.withhold_confirms()
+        receipt = await producer.send(b"1")
+        await soon(lambda: broker.queue("q").depth)
+        closing = asyncio.create_task(producer.close(timeout=None))
+        await soon(lambda: producer._protocol._flushes)
+        second = asyncio.create_task(producer.close(timeout=None))
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError) as caught:
+            await closing
+        assert receipt.outcome is Outcome.UNKNOWN
+        assert caught.value.undelivered.receipts == (receipt,)  # type: ignore[attr-defined]  # for whoever looks
+        await second
+        await soon(lambda: not broker.connections())
+
+    run(main())
+
+
+def test_a_connect_that_is_cancelled_at_any_point_leaves_nothing(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        connected = 0
+        for turns in range(60):
+            producer = AsyncProducer(broker.url, routing_key="q")
+            task = asyncio.create_task(producer.connect())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            if turns % 3 == 0:
+                # The broker answers in its own time.
+                await asyncio.sleep(0.0005 * (turns // 3))
+            task.cancel()
+            try:
+                await task
+            except asyncio.CancelledError:
+                assert producer.closed
+            else:
+                connected += 1
+            await producer.close()
+        await soon(lambda: not broker.connections())
+        assert connected < 60
+
+    run(main())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_cancels_lose_and_invent_nothing(run: Run, broker: Broker, seed: int) -> None:
+    dice = random.Random(seed)
+
+    async def main() -> None:
+        producer = await AsyncProducer(broker.url, routing_key="q", capacity=7, capacity_bytes=60).connect()
+        sent: list[bytes] = []
+        refused: list[bytes] = []
+        cancelled: list[bytes] = []
+
+        async def work(task: int) -> None:
+            for number in range(40):
+                body = b"%d.%d" % (task, number) + b"x" * dice.randrange(20)
+                try:
+                    receipt = await producer.send(body, timeout=dice.choice((None, None, 0.002)))
+                    sent.append(body)
+                    if dice.random() < 0.5:
+                        await receipt
+                except FlowControlTimeout:
+                    refused.append(body)
+                except asyncio.CancelledError:
+                    if body not in sent:
+                        cancelled.append(body)
+
+        async def disturb() -> None:
+            while True:
+                await asyncio.sleep(0.001)
+                match dice.randrange(3):
+                    case 0:
+                        producer.pause()
+                    case 1:
+                        producer.resume()
+                    case _:
+                        producer.capacity = dice.randrange(1, 8)
+
+        disturbing = asyncio.create_task(disturb())
+        tasks = [asyncio.create_task(work(task)) for task in range(20)]
+        while not all(task.done() for task in tasks):
+            dice.choice(tasks).cancel()
+            await asyncio.sleep(dice.choice((0, 0, 0.001)))
+        await asyncio.gather(*tasks, return_exceptions=True)
+        disturbing.cancel()
+        with suppress(asyncio.CancelledError):
+            await disturbing
+        producer.resume()
+        producer.capacity = 7
+        await producer.flush(timeout=20)
+        assert (producer.available, producer.unsettled) == (7, 0)
+        assert producer._protocol.byte_window is not None
+        assert producer._protocol.byte_window.used == 0
+        assert producer._protocol.controller.waiting == 0
+        assert producer._protocol._waiting == {}
+        await producer.close()
+        found = bodies(broker)
+        assert len(found) == len(set(found))
+        assert set(sent) <= set(found) <= {*sent, *cancelled}
+        assert refused or cancelled
+
+    run(main())
+
+
+def test_a_task_group_that_fails_cancels_its_sends(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        async with AsyncProducer(broker.url, routing_key="q") as producer:
+            broker.flow(False)
+            await held(producer, "channel_flow")
+
+            async def fail() -> None:
+                await in_line(producer, 3)
+                raise KeyError
+
+            async def together() -> None:
+                async with asyncio.TaskGroup() as group:
+                    for number in range(3):
+                        group.create_task(producer.send(b"%d" % number, timeout=None))
+                    group.create_task(fail())
+
+            with pytest.raises(ExceptionGroup):
+                await together()
+            broker.flow(True)
+            await producer.wait_unflowed(timeout=10)
+            await (await producer.send(b"after"))
+
+    run(main())
+    assert bodies(broker) == [b"after"]
+
+
+def test_a_send_many_that_is_cancelled_says_what_was_admitted(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        async with AsyncProducer(broker.url, routing_key="q", capacity=10) as producer:
+            broker.withhold_confirms()
+            sending = asyncio.create_task(producer.send_many([b"%d" % number for number in range(20)], timeout=None))
+            await in_line(producer, 1)
+            sending.cancel()
+            with pytest.raises(asyncio.CancelledError) as caught:
+                await sending
+            receipts: Any = caught.value.receipts  # type: ignore[attr-defined]  # send_many's
+            assert [receipt.message.body for receipt in receipts] == [b"%d" % number for number in range(10)]
+            broker.release_confirms()
+            await producer.flush()
+
+    run(main())
+    assert broker.queue("q").depth == 10

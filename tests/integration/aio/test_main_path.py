@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from qflow_client import (
+    AsyncProducer,
+    ConfirmTimeout,
+    ConnectionFailed,
+    MessageReturned,
+    Outcome,
+    ProducerClosed,
+    QflowError,
+    UndeliveredMessages,
+    flow_manager,
+)
+from qflow_client.broker import Broker
+from tests.integration.producer.tools import Stopwatch, bodies, message_ids
+
+from .tools import soon
+
+Run = Callable[..., Any]
+
+
+def test_f4_a_thousand_tasks_share_one_producer(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        async with AsyncProducer(broker.url, routing_key="q", capacity=100) as producer:
+
+            async def work(task: int) -> None:
+                for number in range(5):
+                    receipt = await producer.send(b"%d %d" % (task, number))
+                    assert await receipt is Outcome.CONFIRMED
+
+            await asyncio.gather(*map(work, range(1000)))
+            assert (producer.unsettled, producer.available) == (0, 100)
+
+    run(main())
+    by_task = defaultdict(list)
+    for body in bodies(broker):
+        task, number = map(int, body.split())
+        by_task[task].append(number)
+    assert by_task == {task: list(range(5)) for task in range(1000)}
+    ids = message_ids(broker)
+    assert ids == sorted(set(ids))
+
+
+def test_f8_an_open_gate_costs_a_send_no_turn_of_the_loop_and_many_messages_are_one_write(
+    run: Run, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with AsyncProducer(broker.url, routing_key="q") as producer:
+            assert producer._link is not None
+            tapped = producer._link.tapped
+            assert tapped is not None
+            writes: list[int] = []
+            write = tapped._send
+
+            def counted(data: bytes) -> int:
+                writes.append(len(data))
+                return write(data)
+
+            monkeypatch.setattr(tapped, "_send", counted)
+            receipts = []
+            for number in range(500):
+                sending = producer.send(b"%d" % number)
+                with pytest.raises(StopIteration) as done:
+                    sending.send(None)
+                receipts.append(done.value.value)
+            # Nobody waits for them, so nothing was made to wait by.
+            assert {receipt._waiter for receipt in receipts} == {None}
+            assert writes == []
+            await producer.flush()
+            assert len(writes) == 1
+
+    run(main())
+    assert bodies(broker) == [b"%d" % number for number in range(500)]
+
+
+def test_many_tasks_wait_for_one_receipt_and_a_cancelled_one_takes_no_other_with_it(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        async with AsyncProducer(broker.url, routing_key="q") as producer:
+            broker.withhold_confirms()
+            receipt = await producer.send(b"")
+
+            async def wait() -> Outcome:
+                return await receipt
+
+            tasks = [asyncio.create_task(wait()) for _ in range(6)]
+            limited = asyncio.create_task(receipt.result(timeout=30))
+            await asyncio.sleep(0)
+            for doomed in (tasks[0], tasks[3]):
+                doomed.cancel()
+            await asyncio.sleep(0)
+            late = asyncio.create_task(wait())
+            await asyncio.sleep(0)
+            tasks[1].cancel()
+            with pytest.raises(ConfirmTimeout):
+                await receipt.result(timeout=0.05)
+            assert not await receipt.wait(timeout=0)
+            broker.release_confirms()
+            results = await asyncio.gather(*tasks, limited, late, return_exceptions=True)
+            cancelled = {at for at, result in enumerate(results) if isinstance(result, asyncio.CancelledError)}
+            assert cancelled == {0, 1, 3}
+            assert {result for at, result in enumerate(results) if at not in cancelled} == {Outcome.CONFIRMED}
+            assert await receipt.wait()
+
+    run(main())
+
+
+def test_an_awaited_receipt_raises_what_became_of_the_message(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        async with AsyncProducer(broker.url, routing_key="nowhere") as producer:
+            with pytest.raises(MessageReturned, match="312"):
+                await (await producer.send(b""))
+
+    run(main())
+
+
+def test_send_nowait_is_a_plain_call(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        async with AsyncProducer(broker.url, routing_key="q") as producer:
+            assert await producer.send_nowait("text") is Outcome.CONFIRMED
+
+    run(main())
+    assert bodies(broker) == [b"text"]
+
+
+def test_a_producer_connects_once_and_before_it_sends(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        producer = AsyncProducer(broker.url, routing_key="q")
+        for call in (
+            lambda: producer.send(b"1"),
+            lambda: producer.send(b"1", timeout=0),
+            producer.wait_unflowed,
+        ):
+            with pytest.raises(ProducerClosed, match="not connected yet"):
+                await call()
+        with pytest.raises(ProducerClosed, match="not connected yet"):
+            producer.send_nowait(b"1")
+        assert list(flow_manager.resources) == []
+        async with await producer.connect() as same:
+            assert same is producer
+            assert list(flow_manager.resources) == [producer]
+            await (await producer.send(b"2"))
+            with pytest.raises(QflowError, match="connects once"):
+                await producer.connect()
+        with pytest.raises(ProducerClosed):
+            await producer.connect()
+
+    run(main())
+    assert bodies(broker) == [b"2"]
+
+
+def test_one_that_was_never_connected_can_be_closed(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        producer = AsyncProducer(broker.url)
+        events = producer.flow_events()
+        await producer.close()
+        with pytest.raises(StopAsyncIteration):
+            await anext(events)
+        with pytest.raises(ProducerClosed):
+            await producer.connect()
+
+    run(main())
+
+
+def test_one_that_cannot_connect_is_closed_and_says_why(run: Run) -> None:
+    async def main() -> None:
+        producer = AsyncProducer("amqp://guest:secret@127.0.0.1:1/%2F")
+        waiting: asyncio.Task[Any] | None = None
+        connecting = asyncio.create_task(producer.connect())
+        await asyncio.sleep(0)
+        # It may be used by others while it connects.
+        waiting = asyncio.create_task(producer.send(b"", timeout=None))
+        with pytest.raises(ConnectionFailed, match=r"127\.0\.0\.1:1"):
+            await connecting
+        with Stopwatch() as watch, pytest.raises(ProducerClosed, match="could not connect"):
+            await waiting
+        assert watch.kept(0.0)
+        assert producer.closed
+        await producer.close()
+
+    run(main())
+
+
+def test_sends_may_wait_for_the_connection(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        producer = AsyncProducer(broker.url, routing_key="q")
+        connecting = asyncio.create_task(producer.connect())
+        await asyncio.sleep(0)
+        receipts = await asyncio.gather(*(producer.send(b"%d" % number) for number in range(3)))
+        async with await connecting:
+            assert [await receipt for receipt in receipts] == [Outcome.CONFIRMED] * 3
+
+    run(main())
+    assert bodies(broker) == [b"0", b"1", b"2"]
+
+
+def test_a_producer_that_is_closed_while_it_connects_does_not_stay(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        producer = AsyncProducer(broker.url, routing_key="q")
+        connecting = asyncio.create_task(producer.connect())
+        await asyncio.sleep(0)
+        await producer.close()
+        with pytest.raises(ProducerClosed):
+            await connecting
+        await soon(lambda: not broker.connections())
+
+    run(main())
+
+
+def test_leaving_by_an_exception_says_what_is_lost(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        broker.withhold_confirms()
+        producer = AsyncProducer(broker.url, routing_key="q", max_producer_flow_control_wait=0.2)
+
+        async def leave() -> None:
+            async with producer:
+                await producer.send(b"1")
+                await soon(lambda: broker.queue("q").depth)
+                raise KeyError
+
+        with pytest.raises(KeyError) as caught:
+            await leave()
+        assert "1 admitted messages were not delivered" in caught.value.__notes__[0]
+        undelivered = caught.value.undelivered  # type: ignore[attr-defined]  # put there for whoever looks
+        assert isinstance(undelivered, UndeliveredMessages)
+        assert [message.body for message in undelivered.unknown] == [b"1"]
+
+    run(main())
+
+
+def test_leaving_flushes_and_says_good_bye(run: Run, broker: Broker, wire: Any) -> None:
+    async def main() -> None:
+        async with AsyncProducer(broker.url, routing_key="q", name="orders") as producer:
+            for _ in range(3000):
+                await producer.send(b"")
+            assert broker.connections()[0].client_properties["connection_name"] == "orders"
+
+    run(main())
+    assert broker.queue("q").depth == 3000
+    broker.wait_until(lambda b: not b.connections())
+    assert wire.count("in", "Connection.Close") == 1

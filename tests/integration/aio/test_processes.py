@@ -1,0 +1,100 @@
+"""Signals and forks."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from qflow_client.broker import Broker
+from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies
+
+_ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def program() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts one of `programs`."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-W", "error", "-m", "tests.integration.aio.programs", *arguments],
+            cwd=_ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait(PATIENCE)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def _say(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def _ends_well(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    # To the end of what it says; a program that hangs is ended by the timeout of the test.
+    said = process.stdout.read()
+    assert (said, process.wait(PATIENCE)) == ("fine\n", 0)
+
+
+@pytest.mark.parametrize("call", ["send", "flush", "result", "wait_unflowed", "close"])
+def test_ctrl_c_gets_out_of_every_wait(program: Callable[..., subprocess.Popen[str]], call: str) -> None:
+    process = program("interrupted", call)
+    assert _say(process) == "waiting"
+    with Stopwatch() as watch:
+        process.send_signal(signal.SIGINT)
+        said = _say(process)
+        assert "left by CancelledError: 1 admitted messages were not delivered" in said
+        assert _say(process) == "interrupted"
+    assert watch.seconds < 1.0
+    _ends_well(process)
+
+
+def test_a_forked_child_gets_a_clear_error_and_its_parent_goes_on(
+    program: Callable[..., subprocess.Popen[str]], broker: Broker
+) -> None:
+    broker.declare_queue("r")
+    process = program("forked", broker.url)
+    sent = int(_say(process))
+    _ends_well(process)
+    assert bodies(broker) == [b"parent"] * sent
+    assert bodies(broker, "r") == [b"child"] * 5
+
+
+def test_a_program_that_forgets_to_close_ends_all_the_same(
+    program: Callable[..., subprocess.Popen[str]], broker: Broker
+) -> None:
+    process = program("forgotten", broker.url)
+    assert process.stdout is not None
+    # aio-pika may have something to say about it, too.
+    said = process.stdout.read()
+    assert "fine\n" in said
+    assert "not closed" not in said
+    assert process.wait(PATIENCE) == 0
+    assert bodies(broker) == [b""]
+
+
+def test_messages_that_are_lost_with_a_producer_that_was_not_closed_are_logged(
+    program: Callable[..., subprocess.Popen[str]], broker: Broker
+) -> None:
+    broker.withhold_confirms()
+    process = program("forgotten", broker.url, "unconfirmed")
+    assert process.stdout is not None
+    said = process.stdout.read()
+    assert "the process ends, and the producer was not closed: 1 admitted messages were not delivered" in said
+    assert process.wait(PATIENCE) == 0

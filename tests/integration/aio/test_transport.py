@@ -1,0 +1,222 @@
+"""What happens at the socket, beyond what both producers are tested for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aio_pika
+import aiormq
+import pytest
+
+from qflow_client import (
+    AsyncProducer,
+    ConnectionFailed,
+    FlowControlTimeout,
+    Outcome,
+    ProducerClosed,
+    UndeliveredMessages,
+    connect_async,
+)
+from qflow_client.broker import Broker
+from tests.integration.producer.tools import PATIENCE, Proxy, Stopwatch, Wire, bodies
+
+from .tools import soon
+
+Run = Callable[..., Any]
+
+
+@asynccontextmanager
+async def relay(broker: Broker) -> AsyncIterator[tuple[str, Callable[[bytes], None]]]:
+    """A URL of the broker by way of a relay, and what makes the relay say something of its own to its clients."""
+    clients: list[asyncio.StreamWriter] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        clients.append(writer)
+        broker_reader, broker_writer = await asyncio.open_connection("127.0.0.1", broker.port)
+
+        async def pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+            try:
+                while data := await source.read(1 << 16):
+                    target.write(data)
+            except OSError:
+                pass
+            target.close()
+
+        await asyncio.gather(pump(reader, broker_writer), pump(broker_reader, writer))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+
+    def say(data: bytes) -> None:
+        for client in clients:
+            client.write(data)
+
+    try:
+        yield broker.url.replace(f":{broker.port}/", f":{port}/"), say
+    finally:
+        server.close()
+        await server.wait_closed()
+
+
+@pytest.mark.usefixtures("one_connection")
+def test_a_broker_that_sends_no_frames_ends_the_connection_and_every_wait(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        async with relay(broker) as (url, say):
+            producer = await AsyncProducer(url, routing_key="q").connect()
+            broker.withhold_confirms()
+            receipt = await producer.send(b"")
+            await soon(lambda: broker.queue("q").depth)
+            producer.pause()
+            waiting = asyncio.create_task(producer.send(b"", timeout=None))
+            say(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 3)
+            # Whatever follows is not looked at.
+            say(b"more" * 10)
+            with pytest.raises(ProducerClosed, match="the broker sent"):
+                await waiting
+            with pytest.raises(UndeliveredMessages):
+                await producer.close()
+            assert receipt.outcome is Outcome.UNKNOWN
+
+    run(main())
+
+
+@pytest.mark.parametrize("slow", [0.0, 0.002])
+def test_what_aio_pika_publishes_and_consumes_mixes_with_ours_at_frame_borders(
+    run: Run, broker: Broker, proxy: Proxy, wire: Wire, slow: float
+) -> None:
+    """Each is more than the socket takes, and each has to wait for the other in mid-message."""
+    broker.declare_queue("theirs")
+    proxy.slow_down(slow)
+
+    async def main() -> None:
+        async with await connect_async(proxy.url(broker), heartbeat=1) as connection:
+            channel = await connection.channel()
+            got: list[bytes] = []
+
+            async def consume(message: Any) -> None:
+                got.append(message.body)
+
+            await (await channel.get_queue("theirs")).consume(consume, no_ack=True)
+            theirs = [bytes([number]) * 700_000 for number in range(8)]
+            async with AsyncProducer(connection=connection, routing_key="q", capacity=10_000) as producer:
+
+                async def ours() -> None:
+                    for number in range(1500):
+                        await producer.send(b"%08d" % number + bytes(number % 7 * 1000))
+                        if number % 50 == 0:
+                            await asyncio.sleep(0)
+
+                async def publish(body: bytes) -> None:
+                    await channel.default_exchange.publish(aio_pika.Message(body), "theirs", timeout=60)
+
+                await asyncio.gather(ours(), *map(publish, theirs))
+                await producer.flush(timeout=60)
+            await soon(lambda: len(got) == len(theirs))
+            assert sorted(got) == theirs
+
+    run(main())
+    assert [int(body[:8]) for body in bodies(broker)] == list(range(1500))
+    assert wire.count("out", "Connection.Close") == 0
+    assert wire.count("out", "Channel.Close") == 0
+
+
+def test_a_shared_connection_to_a_peer_that_does_not_read_can_be_closed(run: Run, broker: Broker, proxy: Proxy) -> None:
+    async def main() -> None:
+        connection = await connect_async(proxy.url(broker))
+        producer = await AsyncProducer(connection=connection, routing_key="q").connect()
+        proxy.stop_reading()
+
+        async def fill() -> None:
+            while True:
+                await producer.send(bytes(100_000), timeout=0.2)
+
+        with pytest.raises(FlowControlTimeout, match="transport"):
+            await fill()
+        with Stopwatch() as watch:
+            await connection.close()
+        # The good-bye of aiormq and ours have some seconds each.
+        assert watch.seconds < 10
+        with pytest.raises(ProducerClosed):
+            await producer.send(b"")
+        with pytest.raises(UndeliveredMessages) as caught:
+            await producer.close()
+        assert caught.value.unknown
+        assert caught.value.unsent
+
+    run(main())
+
+
+@pytest.mark.parametrize("announced", [False, None, KeyError("capabilities")])
+def test_a_broker_that_does_not_confirm(
+    run: Run, broker: Broker, monkeypatch: pytest.MonkeyPatch, announced: Any
+) -> None:
+    def publisher_confirms(_connection: object) -> Any:
+        if isinstance(announced, Exception):
+            raise announced
+        return announced
+
+    monkeypatch.setattr(aiormq.Connection, "publisher_confirms", property(publisher_confirms))
+
+    async def main() -> None:
+        with pytest.raises(ConnectionFailed, match="confirms=False does without"):
+            await AsyncProducer(broker.url).connect()
+        if not isinstance(announced, Exception):
+            # aiormq opens no channel at all where the broker announces nothing.
+            async with AsyncProducer(broker.url, routing_key="q", confirms=False) as producer:
+                assert await (await producer.send(b"")) is Outcome.SENT
+        await soon(lambda: not broker.connections())
+
+    run(main())
+
+
+def test_the_socket_s_own_descriptor_is_closed_with_the_connection(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        for end in ("close", "drop"):
+            producer = await AsyncProducer(broker.url, routing_key="q").connect()
+            assert producer._link is not None
+            tapped = producer._link.tapped
+            assert tapped is not None
+            assert tapped._socket.fileno() >= 0
+            if end == "drop":
+                broker.drop_connections()
+                await soon(lambda tapped=tapped: tapped._socket.fileno() == -1)  # type: ignore[misc]
+            await producer.close()
+            assert tapped._socket.fileno() == -1
+
+    run(main())
+
+
+@pytest.mark.parametrize("size", [1000, 150_000])
+def test_heartbeats_get_their_turn_while_the_socket_is_never_empty(
+    run: Run, broker: Broker, proxy: Proxy, wire: Wire, size: int
+) -> None:
+    """Every write of ours ends in the middle of a frame, and aiormq may write only at the end of one."""
+    proxy.slow_down(0.02)
+
+    async def main() -> None:
+        url = f"{proxy.url(broker)}?heartbeat=1"
+        # The kernel takes a megabyte or more at a time.
+        plenty = 16_000_000
+        async with AsyncProducer(url, routing_key="q", capacity=100_000, max_unwritten_bytes=plenty) as producer:
+            outbound = producer._protocol.outbound
+            sent = 0
+            async with asyncio.timeout(PATIENCE):
+                while outbound.size < plenty // 2:
+                    await producer.send(bytes(size))
+                    sent += 1
+                beats = wire.count("in", "Heartbeat")
+                while wire.count("in", "Heartbeat") < beats + 2:
+                    while outbound.size < plenty // 2:
+                        await producer.send(bytes(size))
+                        sent += 1
+                    # To count takes its time, and so much is not written in between.
+                    await asyncio.sleep(0.01)
+                    assert outbound.size > 0
+            proxy.slow_down(0)
+            await producer.flush(timeout=20)
+            assert broker.queue("q").depth == sent
+
+    run(main())

@@ -1,0 +1,34 @@
+"""What the tests of the asynchronous producer share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from qflow_client import AsyncProducer
+from tests.integration.producer.tools import PATIENCE
+
+
+async def soon(condition: Callable[[], object], what: str = "", *, timeout: float = PATIENCE) -> None:
+    """Let the loop turn until something that nobody tells of has become true."""
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end, f"not within {timeout} s: {what or condition}"
+        await asyncio.sleep(0.002)
+
+
+def kinds(producer: AsyncProducer) -> list[str]:
+    """The kinds of the holds that are on a producer, the oldest first."""
+    return [str(hold.kind) for hold in producer.flow_state.holds]
+
+
+async def held(producer: AsyncProducer, *wanted: str) -> None:
+    """Wait until a producer is held by these, and maybe others."""
+    await soon(lambda: set(wanted) <= set(kinds(producer)), f"{producer} held by {wanted}, not {kinds(producer)}")
+
+
+async def in_line(producer: AsyncProducer, count: int) -> None:
+    """Wait until exactly so many sends stand in line."""
+    # Nobody else needs to know; without it, the order of standing in line could not be arranged without sleeping.
+    await soon(lambda: producer._protocol.controller.waiting == count, f"{count} sends in line")

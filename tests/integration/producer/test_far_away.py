@@ -1,0 +1,34 @@
+"""A broker far away: the proxy of `benchmarks.delay`."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+
+import pytest
+
+from benchmarks.delay import delayed
+from qflow_client import ConnectionFailed, Producer
+from qflow_client.broker import Broker
+
+
+@pytest.mark.parametrize("capacity", ["auto", 100])
+def test_every_byte_arrives_later_in_either_direction_and_in_order(
+    broker: Broker, stack: ExitStack, capacity: int | str
+) -> None:
+    url = stack.enter_context(delayed(broker.url, 0.05))
+    bodies = [b"%d" % n * 100 for n in range(1500)]
+    with Producer(url, routing_key="q", capacity=capacity) as producer:
+        began = time.monotonic()
+        producer.send(bodies[0]).wait()
+        assert time.monotonic() - began >= 0.1
+        for body in bodies[1:]:
+            producer.send(body)
+    assert [message.body for message in broker.messages("q")] == bodies
+
+
+def test_a_connection_that_leads_nowhere_ends(stack: ExitStack) -> None:
+    with Broker() as gone:
+        url = gone.url
+    with pytest.raises(ConnectionFailed):
+        Producer(stack.enter_context(delayed(url, 0.001)), connect_timeout=5)

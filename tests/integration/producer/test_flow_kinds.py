@@ -1,0 +1,80 @@
+"""`on_flow` and `flow_events` for those who want to hear of some holds only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from qflow_client import HoldKind, Producer
+from qflow_client.broker import Broker
+
+from .tools import Flows, start, wait_held, wait_in_line
+
+
+def kinds_told(flows: Flows) -> list[str]:
+    return [str(event.hold.kind) for event in flows.events if event.hold is not None]
+
+
+def test_a_callback_hears_of_the_kinds_that_it_names(make_producer: Callable[..., Producer], broker: Broker) -> None:
+    producer = make_producer(capacity=1)
+    some, all_ = Flows(), Flows()
+    producer.on_flow(some, kinds=(HoldKind.CONNECTION_BLOCKED, "paused"))
+    producer.on_flow(all_)
+    broker.withhold_confirms()
+    producer.send(b"")
+    waiting = start(producer.send, b"", timeout=None)
+    wait_held(producer, "capacity")
+    broker.release_confirms()
+    waiting.result()
+    broker.block("alarm")
+    wait_held(producer, "connection_blocked")
+    broker.unblock()
+    assert producer.wait_unflowed(20)
+    producer.pause()
+    producer.resume()
+    # The same thread calls both, so that who hears of all is told last of the last.
+    all_._events.wait_for(lambda _: kinds_told(all_).count("paused") == 2, "a pause and its end")
+    assert kinds_told(some) == ["connection_blocked"] * 2 + ["paused"] * 2
+    assert "capacity" in kinds_told(all_)
+
+
+def test_an_iterator_likewise(make_producer: Callable[..., Producer], broker: Broker) -> None:
+    producer = make_producer(capacity=1)
+    events = producer.flow_events(kinds=["paused"])
+    broker.withhold_confirms()
+    producer.send(b"")
+    waiting = start(producer.send, b"", timeout=None)
+    wait_held(producer, "capacity")
+    broker.release_confirms()
+    waiting.result()
+    producer.flush()
+    producer.pause("a break")
+    producer.resume()
+    told = [next(events), next(events)]
+    assert [(event.hold.kind, event.hold.detail) for event in told if event.hold] == [("paused", "a break")] * 2
+    producer.close()
+    assert list(events) == []
+
+
+def test_a_notice_is_about_the_oldest_hold(make_producer: Callable[..., Producer], broker: Broker) -> None:
+    producer = make_producer(flow_control_wait_notify_period=0.05)
+    paused, rate = Flows(), Flows()
+    producer.on_flow(rate, kinds=["rate"])
+    producer.on_flow(paused, kinds=["paused"])
+    producer.pause()
+    waiting = start(producer.send, b"", timeout=None)
+    wait_in_line(producer, 1)
+    paused._events.wait_for(lambda events: any(event.waiting for event in events), "a notice")
+    assert rate.events == []
+    producer.resume()
+    waiting.result()
+
+
+@pytest.mark.parametrize("kinds", ["paused", 5, [None]])
+def test_what_is_no_list_of_kinds_is_refused(producer: Producer, kinds: Any) -> None:
+    with pytest.raises(TypeError):
+        producer.on_flow(print, kinds=kinds)
+    with pytest.raises(TypeError):
+        producer.flow_events(kinds=kinds)

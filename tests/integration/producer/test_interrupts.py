@@ -1,0 +1,106 @@
+"""Ctrl-C at any point of a call harms nobody else. What the protocol does in it, `tests/unit` interrupts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+
+from qflow_client import FlowControlTimeout, Outcome, Producer, UndeliveredMessages
+from qflow_client.broker import Broker
+from tests.interrupting import interrupted
+
+from .tools import PATIENCE, Stopwatch, bodies, start, wait_in_line
+
+
+def test_a_resume_that_is_interrupted_at_any_line_is_had_by_the_next(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    producer = make_producer()
+    for at in range(1, 1000):
+        producer.pause()
+        others = [start(producer.send, b"%d" % at, timeout=None) for _ in range(2)]
+        wait_in_line(producer, 2)
+        come = interrupted(producer.resume, at)
+        producer.resume()
+        for other in others:
+            assert other.result().result(timeout=PATIENCE) is Outcome.CONFIRMED
+        if not come:
+            assert at > 60
+            break
+    assert broker.queue("q").depth == 2 * at
+
+
+def test_a_send_that_is_interrupted_at_any_line_leaves_the_producer_whole(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    producer = make_producer(max_unwritten_bytes=1)
+    for at in range(1, 1000):
+        producer.pause()
+        other = start(producer.send, b"other", timeout=None)
+        wait_in_line(producer, 1)
+
+        def send() -> None:
+            with suppress(FlowControlTimeout):
+                producer.send(b"own", timeout=0.001)
+
+        come = interrupted(send, at)
+        assert producer._protocol.controller.waiting == 1
+        producer.resume()
+        other.result().result(timeout=PATIENCE)
+        if not come:
+            assert at > 100
+            break
+    assert bodies(broker) == [b"other"] * at
+
+
+def test_a_close_that_is_interrupted_is_had_by_the_next(broker: Broker) -> None:
+    for at in range(1, 1000):
+        producer = Producer(broker.url, routing_key="q")
+        producer.send(b"")
+        come = interrupted(producer.close, at)
+        with Stopwatch() as watch, suppress(UndeliveredMessages):
+            producer.close(timeout=5)
+        assert watch.kept(0.0) or watch.seconds < 5
+        assert producer.closed
+        if not come:
+            assert at > 100
+            break
+    broker.wait_until(lambda b: not b.connections())
+
+
+def test_ctrl_c_twice_in_a_close_leaves_nobody_waiting_for_its_end(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer = Producer(broker.url, routing_key="q")
+    stop = producer._dispatcher.stop
+
+    def press(timeout: float) -> None:
+        stop(timeout)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(producer._dispatcher, "stop", press)
+    with pytest.raises(KeyboardInterrupt):
+        producer.close()
+    start(producer.close, None).result()
+
+
+@pytest.mark.parametrize("error", [ValueError, TypeError, TimeoutError])
+def test_a_signal_handler_may_raise_anything_where_the_i_o_thread_is_to_be_woken(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    with Producer(broker.url, routing_key="q") as producer:
+        wake = producer._services.wake
+        calls: list[None] = []
+
+        def interrupted_once() -> None:
+            calls.append(None)
+            if len(calls) == 1:
+                raise error("of a signal handler's")
+            wake()
+
+        monkeypatch.setattr(producer._services, "wake", interrupted_once)
+        with pytest.raises(error):
+            producer.send(b"1")
+        broker.wait_until(lambda b: b.queue("q").depth == 1)

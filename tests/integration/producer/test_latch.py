@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from qflow_client.sync.latch import Latch
+
+from .tools import PATIENCE, Stopwatch, eventually, start
+
+
+def test_a_latch_that_is_set_lets_everybody_go_on_and_keeps_nobody() -> None:
+    latch = Latch()
+    waiting = [start(latch.wait, timeout) for timeout in (None, PATIENCE, 1e9)]
+    eventually(lambda: len(latch._locks) == 3)
+    with Stopwatch() as watch:
+        assert not latch.wait(0.05)
+    assert watch.kept(0.05)
+    assert not latch.wait(-1.0)
+    assert len(latch._locks) == 3, "who waits no longer is forgotten"
+    latch.set()
+    latch.set()
+    assert [each.result() for each in waiting] == [True] * 3
+    assert latch.wait(0.0)
+    assert latch._locks == []
+
+
+@pytest.mark.parametrize("round_", range(20))
+def test_nobody_who_comes_as_a_latch_is_set_is_overlooked(round_: int) -> None:
+    latch, ready = Latch(), threading.Barrier(3)
+
+    def wait() -> bool:
+        ready.wait()
+        return latch.wait(PATIENCE)
+
+    waiting = [start(wait) for _ in range(2)]
+    ready.wait()
+    latch.set()
+    with Stopwatch() as watch:
+        assert [each.result() for each in waiting] == [True, True]
+    assert watch.seconds < PATIENCE

@@ -1,0 +1,99 @@
+"""Who trusts whom in TLS: the producer verifies the broker, and the broker may want a certificate."""
+
+from __future__ import annotations
+
+import ssl
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+from qflow_client import ConnectionFailed, Outcome, Producer
+from qflow_client.broker import Broker
+
+Pair = tuple[Path, Path]
+
+
+def certify(folder: Path, name: str, subject: str) -> Pair:
+    """A certificate that vouches for itself, and its key."""
+    certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
+    # fmt: off
+    subprocess.run(
+        [
+            "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+            "-days", "2", "-subj", f"/CN={name}", "-addext", f"subjectAltName={subject}",
+            "-keyout", str(key), "-out", str(certificate),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    # fmt: on
+    return certificate, key
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """The client's certificate and key."""
+    return certify(tmp_path_factory.mktemp("client"), "client", "DNS:client")
+
+
+@pytest.fixture
+def options(skin: Any) -> Callable[..., str]:
+    """Makes what a URL says of TLS; each library has words of its own for it."""
+
+    def options(trusted: Path, own: Pair | None = None) -> str:
+        if skin is not Producer:
+            names = {"cafile": trusted} | ({} if own is None else {"certfile": own[0], "keyfile": own[1]})
+            return "&".join(f"{name}={quote(str(value))}" for name, value in names.items())
+        said = {"ca_certs": str(trusted), "server_hostname": "127.0.0.1"}
+        if own is not None:
+            said |= {"certfile": str(own[0]), "keyfile": str(own[1])}
+        return f"ssl_options={quote(repr(said))}"
+
+    return options
+
+
+@pytest.fixture
+def wary(make_broker: Callable[..., Broker], certificate: Pair, client: Pair) -> Broker:
+    """A broker that wants the client's certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+    context.load_verify_locations(client[0])
+    context.verify_mode = ssl.CERT_REQUIRED
+    return make_broker(ssl_context=context)
+
+
+def test_a_producer_shows_its_certificate_to_a_broker_that_wants_one(
+    make_producer: Callable[..., Producer], options: Callable[..., str], wary: Broker, certificate: Pair, client: Pair
+) -> None:
+    producer = make_producer(f"{wary.url}?{options(certificate[0], client)}")
+    assert producer.send(b"x").result(timeout=10) is Outcome.CONFIRMED
+
+
+def test_without_a_certificate_or_with_another_a_wary_broker_is_not_connected_to(
+    skin: Any, options: Callable[..., str], wary: Broker, certificate: Pair, tmp_path: Path
+) -> None:
+    other = certify(tmp_path, "other", "DNS:other")
+    for own in (None, other):
+        with pytest.raises(ConnectionFailed):
+            skin(f"{wary.url}?{options(certificate[0], own)}", connect_timeout=5)
+    wary.wait_until(lambda broker: not broker.connections())
+
+
+def test_a_broker_that_nobody_vouches_for_is_not_connected_to(skin: Any, wary: Broker) -> None:
+    with pytest.raises(ConnectionFailed, match=r"(?i)certificate.verify.failed"):
+        skin(wary.url, connect_timeout=5)
+
+
+def test_a_broker_of_another_name_is_not_connected_to(
+    skin: Any, options: Callable[..., str], make_broker: Callable[..., Broker], tmp_path: Path
+) -> None:
+    elsewhere = certify(tmp_path, "elsewhere", "DNS:example.org")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*elsewhere)
+    broker = make_broker(ssl_context=context)
+    with pytest.raises(ConnectionFailed, match=r"(?i)certificate.verify.failed|mismatch"):
+        skin(f"{broker.url}?{options(elsewhere[0])}", connect_timeout=5)

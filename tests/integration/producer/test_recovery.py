@@ -1,0 +1,381 @@
+"""A lost connection comes back, and nothing is lost with it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from qflow_client import (
+    FlowControlTimeout,
+    MessageFailed,
+    MessageNacked,
+    Outcome,
+    OutcomeUnknown,
+    Producer,
+    ProducerClosed,
+    UndeliveredMessages,
+)
+from qflow_client.broker import Broker
+from qflow_client.protocol import REPUBLISHED
+
+from .tools import (
+    PATIENCE,
+    Proxy,
+    Stopwatch,
+    bodies,
+    eventually,
+    holds,
+    message_ids,
+    start,
+    wait_closed,
+    wait_done,
+    wait_held,
+    wait_in_line,
+)
+
+FAST = {"reconnect_delay": 0.02}
+
+
+def marked(broker: Broker) -> list[bool]:
+    return [bool((message.properties.headers or {}).get(REPUBLISHED)) for message in broker.messages("q")]
+
+
+def stop(stack: ExitStack) -> None:
+    """Have the brokers end that were entered into a stack."""
+    stack.close()
+
+
+@pytest.fixture
+def first() -> Any:
+    """What holds a broker that ends before the test does."""
+    with ExitStack() as stack:
+        yield stack
+
+
+def begin(stack: ExitStack, **options: Any) -> Broker:
+    broker = stack.enter_context(Broker(**options))
+    broker.declare_queue("q")
+    return broker
+
+
+def test_what_is_unsettled_leaves_again_in_order_and_marked_before_anything_new(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    producer = make_producer(reconnect_delay=0.3)
+    assert producer.send(b"0").result(timeout=PATIENCE) is Outcome.CONFIRMED
+    broker.withhold_confirms()
+    receipts = [producer.send(b"%d" % number) for number in range(1, 4)]
+    broker.wait_until(lambda b: b.queue("q").depth == 4)
+    broker.drop_connections()
+    broker.release_confirms()
+    wait_held(producer, "disconnected")
+    receipts.append(producer.send(b"4", timeout=PATIENCE))
+    producer.flush(timeout=PATIENCE)
+    assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED] * 4
+    assert bodies(broker) == [b"0", b"1", b"2", b"3", b"1", b"2", b"3", b"4"]
+    assert marked(broker) == [False] * 4 + [True] * 3 + [False]
+    ids = message_ids(broker)
+    assert ids[1:4] == ids[4:7]
+    assert not producer.closed
+
+
+def test_with_fail_what_is_unsettled_is_given_back_and_the_producer_goes_on(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    producer = make_producer(on_disconnect="fail", **FAST)
+    broker.withhold_confirms()
+    written = producer.send(b"1")
+    broker.wait_until(lambda b: b.queue("q").depth == 1)
+    broker.drop_connections()
+    with pytest.raises(OutcomeUnknown, match="the connection is lost"):
+        written.result(timeout=PATIENCE)
+    broker.release_confirms()
+    assert producer.send(b"2", timeout=PATIENCE).result(timeout=PATIENCE) is Outcome.CONFIRMED
+    assert bodies(broker) == [b"1", b"2"]
+    assert marked(broker) == [False, False]
+
+
+def test_with_fail_what_was_never_written_is_safe_to_send_again(
+    make_producer: Callable[..., Producer], broker: Broker, proxy: Proxy
+) -> None:
+    producer = make_producer(proxy.url(broker), on_disconnect="fail", max_unwritten_bytes=1 << 26, **FAST)
+    proxy.stop_reading()
+    receipts = [producer.send(bytes(8_000_000), timeout=None) for _ in range(3)]
+    eventually(lambda: producer.in_flight == 1)
+    proxy.cut()
+    wait_done(receipts)
+    assert receipts[0].outcome is Outcome.UNKNOWN
+    with pytest.raises(MessageFailed):
+        receipts[2].result()
+
+
+@pytest.mark.timeout(120)
+def test_it_waits_for_a_broker_that_is_started_again(
+    make_producer: Callable[..., Producer], first: ExitStack, stack: ExitStack
+) -> None:
+    broker = begin(first)
+    port = broker.port
+    producer = make_producer(broker.url, **FAST)
+    events: list[Any] = []
+    producer.on_flow(events.append)
+    broker.withhold_confirms()
+    receipts = [producer.send(b"%d" % number) for number in range(100)]
+    broker.wait_until(lambda b: b.queue("q").depth == 100)
+    stop(first)
+    wait_held(producer, "disconnected")
+    with pytest.raises(FlowControlTimeout, match=r"disconnected .*the connection is lost"):
+        producer.send(b"no", timeout=0.05)
+    waiting = start(producer.send, b"100", timeout=None)
+    wait_in_line(producer, 1)
+    again = begin(stack, port=port)
+    receipts.append(waiting.result())
+    producer.flush(timeout=PATIENCE)
+    assert bodies(again) == [b"%d" % number for number in range(101)]
+    assert marked(again) == [True] * 100 + [False]
+    assert producer.wait_unflowed(timeout=PATIENCE)
+    assert "disconnected" in [event.hold.kind for event in events if event.hold is not None]
+
+
+def test_several_hosts_are_tried_in_turn(
+    make_producer: Callable[..., Producer], first: ExitStack, broker: Broker
+) -> None:
+    lost = begin(first)
+    producer = make_producer([lost.url, broker.url], **FAST)
+    lost.withhold_confirms()
+    receipt = producer.send(b"1")
+    lost.wait_until(lambda b: b.queue("q").depth == 1)
+    stop(first)
+    assert receipt.result(timeout=PATIENCE) is Outcome.CONFIRMED
+    assert bodies(broker) == [b"1"]
+
+
+def test_a_host_that_never_answers_keeps_it_no_longer_than_connect_timeout(
+    make_producer: Callable[..., Producer], first: ExitStack, broker: Broker, stack: ExitStack
+) -> None:
+    lost = begin(first)
+    port = lost.port
+    producer = make_producer([lost.url, broker.url], connect_timeout=0.3, **FAST)
+    lost.withhold_confirms()
+    receipt = producer.send(b"1")
+    lost.wait_until(lambda b: b.queue("q").depth == 1)
+    # Whoever connects to its port now is not answered.
+    lost.drop_connections()
+    stop(first)
+    silent = stack.enter_context(socket.create_server(("127.0.0.1", port)))
+    assert receipt.result(timeout=PATIENCE) is Outcome.CONFIRMED
+    assert bodies(broker) == [b"1"]
+    silent.close()
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_a_wrong_password_ends_it_at_once_unless_another_host_may_let_it_in(
+    make_producer: Callable[..., Producer], first: ExitStack, make_broker: Callable[..., Broker], others: bool
+) -> None:
+    broker = begin(first)
+    spare = begin(first)
+    port = broker.port
+    producer = make_producer([broker.url, spare.url] if others else broker.url, **FAST)
+    broker.withhold_confirms()
+    receipt = producer.send(b"1")
+    broker.wait_until(lambda b: b.queue("q").depth == 1)
+    spare_port = spare.port
+    stop(first)
+    make_broker(port=port, users={"guest": "changed"})
+    if others:
+        again = make_broker(port=spare_port)
+        assert receipt.result(timeout=PATIENCE) is Outcome.CONFIRMED
+        assert bodies(again) == [b"1"]
+        return
+    wait_closed(producer)
+    with pytest.raises(OutcomeUnknown, match=r"cannot be had again: .*(403|ACCESS_REFUSED)"):
+        receipt.result(timeout=PATIENCE)
+    with pytest.raises(ProducerClosed, match=r"cannot be had again: .*(403|ACCESS_REFUSED)") as caught:
+        producer.send(b"2")
+    assert "guest:guest" not in str(caught.value)
+
+
+def test_it_ends_when_reconnect_timeout_is_up(make_producer: Callable[..., Producer], first: ExitStack) -> None:
+    broker = begin(first)
+    producer = make_producer(broker.url, reconnect_timeout=0.3, **FAST)
+    waiting = start(producer.wait_unflowed)
+    waiting.wait()
+    stop(first)
+    with Stopwatch() as watch:
+        wait_closed(producer)
+    assert watch.seconds < 1.3
+    with pytest.raises(ProducerClosed, match=r"could not be had again within 0\.3 s: "):
+        producer.send(b"")
+
+
+def test_closing_while_disconnected_is_done_at_once_if_all_is_settled(
+    make_producer: Callable[..., Producer], first: ExitStack
+) -> None:
+    broker = begin(first)
+    producer = make_producer(broker.url, reconnect_delay=60)
+    stop(first)
+    wait_held(producer, "disconnected")
+    with Stopwatch() as watch:
+        producer.close()
+    assert watch.kept(0.0)
+
+
+@pytest.mark.parametrize("delay", [0.02, 60])
+def test_closing_while_disconnected_tries_until_the_time_is_up_and_gives_back_what_is_left(
+    make_producer: Callable[..., Producer], first: ExitStack, delay: float
+) -> None:
+    broker = begin(first)
+    producer = make_producer(broker.url, reconnect_delay=delay)
+    broker.withhold_confirms()
+    producer.send(b"1")
+    broker.wait_until(lambda b: b.queue("q").depth == 1)
+    stop(first)
+    wait_held(producer, "disconnected")
+    with Stopwatch() as watch, pytest.raises(UndeliveredMessages) as caught:
+        producer.close(timeout=0.3)
+    assert watch.kept(0.3)
+    assert [message.body for message in caught.value.unknown] == [b"1"]
+
+
+def test_closing_while_disconnected_delivers_if_the_broker_comes_back(
+    make_producer: Callable[..., Producer], first: ExitStack, make_broker: Callable[..., Broker]
+) -> None:
+    broker = begin(first)
+    port = broker.port
+    producer = make_producer(broker.url, **FAST)
+    broker.withhold_confirms()
+    receipt = producer.send(b"1")
+    broker.wait_until(lambda b: b.queue("q").depth == 1)
+    stop(first)
+    wait_held(producer, "disconnected")
+    closing = start(producer.close, timeout=PATIENCE)
+    eventually(lambda: producer.closed)
+    again = make_broker(port=port)
+    closing.result()
+    assert receipt.outcome is Outcome.CONFIRMED
+    assert bodies(again) == [b"1"]
+
+
+def test_leaving_by_an_exception_does_not_wait_for_a_connection(
+    make_producer: Callable[..., Producer], first: ExitStack
+) -> None:
+    broker = begin(first)
+    producer = make_producer(broker.url, **FAST)
+    broker.withhold_confirms()
+    producer.send(b"1")
+    broker.wait_until(lambda b: b.queue("q").depth == 1)
+    stop(first)
+    wait_held(producer, "disconnected")
+    with Stopwatch() as watch, pytest.raises(KeyError) as caught, producer:
+        raise KeyError
+    assert watch.kept(0.0)
+    undelivered = caught.value.undelivered  # type: ignore[attr-defined]  # put there by the producer
+    assert len(undelivered.unknown) == 1
+
+
+def test_a_message_that_was_cut_in_the_middle_arrives_whole(
+    make_producer: Callable[..., Producer], broker: Broker, proxy: Proxy
+) -> None:
+    producer = make_producer(proxy.url(broker), **FAST)
+    body = bytes(range(256)) * 40_000
+    proxy.stop_reading()
+    receipts = [producer.send(body, timeout=None)]
+    eventually(lambda: producer.in_flight == 1)
+    proxy.cut()
+    proxy.go_on_reading()
+    receipts.append(producer.send(b"next", timeout=PATIENCE))
+    producer.flush(timeout=PATIENCE)
+    assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED] * 2
+    assert bodies(broker) == [body, b"next"]
+    assert marked(broker) == [True, False]
+
+
+def test_many_senders_and_many_losses_lose_nothing(make_producer: Callable[..., Producer], broker: Broker) -> None:
+    producer = make_producer(capacity=50, **FAST)
+    count, senders = 300, 4
+
+    def work(sender: int) -> list[Any]:
+        return [producer.send(b"%d %d" % (sender, number), timeout=None) for number in range(count)]
+
+    jobs = [start(work, sender) for sender in range(senders)]
+    for part in range(1, 6):
+        broker.wait_until(lambda b: b.queue("q").depth >= part * 150)  # noqa: B023  # called at once
+        broker.drop_connections()
+    receipts = [receipt for job in jobs for receipt in job.result()]
+    producer.flush(timeout=PATIENCE)
+    assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
+    assert holds(producer) == []
+    firsts = list(dict.fromkeys(bodies(broker)))
+    assert len(firsts) == count * senders
+    for sender in range(senders):
+        mine = [body for body in firsts if body.startswith(b"%d " % sender)]
+        assert mine == [b"%d %d" % (sender, number) for number in range(count)]
+    seen: set[bytes] = set()
+    for message in broker.messages("q"):
+        assert message.body not in seen or (message.properties.headers or {}).get(REPUBLISHED), "an unmarked copy"
+        seen.add(message.body)
+
+
+def test_a_refused_message_is_tried_again_until_there_is_room(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    producer = make_producer(retry_delay=0.02)
+    assert producer.send(b"0").result(timeout=PATIENCE) is Outcome.CONFIRMED
+    broker.nack_publishes()
+    receipts = [producer.send(b"%d" % number, timeout=None) for number in range(1, 2)]
+    wait_held(producer, "refused")
+    with pytest.raises(FlowControlTimeout, match="refused"):
+        producer.send(b"no", timeout=0.05)
+    waiting = start(producer.send, b"2", timeout=None)
+    wait_in_line(producer, 1)
+    broker.nack_publishes(False)
+    receipts.append(waiting.result())
+    producer.flush(timeout=PATIENCE)
+    assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED] * 2
+    assert bodies(broker) == [b"0", b"1", b"2"]
+    assert marked(broker) == [False, True, False]
+
+
+def test_a_full_queue_gets_everything_as_it_is_emptied(make_producer: Callable[..., Producer], broker: Broker) -> None:
+    producer = make_producer(retry_delay=0.02, retry_delay_max=0.1)
+    broker.nack_publishes()
+    sending = start(lambda: [producer.send(b"%d" % number, timeout=None) for number in range(200)])
+    for _ in range(3):
+        wait_held(producer, "refused")
+        broker.nack_publishes(False)
+        eventually(lambda: "refused" not in holds(producer))
+        broker.nack_publishes()
+        if not sending.is_alive():
+            break
+    broker.nack_publishes(False)
+    receipts = sending.result()
+    producer.flush(timeout=PATIENCE)
+    assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
+    assert {int(body) for body in bodies(broker)} == set(range(200))
+
+
+def test_after_retry_for_a_refused_message_is_nacked(make_producer: Callable[..., Producer], broker: Broker) -> None:
+    producer = make_producer(retry_for=0.3, retry_delay=0.02)
+    broker.nack_publishes()
+    receipt = producer.send(b"1")
+    with pytest.raises(MessageNacked):
+        receipt.result(timeout=PATIENCE)
+    broker.nack_publishes(False)
+    assert producer.send(b"2", timeout=PATIENCE).result(timeout=PATIENCE) is Outcome.CONFIRMED
+    assert bodies(broker) == [b"2"]
+
+
+def test_closing_while_refused_keeps_its_deadline_and_gives_back_what_is_refused(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    producer = make_producer()
+    broker.nack_publishes()
+    receipt = producer.send(b"1")
+    wait_held(producer, "refused")
+    with Stopwatch() as watch, pytest.raises(UndeliveredMessages):
+        producer.close(timeout=0.3)
+    assert watch.kept(0.3)
+    assert receipt.outcome in (Outcome.NACKED, Outcome.UNKNOWN)

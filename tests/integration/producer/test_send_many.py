@@ -1,0 +1,199 @@
+"""`send_many`: one call, and every message as if it were alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from qflow_client import FlowControlTimeout, Message, Outcome, Producer, ProducerClosed, ProducerFlowed
+from qflow_client.broker import Broker
+
+from .tools import PATIENCE, Stopwatch, bodies, message_ids, start, wait_done, wait_held, wait_in_line
+
+Make = Callable[..., Producer]
+
+# What is in hand is sent in another way than what is still to come.
+KINDS = pytest.mark.parametrize("kind", [list, tuple, iter], ids=["list", "tuple", "iterator"])
+
+
+def numbered(count: int, first: int = 0) -> list[bytes]:
+    return [b"%d" % number for number in range(first, first + count)]
+
+
+@KINDS
+@pytest.mark.parametrize("capacity", [1, 7, 64, 1000])
+def test_all_arrive_in_order_and_each_has_its_receipt(
+    make_producer: Make, broker: Broker, kind: Callable[[Any], Any], capacity: int
+) -> None:
+    producer = make_producer(capacity=capacity)
+    receipts = producer.send_many(kind(numbered(500)))
+    assert [receipt.message.body for receipt in receipts] == numbered(500)
+    wait_done(receipts)
+    assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
+    assert bodies(broker) == numbered(500)
+    assert message_ids(broker) == [receipt.message_id for receipt in receipts]
+
+
+@KINDS
+def test_messages_of_all_kinds(producer: Producer, broker: Broker, kind: Callable[[Any], Any]) -> None:
+    broker.declare_queue("r")
+    receipts = producer.send_many(kind([b"bytes", "text", Message(b"own", message_id="its own")]), routing_key="r")
+    wait_done(receipts)
+    assert bodies(broker, "r") == [b"bytes", b"text", b"own"]
+    assert receipts[2].message_id == "its own"
+    assert producer.send_many([]) == []
+
+
+def test_each_leaves_before_the_next_is_taken(producer: Producer, broker: Broker) -> None:
+    def as_they_come() -> Iterator[bytes]:
+        for number in range(5):
+            yield b"%d" % number
+            # The one before is there while this is still to come.
+            broker.wait_until(lambda b: b.queue("q").depth == number + 1)  # noqa: B023  # waited for at once
+
+    assert len(producer.send_many(as_they_come())) == 5
+
+
+@KINDS
+def test_what_was_admitted_before_a_timeout_is_not_lost(
+    make_producer: Make, broker: Broker, kind: Callable[[Any], Any]
+) -> None:
+    producer = make_producer(capacity=100)
+    broker.withhold_confirms()
+    messages = kind(numbered(150))
+    with Stopwatch() as watch, pytest.raises(FlowControlTimeout) as caught:
+        producer.send_many(messages, timeout=0.1)
+    assert watch.kept(0.1)
+    error = caught.value
+    assert [receipt.message.body for receipt in error.receipts] == numbered(100)
+    assert error.message == b"100"
+    assert error.__notes__ == ["qflow_client: 100 messages were admitted before; .receipts has theirs"]
+    # An iterator has lost what the error has, and no more.
+    assert list(messages) == (numbered(49, 101) if kind is iter else numbered(150))
+    broker.release_confirms()
+    wait_done(error.receipts)
+    assert bodies(broker) == numbered(100)
+
+
+@KINDS
+@pytest.mark.parametrize("timeout", [0, -1])
+def test_a_send_that_must_not_wait_does_not(
+    make_producer: Make, broker: Broker, kind: Callable[[Any], Any], timeout: float
+) -> None:
+    producer = make_producer(capacity=3, when_flowed="block")
+    broker.withhold_confirms()
+    with pytest.raises(FlowControlTimeout) as caught:
+        producer.send_many(kind(numbered(5)), timeout=timeout)
+    assert len(caught.value.receipts) == 3
+    broker.release_confirms()
+    wait_done(caught.value.receipts)
+
+
+def test_when_flowed_raise(make_producer: Make, broker: Broker) -> None:
+    producer = make_producer(capacity=3, when_flowed="raise")
+    broker.withhold_confirms()
+    with pytest.raises(ProducerFlowed) as caught:
+        producer.send_many(numbered(5))
+    assert not isinstance(caught.value, FlowControlTimeout)
+    assert len(caught.value.receipts) == 3
+    broker.release_confirms()
+    wait_done(caught.value.receipts)
+
+
+@KINDS
+def test_what_was_admitted_before_a_mistake_is_not_lost(
+    producer: Producer, broker: Broker, kind: Callable[[Any], Any]
+) -> None:
+    mistakes: list[tuple[Any, type[Exception]]] = [
+        (5, TypeError),
+        (Message(b"", headers={"k": 1 << 70}), ValueError),
+    ]
+    for at, (mistake, error) in enumerate(mistakes):
+        with pytest.raises(error) as caught:
+            producer.send_many(kind([b"good %d" % at, mistake, b"not sent"]))
+        receipts: Any = caught.value.receipts  # type: ignore[attr-defined]  # send_many's
+        wait_done(receipts)
+        assert [receipt.message.body for receipt in receipts] == [b"good %d" % at]
+    assert bodies(broker) == [b"good 0", b"good 1"]
+
+
+def test_what_was_admitted_before_an_iterable_fails_is_not_lost(producer: Producer, broker: Broker) -> None:
+    def fail() -> Iterator[bytes]:
+        yield b"1"
+        raise LookupError("no more")
+
+    with pytest.raises(LookupError) as caught:
+        producer.send_many(fail())
+    (receipt,) = caught.value.receipts  # type: ignore[attr-defined]  # send_many's
+    wait_done([receipt])
+    assert bodies(broker) == [b"1"]
+
+
+@KINDS
+def test_a_close_in_between_says_what_was_admitted(
+    make_producer: Make, broker: Broker, kind: Callable[[Any], Any]
+) -> None:
+    producer = make_producer(capacity=10)
+    broker.withhold_confirms()
+    sending = start(producer.send_many, kind(numbered(20)), timeout=None)
+    wait_in_line(producer, 1)
+    closing = start(producer.close, timeout=PATIENCE)
+    error = sending.wait()
+    assert isinstance(error, ProducerClosed)
+    assert [receipt.message.body for receipt in error.receipts] == numbered(10)
+    assert error.message == b"10"
+    broker.release_confirms()
+    closing.result()
+
+
+def test_nobody_is_passed_by_and_nobody_waits_for_the_whole(make_producer: Make, broker: Broker) -> None:
+    """It takes its turns like any other sender (F4)."""
+    producer = make_producer(capacity=10)
+    done = threading.Event()
+
+    def flood() -> int:
+        count = 0
+        while not done.is_set():
+            count += len(producer.send_many(numbered(200)))
+        return count
+
+    flooding = [start(flood) for _ in range(3)]
+    for _ in range(50):
+        producer.send(b"alone", timeout=PATIENCE).result(timeout=PATIENCE)
+    done.set()
+    total = sum(job.result() for job in flooding)
+    producer.flush()
+    assert broker.queue("q").depth == total + 50
+
+
+def test_a_pause_stops_it_in_between(make_producer: Make, broker: Broker) -> None:
+    producer = make_producer()
+    producer.pause("a break")
+    sending = start(producer.send_many, numbered(100), timeout=None)
+    wait_in_line(producer, 1)
+    wait_held(producer, "paused")
+    producer.resume()
+    wait_done(sending.result())
+    assert bodies(broker) == numbered(100)
+
+
+@pytest.mark.parametrize("one", [b"body", "text", bytearray(b"body")])
+def test_one_message_is_not_taken_for_many(producer: Producer, one: Any) -> None:
+    with pytest.raises(TypeError, match=r"send\(\)"):
+        producer.send_many(one)
+
+
+def test_a_timeout_that_is_none_is_refused_before_anything_is_sent(producer: Producer, broker: Broker) -> None:
+    with pytest.raises(TypeError):
+        producer.send_many([b""], timeout="soon")  # type: ignore[arg-type]  # the mistake
+    producer.flush()
+    assert bodies(broker) == []
+
+
+def test_with_spans_each_has_its_own(make_producer: Make, broker: Broker) -> None:
+    producer = make_producer(tracing=True)
+    wait_done(producer.send_many(numbered(3)))
+    assert bodies(broker) == numbered(3)

@@ -1,0 +1,526 @@
+"""Metrics and spans of both producers, as an OpenTelemetry SDK gets them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry import metrics, propagate, trace
+from opentelemetry.exporter.prometheus import PrometheusMetricReader
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+from prometheus_client import REGISTRY
+
+from qflow_client import (
+    AsyncProducer,
+    FlowControlTimeout,
+    HoldKind,
+    Message,
+    MessageReturned,
+    Outcome,
+    Producer,
+    ProducerClosed,
+    ProducerFlowed,
+    telemetry,
+)
+from qflow_client.broker import Broker
+
+from .tools import eventually, start, wait_held, wait_in_line
+
+ROOT = Path(__file__).parents[3]
+
+
+class Collected:
+    """What a reader collects, by metric."""
+
+    def __init__(self, reader: InMemoryMetricReader) -> None:
+        self._reader = reader
+
+    def __call__(self) -> dict[str, Any]:
+        data = self._reader.get_metrics_data()
+        scopes = [scope for resource in (data.resource_metrics if data else ()) for scope in resource.scope_metrics]
+        assert all(scope.scope.name == "qflow_client" for scope in scopes)
+        return {metric.name: metric for scope in scopes for metric in scope.metrics}
+
+    def values(self, name: str, *by: str) -> dict[Any, Any]:
+        """The values of a metric, by an attribute or several."""
+        found = {}
+        for point in self()[name].data.data_points:
+            key = tuple(point.attributes.get(each) for each in by)
+            assert key not in found
+            found[key[0] if len(by) == 1 else key] = point.value
+        return found
+
+    def value(self, name: str) -> Any:
+        """The value of a metric that has one."""
+        (point,) = self()[name].data.data_points
+        return point.value
+
+
+def install(monkeypatch: pytest.MonkeyPatch, provider: MeterProvider) -> None:
+    # The API takes a provider once for the whole process.
+    monkeypatch.setattr(metrics, "get_meter_provider", lambda: provider)
+    monkeypatch.setattr(metrics, "get_meter", lambda *args, **more: provider.get_meter(*args, **more))
+    monkeypatch.setattr(telemetry, "_metrics", None)
+
+
+@pytest.fixture
+def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collected]:
+    """An SDK for metrics."""
+    reader = InMemoryMetricReader()
+    provider = MeterProvider(metric_readers=[reader])
+    install(monkeypatch, provider)
+    yield Collected(reader)
+    provider.shutdown()
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[ReadableSpan]]]:
+    """An SDK for traces; waits for so many spans that have ended."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer", lambda *args, **more: provider.get_tracer(*args, **more))
+
+    def wait(count: int) -> list[ReadableSpan]:
+        eventually(lambda: len(exporter.get_finished_spans()) >= count, f"{count} spans")
+        finished = list(exporter.get_finished_spans())
+        assert len(finished) == count
+        return finished
+
+    yield wait
+    provider.shutdown()
+
+
+SENT = "messaging.client.sent.messages"
+DURATION = "messaging.client.operation.duration"
+
+
+def about(producer: Producer, broker: Broker) -> dict[str, Any]:
+    return {
+        "messaging.system": "rabbitmq",
+        "qflow.producer.name": producer.name,
+        "server.address": "127.0.0.1",
+        "server.port": broker.port,
+    }
+
+
+SEND = {"messaging.operation.name": "send", "messaging.operation.type": "send"}
+
+
+def test_sent_messages_are_counted_by_destination_and_error(
+    collected: Collected, broker: Broker, make_producer: Callable[..., Producer]
+) -> None:
+    producer = make_producer(name="orders", mandatory=True)
+    for _ in range(5):
+        producer.send(b"x")
+    producer.send(b"x", exchange="amq.direct", routing_key="nowhere")
+    producer.send(b"x", exchange="amq.fanout", routing_key="")
+    assert [producer.send(b"x").result(10) for _ in range(2)] == [Outcome.CONFIRMED] * 2
+    metric = collected()[SENT]
+    assert (metric.unit, metric.data.is_monotonic) == ("{message}", True)
+    points = [(dict(point.attributes), point.value) for point in metric.data.data_points]
+    common = about(producer, broker) | SEND
+    assert (common | {"messaging.destination.name": "q"}, 7) in points
+    returned = {"error.type": "returned"}
+    assert (common | returned | {"messaging.destination.name": "amq.direct:nowhere"}, 1) in points
+    assert (common | returned | {"messaging.destination.name": "amq.fanout"}, 1) in points
+    assert len(points) == 3
+    assert collected.values("qflow.producer.settled", "qflow.outcome") == dict.fromkeys(map(str, Outcome), 0) | {
+        "confirmed": 7,
+        "returned": 2,
+    }
+
+
+def test_the_name_of_a_destination() -> None:
+    names = [telemetry.destination_name(*each) for each in (("e", "k"), ("e", ""), ("", "k"), ("", ""))]
+    assert names == ["e:k", "e", "k", "amq.default"]
+
+
+def test_ever_new_routing_keys_do_not_make_ever_new_series(
+    collected: Collected, make_producer: Callable[..., Producer]
+) -> None:
+    producer = make_producer(mandatory=False)
+    for at in range(telemetry.MAX_DESTINATIONS + 10):
+        producer.send(b"x", routing_key=f"k{at}").result(10)
+    sent = collected.values(SENT, "messaging.destination.name")
+    assert len(sent) == telemetry.MAX_DESTINATIONS + 1
+    assert sent[None] == 10
+
+
+def test_a_duration_runs_from_the_call_of_send_to_the_confirm(
+    collected: Collected, broker: Broker, make_producer: Callable[..., Producer]
+) -> None:
+    producer = make_producer()
+    producer.pause()
+    job = start(producer.send, b"x")
+    wait_in_line(producer, 1)
+    # What is measured is more than this, and there is nothing else to wait for.
+    threading.Event().wait(0.2)
+    producer.resume()
+    job.result().result(10)
+    metric = collected()[DURATION]
+    assert metric.unit == "s"
+    (point,) = metric.data.data_points
+    assert dict(point.attributes) == about(producer, broker) | SEND | {"messaging.destination.name": "q"}
+    assert point.count == 1
+    assert 0.2 <= point.sum < 10
+    assert list(point.explicit_bounds[:3]) in ([0.005, 0.01, 0.025], [0.0, 5.0, 10.0])
+
+
+def test_durations_are_recorded_less_often_than_messages_are_sent_and_the_longest_is_among_them(
+    collected: Collected, broker: Broker, make_producer: Callable[..., Producer]
+) -> None:
+    producer = make_producer()
+    broker.flow(False)
+    wait_held(producer, "channel_flow")
+    broker.flow(True)
+    assert producer.wait_unflowed(10)
+    receipts = [producer.send(b"x") for _ in range(1000)]
+    for receipt in receipts:
+        receipt.result(10)
+    (point,) = collected()[DURATION].data.data_points
+    assert 1 <= point.count < 1000
+    assert 0 < point.min <= point.max < 10
+    # Nothing is kept of what is settled.
+    assert producer._protocol.observer is not None
+    assert producer._protocol.observer.began == {}
+
+
+def test_C7_flow_stops_time_holds_and_refusals_are_counted_by_kind(
+    collected: Collected, broker: Broker, make_producer: Callable[..., Producer]
+) -> None:
+    producer = make_producer()
+    assert collected.value("qflow.producer.flow_stops") == 0
+    broker.flow(False)
+    wait_held(producer, "channel_flow")
+    producer.pause()
+    with pytest.raises(FlowControlTimeout):
+        producer.send(b"x", timeout=0.01)
+    with pytest.raises(FlowControlTimeout):
+        producer.send(b"x", timeout=0)
+    with pytest.raises(ProducerFlowed):
+        producer.send_nowait(b"x")
+    none = dict.fromkeys(map(str, HoldKind), 0)
+    assert collected.values("qflow.producer.holds", "qflow.hold.kind") == none | {"channel_flow": 1, "paused": 1}
+    assert collected.values("qflow.producer.refusals", "qflow.hold.kind") == none | {"channel_flow": 3}
+    assert collected.value("qflow.producer.flow_stops") == 1
+    producer.resume()
+    broker.flow(True)
+    assert producer.wait_unflowed(10)
+    assert collected.values("qflow.producer.holds", "qflow.hold.kind") == none
+    seconds = collected.values("qflow.producer.flowed.time", "qflow.hold.kind")
+    assert {kind for kind, value in seconds.items() if value > 0} == {"channel_flow", "paused"}
+    assert seconds["channel_flow"] > seconds["paused"] > 0
+    assert seconds == collected.values("qflow.producer.flowed.time", "qflow.hold.kind")
+
+
+def test_the_window_and_the_line_are_seen(collected: Collected, make_producer: Callable[..., Producer]) -> None:
+    producer = make_producer(capacity=10)
+    producer.pause()
+    job = start(producer.send, b"x")
+    wait_in_line(producer, 1)
+    levels = ("capacity", "available", "unsettled", "in_flight", "waiting")
+    assert [collected.value(f"qflow.producer.{each}") for each in levels] == [10, 10, 0, 0, 1]
+    producer.resume()
+    job.result().result(10)
+    assert [collected.value(f"qflow.producer.{each}") for each in levels] == [10, 10, 0, 0, 0]
+
+
+def test_counters_of_producers_that_are_closed_never_go_back(
+    collected: Collected, make_producer: Callable[..., Producer]
+) -> None:
+    first = make_producer()
+    for _ in range(3):
+        first.send(b"x").result(10)
+    first.pause()
+    with pytest.raises(FlowControlTimeout):
+        first.send(b"x", timeout=0)
+    first.close()
+    assert collected.value(SENT) == 3
+    assert "qflow.producer.capacity" not in collected()
+    stops, time = collected.value("qflow.producer.flow_stops"), "qflow.producer.flowed.time"
+    seconds = collected.values(time, "qflow.hold.kind")
+    assert seconds["paused"] > 0
+    second = make_producer()
+    second.send(b"x").result(10)
+    # Both have the same name, and so are one series.
+    assert collected.value(SENT) == 4
+    assert collected.value("qflow.producer.capacity") == 1000
+    assert collected.value("qflow.producer.flow_stops") == stops
+    assert collected.values(time, "qflow.hold.kind") == seconds
+    assert collected.values("qflow.producer.refusals", "qflow.hold.kind")["paused"] == 1
+
+
+def test_two_producers_of_one_name_are_one_series(collected: Collected, make_producer: Callable[..., Producer]) -> None:
+    one, two = make_producer(), make_producer(capacity=10)
+    one.send(b"x").result(10)
+    two.send(b"x").result(10)
+    assert collected.value(SENT) == 2
+    assert collected.value("qflow.producer.capacity") == 1010
+
+
+# Spans.
+
+
+def traceparent(span: ReadableSpan) -> str:
+    context = span.context
+    assert context is not None
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+
+
+def headers(broker: Broker) -> list[dict[str, Any]]:
+    return [dict(message.properties.headers or {}) for message in broker.messages("q")]
+
+
+def test_a_span_covers_a_message_from_send_to_confirm_and_its_context_travels_in_the_headers(
+    spans: Any, broker: Broker, make_producer: Callable[..., Producer]
+) -> None:
+    producer = make_producer(tracing=True)
+    receipts = [
+        producer.send(b"plain"),
+        producer.send(Message(b"own", headers={"mine": 1}, message_id="m", priority=3)),
+    ]
+    for receipt in receipts:
+        receipt.result(10)
+    plain, own = sorted(spans(2), key=lambda span: span.start_time or 0)
+    assert (plain.name, plain.kind, plain.parent) == ("send q", SpanKind.PRODUCER, None)
+    assert plain.status.status_code is StatusCode.UNSET
+    assert dict(plain.attributes or {}) == about(producer, broker) | SEND | {
+        "messaging.destination.name": "q",
+        "messaging.rabbitmq.destination.routing_key": "q",
+        "messaging.message.id": receipts[0].message_id,
+    }
+    assert (own.attributes or {})["messaging.message.id"] == "m"
+    assert (plain.start_time or 0) < (plain.end_time or 0)
+    assert headers(broker) == [{"traceparent": traceparent(plain)}, {"mine": 1, "traceparent": traceparent(own)}]
+    (_, message) = broker.messages("q")
+    assert (message.body, message.properties.message_id, message.properties.priority) == (b"own", "m", 3)
+
+
+PARENT = trace.NonRecordingSpan(trace.SpanContext(7, 8, False, trace.TraceFlags(1)))
+
+
+def test_a_span_is_a_child_of_the_thread_s(spans: Any, broker: Broker) -> None:
+    with Producer(broker.url, routing_key="q", tracing=True) as producer:
+        producer.pause()
+
+        def work() -> None:
+            with trace.use_span(PARENT):
+                producer.send(b"x").result(10)
+
+        job = start(work)
+        wait_in_line(producer, 1)
+        # It is admitted by this thread, which has no span.
+        producer.resume()
+        job.result()
+    (span,) = spans(1)
+    assert (span.context.trace_id, span.parent.span_id) == (7, 8)
+
+
+def test_a_span_is_a_child_of_the_task_s(spans: Any, broker: Broker) -> None:
+    async def work() -> None:
+        async with AsyncProducer(broker.url, routing_key="q", tracing=True) as producer:
+            with trace.use_span(PARENT):
+                receipts = [await producer.send(b"x"), producer.send_nowait(b"y")]
+            for receipt in receipts:
+                await receipt
+
+    asyncio.run(work())
+    assert [(span.context.trace_id, span.parent.span_id) for span in spans(2)] == [(7, 8)] * 2
+    assert [each["traceparent"][:35] for each in headers(broker)] == [f"00-{7:032x}"] * 2
+
+
+def test_a_context_that_the_application_put_into_the_message_stays_and_is_linked(
+    spans: Any, broker: Broker, make_producer: Callable[..., Producer]
+) -> None:
+    producer = make_producer(tracing=True)
+    theirs = {"traceparent": f"00-{7:032x}-{8:016x}-01"}
+    producer.send(Message(b"x", headers=theirs)).result(10)
+    assert headers(broker) == [theirs]
+    (span,) = spans(1)
+    assert span.kind is SpanKind.CLIENT
+    assert [(link.context.trace_id, link.context.span_id) for link in span.links] == [(7, 8)]
+
+
+def test_what_is_not_delivered_is_an_error_of_its_span(spans: Any, make_producer: Callable[..., Producer]) -> None:
+    producer = make_producer(tracing=True, mandatory=True)
+    with pytest.raises(MessageReturned):
+        producer.send(b"x", routing_key="nowhere").result(10)
+    (span,) = spans(1)
+    assert span.status.status_code is StatusCode.ERROR
+    assert "returned (312 NO_ROUTE)" in str(span.status.description)
+    assert (span.attributes or {})["error.type"] == "returned"
+
+
+def test_what_is_not_admitted_is_an_error_of_its_span_and_the_application_gets_its_message_back(
+    spans: Any, broker: Broker, make_producer: Callable[..., Producer]
+) -> None:
+    producer = make_producer(tracing=True)
+    producer.pause()
+    message = Message(b"x", headers={"mine": 1})
+    with pytest.raises(FlowControlTimeout) as refused:
+        producer.send(message, timeout=0.01)
+    assert refused.value.message is message
+    (span,) = spans(1)
+    assert (span.attributes or {})["error.type"] == "FlowControlTimeout"
+    producer.resume()
+    # Another try is another span.
+    producer.send(refused.value.message).result(10)
+    assert headers(broker) == [{"mine": 1, "traceparent": traceparent(spans(2)[1])}]
+    producer.close()
+    with pytest.raises(ProducerClosed) as closed:
+        producer.send(b"x")
+    assert closed.value.message == b"x"
+    assert (spans(3)[2].attributes or {})["error.type"] == "ProducerClosed"
+
+
+def test_what_a_receipt_gives_back_can_be_sent_again_with_a_span_of_its_own(
+    spans: Any, broker: Broker, make_producer: Callable[..., Producer]
+) -> None:
+    producer = make_producer(tracing=True)
+    receipt = producer.send(Message(b"x", message_id="m"))
+    receipt.result(10)
+    producer.send(receipt.message).result(10)
+    first, second = spans(2)
+    assert first.context != second.context
+    # It was created once, so it bears the context of that.
+    assert headers(broker) == [{"traceparent": traceparent(first)}] * 2
+    assert [link.context for link in second.links] == [
+        trace.get_current_span(propagate.extract({"traceparent": traceparent(first)})).get_span_context()
+    ]
+
+
+def test_without_the_setting_there_are_no_spans_and_no_headers(
+    spans: Any, broker: Broker, make_producer: Callable[..., Producer]
+) -> None:
+    make_producer().send(b"x").result(10)
+    spans(0)
+    assert headers(broker) == [{}]
+
+
+def test_tracing_without_an_sdk_makes_no_headers(broker: Broker, make_producer: Callable[..., Producer]) -> None:
+    make_producer(tracing=True).send(b"x").result(10)
+    assert headers(broker) == [{}]
+
+
+# Whether there is an SDK.
+
+
+def test_without_an_sdk_nothing_watches_messages(make_producer: Callable[..., Producer]) -> None:
+    producer = make_producer()
+    producer.send(b"x").result(10)
+    assert producer._protocol.observer is None
+    assert getattr(producer, "_producer", producer)._tracer is None
+
+
+def run(program: str) -> Any:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+_PROGRAM = """
+import json, os, sys
+from opentelemetry import metrics
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from qflow_client import Producer
+from qflow_client.broker import Broker
+
+reader = InMemoryMetricReader()
+
+def sent():
+    found = {}
+    data = reader.get_metrics_data()
+    for resource in data.resource_metrics if data else ():
+        for scope in resource.scope_metrics:
+            for metric in scope.metrics:
+                found[metric.name] = sum(getattr(p, "value", 0) for p in metric.data.data_points)
+    return [found.get("messaging.client.sent.messages"), found.get("qflow.producer.capacity")]
+
+with Broker() as broker:
+    broker.declare_queue("q")
+    with Producer(broker.url, routing_key="q") as producer:
+        producer.send(b"x").result(10)
+"""
+
+
+def test_an_sdk_that_comes_after_the_producer_counts_from_its_first_collection_on() -> None:
+    assert run(
+        _PROGRAM
+        + """
+        metrics.set_meter_provider(MeterProvider(metric_readers=[reader]))
+        first = sent()
+        producer.send(b"x").result(10)
+        print(json.dumps([first, sent()]))
+"""
+    ) == [[None, 1000], [1, 1000]]
+
+
+def test_a_child_process_does_not_count_for_its_parent() -> None:
+    assert run(
+        _PROGRAM
+        + """
+        metrics.set_meter_provider(MeterProvider(metric_readers=[reader]))
+        sent()
+        producer.send(b"x").result(10)
+        reads, writes = os.pipe()
+        if not os.fork():
+            os.write(writes, json.dumps(sent()).encode())
+            os._exit(0)
+        os.wait()
+        print(json.dumps([json.loads(os.read(reads, 100)), sent()]))
+"""
+    ) == [[None, None], [1, 1000]]
+
+
+# The dashboard.
+
+
+def test_every_metric_of_the_dashboard_is_there_under_its_prometheus_name(
+    monkeypatch: pytest.MonkeyPatch, make_producer: Callable[..., Producer]
+) -> None:
+    reader = PrometheusMetricReader()
+    provider = MeterProvider(metric_readers=[reader])
+    install(monkeypatch, provider)
+    try:
+        producer = make_producer()
+        producer.send(b"x").result(10)
+        names: dict[str, set[str]] = {}
+        for family in REGISTRY.collect():
+            for sample in family.samples:
+                names.setdefault(sample.name, set()).update(sample.labels)
+    finally:
+        provider.shutdown()
+    dashboard = json.loads((ROOT / "docs" / "grafana" / "qflow-producer.json").read_text(encoding="utf-8"))
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"]) >= 7
+    used = set()
+    for panel in dashboard["panels"]:
+        assert panel["targets"], panel["title"]
+        for target in panel["targets"]:
+            found = re.findall(r"\b((?:messaging|qflow)_\w+)\{([^}]*)\}", target["expr"])
+            assert found, target
+            for name, matchers in found:
+                assert name in names, target
+                labels = set(re.findall(r"(\w+)=~?", matchers))
+                by = re.search(r"by \(([^)]*)\)", target["expr"])
+                labels |= set(re.findall(r"\w+", by[1])) if by else set()
+                labels |= set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+                assert labels <= names[name] | {"error_type"}, target
+                used.add(name)
+    ours = {name for name in names if name.startswith(("qflow_", "messaging_"))}
+    # Every metric has its place; a histogram is read by its buckets.
+    assert {name for name in ours if not name.endswith(("_count", "_sum", "_created"))} == used

@@ -1,0 +1,289 @@
+"""The asynchronous producer against a real RabbitMQ."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+from uuid import uuid4
+
+import aio_pika
+import pytest
+
+from qflow_client import (
+    AsyncProducer,
+    ConfirmTimeout,
+    FlowControlTimeout,
+    HoldKind,
+    MessageNacked,
+    MessageRejected,
+    MessageReturned,
+    Outcome,
+    ProducerClosed,
+    UndeliveredMessages,
+    connect_async,
+)
+from qflow_client.testing.rabbitmq import RabbitMQNode
+from tests.interop.test_rabbitmq_producer import check_nothing_is_lost, flights
+
+pytestmark = pytest.mark.rabbitmq
+
+
+@asynccontextmanager
+async def own_queue(url: str, **options: Any) -> AsyncIterator[tuple[Any, Any]]:
+    """A connection from `connect_async`, and a queue with a name of its own."""
+    async with await connect_async(url) as connection:
+        channel = await connection.channel()
+        queue = await channel.declare_queue(f"qflow-{uuid4().hex}", durable=True, **options)
+        yield connection, queue
+        await queue.delete(if_unused=False, if_empty=False)
+
+
+async def drain(queue: Any, count: int) -> list[bytes]:
+    """The bodies of the next so many messages, and a check that there are no more."""
+    bodies: list[bytes] = []
+    enough = asyncio.Event()
+
+    async def take(message: aio_pika.abc.AbstractIncomingMessage) -> None:
+        bodies.append(message.body)
+        if len(bodies) == count:
+            enough.set()
+
+    tag = await queue.consume(take, no_ack=True)
+    while len(bodies) < count:
+        before = len(bodies)
+        # How long all of them take is for the machine to say.
+        with suppress(TimeoutError):
+            await asyncio.wait_for(enough.wait(), 10)
+        assert len(bodies) > before, f"{before} of {count} messages came"
+    await queue.cancel(tag)
+    assert await queue.get(fail=False) is None, "there were more messages"
+    return bodies
+
+
+async def held(producer: AsyncProducer, kind: HoldKind) -> None:
+    """Wait on flow events until a hold is there."""
+    events = producer.flow_events()
+    async with asyncio.timeout(20):
+        while not any(hold.kind == kind for hold in producer.flow_state.holds):
+            await anext(events)
+
+
+def test_the_flights_arrive_whole_and_in_order(rabbitmq: RabbitMQNode) -> None:
+    rows = flights()
+    assert len(rows) == 336_776
+
+    async def main() -> None:
+        async with own_queue(rabbitmq.url) as (_connection, queue):
+            async with AsyncProducer(rabbitmq.url, routing_key=queue.name) as producer:
+                for row in rows:
+                    await producer.send(row)
+                await producer.flush()
+            received = await drain(queue, len(rows))
+        assert hashlib.sha256(b"\n".join(received)).digest() == hashlib.sha256(b"\n".join(rows)).digest()
+
+    asyncio.run(main())
+
+
+def test_a_thousand_tasks_on_a_shared_connection_await_each_receipt(rabbitmq: RabbitMQNode) -> None:
+    async def main() -> None:
+        async with own_queue(rabbitmq.url) as (connection, queue):
+            async with AsyncProducer(connection=connection, routing_key=queue.name, capacity=500) as producer:
+
+                async def work(task: int) -> None:
+                    for number in range(20):
+                        assert await (await producer.send(b"%d %d" % (task, number))) is Outcome.CONFIRMED
+
+                await asyncio.gather(*map(work, range(1000)))
+            by_task: dict[bytes, list[int]] = {}
+            for body in await drain(queue, 20_000):
+                task, number = body.split()
+                by_task.setdefault(task, []).append(int(number))
+            assert len(by_task) == 1000
+            assert all(numbers == list(range(20)) for numbers in by_task.values())
+
+    asyncio.run(main())
+
+
+def test_a_memory_alarm_flows_the_producer_and_nothing_is_lost(own_rabbitmq: RabbitMQNode) -> None:
+    async def main() -> None:
+        # Its publishing is blocked, so what consumes has a connection of its own.
+        async with (
+            own_queue(own_rabbitmq.url) as (_connection, queue),
+            AsyncProducer(own_rabbitmq.url, routing_key=queue.name) as producer,
+        ):
+            await (await producer.send(b"before")).result(10)
+            await asyncio.to_thread(own_rabbitmq.raise_memory_alarm)
+            # RabbitMQ blocks a connection when it publishes: this one is admitted, and its confirm is withheld.
+            first = await producer.send(b"first under the alarm")
+            await held(producer, HoldKind.CONNECTION_BLOCKED)
+            assert "memory" in producer.flow_state.holds[0].detail
+
+            began = time.monotonic()
+            with pytest.raises(FlowControlTimeout) as caught:
+                await producer.send(b"never sent", timeout=0.5)
+            assert 0.5 <= time.monotonic() - began < 1.5
+            assert [hold.kind for hold in caught.value.holds] == [HoldKind.CONNECTION_BLOCKED]
+            with pytest.raises(ConfirmTimeout):
+                await first.result(timeout=0.1)
+            with pytest.raises(ConfirmTimeout):
+                await producer.flush(timeout=0.1)
+
+            later = [asyncio.create_task(producer.send(b"later %d" % number, timeout=60)) for number in range(100)]
+            await asyncio.to_thread(own_rabbitmq.clear_memory_alarm)
+            assert await producer.wait_unflowed(timeout=30)
+            assert [await (await task) for task in later] == [Outcome.CONFIRMED] * 100
+            assert await first.result(10) is Outcome.CONFIRMED
+            assert producer.flow_state.seconds_flowed[HoldKind.CONNECTION_BLOCKED] >= 0.5
+            bodies = await drain(queue, 102)
+            assert bodies == [b"before", b"first under the alarm", *(b"later %d" % number for number in range(100))]
+
+    asyncio.run(main())
+
+
+def test_closing_under_a_memory_alarm_ends_in_time_and_hands_the_messages_back(own_rabbitmq: RabbitMQNode) -> None:
+    async def main() -> None:
+        producer = await AsyncProducer(own_rabbitmq.url, routing_key="orders", mandatory=False).connect()
+        await (await producer.send(b"before")).result(10)
+        await asyncio.to_thread(own_rabbitmq.raise_memory_alarm)
+        await producer.send(b"in flight")
+        await held(producer, HoldKind.CONNECTION_BLOCKED)
+        began = time.monotonic()
+        with pytest.raises(UndeliveredMessages) as caught:
+            await producer.close(timeout=0.5)
+        assert time.monotonic() - began < 3
+        assert [message.body for message in caught.value.unknown] == [b"in flight"]
+        assert caught.value.unsent == ()
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_a_connection_at_heartbeat_2_outlives_30_seconds_of_load(rabbitmq: RabbitMQNode) -> None:
+    async def main() -> None:
+        # While confirms flow RabbitMQ sends no heartbeats, and the confirms are withheld from aiormq.
+        async with own_queue(rabbitmq.url) as (_connection, queue):
+            url = f"{rabbitmq.url}?heartbeat=2"
+            async with AsyncProducer(url, routing_key=queue.name, rate=1000, mandatory=False) as producer:
+                until = time.monotonic() + 30
+                sent = 0
+                while time.monotonic() < until:
+                    await producer.send(b"x" * 100, timeout=5)
+                    sent += 1
+                await producer.flush(timeout=10)
+                assert not producer.closed
+            assert sent > 10_000
+            assert (await queue.declare()).message_count == sent
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("no_retries")
+def test_a_full_queue_that_rejects_is_told_by_nacks(rabbitmq: RabbitMQNode) -> None:
+    async def main() -> None:
+        arguments = {"x-max-length": 5, "x-overflow": "reject-publish"}
+        async with own_queue(rabbitmq.url, arguments=arguments) as (connection, queue):
+            producer = await AsyncProducer(connection=connection, routing_key=queue.name).connect()
+            receipts = [await producer.send(b"%d" % number) for number in range(50)]
+            for receipt in receipts:
+                assert await receipt.wait(10)
+            with pytest.raises(UndeliveredMessages) as caught:
+                await producer.close()
+            nacked = [receipt for receipt in receipts if receipt.outcome is Outcome.NACKED]
+            assert list(caught.value.receipts) == nacked
+            assert len(caught.value.unknown) == len(nacked)
+            with pytest.raises(MessageNacked):
+                await nacked[0]
+            assert (await queue.declare()).message_count == 50 - len(nacked)
+
+    asyncio.run(main())
+
+
+def test_returns_and_a_missing_exchange_cost_the_shared_connection_nothing(rabbitmq: RabbitMQNode) -> None:
+    async def main() -> None:
+        async with own_queue(rabbitmq.url) as (connection, queue):
+            producer = await AsyncProducer(connection=connection, routing_key=queue.name).connect()
+            lost, kept = await producer.send(b"lost", routing_key="no such queue"), await producer.send(b"kept")
+            assert await kept is Outcome.CONFIRMED
+            with pytest.raises(MessageReturned, match="312"):
+                await lost
+            with pytest.raises(MessageRejected, match=r"404.*no such exchange"):
+                await (await producer.send(b"x", exchange="no such exchange"))
+            assert await (await producer.send(b"goes on", timeout=10)) is Outcome.CONFIRMED
+            await producer.close()
+            async with AsyncProducer(connection=connection, routing_key=queue.name) as another:
+                assert await (await another.send(b"another")) is Outcome.CONFIRMED
+            assert await drain(queue, 3) == [b"kept", b"goes on", b"another"]
+
+    asyncio.run(main())
+
+
+def test_bodies_of_every_size_arrive(rabbitmq: RabbitMQNode) -> None:
+    frame_body = 131_072 - 8
+    bodies = [bytes([size % 251]) * size for size in (0, 1, frame_body - 1, frame_body, frame_body + 1, 10_000_000)]
+
+    async def main() -> None:
+        async with own_queue(rabbitmq.url) as (connection, queue):
+            async with AsyncProducer(connection=connection, routing_key=queue.name) as producer:
+                receipts = [await producer.send(body) for body in bodies]
+                assert [await receipt.result(30) for receipt in receipts] == [Outcome.CONFIRMED] * len(bodies)
+            assert await drain(queue, len(bodies)) == bodies
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_node_that_is_killed_and_starts_again_has_everything(own_rabbitmq: RabbitMQNode, shared: bool) -> None:
+    count = 8_000
+
+    async def main() -> None:
+        async with await connect_async(own_rabbitmq.url) as first:
+            await (await first.channel()).declare_queue("q", durable=True)
+        connection = await connect_async(own_rabbitmq.url, robust=True, reconnect_interval=0.5) if shared else None
+        where: dict[str, Any] = {"connection": connection} if shared else {"url": own_rabbitmq.url}
+        async with AsyncProducer(**where, routing_key="q", capacity=500) as producer:
+
+            async def send() -> None:
+                for number in range(count):
+                    await producer.send(b"%d" % number, timeout=None)
+
+            sending = asyncio.create_task(send())
+            await asyncio.to_thread(own_rabbitmq.kill)
+            await held(producer, HoldKind.DISCONNECTED)
+            await asyncio.to_thread(own_rabbitmq.start)
+            await asyncio.wait_for(sending, 90)
+            await producer.flush(timeout=60)
+        if connection is not None:
+            await connection.close()
+
+    asyncio.run(main())
+    check_nothing_is_lost(own_rabbitmq.url, "q", count)
+
+
+@pytest.mark.usefixtures("one_connection")
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_broker_that_dies_leaves_nothing_undecided(own_rabbitmq: RabbitMQNode, shared: bool) -> None:
+    async def main() -> None:
+        connection = await connect_async(own_rabbitmq.url) if shared else None
+        where: dict[str, Any] = {"connection": connection} if shared else {"url": own_rabbitmq.url}
+        producer = await AsyncProducer(**where, routing_key="q", mandatory=False).connect()
+        await (await producer.send(b"before")).result(10)
+        own_rabbitmq.pause()
+        receipts = [await producer.send(b"%d" % number) for number in range(100)]
+        own_rabbitmq.kill()
+        for receipt in receipts:
+            assert await receipt.wait(30)
+        with pytest.raises(ProducerClosed):
+            await producer.send(b"after")
+        with pytest.raises(UndeliveredMessages) as caught:
+            await producer.close(timeout=5)
+        assert len(caught.value.unknown) + len(caught.value.unsent) == 100
+        assert {receipt.outcome for receipt in receipts} <= {Outcome.UNKNOWN, Outcome.FAILED}
+        if connection is not None:
+            await connection.close()
+
+    asyncio.run(main())

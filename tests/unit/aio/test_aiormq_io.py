@@ -1,0 +1,174 @@
+"""What is written at a socket that takes as much as it likes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qflow_client.aio.aiormq_io import TapTransport
+from qflow_client.outbound import Outbound
+from qflow_client.tap import Tap
+
+
+class _Loop:
+    """As much of a loop as it needs."""
+
+    def __init__(self) -> None:
+        self.writers: dict[int, Any] = {}
+        self.soon: list[Any] = []
+
+    def add_writer(self, fd: int, callback: Any) -> None:
+        self.writers[fd] = callback
+
+    def remove_writer(self, fd: int) -> None:
+        del self.writers[fd]
+
+    def call_soon(self, callback: Any) -> None:
+        self.soon.append(callback)
+
+
+class _Raw(asyncio.Transport):
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        assert name == "socket"
+        return self.sock
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__()
+        self.sock = sock
+
+
+class _Reader(asyncio.StreamReaderProtocol):
+    """The library's, which counts how often it was asked to wait."""
+
+    def __init__(self) -> None:
+        self.pauses = 0
+
+    def pause_writing(self) -> None:
+        self.pauses += 1
+
+    def resume_writing(self) -> None:
+        self.pauses -= 1
+
+    def __del__(self) -> None:
+        """Nothing was opened."""
+
+
+class _Channel:
+    """A publishing channel whose frames are letters in brackets."""
+
+    def __init__(self) -> None:
+        self.outbound = Outbound()
+
+    @property
+    def unfinished(self) -> bytes:
+        return self.outbound.unfinished
+
+    def data_to_write(self, limit: int) -> bytes:
+        return self.outbound.data(limit)
+
+    def advance(self, count: int, now: float) -> bool:
+        self.outbound.advance(count)
+        return not self.outbound.mid_frame
+
+
+@contextmanager
+def parts(takes: list[int]) -> Iterator[tuple[TapTransport, _Channel, bytearray, _Reader]]:
+    """A transport whose socket takes so many bytes at each of its turns, and then all."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        written, reader, channel = bytearray(), _Reader(), _Channel()
+        tap = Tap()
+        tap.attach(1, channel, 0.0)  # type: ignore[arg-type]  # it is asked for nothing else
+        raw = _Raw(ours)
+        tapped = TapTransport(tap, reader, raw, raw, _Loop())  # type: ignore[arg-type]  # as above
+
+        def send(data: bytes) -> int:
+            count = min(takes.pop(0), len(data)) if takes else len(data)
+            written.extend(data[:count])
+            return count
+
+        tapped._send = send  # type: ignore[method-assign]  # the socket's own
+        with tapped._socket:
+            yield tapped, channel, written, reader
+
+
+def test_the_library_gets_the_next_border_even_if_every_write_ends_in_mid_frame() -> None:
+    # 100 bytes a frame, and 33 at a time: only the hundredth write would end at a border by itself.
+    with parts([33] * 90) as (tapped, channel, written, _):
+        for _ in range(200):
+            channel.outbound.put(b"[" + b"x" * 98 + b"]")
+        tapped.pump()
+        tapped.pump()
+        assert len(written) == 66
+        tapped.write(b"<heartbeat>")
+        for _ in range(4):
+            tapped.pump()
+        assert bytes(written[100:111]) == b"<heartbeat>"
+
+
+def test_two_that_both_have_much_to_write_take_turns() -> None:
+    with parts([0]) as (tapped, channel, written, _):
+        for _ in range(4):
+            channel.outbound.put(b"[" + b"x" * 200_000 + b"]")
+        tapped.pump()
+        for _ in range(4):
+            tapped.write(b"<" + b"y" * 1000 + b">")
+        tapped.pump()
+        turns = bytes(byte for byte in written if byte in b"[<")
+        assert turns == b"<[<[<[<["
+
+
+@given(
+    takes=st.lists(st.integers(0, 40), max_size=60),
+    steps=st.lists(st.tuples(st.sampled_from("LCP"), st.integers(0, 120)), max_size=40),
+)
+def test_however_the_socket_cuts_frames_stay_whole_and_in_order(takes: list[int], steps: list[tuple[str, int]]) -> None:
+    library, ours = [], []
+    with parts(list(takes)) as (tapped, channel, written, reader):
+        for number, (what, size) in enumerate(steps):
+            if what == "L":
+                library.append(b"<%d:" % number + b"y" * size + b">")
+                tapped.write(library[-1])
+            elif what == "C":
+                ours.append(b"[%d:" % number + b"x" * size + b"]")
+                channel.outbound.put(ours[-1])
+                if not tapped.awake:
+                    tapped.pump()
+            else:
+                tapped.pump()
+        while tapped._library or channel.outbound.size:
+            tapped.pump()
+        found = _split(bytes(written))
+        assert [each for each in found if each.startswith(b"<")] == library
+        assert [each for each in found if each.startswith(b"[")] == ours
+        assert reader.pauses == 0
+        assert tapped.get_write_buffer_size() == 0
+        assert not tapped._watching
+        assert not tapped.awake
+
+
+def _split(data: bytes) -> list[bytes]:
+    found = []
+    while data:
+        end = data.index(b">" if data.startswith(b"<") else b"]") + 1
+        found.append(data[:end])
+        data = data[end:]
+    return found
+
+
+def test_the_library_is_asked_to_wait_while_much_of_its_own_is_not_written() -> None:
+    with parts([1, 1, 10_000]) as (tapped, _, written, reader):
+        tapped.write(b"<" + b"y" * 100_000 + b">")
+        assert (reader.pauses, tapped.get_write_buffer_size()) == (1, 100_001)
+        tapped.pump()
+        assert reader.pauses == 1
+        tapped.pump()
+        tapped.pump()
+        assert (reader.pauses, tapped.get_write_buffer_size()) == (0, 0)
+        assert len(written) == 100_002

@@ -1,0 +1,116 @@
+"""A producer whose window finds its own size; how it does is proved in `tests/unit/flow/test_adaptive.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+from qflow_client import HoldKind, SettingsError
+from qflow_client.protocol import ProducerProtocol
+
+from .support import drain, holds, make, send, wait
+
+
+def fill(protocol: ProducerProtocol, now: float) -> None:
+    while protocol.send(b"x", "", "q", now) is not None:
+        pass
+    drain(protocol, now)
+
+
+def rounds(protocol: ProducerProtocol, count: int, now: float, seconds: float) -> float:
+    """Have all that the window takes confirmed at once, so many times; returns when the last was."""
+    for _ in range(count):
+        fill(protocol, now)
+        now += seconds
+        protocol.on_ack(0, True, now)
+        assert protocol.unsettled == 0
+    return now
+
+
+def test_the_window_grows_while_throughput_does_and_no_further_than_allowed() -> None:
+    protocol = make(capacity="auto", capacity_max=300)
+    assert protocol.window.capacity == 32
+    now = 0.0
+    found = set()
+    for _ in range(60):
+        now = rounds(protocol, 1, now, 0.1)
+        found.add(protocol.window.capacity)
+    assert {64, 128, 256, 300} <= found
+    assert max(found) == 300
+
+
+def test_c6_no_more_than_the_capacity_of_the_moment_is_unsettled() -> None:
+    protocol = make(capacity="auto")
+    now = 0.0
+    for _ in range(50):
+        fill(protocol, now)
+        assert protocol.unsettled <= protocol.window.capacity
+        now += 0.03
+        protocol.on_ack(0, True, now)
+
+
+def test_who_waits_is_admitted_by_what_an_answer_adds_to_the_window() -> None:
+    protocol = make(capacity="auto")
+    now = 0.0
+    fill(protocol, now)
+    tickets = [wait(protocol) for _ in range(300)]
+    while protocol.window.capacity == 32:
+        drain(protocol, now)
+        now += 0.1
+        protocol.on_ack(0, True, now)
+    assert protocol.unsettled == 64
+    assert sum(ticket.receipt is not None for ticket in tickets) % 32 == 0
+
+
+def test_the_window_shrinks_when_answers_are_held_back() -> None:
+    protocol = make(capacity="auto")
+    now = rounds(protocol, 40, 0.0, 0.01)
+    before = protocol.window.capacity
+    for _ in range(8):
+        fill(protocol, now)
+        now += 0.01
+        protocol.on_ack(protocol._oldest + protocol.unsettled // 2, True, now)
+        fill(protocol, now)
+        now += 10.0
+        protocol.on_ack(protocol._oldest, False, now)
+    assert protocol.window.capacity < before / 8
+
+
+def test_a_number_fixes_it_for_good() -> None:
+    protocol = make(capacity="auto")
+    now = rounds(protocol, 3, 0.0, 0.1)
+    protocol.set_capacity(50, now)
+    now = rounds(protocol, 20, now, 0.1)
+    assert protocol.window.capacity == 50
+    fill(protocol, now)
+    assert protocol.unsettled == 50
+
+
+def test_a_producer_that_is_made_can_only_be_given_a_number() -> None:
+    for capacity in (10, "auto"):
+        protocol = make(capacity=capacity)
+        before = protocol.window.capacity
+        with pytest.raises(SettingsError, match="capacity='auto': a producer that is already made can only be given"):
+            protocol.set_capacity("auto", 0.0)  # type: ignore[arg-type]  # that is the point
+        assert protocol.window.capacity == before
+
+
+def test_a_window_that_is_small_for_a_moment_does_not_make_callbacks_slow() -> None:
+    protocol = make(capacity="auto", capacity_max=100)
+    protocol.settled = []
+    for untold in (50, 101):
+        for _ in range(untold - protocol._untold):
+            send(protocol)
+            drain(protocol)
+            protocol.on_ack(0, True, 0.0)
+            protocol.take_settled(0.0)
+        assert holds(protocol) == ([] if untold == 50 else [HoldKind.CAPACITY])
+    protocol.told(51, 0.0)
+    assert holds(protocol) == []
+
+
+def test_what_is_given_up_with_the_connection_leaves_all_of_the_window_free() -> None:
+    protocol = make(capacity="auto")
+    now = rounds(protocol, 5, 0.0, 0.1)
+    fill(protocol, now)
+    protocol.connection_lost("gone", now + 1.0)
+    assert protocol.window.used == protocol.unsettled == 0

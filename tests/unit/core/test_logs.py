@@ -1,0 +1,114 @@
+"""A log of the application's own, which may be slow, stuck or broken."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from qflow_client import logs
+
+
+@pytest.fixture
+def handle() -> Iterator[Callable[[Callable[[logging.LogRecord], object]], None]]:
+    """Has every record handled by a function."""
+    handlers: list[logging.Handler] = []
+
+    def add(function: Callable[[logging.LogRecord], object]) -> None:
+        handler = logging.Handler()
+        handler.handle = function  # type: ignore[assignment,method-assign]
+        logs.logger.addHandler(handler)
+        handlers.append(handler)
+
+    yield add
+    assert logs.flush_logs(20)
+    for handler in handlers:
+        logs.logger.removeHandler(handler)
+
+
+def test_records_come_in_order_on_a_thread_of_their_own(
+    handle: Callable[[Callable[[logging.LogRecord], object]], None],
+) -> None:
+    seen: list[tuple[str, str, str]] = []
+    handle(lambda record: seen.append((record.levelname, record.getMessage(), threading.current_thread().name)))
+    logs.write_log([(logging.WARNING, "one of %d", (2,)), (logging.INFO, "two", ())])
+    assert logs.flush_logs(20)
+    assert seen == [("WARNING", "one of 2", "qflow-log"), ("INFO", "two", "qflow-log")]
+
+
+def test_a_record_tells_who_had_something_to_say(
+    handle: Callable[[Callable[[logging.LogRecord], object]], None],
+) -> None:
+    seen: list[logging.LogRecord] = []
+    handle(seen.append)
+    error = ValueError("a mistake")
+    logs.log(logging.ERROR, "it failed", error=error)
+    assert logs.flush_logs(20)
+    (record,) = seen
+    assert (record.name, record.threadName) == ("qflow_client", threading.current_thread().name)
+    assert record.exc_info is not None
+    assert record.exc_info[1] is error
+
+
+def test_what_nobody_wants_to_read_is_not_made(
+    handle: Callable[[Callable[[logging.LogRecord], object]], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "qflow_client")
+    seen: list[logging.LogRecord] = []
+    handle(seen.append)
+    logs.log(logging.INFO, "quiet")
+    assert logs.flush_logs(20)
+    assert seen == []
+
+
+def test_behind_a_handler_that_is_stuck_only_so_much_is_kept_and_the_rest_is_counted(
+    handle: Callable[[Callable[[logging.LogRecord], object]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "_MOST", 5)
+    stuck, go_on = threading.Event(), threading.Event()
+    seen: list[str] = []
+
+    def handle_slowly(record: logging.LogRecord) -> None:
+        stuck.set()
+        assert go_on.wait(20)
+        seen.append(record.getMessage())
+
+    handle(handle_slowly)
+    logs.log(logging.INFO, "first")
+    assert stuck.wait(20)
+    for number in range(8):
+        logs.log(logging.INFO, "%d", number)
+    assert not logs.flush_logs(0.0)
+    go_on.set()
+    assert logs.flush_logs(20)
+    dropped = "3 log records were dropped: the handlers are slower than what there is to say"
+    assert seen == ["first", dropped, *map(str, range(5))]
+
+
+def test_a_handler_that_flushes_does_not_wait_for_itself(
+    handle: Callable[[Callable[[logging.LogRecord], object]], None],
+) -> None:
+    flushed = []
+    handle(lambda _record: flushed.append(logs.flush_logs(20)))
+    logs.log(logging.INFO, "x")
+    assert logs.flush_logs(20)
+    assert flushed == [False]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork, which this system does not have")
+def test_a_child_process_writes_its_own(handle: Callable[[Callable[[logging.LogRecord], object]], None]) -> None:
+    reading, writing = os.pipe()
+    handle(lambda record: os.write(writing, record.getMessage().encode()))
+    logs.log(logging.INFO, "parent ")
+    assert logs.flush_logs(20)
+    child = os.fork()
+    if child == 0:
+        logs.log(logging.INFO, "child")
+        os._exit(0 if logs.flush_logs(20) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    os.close(writing)
+    assert os.read(reading, 100) == b"parent child"
+    os.close(reading)

@@ -1,0 +1,270 @@
+"""A message over which the broker closes the channel harms only itself."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qflow_client import Message, Outcome, Receipt
+from qflow_client.protocol import REPUBLISHED, ProducerProtocol
+from qflow_client.resending import narrowed
+
+from .support import CHANNEL, FRAME_MAX, Published, Wire, drain, holds, make, send, wait, wire, write
+
+PUBLISH = (60, 40)
+
+
+def reopen(protocol: ProducerProtocol, frame_max: int = FRAME_MAX) -> list[bytes]:
+    """What leaves at once on the next channel."""
+    protocol.channel_opened(CHANNEL, frame_max, 2.0)
+    return left(protocol)
+
+
+def left(protocol: ProducerProtocol) -> list[bytes]:
+    return [message.body for message in wire(drain(protocol)).messages]
+
+
+def close(protocol: ProducerProtocol, text: str = "NOT_FOUND", method: tuple[int, int] = PUBLISH) -> None:
+    protocol.channel_closed(404, text, method, 1.0)
+
+
+def five(protocol: ProducerProtocol) -> list[Receipt]:
+    receipts = [send(protocol, b"%d" % number, key="bad" if number in (2, 4) else "q") for number in range(1, 6)]
+    drain(protocol)
+    return receipts
+
+
+def test_suspects_leave_one_at_a_time_with_nothing_else_in_flight_and_in_order() -> None:
+    protocol = make(capacity=6)
+    receipts = five(protocol)
+    unwritten = send(protocol, b"6")
+    waiting = wait(protocol, b"7")
+    close(protocol, "NO_ROUTE - no such key 'bad'")
+    assert reopen(protocol) == [b"1"]
+    assert holds(protocol) == ["capacity", "disconnected"]
+    for number in range(1, 5):
+        protocol.on_ack(number, False, 3.0)
+        assert left(protocol) == [b"%d" % (number + 1)]
+    assert waiting.receipt is None
+    protocol.on_ack(5, False, 3.0)
+    # The last that was in flight has its answer: the rest may go together, and then who waits.
+    assert left(protocol) == [b"6", b"7"]
+    assert holds(protocol) == []
+    protocol.on_ack(7, True, 4.0)
+    assert waiting.receipt is not None
+    assert {each.outcome for each in (*receipts, unwritten, waiting.receipt)} == {Outcome.CONFIRMED}
+
+
+def test_who_is_not_named_leaves_together_with_others_and_only_the_named_go_alone() -> None:
+    protocol = make()
+    receipts = [
+        protocol.send(b"%d" % number, "missing" if number == 3 else "there", "q", 0.0) for number in range(1, 6)
+    ]
+    drain(protocol)
+    close(protocol, "NOT_FOUND - no exchange 'missing' in vhost '/'")
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 2.0)
+    assert left(protocol) == [b"1", b"2"]
+    protocol.on_ack(2, True, 3.0)
+    assert left(protocol) == [b"3"]
+    close(protocol, "NOT_FOUND - no exchange 'missing' in vhost '/'")
+    assert receipts[2] is not None
+    assert receipts[2].outcome is Outcome.REJECTED
+    assert "no exchange 'missing'" in str(receipts[2].error())
+    assert reopen(protocol) == [b"4", b"5"]
+    assert holds(protocol) == []
+
+
+def test_what_may_have_arrived_is_marked_whether_it_is_suspected_or_not() -> None:
+    protocol = make()
+    send(protocol, b"1")
+    send(protocol, b"2", key="bad")
+    drain(protocol)
+    send(protocol, b"3")
+    close(protocol, "no queue 'bad'")
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 2.0)
+    seen: list[Published] = []
+    for tag in range(1, 4):
+        seen += wire(drain(protocol)).messages
+        protocol.on_ack(tag, False, 3.0)
+    assert [(each.body, (each.properties.headers or {}).get(REPUBLISHED, False)) for each in seen] == [
+        (b"1", True),
+        (b"2", True),
+        (b"3", False),
+    ]
+
+
+def test_words_are_believed_once() -> None:
+    protocol = make()
+    protocol.send(b"innocent", "named", "q", 0.0)
+    culprit = protocol.send(b"guilty", "other", "q", 0.0)
+    last = protocol.send(b"last", "other", "q", 0.0)
+    drain(protocol)
+    close(protocol, "ACCESS_REFUSED - 'named'")
+    assert reopen(protocol) == [b"innocent"]
+    protocol.on_ack(1, False, 3.0)
+    assert left(protocol) == [b"guilty", b"last"]
+    close(protocol, "ACCESS_REFUSED - 'named'")
+    assert reopen(protocol) == [b"guilty"]
+    close(protocol, "ACCESS_REFUSED - 'named'")
+    assert culprit is not None
+    assert culprit.outcome is Outcome.REJECTED
+    assert reopen(protocol) == [b"last"]
+    protocol.on_ack(1, False, 3.0)
+    assert last is not None
+    assert last.outcome is Outcome.CONFIRMED
+
+
+def test_a_lone_message_is_not_blamed_for_a_close_that_names_no_method_until_it_is_closed_again() -> None:
+    protocol = make()
+    receipt = send(protocol, b"1")
+    drain(protocol)
+    close(protocol, "closed by the operator", (0, 0))
+    assert not receipt.done
+    assert reopen(protocol) == [b"1"]
+    close(protocol, "still", (0, 0))
+    assert receipt.outcome is Outcome.REJECTED
+
+
+def test_a_suspect_whose_connection_is_lost_still_goes_alone() -> None:
+    protocol = make()
+    five(protocol)
+    close(protocol)
+    assert reopen(protocol) == [b"1"]
+    protocol.connection_lost("cut", 3.0, reconnects=True)
+    assert reopen(protocol) == [b"1"]
+    protocol.on_ack(1, False, 4.0)
+    assert left(protocol) == [b"2"]
+
+
+def test_a_staged_message_that_the_new_broker_cannot_take_is_settled_and_those_behind_it_move_up() -> None:
+    protocol = make()
+    headers = {"k": "v" * (FRAME_MAX - 200)}
+    receipts = [send(protocol, b"1"), send(protocol, Message(b"2", headers=headers)), send(protocol, b"3")]
+    drain(protocol)
+    receipts.append(send(protocol, b"4"))
+    assert protocol.when_flushed("all")
+    close(protocol)
+    assert reopen(protocol, 1024) == [b"1"]
+    protocol.on_ack(1, False, 3.0)
+    assert receipts[1].outcome is Outcome.UNKNOWN
+    assert left(protocol) == [b"3"]
+    protocol.on_ack(2, False, 3.0)
+    assert left(protocol) == [b"4"]
+    assert protocol.wake == []
+    protocol.on_ack(3, False, 3.0)
+    assert [receipt.outcome for receipt in receipts] == [
+        Outcome.CONFIRMED,
+        Outcome.UNKNOWN,
+        Outcome.CONFIRMED,
+        Outcome.CONFIRMED,
+    ]
+    assert protocol.wake == ["all"]
+    assert (protocol.unsettled, protocol.window.used) == (0, 0)
+    assert left(protocol) == []
+
+
+def test_the_staged_leave_while_the_producer_closes() -> None:
+    protocol = make()
+    five(protocol)
+    close(protocol)
+    protocol.close("the producer is closed", 1.0)
+    assert protocol.wants_channel
+    assert reopen(protocol) == [b"1"]
+    for tag in range(1, 6):
+        protocol.on_ack(tag, False, 3.0)
+        drain(protocol)
+    assert protocol.unsettled == 0
+    close(protocol)
+    assert not protocol.wants_channel
+
+
+def test_a_window_that_is_given_back_while_no_channel_is_there_puts_nothing() -> None:
+    protocol = make()
+    five(protocol)
+    close(protocol)
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 2.0)
+    drain(protocol)
+    protocol.connection_lost("gone", 3.0)
+    assert protocol.unsettled == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("NOT_FOUND - no exchange 'a' in vhost '/'", [0, 1]),
+        ("ACCESS_REFUSED - write access to topic 'x' in exchange 'a' in vhost '/' refused for user 'guest'", [0]),
+        ("ACCESS_REFUSED - write access to exchange 'amq.default' in vhost '/' refused", [3]),
+        ("PRECONDITION_FAILED - message size 9 is larger than configured max size 8", [0, 1, 2, 3]),
+        ("PRECONDITION_FAILED - 'x'", [0, 1, 2, 3]),
+    ],
+)
+def test_whom_the_broker_s_words_name(text: str, expected: list[int]) -> None:
+    protocol = make()
+    places = [("a", "x"), ("a", "y"), ("b", "x"), ("", "z")]
+    receipts = [protocol.send(b"", exchange, key, 0.0) for exchange, key in places]
+    suspects = [receipt for receipt in receipts if receipt is not None]
+    assert [suspects.index(each) for each in narrowed(suspects, text)] == expected
+
+
+@given(st.lists(st.sampled_from(["send", "poison", "part", "work", "lose", "wait"]), max_size=60), st.booleans())
+def test_exactly_the_poison_is_rejected_whatever_else_happens(steps: list[str], tells: bool) -> None:
+    """A broker that reads message by message and closes the channel over each that is poison."""
+    protocol = make(capacity=6)
+    receipts: list[Receipt] = []
+    poison: set[str] = set()
+    arrived: list[str] = []
+    state = {"wire": Wire(), "read": 0}
+
+    def anew() -> None:
+        state.update(wire=Wire(), read=0)
+        protocol.channel_opened(CHANNEL, FRAME_MAX, 0.0)
+
+    def work() -> None:
+        seen = state["wire"].messages  # type: ignore[attr-defined]
+        whole = len(seen) - state["wire"].in_message  # type: ignore[attr-defined]
+        for message in seen[state["read"] : whole]:
+            state["read"] += 1  # type: ignore[operator]
+            name = message.properties.message_id
+            if name in poison:
+                protocol.channel_closed(404, f"no '{message.exchange}'" if tells else "no", PUBLISH, 0.0)
+                anew()
+                return
+            copy = bool((message.properties.headers or {}).get(REPUBLISHED))
+            assert copy or name not in arrived, "an unmarked copy"
+            arrived.append(name)
+            protocol.on_ack(state["read"], False, 0.0)  # type: ignore[arg-type]
+
+    def send_one(exchange: str) -> None:
+        receipt = protocol.send(b"x", exchange, "q", 0.0)
+        if receipt is not None:
+            receipts.append(receipt)
+            if exchange == "poison":
+                poison.add(str(receipt.message_id))
+
+    for step in steps:
+        if step == "send":
+            send_one("fine")
+        elif step == "poison":
+            send_one("poison")
+        elif step == "part":
+            size = len(protocol.data_to_write(1 << 20))
+            state["wire"].read(write(protocol, size * 2 // 3))  # type: ignore[attr-defined]
+        elif step == "work":
+            state["wire"].read(drain(protocol))  # type: ignore[attr-defined]
+            work()
+        elif step == "lose":
+            protocol.connection_lost("cut", 0.0, reconnects=True)
+            anew()
+        assert protocol.window.used == protocol.unsettled == sum(not receipt.done for receipt in receipts)
+    for _ in range(200):
+        if not protocol.unsettled:
+            break
+        state["wire"].read(drain(protocol))  # type: ignore[attr-defined]
+        work()
+    assert [receipt.outcome for receipt in receipts] == [
+        Outcome.REJECTED if receipt.message_id in poison else Outcome.CONFIRMED for receipt in receipts
+    ]
+    fine = [receipt.message_id for receipt in receipts if receipt.message_id not in poison]
+    assert list(dict.fromkeys(arrived)) == fine
+    assert holds(protocol) == []

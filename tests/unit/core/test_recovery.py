@@ -1,0 +1,125 @@
+"""When and where a lost connection is tried again, and when that is given up."""
+
+from __future__ import annotations
+
+import pytest
+
+from qflow_client import ProducerSettings
+from qflow_client.recovery import Backoff, Reconnection, is_final, retries
+
+HOSTS = ["amqp://u:secret@one/", "amqp://u:secret@two/"]
+
+
+def reconnection(host: int = 0, **settings: object) -> Reconnection:
+    return Reconnection(
+        ProducerSettings(**({"url": HOSTS, "reconnect_jitter": 0, "reconnect_delay": 1} | settings)),  # type: ignore[arg-type]
+        host,
+    )
+
+
+def test_pauses_double_up_to_the_longest() -> None:
+    backoff = Backoff(0.5, 3.0, 0.0)
+    backoff.begin(100.0)
+    assert [backoff.pause(100.0) for _ in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
+    backoff.begin(200.0)
+    assert backoff.pause(200.0) == 0.5
+
+
+def test_jitter_makes_every_pause_longer_also_the_longest_one() -> None:
+    backoff = Backoff(0.5, 2.0, 0.5)
+    backoff.begin(0.0)
+    first = backoff.pause(0.0)
+    assert first is not None
+    assert 0.5 <= first <= 0.75
+    later = [backoff.pause(0.0) or 0 for _ in range(50)][5:]
+    assert min(later) >= 2.0
+    assert max(later) <= 3.0
+    assert len(set(later)) > 40
+
+
+def test_the_last_pause_ends_when_the_time_is_up() -> None:
+    backoff = Backoff(1.0, 60.0, 0.0, 5.0)
+    backoff.begin(10.0)
+    assert [backoff.pause(now) for now in (10.0, 11.0, 13.0, 15.0)] == [1.0, 2.0, 2.0, None]
+
+
+def test_without_any_time_there_is_no_try() -> None:
+    lost = reconnection(reconnect_timeout=0)
+    assert lost.lost("cut", 1.0) is None
+    assert lost.verdict == "cut"
+
+
+def test_the_host_that_was_lost_comes_first_and_after_all_there_is_a_longer_pause() -> None:
+    tries = reconnection(host=1)
+    tries.opened(0.0)
+    assert tries.lost("cut", 100.0) == 1.0
+    seen = []
+    for _ in range(5):
+        seen.append((tries.host, tries.failed("refused", False, 101.0)))
+    assert seen == [(1, 0.0), (0, 2.0), (1, 0.0), (0, 4.0), (1, 0.0)]
+    tries.opened(110.0)
+    assert (tries.host, tries.url) == (0, "amqp://u:***@one/")
+
+
+def test_a_connection_that_does_not_last_does_not_make_the_pauses_short_again() -> None:
+    tries = reconnection(reconnect_delay_max=30)
+    tries.opened(0.0)
+    pauses = []
+    now = 100.0
+    for _ in range(3):
+        pauses.append(tries.lost("cut", now))
+        tries.opened(now)
+        now += 29.0
+    tries.opened(now)
+    assert pauses == [1.0, 2.0, 4.0]
+    assert tries.lost("cut", now + 30.0) == 1.0
+
+
+def test_what_no_try_can_cure_ends_it_if_all_hosts_say_so() -> None:
+    tries = reconnection()
+    assert tries.lost("the connection is lost: cut", 0.0) == 1.0
+    assert tries.failed("403 ACCESS_REFUSED", True, 1.0) == 0.0
+    assert tries.failed("refused", False, 1.0) == 2.0
+    assert tries.failed("403 ACCESS_REFUSED", True, 3.0) == 0.0
+    assert tries.failed("530 NOT_ALLOWED", True, 3.0) is None
+    assert tries.verdict == (
+        "the connection is lost: cut; it cannot be had again: amqp://u:***@one/: 403 ACCESS_REFUSED; "
+        "amqp://u:***@two/: 530 NOT_ALLOWED"
+    )
+
+
+def test_it_ends_when_the_time_is_up_and_says_why_there_is_no_connection() -> None:
+    tries = reconnection(url=HOSTS[0], reconnect_timeout=3)
+    assert tries.lost("cut", 0.0) == 1.0
+    assert tries.failed("refused", False, 1.0) == 2.0
+    assert tries.failed("still refused", False, 3.0) is None
+    assert tries.verdict == "cut; it could not be had again within 3 s: amqp://u:***@one/: still refused"
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "expected"),
+    [
+        (403, "ACCESS_REFUSED - Login was refused using authentication mechanism PLAIN.", True),
+        (530, "NOT_ALLOWED - vhost nosuch not found", True),
+        (530, "NOT_ALLOWED - access to vhost '/' refused for user 'guest': connection limit (1) is reached", False),
+        (404, "NOT_FOUND - no such virtual host", True),
+        (320, "CONNECTION_FORCED - broker forced connection closure with reason 'shutdown'", False),
+        (541, "INTERNAL_ERROR - access to vhost '/' refused for user 'guest': vhost '/' is down", False),
+    ],
+)
+def test_which_refusals_are_final(code: int, text: str, expected: bool) -> None:
+    assert is_final(code, text) is expected
+
+
+def test_the_next_channel_comes_at_once_after_progress_and_otherwise_after_growing_pauses() -> None:
+    tries = reconnection()
+    assert [tries.channel_closed(settled, 0.0) for settled in (0, 0, 0, 1, 1, 2)] == [0.0, 1.0, 2.0, 0.0, 1.0, 0.0]
+
+
+def test_refusals_are_retried_unless_the_settings_say_otherwise_or_nothing_is_confirmed() -> None:
+    pauses = retries(ProducerSettings(retry_delay=2, retry_delay_max=3, reconnect_jitter=0))
+    assert pauses is not None
+    pauses.begin(0.0)
+    assert [pauses.pause(0.0) for _ in range(3)] == [2.0, 3.0, 3.0]
+    assert retries(ProducerSettings(on_refused="fail")) is None  # type: ignore[arg-type]
+    assert retries(ProducerSettings(confirms=False)) is None

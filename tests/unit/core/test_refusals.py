@@ -1,0 +1,318 @@
+"""A message that the broker has no room for leaves again, for a while."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qflow_client import Outcome, Receipt
+from qflow_client.protocol import REPUBLISHED, ProducerProtocol
+from qflow_client.recovery import Backoff
+from qflow_client.resending import is_want_of_room
+
+from .support import CHANNEL, FRAME_MAX, Wire, drain, holds, logged, make, returned, send, wait, wire
+
+PUBLISH = (60, 40)
+
+
+def patient(**settings: Any) -> ProducerProtocol:
+    """A producer that waits 1, 2, 4, 8, 8, … s."""
+    return make(retries=Backoff(1.0, 8.0, 0.0), **settings)
+
+
+def left(protocol: ProducerProtocol, now: float = 0.0) -> list[bytes]:
+    return [message.body for message in wire(drain(protocol, now)).messages]
+
+
+def three(protocol: ProducerProtocol) -> list[Receipt]:
+    receipts = [send(protocol, b"%d" % number) for number in range(1, 4)]
+    assert left(protocol) == [b"1", b"2", b"3"]
+    return receipts
+
+
+def test_a_refused_message_holds_the_producer_and_a_probe_of_one_comes_first() -> None:
+    protocol = patient(capacity=4)
+    receipts = three(protocol)
+    protocol.on_nack(3, True, 10.0)
+    assert holds(protocol) == ["refused"]
+    assert (protocol.unsettled, protocol.window.used) == (3, 3)
+    assert protocol.send(b"new", "", "q", 10.0) is None
+    assert left(protocol) == []
+    assert protocol.next_timer(10.0) == 11.0
+    protocol.on_timer(10.9)
+    assert left(protocol) == []
+    protocol.on_timer(11.0)
+    (probe,) = wire(drain(protocol)).messages
+    assert (probe.body, probe.properties.headers) == (b"1", {REPUBLISHED: True})
+    assert probe.properties.message_id == receipts[0].message_id
+    assert protocol.next_timer(11.0) is None
+    protocol.on_ack(4, False, 11.1)
+    assert left(protocol) == [b"2", b"3"]
+    assert holds(protocol) == []
+    protocol.on_ack(6, True, 11.2)
+    assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
+    assert (protocol.unsettled, protocol.window.used) == (0, 0)
+    assert "WARNING producer: held: refused (Basic.Nack)" in logged(protocol)
+
+
+def test_a_probe_that_is_refused_again_stays_the_first_and_the_pauses_grow() -> None:
+    protocol = patient()
+    three(protocol)
+    protocol.on_nack(3, True, 0.0)
+    now, tag = 1.0, 4
+    for pause in (2.0, 4.0, 8.0, 8.0):
+        protocol.on_timer(now)
+        assert left(protocol) == [b"1"]
+        protocol.on_nack(tag, False, now)
+        assert protocol.next_timer(now) == now + pause
+        now, tag = now + pause, tag + 1
+    protocol.on_timer(now)
+    assert left(protocol) == [b"1"]
+    protocol.on_ack(tag, False, now)
+    assert left(protocol) == [b"2", b"3"]
+
+
+def test_what_was_in_flight_behind_it_goes_on_and_who_is_refused_later_comes_in_its_order() -> None:
+    protocol = patient(capacity=10)
+    receipts = three(protocol)
+    protocol.on_nack(3, False, 0.0)
+    protocol.on_nack(1, False, 0.0)
+    protocol.on_ack(2, False, 0.1)
+    assert [receipt.outcome for receipt in receipts] == [None, Outcome.CONFIRMED, None]
+    protocol.on_timer(1.0)
+    assert left(protocol) == [b"1"]
+    protocol.on_ack(4, False, 1.1)
+    assert left(protocol) == [b"3"]
+
+
+def test_after_retry_for_it_is_settled_whether_it_waits_or_is_refused_once_more() -> None:
+    protocol = patient(retry_for=2.5)
+    receipts = three(protocol)
+    assert protocol.when_flushed("me")
+    protocol.on_nack(3, True, 0.0)
+    protocol.on_timer(1.0)
+    assert left(protocol) == [b"1"]
+    protocol.on_nack(4, False, 1.5)
+    # Not 3.5: nothing is tried for longer than it may.
+    assert protocol.next_timer(1.5) == 2.5
+    protocol.on_timer(2.5)
+    assert [receipt.outcome for receipt in receipts] == [Outcome.NACKED] * 3
+    assert protocol.wake == ["me"]
+    assert holds(protocol) == []
+    again = send(protocol, b"4", 3.0)
+    assert left(protocol) == [b"4"]
+    protocol.on_nack(5, False, 3.0)
+    protocol.on_timer(4.0)
+    assert left(protocol) == [b"4"]
+    protocol.on_nack(6, False, 5.6)
+    assert again.outcome is Outcome.NACKED
+    assert holds(protocol) == []
+
+
+def test_who_waits_in_line_is_let_in_after_all_that_was_refused() -> None:
+    protocol = patient(capacity=3)
+    three(protocol)
+    waiting = wait(protocol, b"4")
+    protocol.on_nack(3, True, 0.0)
+    protocol.on_timer(1.0)
+    drain(protocol)
+    protocol.on_ack(4, False, 1.0)
+    assert waiting.receipt is not None
+    assert left(protocol) == [b"2", b"3", b"4"]
+
+
+def test_a_flush_waits_for_what_is_refused_too() -> None:
+    protocol = patient()
+    three(protocol)
+    assert protocol.when_flushed("me")
+    protocol.on_nack(1, False, 0.0)
+    protocol.on_ack(3, True, 0.0)
+    assert protocol.wake == []
+    protocol.on_timer(1.0)
+    drain(protocol)
+    protocol.on_ack(4, False, 1.0)
+    assert protocol.wake == ["me"]
+
+
+def test_a_returned_message_is_not_tried_again() -> None:
+    protocol = patient()
+    receipts = three(protocol)
+    returned(protocol, receipts[0].message_id)
+    protocol.on_nack(1, False, 0.0)
+    assert receipts[0].outcome is Outcome.NACKED
+    assert holds(protocol) == []
+
+
+def test_a_return_that_comes_after_the_nack_settles_it_instead_of_the_next_try() -> None:
+    protocol = patient()
+    receipts = three(protocol)
+    protocol.on_nack(3, True, 0.0)
+    returned(protocol, receipts[0].message_id)
+    protocol.on_timer(1.0)
+    assert receipts[0].outcome is Outcome.RETURNED
+    assert left(protocol) == [b"2"]
+    protocol.on_ack(4, False, 1.0)
+    assert left(protocol) == [b"3"]
+
+
+def test_a_return_and_an_ack_of_a_probe_end_the_hold() -> None:
+    protocol = patient()
+    receipts = three(protocol)
+    protocol.on_nack(3, True, 0.0)
+    protocol.on_timer(1.0)
+    drain(protocol)
+    returned(protocol, receipts[0].message_id)
+    protocol.on_ack(4, False, 1.0)
+    assert receipts[0].outcome is Outcome.RETURNED
+    assert holds(protocol) == []
+
+
+def test_a_channel_that_is_closed_for_want_of_room_is_a_refusal_and_no_poison() -> None:
+    protocol = patient(retry_for=20)
+    receipts = three(protocol)
+    late = send(protocol, b"4")
+    text = "PRECONDITION_FAILED - Server low on disk space"
+    protocol.channel_closed(406, text, PUBLISH, 0.0)
+    assert holds(protocol) == ["disconnected", "refused"]
+    assert protocol.next_timer(0.0) is None
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 0.5)
+    assert holds(protocol) == ["refused"]
+    assert left(protocol) == []
+    assert protocol.next_timer(0.5) == 1.0
+    protocol.on_timer(1.0)
+    assert left(protocol) == [b"1"]
+    protocol.channel_closed(406, text, PUBLISH, 1.5)
+    assert not receipts[0].done
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 1.6)
+    protocol.on_timer(3.5)
+    assert left(protocol) == [b"1"]
+    protocol.on_ack(1, False, 4.0)
+    assert left(protocol) == [b"2", b"3", b"4"]
+    assert holds(protocol) == []
+    protocol.channel_closed(406, text, PUBLISH, 21.0)
+    # The first refusal of these was long ago.
+    assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED, Outcome.REJECTED, Outcome.REJECTED]
+    assert not late.done
+
+
+def test_a_channel_that_is_closed_for_want_of_room_when_all_have_tried_for_long_enough_holds_nothing() -> None:
+    protocol = patient(retry_for=0)
+    receipt = send(protocol)
+    drain(protocol)
+    protocol.channel_closed(506, "RESOURCE_ERROR", PUBLISH, 0.0)
+    assert receipt.outcome is Outcome.REJECTED
+    assert "506" in str(receipt.error())
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 0.5)
+    assert holds(protocol) == []
+
+
+def test_a_connection_that_is_lost_meanwhile_does_not_end_the_pause() -> None:
+    protocol = patient()
+    three(protocol)
+    protocol.on_nack(1, False, 0.0)
+    protocol.connection_lost("cut", 0.5, reconnects=True)
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 0.6)
+    assert left(protocol) == []
+    protocol.on_timer(1.0)
+    assert left(protocol) == [b"2"]
+    protocol.on_ack(1, False, 1.0)
+    assert left(protocol) == [b"3", b"1"]
+
+
+def test_what_is_refused_when_the_producer_ends_is_nacked() -> None:
+    protocol = patient()
+    receipts = three(protocol)
+    protocol.on_nack(1, False, 0.0)
+    protocol.connection_lost("the producer is closed", 0.5)
+    assert [receipt.outcome for receipt in receipts] == [Outcome.NACKED, Outcome.UNKNOWN, Outcome.UNKNOWN]
+    assert "refused" not in holds(protocol)
+
+
+def test_without_retries_a_nack_settles() -> None:
+    protocol = make()
+    receipts = three(protocol)
+    protocol.on_nack(3, True, 0.0)
+    assert {receipt.outcome for receipt in receipts} == {Outcome.NACKED}
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "expected"),
+    [
+        (311, "Channel flow control was requested, but not enforced by sender", True),
+        (506, "RESOURCE_ERROR", True),
+        (406, "PRECONDITION_FAILED - Server low on disk space, can not accept new message", True),
+        (406, "PRECONDITION_FAILED - message size 9 is larger than configured max size 8", False),
+        (404, "NOT_FOUND - no exchange 'disk'", False),
+    ],
+)
+def test_which_closed_channels_are_refusals(code: int, text: str, expected: bool) -> None:
+    assert is_want_of_room(code, text) is expected
+
+
+@given(st.lists(st.sampled_from(["send", "write", "ack", "nack", "nacks", "lose", "room", "time"]), max_size=80))
+def test_whatever_happens_every_message_ends_once_and_the_window_is_right(steps: list[str]) -> None:
+    protocol = patient(capacity=6, retry_for=1000)
+    receipts: list[Receipt] = []
+    seen = [Wire()]
+    answered: set[int] = set()
+    now = 0.0
+
+    def write() -> list[int]:
+        seen[0].read(drain(protocol, now))
+        return [tag for tag in range(1, len(seen[0].messages) + 1) if tag not in answered]
+
+    def anew() -> None:
+        seen[0] = Wire()
+        answered.clear()
+        protocol.channel_opened(CHANNEL, FRAME_MAX, now)
+
+    def answer(tags: list[int], good: bool, multiple: bool) -> None:
+        answered.update(tags)
+        (protocol.on_ack if good else protocol.on_nack)(tags[-1], multiple, now)
+
+    for step in steps:
+        now += 0.1
+        if step == "send":
+            receipt = protocol.send(b"x", "", "q", now)
+            if receipt is not None:
+                receipts.append(receipt)
+        elif step == "time":
+            now += 3.0
+            protocol.on_timer(now)
+        elif step == "lose":
+            protocol.connection_lost("cut", now, reconnects=True)
+            anew()
+        elif step == "room":
+            protocol.channel_closed(506, "RESOURCE_ERROR", PUBLISH, now)
+            anew()
+        else:
+            tags = write()
+            if tags and step != "write":
+                answer(tags if step == "nacks" else tags[:1], step == "ack", step == "nacks")
+        assert protocol.window.used == protocol.unsettled == sum(not receipt.done for receipt in receipts)
+        assert list(protocol._unsettled) == sorted(protocol._unsettled)
+        assert protocol._oldest == min(protocol._unsettled, default=protocol._next_tag)
+    for _ in range(30):
+        now += 10.0
+        protocol.on_timer(now)
+        tags = write()
+        if tags:
+            answer(tags, True, True)
+    assert {receipt.outcome for receipt in receipts} <= {Outcome.CONFIRMED}
+    assert holds(protocol) == []
+
+
+def test_a_multiple_nack_passes_over_what_is_settled() -> None:
+    protocol = patient()
+    receipts = three(protocol)
+    protocol.on_ack(2, False, 0.0)
+    protocol.on_nack(3, True, 0.0)
+    protocol.on_timer(1.0)
+    drain(protocol)
+    protocol.on_ack(4, False, 1.0)
+    drain(protocol)
+    protocol.on_ack(5, False, 1.0)
+    assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}

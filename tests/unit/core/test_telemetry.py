@@ -1,0 +1,214 @@
+"""What the protocol tells of its messages, and what an observer makes of it; on a simulated clock, without an SDK."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+
+from qflow_client import Message, Outcome, ProducerClosed, ProducerSettings, telemetry
+from qflow_client.protocol import ProducerProtocol
+from qflow_client.telemetry import Observer
+
+from .support import CHANNEL, FRAME_MAX, drain, make, returned, send, wait
+
+
+class Recorded(list[tuple[float, dict[str, Any]]]):
+    """A histogram."""
+
+    def record(self, seconds: float, attributes: dict[str, Any]) -> None:
+        self.append((seconds, attributes))
+
+
+@pytest.fixture
+def recorded() -> Recorded:
+    return Recorded()
+
+
+def observe(protocol: ProducerProtocol, recorded: Recorded) -> Observer:
+    observer = Observer(protocol, "orders", "amqps://broker.example/", recorded)  # type: ignore[arg-type]
+    protocol.observer = observer
+    return observer
+
+
+def seconds(recorded: Recorded) -> list[float]:
+    return [each for each, _ in recorded]
+
+
+def test_a_duration_is_that_of_the_oldest_of_what_is_settled_together(recorded: Recorded) -> None:
+    protocol = make()
+    observer = observe(protocol, recorded)
+    for at in range(5):
+        send(protocol, now=10.0 + at)
+    drain(protocol)
+    protocol.on_ack(3, True, now=20.0)
+    observer.tell(now=20.0)
+    assert seconds(recorded) == [10.0]
+    protocol.on_ack(5, False, now=21.0)
+    observer.tell(now=21.0)
+    protocol.on_ack(4, False, now=22.0)
+    observer.tell(now=22.0)
+    assert seconds(recorded) == [10.0, 7.0, 9.0]
+    assert observer.began == {}
+    assert observer.counts == {("q", Outcome.CONFIRMED): 5}
+    assert recorded[0][1] == {
+        "messaging.system": "rabbitmq",
+        "messaging.operation.name": "send",
+        "messaging.operation.type": "send",
+        "messaging.destination.name": "q",
+        "server.address": "broker.example",
+        "server.port": 5671,
+        "qflow.producer.name": "orders",
+    }
+
+
+def test_what_a_lost_connection_and_the_next_one_settle_counts_once_and_what_is_sent_again_as_one_message(
+    recorded: Recorded,
+) -> None:
+    protocol = make()
+    observer = observe(protocol, recorded)
+    large = {"k": "v" * (FRAME_MAX - 200)}
+    back = send(protocol, now=1.0)
+    send(protocol, Message(b"", headers=large), now=2.0)
+    send(protocol, now=3.0)
+    drain(protocol)
+    returned(protocol, back.message_id)
+    protocol.connection_lost("cut", 5.0, reconnects=True)
+    assert observer.counts == {("q", Outcome.RETURNED): 1}
+    protocol.channel_opened(CHANNEL, 1024, 6.0)
+    assert observer.counts == {("q", Outcome.RETURNED): 1, ("q", Outcome.UNKNOWN): 1}
+    drain(protocol)
+    protocol.on_ack(1, False, 7.0)
+    assert observer.counts == {("q", Outcome.RETURNED): 1, ("q", Outcome.UNKNOWN): 1, ("q", Outcome.CONFIRMED): 1}
+    assert observer.began == {}
+    observer.tell()
+    assert seconds(recorded) == [4.0, 4.0, 4.0]
+
+
+def test_nothing_is_kept_of_a_message_that_cannot_be_encoded(recorded: Recorded) -> None:
+    protocol = make()
+    observer = observe(protocol, recorded)
+    with pytest.raises(TypeError):
+        protocol.send(Message(b"x", headers={"k": object()}), "", "q", 1.0)
+    assert observer.began == {}
+    send(protocol, now=2.0)
+    assert list(observer.began.values()) == [2.0]
+
+
+def test_durations_are_recorded_at_most_a_hundred_times_a_second_and_the_longest_is_kept(recorded: Recorded) -> None:
+    protocol = make()
+    observer = observe(protocol, recorded)
+    for at in range(100):
+        send(protocol, now=at / 1000)
+        drain(protocol)
+        protocol.on_ack(at + 1, False, now=at / 1000 + (5.0 if at == 55 else 1.0))
+        observer.tell(now=1.0 + at / 1000)
+    assert len(recorded) == 10
+    assert max(seconds(recorded)) == 5.0
+    # Whoever collects gets the rest.
+    observer.tell()
+    assert len(recorded) == 11
+    observer.tell()
+    assert len(recorded) == 11
+
+
+def test_the_wait_for_admission_is_a_part_of_the_duration(recorded: Recorded) -> None:
+    protocol = make()
+    observer = observe(protocol, recorded)
+    protocol.hold("paused", now=0.0)
+    wait(protocol, now=1.0)
+    protocol.lift("paused", now=5.0)
+    drain(protocol)
+    protocol.on_ack(1, False, now=7.0)
+    observer.tell()
+    assert seconds(recorded) == [6.0]
+
+
+def test_what_was_sent_before_is_counted_and_has_no_duration(recorded: Recorded) -> None:
+    protocol = make()
+    send(protocol)
+    observer = observe(protocol, recorded)
+    drain(protocol)
+    protocol.on_ack(1, False, now=7.0)
+    observer.tell()
+    assert seconds(recorded) == []
+    assert observer.counts == {("q", Outcome.CONFIRMED): 1}
+
+
+def test_one_ack_of_several_destinations_and_outcomes_is_told_apart(recorded: Recorded) -> None:
+    protocol = make(mandatory=True)
+    observer = observe(protocol, recorded)
+    send(protocol, key="a")
+    lost = send(protocol, key="a")
+    send(protocol, key="b", now=1.0)
+    drain(protocol)
+    returned(protocol, lost.message_id, key="a")
+    protocol.on_ack(3, True, now=3.0)
+    observer.tell()
+    assert observer.counts == {
+        ("a", Outcome.CONFIRMED): 1,
+        ("a", Outcome.RETURNED): 1,
+        ("b", Outcome.CONFIRMED): 1,
+    }
+    errors = [(each, about["messaging.destination.name"], about.get("error.type")) for each, about in recorded]
+    assert errors == [(3.0, "a", None), (3.0, "a", "returned"), (2.0, "b", None)]
+
+
+def test_what_a_connection_takes_with_it_is_told(recorded: Recorded) -> None:
+    protocol = make()
+    observer = observe(protocol, recorded)
+    send(protocol)
+    drain(protocol)
+    protocol.outbound.stopped = True
+    send(protocol)
+    protocol.connection_lost("gone", now=2.0)
+    assert observer.counts == {("q", Outcome.UNKNOWN): 1, ("q", Outcome.FAILED): 1}
+    # What was never written was not sent.
+    (sent,) = telemetry._sent(observer)
+    assert (sent[0], sent[1]["error.type"]) == (1, "unknown")
+    # And a connection that takes nothing with it tells nothing.
+    empty = make()
+    assert observe(empty, recorded).counts == {}
+    empty.connection_lost("gone", now=2.0)
+    with pytest.raises(ProducerClosed):
+        empty.send(b"x", "", "q", 3.0)
+
+
+def test_without_confirms_what_is_written_is_settled(recorded: Recorded) -> None:
+    protocol = make(confirms=False)
+    observer = observe(protocol, recorded)
+    send(protocol, now=1.0)
+    drain(protocol, now=2.0)
+    observer.tell()
+    assert seconds(recorded) == [1.0]
+    assert observer.counts == {("q", Outcome.SENT): 1}
+
+
+def test_a_refusal_is_counted_by_the_oldest_hold_or_by_the_line() -> None:
+    protocol = make()
+    protocol.count_refusal()
+    protocol.hold("paused", now=0.0)
+    protocol.hold("rate", now=0.0)
+    protocol.count_refusal()
+    protocol.count_refusal()
+    assert protocol.refusals == {"line": 1, "paused": 2}
+
+
+def test_what_a_producer_that_is_collected_as_garbage_has_counted_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Producer:
+        """Something that can be referred to weakly."""
+
+    monkeypatch.setattr(telemetry, "_metrics", None)
+    producer = Producer()
+    protocol = make()
+    protocol.hold("paused", now=0.0)
+    telemetry.watch(producer, protocol, ProducerSettings(name="orders"), "amqp://localhost")
+    metrics = telemetry._metrics
+    assert metrics is not None
+    assert len(metrics._observers) == 1
+    del producer
+    gc.collect()
+    assert not metrics._observers
+    ((value, attributes),) = metrics._past["qflow.producer.flow_stops"].values()
+    assert (value, attributes["qflow.producer.name"], attributes["server.port"]) == (1, "orders", 5672)
