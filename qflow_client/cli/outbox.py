@@ -1,0 +1,234 @@
+"""``qflow outbox``: what a producer left in its outbox, to be seen, written out, or sent."""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from qflow_client import (
+    ConfirmTimeout,
+    Outbox,
+    Outcome,
+    Producer,
+    ProducerClosed,
+    ProducerFlowed,
+    ProducerSettings,
+    Receipt,
+    SettingsError,
+    StoredMessage,
+    UndeliveredMessages,
+    WhenFlowed,
+)
+from qflow_client.cli import text
+from qflow_client.cli.errors import CommandError, ExitCode
+from qflow_client.cli.stopping import Stopped, Stopping
+
+__all__ = ["outbox"]
+
+# Seconds that answers which are on their way may take once sending has been given up.
+_GRACE = 2.0
+# How many failures are told of one by one.
+_TOLD = 5
+
+outbox = typer.Typer(no_args_is_help=True, help="Look at a producer's outbox, or send what is left in it.")
+
+_File = Annotated[Path, typer.Argument(metavar="OUTBOX", help="The outbox's file.")]
+
+
+def _stored(path: Path) -> Iterator[StoredMessage]:
+    after = 0
+    while batch := Outbox.look(path, after):
+        yield from batch
+        after = batch[-1].sequence
+
+
+@outbox.command("ls")
+def list_(
+    path: _File,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=0, help="Messages that are shown; 0 for all.")] = 20,
+) -> None:
+    """Show what is in an outbox, the oldest first. A producer may be using it."""
+    table = Table("sequence", "age", "exchange", "routing key", "bytes", "message id", "second copy?", box=None)
+    count = size = marked = 0
+    now = time.time()
+    for stored in _stored(path):
+        count += 1
+        size += stored.size
+        marked += stored.may_be_second_copy
+        if not limit or count <= limit:
+            table.add_row(
+                str(stored.sequence),
+                text.seconds(max(0.0, now - stored.at)),
+                # Text: what is in brackets is no markup.
+                Text(stored.exchange),
+                Text(stored.routing_key),
+                str(len(stored.message.body)),
+                Text(stored.message.message_id or ""),
+                "maybe" if stored.may_be_second_copy else "no",
+            )
+    if count:
+        Console(soft_wrap=True).print(table)
+    if limit and count > limit:
+        print(f"and {text.count(count - limit, 'more message')}")
+    written = f", of which {marked:,} may have been written before" if marked else ""
+    print(f"{text.count(count, 'message')}, {text.count(size, 'byte')}{written}")
+
+
+@outbox.command()
+def export(
+    path: _File,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where to write; standard output unless given.")
+    ] = None,
+) -> None:
+    """Write what is in an outbox as JSON, one line for each message. A producer may be using it."""
+    with ExitStack() as stack:
+        file = sys.stdout if output is None else stack.enter_context(output.open("w", encoding="utf-8"))
+        for stored in _stored(path):
+            print(json.dumps(_as_json(stored), ensure_ascii=False), file=file)
+
+
+def _as_json(stored: StoredMessage) -> dict[str, Any]:
+    properties = dict(vars(stored.message))
+    body: bytes = properties.pop("body")
+    return {
+        "sequence": stored.sequence,
+        "at": datetime.fromtimestamp(stored.at, UTC).isoformat(),
+        "exchange": stored.exchange,
+        "routing_key": stored.routing_key,
+        "may_be_second_copy": stored.may_be_second_copy,
+        "properties": {name: _plain(value) for name, value in properties.items() if value is not None},
+        "body": _plain(body),
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON can have it; bytes are text if they are UTF-8, and ``{"base64": …}`` if they are not."""
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return {"base64": base64.b64encode(value).decode("ascii")}
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if isinstance(value, datetime):
+        return value.isoformat()
+    return value if isinstance(value, (str, int, float)) or value is None else str(value)
+
+
+@outbox.command()
+def drain(
+    path: _File,
+    url: Annotated[
+        str | None, typer.Option("--url", "-u", help="Where the broker is: amqp://user:password@host:port/vhost.")
+    ] = None,
+    rate: Annotated[float | None, typer.Option(help="The most messages per second, on average.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No summary.")] = False,
+) -> None:
+    """Send what is in an outbox, in order, and take out what the broker has confirmed.
+
+    What may have been sent before bears the header x-qflow-republished, and its message id. What is not confirmed
+    stays. No producer may be using the outbox.
+
+    Exit codes: 0, it is empty now. 1, something is left. 2, the command line or a setting is wrong. 3, flowed for
+    longer than the setting max_producer_flow_control_wait. 130 and 143, interrupted.
+    """
+    given: dict[str, Any] = {"when_flowed": WhenFlowed.BLOCK}
+    if rate is not None:
+        given["rate"] = rate
+    if not ProducerSettings.load(url, **given).confirms:
+        raise SettingsError("confirms=False: only what the broker confirms can be taken out")
+    # It makes no outbox where there is none.
+    Outbox.look(path, limit=1)
+    with ExitStack() as stack:
+        store = stack.enter_context(Outbox(path))
+        stopping = stack.enter_context(Stopping())
+        draining = _Draining(store)
+        try:
+            if len(store):
+                with stopping.breakable():
+                    producer = Producer(url, **given)
+                stack.callback(_leave, producer)
+                stopping.on_stop(lambda: _leave(producer))
+                draining.send_all(producer)
+        except Stopped:
+            # Before anything was sent.
+            pass
+        for failure in draining.failures[:_TOLD]:
+            print(f"qflow: {failure}", file=sys.stderr)
+        left = text.count(len(store), "message")
+        if not quiet:
+            print(f"{text.count(draining.confirmed, 'message')} confirmed, {left} left")
+        if stopping.signal is not None:
+            raise CommandError(f"interrupted by {stopping.signal.name}; {left} left", stopping.exit_code)
+        if draining.error is not None:
+            code = ExitCode.FLOWED if isinstance(draining.error, ProducerFlowed) else ExitCode.FAILED
+            raise CommandError(f"{left} left: {draining.error}", code) from draining.error
+        if len(store):
+            raise CommandError(f"{left} left, which the broker did not confirm")
+
+
+def _leave(producer: Producer) -> None:
+    try:
+        producer.close(timeout=_GRACE)
+    except UndeliveredMessages:
+        # What is not confirmed stays, and is told of.
+        pass
+
+
+class _Draining:
+    """Sends an outbox, and keeps account."""
+
+    def __init__(self, store: Outbox) -> None:
+        self._store = store
+        self.confirmed = 0
+        # What was not confirmed, as told to people.
+        self.failures: list[str] = []
+        # What ended it early.
+        self.error: ProducerFlowed | ProducerClosed | ConfirmTimeout | None = None
+
+    def send_all(self, producer: Producer) -> None:
+        """Send batch by batch, so that little has to be sent again if this process dies."""
+        store = self._store
+        after = 0
+        while self.error is None and (batch := store.read(after)):
+            after = batch[-1].sequence
+            store.permit(after)
+            store.commit()
+            sent: list[tuple[StoredMessage, Receipt]] = []
+            try:
+                for stored in batch:
+                    receipt = producer.send(stored.to_send(), exchange=stored.exchange, routing_key=stored.routing_key)
+                    sent.append((stored, receipt))
+                producer.flush()
+            except UndeliveredMessages:
+                # Told of one by one.
+                pass
+            except (ProducerFlowed, ProducerClosed, ConfirmTimeout) as error:
+                self.error = error
+                # What is on its way may still be answered.
+                _leave(producer)
+            self._account(sent)
+
+    def _account(self, sent: list[tuple[StoredMessage, Receipt]]) -> None:
+        for stored, receipt in sent:
+            if receipt.outcome is Outcome.CONFIRMED:
+                self.confirmed += 1
+                self._store.settle(stored.sequence)
+            else:
+                self.failures.append(f"message {stored.sequence} stays in the outbox: {receipt.error()}")
+        self._store.commit()

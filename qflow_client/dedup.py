@@ -1,0 +1,332 @@
+"""`Deduplicator`: for consumers, which drop the second copies that any producer makes who loses no message.
+
+A producer that loses its connection before a confirm cannot know whether the message arrived. Sent again, it may be
+there twice; not sent again, it may be lost. So it is sent again, under the same message id, and whoever consumes it
+drops what has been handled already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from qflow_client.database import Database
+from qflow_client.errors import QflowError
+from qflow_client.protocol import REPUBLISHED
+
+__all__ = ["DeduplicationError", "Deduplicator", "FirstTime", "may_be_second_copy"]
+
+# "qDup" and the version of the tables.
+_APPLICATION_ID = 0x71447570
+_VERSION = 1
+
+
+class DeduplicationError(QflowError):
+    """The file of a `Deduplicator` cannot be used."""
+
+
+def may_be_second_copy(headers: Mapping[str, Any] | None, redelivered: bool = False) -> bool:
+    """Whether a message says that it may be a second copy: of its producer, or of the broker's delivery.
+
+    Args:
+        headers: its headers; a producer that sends a message again sets ``x-qflow-republished``.
+        redelivered: what the broker said with the delivery.
+    """
+    return redelivered or (headers is not None and bool(headers.get(REPUBLISHED)))
+
+
+class _Memory(Protocol):
+    """What has been handled."""
+
+    def __contains__(self, message_id: str) -> bool: ...
+
+    def __len__(self) -> int: ...
+
+    def add(self, message_id: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _InProcess:
+    def __init__(self, max_count: int, max_age: float) -> None:
+        self._max_count = max_count
+        self._max_age = max_age
+        self.clock = time.monotonic
+        # When each was handled, the oldest first. A dict would get slow where all that leaves, leaves in front.
+        self._times: OrderedDict[str, float] = OrderedDict()
+
+    def _prune(self) -> None:
+        end = self.clock() - self._max_age
+        times = self._times
+        while times:
+            oldest = next(iter(times))
+            if times[oldest] > end and len(times) <= self._max_count:
+                return
+            del times[oldest]
+
+    def __contains__(self, message_id: str) -> bool:
+        at = self._times.get(message_id)
+        return at is not None and at > self.clock() - self._max_age
+
+    def __len__(self) -> int:
+        self._prune()
+        return len(self._times)
+
+    def add(self, message_id: str) -> None:
+        self._prune()
+        if message_id not in self._times:
+            self._times[message_id] = self.clock()
+            self._prune()
+
+    def close(self) -> None:
+        self._times.clear()
+
+
+class _OnDisk:
+    def __init__(self, path: str | os.PathLike[str], max_count: int, max_age: float) -> None:
+        self._max_count = max_count
+        self._max_age = max_age
+        self.clock = time.time
+        self._file = Database(
+            path,
+            application_id=_APPLICATION_ID,
+            version=_VERSION,
+            # The numbers have no gaps, and rise with the time.
+            tables=["CREATE TABLE handled (number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, at REAL NOT NULL)"],
+            error=DeduplicationError,
+        )
+
+    def __contains__(self, message_id: str) -> bool:
+        end = self.clock() - self._max_age
+        return self._file.one("SELECT 1 FROM handled WHERE id = ? AND at > ?", message_id, end) is not None
+
+    def __len__(self) -> int:
+        count: int = self._file.one("SELECT count(*) FROM handled WHERE at > ?", self.clock() - self._max_age)
+        return count
+
+    def add(self, message_id: str) -> None:
+        file = self._file
+        now = self.clock()
+        with file.transaction():
+            if self._max_age < math.inf:
+                end = now - self._max_age
+                # The oldest come first, and those to be forgotten among them are few.
+                oldest = "SELECT number, at FROM handled ORDER BY number LIMIT 1"
+                while (rows := file.rows(oldest)) and rows[0][1] <= end:
+                    file.execute("DELETE FROM handled WHERE number = ?", rows[0][0])
+            added = file.execute("INSERT OR IGNORE INTO handled (id, at) VALUES (?, ?)", message_id, now)
+            if added.rowcount:
+                file.execute("DELETE FROM handled WHERE number <= ?", (added.lastrowid or 0) - self._max_count)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class FirstTime:
+    """What `Deduplicator.first_time` returns, for one ``with`` or ``async with``."""
+
+    def __init__(self, deduplicator: Deduplicator, message_id: str | None, look_up: bool) -> None:
+        self._deduplicator = deduplicator
+        self._message_id = message_id
+        self._look_up = look_up
+        # Whether it is being handled here, to be remembered or given up in the end.
+        self._is_first = False
+
+    def __enter__(self) -> bool:
+        while True:
+            is_first, others = self._begin()
+            if others is None:
+                return is_first
+            if others.thread == threading.get_ident():
+                raise RuntimeError(
+                    f"message {self._message_id!r} is being handled by this very thread, which would wait for itself; "
+                    "in a coroutine, use `async with`"
+                )
+            ended = threading.Event()
+            self._deduplicator._when_ended(others, ended.set)
+            ended.wait()
+
+    async def __aenter__(self) -> bool:
+        loop = asyncio.get_running_loop()
+        while True:
+            is_first, others = self._begin()
+            if others is None:
+                return is_first
+            ended: asyncio.Future[None] = loop.create_future()
+            self._deduplicator._when_ended(others, _teller(loop, ended))
+            await ended
+
+    def _begin(self) -> tuple[bool, _Handling | None]:
+        if not self._message_id:
+            return True, None
+        is_first, others = self._deduplicator._begin(self._message_id, self._look_up)
+        self._is_first = is_first
+        return is_first, others
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._is_first:
+            assert self._message_id is not None
+            self._is_first = False
+            self._deduplicator._end(self._message_id, handled=error is None)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.__exit__(kind, error, traceback)
+
+
+def _teller(loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None]) -> Callable[[], None]:
+    def tell_here() -> None:
+        # It may have been cancelled.
+        if not ended.done():
+            ended.set_result(None)
+
+    def tell() -> None:
+        # Where the loop is closed, nobody waits in it.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(tell_here)
+
+    return tell
+
+
+class _Handling:
+    """A message that is being handled."""
+
+    __slots__ = ("has_ended", "thread", "waiters")
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        # Called when it has ended, well or badly.
+        self.waiters: list[Callable[[], None]] = []
+        self.has_ended = False
+
+
+class Deduplicator:
+    """Tells a consumer which messages it has handled already, by their message ids. For any number of threads.
+
+    In ``with deduplicator.first_time(message_id) as first:`` a message is handled ``if first``. If the block ends, the
+    id is remembered; if an exception leaves it, or the process dies in it, it is not, and the message will be handled
+    when it comes again. Acknowledge the message after the block. If a copy comes while another is being handled, it
+    waits for how that ends.
+
+    What it promises is that a message is not handled again once it has been handled to the end, as long as its id is
+    remembered. It does not make handling and remembering one: a process that dies between the two handles the message
+    twice. Where that must not be, write the message id into the same transaction as what handling does.
+
+    Args:
+        path: of a file (SQLite) that outlives the process, and that other processes on this machine may use at the same
+            time. A crash of the process loses nothing; one of the machine may lose the last ids. ``None`` keeps them in
+            memory, about 200 bytes for each.
+        max_count: ids that are remembered; beyond that the oldest is forgotten. More than may lie between two copies:
+            what is sent again comes after all that was unconfirmed, and after what others sent in between.
+        max_age: seconds after which an id is forgotten; ``None`` for never.
+
+    Raises:
+        DeduplicationError: the file cannot be used.
+        ValueError: a bound that is not above 0.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str] | None = None, *, max_count: int = 100_000, max_age: float | None = None
+    ) -> None:
+        if not max_count > 0:
+            raise ValueError(f"max_count must be more than 0, not {max_count!r}")
+        if max_age is not None and not max_age > 0:
+            raise ValueError(f"max_age must be more than 0 seconds, not {max_age!r}")
+        age = math.inf if max_age is None else max_age
+        self._memory: _Memory = _InProcess(max_count, age) if path is None else _OnDisk(path, max_count, age)
+        self._lock = threading.Lock()
+        # By message id.
+        self._handling: dict[str, _Handling] = {}
+
+    def first_time(self, message_id: str | None, *, look_up: bool = True) -> FirstTime:
+        """Begin to handle a message.
+
+        Args:
+            message_id: its id. A message without one cannot be told from others, and is always the first.
+            look_up: ``False`` takes it for the first copy without looking, and only remembers it. With
+                ``look_up=may_be_second_copy(headers, redelivered)`` that saves the look where the message itself says
+                that there is no other. A copy that was held up on its way for longer than the one that was sent later
+                says so too, and would be handled a second time.
+
+        Returns:
+            A context manager, for ``with`` and ``async with``, that gives ``True`` if the message is to be handled, and
+            ``False`` if it is a second copy.
+
+        Raises:
+            DeduplicationError: on entry or at the end, the file cannot be used.
+            RuntimeError: on entry with ``with``, this very thread is handling a copy already.
+        """
+        return FirstTime(self, message_id, look_up)
+
+    def __contains__(self, message_id: str) -> bool:
+        with self._lock:
+            return message_id in self._memory
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._memory)
+
+    def remember(self, message_id: str) -> None:
+        """Take a message for handled; for those who cannot use `first_time`.
+
+        Args:
+            message_id: its id.
+
+        Raises:
+            DeduplicationError: the file cannot be used.
+        """
+        with self._lock:
+            self._memory.add(message_id)
+
+    def close(self) -> None:
+        """Close the file; what is in memory is forgotten."""
+        with self._lock:
+            self._memory.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _begin(self, message_id: str, look_up: bool) -> tuple[bool, _Handling | None]:
+        """Whether a message is to be handled now; and if that is not known yet, who handles a copy."""
+        with self._lock:
+            others = self._handling.get(message_id)
+            if others is not None:
+                return False, others
+            if look_up and message_id in self._memory:
+                return False, None
+            self._handling[message_id] = _Handling()
+            return True, None
+
+    def _when_ended(self, others: _Handling, tell: Callable[[], None]) -> None:
+        with self._lock:
+            if not others.has_ended:
+                others.waiters.append(tell)
+                return
+        tell()
+
+    def _end(self, message_id: str, *, handled: bool) -> None:
+        with self._lock:
+            try:
+                if handled:
+                    self._memory.add(message_id)
+            finally:
+                handling = self._handling.pop(message_id)
+                handling.has_ended = True
+        for tell in handling.waiters:
+            tell()

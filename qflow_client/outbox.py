@@ -1,0 +1,499 @@
+"""The outbox: admitted messages on disk until they are settled, so that the death of a process loses none.
+
+It knows nothing of producers, threads' roles or event loops; a skin uses it so:
+
+1. Under its own lock, in the order of admission, `Outbox.put` notes a message and gives it a sequence number. That is
+   cheap, and touches no disk.
+2. Without the lock, and before `send` returns, `Outbox.wait_durable` makes it durable, together with all that others
+   have put meanwhile: of several threads, one commits for all. An event loop puts at will, has `Outbox.commit` run once
+   for all of it (on a thread of its own if `synchronous` is ``"full"``), and lets those go on whose sequence is not
+   above what it returned.
+3. Whoever reads acks calls `Outbox.settle` with what was settled, in whatever order. That too is only noted, and leaves
+   the disk with the next commit; who owns the I/O calls `commit` where nobody puts any more, so that the file does not
+   keep for long what is done. A message that is settled and still in the file when the process dies is sent once more,
+   and marked.
+4. What is put may be written to the broker from then on. Messages that are to wait first (``when_flowed="spill"``) are
+   put with ``permit=False``; they hold nothing in memory. To take them up: `Outbox.read` the next, `Outbox.permit` all
+   up to the last of them, `commit`, and only then write. So it is known of each message that is found after a crash
+   whether it may have been written, and so be a second copy.
+5. After a start, before anything new: `Outbox.read` what is left, batch by batch, in order; send each with
+   `StoredMessage.to_send`, which bears its message id and, if it may be a second copy, the mark; `settle` as ever.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from qflow_client.database import Database
+from qflow_client.errors import QflowError
+from qflow_client.fields import encode_short_string
+from qflow_client.frames import FrameError, content_header, decode_message
+from qflow_client.message import Message
+from qflow_client.protocol import REPUBLISHED
+
+__all__ = ["Outbox", "OutboxError", "OutboxFull", "OutboxInUse", "StoredMessage"]
+
+# "qOut", and the version of the tables.
+_APPLICATION_ID = 0x714F7574
+_VERSION = 1
+_TABLES = (
+    # What is asked for most stands before what is large.
+    """CREATE TABLE message (
+        sequence INTEGER PRIMARY KEY,
+        size INTEGER NOT NULL,
+        held INTEGER NOT NULL,
+        at REAL NOT NULL,
+        exchange TEXT NOT NULL,
+        routing_key TEXT NOT NULL,
+        header BLOB NOT NULL,
+        body BLOB NOT NULL
+    )""",
+    # A sequence that was given, above all that have left the file; and up to where also held messages may be written.
+    "CREATE TABLE state (last INTEGER NOT NULL, permitted INTEGER NOT NULL)",
+    "INSERT INTO state VALUES (0, 0)",
+)
+_INSERT = "INSERT OR IGNORE INTO message VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+# Messages that are settled before `wait_durable` takes them out, too.
+_SETTLED_TOGETHER = 500
+_TOTALS = "SELECT count(*), coalesce(sum(size), 0) FROM message"
+# Above every sequence.
+_EVER = 1 << 62
+# Bytes that a message takes besides its own.
+_ROW = 64
+# The file is given this much of the disk at most, unless told otherwise.
+_MAX_BYTES = 1 << 30
+
+
+class OutboxError(QflowError):
+    """The outbox cannot be used; the text names the file."""
+
+
+class OutboxInUse(OutboxError):
+    """Another process, or another producer in this one, uses the outbox."""
+
+
+class OutboxFull(OutboxError):
+    """The outbox has no room for the message. It was not put, and not sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMessage:
+    """A message in an outbox.
+
+    Attributes:
+        sequence: its place; they rise in the order of admission, also from one process to the next.
+        at: when it was put, in seconds since 1970.
+        exchange: where it is to be published.
+        routing_key: with which key.
+        message: with its message id.
+        size: bytes that it counts for in the outbox.
+        may_be_second_copy: whether it may have been written to a broker before.
+    """
+
+    sequence: int
+    at: float
+    exchange: str
+    routing_key: str
+    message: Message
+    size: int
+    may_be_second_copy: bool
+
+    def to_send(self) -> Message:
+        """The message as it is to be sent now: with the header ``x-qflow-republished`` if it may be a second copy."""
+        if not self.may_be_second_copy:
+            return self.message
+        return replace(self.message, headers={**(self.message.headers or {}), REPUBLISHED: True})
+
+
+# A message as it stands in the file.
+_Row = tuple[int, int, bool, float, str, str, bytes, bytes]
+
+
+class Outbox:
+    """Messages on disk, in a file of SQLite. For any number of threads of one process.
+
+    Args:
+        path: of the file; made if there is none. Its lock is a file beside it, which stays.
+        max_bytes: of the messages in it, properties and 64 bytes each included; the file itself may be somewhat larger.
+        synchronous: ``"normal"`` survives the death of the process, however it comes; ``"full"`` also that of the
+            machine, and waits for the disk with each commit.
+
+    Raises:
+        OutboxInUse: another process, or another producer in this one, uses it.
+        OutboxError: the file cannot be opened, is damaged, or is something else.
+        ValueError: `synchronous` is neither, or `max_bytes` is not above 0.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, max_bytes: int = _MAX_BYTES, synchronous: str = "normal"
+    ) -> None:
+        if synchronous not in ("normal", "full"):
+            raise ValueError(f"synchronous must be 'normal' or 'full', not {synchronous!r}")
+        if not max_bytes > 0:
+            raise ValueError(f"max_bytes must be more than 0, not {max_bytes!r}")
+        #: Of the file.
+        self.path = Path(os.fspath(path))
+        #: The most bytes that may be in it.
+        self.max_bytes = max_bytes
+        # Around what is only noted; and around every use of the file, also while this process waits for the disk.
+        self._lock = threading.Lock()
+        self._file_lock = threading.Lock()
+        self._lock_file = _LockFile(self.path)
+        try:
+            self._file = _open(self.path, synchronous=synchronous)
+            ((last, permitted),) = self._file.rows("SELECT last, permitted FROM state")
+            last = max(last, self._file.one("SELECT max(sequence) FROM message") or 0)
+            ((count, size),) = self._file.rows(_TOTALS)
+        except BaseException:
+            self._lock_file.release()
+            raise
+        # Put and not durable yet, in order; the last that was put, and the last that is durable.
+        self._rows: list[_Row] = []
+        self._last: int = last
+        self._durable: int = last
+        # Settled and still in the file: first and last of each run, and how many messages at the most.
+        self._settled: list[tuple[int, int]] = []
+        self._settled_count = 0
+        # Up to where held messages may be written: wanted, and on disk.
+        self._permitted: int = permitted
+        self._permitted_durable: int = permitted
+        # The same two when it was opened: what might be written then is a second copy if it is sent now.
+        self._written_before: tuple[int, int] = last, permitted
+        self._count: int = count
+        self._size: int = size
+        # Set by a commit that failed, or was broken off: what it changed has to be counted anew.
+        self._is_unsure = False
+
+    @property
+    def last(self) -> int:
+        """The sequence that was given last; 0 before any."""
+        return self._last
+
+    @property
+    def durable(self) -> int:
+        """The last sequence up to which everything that was put is on disk."""
+        return self._durable
+
+    @property
+    def size(self) -> int:
+        """Bytes of the messages in it: those that are put, and those whose settling is not committed."""
+        return self._size
+
+    def __len__(self) -> int:
+        return self._count
+
+    # In.
+
+    def put(
+        self, payload: bytes | Message, exchange: str, routing_key: str, message_id: str, *, permit: bool = True
+    ) -> int:
+        """Note a message; it is durable with the next commit.
+
+        Args:
+            payload: the body, or a message with properties. Its own message id, if it has one, counts.
+            exchange: where it is to be published.
+            routing_key: with which key.
+            message_id: for a message without.
+            permit: whether it may be written to a broker from now on; else it is held until `permit`.
+
+        Returns:
+            Its sequence.
+
+        Raises:
+            OutboxFull: there is no room. With `commit`, what was settled makes some.
+            TypeError, ValueError: what AMQP cannot carry.
+        """
+        message = payload if isinstance(payload, Message) else Message(payload)
+        header = content_header(message, encode_short_string(message_id, "message_id"))
+        body = message.body
+        size = len(header) + len(body) + len(exchange) + len(routing_key) + _ROW
+        at = time.time()
+        with self._lock:
+            if self._size + size > self.max_bytes:
+                raise OutboxFull(
+                    f"{self.path}: no room for a message of {size} bytes: {self._size} of at most {self.max_bytes} "
+                    f"bytes are taken by {self._count} messages"
+                )
+            self._last = sequence = self._last + 1
+            self._size += size
+            self._count += 1
+            self._rows.append((sequence, size, not permit, at, exchange, routing_key, header, body))
+        return sequence
+
+    def permit(self, sequence: int) -> None:
+        """Allow held messages up to one to be written to a broker, once that is committed.
+
+        Args:
+            sequence: of the last of them.
+        """
+        with self._lock:
+            self._permitted = max(self._permitted, sequence)
+
+    def settle(self, first: int, last: int | None = None) -> None:
+        """Note that messages are settled; they leave the file with the next commit.
+
+        Args:
+            first: the sequence of the first.
+            last: that of the last; ``None`` for the first alone.
+        """
+        last = first if last is None else last
+        with self._lock:
+            runs = self._settled
+            if runs and runs[-1][1] == first - 1:
+                runs[-1] = runs[-1][0], last
+            else:
+                runs.append((first, last))
+            self._settled_count += last - first + 1
+
+    # To the disk.
+
+    @property
+    def dirty(self) -> bool:
+        """Whether a commit would change anything on disk."""
+        return bool(self._rows or self._settled or self._permitted != self._permitted_durable)
+
+    def wait_durable(self, sequence: int) -> None:
+        """Return when a message is on disk: commit it with all that is noted, unless another thread just did.
+
+        Args:
+            sequence: of the message.
+
+        Raises:
+            OutboxError: it could not be written. It stays noted, and the next commit tries again.
+        """
+        if self._durable < sequence:
+            with self._file_lock:
+                # Another thread may have taken it along.
+                if self._durable < sequence:
+                    self._commit(all_of_it=self._settled_count >= _SETTLED_TOGETHER)
+
+    def commit(self) -> int:
+        """Make everything durable that is noted.
+
+        Returns:
+            The last sequence that is durable.
+
+        Raises:
+            OutboxError: it could not be written. It stays noted, and the next commit tries again.
+        """
+        with self._file_lock:
+            if self.dirty:
+                self._commit()
+            return self._durable
+
+    def _commit(self, *, all_of_it: bool = True) -> None:
+        """Write what is noted; or only what is put."""
+        file = self._file
+        freed_count = freed_size = 0
+        settled: list[tuple[int, int]] = []
+        with self._lock:
+            rows, self._rows = self._rows, []
+            last = self._last
+            permitted = self._permitted_durable
+            if all_of_it:
+                settled, self._settled = self._settled, []
+                self._settled_count = 0
+                permitted = self._permitted
+        try:
+            if len(rows) == 1 and not all_of_it:
+                # A statement is a transaction of its own. It may have been one that was broken off, too.
+                file.execute(_INSERT, *rows[0])
+            else:
+                with file.transaction():
+                    file.execute_many(_INSERT, rows)
+                    for run in settled:
+                        ((count, size),) = file.rows(f"{_TOTALS} WHERE sequence BETWEEN ? AND ?", *run)
+                        freed_count += count
+                        freed_size += size
+                        file.execute("DELETE FROM message WHERE sequence BETWEEN ? AND ?", *run)
+                    if settled or permitted != self._permitted_durable:
+                        file.execute("UPDATE state SET last = ?, permitted = ?", last, permitted)
+        except BaseException:
+            with self._lock:
+                self._rows[:0] = rows
+                self._settled[:0] = settled
+                self._settled_count += sum(run[1] - run[0] + 1 for run in settled)
+                self._is_unsure = True
+            raise
+        self._permitted_durable = permitted
+        self._durable = last
+        if self._is_unsure:
+            self._is_unsure = False
+            ((count, size),) = file.rows(_TOTALS)
+            with self._lock:
+                self._count = count + len(self._rows)
+                self._size = size + sum(row[1] for row in self._rows)
+        elif freed_count:
+            with self._lock:
+                self._count -= freed_count
+                self._size -= freed_size
+
+    # Out.
+
+    def read(self, after: int = 0, limit: int = 1000) -> list[StoredMessage]:
+        """Messages that are on disk and not known to be settled, in order.
+
+        Args:
+            after: a sequence; those behind it.
+            limit: how many at the most.
+
+        Raises:
+            OutboxError: one cannot be read; the text says which.
+        """
+        with self._file_lock:
+            if self.dirty:
+                self._commit()
+            return _read(self._file, after, limit, self._written_before)
+
+    def expire(self, before: float) -> list[StoredMessage]:
+        """Take out messages that are too old to be sent.
+
+        Args:
+            before: seconds since 1970; those that were put earlier.
+
+        Returns:
+            What was taken out, in order, for whoever has to be told. It leaves the disk with the next commit.
+
+        Raises:
+            OutboxError: one cannot be read; the text says which.
+        """
+        found: list[StoredMessage] = []
+        while batch := [each for each in self.read(found[-1].sequence if found else 0) if each.at < before]:
+            found += batch
+        for each in found:
+            self.settle(each.sequence)
+        return found
+
+    # The end.
+
+    def close(self) -> None:
+        """Commit, and let others have it.
+
+        Raises:
+            OutboxError: what is noted could not be written; it is closed all the same.
+        """
+        with self._file_lock:
+            if self._lock_file.released:
+                return
+            try:
+                if self.dirty:
+                    self._commit()
+            finally:
+                self._file.close()
+                self._lock_file.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @staticmethod
+    def look(path: str | os.PathLike[str], after: int = 0, limit: int = 1000) -> list[StoredMessage]:
+        """What is in an outbox, also while a producer uses it: as `read`, and nothing is changed or locked.
+
+        Args:
+            path: of the file.
+            after: a sequence; those behind it.
+            limit: how many at the most.
+
+        Raises:
+            OutboxError: there is none, or it cannot be read.
+        """
+        path = Path(os.fspath(path))
+        if not path.exists():
+            raise OutboxError(f"{path}: there is no such outbox")
+        file = _open(path, read_only=True)
+        try:
+            return _read(file, after, limit, (_EVER, file.one("SELECT permitted FROM state")))
+        finally:
+            file.close()
+
+
+def _open(path: Path, **options: Any) -> Database:
+    return Database(
+        path, application_id=_APPLICATION_ID, version=_VERSION, tables=_TABLES, error=OutboxError, **options
+    )
+
+
+def _read(file: Database, after: int, limit: int, written: tuple[int, int]) -> list[StoredMessage]:
+    """Messages from the file; those up to the first number, and held ones up to the second, may have been written."""
+    last, permitted = written
+    rows: Sequence[_Row] = file.rows("SELECT * FROM message WHERE sequence > ? ORDER BY sequence LIMIT ?", after, limit)
+    found = []
+    for sequence, size, held, at, exchange, routing_key, header, body in rows:
+        try:
+            message = decode_message(header, body)
+        except FrameError as error:
+            raise OutboxError(f"{file.path}: message {sequence} is damaged: {error}") from error
+        may_be = sequence <= last and (not held or sequence <= permitted)
+        found.append(StoredMessage(sequence, at, exchange, routing_key, message, size, may_be))
+    return found
+
+
+class _LockFile:
+    """Held by one process at a time, and let go by the system when that process ends, however it ends."""
+
+    def __init__(self, path: Path) -> None:
+        # One file has one lock, by whatever name it is opened.
+        self.path = Path(f"{os.path.realpath(path)}-lock")
+        self.released = False
+        try:
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise OutboxError(f"{path}: {error.strerror}: {self.path}") from error
+        try:
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(self._descriptor, 100, 0).decode(errors="replace").strip() or "unknown"
+                whose = "in this process" if holder == str(os.getpid()) else f"in process {holder}"
+                raise OutboxInUse(
+                    f"{path} is used by another producer {whose}; give each producer an outbox of its own"
+                ) from None
+            except OSError as error:
+                raise OutboxError(f"{path}: it cannot be locked: {error.strerror}") from error
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, str(os.getpid()).encode(), 0)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        _lock_files.add(self)
+
+    def release(self) -> None:
+        """Let go."""
+        if not self.released:
+            self.released = True
+            # A forked child shares the lock until it closes its copy, so that to close is not enough.
+            with suppress(OSError):
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            os.close(self._descriptor)
+
+    def forget(self) -> None:
+        """After a fork, in the child: close its copy; the lock stays the parent's."""
+        if not self.released:
+            self.released = True
+            os.close(self._descriptor)
+
+
+_lock_files: weakref.WeakSet[_LockFile] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for lock_file in tuple(_lock_files):
+        lock_file.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

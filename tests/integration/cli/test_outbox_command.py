@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qflow_client import Message, Outbox
+from qflow_client.broker import Broker
+from qflow_client.cli import main
+from qflow_client.protocol import REPUBLISHED
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("QFLOW_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """An outbox of which two messages may have been written, and one was not."""
+    path = tmp_path / "outbox"
+    with Outbox(path) as outbox:
+        outbox.put(b"one", "", "orders", "id-1")
+        outbox.put(
+            Message(b"\xff", content_type="x/y", headers={"raw": b"\xff", "list": [1, None]}), "", "orders", "id-2"
+        )
+        outbox.put("três".encode(), "", "orders", "id-3", permit=False)
+    return path
+
+
+def left(path: Path) -> list[str | None]:
+    return [stored.message.message_id for stored in Outbox.look(path)]
+
+
+def test_ls_shows_what_is_there_also_while_it_is_used(path: Path, capsys: Capture) -> None:
+    with Outbox(path):
+        assert main(["outbox", "ls", str(path), "--limit", "2"]) == 0
+    *rows, more, total = capsys.readouterr().out.splitlines()
+    assert [row.split()[-2:] for row in rows[1:]] == [["id-1", "maybe"], ["id-2", "maybe"]]
+    assert more == "and 1 more message"
+    assert total.startswith("3 messages, ")
+    assert total.endswith(" bytes, of which 2 may have been written before")
+
+
+def test_ls_shows_names_as_they_are(tmp_path: Path, capsys: Capture) -> None:
+    with Outbox(tmp_path / "outbox") as outbox:
+        outbox.put(b"", "[bold]", "[red]x[/]", "[/nothing]")
+    assert main(["outbox", "ls", str(tmp_path / "outbox")]) == 0
+    out = capsys.readouterr().out
+    assert "[bold]" in out
+    assert "[red]x[/]" in out
+    assert "[/nothing]" in out
+
+
+def test_ls_of_an_empty_one(tmp_path: Path, capsys: Capture) -> None:
+    Outbox(tmp_path / "outbox").close()
+    assert main(["outbox", "ls", str(tmp_path / "outbox")]) == 0
+    assert capsys.readouterr().out == "0 messages, 0 bytes\n"
+
+
+def test_export_writes_everything_there_is_to_know(path: Path, tmp_path: Path, capsys: Capture) -> None:
+    assert main(["outbox", "export", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert main(["outbox", "export", str(path), "-o", str(tmp_path / "out.jsonl")]) == 0
+    assert (tmp_path / "out.jsonl").read_text(encoding="utf-8") == printed
+    one, two, three = map(json.loads, printed.splitlines())
+    assert (one["sequence"], one["body"], one["may_be_second_copy"]) == (1, "one", True)
+    assert two["body"] == {"base64": "/w=="}
+    assert two["properties"] == {
+        "content_type": "x/y",
+        "delivery_mode": 2,
+        "message_id": "id-2",
+        "headers": {"raw": {"base64": "/w=="}, "list": [1, None]},
+    }
+    assert (three["body"], three["exchange"], three["routing_key"], three["may_be_second_copy"]) == (
+        "três",
+        "",
+        "orders",
+        False,
+    )
+
+
+def test_drain_sends_in_order_marks_what_may_be_there_already_and_takes_out_what_is_confirmed(
+    path: Path, broker: Broker, capsys: Capture
+) -> None:
+    assert main(["outbox", "drain", str(path), "--url", broker.url]) == 0
+    assert capsys.readouterr().out == "3 messages confirmed, 0 messages left\n"
+    messages = broker.messages("orders")
+    assert [message.body for message in messages] == [b"one", b"\xff", "três".encode()]
+    assert [message.properties.message_id for message in messages] == ["id-1", "id-2", "id-3"]
+    assert [REPUBLISHED in (message.properties.headers or {}) for message in messages] == [True, True, False]
+    assert left(path) == []
+    assert main(["outbox", "drain", str(path), "--url", "amqp://127.0.0.1:1"]) == 0
+
+
+@pytest.mark.usefixtures("no_retries")
+def test_drain_leaves_what_is_refused_and_says_so(path: Path, broker: Broker, capsys: Capture) -> None:
+    broker.nack_publishes()
+    assert main(["outbox", "drain", str(path), "--url", broker.url + "?x=1"]) == 2
+    assert main(["outbox", "drain", str(path), "--url", broker.url]) == 1
+    out, err = capsys.readouterr()
+    assert out == "0 messages confirmed, 3 messages left\n"
+    assert "qflow: message 1 stays in the outbox: " in err
+    assert err.endswith("qflow: 3 messages left, which the broker did not confirm\n")
+    assert left(path) == ["id-1", "id-2", "id-3"]
+
+
+def test_drain_gives_up_when_flowed_for_too_long(path: Path, broker: Broker, capsys: Capture) -> None:
+    broker.withhold_confirms()
+    url = f"{broker.url}?capacity=2&max_producer_flow_control_wait=0.2"
+    assert main(["outbox", "drain", str(path), "--url", url]) == 3
+    assert "3 messages left: the message was not sent within 0.2" in capsys.readouterr().err
+    assert left(path) == ["id-1", "id-2", "id-3"]
+    # They were written, or may have been.
+    assert all(stored.may_be_second_copy for stored in Outbox.look(path))
+
+
+def test_drain_without_a_broker(path: Path, capsys: Capture) -> None:
+    assert main(["outbox", "drain", str(path), "--url", "amqp://guest:secret@127.0.0.1:1/%2F"]) == 1
+    err = capsys.readouterr().err
+    assert "127.0.0.1:1" in err
+    assert "secret" not in err
+    assert len(left(path)) == 3
+
+
+def test_drain_needs_confirms_an_outbox_and_nobody_else(
+    path: Path, tmp_path: Path, broker: Broker, capsys: Capture
+) -> None:
+    assert main(["outbox", "drain", str(path), "--url", f"{broker.url}?confirms=false"]) == 2
+    assert main(["outbox", "drain", str(tmp_path / "nothing"), "--url", broker.url]) == 1
+    assert "nothing: there is no such outbox" in capsys.readouterr().err
+    assert not (tmp_path / "nothing").exists()
+    with Outbox(path):
+        assert main(["outbox", "drain", str(path), "--url", broker.url]) == 1
+    assert "is used by another producer" in capsys.readouterr().err
+
+
+def test_drain_that_is_interrupted_keeps_what_is_not_confirmed(path: Path, broker: Broker) -> None:
+    broker.withhold_confirms()
+    root = str(Path(__file__).parents[3])
+    with subprocess.Popen(
+        [sys.executable, "-m", "qflow_client.cli", "outbox", "drain", str(path), "--url", broker.url],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])},
+    ) as drain:
+        broker.wait_until(lambda broker: broker.queue("orders").depth == 3, timeout=20)
+        drain.send_signal(signal.SIGTERM)
+        assert drain.stderr is not None
+        assert "interrupted by SIGTERM; 3 messages left" in drain.stderr.read()
+        assert drain.wait(20) == 128 + signal.SIGTERM
+    assert len(left(path)) == 3

@@ -1,0 +1,93 @@
+"""A process that is killed with -9 at any moment, and what its outbox holds then."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from qflow_client import Outbox
+
+PATIENCE = 20.0
+ROOT = Path(__file__).parents[3]
+
+# Tells what it has done after it, and what it is about to settle before it.
+SENDER = """
+import os, random, sys
+from qflow_client import Outbox
+
+chance = random.Random(int(sys.argv[2]))
+outbox = Outbox(sys.argv[1])
+
+def tell(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+unsettled = [stored.sequence for stored in outbox.read(limit=10**9)]
+tell("open")
+while True:
+    batch = [
+        outbox.put(bytes(chance.choice([0, 10, 100, 5000])), "", "q", f"id-{outbox.last}")
+        for _ in range(chance.randrange(1, 20))
+    ]
+    outbox.wait_durable(batch[-1])
+    tell("durable", batch[0], batch[-1])
+    unsettled += batch
+    if len(unsettled) > 100 or chance.random() < 0.3:
+        count = chance.randrange(1, len(unsettled) + 1)
+        tell("settling", *unsettled[:count])
+        for sequence in unsettled[:count]:
+            outbox.settle(sequence)
+        if chance.random() < 0.5:
+            outbox.commit()
+            tell("settled", *unsettled[:count])
+        del unsettled[:count]
+"""
+
+
+def killed_after(path: Path, seed: int, seconds: float) -> list[list[str]]:
+    """What a sender told before it was killed."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SENDER, str(path), str(seed)],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+    ) as sender:
+        assert sender.stdout is not None
+        assert sender.stdout.readline() == b"open\n"
+        # The moment is drawn by lot; nothing waits for it.
+        timer = threading.Timer(seconds, sender.kill)
+        timer.start()
+        told = sender.stdout.read().decode()
+        timer.join()
+        assert sender.wait(PATIENCE) == -signal.SIGKILL
+    # The last line may not be whole.
+    return [line.split() for line in told.split("\n")[:-1]]
+
+
+def test_whatever_the_moment_of_a_kill_nothing_durable_is_lost_and_the_order_stays(tmp_path: Path) -> None:
+    path = tmp_path / "outbox"
+    moments = random.Random(1)
+    durable: set[int] = set()
+    settling: set[int] = set()
+    settled: set[int] = set()
+    for number in range(20):
+        for kind, *sequences in killed_after(path, number, moments.uniform(0, 0.15)):
+            numbers = [int(each) for each in sequences]
+            if kind == "durable":
+                durable.update(range(numbers[0], numbers[1] + 1))
+            elif kind == "settling":
+                settling.update(numbers)
+            elif kind == "settled":
+                settled.update(numbers)
+        with Outbox(path) as outbox:
+            assert outbox._file.one("PRAGMA integrity_check") == "ok"
+            found = [stored.sequence for stored in outbox.read(limit=10**9)]
+            assert found == sorted(set(found))
+            assert durable - settling <= set(found)
+            assert not settled & set(found)
+            assert all(stored.may_be_second_copy for stored in outbox.read(limit=10**9))
+    assert len(durable) > 100
+    assert settled

@@ -1,0 +1,535 @@
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from datetime import UTC, datetime
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from qflow_client import Message, Outbox, OutboxError, OutboxFull, OutboxInUse, StoredMessage
+from qflow_client.protocol import REPUBLISHED
+
+PATIENCE = 20.0
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "outbox"
+
+
+def put(outbox: Outbox, *bodies: bytes, **options) -> list[int]:
+    return [outbox.put(body, "e", "k", f"id-{body.decode():.9}", **options) for body in bodies]
+
+
+def bodies(outbox: Outbox) -> list[bytes]:
+    return [stored.message.body for stored in outbox.read()]
+
+
+def crash(outbox: Outbox) -> None:
+    """What the death of its process does: nothing that was only noted reaches the disk, and the lock is gone."""
+    outbox._file.close()
+    outbox._lock_file.release()
+
+
+def test_what_is_durable_is_there_after_a_crash_in_order_and_what_is_settled_is_not(path: Path) -> None:
+    outbox = Outbox(path)
+    one, two, three = put(outbox, b"1", b"2", b"3")
+    assert outbox.durable < one
+    outbox.wait_durable(three)
+    assert outbox.durable == three
+    outbox.settle(two)
+    outbox.commit()
+    put(outbox, b"4")
+    crash(outbox)
+    with Outbox(path) as outbox:
+        assert [(stored.sequence, stored.message.body) for stored in outbox.read()] == [(one, b"1"), (three, b"3")]
+        assert outbox.last == three
+        assert put(outbox, b"5") == [three + 1]
+
+
+def test_sequences_are_not_given_twice_even_if_nothing_is_left(path: Path) -> None:
+    with Outbox(path) as outbox:
+        (one,) = put(outbox, b"1")
+        outbox.settle(one)
+    with Outbox(path) as outbox:
+        assert outbox.read() == []
+        assert put(outbox, b"2") == [one + 1]
+
+
+def test_a_message_comes_back_as_it_was_put(path: Path) -> None:
+    message = Message(
+        b"body",
+        content_type="text/plain",
+        content_encoding="utf-8",
+        headers={"k": [1, "two", {"three": None}], "float": 1.5, "true": True, "raw": b"raw", "d": Decimal("1.5")},
+        delivery_mode=1,
+        priority=3,
+        correlation_id="c",
+        reply_to="r",
+        expiration="1000",
+        message_id="own",
+        timestamp=datetime(2026, 1, 2, tzinfo=UTC),
+        type="t",
+        user_id="u",
+        app_id="a",
+        cluster_id="cl",
+    )
+    before = time.time()
+    with Outbox(path) as outbox:
+        outbox.put(message, "exchange", "routing.key", "other")
+        outbox.put(Message(b"", message_id=None, delivery_mode=None), "", "", "given")
+        outbox.put(b"plain", "", "q", "plain-id")
+        full, empty, plain = outbox.read()
+    assert full.message == message
+    assert (full.exchange, full.routing_key) == ("exchange", "routing.key")
+    assert before <= full.at <= time.time()
+    assert empty.message == Message(b"", message_id="given", delivery_mode=None)
+    assert plain.message == Message(b"plain", message_id="plain-id")
+
+
+def test_what_may_have_been_written_is_marked_after_a_crash_and_what_was_not_permitted_is_not(path: Path) -> None:
+    outbox = Outbox(path)
+    put(outbox, b"written")
+    waiting = put(outbox, b"taken up", b"spilled", permit=False)
+    outbox.permit(waiting[0])
+    outbox.commit()
+    # Here, nothing of it is a second copy.
+    assert not any(stored.may_be_second_copy for stored in outbox.read())
+    crash(outbox)
+    with Outbox(path) as outbox:
+        first, second, third = outbox.read()
+        assert [each.may_be_second_copy for each in (first, second, third)] == [True, True, False]
+        assert first.to_send().headers == {REPUBLISHED: True}
+        assert first.to_send().message_id == "id-written"
+        assert third.to_send() is third.message
+
+
+def test_a_permission_counts_once_it_is_committed(path: Path) -> None:
+    outbox = Outbox(path)
+    (one,) = put(outbox, b"1", permit=False)
+    outbox.commit()
+    outbox.permit(one)
+    assert outbox.dirty
+    crash(outbox)
+    with Outbox(path) as outbox:
+        assert not outbox.read()[0].may_be_second_copy
+        outbox.permit(one)
+        outbox.commit()
+        assert not outbox.dirty
+    with Outbox(path) as outbox:
+        assert outbox.read()[0].may_be_second_copy
+
+
+def test_the_mark_keeps_the_headers(path: Path) -> None:
+    with Outbox(path) as outbox:
+        outbox.put(Message(b"", headers={"k": "v"}), "", "q", "id")
+    with Outbox(path) as outbox:
+        assert outbox.read()[0].to_send().headers == {"k": "v", REPUBLISHED: True}
+
+
+def test_a_message_is_settled_before_it_is_durable(path: Path) -> None:
+    with Outbox(path) as outbox:
+        one, _ = put(outbox, b"1", b"2")
+        outbox.settle(one)
+        outbox.commit()
+        assert bodies(outbox) == [b"2"]
+
+
+def test_it_counts_messages_and_bytes_and_is_full_at_its_bound(path: Path) -> None:
+    with Outbox(path, max_bytes=700) as outbox:
+        sequences = put(outbox, *[b"x" * 100] * 3)
+        with pytest.raises(OutboxFull, match=r"no room for a message of \d+ bytes: \d+ of at most 700 bytes"):
+            put(outbox, b"x" * 100)
+        assert len(outbox) == 3
+        assert 300 < outbox.size <= 700
+        outbox.settle(sequences[0], sequences[-1])
+        outbox.commit()
+        assert (len(outbox), outbox.size) == (0, 0)
+        put(outbox, b"x" * 100)
+        size = outbox.size
+    with Outbox(path) as outbox:
+        assert (len(outbox), outbox.size) == (1, size)
+        assert outbox.read()[0].size == size
+
+
+def test_what_amqp_cannot_carry_is_refused_and_takes_no_place(path: Path) -> None:
+    with Outbox(path) as outbox:
+        with pytest.raises(TypeError, match=r"headers\['k'\]"):
+            outbox.put(Message(b"", headers={"k": object()}), "", "q", "id")
+        with pytest.raises(ValueError, match="message_id"):
+            outbox.put(b"", "", "q", "i" * 256)
+        assert (outbox.last, len(outbox), outbox.size) == (0, 0, 0)
+
+
+def test_it_is_read_in_batches(path: Path) -> None:
+    with Outbox(path) as outbox:
+        put(outbox, *(b"%d" % number for number in range(10)))
+        found: list[StoredMessage] = []
+        while batch := outbox.read(found[-1].sequence if found else 0, limit=3):
+            assert len(batch) <= 3
+            found += batch
+        assert [stored.message.body for stored in found] == [b"%d" % number for number in range(10)]
+
+
+def test_what_is_too_old_is_taken_out_and_told(path: Path) -> None:
+    with Outbox(path) as outbox:
+        put(outbox, b"old", b"older")
+        limit = time.time() + 0.001
+        while time.time() <= limit:
+            pass
+        put(outbox, b"young")
+        assert [stored.message.body for stored in outbox.expire(limit)] == [b"old", b"older"]
+        assert bodies(outbox) == [b"young"]
+        assert outbox.expire(limit) == []
+
+
+def test_of_many_threads_one_commits_for_all(path: Path) -> None:
+    with Outbox(path) as outbox:
+        commits = 0
+        commit = outbox._commit
+
+        def count(**options: bool) -> None:
+            nonlocal commits
+            commits += 1
+            # Long enough for the others to come.
+            time.sleep(0.01)
+            commit(**options)
+
+        outbox._commit = count  # type: ignore[method-assign]
+        start = threading.Barrier(16)
+
+        def send(number: int) -> None:
+            start.wait()
+            (sequence,) = put(outbox, b"%d" % number)
+            outbox.wait_durable(sequence)
+            assert outbox.durable >= sequence
+
+        threads = [threading.Thread(target=send, args=(number,)) for number in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert len(outbox.read()) == 16
+        assert commits < 16
+
+
+def test_a_commit_that_fails_is_told_and_tried_again(path: Path) -> None:
+    with Outbox(path) as outbox:
+        one, two = put(outbox, b"1", b"2")
+        outbox.settle(one)
+        outbox._file.execute("ALTER TABLE state RENAME TO gone")
+        with pytest.raises(OutboxError, match="outbox: no such table: state"):
+            outbox.commit()
+        assert outbox.durable == 0
+        outbox._file.execute("ALTER TABLE gone RENAME TO state")
+        put(outbox, b"3")
+        outbox.wait_durable(two)
+        assert bodies(outbox) == [b"2", b"3"]
+        assert len(outbox) == 2
+        assert outbox.size == sum(stored.size for stored in outbox.read())
+
+
+def test_a_wait_that_fails_is_told_and_tried_again(path: Path) -> None:
+    with Outbox(path) as outbox:
+        (one,) = put(outbox, b"1")
+        outbox._file.execute("ALTER TABLE message RENAME TO gone")
+        with pytest.raises(OutboxError, match="outbox: no such table: message"):
+            outbox.wait_durable(one)
+        assert outbox.durable == 0
+        outbox._file.execute("ALTER TABLE gone RENAME TO message")
+        outbox.wait_durable(one)
+        assert bodies(outbox) == [b"1"]
+        assert (len(outbox), outbox.size) == (1, outbox.read()[0].size)
+
+
+def test_who_waits_takes_out_what_is_settled_when_it_is_much(path: Path) -> None:
+    with Outbox(path) as outbox:
+        sequences = put(outbox, *(b"%d" % number for number in range(1000)))
+        outbox.wait_durable(sequences[-1])
+        outbox.settle(sequences[0], sequences[99])
+        (more,) = put(outbox, b"more")
+        outbox.wait_durable(more)
+        assert len(Outbox.look(path, limit=2000)) == 1001
+        outbox.settle(sequences[100], sequences[-1])
+        (last,) = put(outbox, b"last")
+        outbox.wait_durable(last)
+        assert [stored.sequence for stored in Outbox.look(path)] == [more, last]
+        assert len(outbox) == 2
+
+
+def test_a_commit_that_ctrl_c_breaks_off_when_it_is_done_can_be_repeated(path: Path) -> None:
+    with Outbox(path) as outbox:
+        one, _ = put(outbox, b"1", b"2")
+        outbox.settle(one)
+        execute = outbox._file.execute
+
+        def interrupted(statement: str, *values: object) -> sqlite3.Cursor:
+            done = execute(statement, *values)
+            if statement == "COMMIT":
+                raise KeyboardInterrupt
+            return done
+
+        outbox._file.execute = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            outbox.commit()
+        outbox._file.execute = execute  # type: ignore[method-assign]
+        outbox.commit()
+        assert bodies(outbox) == [b"2"]
+        assert len(outbox) == 1
+        assert outbox.size == outbox.read()[0].size
+
+
+def test_it_is_closed_once_and_twice_is_no_harm(path: Path) -> None:
+    outbox = Outbox(path)
+    outbox.close()
+    outbox.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [({"synchronous": "off"}, "must be 'normal' or 'full'"), ({"max_bytes": 0}, "max_bytes")]
+)
+def test_settings_that_are_none_are_refused(path: Path, options, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        Outbox(path, **options)
+    assert not path.exists()
+
+
+def test_full_synchronous_is_what_it_says(path: Path) -> None:
+    with Outbox(path, synchronous="full") as outbox:
+        assert outbox._file.one("PRAGMA synchronous") == 2
+        assert outbox._file.one("PRAGMA journal_mode") == "wal"
+
+
+# One at a time.
+
+
+def test_two_in_one_process_are_told_apart(path: Path) -> None:
+    with (
+        Outbox(path),
+        pytest.raises(OutboxInUse, match="is used by another producer in this process; give each producer"),
+    ):
+        Outbox(path)
+    Outbox(path).close()
+
+
+def test_another_name_of_the_file_does_not_help(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(path)
+    with Outbox(path), pytest.raises(OutboxInUse):
+        Outbox(tmp_path / "link")
+
+
+def _environment() -> dict[str, str]:
+    root = str(Path(__file__).parents[3])
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+
+
+HOLDER = """
+import sys
+from qflow_client import Outbox
+outbox = Outbox(sys.argv[1])
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_two_processes_are_told_apart_and_the_lock_of_a_dead_one_is_taken_over(path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment()
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"ready\n"
+        with pytest.raises(OutboxInUse, match=f"is used by another producer in process {holder.pid}"):
+            Outbox(path)
+        assert Outbox.look(path) == []
+        holder.kill()
+        holder.wait(PATIENCE)
+        Outbox(path).close()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+def test_a_forked_child_neither_uses_it_nor_keeps_its_lock(path: Path) -> None:
+    outbox = Outbox(path)
+    go_on, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(tell)
+        code = 1
+        try:
+            outbox.put(b"x", "", "q", "id")
+            outbox.commit()
+        except OutboxError as error:
+            code = 7 if "was opened in process" in str(error) else 2
+        # Until the parent has opened it again.
+        os.read(go_on, 1)
+        os._exit(code)
+    outbox.close()
+    Outbox(path).close()
+    os.close(tell)
+    os.close(go_on)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+# Files that are none.
+
+
+def test_what_is_no_outbox_is_left_alone(path: Path, tmp_path: Path) -> None:
+    path.write_bytes(b"Dear Sir or Madam, " * 1000)
+    with pytest.raises(OutboxError, match="outbox: file is not a database"):
+        Outbox(path)
+    assert path.read_bytes().startswith(b"Dear")
+    other = tmp_path / "other"
+    with sqlite3.connect(other) as file:
+        file.execute("CREATE TABLE mail (text TEXT)")
+    file.close()
+    with pytest.raises(OutboxError, match="other is a database of something else"):
+        Outbox(other)
+    with pytest.raises(OutboxError, match="No such file or directory"):
+        Outbox(tmp_path / "nowhere" / "outbox")
+    with pytest.raises(OutboxError, match="there is no such outbox"):
+        Outbox.look(tmp_path / "nothing")
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_tables_of_another_version_are_refused(path: Path) -> None:
+    Outbox(path).close()
+    with sqlite3.connect(path) as file:
+        file.execute("PRAGMA user_version = 9")
+    file.close()
+    for use in (Outbox, Outbox.look):
+        with pytest.raises(OutboxError, match="tables of version 9, and this qflow_client knows 1"):
+            use(path)
+
+
+def test_a_damaged_message_is_named(path: Path) -> None:
+    with Outbox(path) as outbox:
+        put(outbox, b"1", b"2")
+    with sqlite3.connect(path) as file:
+        file.execute("UPDATE message SET header = x'00' WHERE sequence = 2")
+    file.close()
+    with Outbox(path) as outbox:
+        assert [stored.sequence for stored in outbox.read(limit=1)] == [1]
+        with pytest.raises(OutboxError, match="message 2 is damaged: a content header that cannot be decoded"):
+            outbox.read()
+
+
+def test_one_can_look_at_it_while_it_is_used(path: Path) -> None:
+    with Outbox(path) as outbox:
+        put(outbox, b"1", b"2")
+        outbox.commit()
+        assert [stored.message.body for stored in Outbox.look(path, after=1)] == [b"2"]
+        put(outbox, b"3")
+        outbox.commit()
+        assert bodies(outbox) == [b"1", b"2", b"3"]
+
+
+# Against a model.
+
+
+class Model(RuleBasedStateMachine):
+    """An outbox that is put, settled, committed, closed and crashed holds what a dict would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.path = Path(self.folder.name) / "outbox"
+        # By sequence, what is noted and what is on disk; those that are held; up to where they are let go, likewise.
+        self.noted: dict[int, bytes] = {}
+        self.on_disk: dict[int, bytes] = {}
+        self.held: set[int] = set()
+        self.permitted = self.permitted_on_disk = 0
+
+    @initialize()
+    def open(self) -> None:
+        self.outbox = Outbox(self.path)
+        self.noted, self.permitted = self.on_disk.copy(), self.permitted_on_disk
+        self.written = {each for each in self.noted if each not in self.held or each <= self.permitted}
+        assert [stored.sequence for stored in self.outbox.read()] == list(self.noted)
+
+    @rule(body=st.binary(max_size=20), permit=st.booleans())
+    def put(self, body: bytes, permit: bool) -> None:
+        sequence = self.outbox.put(body, "e", "k", "id", permit=permit)
+        assert sequence > max(self.noted, default=0)
+        self.noted[sequence] = body
+        # One that a crash took may be given again.
+        self.held.discard(sequence)
+        if not permit:
+            self.held.add(sequence)
+
+    @precondition(lambda self: self.noted)
+    @rule(data=st.data())
+    def settle(self, data: st.DataObject) -> None:
+        first = data.draw(st.sampled_from(sorted(self.noted)))
+        last = data.draw(st.sampled_from([each for each in sorted(self.noted) if each >= first]))
+        self.outbox.settle(first, last)
+        self.noted = {each: body for each, body in self.noted.items() if not first <= each <= last}
+
+    @precondition(lambda self: self.noted)
+    @rule(data=st.data())
+    def permit(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(sorted(self.noted)))
+        self.outbox.permit(sequence)
+        self.permitted = max(self.permitted, sequence)
+
+    @precondition(lambda self: self.noted)
+    @rule(data=st.data())
+    def wait(self, data: st.DataObject) -> None:
+        # What is put is durable then; what else is noted may be.
+        sequence = data.draw(st.sampled_from(sorted(self.noted)))
+        was_durable = self.outbox.durable >= sequence
+        self.outbox.wait_durable(sequence)
+        if not was_durable:
+            assert self.outbox.durable == self.outbox.last
+            self.on_disk = {stored.sequence: stored.message.body for stored in Outbox.look(self.path)}
+            assert self.noted.items() <= self.on_disk.items()
+
+    @rule()
+    def commit(self) -> None:
+        assert self.outbox.commit() == self.outbox.last == self.outbox.durable
+        self.on_disk, self.permitted_on_disk = self.noted.copy(), self.permitted
+
+    @rule()
+    def close_and_open(self) -> None:
+        self.outbox.close()
+        self.on_disk, self.permitted_on_disk = self.noted.copy(), self.permitted
+        self.open()
+
+    @rule()
+    def crash_and_open(self) -> None:
+        crash(self.outbox)
+        self.open()
+
+    @rule(limit=st.integers(1, 5))
+    def read(self, limit: int) -> None:
+        found: list[StoredMessage] = []
+        while batch := self.outbox.read(found[-1].sequence if found else 0, limit):
+            found += batch
+        self.on_disk, self.permitted_on_disk = self.noted.copy(), self.permitted
+        assert {stored.sequence: stored.message.body for stored in found} == self.noted
+        assert [stored.sequence for stored in found] == sorted(self.noted)
+        assert all(stored.may_be_second_copy == (stored.sequence in self.written) for stored in found)
+        assert len(self.outbox) == len(found)
+        assert self.outbox.size == sum(stored.size for stored in found)
+
+    @invariant()
+    def anybody_may_look(self) -> None:
+        if hasattr(self, "outbox"):
+            assert {stored.sequence: stored.message.body for stored in Outbox.look(self.path)} == self.on_disk
+
+    def teardown(self) -> None:
+        if hasattr(self, "outbox"):
+            self.outbox.close()
+        self.folder.cleanup()
+
+
+TestModel = Model.TestCase
+TestModel.settings = settings(max_examples=40, stateful_step_count=30)
