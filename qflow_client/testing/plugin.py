@@ -2,7 +2,8 @@
 
 A test takes the fixture `qflow_broker`, publishes to its `url` with the program under test, and has the broker do what
 brokers do: ``flow(False)``, ``block()``, ``withhold_confirms()``, ``nack_publishes()``, ``close_channels()``,
-``close_connections()``, ``drop_connections()``; see `qflow_client.broker.Broker`.
+``close_connections()``, ``drop_connections()``; see `qflow_client.broker.Broker`. The ``url`` of `qflow_proxy` leads to
+the same broker by way of a proxy that does what networks do; see `qflow_client.testing.proxy.FaultProxy`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import pytest
 
 if TYPE_CHECKING:
     from qflow_client.broker import Broker
+    from qflow_client.testing.proxy import FaultProxy
 
-__all__ = ["qflow_broker", "qflow_broker_settings"]
+__all__ = ["qflow_broker", "qflow_broker_settings", "qflow_proxy"]
 
 _MARKER = "qflow_broker"
 
@@ -49,3 +51,12 @@ def qflow_broker(request: pytest.FixtureRequest, qflow_broker_settings: Mapping[
         settings |= marker.kwargs
     with Broker(**settings) as broker:
         yield broker
+
+
+@pytest.fixture
+def qflow_proxy(qflow_broker: Broker) -> Iterator[FaultProxy]:
+    """A proxy before the `qflow_broker` of the test, which passes everything on until it is told otherwise."""
+    from qflow_client.testing.proxy import FaultProxy
+
+    with FaultProxy(qflow_broker.url) as proxy:
+        yield proxy

@@ -1,0 +1,123 @@
+"""The broker's connection against a client that says anything: no exception, no more memory than it was given.
+
+`corpus/from_clients` has what client libraries really said, from the protocol header on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qflow_client.broker.controls import Controls
+from qflow_client.broker.session import Session, State
+from qflow_client.broker.settings import BrokerSettings
+from qflow_client.broker.snapshots import message_copy, queue_snapshot
+from qflow_client.broker.virtualhost import VirtualHost
+from qflow_client.frames import FRAME_MIN_SIZE, FrameSplitter
+
+from .strategies import cut, mutated
+
+CORPUS = sorted((Path(__file__).parent / "corpus" / "from_clients").glob("*.bin"))
+SETTINGS = BrokerSettings(max_message_size=100_000)
+# It takes this long in seconds to send one piece.
+STEP = 0.1
+
+
+class Server:
+    """A connection, as the server would drive it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.host = VirtualHost(SETTINGS, clock=lambda: self.now)
+        self.session = Session("fuzzed", self.host, Controls(), self.now, lambda: None)
+
+    def feed(self, data: bytes) -> None:
+        session = self.session
+        self.now += STEP
+        session.receive_data(data, self.now)
+        session.tick(self.now)
+        output = session.take_output(self.now)
+        session.output_sent()
+        self.check(output)
+
+    def check(self, output: bytes) -> None:
+        session = self.session
+        assert session._splitter.pending <= session.frame_max <= SETTINGS.frame_max
+        if session.state in (State.HEADER, State.START_OK, State.TUNE_OK):
+            assert session.frame_max == FRAME_MIN_SIZE
+            assert not session.channels
+        assert len(session.channels) <= SETTINGS.channel_max
+        # What is answered is AMQP.
+        splitter = FrameSplitter()
+        if not output.startswith(b"AMQP"):
+            for _ in splitter.feed(output):
+                pass
+        assert not splitter.pending
+
+    def end(self) -> None:
+        self.session.end()
+        assert self.session.state is State.ENDED
+        # The queues' books are right, and nobody holds what is gone.
+        for queue in self.host.queues.values():
+            messages = [message_copy(entry) for entry in queue.oldest_first()]
+            seen = queue_snapshot(queue)
+            assert (seen.depth, seen.bytes) == (len(messages), sum(len(message.body) for message in messages))
+            assert (seen.unacked, seen.consumers, seen.blocked) == (0, 0, ())
+
+
+def run(pieces: list[bytes]) -> Server:
+    server = Server()
+    for piece in pieces:
+        server.feed(piece)
+        if server.session.state is State.ENDED:
+            break
+    server.end()
+    return server
+
+
+said = st.sampled_from(CORPUS).map(Path.read_bytes)
+
+
+@settings(max_examples=300)
+@given(cut(mutated(said)))
+def test_whatever_a_client_says_its_connection_ends_in_order(pieces: list[bytes]) -> None:
+    run(pieces)
+
+
+@settings(max_examples=100)
+@given(cut(st.binary(max_size=200).map(lambda data: b"AMQP\0\0\x09\x01" + data)))
+def test_noise_after_the_protocol_header_is_refused(pieces: list[bytes]) -> None:
+    run(pieces)
+
+
+@pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
+def test_what_clients_really_said_is_understood_however_it_is_cut(path: Path) -> None:
+    data = path.read_bytes()
+    whole = run([data])
+    published = whole.session.published
+    assert published > 0
+    for size in (1, 7, 100):
+        pieces = [data[at : at + size] for at in range(0, len(data), size)]
+        server = Server()
+        # Time stands still: this client is slow only because it is cut.
+        for piece in pieces:
+            server.session.receive_data(piece, 0.0)
+            server.check(server.session.take_output(0.0))
+            server.session.output_sent()
+        assert server.session.published == published
+        server.end()
+
+
+def test_a_client_that_never_comes_to_the_point_has_its_time() -> None:
+    data = CORPUS[0].read_bytes()
+    server = Server()
+    for at in itertools.count():
+        server.feed(data[at : at + 1])
+        if server.session.state is State.ENDED:
+            break
+    assert server.now == pytest.approx(SETTINGS.unauthenticated_timeout, abs=2 * STEP)
+    server.end()

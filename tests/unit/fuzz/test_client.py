@@ -1,0 +1,244 @@
+"""The client's heart against a broker that says anything: one exception, and every message accounted for.
+
+`corpus/from_brokers` has what brokers really said, as it came from the socket after a first message was confirmed, and
+what is no AMQP. Every file in it is tried whole, cut at every byte, and mutated.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from pamqp import commands, header
+from pamqp import frame as pamqp_frame
+from pamqp.body import ContentBody
+from pamqp.heartbeat import Heartbeat
+
+from qflow_client import Message, ProducerSettings, Receipt
+from qflow_client.flow import Hold
+from qflow_client.frames import ACK, NACK, FrameError, FrameSplitter, frame
+from qflow_client.protocol import ProducerProtocol
+from qflow_client.tap import Tap
+
+from .strategies import cut, mutated
+
+Basic, Channel, Connection = commands.Basic, commands.Channel, commands.Connection
+
+CORPUS = sorted((Path(__file__).parent / "corpus" / "from_brokers").glob("*.bin"))
+CHANNEL = 1
+FRAME_MAX = 4096
+CAPACITY = 8
+SENT = 12
+
+
+class Client:
+    """A tap and a producer behind it, as a skin would drive them."""
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self.capacity = capacity
+        self.tap = Tap()
+        self.tap.frame_max = FRAME_MAX
+        self.protocol = ProducerProtocol(
+            ProducerSettings(routing_key="q", capacity=capacity), id_prefix="p-", now=0.0, wall_offset=0.0
+        )
+        self.protocol.settled = []
+        self.protocol.events = []
+        self.protocol.channel_opened(CHANNEL, FRAME_MAX, 0.0)
+        self.tap.attach(CHANNEL, self.protocol, 0.0)
+        self.receipts: list[Receipt] = []
+        self.passed = b""
+        self.is_over = False
+        self.now = 0.0
+
+    def send(self) -> None:
+        body = b"x" * len(self.receipts)
+        payload = Message(body, message_id="own", headers={"k": 1}) if len(self.receipts) % 3 == 2 else body
+        receipt = self.protocol.send(payload, "", "q", self.now)
+        if receipt is not None:
+            self.receipts.append(receipt)
+
+    def write(self) -> None:
+        while data := self.tap.data_to_write(1 << 16):
+            self.tap.advance(len(data), self.now)
+
+    def receive(self, data: bytes) -> None:
+        self.now += 0.01
+        try:
+            self.passed += self.tap.received(data, self.now)
+        except FrameError:
+            self.is_over = True
+        self.check()
+
+    def check(self) -> None:
+        protocol = self.protocol
+        # Nothing is kept of a frame but the beginning of one.
+        assert self.tap._splitter.pending <= FRAME_MAX
+        done = sum(receipt.done for receipt in self.receipts)
+        assert protocol.unsettled == len(self.receipts) - done
+        assert 0 <= protocol.window.used <= self.capacity
+        assert protocol.window.used >= protocol.unsettled
+        assert all(isinstance(hold, Hold) for hold in protocol.holds)
+        told = protocol.take_settled(self.now) if protocol.settled else []
+        protocol.told(len(told), self.now)
+
+    def end(self) -> None:
+        if self.protocol.channel is not None:
+            self.tap.detach(CHANNEL)
+        self.protocol.connection_lost("the test ends", self.now)
+        assert all(receipt.done for receipt in self.receipts)
+        assert (self.protocol.unsettled, self.protocol.window.used) == (0, 0)
+        # The library gets whole frames.
+        splitter = FrameSplitter()
+        for _ in splitter.feed(self.passed):
+            pass
+        assert not splitter.pending
+
+
+def run(pieces: list[bytes]) -> Client:
+    client = Client()
+    for piece in pieces:
+        if client.protocol.closed is None and len(client.receipts) < SENT:
+            client.send()
+            client.write()
+        client.receive(piece)
+        if client.is_over:
+            break
+    client.end()
+    return client
+
+
+# What a broker may say.
+
+# Methods that the tap reads.
+OURS = [
+    method.index
+    for method in (
+        Basic.Ack,
+        Basic.Nack,
+        Basic.Return,
+        Channel.Flow,
+        Channel.Close,
+        Connection.Blocked,
+        Connection.Start,
+    )
+]
+
+tags = st.one_of(st.integers(0, SENT + 2), st.sampled_from([2**31, 2**63, 2**64 - 1]))
+texts = st.text(max_size=20)
+numbers = st.sampled_from([0, CHANNEL, CHANNEL, CHANNEL, 2, 65535])
+message_ids = st.one_of(
+    st.none(), st.sampled_from(["own", "p-000000000001", "p-00000000000f", "p-", "p-zzzzzzzzzzzz"]), texts
+)
+
+
+@st.composite
+def returns(draw: st.DrawFn) -> bytes:
+    body = draw(st.binary(max_size=30))
+    properties = Basic.Properties(message_id=draw(message_ids), delivery_mode=2)
+    number = draw(numbers)
+    parts: list[Any] = [
+        Basic.Return(312, draw(texts), draw(st.sampled_from(["", "e"])), draw(st.sampled_from(["q", "k"]))),
+        header.ContentHeader(body_size=len(body) + draw(st.sampled_from([0, 0, 0, 1, 2**62])), properties=properties),
+        ContentBody(body),
+    ]
+    return b"".join(pamqp_frame.marshal(part, number) for part in parts)
+
+
+methods = st.one_of(
+    st.builds(Channel.Flow, st.booleans()),
+    st.builds(Channel.FlowOk, st.booleans()),
+    st.builds(Channel.Close, st.sampled_from([200, 404, 406, 65535]), texts, st.sampled_from([0, 60]), st.just(40)),
+    st.builds(Channel.CloseOk),
+    st.builds(Channel.OpenOk),
+    st.builds(Connection.Blocked, texts),
+    st.builds(Connection.Unblocked),
+    st.builds(Connection.Close, st.just(320), texts, st.just(0), st.just(0)),
+    st.builds(Basic.Return, st.just(312), texts, st.just(""), st.just("q")),
+    st.builds(Basic.Deliver, st.just("t"), st.integers(0, 9), st.booleans(), st.just(""), st.just("q")),
+)
+answers = st.builds(
+    lambda number, method, tag, bits: frame(1, number, method + tag.to_bytes(8, "big") + bytes([bits])),
+    numbers,
+    st.sampled_from([ACK, ACK, NACK]),
+    tags,
+    st.integers(0, 3),
+)
+frames = st.one_of(
+    answers,
+    answers,
+    st.builds(pamqp_frame.marshal, methods, numbers),
+    returns(),
+    st.just(pamqp_frame.marshal(Heartbeat(), 0)),
+    # A method's beginning and anything after it.
+    st.builds(
+        lambda number, index, rest: frame(1, number, index.to_bytes(4, "big") + rest),
+        numbers,
+        st.one_of(st.sampled_from(OURS), st.sampled_from(sorted(commands.INDEX_MAPPING))),
+        st.binary(max_size=40),
+    ),
+    st.builds(frame, st.sampled_from([1, 2, 3, 8]), numbers, st.binary(max_size=40)),
+    st.binary(max_size=20),
+)
+
+
+said = st.one_of(st.lists(frames, max_size=12).map(b"".join), st.sampled_from(CORPUS).map(Path.read_bytes))
+
+
+@settings(max_examples=400)
+@given(cut(mutated(said)))
+@example([b"\1\0\1\0\0\0\0\xce"])
+@example([b"\1\0\1\0\0\0\4\0<\0P\xce"])
+def test_whatever_a_broker_says_the_client_ends_in_order(pieces: list[bytes]) -> None:
+    run(pieces)
+
+
+@settings(max_examples=100)
+@given(mutated(said), st.integers(0, 4000))
+def test_how_it_is_cut_changes_nothing(data: bytes, at: int) -> None:
+    # All are sent before, so that what is known when something arrives is the same.
+    outcomes = []
+    for pieces in ([data], [data[:at], data[at:]], [data[each : each + 1] for each in range(len(data))]):
+        client = Client()
+        for _ in range(SENT):
+            client.send()
+        client.write()
+        for piece in pieces:
+            if not client.is_over:
+                client.receive(piece)
+        outcomes.append(
+            ([receipt.outcome for receipt in client.receipts], client.is_over or client.tap.error is not None)
+        )
+        client.end()
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+
+
+@pytest.mark.parametrize("index", OURS)
+@pytest.mark.parametrize("number", [0, CHANNEL])
+def test_a_method_that_ends_too_early_is_no_more_than_an_error(index: int, number: int) -> None:
+    for filling in (b"\0", b"\x05", b"\xff"):
+        for length in range(40):
+            run([frame(1, number, index.to_bytes(4, "big") + filling * length)])
+    for length in range(4):
+        run([frame(1, number, index.to_bytes(4, "big")[:length])])
+
+
+@pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
+def test_what_brokers_really_said_is_understood(path: Path) -> None:
+    client = Client(capacity=500)
+    for _ in range(300):
+        client.send()
+    client.write()
+    client.receive(path.read_bytes())
+    is_broken = client.is_over or client.tap.error is not None
+    assert is_broken == path.stem.startswith("broken-")
+    answered = sum(receipt.done for receipt in client.receipts)
+    # The end of a connection is for the library, after that of a channel all leaves again, and no AMQP is for nobody.
+    assert (answered > 0) == (not is_broken and not path.stem.endswith("-close"))
+    client.end()
+
+
+def test_there_is_a_corpus() -> None:
+    assert len(CORPUS) > 3
