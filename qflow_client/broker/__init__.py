@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 from qflow_client.broker.broker import Broker
+from qflow_client.broker.definitions import (
+    BindingDefinition,
+    DefinitionError,
+    Definitions,
+    ExchangeDefinition,
+    QueueDefinition,
+)
 from qflow_client.broker.errors import AmqpError, ChannelException, ConnectionException, ReplyCode
-from qflow_client.broker.settings import BrokerSettings, Enforcement, FlowScope, Trace
-from qflow_client.broker.snapshots import BrokerMessage, ChannelSnapshot, ConnectionSnapshot, QueueSnapshot
+from qflow_client.broker.policies import ApplyTo, Enforcement, Policy, PolicyDefinition, QueuePolicy
+from qflow_client.broker.rates import RateLimit, RateScope
+from qflow_client.broker.settings import BrokerSettings, FlowScope, Trace
+from qflow_client.broker.snapshots import (
+    BindingSnapshot,
+    BrokerMessage,
+    ChannelSnapshot,
+    ConnectionSnapshot,
+    ExchangeSnapshot,
+    QueueSnapshot,
+    TargetSnapshot,
+    ThresholdsSnapshot,
+)
 
 __all__ = [
     "AmqpError",
+    "ApplyTo",
+    "BindingDefinition",
+    "BindingSnapshot",
     "Broker",
     "BrokerMessage",
     "BrokerSettings",
@@ -16,9 +37,21 @@ __all__ = [
     "ChannelSnapshot",
     "ConnectionException",
     "ConnectionSnapshot",
+    "DefinitionError",
+    "Definitions",
     "Enforcement",
+    "ExchangeDefinition",
+    "ExchangeSnapshot",
     "FlowScope",
+    "Policy",
+    "PolicyDefinition",
+    "QueueDefinition",
+    "QueuePolicy",
     "QueueSnapshot",
+    "RateLimit",
+    "RateScope",
     "ReplyCode",
+    "TargetSnapshot",
+    "ThresholdsSnapshot",
     "Trace",
 ]

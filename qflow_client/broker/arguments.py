@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum, StrEnum
-from typing import TypeVar
+from difflib import get_close_matches
+from enum import StrEnum
 
 from qflow_client.broker.errors import ChannelException, ReplyCode
-from qflow_client.broker.policy import FullPolicy, Reject, Ring
-from qflow_client.broker.settings import BrokerSettings, Enforcement
+from qflow_client.broker.overflow import DropHead, Overflow, RejectPublish, make_overflow
+from qflow_client.broker.policies import Enforcement, PolicyDefinition, QueuePolicy, choose
+from qflow_client.broker.settings import BrokerSettings
 from qflow_client.flow import Capacity, StopResume, Thresholds
 
-__all__ = ["PolicyType", "QueueLimits"]
+__all__ = ["QueueArguments", "QueueLimits", "QueueOptions", "XOverflow"]
 
 FLOW_STOP_COUNT = "qpid.flow_stop_count"
 FLOW_RESUME_COUNT = "qpid.flow_resume_count"
@@ -24,114 +25,298 @@ POLICY_TYPE = "qpid.policy_type"
 CAPACITY = "x-qpid-capacity"
 FLOW_RESUME_CAPACITY = "x-qpid-flow-resume-capacity"
 ENFORCEMENT = "x-qflow-enforcement"
+POLICY = "x-qflow-policy"
+MAX_FLOW_WAIT = "x-qflow-max-flow-wait"
+THEN = "x-qflow-then"
+CONFLATE_KEY = "x-qflow-conflate-key"
+
+# The names of what a policy can set, too.
+_FIELDS = {
+    "flow_stop_count": FLOW_STOP_COUNT,
+    "flow_resume_count": FLOW_RESUME_COUNT,
+    "flow_stop_size": FLOW_STOP_SIZE,
+    "flow_resume_size": FLOW_RESUME_SIZE,
+    "max_count": MAX_COUNT,
+    "max_size": MAX_SIZE,
+    "capacity": CAPACITY,
+    "flow_resume_capacity": FLOW_RESUME_CAPACITY,
+    "enforcement": ENFORCEMENT,
+    "policy": POLICY,
+    "max_flow_wait": MAX_FLOW_WAIT,
+    "then": THEN,
+    "conflate_key": CONFLATE_KEY,
+}
+_OURS = (*_FIELDS.values(), POLICY_TYPE)
+# What Qpid C++ calls those that it has.
+_POLICY_TYPES = (QueuePolicy.REJECT, QueuePolicy.RING, QueuePolicy.RING_STRICT)
+# Nobody else's arguments begin so: one that is not known is misspelt.
+_OUR_PREFIXES = ("qpid.", "x-qpid-", "x-qflow-")
+
+# RabbitMQ's.
+MAX_LENGTH = "x-max-length"
+MAX_LENGTH_BYTES = "x-max-length-bytes"
+OVERFLOW = "x-overflow"
+MESSAGE_TTL = "x-message-ttl"
+EXPIRES = "x-expires"
+DEAD_LETTER_EXCHANGE = "x-dead-letter-exchange"
+DEAD_LETTER_ROUTING_KEY = "x-dead-letter-routing-key"
+SINGLE_ACTIVE_CONSUMER = "x-single-active-consumer"
 
 
-_Choice = TypeVar("_Choice", bound=Enum)
+class XOverflow(StrEnum):
+    """What a queue does at RabbitMQ's maximum (``x-overflow``)."""
 
-
-class PolicyType(StrEnum):
-    """What a queue does at its maximum (Qpid C++'s ``qpid.policy_type``)."""
-
+    #: Drop the oldest ready message.
+    DROP_HEAD = "drop-head"
     #: Refuse the new message.
-    REJECT = "reject"
-    #: Drop the oldest message.
-    RING = "ring"
-    #: Drop the oldest message unless a consumer has it; then refuse the new one.
-    RING_STRICT = "ring_strict"
+    REJECT_PUBLISH = "reject-publish"
+    #: Refuse the new message, and send it to the dead-letter exchange.
+    REJECT_PUBLISH_DLX = "reject-publish-dlx"
 
 
 @dataclass(frozen=True, slots=True)
-class QueueLimits:
-    """What a queue's arguments and the broker's defaults come to.
+class QueueOptions:
+    """RabbitMQ's arguments other than those for the maximum.
 
     Attributes:
-        stop_resume: Qpid C++'s thresholds (C1 C2).
-        capacity: Qpid Java's (J1 J2).
-        max_count: messages; 0 for no maximum.
-        max_size: body bytes; 0 for no maximum.
-        policy_type: what happens at the maximum.
-        enforcement: how producers are held.
+        message_ttl: seconds that a message may wait in the queue; ``None`` for ever.
+        expires: seconds that the queue may be unused; ``None`` for ever.
+        dead_letter_exchange: where messages go that are rejected, expire or are dropped; ``None`` for nowhere.
+        dead_letter_routing_key: with which routing key; ``None`` for the one that they came with.
+        single_active_consumer: whether only the oldest consumer is given messages.
     """
 
-    stop_resume: StopResume
-    capacity: Capacity
-    max_count: int
-    max_size: int
-    policy_type: PolicyType
-    enforcement: Enforcement
+    message_ttl: float | None = None
+    expires: float | None = None
+    dead_letter_exchange: str | None = None
+    dead_letter_routing_key: str | None = None
+    single_active_consumer: bool = False
 
     @classmethod
-    def from_arguments(cls, queue: str, arguments: Mapping[str, object], settings: BrokerSettings) -> QueueLimits:
-        """Read a queue's arguments; those not named here are left to whoever declared them.
+    def from_arguments(cls, queue: str, arguments: Mapping[str, object]) -> QueueOptions:
+        """Read them.
 
         Args:
             queue: the queue's name, for messages.
             arguments: as declared.
-            settings: the broker's defaults (C4, J2).
 
         Raises:
-            ChannelException: 406; a value of the wrong type, with the argument and the value named, or two that
-                contradict each other, with both values named.
+            ChannelException: 406; a value of the wrong type or not allowed, with the argument and the value named.
         """
         reader = _Reader(queue, arguments)
-        max_count = reader.count(MAX_COUNT) or 0
-        max_size = reader.count(MAX_SIZE) or 0
-        policy_type = reader.choice(POLICY_TYPE, PolicyType, PolicyType.REJECT)
-        enforcement = reader.choice(ENFORCEMENT, Enforcement, settings.enforcement)
-        stop_count, resume_count = reader.count(FLOW_STOP_COUNT), reader.count(FLOW_RESUME_COUNT)
-        stop_size, resume_size = reader.count(FLOW_STOP_SIZE), reader.count(FLOW_RESUME_SIZE)
-        reader.check_pair(FLOW_STOP_COUNT, stop_count, FLOW_RESUME_COUNT, resume_count)
-        reader.check_pair(FLOW_STOP_SIZE, stop_size, FLOW_RESUME_SIZE, resume_size)
-        if stop_count is None and stop_size is None:
-            if policy_type is PolicyType.REJECT:
-                stop_resume = StopResume.from_limits(
-                    max_count,
-                    max_size,
-                    stop_percent=settings.default_flow_stop_threshold,
-                    resume_percent=settings.default_flow_resume_threshold,
-                )
-            else:
-                stop_resume = StopResume()
-        else:
-            stop_resume = StopResume(stop_count or 0, resume_count, stop_size or 0, resume_size)
-        reader.check_maximum(FLOW_STOP_COUNT, stop_count, MAX_COUNT, max_count)
-        reader.check_maximum(FLOW_STOP_SIZE, stop_size, MAX_SIZE, max_size)
+        message_ttl, expires = reader.count(MESSAGE_TTL), reader.count(EXPIRES)
+        if expires == 0:
+            raise reader.refuse(f"{EXPIRES}=0: it must be at least 1 millisecond")
+        exchange, routing_key = reader.text(DEAD_LETTER_EXCHANGE), reader.text(DEAD_LETTER_ROUTING_KEY)
+        if routing_key is not None and exchange is None:
+            raise reader.refuse(
+                f"{DEAD_LETTER_ROUTING_KEY}={routing_key!r} without {DEAD_LETTER_EXCHANGE}: set that too"
+            )
         return cls(
-            stop_resume,
-            cls._capacity(reader, settings),
-            max_count,
-            max_size,
-            policy_type,
-            enforcement,
+            message_ttl=None if message_ttl is None else message_ttl / 1000,
+            expires=None if expires is None else expires / 1000,
+            dead_letter_exchange=exchange,
+            dead_letter_routing_key=routing_key,
+            single_active_consumer=reader.flag(SINGLE_ACTIVE_CONSUMER),
         )
 
-    @staticmethod
-    def _capacity(reader: _Reader, settings: BrokerSettings) -> Capacity:
-        capacity, resume = reader.count(CAPACITY), reader.count(FLOW_RESUME_CAPACITY)
-        if capacity is None:
-            capacity = settings.capacity
-            if resume is None:
-                return Capacity(settings.capacity, settings.flow_resume_capacity)
-        if resume is not None and resume > capacity:
+
+@dataclass(frozen=True, slots=True)
+class QueueArguments:
+    """What a queue's arguments say of when it is full, and what it does then.
+
+    Attributes:
+        definition: what policies can set, too.
+        overflow: RabbitMQ's maximum and what happens at it; ``None`` for none.
+    """
+
+    definition: PolicyDefinition
+    overflow: Overflow | None
+
+    @classmethod
+    def read(cls, queue: str, arguments: Mapping[str, object]) -> QueueArguments:
+        """Read them; those of neither Qpid, RabbitMQ nor this broker are left to who declared them.
+
+        Args:
+            queue: the queue's name, for messages.
+            arguments: as declared.
+
+        Raises:
+            ChannelException: 406; a value of the wrong type, with the argument and the value named, two that
+                contradict each other, with both values named, or a misspelt argument, with the nearest right one.
+        """
+        reader = _Reader(queue, arguments)
+        reader.check_names()
+        names = dict(_FIELDS)
+        values = {field: arguments.get(name) for field, name in names.items()}
+        try:
+            policy_type = arguments.get(POLICY_TYPE)
+            if policy_type is not None:
+                if values["policy"] is not None:
+                    raise reader.refuse(f"{POLICY} and {POLICY_TYPE} are two names of one thing; give one")
+                names["policy"], values["policy"] = POLICY_TYPE, policy_type
+                if policy_type not in _POLICY_TYPES:
+                    raise reader.refuse(f"{POLICY_TYPE}={policy_type!r}: it must be one of {', '.join(_POLICY_TYPES)}")
+            definition = PolicyDefinition.from_mapping(values, names)
+        except (TypeError, ValueError) as error:
+            raise reader.refuse(str(error)) from None
+        overflow = cls._overflow(reader)
+        has_maximum = definition.max_count or definition.max_size
+        if overflow is not None and (has_maximum or values["policy"] is not None):
             raise reader.refuse(
-                f"{CAPACITY}={capacity} and {FLOW_RESUME_CAPACITY}={resume}: the resume capacity must not be above "
-                "the capacity"
+                "it has a maximum of RabbitMQ's (x-max-…) and one of Qpid's (qpid.max_…), or a policy; give one"
             )
-        return Capacity(capacity, resume)
+        if values["policy"] is not None and names["policy"] is POLICY and not has_maximum:
+            assert definition.policy is not None
+            if definition.policy.needs_maximum:
+                raise reader.refuse(f"{POLICY}={definition.policy.value} without {MAX_COUNT} or {MAX_SIZE}: set one")
+        return cls(definition, overflow)
+
+    @staticmethod
+    def _overflow(reader: _Reader) -> Overflow | None:
+        """RabbitMQ's maximum, which brings no thresholds with it."""
+        maxima = reader.count(MAX_LENGTH), reader.count(MAX_LENGTH_BYTES)
+        kind = reader.choice(OVERFLOW, XOverflow, XOverflow.DROP_HEAD)
+        if maxima == (None, None):
+            return None
+        if kind is XOverflow.DROP_HEAD:
+            return DropHead(*maxima)
+        return RejectPublish(*maxima, dead_letters=kind is XOverflow.REJECT_PUBLISH_DLX)
+
+    @property
+    def is_set(self) -> bool:
+        """Whether they say anything at all."""
+        return self.definition.is_set or self.overflow is not None
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """What a queue's arguments, policies and the broker's defaults come to.
+
+    Attributes:
+        stop_resume: Qpid C++'s thresholds (C1 C2).
+        capacity: Qpid Java's (J1 J2).
+        overflow: the maximum and what happens at it; ``None`` for no maximum.
+        enforcement: how producers are held.
+        policy: what the queue does when it is full, for people.
+        max_flow_wait: seconds that it may be ON; ``None`` for any number.
+        then: what keeps it within its maximum after that.
+        policies: the names of the policies that apply to it.
+    """
+
+    stop_resume: StopResume
+    capacity: Capacity
+    overflow: Overflow | None
+    enforcement: Enforcement
+    policy: str = QueuePolicy.FLOW
+    max_flow_wait: float | None = None
+    then: Overflow | None = None
+    policies: tuple[str, ...] = ()
+
+    @classmethod
+    def from_arguments(cls, queue: str, arguments: Mapping[str, object], settings: BrokerSettings) -> QueueLimits:
+        """What comes of a queue's arguments without policies.
+
+        Raises:
+            ChannelException: 406; see `QueueArguments.read`.
+        """
+        found = QueueArguments.read(queue, arguments)
+        return cls.resolve(queue, found.definition, settings, overflow=found.overflow)
+
+    @classmethod
+    def resolve(
+        cls,
+        queue: str,
+        definition: PolicyDefinition,
+        settings: BrokerSettings,
+        *,
+        overflow: Overflow | None = None,
+        policies: tuple[str, ...] = (),
+    ) -> QueueLimits:
+        """What is in force.
+
+        Args:
+            queue: the queue's name, for messages.
+            definition: what applies to the queue.
+            settings: the broker's defaults (C4, J2).
+            overflow: RabbitMQ's maximum; it goes behind one that the definition sets.
+            policies: the names of those that the definition comes from.
+
+        Raises:
+            ChannelException: 406; a resume capacity above the broker's capacity, with both values named.
+        """
+        max_count, max_size = definition.max_count or 0, definition.max_size or 0
+        policy = definition.policy or (QueuePolicy.REJECT if max_count or max_size else QueuePolicy.FLOW)
+        if definition.flow_stop_count is None and definition.flow_stop_size is None:
+            percents = settings.default_flow_stop_threshold, settings.default_flow_resume_threshold
+            if not policy.has_default_thresholds:
+                percents = 0, 0
+            stop_resume = StopResume.from_limits(
+                max_count, max_size, stop_percent=percents[0], resume_percent=percents[1]
+            )
+        else:
+            stop_resume = StopResume(
+                definition.flow_stop_count or 0,
+                definition.flow_resume_count,
+                definition.flow_stop_size or 0,
+                definition.flow_resume_size,
+            )
+        capacity = _capacity(queue, definition, settings)
+        key = definition.conflate_key
+        if max_count or max_size or policy is QueuePolicy.CONFLATE:
+            overflow = make_overflow(policy, max_count or None, max_size or None, key)
+        then = None
+        if definition.max_flow_wait is not None:
+            maxima = max_count or stop_resume.stop_count, max_size or stop_resume.stop_size or capacity.capacity
+            then = make_overflow(definition.then or QueuePolicy.REJECT, maxima[0] or None, maxima[1] or None, None)
+        return cls(
+            stop_resume,
+            capacity,
+            overflow,
+            definition.enforcement or settings.enforcement,
+            policy.value if overflow is None else overflow.name,
+            definition.max_flow_wait,
+            then,
+            policies,
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """What is set, by the names that policies have for it."""
+        marks = self.stop_resume
+        overflow = self.overflow or Overflow()
+        numbers = {
+            "flow_stop_count": marks.stop_count,
+            "flow_resume_count": marks.resume_count,
+            "flow_stop_size": marks.stop_size,
+            "flow_resume_size": marks.resume_size,
+            "capacity": self.capacity.capacity,
+            "flow_resume_capacity": self.capacity.resume,
+            "max_count": overflow.max_count,
+            "max_size": overflow.max_size,
+            "max_flow_wait": self.max_flow_wait,
+        }
+        told: dict[str, object] = {name: value for name, value in numbers.items() if value}
+        told |= {"policy": str(self.policy), "enforcement": self.enforcement.value}
+        return told if self.then is None else told | {"then": str(self.then.name)}
 
     @property
     def thresholds(self) -> tuple[Thresholds, ...]:
         """The families of marks that are set."""
         return tuple(marks for marks in (self.stop_resume, self.capacity) if marks.is_set)
 
-    @property
-    def full_policy(self) -> FullPolicy | None:
-        """What keeps the queue within its maximum; ``None`` if there is none."""
-        if not self.max_count and not self.max_size:
-            return None
-        if self.policy_type is PolicyType.REJECT:
-            return Reject(self.max_count, self.max_size)
-        return Ring(self.max_count, self.max_size, strict=self.policy_type is PolicyType.RING_STRICT)
+
+def _capacity(queue: str, definition: PolicyDefinition, settings: BrokerSettings) -> Capacity:
+    capacity, resume = definition.capacity, definition.flow_resume_capacity
+    if capacity is None:
+        capacity = settings.capacity
+        if resume is None:
+            return Capacity(settings.capacity, settings.flow_resume_capacity)
+    if resume is not None and resume > capacity:
+        raise _Reader(queue, {}).refuse(
+            f"{CAPACITY}={capacity} and {FLOW_RESUME_CAPACITY}={resume}: the resume capacity must not be above the "
+            "capacity"
+        )
+    return Capacity(capacity, resume)
 
 
 class _Reader:
@@ -152,28 +337,29 @@ class _Reader:
             raise self.refuse(f"{name}={value}: it must be at least 0")
         return value
 
-    def choice(self, name: str, kind: type[_Choice], default: _Choice) -> _Choice:
+    def text(self, name: str) -> str | None:
+        value = self._arguments.get(name)
+        if value is not None and not isinstance(value, str):
+            raise self.refuse(f"{name}={value!r}: it must be a string, not {type(value).__name__}")
+        return value
+
+    def flag(self, name: str) -> bool:
+        value = self._arguments.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise self.refuse(f"{name}={value!r}: it must be true or false, not {type(value).__name__}")
+        return bool(value)
+
+    def check_names(self) -> None:
+        for name in self._arguments:
+            if name.startswith(_OUR_PREFIXES) and name not in _OURS:
+                (nearest,) = get_close_matches(name, _OURS, n=1, cutoff=0.0)
+                raise self.refuse(f"there is no argument {name}; the nearest is {nearest}")
+
+    def choice(self, name: str, kind: type[XOverflow], default: XOverflow) -> XOverflow:
         value = self._arguments.get(name)
         if value is None:
             return default
         try:
-            return kind(value)
-        except ValueError:
-            allowed = ", ".join(member.value for member in kind)
-            raise self.refuse(f"{name}={value!r}: it must be one of {allowed}") from None
-
-    def check_pair(self, stop_name: str, stop: int | None, resume_name: str, resume: int | None) -> None:
-        if resume is None:
-            return
-        if stop is None:
-            raise self.refuse(f"{resume_name}={resume} without {stop_name}: set {stop_name} too")
-        if stop < resume:
-            raise self.refuse(f"{stop_name}={stop} and {resume_name}={resume}: the stop must not be below the resume")
-        if stop > 0 and resume < 1:
-            raise self.refuse(
-                f"{stop_name}={stop} and {resume_name}={resume}: the resume must be at least 1, or it is never met"
-            )
-
-    def check_maximum(self, stop_name: str, stop: int | None, max_name: str, maximum: int) -> None:
-        if stop and maximum and stop > maximum:
-            raise self.refuse(f"{stop_name}={stop} and {max_name}={maximum}: the stop must not be above the maximum")
+            return choose(f"{name}={value!r}", value, kind)
+        except ValueError as error:
+            raise self.refuse(str(error)) from None

@@ -8,27 +8,40 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, Unpack, cast
 from urllib.parse import quote
 
 import pamqp.commands
 
 from qflow_client.broker.channel import Channel
 from qflow_client.broker.controls import Controls
+from qflow_client.broker.definitions import Definitions, export_definitions, load_definitions
 from qflow_client.broker.errors import ReplyCode
+from qflow_client.broker.exchange import Exchange
+from qflow_client.broker.marks import MARKS, steered
+from qflow_client.broker.policies import Policy
+from qflow_client.broker.queue import Queue
+from qflow_client.broker.rates import RateLimit, RateScope
 from qflow_client.broker.server import Server
 from qflow_client.broker.settings import BrokerOptions, BrokerSettings
 from qflow_client.broker.snapshots import (
+    BindingSnapshot,
     BrokerMessage,
     ChannelSnapshot,
     ConnectionSnapshot,
+    ExchangeSnapshot,
     QueueSnapshot,
+    binding_snapshots,
     channel_snapshot,
     connection_snapshot,
+    exchange_snapshot,
     message_copy,
     queue_snapshot,
 )
 from qflow_client.broker.virtualhost import VirtualHost
+
+if TYPE_CHECKING:
+    from qflow_client.broker.http.server import HttpServer
 
 __all__ = ["Broker"]
 
@@ -41,6 +54,11 @@ class _HasName(Protocol):
 
 
 _Named = TypeVar("_Named", bound=_HasName)
+
+
+def _url_host(host: str) -> str:
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
 
 
 class Broker:
@@ -61,9 +79,16 @@ class Broker:
         #: What it was given, and the defaults.
         self.settings = BrokerSettings(**cast(dict[str, Any], options))
         self._host = VirtualHost(self.settings)
-        self._controls = Controls()
+        self._controls = Controls(watches_publishes=self.settings.has_discipline)
         self._server = Server(self.settings, self._host, self._controls, self._on_change)
         self._port: int | None = None
+        # Only set if there is to be one.
+        self._http: HttpServer | None = None
+        if self.settings.http_port is not None:
+            # What it needs comes with an extra, and takes a while to import.
+            from qflow_client.broker.http.server import HttpServer
+
+            self._http = HttpServer(self)
         # The loop it runs on, and the thread of that loop; None before and after. Held: no call comes to the loop while
         # it is being taken away, or that call would be waited for without end.
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -130,10 +155,18 @@ class Broker:
 
     async def _start(self) -> None:
         self._port = await self._server.start()
+        if self._http is not None:
+            try:
+                await self._http.start()
+            except BaseException:
+                await self._server.stop()
+                raise
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
 
     async def _stop(self) -> None:
+        if self._http is not None:
+            await self._http.stop()
         await self._server.stop()
         with self._loop_lock:
             self._loop = None
@@ -157,10 +190,21 @@ class Broker:
         """An AMQP URL with the first user's name and password."""
         user, password = next(iter(self.settings.users.items()))
         scheme = "amqp" if self.settings.ssl_context is None else "amqps"
-        host = "127.0.0.1" if self.settings.host in ("", "0.0.0.0") else self.settings.host
-        host = f"[{host}]" if ":" in host else host
+        host = _url_host(self.settings.host)
         names = f"{quote(user, safe='')}:{quote(password, safe='')}"
         return f"{scheme}://{names}@{host}:{self.port}/{quote(self.settings.virtual_host, safe='')}"
+
+    @property
+    def http_url(self) -> str:
+        """Where the HTTP API is.
+
+        Raises:
+            RuntimeError: there is none, or it has not been started.
+        """
+        if self._http is None:
+            raise RuntimeError("the broker has no HTTP API; give it an http_port (0 for a free one)")
+        scheme = "http" if self.settings.ssl_context is None else "https"
+        return f"{scheme}://{_url_host(self.settings.http_host)}:{self._http.port}"
 
     # From other threads.
 
@@ -222,6 +266,28 @@ class Broker:
     def producers(self) -> tuple[ChannelSnapshot, ...]:
         """The channels that publish, or said that they will by selecting confirms or transactions."""
         return tuple(channel for channel in self.channels() if channel.is_producer)
+
+    def exchanges(self) -> tuple[ExchangeSnapshot, ...]:
+        """All exchanges at this moment, the default exchange first."""
+        return self._call(lambda: tuple(exchange_snapshot(exchange) for exchange in self._host.exchanges.values()))
+
+    def bindings(self) -> tuple[BindingSnapshot, ...]:
+        """All bindings at this moment, by exchange."""
+        return self._call(
+            lambda: tuple(
+                binding for exchange in self._host.exchanges.values() for binding in binding_snapshots(exchange)
+            )
+        )
+
+    @property
+    def producers_stopped(self) -> bool:
+        """Whether an operator has stopped all producers, those to come too (D5)."""
+        return self._controls.producers_stopped
+
+    @property
+    def version(self) -> int:
+        """Goes up whenever anything has happened."""
+        return self._version
 
     def messages(self, queue: str) -> tuple[BrokerMessage, ...]:
         """Copies of all messages in a queue, ready and unacked, in its order.
@@ -305,7 +371,7 @@ class Broker:
         lines += [f"  {channel}" for channel in self.channels()]
         return "\n".join(lines)
 
-    # Queues and messages.
+    # Queues, exchanges and messages.
 
     def declare_queue(
         self,
@@ -349,6 +415,124 @@ class Broker:
             ChannelException: 404; there is none.
         """
         return self._call(lambda: self._host.delete_queue(self._host.queue(name)), changes=True)
+
+    def declare_exchange(
+        self,
+        name: str,
+        type: Literal["direct", "fanout", "topic", "headers"] = "direct",
+        *,
+        arguments: Mapping[str, object] | None = None,
+        durable: bool = False,
+        auto_delete: bool = False,
+        internal: bool = False,
+    ) -> ExchangeSnapshot:
+        """Make an exchange, or find the one that was declared alike.
+
+        Args:
+            name: of the exchange.
+            type: of the exchange.
+            arguments: kept, without effect.
+            durable: as in ``Exchange.Declare``.
+            auto_delete: as in ``Exchange.Declare``.
+            internal: as in ``Exchange.Declare``.
+
+        Returns:
+            The exchange as it is now.
+
+        Raises:
+            ChannelException: 403; a name that is reserved. 406; it exists otherwise.
+            ConnectionException: 503; there is no such type.
+        """
+
+        def declare() -> ExchangeSnapshot:
+            exchange = self._host.declare_exchange(
+                name, type, durable=durable, auto_delete=auto_delete, internal=internal, arguments=arguments
+            )
+            return exchange_snapshot(exchange)
+
+        return self._call(declare, changes=True)
+
+    def delete_exchange(self, name: str) -> None:
+        """Delete an exchange with its bindings.
+
+        Args:
+            name: of the exchange.
+
+        Raises:
+            ChannelException: 403; every broker has it, and it stays. 404; there is none.
+        """
+        self._call(lambda: self._host.delete_exchange(self._host.exchange(name).name), changes=True)
+
+    def bind(
+        self,
+        source: str,
+        destination: str,
+        routing_key: str = "",
+        *,
+        destination_type: Literal["queue", "exchange"] = "queue",
+        arguments: Mapping[str, object] | None = None,
+    ) -> None:
+        """Bind a queue or an exchange to an exchange; once more changes nothing.
+
+        Args:
+            source: the exchange.
+            destination: the queue, or the exchange.
+            routing_key: the binding key.
+            destination_type: which of them.
+            arguments: for headers exchanges.
+
+        Raises:
+            ChannelException: 403; the default exchange. 404; there is no such queue or exchange. 406; arguments that
+                the exchange cannot use.
+        """
+        self._call(
+            lambda: self._host.bind(self._end(destination, destination_type), source, routing_key, arguments),
+            changes=True,
+        )
+
+    def unbind(
+        self,
+        source: str,
+        destination: str,
+        routing_key: str = "",
+        *,
+        destination_type: Literal["queue", "exchange"] = "queue",
+        arguments: Mapping[str, object] | None = None,
+    ) -> None:
+        """Undo `bind`; a binding that does not exist is no error.
+
+        Args:
+            source: the exchange.
+            destination: the queue, or the exchange.
+            routing_key: the binding key.
+            destination_type: which of them.
+            arguments: as they were given.
+
+        Raises:
+            ChannelException: 403; the default exchange. 404; there is no such queue or exchange.
+        """
+        self._call(
+            lambda: self._host.unbind(self._end(destination, destination_type), source, routing_key, arguments),
+            changes=True,
+        )
+
+    def _end(self, name: str, kind: Literal["queue", "exchange"]) -> Queue | Exchange:
+        return self._host.queue(name) if kind == "queue" else self._host.bindable_exchange(name)
+
+    def definitions(self) -> Definitions:
+        """The queues, exchanges and bindings, but for exclusive queues and what every broker has."""
+        return self._call(lambda: export_definitions(self._host))
+
+    def load_definitions(self, definitions: Definitions) -> None:
+        """Declare everything, or nothing; what is there alike stays.
+
+        Args:
+            definitions: what to declare.
+
+        Raises:
+            DefinitionError: one of them is refused; the text says which and why.
+        """
+        self._call(lambda: load_definitions(self._host, definitions), changes=True)
 
     def purge(self, queue: str) -> int:
         """Remove the ready messages of a queue.
@@ -412,6 +596,81 @@ class Broker:
             raise TypeError(f"body must be bytes, not {type(body).__name__}: {body!r:.40}")
         return self._call(lambda: self._host.publish(exchange, routing_key, body, properties), changes=True)
 
+    # Policies.
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """The policies that there are, in the order in which they were set first."""
+        return self._call(lambda: tuple(self._host.policies))
+
+    def set_policy(self, policy: Policy) -> None:
+        """Add a policy, or replace the one of its name; queues that are there follow at once (D4).
+
+        Nothing that is in a queue is lost, but for what a lower maximum of a ring drops.
+
+        Args:
+            policy: what to set.
+
+        Raises:
+            TypeError: it is no `Policy`.
+        """
+        if not isinstance(policy, Policy):
+            raise TypeError(f"policy must be a Policy, not {type(policy).__name__}: {policy!r:.60}")
+        self._call(lambda: self._host.set_policy(policy), changes=True)
+
+    def delete_policy(self, name: str) -> None:
+        """Remove a policy; queues go back to what else applies to them.
+
+        Args:
+            name: of the policy.
+
+        Raises:
+            LookupError: there is none of that name.
+        """
+        self._call(lambda: self._host.delete_policy(name), changes=True)
+
+    @property
+    def rate_limits(self) -> tuple[RateLimit, ...]:
+        """The rate limits that there are, in the order in which they were set first."""
+        return self._call(lambda: tuple(self._host.rates))
+
+    def set_rate_limit(self, limit: RateLimit) -> None:
+        """Add a rate limit, or replace the one for the same exchange, queue or user (F6).
+
+        Args:
+            limit: what to set.
+
+        Raises:
+            TypeError: it is no `RateLimit`.
+        """
+        if not isinstance(limit, RateLimit):
+            raise TypeError(f"limit must be a RateLimit, not {type(limit).__name__}: {limit!r:.60}")
+
+        def change() -> None:
+            self._host.rates.set(limit, self._host.clock())
+            self._controls.limit_rates(True)
+
+        self._call(change, changes=True)
+
+    def delete_rate_limit(self, apply_to: RateScope | str, name: str) -> None:
+        """Remove a rate limit, and let go whom it holds.
+
+        Args:
+            apply_to: ``exchange``, ``queue`` or ``user``.
+            name: of that.
+
+        Raises:
+            LookupError: there is none.
+            ValueError: `apply_to` is none of these.
+        """
+        scope = RateScope(apply_to)
+
+        def change() -> None:
+            self._host.rates.delete(scope, name)
+            self._controls.limit_rates(bool(self._host.rates))
+
+        self._call(change, changes=True)
+
     # Steering.
 
     @staticmethod
@@ -423,6 +682,36 @@ class Broker:
             names = ", ".join(each.name for each in found) or "none"
             raise LookupError(f"there is no {what} {name!r}; there are: {names}")
         return picked
+
+    def set_thresholds(self, queue: str, **marks: int | None) -> QueueSnapshot:
+        """Put other marks in force while a queue is in use (D4); the flow state follows at once.
+
+        What the queue was declared with stays what it has to be declared with again.
+
+        Args:
+            queue: its name.
+            **marks: `flow_stop_count`, `flow_resume_count`, `flow_stop_size`, `flow_resume_size`, `capacity`,
+                `flow_resume_capacity`; what is not given stays. ``None`` for a resume is 7/8 of its stop, for a resume
+                capacity the capacity; 0 for a stop, or the capacity, turns it off.
+
+        Returns:
+            The queue as it is now.
+
+        Raises:
+            ChannelException: 404; there is no such queue. 406; marks that contradict each other, or the queue's
+                maximum; the text names both values.
+            TypeError: there is no such mark.
+        """
+        unknown = ", ".join(marks.keys() - set(MARKS))
+        if unknown:
+            raise TypeError(f"{unknown}: there is no such mark; there are {', '.join(MARKS)}")
+
+        def change() -> QueueSnapshot:
+            found = self._host.queue(queue)
+            self._host.steer(found, steered(found, marks))
+            return queue_snapshot(found)
+
+        return self._call(change, changes=True)
 
     def flow(self, active: bool, channel: str | None = None) -> None:
         """Stop or start producers, as an operator (D5); queues go on holding whom they hold.
@@ -464,9 +753,9 @@ class Broker:
 
         def change() -> None:
             if connection is None:
-                self._controls.blocked = reason
+                self._controls.alarms[Controls.OPERATOR] = reason
             for session in self._named("connection", self._server.sessions, connection):
-                session.block(reason)
+                session.block(reason, Controls.OPERATOR)
 
         self._call(change, changes=True)
 
@@ -482,11 +771,61 @@ class Broker:
 
         def change() -> None:
             if connection is None:
-                self._controls.blocked = None
+                self._controls.alarms.pop(Controls.OPERATOR, None)
             for session in self._named("connection", self._server.sessions, connection):
-                session.unblock()
+                session.unblock(Controls.OPERATOR)
 
         self._call(change, changes=True)
+
+    @property
+    def alarms(self) -> dict[str, str]:
+        """What blocks all connections, with the reason that clients are told: alarms, and ``operator`` for `block`."""
+        return self._call(lambda: dict(self._controls.alarms))
+
+    def raise_alarm(self, name: str, reason: str) -> None:
+        """Send ``Connection.Blocked``, as RabbitMQ does when memory or disk space runs out.
+
+        Clients that announced that they understand are told once, by the alarm that was raised first, and again when
+        the last of several alarms is cleared.
+
+        Args:
+            name: of the alarm, such as ``"memory"`` or ``"disk"``; one that is raised already gets the new reason.
+            reason: for clients that come later, or know of no alarm.
+
+        Raises:
+            ValueError: the name is empty, or `block`'s own.
+        """
+        if not name or name == Controls.OPERATOR:
+            raise ValueError(
+                f"an alarm must have a name, and not {Controls.OPERATOR!r}, which is for block(): {name!r}"
+            )
+
+        def change() -> None:
+            self._controls.alarms[name] = reason
+            for session in self._server.sessions:
+                session.block(reason, name)
+
+        self._call(change, changes=True)
+
+    def clear_alarm(self, name: str) -> None:
+        """Take `raise_alarm` back; one that is not raised changes nothing.
+
+        Args:
+            name: of the alarm.
+        """
+
+        def change() -> None:
+            if name != Controls.OPERATOR:
+                self._controls.alarms.pop(name, None)
+                for session in self._server.sessions:
+                    session.unblock(name)
+
+        self._call(change, changes=True)
+
+    @property
+    def sanctions(self) -> dict[str, int]:
+        """How often clients that do not listen were tarpitted, and lost a channel or their connection (D8)."""
+        return self._call(lambda: dict(self._controls.sanctions))
 
     def withhold_confirms(self, queue: str | None = None) -> None:
         """Keep all acks of publishes back from now on; the messages are enqueued all the same.
@@ -502,9 +841,7 @@ class Broker:
             if queue is None:
                 self._controls.withhold_confirms = True
             else:
-                found = self._host.queue(queue)
-                if found.withheld is None:
-                    found.withheld = []
+                self._host.queue(queue).withhold()
                 self._host.version += 1
 
         self._call(change, changes=True)
@@ -543,9 +880,9 @@ class Broker:
 
         def change() -> None:
             if queue is None:
-                self._controls.nack_publishes = on
+                self._controls.refuse_publishes(on)
             for each in self._host.queues.values() if queue is None else (self._host.queue(queue),):
-                each.is_refusing = on and queue is not None
+                each.refuse(on and queue is not None)
             self._host.version += 1
 
         self._call(change, changes=True)

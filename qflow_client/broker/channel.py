@@ -13,13 +13,15 @@ from pamqp import commands
 from qflow_client.broker import wire
 from qflow_client.broker.confirms import Confirms
 from qflow_client.broker.consumer import ChannelConsumer, Delivery
+from qflow_client.broker.entries import DropReason
 from qflow_client.broker.errors import ChannelException, ConnectionException, ReplyCode
 from qflow_client.broker.message import StoredMessage, Target
 from qflow_client.broker.methods import TOPOLOGY_METHODS, named_queue
 from qflow_client.broker.queue import Queue
 from qflow_client.broker.transaction import Settlement, Transaction
+from qflow_client.broker.waiting import WaitingPublish
 from qflow_client.flow import FlowController, FlowSource
-from qflow_client.frames import ACK, METHOD_FRAME, frame
+from qflow_client.frames import ACK, METHOD_FRAME, PUBLISH, frame
 
 if TYPE_CHECKING:
     from qflow_client.broker.session import Session
@@ -39,6 +41,9 @@ class Channel(FlowSource):
         number: of the channel.
     """
 
+    #: How many of the exchanges and routing keys that it published to are remembered.
+    MAX_TARGETS = 8
+
     def __init__(self, session: Session, number: int) -> None:
         super().__init__(f"{session.name} ({number})")
         self.session = session
@@ -56,11 +61,16 @@ class Channel(FlowSource):
         self._missing = 0
         # Whether it has published, or said that it will.
         self.is_producer = False
+        # Where it published to, exchanges with routing keys, as keys; and where last.
+        self.targets: dict[tuple[str, str], None] = {}
+        self._last_target: Target | None = None
         self.published = 0
         self.returned = 0
         self.nacked = 0
         # Only set in confirm mode.
         self.confirms: Confirms | None = None
+        # Its publishes that wait for room.
+        self.waiting: dict[WaitingPublish, None] = {}
         # Only set in transaction mode.
         self.transaction: Transaction | None = None
         # Given out and not settled, by delivery tag; how many of them to consumers.
@@ -81,6 +91,13 @@ class Channel(FlowSource):
         self._flowed_seconds = 0.0
         # How many Channel.Flow the client has not answered.
         self.flow_oks_due = 0
+        # Messages that came since it was flowed and the time of grace was over (D8).
+        self.past_flow = 0
+        # What it owes to the connection's backlog (D7), in messages and body bytes; and of that, what came while it was
+        # flowed and nothing else holds.
+        self._discipline = session.discipline
+        self._owed = [0, 0]
+        self._owed_past_flow = [0, 0]
 
     # Frames.
 
@@ -178,14 +195,16 @@ class Channel(FlowSource):
             self.host.resolve(target)
         message = StoredMessage(target, header, body)
         self.published += 1
-        if not self.is_producer:
-            self._become_producer()
+        if target is not self._last_target:
+            self._publishes_to(target)
         if self.transaction is not None:
+            if self._discipline is not None and self.blocked_by:
+                self._discipline.check(self, self.host.clock())
             self.transaction.publishes.append(message)
             return
         confirms = self.confirms
         tag = confirms.next_tag() if confirms is not None else 0
-        if target.watched or self._controls.nack_publishes:
+        if target.watched or self._controls.watches_publishes:
             self._publish_watched(message, tag)
             return
         queues = target.queues
@@ -193,7 +212,7 @@ class Channel(FlowSource):
             for queue in queues:
                 queue.enqueue(message)
                 if queue.active:
-                    queue.dispatch()
+                    queue.deliver()
         elif target.mandatory:
             self._return(message)
         if confirms is not None:
@@ -202,25 +221,117 @@ class Channel(FlowSource):
     def _publish_watched(self, message: StoredMessage, tag: int) -> None:
         """Publish to queues that have marks or a maximum, or that have to be found first."""
         confirms = self.confirms
+        discipline = self._discipline
+        was_flowed = discipline is not None and self._is_flowed_by_others
+        if discipline is not None and self.blocked_by:
+            discipline.check(self, self.host.clock())
         queues = self.host.destinations(message)
-        reason = self.host.refusal(queues, message.size)
         if self._controls.nack_publishes:
-            reason = "the broker refuses every publish now"
-        if reason is not None:
-            if confirms is None:
-                raise ChannelException(ReplyCode.RESOURCE_ERROR, reason)
-            self.nacked += 1
-            self.session.write(wire.nack(self.number, tag))
+            self._refuse(tag, "the broker refuses every publish now")
+            return
+        refused = self.host.refusal(queues, message.size)
+        if refused is not None:
+            if refused.waits:
+                if confirms is not None:
+                    confirms.hold(tag)
+                self._owe(message.size, tag)
+                self._count_rates(message, queues)
+                self.waiting[self.host.wait(message, queues, self, tag)] = None
+            elif not refused.queue.turn_away(message, is_told=confirms is not None):
+                self._refuse(tag, refused.reason)
             return
         if not queues and message.target.mandatory:
             self._return(message)
+        is_held = self._enqueue(message, queues, tag)
+        self._count_rates(message, queues)
+        if was_flowed and not is_held and self._is_flowed_by_others:
+            self._owe(message.size, 0, is_past_flow=True)
+
+    def _enqueue(self, message: StoredMessage, queues: tuple[Queue, ...], tag: int) -> bool:
+        """Put a message into its queues.
+
+        Returns:
+            Whether its confirm is held.
+        """
+        is_open = not self.is_closing
+        confirms = self.confirms if is_open else None
         completion = confirms.completion(tag) if confirms is not None else None
         for queue in queues:
-            queue.enqueue(message, self, completion)
-        if confirms is not None and completion is not None:
-            confirms.arm(completion)
+            queue.enqueue(message, self if is_open else None, completion)
+        is_held = confirms is not None and completion is not None and confirms.arm(completion)
+        if is_held and confirms is not None and tag not in confirms.owed:
+            self._owe(message.size, tag)
         for queue in queues:
-            queue.dispatch()
+            queue.after_publish()
+        return is_held
+
+    def admit(self, waiting: WaitingPublish) -> None:
+        """One of its publishes that waited is taken."""
+        self.waiting.pop(waiting, None)
+        # With confirms it is owed until that is sent.
+        if self.confirms is None:
+            self._released(waiting.message.size)
+        self._enqueue(waiting.message, waiting.queues, waiting.tag)
+
+    def give_up(self, waiting: WaitingPublish, reason: str) -> bool:
+        """One of its publishes that waited is not taken."""
+        self.waiting.pop(waiting, None)
+        if self.is_closing:
+            return False
+        if self.confirms is None:
+            self._released(waiting.message.size)
+            self.fail(ReplyCode.RESOURCE_ERROR, f"{ReplyCode.RESOURCE_ERROR.title} - {reason}", PUBLISH)
+        else:
+            self.confirms.drop(waiting.tag)
+            self._refuse(waiting.tag, reason)
+        return True
+
+    def _refuse(self, tag: int, reason: str) -> None:
+        if self.confirms is None:
+            raise ChannelException(ReplyCode.RESOURCE_ERROR, reason)
+        self.nacked += 1
+        self.session.write(wire.nack(self.number, tag))
+
+    def _count_rates(self, message: StoredMessage, queues: tuple[Queue, ...]) -> None:
+        rates = self.host.rates
+        if rates:
+            names = (queue.name for queue in queues)
+            rates.take(self, message.size, message.target.exchange, names, self.session.user, self.host.clock())
+
+    # What the connection owes (D7).
+
+    @property
+    def _is_flowed_by_others(self) -> bool:
+        """Whether more than the backlog flows it: what only that flows must not keep it up."""
+        discipline = self._discipline
+        return any(discipline is None or each is not discipline.backlog for each in self.blocked_by)
+
+    def _owe(self, size: int, tag: int, *, is_past_flow: bool = False) -> None:
+        if self._discipline is None or self.is_closing:
+            return
+        if self.confirms is not None and tag:
+            self.confirms.owed[tag] = size
+        if is_past_flow:
+            self._owed_past_flow[0] += 1
+            self._owed_past_flow[1] += size
+        self._owed[0] += 1
+        self._owed[1] += size
+        self._discipline.owe(size, self.host.clock())
+
+    def _released(self, size: int, count: int = 1) -> None:
+        if self._discipline is not None and not self.is_closing:
+            self._owed[0] -= count
+            self._owed[1] -= size
+            self._discipline.settle(size, count)
+
+    def unblock(self, controller: FlowController) -> None:
+        super().unblock(controller)
+        discipline = self._discipline
+        if discipline is not None and not self._is_flowed_by_others:
+            count, size = self._owed_past_flow
+            self._owed_past_flow = [0, 0]
+            if count:
+                self._released(size, count)
 
     def _return(self, message: StoredMessage) -> None:
         self.returned += 1
@@ -228,10 +339,22 @@ class Channel(FlowSource):
         self.session.write(wire.return_(self.number, ReplyCode.NO_ROUTE, ReplyCode.NO_ROUTE.title, names))
         self.session.write(wire.content_frames(self.number, message.header, message.body, self.session.frame_max))
 
+    def _publishes_to(self, target: Target) -> None:
+        self._last_target = target
+        names = (target.exchange, target.routing_key)
+        if names not in self.targets:
+            if len(self.targets) >= self.MAX_TARGETS:
+                del self.targets[next(iter(self.targets))]
+            self.targets[names] = None
+        if not self.is_producer:
+            self._become_producer()
+
     def _become_producer(self) -> None:
         self.is_producer = True
         if self._controls.producers_stopped:
             self.block(self._controls.operator)
+        if self._discipline is not None:
+            self._discipline.look_at(self)
 
     # Confirms.
 
@@ -249,6 +372,7 @@ class Channel(FlowSource):
             raise ChannelException(ReplyCode.PRECONDITION_FAILED, "a channel in transaction mode cannot confirm")
         if self.confirms is None:
             self.confirms = Confirms(self.number, self._has_confirms)
+            self.confirms.on_released = self._released
         if not method.nowait:
             self._reply(commands.Confirm.SelectOk())
         if not self.is_producer:
@@ -268,6 +392,7 @@ class Channel(FlowSource):
         if not self.is_closing:
             self._flowed_seconds = self.flowed_seconds
             self.flowed_since = None
+            self.past_flow = 0
             self._send_flow(active=True)
 
     def _send_flow(self, *, active: bool) -> None:
@@ -325,9 +450,10 @@ class Channel(FlowSource):
             for queue in queues:
                 queue.enqueue(message, self)
                 touched[queue] = None
+            self._count_rates(message, queues)
         self._reply(commands.Tx.CommitOk())
         for queue in touched:
-            queue.dispatch()
+            queue.after_publish()
 
     def _tx_rollback(self, method: commands.Tx.Rollback) -> None:
         self._roll_back(self._open_transaction())
@@ -384,6 +510,7 @@ class Channel(FlowSource):
         consumer = self.consumers.pop(tag, None)
         if consumer is not None:
             consumer.queue.remove_consumer(consumer)
+            consumer.queue.dispatch()
             self.host.consumer_gone(consumer.queue)
         if not method.nowait:
             self.session.write(wire.consumer_ok(self.number, commands.Basic.CancelOk, tag))
@@ -408,7 +535,7 @@ class Channel(FlowSource):
             self.unacked[tag] = Delivery(tag, entry, None)
         self.delivered += 1
         message = entry.message
-        self.session.write(wire.get_ok(self.number, tag, entry.redelivered, message.target.names, len(queue.ready)))
+        self.session.write(wire.get_ok(self.number, tag, entry.redelivered, message.target.names, queue.ready_count))
         self.session.write(wire.content_frames(self.number, message.header, message.body, self.session.frame_max))
 
     def wake(self) -> None:
@@ -553,6 +680,10 @@ class Channel(FlowSource):
             self.session.write(self.confirms.flush())
         self._flowed_seconds = self.flowed_seconds
         self.flowed_since = None
+        count, size = self._owed
+        self._owed_past_flow = [0, 0]
+        if count:
+            self._released(size, count)
         self.is_closing = True
         self._target = self._header = None
         self._parts = []
@@ -560,6 +691,12 @@ class Channel(FlowSource):
             controller.forget(self)
             self.unblock(controller)
         self.host.source_gone(self)
+        if self.confirms is not None:
+            # Its client will never learn what becomes of them, so nothing does.
+            for waiting in self.waiting:
+                waiting.queues[0].count_drop(DropReason.REFUSED)
+                self.host.stop_waiting(waiting)
+            self.waiting.clear()
         consumers = tuple(self.consumers.values())
         self.consumers.clear()
         for consumer in consumers:
@@ -574,6 +711,7 @@ class Channel(FlowSource):
             queue.requeue(delivery.entry for delivery in deliveries)
             queue.dispatch()
         for consumer in consumers:
+            consumer.queue.dispatch()
             self.host.consumer_gone(consumer.queue)
 
     @property

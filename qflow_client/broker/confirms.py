@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from qflow_client.broker import wire
-from qflow_client.broker.queue import Completion
+from qflow_client.broker.entries import Completion
 
 __all__ = ["Confirms"]
 
@@ -18,7 +18,7 @@ class Confirms:
         on_due: called when there is something to `flush`, once until then.
     """
 
-    __slots__ = ("_due", "_held", "_last_tag", "_number", "_on_due")
+    __slots__ = ("_due", "_held", "_last_tag", "_number", "_on_due", "on_released", "owed")
 
     def __init__(self, number: int, on_due: Callable[[], None]) -> None:
         self._number = number
@@ -28,6 +28,9 @@ class Confirms:
         self._held: dict[int, Completion] = {}
         # Tags to be acked by the next flush.
         self._due: list[int] = []
+        # Body bytes of the held publishes that are in the connection's backlog, by tag, and who is told of their end.
+        self.owed: dict[int, int] = {}
+        self.on_released: Callable[[int], None] | None = None
 
     def __len__(self) -> int:
         return len(self._held) + len(self._due)
@@ -48,19 +51,41 @@ class Confirms:
             self._on_due()
         self._due.append(tag)
 
+    def hold(self, tag: int) -> None:
+        """A publish waits for its queues to take it; `completion` and `arm` come later, or `drop`."""
+        self._held[tag] = self.completion(tag)
+
+    def drop(self, tag: int) -> None:
+        """A publish that waited is not taken, and is nacked by the caller."""
+        del self._held[tag]
+        self._release(tag)
+
     def completion(self, tag: int) -> Completion:
         """What stands for a publish while its destinations take it; to be given to `arm` then."""
         return Completion(tag, self._complete)
 
-    def arm(self, completion: Completion) -> None:
-        """All destinations have the message: it is confirmed now, or when the last of them lets go of it."""
+    def arm(self, completion: Completion) -> bool:
+        """All destinations have the message: it is confirmed now, or when the last of them lets go of it.
+
+        Returns:
+            Whether it is held.
+        """
         self._held[completion.tag] = completion
         if completion.arm():
             self._complete(completion.tag)
+            return False
+        return True
 
     def _complete(self, tag: int) -> None:
         del self._held[tag]
+        if self.owed:
+            self._release(tag)
         self.confirm(tag)
+
+    def _release(self, tag: int) -> None:
+        size = self.owed.pop(tag, None)
+        if size is not None and self.on_released is not None:
+            self.on_released(size)
 
     def flush(self) -> bytes:
         """The frames that ack what is due, with one for a run of tags in which nothing is held."""

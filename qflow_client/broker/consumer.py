@@ -6,7 +6,8 @@ from struct import Struct
 from typing import TYPE_CHECKING
 
 from qflow_client.broker import wire
-from qflow_client.broker.queue import Queue, QueueEntry
+from qflow_client.broker.entries import QueueEntry
+from qflow_client.broker.queue import Queue
 from qflow_client.frames import METHOD_FRAME
 
 if TYPE_CHECKING:

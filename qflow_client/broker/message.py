@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pamqp.commands
 
-from qflow_client.broker.wire import decode_properties, short
+from qflow_client.broker.wire import HAS_EXPIRATION, decode_properties, short, time_to_live
 
 if TYPE_CHECKING:
     from qflow_client.broker.queue import Queue
@@ -51,6 +51,11 @@ class StoredMessage:
         self.body = body
         # Body bytes, which is what thresholds and maxima are about.
         self.size = len(body)
+
+    @property
+    def ttl(self) -> int | None:
+        """Milliseconds that it may wait in a queue; ``None`` for ever."""
+        return time_to_live(self.header) if self.header[12] & HAS_EXPIRATION else None
 
     @property
     def properties(self) -> pamqp.commands.Basic.Properties:

@@ -59,6 +59,7 @@ def _queue_declare(channel: Channel, method: Any) -> None:
     host, session = channel.host, channel.session
     if method.passive:
         queue = named_queue(channel, method.queue)
+        queue.touch()
     else:
         queue = host.declare_queue(
             method.queue,
@@ -70,7 +71,7 @@ def _queue_declare(channel: Channel, method: Any) -> None:
         )
     channel.last_queue = queue.name
     if not method.nowait:
-        session.write(wire.queue_declare_ok(channel.number, queue.name, len(queue.ready), len(queue.consumers)))
+        session.write(wire.queue_declare_ok(channel.number, queue.name, queue.ready_count, len(queue.consumers)))
 
 
 def named_queue(channel: Channel, name: str) -> Queue:

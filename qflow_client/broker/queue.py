@@ -2,116 +2,31 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from collections.abc import Iterable, Iterator
 
-from qflow_client.broker.arguments import QueueLimits
+from qflow_client.broker.arguments import QueueArguments, QueueLimits, QueueOptions
+from qflow_client.broker.conflation import LastValues
+from qflow_client.broker.entries import Completion, Consumer, DropReason, Owner, QueueEntry, Surroundings
+from qflow_client.broker.expiry import Expiry
 from qflow_client.broker.message import StoredMessage
+from qflow_client.broker.overflow import Conflate
+from qflow_client.broker.policies import PolicyDefinition
+from qflow_client.broker.queueflow import QueueFlow, Turns
 from qflow_client.broker.settings import FlowScope
-from qflow_client.flow import FlowController, FlowSource, ThresholdLimiter, Thresholds
+from qflow_client.broker.waiting import WaitingLine
+from qflow_client.broker.wire import HAS_EXPIRATION
+from qflow_client.flow import FlowSource
 
-__all__ = ["Completion", "Consumer", "Owner", "Queue", "QueueEntry", "QueueFlow"]
-
-
-class Owner(Protocol):
-    """Whom an exclusive queue belongs to."""
-
-    @property
-    def name(self) -> str:
-        """For people."""
+__all__ = ["Queue"]
 
 
-class Consumer(Protocol):
-    """Who takes messages from a queue."""
+_log = logging.getLogger(__name__)
 
-    #: Whether the queue counts on it; kept by the queue.
-    is_active: bool
-
-    @property
-    def no_ack(self) -> bool:
-        """Whether a delivery settles the message."""
-
-    @property
-    def can_take(self) -> bool:
-        """Whether it has credit, is not stopped, and its connection takes bytes."""
-
-    def deliver(self, entry: QueueEntry) -> None:
-        """Take a message; `can_take` was true."""
-
-    def cancelled_by_queue(self) -> None:
-        """Called when the queue is deleted under it."""
-
-
-class Completion:
-    """The confirm of one message, held back by the flow states that were ON when it was enqueued (C5).
-
-    Args:
-        tag: the publish sequence number on its channel.
-        complete: called with the tag when the last hold is gone.
-    """
-
-    __slots__ = ("_armed", "_complete", "holds", "tag")
-
-    def __init__(self, tag: int, complete: Callable[[int], None]) -> None:
-        self.tag = tag
-        self._complete = complete
-        # How many flow states hold it.
-        self.holds = 0
-        # Set when every destination has the message; before, no number of holds means anything.
-        self._armed = False
-
-    def release(self) -> None:
-        """One flow state has let it go."""
-        self.holds -= 1
-        if not self.holds and self._armed:
-            self._complete(self.tag)
-
-    def arm(self) -> bool:
-        """All destinations have the message.
-
-        Returns:
-            True if nothing holds it.
-        """
-        self._armed = True
-        return not self.holds
-
-
-class QueueEntry:
-    """A message in one queue."""
-
-    __slots__ = ("completion", "is_gone", "is_unacked", "message", "queue", "redelivered", "sequence")
-
-    def __init__(self, queue: Queue, message: StoredMessage, sequence: int) -> None:
-        self.queue = queue
-        self.message = message
-        # Its place in the queue's order, kept when it is put back.
-        self.sequence = sequence
-        # Whether it was delivered before.
-        self.redelivered = False
-        # Whether it is with a consumer.
-        self.is_unacked = False
-        # Whether it has left the queue; an ack that comes later changes nothing.
-        self.is_gone = False
-        # What its dequeue releases; None unless its confirm is held.
-        self.completion: Completion | None = None
-
-
-class QueueFlow(FlowController):
-    """One family of marks on a queue: flows the channels, and holds the confirms, of who publishes past them.
-
-    Args:
-        thresholds: the marks.
-        name: of the queue.
-    """
-
-    __slots__ = ("depth", "held")
-
-    def __init__(self, thresholds: Thresholds, name: str) -> None:
-        self.depth = ThresholdLimiter(thresholds)
-        super().__init__(self.depth, name=name)
-        # Entries whose confirms wait for OFF, the oldest first (C5).
-        self.held: dict[QueueEntry, Completion] = {}
+_NO_ARGUMENTS = QueueArguments(PolicyDefinition(), None)
+_NO_OPTIONS = QueueOptions()
 
 
 class Queue:
@@ -120,65 +35,92 @@ class Queue:
     Args:
         name: of the queue.
         limits: thresholds and maximum.
+        surroundings: what it needs around it.
+        own: what its arguments say of when it is full.
+        options: what else they say.
         durable: as declared.
         exclusive_owner: the connection that alone may use it.
         auto_delete: as declared.
         arguments: as declared.
         flow_scope: whom its marks flow (D12).
         recent: seconds for which a publisher counts as recent.
-        clock: monotonic seconds.
+        resume_interval: seconds between two channels that it unflows (F4); 0 for none.
     """
+
+    #: So many entries may be gone and still be among the ready ones, even if they are most of them.
+    MAX_GAPS = 64
 
     def __init__(
         self,
         name: str,
         limits: QueueLimits,
+        surroundings: Surroundings,
         *,
+        own: QueueArguments = _NO_ARGUMENTS,
+        options: QueueOptions = _NO_OPTIONS,
         durable: bool = False,
         exclusive_owner: Owner | None = None,
         auto_delete: bool = False,
         arguments: dict[str, object] | None = None,
         flow_scope: FlowScope = FlowScope.OFFENDER,
         recent: float = 10.0,
-        clock: Callable[[], float],
+        resume_interval: float = 0.0,
     ) -> None:
         self.name = name
         self.limits = limits
+        self.own = own
+        # What an operator has set, which goes before policies and arguments.
+        self.steered = PolicyDefinition()
+        self.options = options
         self.durable = durable
         self.exclusive_owner = exclusive_owner
         self.auto_delete = auto_delete
         self.arguments = arguments or {}
-        # What keeps it within its maximum; the place to plug in another rule.
-        self.policy = limits.full_policy
-        # One controller for each family of marks.
-        self.flows = tuple(QueueFlow(thresholds, name) for thresholds in limits.thresholds)
+        # What keeps it within its maximum now; None if nothing does.
+        self.overflow = limits.overflow
+        # The last message of each key; None if it does not conflate.
+        self._values = LastValues(limits.overflow.key) if isinstance(limits.overflow, Conflate) else None
+        # One controller for each family of marks that is set, and how often those turned ON that are no longer.
+        self._turns = Turns(resume_interval, surroundings.clock, self._tick_by) if resume_interval else None
+        self.flows = tuple(QueueFlow(thresholds, name, turns=self._turns) for thresholds in limits.thresholds)
+        self._times_on_before = 0
+        # Since when any of them is ON; None if none is.
+        self.on_since: float | None = None
+        # Whether it was ON for so long that it holds nobody any more, and keeps within its maximum (D10); how often.
+        self.is_overdue = False
+        self.times_overdue = 0
+        self._makes_room = False
+        # Publishes that wait for room.
+        self.waiting = WaitingLine()
         # What an operator has set: every message is refused; confirms are kept here until told otherwise, None if not.
         self.is_refusing = False
         self.withheld: list[Completion] | None = None
-        # Whether messages here can have their confirms held.
-        self.holds_completions = bool(self.flows) and limits.enforcement.delays_completion
-        self._flows_channels = limits.enforcement.flows_channels
         # When each channel published here last; only kept if everyone is to be told (D12).
-        self._publishers: dict[FlowSource, float] | None = (
-            {} if self.flows and self._flows_channels and flow_scope is FlowScope.PUBLISHERS else None
-        )
+        self._publishers: dict[FlowSource, float] | None = {} if flow_scope is FlowScope.PUBLISHERS else None
         self._recent = recent
-        self._clock = clock
-        # Entries to be delivered, by sequence.
+        self._surroundings = surroundings
+        self._clock = surroundings.clock
+        # Entries to be delivered, by sequence, and among them some that are gone: how many, `_leave_gaps` counts.
         self.ready: deque[QueueEntry] = deque()
-        # Entries with consumers, in the order of delivery.
+        self._gaps = 0
+        # Entries with consumers, in the order of delivery, and their body bytes.
         self.unacked: dict[QueueEntry, None] = {}
+        self.unacked_size = 0
+        # Entries that expire; None until there is one.
+        self._expiry: Expiry | None = None
+        # When `tick` is to be called.
+        self._tick_at = math.inf
         # Ready and unacked together, in messages and body bytes (D6).
         self.depth = 0
         self.size = 0
         self.peak_depth = 0
         self.peak_size = 0
-        self._sequence = 0
-        # Messages so far: enqueued, given to consumers, settled by them, dropped for want of room.
+        # Messages so far: enqueued, which numbers them, given to consumers, settled by them.
         self.published = 0
         self.delivered = 0
         self.acked = 0
-        self.dropped = 0
+        # Messages dropped so far, by reason.
+        self.drops: dict[DropReason, int] = {}
         # All consumers, and those of them that can take something, whose turn it is first.
         self.consumers: dict[Consumer, None] = {}
         self.active: deque[Consumer] = deque()
@@ -187,13 +129,31 @@ class Queue:
         # Whether it ever had a consumer, without which auto-delete does nothing.
         self.was_consumed = False
         self.is_deleted = False
+        # Whether publishing here needs more than an append, whether it may be refused, and whether others wait.
+        self.is_watched = self.may_refuse = self.has_line = False
+        # Whether whoever publishes past a mark is flowed, and its confirms held.
+        self._flows_channels = self._delays_completion = False
+        self._watch()
+        # When it was last used: declared, got from, or consumed.
+        self._used_at = 0.0
+        self.touch()
 
     # What goes in.
 
-    @property
-    def is_watched(self) -> bool:
-        """Whether publishing here needs more than an append."""
-        return bool(self.flows) or self.policy is not None or self.is_refusing or self.withheld is not None
+    def _watch(self) -> None:
+        """Bring up to date what is looked at for every message."""
+        enforcement = self.limits.enforcement
+        self._flows_channels = enforcement.flows_channels and not self.is_overdue
+        self._delays_completion = enforcement.delays_completion and not self.is_overdue
+        self.may_refuse = self.overflow is not None or self.is_refusing
+        self.has_line = len(self.waiting) > 0
+        self.is_watched = (
+            bool(self.flows)
+            or self.may_refuse
+            or self.options.message_ttl is not None
+            or self.withheld is not None
+            or self.has_line
+        )
 
     def refusal(self, size: int, count: int = 1, largest: int | None = None) -> str | None:
         """Why messages may not enter now; ``None`` if they may.
@@ -205,9 +165,38 @@ class Queue:
         """
         if self.is_refusing:
             return f"queue '{self.name}' refuses every message now"
-        if self.policy is None:
+        if self.overflow is None:
             return None
-        return self.policy.refusal(self, size, count, size if largest is None else largest)
+        self.expire()
+        return self.overflow.refusal(self, size, count, size if largest is None else largest)
+
+    def lets_wait(self, size: int) -> bool:
+        """Whether a message of `size` body bytes that it refuses, or for which others wait, waits for room."""
+        return not self.is_refusing and (self.overflow is None or self.overflow.lets_wait(size))
+
+    def makes_wait(self, size: int) -> bool:
+        """Whether it is this queue's policy that a message of `size` body bytes waits."""
+        return self.overflow is not None and self.overflow.lets_wait(size)
+
+    def turn_away(self, message: StoredMessage, *, is_told: bool) -> bool:
+        """A message is refused here.
+
+        Args:
+            message: which is refused.
+            is_told: whether the publisher can be told without a close of its channel.
+
+        Returns:
+            Whether that is all that is to be done about it.
+        """
+        overflow = self.overflow
+        if overflow is None:
+            return False
+        if overflow.dead_letters_refused and self.options.dead_letter_exchange is not None:
+            self._surroundings.died(self, message, DropReason.MAXLEN)
+        if is_told or not overflow.is_silent:
+            return False
+        self.count_drop(DropReason.REFUSED)
+        return True
 
     def enqueue(
         self, message: StoredMessage, source: FlowSource | None = None, completion: Completion | None = None
@@ -220,9 +209,12 @@ class Queue:
             completion: its confirm, which may be held (C5); ``None`` if there is none.
         """
         size = message.size
-        if self.policy is not None:
-            self.policy.make_room(self, size)
-        self._sequence += 1
+        is_watched = self.is_watched
+        if is_watched:
+            if self._values is not None:
+                self._conflate(self._values.key_of(message))
+            if self.overflow is not None:
+                self.overflow.make_room(self, size)
         self.published += 1
         self.depth += 1
         self.size += size
@@ -230,19 +222,38 @@ class Queue:
             self.peak_depth = self.depth
         if self.size > self.peak_size:
             self.peak_size = self.size
-        entry = QueueEntry(self, message, self._sequence)
+        entry = QueueEntry(self, message, self.published)
         self.ready.append(entry)
+        if is_watched or message.header[12] & HAS_EXPIRATION:
+            self._check(entry, source, completion)
+
+    def _conflate(self, key: str | None) -> None:
+        """Drop the last message of a key for the one that comes, unless a consumer has it."""
+        assert self._values is not None
+        last = self._values.last(key)
+        if last is not None and not last.is_unacked:
+            self._leave_gap(last)
+            self._shrink(last)
+            self.count_drop(DropReason.CONFLATED)
+
+    def _check(self, entry: QueueEntry, source: FlowSource | None, completion: Completion | None) -> None:
+        """What follows an enqueue, if anything does."""
+        message = entry.message
+        if message.header[12] & HAS_EXPIRATION or self.options.message_ttl is not None:
+            self._let_expire(entry)
+        if self._values is not None:
+            self._values.add(entry, self._values.key_of(message))
         if completion is not None and self.withheld is not None:
             self.withheld.append(completion)
             completion.holds += 1
-        if self.flows:
-            self._check(entry, source, completion)
-
-    def _check(self, entry: QueueEntry, source: FlowSource | None, completion: Completion | None) -> None:
+        if not self.flows:
+            return
         now = self._clock()
-        size = entry.message.size
+        size = message.size
         if not self._flows_channels:
             source = None
+        if not self._delays_completion:
+            completion = None
         for flow in self.flows:
             was_on = flow.depth.on
             if source is None:
@@ -251,18 +262,23 @@ class Queue:
                 flow.offer(source, size, now)
             if not flow.depth.on:
                 continue
-            if completion is not None and self.holds_completions:
+            if completion is not None:
                 flow.held[entry] = completion
                 completion.holds += 1
                 entry.completion = completion
-            if not was_on and self._publishers is not None:
-                self._tell_recent(flow, now)
+            if not was_on:
+                self._turned_on(flow, now)
         if self._publishers is not None and source is not None:
             self._publishers.pop(source, None)
             self._publishers[source] = now
 
-    def _tell_recent(self, flow: QueueFlow, now: float) -> None:
-        assert self._publishers is not None
+    def _turned_on(self, flow: QueueFlow, now: float) -> None:
+        if self.on_since is None:
+            self.on_since = now
+            if self.limits.max_flow_wait is not None:
+                self._tick_by(now + self.limits.max_flow_wait)
+        if self._publishers is None or not self._flows_channels:
+            return
         for source, when in tuple(self._publishers.items()):
             if now - when > self._recent:
                 del self._publishers[source]
@@ -271,33 +287,168 @@ class Queue:
 
     # What goes out.
 
+    def _drop(self, entry: QueueEntry, reason: DropReason) -> None:
+        """An entry that is in none of the containers any more is dropped."""
+        # What is dropped for want of room does not end the want of room (D10).
+        self._makes_room = self.is_overdue and reason is DropReason.MAXLEN
+        self._shrink(entry)
+        self._makes_room = False
+        self._mourn(entry, reason)
+
+    def _mourn(self, entry: QueueEntry, reason: DropReason) -> None:
+        self.count_drop(reason)
+        if self.options.dead_letter_exchange is not None:
+            self._surroundings.died(self, entry.message, reason)
+
+    def count_drop(self, reason: DropReason) -> None:
+        """Take note of a message that is dropped here."""
+        self.drops[reason] = self.drops.get(reason, 0) + 1
+
     def _shrink(self, entry: QueueEntry) -> None:
         """Take note that an entry has left, however it did (J6)."""
         entry.is_gone = True
         size = entry.message.size
         self.depth -= 1
         self.size -= size
+        if not self.is_watched:
+            return
         for flow in self.flows:
             if entry.completion is not None and flow.held.pop(entry, None) is not None:
                 entry.completion.release()
             flow.release(size)
             if flow.held and not flow.depth.on:
-                self._release_held(flow)
+                flow.release_held()
+        if self._values is not None:
+            self._values.forget(entry)
+        if self.on_since is not None and not self.flow_stopped and not self._makes_room:
+            self._turned_off()
+        if self.has_line:
+            self._tick_by(self._clock())
+
+    def _turned_off(self) -> None:
+        self.on_since = None
+        if self.is_overdue:
+            self.is_overdue = False
+            self.overflow = self.limits.overflow
+            self._watch()
+            _log.info("queue '%s' is OFF: its policy is %s again", self.name, self.limits.policy)
+
+    def _turn_overdue(self) -> None:
+        """It was ON for so long that it may hold nobody any more (D10)."""
+        assert self.limits.then is not None
+        self.is_overdue = True
+        self.times_overdue += 1
+        self.overflow = self.limits.then
+        self._watch()
+        _log.warning(
+            "queue '%s' has been ON for %s s: it lets its producers go, and its policy is %s until it is OFF",
+            self.name,
+            self.limits.max_flow_wait,
+            self.limits.then.name,
+        )
+        for flow in self.flows:
+            flow.let_go()
+
+    def change(self, limits: QueueLimits) -> None:
+        """Put other thresholds, another maximum or another policy in force; what is in the queue stays (D4, J6).
+
+        Args:
+            limits: what is in force from now on.
+        """
+        if limits == self.limits:
+            return
+        self.limits = limits
+        if limits.max_flow_wait is None:
+            self.is_overdue = False
+        self.overflow = limits.then if self.is_overdue else limits.overflow
+        self._watch()
+        self._change_conflation()
+        if self.overflow is not None:
+            self.overflow.trim(self)
+        self._change_flows()
+        self._watch()
+        if self.waiting:
+            self._tick_by(self._clock())
+
+    def _change_conflation(self) -> None:
+        overflow = self.limits.overflow
+        if not isinstance(overflow, Conflate):
+            self._values = None
+            return
+        self._values = LastValues(overflow.key)
+        for entry in tuple(self.oldest_first()):
+            key = self._values.key_of(entry.message)
+            self._conflate(key)
+            self._values.add(entry, key)
+
+    def _change_flows(self) -> None:
+        there = {type(flow.depth.thresholds): flow for flow in self.flows}
+        now = self._clock()
+        flows = []
+        for thresholds in self.limits.thresholds:
+            flow = there.pop(type(thresholds), None)
+            if flow is None:
+                flow = QueueFlow(thresholds, self.name, self.depth, self.size, self._turns)
+                was_on = False
+            else:
+                was_on = flow.depth.on
+                flow.depth.change(thresholds)
+            flows.append(flow)
+            if flow.depth.on and not was_on:
+                self._turned_on(flow, now)
+        for flow in there.values():
+            flow.let_go()
+            self._times_on_before += flow.depth.times_on
+        self.flows = tuple(flows)
+        enforcement = self.limits.enforcement
+        for flow in flows:
+            if not flow.depth.on or not enforcement.delays_completion:
+                flow.release_held()
+            if not enforcement.flows_channels:
+                for source in flow.blocked:
+                    flow.forget(source)
+            flow.resume()
+        if self.on_since is not None:
+            if not self.flow_stopped:
+                self._turned_off()
+            elif self.limits.max_flow_wait is not None:
+                self._tick_by(self.on_since + self.limits.max_flow_wait)
+
+    def refuse(self, on: bool) -> None:
+        """Refuse every message, in the name of an operator, or no longer."""
+        self.is_refusing = on
+        self._watch()
+
+    def withhold(self) -> None:
+        """Keep confirms back, in the name of an operator, until `release_withheld`."""
+        if self.withheld is None:
+            self.withheld = []
+        self._watch()
 
     def release_withheld(self) -> None:
         """Let go of the confirms that an operator had withheld."""
         withheld, self.withheld = self.withheld, None
+        self._watch()
         for completion in withheld or ():
-            completion.release()
-
-    @staticmethod
-    def _release_held(flow: QueueFlow) -> None:
-        held, flow.held = flow.held, {}
-        for completion in held.values():
             completion.release()
 
     def dispatch(self) -> None:
         """Deliver what can be delivered, to each consumer in turn."""
+        if self._expiry is not None:
+            self.expire()
+        self.deliver()
+
+    def after_publish(self) -> None:
+        """Deliver what can be delivered after an enqueue, and drop what then is too much, or may not wait."""
+        if self.active:
+            self.deliver()
+        if self._expiry is not None:
+            self.expire()
+        if self.overflow is not None:
+            self.overflow.trim(self)
+
+    def deliver(self) -> None:
+        """`dispatch`, without a look at what may have expired."""
         ready, active = self.ready, self.active
         while ready and active:
             consumer = active[0]
@@ -305,26 +456,38 @@ class Queue:
                 active.popleft()
                 consumer.is_active = False
                 continue
+            entry = ready.popleft()
+            if entry.is_gone:
+                self._gaps -= 1
+                continue
             if len(active) > 1:
                 active.rotate(-1)
-            entry = ready.popleft()
-            self._hand_over(entry, no_ack=consumer.no_ack, give=consumer.deliver)
+            self.delivered += 1
+            if consumer.no_ack:
+                consumer.deliver(entry)
+                self._shrink(entry)
+            else:
+                self._lend(entry)
+                consumer.deliver(entry)
 
-    def _hand_over(self, entry: QueueEntry, *, no_ack: bool, give: Callable[[QueueEntry], None]) -> None:
-        self.delivered += 1
-        if not no_ack:
-            entry.is_unacked = True
-            self.unacked[entry] = None
-        give(entry)
-        if no_ack:
-            self._shrink(entry)
+    def _lend(self, entry: QueueEntry) -> None:
+        entry.is_unacked = True
+        self.unacked[entry] = None
+        self.unacked_size += entry.message.size
 
     def take(self, *, no_ack: bool) -> QueueEntry | None:
         """Take the next ready entry, as ``Basic.Get`` does; with `no_ack` it has left the queue."""
-        if not self.ready:
+        self.touch()
+        self.expire()
+        entry = self._first()
+        if entry is None:
             return None
-        entry = self.ready.popleft()
-        self._hand_over(entry, no_ack=no_ack, give=lambda _: None)
+        self.ready.popleft()
+        self.delivered += 1
+        if no_ack:
+            self._shrink(entry)
+        else:
+            self._lend(entry)
         return entry
 
     def settle(self, entry: QueueEntry, *, acked: bool) -> None:
@@ -332,11 +495,16 @@ class Queue:
         if entry.is_gone:
             return
         del self.unacked[entry]
+        self.unacked_size -= entry.message.size
         if acked:
             self.acked += 1
+            self._shrink(entry)
         else:
-            self.dropped += 1
-        self._shrink(entry)
+            self._drop(entry, DropReason.REJECTED)
+
+    def _take_back(self, entry: QueueEntry) -> None:
+        del self.unacked[entry]
+        self.unacked_size -= entry.message.size
 
     def requeue(self, entries: Iterable[QueueEntry]) -> None:
         """Put delivered entries back in their places. Delivers nothing yet."""
@@ -344,35 +512,72 @@ class Queue:
         ready = self.ready
         behind: list[QueueEntry] = []
         for entry in back:
-            del self.unacked[entry]
+            self._take_back(entry)
             entry.is_unacked = False
             entry.redelivered = True
+        if self._values is not None:
+            back = self._without_outdated(self._values, back)
+        for entry in back:
+            expires_at = self._expiry.time_of(entry) if self._expiry is not None else None
+            if expires_at is not None:
+                self._expires(entry, expires_at)
         for entry in reversed(back):
             while ready and ready[0].sequence < entry.sequence:
                 behind.append(ready.popleft())
             behind.append(entry)
         ready.extendleft(reversed(behind))
 
+    def _without_outdated(self, values: LastValues, back: list[QueueEntry]) -> list[QueueEntry]:
+        """Entries that are put back, without those of which there is a later value: they are dropped."""
+        for entry in back:
+            if values.is_outdated(entry):
+                self._shrink(entry)
+                self.count_drop(DropReason.CONFLATED)
+        return [entry for entry in back if not entry.is_gone]
+
     def oldest_first(self) -> Iterator[QueueEntry]:
         """All entries, ready and unacked, in the queue's order."""
-        if not self.unacked:
-            return iter(tuple(self.ready))
-        return iter(sorted((*self.unacked, *self.ready), key=_sequence))
+        ready = [entry for entry in self.ready if not entry.is_gone]
+        return iter(sorted((*self.unacked, *ready), key=_sequence) if self.unacked else ready)
+
+    def _first(self) -> QueueEntry | None:
+        """The entry to be delivered next, with those that are gone taken away before it."""
+        ready = self.ready
+        while ready and ready[0].is_gone:
+            ready.popleft()
+            self._gaps -= 1
+        return ready[0] if ready else None
+
+    def _leave_gap(self, entry: QueueEntry) -> None:
+        """A ready entry is about to leave from any place."""
+        if entry is self._first():
+            self.ready.popleft()
+            return
+        self._gaps += 1
+        if self._gaps > self.MAX_GAPS and self._gaps > len(self.ready) // 2:
+            self.ready = deque(each for each in self.ready if not each.is_gone and each is not entry)
+            self._gaps = 0
 
     def drop_oldest(self) -> None:
         """Drop the oldest entry, even one that a consumer has. The queue must not be empty."""
-        entry = self.ready[0] if self.ready else None
+        entry = self._first()
         if self.unacked:
             oldest = min(self.unacked, key=_sequence)
             if entry is None or oldest.sequence < entry.sequence:
                 entry = oldest
         assert entry is not None
         if entry.is_unacked:
-            del self.unacked[entry]
+            self._take_back(entry)
         else:
             self.ready.popleft()
-        self.dropped += 1
-        self._shrink(entry)
+        self._drop(entry, DropReason.MAXLEN)
+
+    def drop_head(self) -> None:
+        """Drop the oldest ready entry. There must be one."""
+        entry = self._first()
+        assert entry is not None
+        self.ready.popleft()
+        self._drop(entry, DropReason.MAXLEN)
 
     def purge(self) -> int:
         """Remove all ready entries.
@@ -380,8 +585,9 @@ class Queue:
         Returns:
             How many there were.
         """
-        entries = tuple(self.ready)
+        entries = [entry for entry in self.ready if not entry.is_gone]
         self.ready.clear()
+        self._gaps = 0
         for entry in entries:
             self._shrink(entry)
         return len(entries)
@@ -396,14 +602,91 @@ class Queue:
         count = self.purge()
         self.release_withheld()
         for entry in tuple(self.unacked):
-            del self.unacked[entry]
+            self._take_back(entry)
             self._shrink(entry)
+        for flow in self.flows:
+            flow.let_go()
+        # Whoever waits for it goes on without it.
+        self._surroundings.admit_waiting(self, self._clock())
         consumers = tuple(self.consumers)
         self.consumers.clear()
         self.active.clear()
         for consumer in consumers:
             consumer.cancelled_by_queue()
         return count
+
+    # Time.
+
+    def _let_expire(self, entry: QueueEntry) -> None:
+        """Give a new entry its time: the shorter of its own and the queue's."""
+        own, everyones = entry.message.ttl, self.options.message_ttl
+        seconds = min(each for each in (None if own is None else own / 1000, everyones) if each is not None)
+        self._expires(entry, self._clock() + seconds)
+
+    def _expires(self, entry: QueueEntry, at: float) -> None:
+        if self._expiry is None:
+            self._expiry = Expiry()
+        self._expiry.add(entry, at)
+        self._tick_by(at)
+
+    def expire(self) -> None:
+        """Drop the ready entries whose time has come."""
+        if self._expiry is None:
+            return
+        now = self._clock()
+        if self._expiry.next_at <= now:
+            due = self._expiry.take_due(now)
+            for entry in due:
+                self._leave_gap(entry)
+                self._shrink(entry)
+            for entry in due:
+                self._mourn(entry, DropReason.EXPIRED)
+
+    def wait(self, until: float) -> None:
+        """A publish waits for room here; to be looked at at that time at the latest."""
+        self._tick_by(until)
+        self._watch()
+
+    def touch(self) -> None:
+        """Somebody uses it."""
+        if self.options.expires is not None:
+            self._used_at = self._clock()
+            self._tick_by(self._used_at + self.options.expires)
+
+    def _tick_by(self, at: float) -> None:
+        if at < self._tick_at:
+            self._tick_at = at
+            self._surroundings.wake_at(self, at)
+
+    def tick(self, now: float) -> None:
+        """Do what was to be done by now.
+
+        Args:
+            now: seconds of the clock.
+        """
+        if now < self._tick_at or self.is_deleted:
+            return
+        self._tick_at = math.inf
+        self.expire()
+        if self._expiry is not None:
+            self._tick_by(self._expiry.next_at)
+        wait = self.limits.max_flow_wait
+        if wait is not None and self.on_since is not None and not self.is_overdue:
+            if now >= self.on_since + wait:
+                self._turn_overdue()
+            else:
+                self._tick_by(self.on_since + wait)
+        if self._turns is not None:
+            for flow in self.flows:
+                flow.resume()
+        if self.waiting:
+            self._surroundings.admit_waiting(self, now)
+        expires = self.options.expires
+        if expires is not None and not self.consumers:
+            if now >= self._used_at + expires:
+                self._surroundings.unused(self)
+            else:
+                self._tick_by(self._used_at + expires)
 
     # Who takes it out.
 
@@ -417,18 +700,24 @@ class Queue:
 
     def wake(self, consumer: Consumer) -> None:
         """A consumer may be able to take something again."""
-        if not consumer.is_active and consumer in self.consumers:
+        if not consumer.is_active and consumer in self.consumers and self._may_serve(consumer):
             consumer.is_active = True
             self.active.append(consumer)
 
+    def _may_serve(self, consumer: Consumer) -> bool:
+        return not self.options.single_active_consumer or next(iter(self.consumers)) is consumer
+
     def remove_consumer(self, consumer: Consumer) -> None:
-        """A consumer is gone. What it has not settled stays unacked."""
+        """A consumer is gone. What it has not settled stays unacked. Delivers nothing yet, not even to the next."""
         self.consumers.pop(consumer, None)
         if consumer.is_active:
             consumer.is_active = False
             self.active.remove(consumer)
         if self.exclusive_consumer is consumer:
             self.exclusive_consumer = None
+        self.touch()
+        for other in self.consumers if self.options.single_active_consumer else ():
+            self.wake(other)
 
     def forget_source(self, source: FlowSource) -> None:
         """A publishing channel is gone."""
@@ -438,6 +727,21 @@ class Queue:
     # What is seen of it.
 
     @property
+    def ready_count(self) -> int:
+        """Messages to be delivered."""
+        return self.depth - len(self.unacked)
+
+    @property
+    def ready_size(self) -> int:
+        """Their body bytes."""
+        return self.size - self.unacked_size
+
+    @property
+    def dropped(self) -> int:
+        """Messages dropped so far, for whatever reason."""
+        return sum(self.drops.values())
+
+    @property
     def flow_stopped(self) -> bool:
         """Whether any family of marks is ON (C7)."""
         return any(flow.depth.on for flow in self.flows)
@@ -445,7 +749,7 @@ class Queue:
     @property
     def flow_stopped_count(self) -> int:
         """How often a family went from OFF to ON (C7)."""
-        return sum(flow.depth.times_on for flow in self.flows)
+        return self._times_on_before + sum(flow.depth.times_on for flow in self.flows)
 
     @property
     def blocked(self) -> tuple[FlowSource, ...]:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import cast
 
 from qflow_client.broker.controls import Controls
 from qflow_client.broker.session import Session, State
-from qflow_client.broker.settings import BrokerSettings
+from qflow_client.broker.settings import DEFAULT_USERS, BrokerSettings, is_loopback
 from qflow_client.broker.virtualhost import VirtualHost
 
-__all__ = ["Server"]
+__all__ = ["Server", "cannot_listen"]
 
 _log = logging.getLogger(__name__)
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> OSError:
+    """An error that says where it was to listen."""
+    return OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror or error}")
 
 
 class Server:
@@ -50,6 +56,9 @@ class Server:
         # Connections with something to send at the end of this turn.
         self._writers: list[Connection] = []
         self._turn_ends = False
+        # When the virtual host is looked at, and what does it.
+        self._tick_at = math.inf
+        self._ticker: asyncio.TimerHandle | None = None
         # Set by `stop`: who comes now comes too late.
         self.is_stopping = False
 
@@ -69,16 +78,25 @@ class Server:
         """
         settings = self.settings
         self._loop = asyncio.get_running_loop()
-        self._server = await self._loop.create_server(
-            lambda: Connection(self),
-            settings.host,
-            settings.port,
-            ssl=settings.ssl_context,
-            ssl_handshake_timeout=settings.unauthenticated_timeout if settings.ssl_context is not None else None,
-            backlog=1024,
-        )
+        try:
+            self._server = await self._loop.create_server(
+                lambda: Connection(self),
+                settings.host,
+                settings.port,
+                ssl=settings.ssl_context,
+                ssl_handshake_timeout=settings.unauthenticated_timeout if settings.ssl_context is not None else None,
+                backlog=1024,
+            )
+        except OSError as error:
+            raise cannot_listen(settings.host, settings.port, error) from error
         port = cast(int, self._server.sockets[0].getsockname()[1])
         _log.info("listening on %s:%d", settings.host, port)
+        if not is_loopback(settings.host) and settings.users == DEFAULT_USERS:
+            _log.warning(
+                "listening on %s:%d, beyond this machine, with a password that everybody knows; set users",
+                settings.host,
+                port,
+            )
         return port
 
     async def stop(self) -> None:
@@ -104,6 +122,9 @@ class Server:
         # From 3.12 on it waits for the connections' protocols, which are gone by now.
         await self._server.wait_closed()
         self._server = None
+        self._loop = None
+        if self._ticker is not None:
+            self._ticker.cancel()
 
     def has_output(self, connection: Connection) -> None:
         """A connection has something to send."""
@@ -129,7 +150,26 @@ class Server:
                 connection.abort()
         for connection in writers:
             connection.session.output_sent()
+        if self.host.next_tick < self._tick_at:
+            self._set_ticker()
         self._on_change()
+
+    def _set_ticker(self) -> None:
+        if self._ticker is not None:
+            self._ticker.cancel()
+        self._tick_at = self.host.next_tick
+        if self._loop is not None and self._tick_at < math.inf:
+            # The loop may wake a little early, by the grain of its clock.
+            delay = max(0.0, self._tick_at - self.clock())
+            self._ticker = self._loop.call_later(delay, self._tick)
+
+    def _tick(self) -> None:
+        try:
+            self.host.tick(self.clock())
+        except Exception:
+            _log.exception("what was due could not be done")
+        self._set_ticker()
+        self.touch()
 
 
 class Connection(asyncio.Protocol):
@@ -144,7 +184,9 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
+        # Whether the socket is read, and whether too much waits to be written to it.
         self._is_reading = True
+        self._has_backlog = False
         # Done when the connection is over.
         self.lost: asyncio.Future[None] = self._loop.create_future()
         self.session = Session("?", server.host, server.controls, server.clock(), self._has_output)
@@ -190,15 +232,16 @@ class Connection(asyncio.Protocol):
             _log.exception("%s: a frame could not be handled", session.name)
             session.fail_internally(self._server.clock())
         self._check_timer()
+        if session.tarpit_until is not None:
+            self._check_reading()
         self._server.touch()
 
     def pause_writing(self) -> None:
         self.session.pause_writing()
 
     def resume_writing(self) -> None:
-        if not self._is_reading and self._transport is not None:
-            self._is_reading = True
-            self._transport.resume_reading()
+        self._has_backlog = False
+        self._check_reading()
         self.session.resume_writing()
 
     def _has_output(self) -> None:
@@ -216,9 +259,19 @@ class Connection(asyncio.Protocol):
         if self.session.state is State.ENDED:
             transport.close()
             self.cut_off_after(self._server.settings.close_timeout)
-        elif self._is_reading and transport.get_write_buffer_size() > self.MAX_BACKLOG:
-            self._is_reading = False
-            transport.pause_reading()
+        elif not self._has_backlog and transport.get_write_buffer_size() > self.MAX_BACKLOG:
+            self._has_backlog = True
+            self._check_reading()
+
+    def _check_reading(self) -> None:
+        """Read from the socket, unless too much waits for it or the session wants none (D8)."""
+        reads = not self._has_backlog and self.session.tarpit_until is None
+        if self._transport is not None and reads is not self._is_reading:
+            self._is_reading = reads
+            if reads:
+                self._transport.resume_reading()
+            else:
+                self._transport.pause_reading()
 
     def abort(self) -> None:
         """Cut the connection without a word."""
@@ -246,5 +299,6 @@ class Connection(asyncio.Protocol):
 
     def _on_timer(self) -> None:
         self.session.tick(self._server.clock())
+        self._check_reading()
         if self.session.state is not State.ENDED:
             self._set_timer()

@@ -17,6 +17,7 @@ from pamqp import commands
 from qflow_client.broker import wire
 from qflow_client.broker.channel import Channel
 from qflow_client.broker.controls import Controls
+from qflow_client.broker.discipline import Discipline
 from qflow_client.broker.errors import ChannelException, ConnectionException, ReplyCode
 from qflow_client.broker.settings import BrokerSettings
 from qflow_client.broker.virtualhost import VirtualHost
@@ -115,8 +116,12 @@ class Session:
         self._is_writable = True
         self._delivery_bytes = 0
         self.takes_deliveries = True
-        # Whether the client was told that it is blocked.
-        self.is_blocked = False
+        # Why the client is blocked, by who says so.
+        self.blocks: dict[str, str] = {}
+        # Only set if something is done about connections that do not listen (D7 D8).
+        self.discipline = Discipline(self) if self.settings.has_discipline else None
+        # Until when the socket is not to be read; None if it is.
+        self.tarpit_until: float | None = None
         # Of channels that are gone: their messages, and how often they were flowed.
         self._published_before = 0
         self._delivered_before = 0
@@ -271,7 +276,7 @@ class Session:
         capabilities = self.client_properties.get("capabilities")
         self._capabilities = capabilities if isinstance(capabilities, dict) else {}
         if method.mechanism != "PLAIN":
-            self._refuse_login(f"mechanism '{method.mechanism}' is not offered; use PLAIN", now)
+            self._refuse_login(f"mechanism {method.mechanism!r} is not offered; use PLAIN", now)
             return
         response: str | bytes = method.response or b""
         parts = (response.encode() if isinstance(response, str) else response).split(b"\0")
@@ -282,7 +287,7 @@ class Session:
         # Compared even if there is no such user, so that the time taken does not tell.
         is_right = hmac.compare_digest((password or "").encode(), parts[2])
         if password is None or not is_right:
-            self._refuse_login(f"login of user '{user}' was refused using PLAIN; check user and password", now)
+            self._refuse_login(f"login of user {user!r} was refused using PLAIN; check user and password", now)
             return
         self.user = user
         self.state = State.TUNE_OK
@@ -299,18 +304,19 @@ class Session:
 
     def _tune_ok(self, method: commands.Connection.TuneOk, now: float) -> None:
         settings = self.settings
-        self.channel_max = method.channel_max or settings.channel_max
-        self.frame_max = method.frame_max or settings.frame_max
-        if self.channel_max > settings.channel_max:
+        channel_max = method.channel_max or settings.channel_max
+        frame_max = method.frame_max or settings.frame_max
+        if channel_max > settings.channel_max:
             raise ConnectionException(
-                ReplyCode.NOT_ALLOWED, f"channel_max {self.channel_max} is above the broker's {settings.channel_max}"
+                ReplyCode.NOT_ALLOWED, f"channel_max {channel_max} is above the broker's {settings.channel_max}"
             )
-        if not FRAME_MIN_SIZE <= self.frame_max <= settings.frame_max:
+        if not FRAME_MIN_SIZE <= frame_max <= settings.frame_max:
             raise ConnectionException(
                 ReplyCode.NOT_ALLOWED,
-                f"frame_max {self.frame_max} is not from {FRAME_MIN_SIZE} to the broker's {settings.frame_max}",
+                f"frame_max {frame_max} is not from {FRAME_MIN_SIZE} to the broker's {settings.frame_max}",
             )
-        self._splitter.frame_max = self.frame_max
+        self.channel_max = channel_max
+        self.frame_max = self._splitter.frame_max = frame_max
         self.heartbeat = method.heartbeat or 0
         self.state = State.OPEN
         if self.heartbeat:
@@ -320,12 +326,12 @@ class Session:
         if method.virtual_host != self.settings.virtual_host:
             raise ConnectionException(
                 ReplyCode.NOT_ALLOWED,
-                f"vhost '{method.virtual_host}' does not exist; the broker has '{self.settings.virtual_host}'",
+                f"vhost {method.virtual_host!r} does not exist; the broker has {self.settings.virtual_host!r}",
             )
         self.state = State.RUNNING
         self._send(commands.Connection.OpenOk())
-        if self.controls.blocked is not None:
-            self.block(self.controls.blocked)
+        for source, reason in self.controls.alarms.items():
+            self.block(reason, source)
 
     def _open_channel(self, number: int, payload: bytes) -> None:
         wire.decode_method(payload)
@@ -350,18 +356,40 @@ class Session:
 
     # Connection.Blocked.
 
-    def block(self, reason: str) -> None:
-        """Tell the client that it is blocked, if it announced that it understands."""
-        if self.state is State.RUNNING and not self.is_blocked and self.understands("connection.blocked"):
-            self.is_blocked = True
-            self._send(commands.Connection.Blocked(reason.encode()[:255].decode(errors="ignore")))
+    @property
+    def is_blocked(self) -> bool:
+        """Whether the client was told that it is blocked."""
+        return bool(self.blocks)
 
-    def unblock(self) -> None:
-        """Tell the client that it is no longer blocked."""
-        if self.is_blocked:
-            self.is_blocked = False
-            if self.state is State.RUNNING:
-                self._send(commands.Connection.Unblocked())
+    def block(self, reason: str, source: str) -> None:
+        """Tell the client that it is blocked, if it announced that it understands and does not know yet.
+
+        Args:
+            reason: for the client.
+            source: who says so, and takes it back by `unblock`.
+        """
+        if self.state is State.RUNNING and self.understands("connection.blocked"):
+            is_new = not self.blocks
+            self.blocks[source] = reason
+            if is_new:
+                self._send(commands.Connection.Blocked(reason.encode()[:255].decode(errors="ignore")))
+
+    def unblock(self, source: str) -> None:
+        """Tell the client that it is no longer blocked, if nobody else says that it is."""
+        if self.blocks.pop(source, None) is not None and not self.blocks and self.state is State.RUNNING:
+            self._send(commands.Connection.Unblocked())
+
+    # Clients that do not listen.
+
+    def tarpit(self, now: float) -> None:
+        """Let nothing more be read from the socket for a time (D8).
+
+        Args:
+            now: monotonic seconds.
+        """
+        self.tarpit_until = now + self.settings.tarpit_time
+        self.wake_at = min(self.wake_at, self.tarpit_until)
+        _log.info("%s: not read for %s s: it publishes on flowed channels", self.name, self.settings.tarpit_time)
 
     # Bytes out.
 
@@ -464,6 +492,13 @@ class Session:
             self.end()
             return
         times = [self._open_by] if self.state is not State.RUNNING else []
+        if self.tarpit_until is not None:
+            if now >= self.tarpit_until:
+                self.tarpit_until = None
+            else:
+                times.append(self.tarpit_until)
+            # Nothing could be heard of it.
+            self.last_received = now
         if self.heartbeat:
             if now - self.last_received >= 2 * self.heartbeat:
                 _log.info("%s: silent for two heartbeat intervals of %d s", self.name, self.heartbeat)

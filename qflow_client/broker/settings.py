@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import TypedDict
 
+from qflow_client.broker.policies import Enforcement, Policy
 from qflow_client.flow import Capacity, StopResume
 from qflow_client.frames import FRAME_MIN_SIZE
 
-__all__ = ["BrokerOptions", "BrokerSettings", "Enforcement", "FlowScope", "Trace"]
+__all__ = ["BrokerOptions", "BrokerSettings", "Enforcement", "FlowScope", "Trace", "is_loopback"]
 
 #: Called with the direction (``"in"`` or ``"out"``), the connection's name, the channel number and the method's name,
 #: such as ``"Basic.Publish"``.
 Trace = Callable[[str, str, int, str], object]
-
-
-class Enforcement(StrEnum):
-    """How a queue that is ON holds its producers."""
-
-    #: Qpid Java's way: ``Channel.Flow(active=False)`` (J3).
-    CHANNEL_FLOW = "channel_flow"
-    #: Qpid C++'s way: the confirm is delayed until the queue is OFF (C5).
-    COMPLETION = "completion"
-    #: Both: the channel is told, and confirms are delayed.
-    BOTH = "both"
-
-    @property
-    def flows_channels(self) -> bool:
-        """Whether publishing channels are told to stop."""
-        return self is not Enforcement.COMPLETION
-
-    @property
-    def delays_completion(self) -> bool:
-        """Whether confirms are held back."""
-        return self is not Enforcement.CHANNEL_FLOW
 
 
 class FlowScope(StrEnum):
@@ -72,10 +55,33 @@ class BrokerOptions(TypedDict, total=False):
     unauthenticated_timeout: float
     close_timeout: float
     trace: Trace | None
+    http_host: str
+    http_port: int | None
+    http_token: str | None
+    policies: Iterable[Policy]
+    max_producer_flow_control_wait: float
+    resume_interval: float
+    backlog_count: int
+    backlog_size: int
+    flow_grace: float
+    tarpit_after: int
+    tarpit_time: float
+    close_channel_after: int
+    close_connection_after: int
 
 
-def _default_users() -> Mapping[str, str]:
-    return {"guest": "guest"}
+#: The users of a broker that is not told any.
+DEFAULT_USERS: Mapping[str, str] = MappingProxyType({"guest": "guest"})
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, or the name ``localhost``, is reached from this machine only."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +91,7 @@ class BrokerSettings:
     Attributes:
         host: the address to listen on.
         port: the port to listen on; 0 for a free one.
-        users: passwords by user name.
+        users: passwords by user name; not shown by its `repr`.
         ssl_context: a server-side context; ``None`` for plain TCP.
         virtual_host: the name of the one virtual host.
         enforcement: how a queue holds its producers, unless its ``x-qflow-enforcement`` says otherwise (C5 J3).
@@ -103,6 +109,22 @@ class BrokerSettings:
         unauthenticated_timeout: seconds that a connection may take to be opened.
         close_timeout: seconds that a peer may take to answer ``Connection.Close``.
         trace: called for every frame in and out, in the order of the wire, on the broker's thread; must not raise.
+        http_host: the address on which the HTTP API listens.
+        http_port: its port; 0 for a free one; ``None`` for no HTTP API, and then nothing of it is imported.
+        http_token: what its clients have to show; ``None`` for nothing, which only a loopback address may have.
+        policies: to begin with (D3); no two of the same name.
+        max_producer_flow_control_wait: seconds that a publish waits for room in a queue whose policy is ``wait`` (A4).
+        resume_interval: seconds between two of the channels that a queue unflows, oldest first (F4); 0 for none.
+        backlog_count: messages of one connection that wait, are not confirmed, or came on flowed channels; with more
+            all its channels are flowed (D7) until there are fewer than 7/8 of it; 0 for any number.
+        backlog_size: body bytes; as `backlog_count`.
+        flow_grace: seconds after ``Channel.Flow`` for which publishing on is not held against a client.
+        tarpit_after: messages past that on one channel, of each so many the last stops the broker from reading the
+            connection for a time (D8); 0 for never.
+        tarpit_time: seconds for which.
+        close_channel_after: messages past that on one channel, with more of which it is closed with 311; 0 for never.
+        close_connection_after: messages past that on all channels of a connection, from its beginning, with more of
+            which it is closed with 506; 0 for never.
 
     Raises:
         TypeError: a value of the wrong type.
@@ -111,7 +133,7 @@ class BrokerSettings:
 
     host: str = "127.0.0.1"
     port: int = 0
-    users: Mapping[str, str] = field(default_factory=_default_users)
+    users: Mapping[str, str] = field(default_factory=lambda: DEFAULT_USERS, repr=False)
     ssl_context: ssl.SSLContext | None = None
     virtual_host: str = "/"
     enforcement: Enforcement = Enforcement.BOTH
@@ -129,6 +151,19 @@ class BrokerSettings:
     unauthenticated_timeout: float = 10.0
     close_timeout: float = 5.0
     trace: Trace | None = None
+    http_host: str = "127.0.0.1"
+    http_port: int | None = None
+    http_token: str | None = None
+    policies: tuple[Policy, ...] = ()
+    max_producer_flow_control_wait: float = 60.0
+    resume_interval: float = 0.0
+    backlog_count: int = 0
+    backlog_size: int = 0
+    flow_grace: float = 5.0
+    tarpit_after: int = 0
+    tarpit_time: float = 1.0
+    close_channel_after: int = 0
+    close_connection_after: int = 0
 
     def __post_init__(self) -> None:
         self._choose("enforcement", Enforcement)
@@ -139,8 +174,19 @@ class BrokerSettings:
         self._whole("channel_max", 1, 65535)
         self._whole("max_connections", 1, 2**31 - 1)
         self._whole("max_message_size", 1, 2**63 - 1)
-        for name in ("recent", "unauthenticated_timeout", "close_timeout"):
+        for name in (
+            "recent",
+            "unauthenticated_timeout",
+            "close_timeout",
+            "max_producer_flow_control_wait",
+            "tarpit_time",
+        ):
             self._seconds(name)
+        for name in ("flow_grace", "resume_interval"):
+            if getattr(self, name) != 0:
+                self._seconds(name)
+        for name in ("backlog_count", "backlog_size", "tarpit_after", "close_channel_after", "close_connection_after"):
+            self._whole(name, 0, 2**63 - 1)
         for name in ("default_flow_stop_threshold", "default_flow_resume_threshold"):
             self._whole(name, 0, 100)
         self._whole("capacity", 0, 2**63 - 1)
@@ -148,6 +194,7 @@ class BrokerSettings:
             self._whole("flow_resume_capacity", 0, 2**63 - 1)
         if not isinstance(self.host, str):
             raise TypeError(f"host must be a str, not {type(self.host).__name__}")
+        self._check_http()
         if not isinstance(self.virtual_host, str) or not self.virtual_host:
             raise ValueError(f"virtual_host must be a name, not {self.virtual_host!r}")
         if self.ssl_context is not None and not isinstance(self.ssl_context, ssl.SSLContext):
@@ -159,12 +206,53 @@ class BrokerSettings:
         for user, password in self.users.items():
             if not isinstance(user, str) or not isinstance(password, str):
                 raise TypeError(f"users must map user names to passwords, both str; one of user {user!r} is not")
+        object.__setattr__(self, "policies", tuple(self.policies))
+        names = [policy.name if isinstance(policy, Policy) else None for policy in self.policies]
+        if None in names:
+            raise TypeError(f"policies must be Policy objects, not {self.policies!r}")
+        if len(set(names)) < len(names):
+            raise ValueError(f"policies must have different names, not {', '.join(map(str, names))}")
         object.__setattr__(self, "users", MappingProxyType(dict(self.users)))
         # Refuses a stop below its resume, with both values in the text.
         StopResume.from_limits(
             stop_percent=self.default_flow_stop_threshold, resume_percent=self.default_flow_resume_threshold
         )
         Capacity(self.capacity, self.flow_resume_capacity)
+
+    def _check_http(self) -> None:
+        if not isinstance(self.http_host, str):
+            raise TypeError(f"http_host must be a str, not {type(self.http_host).__name__}")
+        if self.http_token is not None:
+            if not isinstance(self.http_token, str):
+                raise TypeError(f"http_token must be a str or None, not {type(self.http_token).__name__}")
+            # The value is a secret: it is not repeated.
+            if not re.fullmatch(r"[!-~]{8,}", self.http_token):
+                raise ValueError("http_token must be at least 8 visible ASCII characters without spaces")
+        if self.http_port is None:
+            return
+        self._whole("http_port", 0, 65535)
+        if self.http_token is None and not is_loopback(self.http_host):
+            raise ValueError(
+                f"http_host={self.http_host!r} is not a loopback address: set an http_token, which clients have to show"
+            )
+        missing = [name for name in ("aiohttp", "prometheus_client", "pydantic") if find_spec(name) is None]
+        if missing:
+            raise ValueError(
+                f"http_port={self.http_port}: HTTP needs {', '.join(missing)}: pip install 'qflow-client[broker]'"
+            )
+
+    @property
+    def has_discipline(self) -> bool:
+        """Whether anything is done about connections that do not listen."""
+        return any(
+            (
+                self.backlog_count,
+                self.backlog_size,
+                self.tarpit_after,
+                self.close_channel_after,
+                self.close_connection_after,
+            )
+        )
 
     def _choose(self, name: str, kind: type[Enum]) -> None:
         value = getattr(self, name)

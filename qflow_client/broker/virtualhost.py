@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import heapq
+import logging
+import math
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from itertools import count
+from typing import NamedTuple
 
 import pamqp.commands
 
-from qflow_client.broker.arguments import QueueLimits
+from qflow_client.broker.arguments import QueueArguments, QueueLimits, QueueOptions
+from qflow_client.broker.deadletter import deaths_of, is_cycle, mourn
+from qflow_client.broker.entries import DropReason, Owner
 from qflow_client.broker.errors import ChannelException, ReplyCode
 from qflow_client.broker.exchange import Binding, DirectExchange, Exchange, ExchangeType, make_exchange
 from qflow_client.broker.message import StoredMessage, Target
-from qflow_client.broker.queue import Owner, Queue
+from qflow_client.broker.policies import Inheritance, Policies, Policy, PolicyDefinition
+from qflow_client.broker.queue import Queue
+from qflow_client.broker.rates import Rates, Timed
 from qflow_client.broker.settings import BrokerSettings, FlowScope
-from qflow_client.broker.wire import decode_headers, encode_header
+from qflow_client.broker.waiting import Publisher, WaitingPublish
+from qflow_client.broker.wire import decode_headers, encode_header, user_id_of
 from qflow_client.flow import FlowSource
 
 __all__ = ["VirtualHost"]
+
+_log = logging.getLogger(__name__)
 
 _PREDECLARED = (
     ("amq.direct", ExchangeType.DIRECT),
@@ -28,20 +41,41 @@ _PREDECLARED = (
 )
 
 
+class Refusal(NamedTuple):
+    """Why a message is not taken now.
+
+    Attributes:
+        queue: which refuses it.
+        reason: for people.
+        waits: whether it waits for room instead.
+    """
+
+    queue: Queue
+    reason: str
+    waits: bool
+
+
 class VirtualHost:
     """What all connections share.
 
     Args:
         settings: the broker's.
         clock: monotonic seconds.
+        wall_clock: seconds since 1970.
     """
 
     #: Distinct publish methods that are remembered; beyond that all are forgotten.
     MAX_TARGETS = 4096
 
-    def __init__(self, settings: BrokerSettings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        settings: BrokerSettings,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
         self.settings = settings
         self.clock = clock
+        self._wall_clock = wall_clock
         self.queues: dict[str, Queue] = {}
         self.exchanges: dict[str, Exchange] = {"": DirectExchange("", durable=True)}
         for name, kind in _PREDECLARED:
@@ -52,6 +86,34 @@ class VirtualHost:
         self.version = 0
         # Publish methods by the payload of their frame.
         self.targets: dict[bytes, Target] = {}
+        self.policies = Policies(settings.virtual_host, settings.policies)
+        self.rates = Rates(self.wake_at)
+        # What is to be looked at when: time, a number for those of the same time, what.
+        self._timers: list[tuple[float, int, Timed]] = []
+        self._timer_numbers = count()
+        # Messages that died and are not buried yet, and whether somebody is at it.
+        self._dead: deque[tuple[Queue, StoredMessage, DropReason]] = deque()
+        self._is_burying = False
+
+    # Time.
+
+    def wake_at(self, what: Timed, at: float) -> None:
+        """Look at something at a time."""
+        heapq.heappush(self._timers, (at, next(self._timer_numbers), what))
+
+    @property
+    def next_tick(self) -> float:
+        """When `tick` is due, in seconds of the clock; infinite if never."""
+        return self._timers[0][0] if self._timers else math.inf
+
+    def tick(self, now: float) -> None:
+        """Look at what is to be looked at by now.
+
+        Args:
+            now: seconds of the clock.
+        """
+        while self._timers and self._timers[0][0] <= now:
+            heapq.heappop(self._timers)[2].tick(now)
 
     # Queues.
 
@@ -113,25 +175,100 @@ class VirtualHost:
                         ReplyCode.PRECONDITION_FAILED,
                         f"queue '{name}' exists with {what}={there!r}, not {asked!r}; delete it or declare it alike",
                     )
+            queue.touch()
             return queue
         if name.startswith("amq."):
             raise ChannelException(
                 ReplyCode.ACCESS_REFUSED, f"queue name '{name}' begins with 'amq.', which is reserved; choose another"
             )
         name = name or f"amq.gen-{secrets.token_urlsafe(16)}"
+        own = QueueArguments.read(name, arguments)
         queue = self.queues[name] = Queue(
             name,
-            QueueLimits.from_arguments(name, arguments, self.settings),
+            self._limits(name, own, lambda: Inheritance((("", name),), ("",))),
+            self,
+            own=own,
+            options=QueueOptions.from_arguments(name, arguments),
             durable=durable,
             exclusive_owner=owner if exclusive else None,
             auto_delete=auto_delete,
             arguments=arguments,
             flow_scope=self.settings.flow_scope,
             recent=self.settings.recent,
-            clock=self.clock,
+            resume_interval=self.settings.resume_interval,
         )
         self.version += 1
         return queue
+
+    # Policies.
+
+    def _limits(
+        self,
+        name: str,
+        own: QueueArguments,
+        inheritance: Callable[[], Inheritance],
+        steered: PolicyDefinition | None = None,
+    ) -> QueueLimits:
+        definition, policies = self.policies.definition_for(name, own.definition, inheritance, is_set=own.is_set)
+        if steered is not None:
+            definition = steered.over(definition)
+        return QueueLimits.resolve(name, definition, self.settings, overflow=own.overflow, policies=policies)
+
+    def set_policy(self, policy: Policy) -> None:
+        """Add a policy, or replace the one of its name, for the queues that there are, too (D4)."""
+        self.policies.set(policy)
+        self._apply_policies()
+
+    def delete_policy(self, name: str) -> None:
+        """Remove a policy; queues go back to what else applies to them.
+
+        Raises:
+            LookupError: there is none of that name.
+        """
+        self.policies.delete(name)
+        self._apply_policies()
+
+    def replace_policies(self, policies: Iterable[Policy]) -> None:
+        """Have these policies and no others."""
+        self.policies = Policies(self.settings.virtual_host, policies)
+        self._apply_policies()
+
+    def steer(self, queue: Queue, definition: PolicyDefinition) -> None:
+        """Put what an operator sets of one queue before all policies and arguments (D4)."""
+        queue.steered = definition
+        self._apply_policies(queue)
+
+    def _apply_policies(self, changed: Queue | Exchange | None = None) -> None:
+        """Bring queues up to date with the policies: all, or one if only its own bindings have changed."""
+        bindings: dict[Queue, list[tuple[str, str]]] = {}
+        leads_to: dict[Queue | Exchange, list[Exchange]] = {}
+        for exchange in self.exchanges.values():
+            for binding in exchange.bindings.values():
+                destination = binding.destination
+                leads_to.setdefault(destination, []).append(exchange)
+                if isinstance(destination, Queue):
+                    bindings.setdefault(destination, []).append((exchange.name, binding.routing_key))
+
+        def inheritance(queue: Queue) -> Inheritance:
+            found: dict[Exchange, None] = {}
+            todo: list[Queue | Exchange] = [queue]
+            while todo:
+                for exchange in leads_to.get(todo.pop(), ()):
+                    if exchange not in found:
+                        found[exchange] = None
+                        todo.append(exchange)
+            ways = ("", queue.name), *bindings.get(queue, ())
+            return Inheritance(ways, ("", *(exchange.name for exchange in found)))
+
+        for queue in (changed,) if isinstance(changed, Queue) else tuple(self.queues.values()):
+            limits = self._limits(queue.name, queue.own, lambda: inheritance(queue), queue.steered)  # noqa: B023
+            queue.change(limits)
+        self.version += 1
+
+    def _bindings_changed(self, destination: Queue | Exchange | None = None) -> None:
+        self.version += 1
+        if self.policies.are_inherited:
+            self._apply_policies(destination)
 
     def delete_queue(self, queue: Queue) -> int:
         """Delete a queue with what is in it and bound to it.
@@ -145,6 +282,11 @@ class VirtualHost:
         self.version += 1
         self._unbind_everywhere(queue)
         return queue.delete()
+
+    def unused(self, queue: Queue) -> None:
+        """A queue was not used for as long as it may be (``x-expires``)."""
+        _log.info("queue '%s' is deleted: unused for %s s", queue.name, queue.options.expires)
+        self.delete_queue(queue)
 
     def consumer_gone(self, queue: Queue) -> None:
         """Take note that a consumer has left a queue."""
@@ -232,8 +374,8 @@ class VirtualHost:
                 ReplyCode.PRECONDITION_FAILED, f"exchange '{name}' has {len(exchange.bindings)} bindings"
             )
         del self.exchanges[name]
-        self.version += 1
         self._unbind_everywhere(exchange)
+        self._bindings_changed()
 
     def bind(
         self, destination: Queue | Exchange, source: str, routing_key: str, arguments: Mapping[str, object] | None
@@ -244,7 +386,7 @@ class VirtualHost:
             ChannelException: 403; the default exchange. 404; no such exchange. 406; arguments it cannot use.
         """
         self.bindable_exchange(source).bind(Binding(destination, routing_key, dict(arguments or {})))
-        self.version += 1
+        self._bindings_changed(destination)
 
     def unbind(
         self, destination: Queue | Exchange, source: str, routing_key: str, arguments: Mapping[str, object] | None
@@ -257,7 +399,7 @@ class VirtualHost:
         exchange = self.bindable_exchange(source)
         if exchange.unbind(Binding(destination, routing_key, dict(arguments or {}))):
             self._after_unbind(exchange)
-        self.version += 1
+        self._bindings_changed()
 
     def bindable_exchange(self, name: str) -> Exchange:
         """An exchange that may be bound, or bound to.
@@ -293,6 +435,9 @@ class VirtualHost:
             raise ChannelException(
                 ReplyCode.ACCESS_REFUSED, f"exchange '{exchange.name}' is internal; publish to one that is bound to it"
             )
+        self._resolve(target, exchange)
+
+    def _resolve(self, target: Target, exchange: Exchange) -> None:
         if not exchange.name:
             queue = self.queues.get(target.routing_key)
             target.queues = (queue,) if queue is not None else ()
@@ -317,19 +462,21 @@ class VirtualHost:
             In how many queues it is now.
 
         Raises:
-            ChannelException: 404; no such exchange. 506; a queue refused it.
+            ChannelException: 404; no such exchange. 406; an impossible ``expiration``. 506; a queue refused it.
         """
         target = Target(exchange, routing_key)
         self.resolve(target)
-        message = StoredMessage(target, encode_header(len(body), properties), body)
+        header = encode_header(len(body), properties)
+        user_id_of(header)
+        message = StoredMessage(target, header, body)
         queues = self.destinations(message)
-        reason = self.refusal(queues, message.size)
-        if reason is not None:
-            raise ChannelException(ReplyCode.RESOURCE_ERROR, reason)
+        refused = self.refusal(queues, message.size, has_line=False)
+        if refused is not None:
+            raise ChannelException(ReplyCode.RESOURCE_ERROR, refused.reason)
         for queue in queues:
             queue.enqueue(message)
         for queue in queues:
-            queue.dispatch()
+            queue.after_publish()
         return len(queues)
 
     def destinations(self, message: StoredMessage) -> tuple[Queue, ...]:
@@ -363,10 +510,123 @@ class VirtualHost:
         return tuple(queues)
 
     @staticmethod
-    def refusal(queues: Iterable[Queue], size: int) -> str | None:
-        """Why a message of `size` body bytes is refused: if one of its destinations refuses it, none gets it."""
+    def refusal(queues: Iterable[Queue], size: int, *, has_line: bool = True) -> Refusal | None:
+        """Why a message of `size` body bytes is not taken now: if one of its destinations refuses it, none gets it.
+
+        It waits if all that refuse it would have it wait, or if others wait before it.
+
+        Args:
+            queues: its destinations.
+            size: body bytes.
+            has_line: whether those count that wait already.
+        """
+        found = None
         for queue in queues:
-            reason = queue.refusal(size)
-            if reason is not None:
-                return reason
-        return None
+            reason = queue.refusal(size) if queue.may_refuse else None
+            if reason is None and has_line and queue.has_line:
+                reason = f"publishes wait for room in queue '{queue.name}'"
+            elif reason is not None and not queue.lets_wait(size):
+                return Refusal(queue, reason, False)
+            if found is None and reason is not None:
+                found = Refusal(queue, reason, True)
+        return found
+
+    # Publishes that wait (A4).
+
+    def wait(self, message: StoredMessage, queues: tuple[Queue, ...], publisher: Publisher, tag: int) -> WaitingPublish:
+        """Let a publish wait until all of its destinations take it.
+
+        Args:
+            message: what was published.
+            queues: where it goes.
+            publisher: whose it is.
+            tag: its publish sequence number; 0 without confirms.
+        """
+        deadline = self.clock() + self.settings.max_producer_flow_control_wait
+        waiting = WaitingPublish(message, queues, publisher, tag, deadline)
+        for queue in queues:
+            was_watched = queue.is_watched
+            queue.waiting.push(waiting)
+            queue.wait(deadline)
+            if not was_watched:
+                # What comes after it here must not pass it.
+                self.version += 1
+        return waiting
+
+    def stop_waiting(self, waiting: WaitingPublish) -> None:
+        """A publish waits no more; those behind it are looked at soon."""
+        waiting.is_over = True
+        now = self.clock()
+        for queue in waiting.queues:
+            queue.waiting.leave()
+            queue.wait(now)
+
+    def admit_waiting(self, queue: Queue, now: float) -> None:
+        """Let those in that come first and find room, and give up those whose time is over."""
+        while (waiting := queue.waiting.head()) is not None:
+            queues = tuple(each for each in waiting.queues if not each.is_deleted)
+            refused: Refusal | None
+            if any(each.waiting.head() is not waiting for each in queues):
+                refused = Refusal(queue, f"publishes wait before it in queue '{queue.name}'", True)
+            else:
+                refused = self.refusal(queues, waiting.message.size, has_line=False)
+                if refused is not None and any(each.makes_wait(waiting.message.size) for each in queues):
+                    # Whoever else refuses it now may have room later.
+                    refused = refused._replace(waits=True)
+            if refused is None:
+                self.stop_waiting(waiting)
+                waiting.queues = queues
+                waiting.publisher.admit(waiting)
+                continue
+            if refused.waits and now < waiting.deadline:
+                queue.wait(waiting.deadline)
+                break
+            self.stop_waiting(waiting)
+            reason = refused.reason
+            if refused.waits:
+                reason = f"{reason}; waited {self.settings.max_producer_flow_control_wait} s"
+            if not waiting.publisher.give_up(waiting, reason):
+                refused.queue.count_drop(DropReason.REFUSED)
+
+    # Dead letters.
+
+    def died(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
+        """A message was dropped by a queue with a dead-letter exchange.
+
+        One that dies while another is buried waits for its turn, so that a chain of queues is no chain of calls.
+        """
+        self._dead.append((queue, message, reason))
+        if self._is_burying:
+            return
+        self._is_burying = True
+        try:
+            while self._dead:
+                self._bury(*self._dead.popleft())
+        finally:
+            self._is_burying = False
+
+    def _bury(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
+        options = queue.options
+        exchange = self.exchanges.get(options.dead_letter_exchange or "")
+        if exchange is None:
+            _log.warning(
+                "queue '%s': a message is lost (%s): there is no dead-letter exchange '%s'",
+                queue.name,
+                reason,
+                options.dead_letter_exchange,
+            )
+            return
+        key = options.dead_letter_routing_key
+        target = Target(exchange.name, message.target.routing_key if key is None else key)
+        self._resolve(target, exchange)
+        letter = mourn(message, queue.name, reason, target, self._wall_clock())
+        deaths = deaths_of(letter)
+        for heir in self.destinations(letter):
+            # Nobody is there to be told of a refusal, and each queue decides for itself.
+            if is_cycle(heir.name, reason, deaths):
+                _log.warning("queue '%s': a message is lost: it died there before, and comes round again", heir.name)
+            elif heir.refusal(letter.size) is not None:
+                heir.count_drop(DropReason.REFUSED)
+            else:
+                heir.enqueue(letter)
+                heir.after_publish()

@@ -15,11 +15,12 @@ import pamqp.commands
 import pamqp.decode
 import pamqp.header
 
-from qflow_client.broker.errors import ConnectionException, ReplyCode
+from qflow_client.broker.errors import ChannelException, ConnectionException, ReplyCode
 from qflow_client.frames import BODY_FRAME, FRAME_OVERHEAD, HEADER_FRAME, METHOD_FRAME, frame
 
 __all__ = [
     "CONTENT_HEADER",
+    "HAS_EXPIRATION",
     "ack",
     "cancel",
     "consumer_ok",
@@ -29,6 +30,7 @@ __all__ = [
     "decode_properties",
     "deliver_prefix",
     "encode_header",
+    "expiration_of",
     "get_ok",
     "method",
     "method_name",
@@ -36,7 +38,9 @@ __all__ = [
     "queue_declare_ok",
     "return_",
     "short",
+    "time_to_live",
     "user_id_of",
+    "with_headers",
 ]
 
 _HEAD = Struct(">BHI")
@@ -140,7 +144,10 @@ def _check_fields(data: bytes, at: int, end: int, *, named: bool = True) -> None
         raise ValueError(f"its last field ends {at - end} bytes behind it")
 
 
+#: In the byte at 12 of a content header: it has the property ``expiration``.
+HAS_EXPIRATION = 1
 _HEADERS_FLAG = 1 << 13
+_EXPIRATION_FLAG = 1 << 8
 _TIMESTAMP_FLAG = 1 << 6
 _USER_ID_FLAG = 1 << 4
 #: Flag and fixed size of each basic property, in the order of the wire; size 0 is a short string.
@@ -152,7 +159,7 @@ _PROPERTIES = (
     (1 << 11, 1),
     (1 << 10, 0),
     (1 << 9, 0),
-    (1 << 8, 0),
+    (_EXPIRATION_FLAG, 0),
     (1 << 7, 0),
     (_TIMESTAMP_FLAG, 8),
     (1 << 5, 0),
@@ -167,7 +174,7 @@ _MAX_SOUND_TABLES = 1024
 
 
 def user_id_of(header: bytes) -> str | None:
-    """Check that a content header is well-formed, without decoding it.
+    """Check that a content header is well-formed and has no impossible ``expiration``, without decoding it.
 
     Args:
         header: the payload of a content header frame.
@@ -176,6 +183,7 @@ def user_id_of(header: bytes) -> str | None:
         The property ``user_id``, the only one that the broker itself has a say in.
 
     Raises:
+        ChannelException: 406; its ``expiration`` is no number of milliseconds.
         ConnectionException: 502; it is not well-formed.
     """
     end = len(header)
@@ -208,6 +216,8 @@ def user_id_of(header: bytes) -> str | None:
                 user_id = text
     if at != end:
         raise _syntax("content header", f"{end - at} bytes follow the properties")
+    if flags & _EXPIRATION_FLAG:
+        time_to_live(header)
     return user_id
 
 
@@ -259,9 +269,76 @@ def decode_headers(header: bytes) -> dict[str, Any]:
 
 
 def _without_timestamp(header: bytes) -> bytes:
-    at = _offset(header, _TIMESTAMP_FLAG)
-    flags = int.from_bytes(header[12:14], "big") & ~_TIMESTAMP_FLAG
-    return header[:12] + flags.to_bytes(2, "big") + header[14:at] + header[at + 8 :]
+    return _with_properties(header, {_TIMESTAMP_FLAG: None})
+
+
+def _with_properties(header: bytes, changes: dict[int, bytes | None]) -> bytes:
+    """A content header with some properties as given, or without them; what is not named stays as it came."""
+    properties: dict[int, bytes | None] = {}
+    at = 14
+    for flag, size in _layout(int.from_bytes(header[12:14], "big")):
+        stop = at + _property_size(header, at, size)
+        properties[flag] = header[at:stop]
+        at = stop
+    there = {flag: raw for flag, raw in (properties | changes).items() if raw is not None}
+    return b"".join((header[:12], sum(there).to_bytes(2, "big"), *(there[flag] for flag in sorted(there)[::-1])))
+
+
+def with_headers(header: bytes, headers: dict[bytes, bytes]) -> bytes:
+    """A content header with more headers, or others, and without ``expiration``.
+
+    Args:
+        header: the payload of a content header frame that was found well-formed.
+        headers: each with its type, by name.
+    """
+    fields: dict[bytes, bytes] = {}
+    if int.from_bytes(header[12:14], "big") & _HEADERS_FLAG:
+        at = _offset(header, _HEADERS_FLAG)
+        end = at + _property_size(header, at, -1)
+        at += 4
+        while at < end:
+            kind_at = at + 1 + header[at]
+            size = _FIELD_SIZES.get(header[kind_at])
+            if size is None:
+                size = 4 + int.from_bytes(header[kind_at + 1 : kind_at + 5], "big")
+            stop = kind_at + 1 + size
+            fields[header[at + 1 : kind_at]] = header[kind_at:stop]
+            at = stop
+    table = b"".join(b"%c%b%b" % (len(name), name, value) for name, value in (fields | headers).items())
+    changes = {_HEADERS_FLAG: len(table).to_bytes(4, "big") + table, _EXPIRATION_FLAG: None}
+    return _with_properties(header, changes)
+
+
+def expiration_of(header: bytes) -> str:
+    """The property ``expiration``, which is there.
+
+    Args:
+        header: the payload of a content header frame that was found well-formed.
+    """
+    at = _offset(header, _EXPIRATION_FLAG)
+    return header[at + 1 : at + 1 + header[at]].decode()
+
+
+def time_to_live(header: bytes) -> int:
+    """Milliseconds that a message may wait, by its property ``expiration``, which is there.
+
+    Raises:
+        ChannelException: 406; it is no number of milliseconds.
+    """
+    text = expiration_of(header)
+    if not text.isascii() or not text.isdigit():
+        raise ChannelException(
+            ReplyCode.PRECONDITION_FAILED,
+            f"invalid expiration {text!r}: it must be a whole number of milliseconds, as a string",
+        )
+    return int(text)
+
+
+def _property_size(header: bytes, at: int, size: int) -> int:
+    """Bytes that a property takes, its length included."""
+    if size > 0:
+        return size
+    return 1 + header[at] if size == 0 else 4 + int.from_bytes(header[at : at + 4], "big")
 
 
 def _offset(header: bytes, wanted: int) -> int:
@@ -270,10 +347,7 @@ def _offset(header: bytes, wanted: int) -> int:
     for flag, size in _layout(int.from_bytes(header[12:14], "big")):
         if flag == wanted:
             break
-        if size > 0:
-            at += size
-        else:
-            at += 1 + header[at] if size == 0 else 4 + int.from_bytes(header[at : at + 4], "big")
+        at += _property_size(header, at, size)
     return at
 
 

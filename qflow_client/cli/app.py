@@ -13,9 +13,11 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from qflow_client import QflowError, SettingsError, __version__
+from qflow_client.cli.admin import admin
 from qflow_client.cli.broker import broker
 from qflow_client.cli.demo import demo
 from qflow_client.cli.errors import CommandError, ExitCode
+from qflow_client.cli.outbox import outbox
 from qflow_client.cli.send import send
 
 __all__ = ["app", "run"]
@@ -26,7 +28,8 @@ app = typer.Typer(
     no_args_is_help=True,
     # Errors that are meant for people become one line in `run`; the others are shown whole, as Python shows them.
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    # Tables of options would cut names and examples at 80 columns.
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -60,6 +63,8 @@ def _qflow(
 app.command()(send)
 app.command()(broker)
 app.command()(demo)
+app.add_typer(outbox, name="outbox")
+app.add_typer(admin)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import ssl
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,7 +16,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from qflow_client.broker import AmqpError, Broker, Enforcement, FlowScope, QueueSnapshot
+from qflow_client.broker import AmqpError, Broker, Enforcement, FlowScope, Policy, QueueSnapshot
+from qflow_client.cli.config import Config, read_config
 from qflow_client.cli.errors import CommandError, ExitCode
 from qflow_client.cli.stopping import Stopped, Stopping
 
@@ -75,29 +80,52 @@ def _users(pairs: list[str]) -> dict[str, str]:
     return users
 
 
-def _thresholds(**marks: int | None) -> dict[str, int]:
-    """Queue arguments by the names that they have in `Queue.Declare`."""
-    return {f"qpid.{name}": value for name, value in marks.items() if value is not None}
+def _ssl_context(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
+    if certificate is None:
+        if key is not None:
+            raise CommandError("tls_key: for which certificate? give tls_certificate too", ExitCode.USAGE)
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(certificate, key)
+    except OSError as error:
+        # Whichever of the two it is, Python does not say.
+        files = f"{certificate} and {key}" if key is not None else str(certificate)
+        raise CommandError(f"{files}: no certificate with its key: {error}", ExitCode.USAGE) from error
+    return context
 
 
 def broker(
-    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="The port to listen on; 0 for a free one.")] = 5672,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.toml", help="Where options come from that are not given here.", dir_okay=False),
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="The address to listen on; 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option(help="The port to listen on; 5672. 0 for a free one.")] = None,
     user: Annotated[
         list[str] | None,
         typer.Option("--user", metavar="NAME:PASSWORD", help="Who may log in; may be repeated; guest:guest if none."),
+    ] = None,
+    tls_certificate: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A certificate, in PEM; with it everything has TLS.")
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Its key, unless it stands in the same file.")
     ] = None,
     virtual_host: Annotated[str | None, typer.Option(help="The name of the virtual host.")] = None,
     enforcement: Annotated[
         Enforcement | None,
         typer.Option(
-            help="How a queue that is ON holds its producers: [b]channel_flow[/b] sends Channel.Flow, "
-            "[b]completion[/b] holds confirms back; [b]both[/b] unless given."
+            help="How a queue that is ON holds its producers: channel_flow sends Channel.Flow, "
+            "completion holds confirms back; both unless given."
         ),
     ] = None,
     flow_scope: Annotated[
         FlowScope | None,
-        typer.Option(help="Whom it holds: the [b]offender[/b] (unless given), or all recent [b]publishers[/b]."),
+        typer.Option(help="Whom it holds: the offender (unless given), or all recent publishers."),
+    ] = None,
+    recent: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="How long a publisher counts as recent; 10.")
     ] = None,
     default_flow_stop_threshold: Annotated[
         int | None, typer.Option(metavar="PERCENT", help="Of a queue's maximum, where it turns ON by default; 80.")
@@ -111,7 +139,59 @@ def broker(
     flow_resume_capacity: Annotated[
         int | None, typer.Option(metavar="BYTES", help="Down to it a queue stays ON; the capacity unless given.")
     ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policy",
+            metavar="'NAME KEY=VALUE…'",
+            help="A policy for queues: 'small pattern=^orders policy=reject max_count=100'; may be repeated.",
+        ),
+    ] = None,
+    max_producer_flow_control_wait: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="For how long a publish waits where the policy is wait; 60."),
+    ] = None,
     heartbeat: Annotated[int | None, typer.Option(metavar="SECONDS", help="Proposed to clients; 60. 0, none.")] = None,
+    frame_max: Annotated[
+        int | None, typer.Option(metavar="BYTES", help="Of the largest frame, proposed to clients; 131072.")
+    ] = None,
+    channel_max: Annotated[int | None, typer.Option(help="Channels of a connection; 2047.")] = None,
+    max_connections: Annotated[int | None, typer.Option(help="Connections at once; 10000.")] = None,
+    max_message_size: Annotated[
+        int | None, typer.Option(metavar="BYTES", help="Of the largest message; 134217728.")
+    ] = None,
+    unauthenticated_timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="That a connection may take to be opened; 10.")
+    ] = None,
+    close_timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="That a peer may take to answer Connection.Close; 5.")
+    ] = None,
+    backlog_count: Annotated[
+        int | None,
+        typer.Option(metavar="MESSAGES", help="Unsettled ones of a connection that flow all its channels; 0, never."),
+    ] = None,
+    backlog_size: Annotated[int | None, typer.Option(metavar="BYTES", help="The same in body bytes.")] = None,
+    flow_grace: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="To obey Channel.Flow, before what follows counts; 5.")
+    ] = None,
+    tarpit_after: Annotated[
+        int | None, typer.Option(metavar="MESSAGES", help="Past that, each so many end reading for a time; 0, never.")
+    ] = None,
+    tarpit_time: Annotated[float | None, typer.Option(metavar="SECONDS", help="For how long; 1.")] = None,
+    close_channel_after: Annotated[
+        int | None, typer.Option(metavar="MESSAGES", help="Past that, with more the channel is closed; 0, never.")
+    ] = None,
+    close_connection_after: Annotated[
+        int | None, typer.Option(metavar="MESSAGES", help="The same for the connection; 0, never.")
+    ] = None,
+    resume_interval: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Between two channels that a queue lets go on; 0.")
+    ] = None,
+    http_host: Annotated[str | None, typer.Option(help="The address on which the HTTP API listens; 127.0.0.1.")] = None,
+    http_port: Annotated[int | None, typer.Option(help="Its port; 0 for a free one; no HTTP API unless given.")] = None,
+    http_token: Annotated[
+        str | None, typer.Option(help="What its clients have to show; QFLOW_HTTP_TOKEN. Required off loopback.")
+    ] = None,
     queue: Annotated[
         list[str] | None,
         typer.Option("--queue", metavar="NAME", help="A durable queue to begin with; may be repeated."),
@@ -128,57 +208,101 @@ def broker(
     flow_resume_size: Annotated[
         int | None, typer.Option(metavar="BYTES", help="For --queue: below it the queue is OFF; 7/8 unless given.")
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but the URL.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but the URLs.")] = False,
 ) -> None:
     """Run a broker for trials and tests, until Ctrl-C or SIGTERM.
 
     It speaks AMQP 0-9-1, keeps everything in memory, and holds producers by the thresholds of its queues. Its URL is
-    printed once it takes connections. Whoever stops it gets exit code 0.
+    printed once it takes connections, and that of its HTTP API if there is one. Whoever stops it gets exit code 0.
     """
-    given: dict[str, Any] = {
+    flags: dict[str, Any] = {
         "host": host,
         "port": port,
         "users": _users(user) if user else None,
+        "tls_certificate": tls_certificate,
+        "tls_key": tls_key,
         "virtual_host": virtual_host,
         "enforcement": enforcement,
         "flow_scope": flow_scope,
+        "recent": recent,
         "default_flow_stop_threshold": default_flow_stop_threshold,
         "default_flow_resume_threshold": default_flow_resume_threshold,
         "capacity": capacity,
         "flow_resume_capacity": flow_resume_capacity,
+        "max_producer_flow_control_wait": max_producer_flow_control_wait,
         "heartbeat": heartbeat,
+        "frame_max": frame_max,
+        "channel_max": channel_max,
+        "max_connections": max_connections,
+        "max_message_size": max_message_size,
+        "unauthenticated_timeout": unauthenticated_timeout,
+        "close_timeout": close_timeout,
+        "backlog_count": backlog_count,
+        "backlog_size": backlog_size,
+        "flow_grace": flow_grace,
+        "tarpit_after": tarpit_after,
+        "tarpit_time": tarpit_time,
+        "close_channel_after": close_channel_after,
+        "close_connection_after": close_connection_after,
+        "resume_interval": resume_interval,
+        "http_host": http_host,
+        "http_port": http_port,
+        "http_token": http_token or os.environ.get("QFLOW_HTTP_TOKEN"),
     }
-    arguments = _thresholds(
-        flow_stop_count=flow_stop_count,
-        flow_resume_count=flow_resume_count,
-        flow_stop_size=flow_stop_size,
-        flow_resume_size=flow_resume_size,
-    )
-    if arguments and not queue:
-        raise CommandError(f"{', '.join(arguments)}: for which queue? give --queue NAME", ExitCode.USAGE)
+    given = {name: value for name, value in flags.items() if value is not None}
+    marks = {
+        "flow_stop_count": flow_stop_count,
+        "flow_resume_count": flow_resume_count,
+        "flow_stop_size": flow_stop_size,
+        "flow_resume_size": flow_resume_size,
+    }
+    marks_given = {name: value for name, value in marks.items() if value is not None}
+    if marks_given and not queue:
+        raise CommandError(f"{', '.join(marks_given)}: for which queue? give --queue NAME", ExitCode.USAGE)
+    read = read_config(config)
+    queues = dict(read.queues) | dict.fromkeys(queue or (), marks_given)
     try:
-        embedded = Broker(**{name: value for name, value in given.items() if value is not None})
+        if policy:
+            given["policies"] = [Policy.parse(text) for text in policy]
     except (TypeError, ValueError) as error:
         raise CommandError(str(error), ExitCode.USAGE) from error
+    embedded = _make(read, given)
     console = Console(stderr=True, quiet=quiet)
     with ExitStack() as stack:
         stopping = stack.enter_context(Stopping())
         try:
             running = stack.enter_context(embedded)
         except OSError as error:
-            raise CommandError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-        for name in queue or ():
+            raise CommandError(error.strerror or str(error)) from error
+        for name, its_marks in queues.items():
+            arguments = {f"qpid.{mark}": value for mark, value in its_marks.items()}
             try:
                 running.declare_queue(name, durable=True, arguments=arguments)
             except AmqpError as error:
-                raise CommandError(str(error), ExitCode.USAGE) from error
+                where = "" if its_marks is marks_given or read.path is None else f"{read.path}: "
+                raise CommandError(f"{where}{error}", ExitCode.USAGE) from error
         print(running.url, flush=True)
+        if running.settings.http_port is not None:
+            print(running.http_url, flush=True)
         try:
             with stopping.breakable():
                 _watch(running, console)
         except Stopped:
             assert stopping.signal is not None
             console.print(f"{stopping.signal.name}: the broker ends")
+
+
+def _make(config: Config, given: Mapping[str, Any]) -> Broker:
+    settings: dict[str, Any] = {"port": 5672, **config.settings, **given}
+    certificate, key = settings.pop("tls_certificate", None), settings.pop("tls_key", None)
+    try:
+        return Broker(**settings, ssl_context=_ssl_context(certificate, key))
+    except (TypeError, ValueError) as error:
+        text = str(error)
+        # What is refused is named first; it may stand in the file.
+        name = text.split(maxsplit=1)[0].partition("=")[0]
+        where = f"{config.path}: " if name in config.settings and name not in given else ""
+        raise CommandError(f"{where}{text}", ExitCode.USAGE) from error
 
 
 def _watch(running: Broker, console: Console) -> None:

@@ -305,8 +305,8 @@ def send(
         typer.Option(
             "--format",
             "-f",
-            help="[b]lines[/b]: the bytes of each line. [b]csv[/b]: each record as a JSON object, with names from the "
-            "first row. [b]jsonl[/b]: each line, checked to be JSON; blank lines are left out. By the file's ending "
+            help="lines: the bytes of each line. csv: each record as a JSON object, with names from the "
+            "first row. jsonl: each line, checked to be JSON; blank lines are left out. By the file's ending "
             "unless given.",
         ),
     ] = None,
@@ -320,6 +320,10 @@ def send(
         ),
     ] = None,
     rate: Annotated[float | None, typer.Option(help="The most messages per second, on average.")] = None,
+    rate_burst: Annotated[
+        int | None,
+        typer.Option(help="How many may go at once after a rest; what the rate gives in 50 ms unless given."),
+    ] = None,
     skip: Annotated[
         int, typer.Option(min=0, help="Leave out so many records at the beginning: to go on where a run ended.")
     ] = 0,
@@ -341,6 +345,7 @@ def send(
         "routing_key": routing_key,
         "capacity": capacity,
         "rate": rate,
+        "rate_burst": rate_burst,
     }
     given = {name: value for name, value in given.items() if value is not None}
     if wait is not None:

@@ -201,8 +201,7 @@ def demo(
     enforcement: Annotated[
         Enforcement,
         typer.Option(
-            help="How the broker holds the producers: [b]channel_flow[/b] sends Channel.Flow, [b]completion[/b] holds "
-            "confirms back."
+            help="How the broker holds the producers: channel_flow sends Channel.Flow, completion holds confirms back."
         ),
     ] = Enforcement.BOTH,
     consumer_rate: Annotated[

@@ -99,9 +99,10 @@ class Scene:
         table.add_column("", no_wrap=True)
         for name in ("messages", "msg/s"):
             table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("now", no_wrap=True, min_width=20)
+        table.add_column("now held by", no_wrap=True, min_width=len(", ".join(BY_THE_BROKER)))
         for kind in BY_THE_BROKER:
-            table.add_column(f"by {kind}", justify="right", no_wrap=True)
+            # For how long so far.
+            table.add_column(kind, justify="right", no_wrap=True)
         for producer in run.producers:
             held = [text.seconds(producer.seconds_flowed.get(kind, 0.0)) for kind in BY_THE_BROKER]
             table.add_row(
@@ -126,8 +127,8 @@ class Scene:
 
 def _state(producer: ProducerTally) -> Text:
     if not producer.holds:
-        return Text("unflowed", style="green")
-    return Text(f"flowed: {', '.join(producer.holds)}", style="red", overflow="ellipsis")
+        return Text("nothing", style="green")
+    return Text(", ".join(producer.holds), style="red", overflow="ellipsis")
 
 
 def progress_line(run: Run, note: str, seconds: float) -> str:

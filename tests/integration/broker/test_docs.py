@@ -4,13 +4,16 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
+
 from qflow_client.broker import Broker, BrokerSettings, arguments
+from qflow_client.broker.http.operations import api
 
 PAGE = (Path(__file__).parents[3] / "docs" / "broker.md").read_text()
 
 
-def test_the_example_runs():
-    (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+@pytest.mark.parametrize("example", re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
+def test_the_examples_run(example):
     exec(compile(example, "docs/broker.md", "exec"), {})
 
 
@@ -29,9 +32,9 @@ def test_every_setting_is_on_the_page_with_its_default():
 
 
 def test_every_queue_argument_is_on_the_page():
-    section = PAGE.split("## Queue arguments")[1].split("##")[0]
+    section = PAGE.split("## Queue arguments")[1].split("\n## ")[0]
     names = [value for name, value in vars(arguments).items() if name.isupper() and isinstance(value, str)]
-    assert len(names) == 10
+    assert len(names) == 22
     assert all(f"| `{name}` |" in section for name in names)
 
 
@@ -39,3 +42,11 @@ def test_every_public_method_is_on_the_page():
     methods = [name for name in vars(Broker) if not name.startswith("_") and name not in ("port", "url")]
     missing = [name for name in methods if f"`{name}" not in PAGE and f"await {name}" not in PAGE]
     assert missing == []
+
+
+def test_every_operation_of_the_http_api_is_on_its_page():
+    page = (Path(__file__).parents[3] / "docs" / "http.md").read_text()
+    told = set()
+    for methods, paths in re.findall(r"^\| (`[A-Z`, ]+`) \| (`/.*?`) \|", page, re.MULTILINE):
+        told |= {(method, path) for method in re.findall(r"\w+", methods) for path in re.findall(r"`(.*?)`", paths)}
+    assert told == {(operation.method, operation.path) for operation in api.operations}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 import threading
 import time
@@ -79,6 +80,27 @@ def test_queues_and_messages_can_be_handled_without_a_connection(broker):
         broker.publish("text", "q")
     with pytest.raises(ChannelException, match=r"qpid\.max_count='x'"):
         broker.declare_queue("q", arguments={"qpid.max_count": "x"})
+
+
+def test_an_expiration_that_is_no_number_is_refused(broker):
+    broker.declare_queue("q")
+    with pytest.raises(ChannelException, match="invalid expiration 'soon'"):
+        broker.publish(b"x", "q", properties=commands.Basic.Properties(expiration="soon"))
+    assert broker.queue("q").depth == 0
+
+
+def test_what_time_brings_comes_without_anybody_asking(broker):
+    broker.declare_queue("dead")
+    to_dead = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead"}
+    broker.declare_queue("q", arguments={"x-message-ttl": 30, **to_dead})
+    broker.declare_queue("unused", arguments={"x-expires": 60})
+    broker.publish(b"late", "unused", properties=commands.Basic.Properties(expiration="40"))
+    for _ in range(2):
+        broker.publish(b"x", "q")
+        broker.wait_until(lambda b: not b.queue("q").depth)
+    broker.wait_until(lambda b: len(b.queues()) == 2)
+    assert broker.queue("q").to_json()["drops"] == {"expired": 2}
+    assert broker.queue("dead").depth == 2
 
 
 def test_C7_counters_have_qpids_names(broker, connect):
@@ -443,3 +465,35 @@ def test_frames_can_be_traced(connect):
         client = connect(broker).open().channel()
         assert ("in", client.name, 1, "Channel.Open") in lines
         assert ("out", client.name, 1, "Channel.OpenOk") in lines
+
+
+@pytest.mark.parametrize(
+    ("options", "warns"),
+    [
+        ({}, False),
+        ({"host": "localhost"}, False),
+        ({"host": "0.0.0.0"}, True),
+        ({"host": "0.0.0.0", "users": {"a": "b"}}, False),
+    ],
+)
+def test_a_broker_that_everybody_can_reach_with_a_password_that_everybody_knows_says_so(options, warns, caplog):
+    with caplog.at_level(logging.WARNING), Broker(**options):
+        pass
+    assert [record.name for record in caplog.records] == ["qflow_client.broker.server"] * warns
+    assert all("set users" in message for message in caplog.messages)
+
+
+def test_F5_a_channel_tells_where_it_publishes_to_and_consumes_from(broker, connect):
+    broker.declare_queue("q")
+    client = connect(broker).open().channel()
+    for number in range(9):
+        client.publish(routing_key=f"key {number}")
+        client.publish(routing_key="q")
+    client.call(1, commands.Basic.Consume(queue="q"), commands.Basic.ConsumeOk)
+    broker.wait_until(lambda b: b.channels()[0].published == 18)
+    (channel,) = broker.channels()
+    # The last few only.
+    assert [target.routing_key for target in channel.targets] == [*(f"key {number}" for number in range(2, 9)), "q"]
+    assert {target.exchange for target in channel.targets} == {""}
+    assert channel.consumes_from == ("q",)
+    assert channel.to_json()["targets"][-1] == {"exchange": "", "routingKey": "q"}

@@ -1,19 +1,25 @@
 from __future__ import annotations
 
+import inspect
 import io
+import json
 import signal
 import subprocess
 import sys
+import urllib.request
+from dataclasses import fields
+from pathlib import Path
 
 import pika
 import pytest
 from pika.exceptions import ProbableAuthenticationError
 from rich.console import Console
 
-from qflow_client import Producer
-from qflow_client.broker import Broker
+from qflow_client import MessageNacked, Producer
+from qflow_client.broker import Broker, BrokerSettings
 from qflow_client.cli import main
-from qflow_client.cli.broker import queue_table
+from qflow_client.cli.broker import broker, queue_table
+from qflow_client.cli.config import MARKS, SETTINGS
 
 
 def start(*arguments: str) -> tuple[subprocess.Popen[str], str]:
@@ -67,6 +73,7 @@ def test_its_settings_are_options() -> None:
             ["--port", "0", "--queue", "q", "--flow-stop-count", "5", "--flow-resume-count", "6"],
             "qpid.flow_stop_count=5 and qpid.flow_resume_count=6",
         ),
+        (["--port", "0", "--policy", "p max_cont=1"], "a policy sets no 'max_cont'; the nearest is 'max_count'"),
         (["--port", "0", "--user", "ann"], "a user is given as NAME:PASSWORD"),
     ],
 )
@@ -75,24 +82,158 @@ def test_a_wrong_setting_is_a_usage_error(arguments: list[str], words: str, caps
     assert words in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.usefixtures("no_retries")
+def test_A4_policies_are_options() -> None:
+    process, url = start(
+        "--policy", "narrow pattern=^orders$ policy=wait max_count=1", "--policy", "other pattern=^x max_count=5",
+        "--max-producer-flow-control-wait", "0.1", "--queue", "orders", "--quiet",
+    )  # fmt: skip
+    try:
+        with Producer(url, routing_key="orders") as producer:
+            producer.send(b"1").result(10)
+            receipt = producer.send(b"2")
+            with pytest.raises(MessageNacked):
+                receipt.result(10)
+    finally:
+        process.terminate()
+        process.communicate(timeout=20)
+
+
+CONFIG = """
+port = 0
+enforcement = "channel_flow"
+recent = 2.5
+http_port = 0
+
+[users]
+ann = "s3cret"
+
+[[queue]]
+name = "orders"
+flow_stop_count = 100
+flow_resume_count = 70
+
+[[queue]]
+name = "invoices"
+flow_stop_size = 1000
+
+[[policy]]
+name = "narrow"
+pattern = "^invoices$"
+policy = "ring"
+max_count = 7
+"""
+
+
+def test_its_options_can_stand_in_a_file_and_flags_come_first(tmp_path: Path) -> None:
+    path = tmp_path / "broker.toml"
+    path.write_text(CONFIG)
+    process, url = start("--config", str(path), "--enforcement", "completion", "--queue", "more", "--quiet")
+    try:
+        assert process.stdout is not None
+        http_url = process.stdout.readline().strip()
+        assert url.startswith("amqp://ann:s3cret@127.0.0.1:")
+        with urllib.request.urlopen(f"{http_url}/api/queues", timeout=20) as answer:
+            queues = {queue["name"]: queue for queue in json.load(answer)}
+        assert list(queues) == ["orders", "invoices", "more"]
+        assert {queue["enforcement"] for queue in queues.values()} == {"completion"}
+        marks = {name: queue["thresholds"] for name, queue in queues.items()}
+        assert (marks["orders"]["flowStopCount"], marks["orders"]["flowResumeCount"]) == (100, 70)
+        assert (marks["invoices"]["flowStopSize"], marks["invoices"]["flowResumeSize"]) == (1000, 875)
+        assert set(marks["more"].values()) == {0}
+        assert (queues["invoices"]["policies"], queues["invoices"]["policy"]) == (["narrow"], "ring")
+    finally:
+        process.terminate()
+        process.communicate(timeout=20)
+
+
+def test_the_token_can_stand_in_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QFLOW_HTTP_TOKEN", "short")
+    assert main(["broker", "--port", "0", "--http-port", "0"]) == 2
+    assert "http_token must be at least 8 visible" in capsys.readouterr().err
+
+
+def test_every_setting_is_a_flag_and_has_a_word_in_the_file() -> None:
+    flags = set(inspect.signature(broker).parameters)
+    assert {field.name for field in fields(BrokerSettings)} - set(SETTINGS) == {"ssl_context", "trace"}
+    assert {{"users": "user", "policies": "policy"}.get(name, name) for name in SETTINGS} < flags
+    assert {"tls_certificate", "tls_key", "queue", *MARKS} < flags
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("port = ", "not TOML: Invalid value (at "),
+        ("prot = 5", "there is no option 'prot'; did you mean 'port'?"),
+        ("http-port = 5", "there is no option 'http-port'; did you mean 'http_port'?"),
+        ("trace = 5", "there is no option 'trace'; "),
+        ("port = 70000", "port must be from 0 to 65535, not 70000"),
+        ("port = '5672'", "port must be an int, not str: '5672'"),
+        ("enforcement = 'none'", "enforcement must be one of 'channel_flow', 'completion', 'both', not 'none'"),
+        ("users = {}", "users must map at least one user name to its password"),
+        ("http_port = 0\nhttp_host = '0.0.0.0'", "http_host='0.0.0.0' is not a loopback address: set an http_token"),
+        ("capacity = 5\nflow_resume_capacity = 6", "capacity=5 and flow_resume_capacity=6"),
+        ("[queue]\nname = 'q'", "a queue is a table that begins with [[queue]]"),
+        ("[[queue]]\nflow_stop_count = 1", "[[queue]] number 1: name must be a name, not None"),
+        ("[[queue]]\nname = 'q'\n[[queue]]\nname = 'q'", "[[queue]] number 2: 'q' is there twice"),
+        ("[[queue]]\nname = 'q'\nflow_stop = 1", "[[queue]] number 1: there is no option 'flow_stop'; did you mean"),
+        ("[[queue]]\nname = 'q'\nflow_stop_count = 'x'", "qpid.flow_stop_count='x': it must be an integer, not str"),
+        ("[policy]\nname = 'p'", "a policy is a table that begins with [[policy]]"),
+        ("[[policy]]\nname = 'p'\nmax_cont = 1", "[[policy]] number 1: a policy sets no 'max_cont'; the nearest is"),
+        ("[[policy]]\nmax_count = 1", "[[policy]] number 1: name=None: a policy must have a name"),
+        ("policies = []", "there is no option 'policies'; did you mean 'policy'?"),
+        ("tls_certificate = 5", "tls_certificate must be the path of a file, not 5"),
+        ("tls_certificate = 'none.pem'", "none.pem: no certificate with its key: [Errno 2]"),
+        ("tls_key = 'key.pem'", "tls_key: for which certificate? give tls_certificate too"),
+    ],
+)
+def test_a_refused_option_of_a_file_says_why(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broker.toml").write_text(text if "port =" in text else f"port = 0\n{text}")
+    assert main(["broker", "--config", "broker.toml"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("qflow: ")
+    assert words in err
+    assert text.startswith("tls_") or "broker.toml: " in err
+
+
+def test_a_file_that_is_not_there_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["broker", "--config", "none.toml"]) == 1
+    assert capsys.readouterr().err == "qflow: none.toml: No such file or directory\n"
+
+
+def test_a_wrong_flag_is_not_blamed_on_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "broker.toml"
+    path.write_text("port = 0")
+    assert main(["broker", "--config", str(path), "--port", "-1"]) == 2
+    assert capsys.readouterr().err == "qflow: port must be from 0 to 65535, not -1\n"
+
+
 def test_a_port_in_use_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
     with Broker() as other:
         assert main(["broker", "--port", str(other.port)]) == 1
         assert capsys.readouterr().err.startswith(f"qflow: cannot listen on 127.0.0.1:{other.port}: ")
+        assert main(["broker", "--port", "0", "--http-port", str(other.port)]) == 1
+        assert capsys.readouterr().err.startswith(f"qflow: cannot listen on 127.0.0.1:{other.port}: ")
 
 
 def test_the_table_shows_depths_and_flow_states() -> None:
-    with Broker() as broker:
-        assert "no queue yet" in drawn(broker)
-        broker.declare_queue("orders", arguments={"qpid.flow_stop_count": 1})
-        broker.publish(b"12345", "orders")
-        assert "OFF" in drawn(broker)
-        broker.publish(b"12345", "orders")
-        assert drawn(broker).split("\n")[1].split() == ["orders", "2", "2", "0", "10", "2", "0", "ON", "1"]
+    with Broker() as running:
+        assert "no queue yet" in drawn(running)
+        running.declare_queue("orders", arguments={"qpid.flow_stop_count": 1})
+        running.publish(b"12345", "orders")
+        assert "OFF" in drawn(running)
+        running.publish(b"12345", "orders")
+        assert drawn(running).split("\n")[1].split() == ["orders", "2", "2", "0", "10", "2", "0", "ON", "1"]
 
 
-def drawn(broker: Broker) -> str:
+def drawn(running: Broker) -> str:
     console = Console(file=io.StringIO(), width=100, color_system=None)
     with console.capture() as capture:
-        console.print(queue_table(broker.queues(), 0, 0))
+        console.print(queue_table(running.queues(), 0, 0))
     return capture.get()

@@ -123,6 +123,7 @@ def test_what_no_queue_takes_is_told_record_by_record(
     assert "--skip" not in out
 
 
+@pytest.mark.usefixtures("no_retries")
 def test_a_nack_ends_the_run(broker: Broker, stdin: Callable[[bytes], None], capsys: Capture) -> None:
     broker.nack_publishes()
     stdin(b"one\n")
@@ -221,6 +222,7 @@ def test_a_flow_control_timeout_says_what_was_not_sent(
         (["-"], 2, "qflow: say where to: --routing-key QUEUE, or --exchange EXCHANGE"),
         (["-", "-k", "orders", "--capacity", "0"], 2, "qflow: capacity=0: it must be a whole number of messages"),
         (["-", "-k", "orders", "--max-producer-flow-control-wait", "long"], 2, "neither seconds nor 'forever'"),
+        (["-", "-k", "orders", "--rate-burst", "0"], 2, "qflow: rate_burst=0: it must be"),
         (["-", "-k", "orders", "-u", "http://localhost"], 2, "qflow: url='http://localhost': it must be"),
     ],
 )
@@ -304,6 +306,7 @@ def test_interrupted_while_it_waits_for_confirms_it_says_that_their_outcome_is_u
     process.stderr.close()
 
 
+@pytest.mark.usefixtures("one_connection")
 def test_a_lost_connection_ends_the_run_and_says_how_far_it_got(broker: Broker) -> None:
     process, _ = start(broker, b"one\n")
     broker.drop_connections()

@@ -126,7 +126,7 @@ class World:
         self.now = 0.0
         self.settings = BrokerSettings(**options)
         self.host = VirtualHost(self.settings, clock=lambda: self.now)
-        self.controls = Controls()
+        self.controls = Controls(watches_publishes=self.settings.has_discipline)
         self.clients = 0
 
     def client(self, **options):

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from qflow_client.broker.arguments import PolicyType, QueueLimits
+from qflow_client.broker.arguments import QueueLimits, QueueOptions
 from qflow_client.broker.errors import ChannelException
-from qflow_client.broker.settings import BrokerSettings, Enforcement
+from qflow_client.broker.overflow import DropHead, RejectPublish, Ring
+from qflow_client.broker.policies import Enforcement
+from qflow_client.broker.settings import BrokerSettings
 from qflow_client.flow import Capacity, StopResume
 
 
@@ -120,6 +122,13 @@ def test_a_queue_may_have_both_families():
         ({"x-qpid-capacity": {}}, ("x-qpid-capacity={}", "integer")),
         ({"qpid.policy_type": "drop"}, ("qpid.policy_type='drop'", "reject, ring, ring_strict")),
         ({"qpid.policy_type": ["ring"]}, ("qpid.policy_type=['ring']",)),
+        ({"qpid.flow_stop_cout": 1}, ("no argument qpid.flow_stop_cout", "nearest is qpid.flow_stop_count")),
+        ({"qpid.capacity": 1}, ("no argument qpid.capacity", "nearest is x-qpid-capacity")),
+        ({"x-qflow-enforcment": "both"}, ("no argument x-qflow-enforcment", "nearest is x-qflow-enforcement")),
+        ({"x-qpid-capasity": 1}, ("no argument x-qpid-capasity", "nearest is x-qpid-capacity")),
+        ({"qpid.max_count": 1, "x-max-length": 1}, ("qpid.max_", "x-max-")),
+        ({"x-max-length": -1}, ("x-max-length=-1", "at least 0")),
+        ({"x-overflow": "reject"}, ("x-overflow='reject'", "drop-head, reject-publish, reject-publish-dlx")),
         ({"x-qflow-enforcement": 1}, ("x-qflow-enforcement=1", "channel_flow, completion, both")),
     ],
 )
@@ -131,11 +140,37 @@ def test_C2_J2_what_contradicts_itself_or_has_the_wrong_type_is_refused_with_406
         assert word in caught.value.text
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"x-message-ttl": -1}, ("x-message-ttl=-1", "at least 0")),
+        ({"x-message-ttl": "1"}, ("x-message-ttl='1'", "integer")),
+        ({"x-expires": 0}, ("x-expires=0", "at least 1")),
+        ({"x-dead-letter-exchange": 1}, ("x-dead-letter-exchange=1", "string")),
+        ({"x-dead-letter-routing-key": "k"}, ("x-dead-letter-routing-key='k'", "x-dead-letter-exchange")),
+        ({"x-single-active-consumer": 1}, ("x-single-active-consumer=1", "true or false")),
+    ],
+)
+def test_an_option_of_RabbitMQs_that_cannot_be_is_refused_with_406(arguments, words):
+    with pytest.raises(ChannelException) as caught:
+        QueueOptions.from_arguments("q", arguments)
+    assert caught.value.code == 406
+    for word in words:
+        assert word in caught.value.text
+
+
+def test_RabbitMQs_maximum_brings_no_thresholds_and_arguments_of_others_are_left_alone():
+    assert limits({"x-max-length": 10, "x-queue-mode": "lazy", "qpid": 1, "x-max-priority": 5}).thresholds == ()
+    assert limits({"x-max-length": 0}).overflow == DropHead(0, None)
+    assert limits({"x-max-length-bytes": 9, "x-overflow": "reject-publish"}).overflow == RejectPublish(None, 9)
+    assert limits({"x-overflow": "reject-publish"}).overflow is None
+
+
 def test_enforcement_is_the_brokers_unless_the_queue_says_otherwise():
     assert limits({}).enforcement is Enforcement.BOTH
     assert limits({}, enforcement="completion").enforcement is Enforcement.COMPLETION
     assert limits({"x-qflow-enforcement": "channel_flow"}, enforcement="completion").enforcement.flows_channels
-    assert limits({"qpid.policy_type": "ring"}).policy_type is PolicyType.RING
+    assert limits({"qpid.policy_type": "ring", "qpid.max_count": 2}).overflow == Ring(2)
 
 
 @pytest.mark.parametrize(

@@ -144,10 +144,10 @@ def test_refused_publishes_are_nacked_and_not_enqueued(world):
     client = world.client().channel(confirms=True)
     client.declare()
     client.publish()
-    world.controls.nack_publishes = True
+    world.controls.refuse_publishes(True)
     client.publish()
     client.publish()
-    world.controls.nack_publishes = False
+    world.controls.refuse_publishes(False)
     client.publish()
     assert client.names() == ["Basic.Nack", "Basic.Nack", "Basic.Ack"]
     assert world.queue().depth == 2

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from qflow_client.broker.queue import Completion, Queue, QueueFlow
+from qflow_client.broker.entries import Completion
+from qflow_client.broker.queue import Queue
+from qflow_client.broker.queueflow import QueueFlow
 
 from .tools import Publisher, make_queue, message
 

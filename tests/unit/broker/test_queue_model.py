@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from qflow_client.broker.queue import Completion
+from qflow_client.broker.entries import Completion
 
 from .tools import Publisher, make_queue, message
 

@@ -274,18 +274,18 @@ def test_without_a_heartbeat_silence_is_no_matter(world):
 def test_blocked_goes_to_those_who_announced_the_capability(world):
     listening, deaf = world.client(), world.client(capabilities={})
     for client in (listening, deaf):
-        client.session.block("memory")
-        client.session.block("memory")
+        client.session.block("memory", "operator")
+        client.session.block("memory", "operator")
     assert listening.only(commands.Connection.Blocked, 0).reason == "memory"
     assert deaf.received() == []
     for client in (listening, deaf):
-        client.session.unblock()
+        client.session.unblock("operator")
     assert listening.names() == ["Connection.Unblocked"]
     assert deaf.received() == []
 
 
 def test_who_comes_while_blocked_is_told_after_open_ok(world):
-    world.controls.blocked = "disk"
+    world.controls.alarms["memory"] = "disk"
     assert world.client().names_at_open == ["Connection.OpenOk", "Connection.Blocked"]
 
 

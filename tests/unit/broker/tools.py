@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qflow_client.broker.arguments import QueueLimits
+from qflow_client.broker.arguments import QueueLimits, QueueOptions
 from qflow_client.broker.message import StoredMessage, Target
 from qflow_client.broker.queue import Queue
 from qflow_client.broker.settings import BrokerSettings
@@ -18,7 +18,32 @@ def message(size=1):
 
 def make_queue(arguments=None, **settings):
     limits = QueueLimits.from_arguments("q", arguments or {}, BrokerSettings(**settings))
-    return Queue("q", limits, clock=lambda: 0.0)
+    return Queue("q", limits, Alone(), options=QueueOptions.from_arguments("q", arguments or {}))
+
+
+class Alone:
+    """What is around a queue that has no virtual host."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.alarms = []
+        self.dead = []
+        self.is_unused = False
+
+    def clock(self):
+        return self.now
+
+    def wake_at(self, queue, at):
+        self.alarms.append(at)
+
+    def died(self, queue, message, reason):
+        self.dead.append((message.size, reason.value))
+
+    def admit_waiting(self, queue, now):
+        pass
+
+    def unused(self, queue):
+        self.is_unused = True
 
 
 class Publisher(FlowSource):

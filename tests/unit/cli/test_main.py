@@ -29,10 +29,30 @@ def test_it_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"qflow {qflow_client.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["send", "broker", "demo"])
+@pytest.mark.parametrize(
+    "command",
+    ["send", "broker", "demo", "outbox", "admin", "admin queues", "admin watch", "admin add queue", "admin set queue"],
+)
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command, "--help"]) == 0
+    assert main([*command.split(), "--help"]) == 0
     assert f"qflow {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["send", "broker", "demo"])
+def test_help_is_whole_at_80_columns(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {}
+    for columns in (80, 400):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert main([command, "--help"]) == 0
+        said[columns] = capsys.readouterr().out
+    out = said[80]
+    assert max(map(len, out.splitlines())) <= 80
+    # There are some in the texts.
+    assert out.count("…") == said[400].count("…")
+    for name in {"send": ["--max-producer-flow-control-wait", "amqp://user:password@host:port/vhost"]}.get(command, []):
+        assert name in out
 
 
 def test_an_unknown_option_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:

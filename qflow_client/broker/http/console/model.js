@@ -1,0 +1,413 @@
+// What there is in the broker, kept off the page's own thread: the events are read, put together, sorted, counted and laid
+// out here, and the page is told only what it shows.
+import { graphlib, layout } from "./vendor/dagre-3.1.3/dagre.esm.js";
+
+const HISTORY = 600; // looks at the broker
+const RATE_OVER = 6; // looks
+const SPARK = 120;
+const PAGE = 15;
+const MOST = 24; // of each kind in the graph
+const API = new URL("../api/", self.location.href);
+
+const queues = new Map(); // name → queue, in the broker's order
+const channels = new Map();
+const connections = new Map();
+const histories = new Map(); // queue name → History
+let exchanges = [];
+let bindings = [];
+let producersStopped = false;
+let times = []; // of the looks, seconds
+let period = 1;
+let token = null;
+let reading = null; // aborts the stream that is read
+const publishedBefore = new Map(); // producer name → times of the last looks, and messages published by then
+let view = {
+  queues: { filter: "", sort: "order", only: false, page: 0 },
+  producers: { filter: "", sort: "order", only: false, page: 0 },
+  selected: null,
+};
+let positions = { key: "", graph: null };
+let wasFlowed = new Map(); // queue name → whether it was ON when the page was told last
+let changed = true;
+
+class History {
+  constructor(length) {
+    // What was before the queue is unknown.
+    this.depth = new Array(length).fill(null);
+    this.bytes = new Array(length).fill(null);
+    this.on = new Array(length).fill(false);
+    this.rateIn = this.rateOut = 0;
+    this.before = []; // what rates are counted from: times, messages that came, messages that went
+  }
+  look(queue, now) {
+    this.depth.push(queue.depth);
+    this.bytes.push(queue.bytes);
+    this.on.push(queue.flowStopped);
+    const gone = queue.acked + queue.dropped;
+    const [since, published, wentBefore] = this.before[0] ?? [now, 0, 0];
+    if (now > since) {
+      this.rateIn = (queue.published - published) / (now - since);
+      this.rateOut = (gone - wentBefore) / (now - since);
+    }
+    this.before.push([now, queue.published, gone]);
+    if (this.before.length > RATE_OVER) this.before.shift();
+    if (this.depth.length > HISTORY) {
+      this.depth.shift();
+      this.bytes.shift();
+      this.on.shift();
+    }
+  }
+}
+
+self.onmessage = ({ data }) => {
+  if (data.kind === "start") {
+    token = data.token;
+    period = data.period;
+    listen();
+  } else if (data.kind === "view") {
+    view = data.view;
+    changed = true;
+    tell();
+  }
+};
+
+async function listen() {
+  if (reading !== null) reading.abort();
+  const abort = (reading = new AbortController());
+  while (!abort.signal.aborted) {
+    try {
+      const headers = token === null ? {} : { Authorization: `Bearer ${token}` };
+      const response = await fetch(new URL(`events?period=${period}`, API), {
+        headers,
+        cache: "no-store",
+        signal: abort.signal,
+      });
+      if (response.status === 401) {
+        postMessage({ kind: "unauthorized" });
+        return;
+      }
+      if (!response.ok) throw new Error(`the broker answers ${response.status}`);
+      await read(response.body.pipeThrough(new TextDecoderStream()).getReader());
+      throw new Error("the broker has ended");
+    } catch (error) {
+      if (abort.signal.aborted) return;
+      postMessage({ kind: "lost", why: String(error.message || error) });
+    }
+    await new Promise((resolve) => setTimeout(resolve, 1000));
+  }
+}
+
+async function read(reader) {
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    let from = Math.max(0, rest.length - 1);
+    rest += value;
+    for (let end; (end = rest.indexOf("\n\n", from)) >= 0; from = 0) {
+      take(rest.slice(0, end));
+      rest = rest.slice(end + 2);
+    }
+  }
+}
+
+function take(event) {
+  const lines = event.split("\n");
+  const kind = lines.find((line) => line.startsWith("event: "));
+  const data = lines.find((line) => line.startsWith("data: "));
+  if (!kind || !data) return;
+  const told = JSON.parse(data.slice(6));
+  if (kind === "event: state") {
+    for (const known of [queues, channels, connections]) known.clear();
+    postMessage({ kind: "connected" });
+  }
+  for (const [known, name] of [[queues, "queues"], [channels, "channels"], [connections, "connections"]]) {
+    for (const each of told[name] ?? []) {
+      known.set(each.name, each);
+      each.seen = performance.now();
+    }
+    for (const gone of told.gone?.[name] ?? []) known.delete(gone);
+  }
+  if (told.exchanges) exchanges = told.exchanges;
+  if (told.bindings) bindings = told.bindings;
+  if ("producersStopped" in told) producersStopped = told.producersStopped;
+  changed = true;
+}
+
+// One look per period, whether something has changed or not: a series needs its points.
+function look() {
+  const now = Date.now() / 1000;
+  times.push(now);
+  if (times.length > HISTORY) times.shift();
+  for (const [name, queue] of queues) {
+    let history = histories.get(name);
+    if (!history) histories.set(name, (history = new History(times.length - 1)));
+    history.look(queue, now);
+  }
+  for (const name of histories.keys()) if (!queues.has(name)) histories.delete(name);
+  for (const channel of channels.values()) {
+    if (!channel.isProducer) continue;
+    let before = publishedBefore.get(channel.name);
+    if (!before) publishedBefore.set(channel.name, (before = []));
+    const [since, published] = before[0] ?? [now, 0];
+    channel.rate = now > since ? (channel.published - published) / (now - since) : 0;
+    before.push([now, channel.published]);
+    if (before.length > RATE_OVER) before.shift();
+  }
+  for (const name of publishedBefore.keys()) if (!channels.has(name)) publishedBefore.delete(name);
+  tell();
+  setTimeout(look, period * 1000);
+}
+setTimeout(look, 300);
+
+function flowedSeconds(channel) {
+  return channel.flowedSeconds + (channel.flowed ? (performance.now() - channel.seen) / 1000 : 0);
+}
+
+function tell() {
+  const producers = [...channels.values()].filter((channel) => channel.isProducer);
+  postMessage({
+    kind: "view",
+    counters: counters(producers),
+    producersStopped,
+    queues: page([...queues.values()], view.queues, (queue) => queue.flowStopped, queueRow),
+    producers: page(producers, view.producers, (producer) => producer.flowed, producerRow),
+    detail: detail(),
+    graph: changed ? graph(producers) : null,
+    news: news(),
+  });
+  changed = false;
+}
+
+function counters(producers) {
+  let depth = 0, bytes = 0, on = 0, consumers = 0, rateIn = 0, rateOut = 0;
+  for (const queue of queues.values()) {
+    depth += queue.depth;
+    bytes += queue.bytes;
+    on += queue.flowStopped;
+    consumers += queue.consumers;
+    const history = histories.get(queue.name);
+    rateIn += history?.rateIn ?? 0;
+    rateOut += history?.rateOut ?? 0;
+  }
+  let flowed = 0;
+  for (const producer of producers) flowed += producer.flowed;
+  return [
+    ["connections", connections.size],
+    ["producers", producers.length],
+    ["flowed", flowed],
+    ["queues", queues.size],
+    ["ON", on],
+    ["messages", depth],
+    ["bytes", bytes],
+    ["in/s", Math.round(rateIn)],
+    ["out/s", Math.round(rateOut)],
+    ["consumers", consumers],
+  ];
+}
+
+function page(all, wanted, isHeld, row) {
+  const filter = wanted.filter.toLowerCase();
+  const found = all.filter((each) => (!wanted.only || isHeld(each)) && each.name.toLowerCase().includes(filter));
+  if (wanted.sort === "name") found.sort((one, other) => (one.name < other.name ? -1 : 1));
+  else if (wanted.sort === "flowedSeconds") found.sort((one, other) => flowedSeconds(other) - flowedSeconds(one));
+  else if (wanted.sort !== "order") found.sort((one, other) => other[wanted.sort] - one[wanted.sort]);
+  const pages = Math.max(1, Math.ceil(found.length / PAGE));
+  const number = Math.min(wanted.page, pages - 1);
+  return {
+    rows: found.slice(number * PAGE, (number + 1) * PAGE).map(row),
+    count: found.length,
+    of: all.length,
+    page: number,
+    pages,
+  };
+}
+
+function queueRow(queue) {
+  const history = histories.get(queue.name);
+  return {
+    name: queue.name,
+    on: queue.flowStopped,
+    depth: queue.depth,
+    bytes: queue.bytes,
+    rateIn: history?.rateIn ?? 0,
+    rateOut: history?.rateOut ?? 0,
+    timesOn: queue.flowStoppedCount,
+    flows: queue.blocked.length,
+    consumers: queue.consumers,
+    ...series(queue, history, SPARK),
+  };
+}
+
+// A queue is drawn in what its marks are in: messages, or bytes if those alone have marks.
+function series(queue, history, length) {
+  const marks = queue.thresholds;
+  const inBytes = !marks.flowStopCount && (marks.flowStopSize || marks.capacity);
+  const values = history ? (inBytes ? history.bytes : history.depth) : [];
+  return {
+    unit: inBytes ? "bytes" : "messages",
+    values: values.slice(-length),
+    onAt: history ? history.on.slice(-length) : [],
+    stop: inBytes ? marks.flowStopSize || marks.capacity : marks.flowStopCount,
+    resume: inBytes ? (marks.flowStopSize ? marks.flowResumeSize : marks.flowResumeCapacity) : marks.flowResumeCount,
+  };
+}
+
+function producerRow(producer) {
+  return {
+    name: producer.name,
+    flowed: producer.flowed,
+    blockedBy: producer.blockedBy,
+    flowOk: producer.flowOk,
+    times: producer.timesFlowed,
+    seconds: flowedSeconds(producer),
+    published: producer.published,
+    rate: producer.rate ?? 0,
+    unconfirmed: producer.unconfirmed,
+  };
+}
+
+function detail() {
+  const queue = view.selected === null ? undefined : queues.get(view.selected);
+  if (!queue) return null;
+  const history = histories.get(queue.name);
+  return {
+    name: queue.name,
+    on: queue.flowStopped,
+    depth: queue.depth,
+    bytes: queue.bytes,
+    timesOn: queue.flowStoppedCount,
+    heldConfirms: queue.heldConfirms,
+    blocked: queue.blocked.length,
+    thresholds: queue.thresholds,
+    times: times.slice(-(history?.depth.length ?? 0) || times.length),
+    ...series(queue, history, HISTORY),
+  };
+}
+
+function news() {
+  const told = [];
+  const now = new Map();
+  for (const queue of queues.values()) {
+    now.set(queue.name, queue.flowStopped);
+    const before = wasFlowed.get(queue.name);
+    if (before !== undefined && before !== queue.flowStopped) {
+      told.push(`queue ${queue.name} is ${queue.flowStopped ? "ON" : "OFF"} at ${queue.depth} messages`);
+    }
+  }
+  wasFlowed = now;
+  return told;
+}
+
+// The graph: who publishes alike and is held alike is one node, and so are the consumers of a queue.
+
+function graph(producers) {
+  const nodes = new Map();
+  const edges = new Map();
+  const node = (id, kind, label, sub, state = "") => nodes.set(id, { id, kind, label, sub, state });
+  const edge = (from, to, state = "") => {
+    const id = JSON.stringify([from, to]);
+    const there = edges.get(id);
+    // What holds is seen above what goes through.
+    if (!there || (state && !there.state)) edges.set(id, { id, from, to, state });
+  };
+
+  const groups = new Map();
+  for (const producer of producers) {
+    const exchangesOf = [...new Set(producer.targets.map((target) => target.exchange))].sort();
+    const keys = exchangesOf.includes("") ? producer.targets.filter((each) => !each.exchange).map((each) => each.routingKey) : [];
+    const id = JSON.stringify([exchangesOf, keys.sort(), producer.blockedBy]);
+    const group = groups.get(id);
+    if (group) group.members.push(producer);
+    else groups.set(id, { id, exchangesOf, keys, blockedBy: producer.blockedBy, members: [producer] });
+  }
+  const shownGroups = [...groups.values()]
+    .sort((one, other) => other.blockedBy.length - one.blockedBy.length || other.members.length - one.members.length)
+    .slice(0, MOST);
+  const shownQueues = new Set(
+    [...queues.values()]
+      .sort((one, other) => other.flowStopped - one.flowStopped || other.blocked.length - one.blocked.length || other.depth - one.depth)
+      .slice(0, MOST)
+      .map((queue) => queue.name),
+  );
+
+  const used = new Set();
+  for (const group of shownGroups) {
+    const state = group.blockedBy.includes("operator") ? "operator" : group.blockedBy.length ? "held" : "";
+    const label = group.members.length === 1 ? group.members[0].name : `${group.members.length} producers`;
+    node(`p${group.id}`, "producers", label, group.blockedBy.length ? `held by ${short(group.blockedBy)}` : "unflowed", state);
+    for (const exchange of group.exchangesOf) {
+      used.add(exchange);
+      edge(`p${group.id}`, `e${exchange}`, state);
+    }
+    for (const key of group.keys) {
+      if (shownQueues.has(key)) edge("e", `q${key}`, group.blockedBy.includes(key) ? "held" : "");
+    }
+  }
+  const kinds = new Map(exchanges.map((exchange) => [exchange.name, exchange]));
+  for (const exchange of exchanges) if (exchange.bindings) used.add(exchange.name);
+  for (const name of used) {
+    const exchange = kinds.get(name);
+    if (exchange) node(`e${name}`, "exchange", name || "(default exchange)", exchange.type);
+  }
+  for (const name of shownQueues) {
+    const queue = queues.get(name);
+    const size = `${queue.depth.toLocaleString()} messages`;
+    node(`q${name}`, "queue", name, queue.flowStopped ? `ON, ${size}` : size, queue.flowStopped ? "held" : "");
+    if (queue.consumers) {
+      node(`c${name}`, "consumers", queue.consumers === 1 ? "1 consumer" : `${queue.consumers} consumers`, "");
+      edge(`q${name}`, `c${name}`);
+    }
+  }
+  for (const binding of bindings) {
+    const to = binding.destinationType === "queue" ? `q${binding.destination}` : `e${binding.destination}`;
+    const holds = binding.destinationType === "queue" && queues.get(binding.destination)?.flowStopped;
+    edge(`e${binding.source}`, to, holds ? "held" : "");
+  }
+  const rest = [];
+  if (groups.size > shownGroups.length) rest.push(`${groups.size - shownGroups.length} more groups of producers`);
+  if (queues.size > shownQueues.size) rest.push(`${queues.size - shownQueues.size} more queues`);
+  const drawn = [...edges.values()].filter((each) => nodes.has(each.from) && nodes.has(each.to));
+  return { ...place(nodes, drawn), words: words(producers), rest: rest.join(" and ") };
+}
+
+function short(names) {
+  return names.length > 2 ? `${names[0]} and ${names.length - 1} more` : names.join(", ");
+}
+
+function words(producers) {
+  const on = [...queues.values()].filter((queue) => queue.flowStopped);
+  const told = on.slice(0, 5).map((queue) => `${queue.name} is ON and flows ${many(queue.blocked.length, "producer")}`);
+  if (on.length > 5) told.push(`${on.length - 5} more queues are ON`);
+  const stopped = producers.filter((producer) => producer.blockedBy.includes("operator")).length;
+  if (stopped) told.push(`the operator has stopped ${many(stopped, "producer")}`);
+  if (told.length) return `${told.join("; ")}.`;
+  return `No queue is ON, and nobody is flowed: ${many(producers.length, "producer")}, ${many(queues.size, "queue")}.`;
+}
+
+function many(number, what) {
+  return `${number.toLocaleString()} ${what}${number === 1 ? "" : "s"}`;
+}
+
+const WIDTH = 190, HEIGHT = 40;
+
+function place(nodes, edges) {
+  const key = JSON.stringify([[...nodes.keys()], edges.map((each) => each.id)]);
+  if (key !== positions.key) {
+    const drawing = new graphlib.Graph();
+    drawing.setGraph({ rankdir: "LR", nodesep: 12, ranksep: 70, marginx: 8, marginy: 8 });
+    drawing.setDefaultEdgeLabel(() => ({}));
+    for (const id of nodes.keys()) drawing.setNode(id, { width: WIDTH, height: HEIGHT });
+    for (const { from, to } of edges) drawing.setEdge(from, to);
+    if (nodes.size) layout(drawing);
+    positions = { key, graph: drawing };
+  }
+  const drawing = positions.graph;
+  return {
+    key,
+    width: nodes.size ? drawing.graph().width : 0,
+    height: nodes.size ? drawing.graph().height : 0,
+    nodes: [...nodes.values()].map((each) => ({ ...each, x: drawing.node(each.id).x - WIDTH / 2, y: drawing.node(each.id).y - HEIGHT / 2, width: WIDTH, height: HEIGHT })),
+    edges: edges.map((each) => ({ ...each, points: drawing.edge(each.from, each.to).points })),
+  };
+}

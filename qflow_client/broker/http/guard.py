@@ -1,0 +1,70 @@
+"""Who may ask: the token, and what keeps other web pages from asking in a user's name."""
+
+from __future__ import annotations
+
+import hmac
+from http import HTTPStatus
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from qflow_client.broker.http.problems import Problem
+from qflow_client.broker.settings import BrokerSettings, is_loopback
+
+__all__ = ["SAFE_HEADERS", "check_origin", "check_token"]
+
+#: For every response: nothing is cached, framed, or taken for something else.
+SAFE_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+_CHANGE_NOTHING = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+def check_origin(request: web.BaseRequest, settings: BrokerSettings) -> None:
+    """Refuse what a browser sends for a page of somebody else.
+
+    Raises:
+        Problem: 403.
+    """
+    host = request.headers.get("Host", "")
+    if settings.http_token is None and not _is_local(host, settings):
+        # A name of the attacker's that leads here: its pages would be of the same origin.
+        raise Problem(
+            HTTPStatus.FORBIDDEN,
+            f"Host: {host!r} is not a name of this machine; without a token only localhost and its addresses are",
+        )
+    if request.method in _CHANGE_NOTHING:
+        return
+    origin = request.headers.get("Origin")
+    if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+        raise Problem(HTTPStatus.FORBIDDEN, f"Origin: {origin!r} is another site than {host!r}")
+    site = request.headers.get("Sec-Fetch-Site", "none")
+    if site not in ("none", "same-origin"):
+        raise Problem(HTTPStatus.FORBIDDEN, f"Sec-Fetch-Site: {site!r}: other sites may not change anything here")
+
+
+def _is_local(host: str, settings: BrokerSettings) -> bool:
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    return is_loopback(name) or name == settings.http_host.lower()
+
+
+def check_token(request: web.BaseRequest, settings: BrokerSettings) -> None:
+    """Refuse who does not show the token.
+
+    Raises:
+        Problem: 401.
+    """
+    if settings.http_token is None:
+        return
+    scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
+    # As bytes: what is shown may be anything.
+    right = hmac.compare_digest(shown.strip().encode(errors="replace"), settings.http_token.encode())
+    if scheme.lower() != "bearer" or not right:
+        raise Problem(HTTPStatus.UNAUTHORIZED, "show the token: Authorization: Bearer TOKEN")

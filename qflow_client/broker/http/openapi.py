@@ -1,0 +1,246 @@
+"""Operations: each is defined once, and from that it is served, its input is checked and it is described."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
+from pydantic_core import from_json
+
+from qflow_client.broker.http.problems import MEDIA_TYPE as PROBLEM
+from qflow_client.broker.http.problems import Problem, ProblemDetails, from_validation
+
+__all__ = ["JSON", "Api", "Operation"]
+
+JSON = "application/json"
+_REFERENCE = "#/components/schemas/{model}"
+_PLACEHOLDER = re.compile(r"{(\w+)}")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One thing that can be asked for.
+
+    Attributes:
+        method: of HTTP.
+        path: with names in braces.
+        tag: what it is about.
+        handler: called with the broker and the parameters; its parameters are those of the operation: in the path those
+            that are named there, `body` in the body, all others in the query.
+        answer: what it gives; ``None`` for nothing.
+        media_type: of the answer.
+        statuses: with which it may be answered when all is well.
+        problems: with which else, beside those that any operation may have.
+        is_public: whether it is open to those who show no token.
+        parameters: checks those of path and query.
+        body: checks the body; ``None`` if there is none.
+    """
+
+    method: str
+    path: str
+    tag: str
+    handler: Callable[..., Any]
+    answer: Any
+    media_type: str
+    statuses: tuple[int, ...]
+    problems: tuple[int, ...]
+    is_public: bool
+    parameters: type[BaseModel]
+    body: TypeAdapter[Any] | None
+
+    @property
+    def name(self) -> str:
+        """What it is called in the description."""
+        return self.handler.__name__
+
+    @property
+    def in_path(self) -> frozenset[str]:
+        """The parameters that stand in the path."""
+        return frozenset(_PLACEHOLDER.findall(self.path))
+
+    def check_parameters(self, path: dict[str, str], query: Iterable[tuple[str, str]]) -> dict[str, Any]:
+        """The parameters of a request.
+
+        Raises:
+            Problem: 400; one is wrong, unknown, or there twice.
+        """
+        given = dict(path)
+        for name, value in query:
+            if name in given:
+                raise Problem(HTTPStatus.BAD_REQUEST, f"{name} is there twice", [(name, "is there twice")])
+            given[name] = value
+        try:
+            checked = self.parameters.model_validate(given)
+        except ValidationError as error:
+            raise from_validation(error) from error
+        return {name: getattr(checked, name) for name in self.parameters.model_fields}
+
+    def check_body(self, content_type: str, raw: bytes) -> Any:
+        """The body of a request.
+
+        Raises:
+            Problem: 415; it is not JSON. 400; it is not what it has to be.
+        """
+        assert self.body is not None
+        if content_type != JSON:
+            raise Problem(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"the content type must be {JSON}, not {content_type!r}")
+        try:
+            # What JSON does not know, pydantic would take.
+            from_json(raw, allow_inf_nan=False)
+            return self.body.validate_json(raw, strict=True)
+        except ValidationError as error:
+            raise from_validation(error) from error
+        except ValueError as error:
+            raise Problem(HTTPStatus.BAD_REQUEST, f"not JSON: {error}", [("", f"not JSON: {error}")]) from error
+
+
+class Api:
+    """Operations, collected."""
+
+    def __init__(self) -> None:
+        #: In the order in which they were defined.
+        self.operations: list[Operation] = []
+
+    def operation(
+        self,
+        method: str,
+        path: str,
+        tag: str,
+        *,
+        answer: Any = None,
+        each: type[BaseModel] | None = None,
+        media_type: str = JSON,
+        statuses: Sequence[int] = (),
+        problems: Sequence[int] = (),
+        is_public: bool = False,
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Define an operation by the function that does it; see `Operation`. `each` is of what it gives a list."""
+        if each is not None:
+            answer = types.GenericAlias(list, (each,))
+
+        def define(handler: Callable[..., Any]) -> Callable[..., Any]:
+            hints = get_type_hints(handler, include_extras=True)
+            parameters: dict[str, Any] = {}
+            body = None
+            for name, parameter in list(inspect.signature(handler).parameters.items())[1:]:
+                if name == "body":
+                    body = TypeAdapter(hints[name])
+                else:
+                    default = ... if parameter.default is parameter.empty else parameter.default
+                    parameters[name] = (hints[name], default)
+            self.operations.append(
+                Operation(
+                    method=method,
+                    path=path,
+                    tag=tag,
+                    handler=handler,
+                    answer=answer,
+                    media_type=media_type,
+                    statuses=tuple(statuses) or ((HTTPStatus.NO_CONTENT,) if answer is None else (HTTPStatus.OK,)),
+                    problems=tuple(problems),
+                    is_public=is_public,
+                    parameters=create_model(handler.__name__, __config__=ConfigDict(extra="forbid"), **parameters),
+                    body=body,
+                )
+            )
+            return handler
+
+        return define
+
+    def description(self, *, has_token: bool) -> dict[str, Any]:
+        """The OpenAPI description.
+
+        Args:
+            has_token: whether a token has to be shown.
+        """
+        schemas, components = self._schemas()
+        paths: dict[str, dict[str, Any]] = {}
+        for operation in self.operations:
+            paths.setdefault(operation.path, {})[operation.method.lower()] = self._describe(
+                operation, schemas, has_token=has_token
+            )
+        told: dict[str, Any] = {"schemas": components}
+        if has_token:
+            told["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+        return {
+            "openapi": "3.1.0",
+            "info": {
+                "title": "qflow broker",
+                "version": "1",
+                "description": "What there is in the broker, who is flowed by what, and how to steer it.",
+            },
+            "paths": paths,
+            "components": told,
+        }
+
+    def _schemas(self) -> tuple[dict[tuple[str, str], Any], dict[str, Any]]:
+        """Schemas by operation and what they are of, and what they refer to."""
+        wanted: list[tuple[Any, Any, TypeAdapter[Any]]] = [
+            ("problem", "serialization", TypeAdapter(ProblemDetails)),
+        ]
+        for operation in self.operations:
+            wanted.append((f"{operation.name} parameters", "validation", TypeAdapter(operation.parameters)))
+            if operation.body is not None:
+                wanted.append((f"{operation.name} body", "validation", operation.body))
+            if operation.answer is not None:
+                wanted.append((f"{operation.name} answer", "serialization", TypeAdapter(operation.answer)))
+        found, definitions = TypeAdapter.json_schemas(wanted, ref_template=_REFERENCE)
+        components = definitions.get("$defs", {})
+        schemas: dict[tuple[str, str], Any] = {}
+        for (key, _mode), schema in found.items():
+            name, _, of = str(key).rpartition(" ")
+            if of == "parameters":
+                # Told one by one, each with where it stands.
+                model = schema.get("$ref", "").rpartition("/")[2]
+                schema = components.pop(model) if model else schema
+            schemas[name, of] = schema
+        return schemas, components
+
+    @staticmethod
+    def _describe(operation: Operation, schemas: dict[tuple[str, str], Any], *, has_token: bool) -> dict[str, Any]:
+        summary, _, more = inspect.cleandoc(operation.handler.__doc__ or "").partition("\n")
+        told: dict[str, Any] = {"operationId": operation.name, "tags": [operation.tag], "summary": summary}
+        if more:
+            told["description"] = more.strip()
+        in_path = operation.in_path
+        properties = schemas[operation.name, "parameters"].get("properties", {})
+        if properties:
+            told["parameters"] = [
+                {
+                    "name": name,
+                    "in": "path" if name in in_path else "query",
+                    "required": name in in_path or "default" not in schema,
+                    "description": schema.get("description", ""),
+                    "schema": {key: value for key, value in schema.items() if key not in ("title", "description")},
+                }
+                for name, schema in properties.items()
+            ]
+        problems = {*operation.problems, HTTPStatus.BAD_REQUEST, HTTPStatus.FORBIDDEN}
+        if operation.body is not None:
+            told["requestBody"] = {
+                "required": True,
+                "content": {JSON: {"schema": schemas[operation.name, "body"]}},
+            }
+            problems |= {HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNSUPPORTED_MEDIA_TYPE}
+        if has_token and not operation.is_public:
+            told["security"] = [{"token": []}]
+            problems.add(HTTPStatus.UNAUTHORIZED)
+        responses: dict[str, Any] = {}
+        for status in operation.statuses:
+            responses[str(int(status))] = {"description": HTTPStatus(status).phrase}
+            if operation.answer is not None:
+                content = {operation.media_type: {"schema": schemas[operation.name, "answer"]}}
+                responses[str(int(status))]["content"] = content
+        for status in sorted(problems):
+            responses[str(int(status))] = {
+                "description": HTTPStatus(status).phrase,
+                "content": {PROBLEM: {"schema": schemas["", "problem"]}},
+            }
+        told["responses"] = responses
+        return told

@@ -1,0 +1,35 @@
+"""The page that shows the broker: files that are served as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+from aiohttp import web
+
+__all__ = ["console_routes"]
+
+_FOLDER = Path(__file__).with_name("console")
+_TYPES = {
+    ".css": "text/css",
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
+
+
+def console_routes() -> Iterator[web.RouteDef]:
+    """A route for each file; the page itself is at the root."""
+    for path in sorted(_FOLDER.rglob("*")):
+        kind = _TYPES.get(path.suffix)
+        if kind is None:
+            continue
+        name = path.relative_to(_FOLDER).as_posix()
+        yield web.get("/" if name == "index.html" else f"/console/{name}", _handler(path.read_bytes(), kind))
+
+
+def _handler(content: bytes, kind: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=content, content_type=kind, charset="utf-8")
+
+    return handle

@@ -1,0 +1,92 @@
+"""What goes wrong with a request, as RFC 9457 has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from http import HTTPStatus
+
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import to_json
+
+from qflow_client.broker.errors import AmqpError, ReplyCode
+
+__all__ = ["FieldProblem", "Problem", "ProblemDetails", "from_amqp", "from_validation", "problem_response"]
+
+MEDIA_TYPE = "application/problem+json"
+
+_STATUS_OF = {
+    ReplyCode.ACCESS_REFUSED: HTTPStatus.FORBIDDEN,
+    ReplyCode.NOT_FOUND: HTTPStatus.NOT_FOUND,
+    ReplyCode.RESOURCE_LOCKED: HTTPStatus.CONFLICT,
+    ReplyCode.PRECONDITION_FAILED: HTTPStatus.CONFLICT,
+}
+
+
+class FieldProblem(BaseModel):
+    """One thing that is wrong with what was sent."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    field: str = Field(description="where it is, such as `arguments` or `queues[3].name`; empty for the whole body")
+    detail: str = Field(description="what is wrong with it")
+
+
+class ProblemDetails(BaseModel):
+    """Why a request was not done (RFC 9457)."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    title: str = Field(description="the words of the status")
+    status: int = Field(description="the status")
+    detail: str = Field(description="what went wrong and the way out, for people")
+    errors: list[FieldProblem] = Field(description="the fields that are wrong, if it is their fault")
+
+
+class Problem(Exception):
+    """Ends a request.
+
+    Args:
+        status: of the response.
+        detail: what went wrong and the way out, for people.
+        errors: fields and what is wrong with them.
+    """
+
+    def __init__(self, status: int, detail: str, errors: Iterable[tuple[str, str]] = ()) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.detail = detail
+        self.errors = tuple(errors)
+
+
+def from_amqp(error: AmqpError) -> Problem:
+    """What a refusal of the broker is in HTTP."""
+    return Problem(_STATUS_OF.get(error.code, HTTPStatus.BAD_REQUEST), error.text)
+
+
+def from_validation(error: ValidationError, where: str = "") -> Problem:
+    """Bad input, with its fields.
+
+    Args:
+        error: what pydantic says.
+        where: stands before the fields.
+    """
+    errors = []
+    for each in error.errors(include_url=False, include_context=False, include_input=False):
+        path = where
+        for step in each["loc"]:
+            path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else step
+        errors.append((path, each["msg"]))
+    detail = "; ".join(f"{path}: {text}" if path else text for path, text in errors)
+    return Problem(HTTPStatus.BAD_REQUEST, detail, errors)
+
+
+def problem_response(problem: Problem) -> web.Response:
+    """The response that tells of a problem."""
+    told = ProblemDetails(
+        title=HTTPStatus(problem.status).phrase,
+        status=problem.status,
+        detail=problem.detail,
+        errors=[FieldProblem(field=field, detail=detail) for field, detail in problem.errors],
+    )
+    return web.Response(status=problem.status, body=to_json(told), content_type=MEDIA_TYPE)

@@ -1,0 +1,527 @@
+"""``qflow admin``: a broker seen and steered over its HTTP API."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from pathlib import Path
+from ssl import create_default_context
+from typing import Annotated, Any
+from urllib.parse import quote, urlsplit
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from qflow_client.broker import Policy
+from qflow_client.cli.errors import CommandError, ExitCode
+from qflow_client.cli.stopping import Stopped, Stopping
+from qflow_client.cli.text import count, seconds
+
+__all__ = ["admin"]
+
+# Seconds without a byte after which a broker is given up; it says that it lives every 15.
+_PATIENCE = 40.0
+_URL = "http://127.0.0.1:15672"
+
+admin = typer.Typer(
+    name="admin",
+    help="See and steer a broker that runs, over its HTTP API.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+_add = typer.Typer(name="add", help="Make a queue, or set a policy.", no_args_is_help=True)
+_set = typer.Typer(name="set", help="Change a queue in use, or limit a rate.", no_args_is_help=True)
+_delete = typer.Typer(name="delete", help="Delete a queue, a policy or a rate limit.", no_args_is_help=True)
+for _group in (_add, _set, _delete):
+    admin.add_typer(_group)
+
+_Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
+_Messages = Annotated[int | None, typer.Option(metavar="MESSAGES", help="Above it the queue is ON; 0 for none.")]
+_MessagesResume = Annotated[
+    int | None, typer.Option(metavar="MESSAGES", help="Below it the queue is OFF; 7/8 of the stop unless given.")
+]
+_Bytes = Annotated[int | None, typer.Option(metavar="BYTES", help="Above it the queue is ON; 0 for none.")]
+_BytesResume = Annotated[
+    int | None, typer.Option(metavar="BYTES", help="Below it the queue is OFF; 7/8 of the stop unless given.")
+]
+_Capacity = Annotated[int | None, typer.Option(metavar="BYTES", help="Above it the queue is ON; 0 for none.")]
+_CapacityResume = Annotated[
+    int | None, typer.Option(metavar="BYTES", help="Down to it the queue stays ON; the capacity unless given.")
+]
+
+
+class _Broker:
+    """The HTTP API of a broker.
+
+    Args:
+        url: where it is.
+        token: to show; ``None`` for none.
+        cacert: whom to trust; ``None`` for whom the system trusts.
+    """
+
+    def __init__(self, url: str, token: str | None, cacert: Path | None) -> None:
+        self.url = url.rstrip("/")
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise CommandError(f"--url must be http://HOST:PORT or https://HOST:PORT, not {url!r}", ExitCode.USAGE)
+        self._path = parts.path
+        self._netloc = parts.netloc
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._context = create_default_context(cafile=cacert) if parts.scheme == "https" else None
+
+    def ask(self, method: str, path: str, body: object = None) -> Any:
+        """What the broker answers, ``None`` if that is nothing.
+
+        Raises:
+            CommandError: it refuses, or cannot be reached.
+        """
+        with self.open(method, path, body) as response:
+            answer = response.read()
+        return json.loads(answer) if answer else None
+
+    def open(self, method: str, path: str, body: object = None) -> HTTPResponse:
+        """An answer that is still coming.
+
+        Raises:
+            CommandError: it refuses, or cannot be reached.
+        """
+        headers, raw = dict(self._headers), None
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+            raw = json.dumps(body).encode()
+        if self._context is None:
+            connection = HTTPConnection(self._netloc, timeout=_PATIENCE)
+        else:
+            connection = HTTPSConnection(self._netloc, timeout=_PATIENCE, context=self._context)
+        try:
+            connection.request(method, self._path + path, raw, headers | {"Connection": "close"})
+            response = connection.getresponse()
+        except (OSError, HTTPException) as error:
+            raise CommandError(f"no HTTP API of a broker at {self.url}: {error}") from error
+        if response.status < 300:
+            return response
+        try:
+            detail = json.loads(response.read())["detail"]
+        except (ValueError, KeyError, TypeError):
+            raise CommandError(f"{self.url} is no broker: {response.status} {response.reason}") from None
+        if response.status == 401:
+            raise CommandError(f"{self.url} wants a token: give --token, or set QFLOW_HTTP_TOKEN")
+        raise CommandError(detail, ExitCode.USAGE if response.status == 400 else ExitCode.FAILED)
+
+
+@admin.callback()
+def _admin(
+    context: typer.Context,
+    url: Annotated[
+        str | None,
+        typer.Option("--url", "-u", help=f"Where the HTTP API of the broker is; QFLOW_ADMIN_URL, or {_URL}."),
+    ] = None,
+    token: Annotated[str | None, typer.Option(help="What the broker wants to see; QFLOW_HTTP_TOKEN.")] = None,
+    cacert: Annotated[
+        Path | None, typer.Option(metavar="FILE", exists=True, dir_okay=False, help="Whom to trust, in PEM, for https.")
+    ] = None,
+) -> None:
+    # Read here: not every release of typer does.
+    url = url or os.environ.get("QFLOW_ADMIN_URL") or _URL
+    context.obj["admin"] = _Broker(url, token or os.environ.get("QFLOW_HTTP_TOKEN"), cacert)
+
+
+def _broker(context: typer.Context) -> _Broker:
+    broker: _Broker = context.obj["admin"]
+    return broker
+
+
+# Looking.
+
+
+def _show(rows: list[dict[str, Any]], columns: Mapping[str, Callable[[dict[str, Any]], object]]) -> None:
+    table = Table(header_style="dim", box=None, pad_edge=False)
+    numbers = (
+        "priority",
+        "depth",
+        "ready",
+        "unacked",
+        "bytes",
+        "times ON",
+        "consumers",
+        "published",
+        "unconfirmed",
+        "times",
+    )
+    for name in columns:
+        table.add_column(name, justify="right" if name in numbers else "left", no_wrap=name != "thresholds")
+    for row in rows:
+        cells = []
+        for tell in columns.values():
+            value = tell(row)
+            cells.append(value if isinstance(value, Text) else Text(f"{value:,}" if type(value) is int else str(value)))
+        table.add_row(*cells)
+    # What is not a terminal has no width, and nothing is to be cut off for one.
+    Console(width=None if sys.stdout.isatty() else 1000).print(table)
+
+
+def _list(
+    context: typer.Context, path: str, as_json: bool, columns: Mapping[str, Callable[[dict[str, Any]], object]]
+) -> None:
+    rows = _broker(context).ask("GET", path)
+    if as_json:
+        print(json.dumps(rows, indent=2))
+    else:
+        _show(rows, columns)
+
+
+def _state(is_on: bool, on: str = "ON", off: str = "OFF") -> Text:
+    return Text(on, style="bold red") if is_on else Text(off, style="green")
+
+
+def _thresholds(queue: dict[str, Any]) -> str:
+    marks = queue["thresholds"]
+    told = []
+    for stop, resume, unit in (
+        ("flowStopCount", "flowResumeCount", ""),
+        ("flowStopSize", "flowResumeSize", " B"),
+        ("capacity", "flowResumeCapacity", " B capacity"),
+    ):
+        if marks[stop]:
+            told.append(f"{marks[stop]:,}/{marks[resume]:,}{unit}")
+    return ", ".join(told) or "-"
+
+
+@admin.command()
+def queues(context: typer.Context, as_json: _Json = False) -> None:
+    """Queues, their depths, marks (stop/resume) and flow states."""
+    _list(
+        context,
+        "/api/queues",
+        as_json,
+        {
+            "queue": lambda queue: queue["name"],
+            "depth": lambda queue: queue["depth"],
+            "ready": lambda queue: queue["ready"],
+            "unacked": lambda queue: queue["unacked"],
+            "bytes": lambda queue: queue["bytes"],
+            "consumers": lambda queue: queue["consumers"],
+            "flow state": lambda queue: _state(queue["flowStopped"]),
+            "times ON": lambda queue: queue["flowStoppedCount"],
+            "thresholds": _thresholds,
+        },
+    )
+
+
+@admin.command()
+def producers(context: typer.Context, as_json: _Json = False) -> None:
+    """Producers, whether they are flowed, by what and for how long."""
+    _list(
+        context,
+        "/api/producers",
+        as_json,
+        {
+            "producer": lambda producer: producer["name"],
+            "published": lambda producer: producer["published"],
+            "unconfirmed": lambda producer: producer["unconfirmed"],
+            "state": lambda producer: _state(producer["flowed"], "flowed", "unflowed"),
+            "by": lambda producer: ", ".join(producer["blockedBy"]) or "-",
+            "times": lambda producer: producer["timesFlowed"],
+            "for": lambda producer: seconds(producer["flowedSeconds"]),
+        },
+    )
+
+
+def _sets(policy: dict[str, Any]) -> str:
+    definition = policy["definition"]
+    return ", ".join(f"{name} {value}" for name, value in definition.items() if value is not None)
+
+
+def _about(policy: dict[str, Any]) -> str:
+    keys = "" if policy["routingKey"] is None else f" with {policy['routingKey']!r}"
+    return f"{policy['applyTo']} {policy['pattern']!r}{keys}"
+
+
+@admin.command()
+def policies(context: typer.Context, as_json: _Json = False) -> None:
+    """Policies, what they are about and what they set."""
+    _list(
+        context,
+        "/api/policies",
+        as_json,
+        {
+            "policy": lambda policy: policy["name"],
+            "about": _about,
+            "priority": lambda policy: policy["priority"],
+            "sets": _sets,
+        },
+    )
+
+
+@admin.command()
+def rates(context: typer.Context, as_json: _Json = False) -> None:
+    """Rate limits of exchanges, queues and users."""
+
+    def rate(limit: dict[str, Any], name: str) -> str:
+        return "-" if limit[name] is None else f"{limit[name]:,g}"
+
+    _list(
+        context,
+        "/api/rate-limits",
+        as_json,
+        {
+            "of": lambda limit: f"{limit['applyTo']} {limit['name'] or '(default exchange)'}",
+            "messages/s": lambda limit: rate(limit, "messages"),
+            "bytes/s": lambda limit: rate(limit, "bytes"),
+            "burst": lambda limit: seconds(limit["burst"]),
+        },
+    )
+
+
+@admin.command()
+def watch(
+    context: typer.Context,
+    period: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, max=60, help="Between two looks.")] = 0.5,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything that changes, one JSON object a line.")] = False,
+) -> None:
+    """One line for every flow state that changes, until Ctrl-C."""
+    with Stopping() as stopping:
+        try:
+            with stopping.breakable(), _broker(context).open("GET", f"/api/events?period={period}") as response:
+                known: dict[str, dict[str, Any]] = {}
+                for told in _events(response):
+                    if as_json:
+                        print(json.dumps(told), flush=True)
+                    else:
+                        for line in _flow_lines(told, known):
+                            print(f"{datetime.now():%H:%M:%S} {line}", flush=True)  # noqa: DTZ005 - of who reads it
+        except Stopped:
+            return
+        except (OSError, HTTPException) as error:
+            raise CommandError(f"{_broker(context).url}: {error}") from error
+    raise CommandError(f"{_broker(context).url}: the broker has ended")
+
+
+def _events(response: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    for line in response:
+        if line.startswith(b"data: "):
+            yield json.loads(line[6:])
+
+
+def _flow_lines(told: dict[str, Any], known: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """What has changed about flow states; what is at rest when it is first seen is no news."""
+    if "producersStopped" in told and (told["producersStopped"] or "operator" in known):
+        yield "operator: all producers are " + ("stopped" if told["producersStopped"] else "started")
+        known["operator"] = {}
+    for queue in told.get("queues", ()):
+        name = f"queue {queue['name']}"
+        before = known.get(name, {"flowStopped": False, "flowStoppedCount": queue["flowStoppedCount"]})
+        known[name] = queue
+        turned = queue["flowStoppedCount"] - before["flowStoppedCount"]
+        if queue["flowStopped"] != before["flowStopped"] or turned:
+            state = "ON" if queue["flowStopped"] else "OFF"
+            more = f", turned ON {count(turned, 'time')} in between" if turned > queue["flowStopped"] else ""
+            yield f"{name}: {state} at {count(queue['depth'], 'message')}, {count(queue['bytes'], 'byte')}{more}"
+    for channel in told.get("channels", ()):
+        name = f"producer {channel['name']}"
+        before = known.get(name, {"flowed": False, "blockedBy": []})
+        known[name] = channel
+        if channel["flowed"] and channel["blockedBy"] != before["blockedBy"]:
+            yield f"{name}: flowed by {', '.join(channel['blockedBy'])}"
+        elif before["flowed"] and not channel["flowed"]:
+            yield f"{name}: unflowed, flowed for {seconds(channel['flowedSeconds'])} so far"
+    for kind, word in (("queues", "queue"), ("channels", "producer")):
+        for gone in told.get("gone", {}).get(kind, ()):
+            if known.pop(f"{word} {gone}", {"flowStopped": False})["flowStopped"]:
+                yield f"{word} {gone}: gone"
+
+
+# Steering.
+
+
+def _each_producer(context: typer.Context, what: str, names: list[str] | None) -> None:
+    broker = _broker(context)
+    if not names:
+        broker.ask("POST", f"/api/producers/{what}")
+    for name in names or ():
+        broker.ask("POST", f"/api/producers/{quote(name, safe='')}/{what}")
+
+
+_Producers = Annotated[
+    list[str] | None, typer.Argument(metavar="[PRODUCER]...", help="As `qflow admin producers` names it; all if none.")
+]
+
+
+@admin.command()
+def stop(context: typer.Context, producer: _Producers = None) -> None:
+    """Stop all producers, those to come too, or some."""
+    _each_producer(context, "stop", producer)
+
+
+@admin.command()
+def start(context: typer.Context, producer: _Producers = None) -> None:
+    """Start all producers, or some; queues go on holding whom they hold."""
+    _each_producer(context, "start", producer)
+
+
+@admin.command()
+def purge(context: typer.Context, queue: Annotated[str, typer.Argument(metavar="QUEUE")]) -> None:
+    """Remove the ready messages of a queue."""
+    _say_removed(_broker(context).ask("POST", f"/api/queues/{quote(queue, safe='')}/purge"))
+
+
+@_delete.command("queue")
+def _delete_queue(context: typer.Context, name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
+    """Delete a queue with all that is in it."""
+    _say_removed(_broker(context).ask("DELETE", f"/api/queues/{quote(name, safe='')}"))
+
+
+def _say_removed(answer: dict[str, Any]) -> None:
+    print(f"{count(answer['messages'], 'message')} removed")
+
+
+def _argument(pair: str) -> tuple[str, object]:
+    name, equals, value = pair.partition("=")
+    if not equals or not name:
+        raise typer.BadParameter(f"an argument is given as NAME=VALUE, not {pair!r}")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+@_add.command("queue")
+def _add_queue(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME")],
+    flow_stop_size: _Bytes = None,
+    flow_resume_size: _BytesResume = None,
+    flow_stop_count: _Messages = None,
+    flow_resume_count: _MessagesResume = None,
+    capacity: _Capacity = None,
+    flow_resume_capacity: _CapacityResume = None,
+    durable: Annotated[bool, typer.Option("--durable", help="As in Queue.Declare.")] = False,
+    auto_delete: Annotated[bool, typer.Option("--auto-delete", help="It goes with its last consumer.")] = False,
+    argument: Annotated[
+        list[str] | None,
+        typer.Option("--argument", metavar="NAME=VALUE", help="Any other; a number if it is one; may be repeated."),
+    ] = None,
+) -> None:
+    """Make a queue; one that is there alike stays."""
+    marks = {
+        "qpid.flow_stop_size": flow_stop_size,
+        "qpid.flow_resume_size": flow_resume_size,
+        "qpid.flow_stop_count": flow_stop_count,
+        "qpid.flow_resume_count": flow_resume_count,
+        "x-qpid-capacity": capacity,
+        "x-qpid-flow-resume-capacity": flow_resume_capacity,
+    }
+    arguments = dict(map(_argument, argument or ())) | {
+        name: value for name, value in marks.items() if value is not None
+    }
+    body = {"durable": durable, "autoDelete": auto_delete, "arguments": arguments}
+    _broker(context).ask("PUT", f"/api/queues/{quote(name, safe='')}", body)
+
+
+@_add.command("policy")
+def _add_policy(context: typer.Context, text: Annotated[str, typer.Argument(metavar="'NAME KEY=VALUE…'")]) -> None:
+    """Set a policy, or replace the one of its name; queues that are there follow at once."""
+    try:
+        told = Policy.parse(text).to_json()
+    except (TypeError, ValueError) as error:
+        raise CommandError(str(error), ExitCode.USAGE) from error
+    body = {_camel(name): value for name, value in told.items() if name != "name"}
+    body["definition"] = {_camel(name): value for name, value in told["definition"].items()}
+    _broker(context).ask("PUT", f"/api/policies/{quote(told['name'], safe='')}", body)
+
+
+def _camel(name: str) -> str:
+    first, *rest = name.split("_")
+    return first + "".join(word.title() for word in rest)
+
+
+@_delete.command("policy")
+def _delete_policy(context: typer.Context, name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
+    """Delete a policy; queues go back to what else applies to them."""
+    _broker(context).ask("DELETE", f"/api/policies/{quote(name, safe='')}")
+
+
+@_set.command("queue")
+def _set_queue(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME")],
+    flow_stop_size: _Bytes = None,
+    flow_resume_size: _BytesResume = None,
+    flow_stop_count: _Messages = None,
+    flow_resume_count: _MessagesResume = None,
+    capacity: _Capacity = None,
+    flow_resume_capacity: _CapacityResume = None,
+) -> None:
+    """Put other marks in force; the flow state follows at once, and what is not given stays."""
+    marks = {
+        "flowStopSize": flow_stop_size,
+        "flowResumeSize": flow_resume_size,
+        "flowStopCount": flow_stop_count,
+        "flowResumeCount": flow_resume_count,
+        "capacity": capacity,
+        "flowResumeCapacity": flow_resume_capacity,
+    }
+    given = {name: value for name, value in marks.items() if value is not None}
+    if not given:
+        raise CommandError("nothing to change: give at least one mark, see --help", ExitCode.USAGE)
+    queue = _broker(context).ask("PATCH", f"/api/queues/{quote(name, safe='')}/thresholds", given)
+    print(f"{queue['name']}: {_thresholds(queue)}, {'ON' if queue['flowStopped'] else 'OFF'}")
+
+
+_Scope = Annotated[str, typer.Argument(metavar="exchange|queue|user")]
+
+
+@_set.command("rate")
+def _set_rate(
+    context: typer.Context,
+    scope: _Scope,
+    name: Annotated[str, typer.Argument(metavar="NAME")],
+    messages: Annotated[float | None, typer.Option(metavar="PER SECOND", help="Messages.")] = None,
+    size: Annotated[float | None, typer.Option("--bytes", metavar="PER SECOND", help="Body bytes.")] = None,
+    burst: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="What the rate gives in them may pass at once; 0.1.")
+    ] = None,
+) -> None:
+    """Limit how much may be published to an exchange, to a queue or by a user."""
+    given = {"messages": messages, "bytes": size, "burst": burst}
+    body = {name: value for name, value in given.items() if value is not None}
+    _broker(context).ask("PUT", _rate_path(scope, name), body)
+
+
+@_delete.command("rate")
+def _delete_rate(context: typer.Context, scope: _Scope, name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
+    """Delete a rate limit."""
+    _broker(context).ask("DELETE", _rate_path(scope, name))
+
+
+def _rate_path(scope: str, name: str) -> str:
+    return f"/api/rate-limits/{quote(scope, safe='')}/{quote(name, safe='')}"
+
+
+@admin.command("export")
+def _export(context: typer.Context) -> None:
+    """Queues, exchanges and bindings, as JSON."""
+    print(json.dumps(_broker(context).ask("GET", "/api/definitions"), indent=2))
+
+
+@admin.command("import")
+def _import(
+    context: typer.Context,
+    file: Annotated[typer.FileText, typer.Argument(metavar="FILE", help="As exported; - for standard input.")],
+) -> None:
+    """Declare what `export`, or RabbitMQ, has exported: all of it, or nothing."""
+    try:
+        document = json.load(file)
+    except ValueError as error:
+        raise CommandError(f"{file.name}: not JSON: {error}", ExitCode.USAGE) from error
+    told = _broker(context).ask("POST", "/api/definitions", document)
+    parts = ", ".join(count(told[kind], kind.removesuffix("s")) for kind in ("exchanges", "queues", "bindings"))
+    parts += f", {told['policies']} policies" if told["policies"] else ""
+    ignored = f"; not looked at: {', '.join(told['ignored'])}" if told["ignored"] else ""
+    print(f"{parts}{ignored}", file=sys.stderr)

@@ -1,0 +1,104 @@
+"""The configuration file of ``qflow broker``."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from qflow_client.broker import BrokerSettings, Policy, PolicyDefinition
+from qflow_client.cli.errors import CommandError, ExitCode
+
+__all__ = ["MARKS", "SETTINGS", "Config", "read_config"]
+
+#: The settings that have a word in a file: all but what only a program can give.
+SETTINGS = tuple(field.name for field in fields(BrokerSettings) if field.name not in ("ssl_context", "trace"))
+_WORDS = tuple(name for name in SETTINGS if name != "policies")
+#: The marks of a queue.
+MARKS = ("flow_stop_count", "flow_resume_count", "flow_stop_size", "flow_resume_size")
+# What a policy has beside what it sets.
+_POLICY = ("pattern", "apply_to", "routing_key", "priority")
+_FILES = ("tls_certificate", "tls_key")
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a configuration file says.
+
+    Attributes:
+        path: the file; ``None`` if there is none.
+        settings: of the broker, `tls_certificate` and `tls_key`.
+        queues: to begin with, and the marks of each.
+    """
+
+    path: Path | None
+    settings: Mapping[str, Any]
+    queues: Mapping[str, Mapping[str, int]]
+
+
+def read_config(path: Path | None) -> Config:
+    """Read a configuration file.
+
+    Args:
+        path: of the file; ``None`` for none, which says nothing.
+
+    Raises:
+        CommandError: it is not TOML, or has what is no option; the text names it and what is near.
+        OSError: it cannot be read.
+    """
+    if path is None:
+        return Config(None, {}, {})
+    try:
+        told = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise _refused(path, f"not TOML: {error}") from error
+    queues: dict[str, Mapping[str, int]] = {}
+    for number, table in enumerate(_tables(path, told, "queue"), 1):
+        _check_names(path, f"[[queue]] number {number}: ", table, ("name", *MARKS))
+        name = table.pop("name", None)
+        if not isinstance(name, str) or not name:
+            raise _refused(path, f"[[queue]] number {number}: name must be a name, not {name!r}")
+        if name in queues:
+            raise _refused(path, f"[[queue]] number {number}: {name!r} is there twice")
+        queues[name] = table
+    policies = [_policy(path, number, table) for number, table in enumerate(_tables(path, told, "policy"), 1)]
+    _check_names(path, "", told, (*_WORDS, *_FILES, "queue", "policy"))
+    if policies:
+        told["policies"] = policies
+    for name in _FILES:
+        # A file is named from where the one that names it is.
+        if name in told:
+            if not isinstance(told[name], str):
+                raise _refused(path, f"{name} must be the path of a file, not {told[name]!r}")
+            told[name] = path.parent / told[name]
+    return Config(path, told, queues)
+
+
+def _tables(path: Path, told: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    tables = told.pop(name, [])
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise _refused(path, f"a {name} is a table that begins with [[{name}]]")
+    return tables
+
+
+def _policy(path: Path, number: int, table: dict[str, Any]) -> Policy:
+    try:
+        own = {name: table.pop(name) for name in _POLICY if name in table}
+        return Policy(table.pop("name", None), PolicyDefinition.from_mapping(table), **own)
+    except (TypeError, ValueError) as error:
+        raise _refused(path, f"[[policy]] number {number}: {error}") from error
+
+
+def _check_names(path: Path, where: str, told: Mapping[str, object], known: tuple[str, ...]) -> None:
+    for name in told:
+        if name not in known:
+            near = get_close_matches(name.replace("-", "_"), known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
+            raise _refused(path, f"{where}there is no option {name!r}{hint}")
+
+
+def _refused(path: Path, text: str) -> CommandError:
+    return CommandError(f"{path}: {text}", ExitCode.USAGE)

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from qflow_client.broker import Broker
+
+# It fetches nothing, and asks nobody for updates.
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    path = os.environ.get("QFLOW_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    if path is None:
+        text = "there is no Chromium: install it, or name it in QFLOW_CHROMIUM"
+        if os.environ.get("QFLOW_REQUIRE_BROWSER") == "1":
+            pytest.fail(f"{text} (QFLOW_REQUIRE_BROWSER=1 forbids to skip)", pytrace=False)
+        pytest.skip(text)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def broker() -> Iterator[Broker]:
+    with Broker(http_port=0) as broker:
+        yield broker
+
+
+@pytest.fixture
+def page(browser: Browser, broker: Broker) -> Iterator[Page]:
+    """The console of the broker; what the page complains of fails the test."""
+    complaints: list[str] = []
+    context = browser.new_context(viewport={"width": 1400, "height": 1000})
+    page = context.new_page()
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+    # Nothing comes from elsewhere.
+    page.on("request", lambda request: complaints.append(request.url) if broker.http_url not in request.url else None)
+    page.set_default_timeout(20_000)
+    page.goto(broker.http_url)
+    yield page
+    context.close()
+    # The browser itself complains of a 400, which a test may want.
+    assert [text for text in complaints if "status of 400" not in text] == []

@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, expect
+
+from qflow_client import Producer
+from qflow_client.broker import Broker, ThresholdsSnapshot
+
+ORDERS = {"qpid.flow_stop_count": 10, "qpid.flow_resume_count": 5}
+ON = "253,231,229"
+# How much of the chart is of a colour.
+_SHARE = """(colour => {
+    const canvas = document.querySelector("#chart canvas");
+    if (canvas === null) return 0;
+    const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+    let found = 0;
+    for (let at = 0; at < data.length; at += 4) found += `${data[at]},${data[at + 1]},${data[at + 2]}` === colour;
+    return found / (data.length / 4);
+})"""
+HELD = re.compile(r"\bheld\b")
+
+
+def test_F5_graph_and_series_show_a_queue_going_on_and_off(page: Page, broker: Broker) -> None:
+    broker.declare_queue("orders", arguments=ORDERS)
+    with Producer(broker.url, routing_key="orders", capacity=50) as producer:
+        for _ in range(11):
+            producer.send(b"12345")
+        row = page.get_by_role("row").filter(has=page.get_by_role("button", name="orders"))
+        expect(row.get_by_role("cell").nth(0)).to_have_text("ON")
+        expect(row.get_by_role("cell").nth(1)).to_have_text("11")
+        node = page.locator("#graph .node").filter(has_text="orders").last
+        expect(page.locator("#graph .node.held")).to_have_count(2)
+        expect(page.locator("#graph .edge.held")).to_have_count(2)
+        expect(node).to_have_class(HELD)
+        expect(page.locator("#graph-words")).to_have_text("orders is ON and flows 1 producer.")
+        row.get_by_role("button").click()
+        expect(page.locator("#detail-words")).to_contain_text("ON at 11 messages, 55 bytes, ON above 10, OFF below 5")
+        # The background of the chart is another while it is ON.
+        page.wait_for_function(f"on => {_SHARE}(on) > 0.5", arg=ON)
+        broker.purge("orders")
+        expect(row.get_by_role("cell").nth(0)).to_have_text("OFF")
+        expect(page.locator("#graph .held")).to_have_count(0)
+        expect(page.locator("#announcer")).to_have_text("queue orders is OFF at 0 messages")
+        page.wait_for_function(f"on => {_SHARE}(on) < 0.4", arg=ON)
+        producer.flush(10)
+
+
+def test_D5_all_producers_are_stopped_within_a_second_and_started(page: Page, broker: Broker) -> None:
+    broker.declare_queue("orders")
+    with Producer(broker.url, routing_key="orders") as one, Producer(broker.url, routing_key="orders") as two:
+        events = [producer.flow_events() for producer in (one, two)]
+        for producer in (one, two):
+            producer.send(b"x").result(10)
+        rows = page.locator("#producer-rows tr")
+        expect(rows).to_have_count(2)
+        stop = page.get_by_role("button", name="Stop all producers")
+        began = time.monotonic()
+        stop.click()
+        for each in events:
+            assert next(each).holds[0].kind == "channel_flow"
+        assert time.monotonic() - began < 1
+        for row in rows.all():
+            expect(row.get_by_role("cell").nth(1)).to_have_text("operator")
+        expect(stop).to_have_attribute("aria-pressed", "true")
+        expect(page.locator("#graph .node.operator")).to_have_count(1)
+        page.get_by_role("button", name="Start all producers").click()
+        for producer in (one, two):
+            producer.send(b"y").result(10)
+        expect(stop).to_have_attribute("aria-pressed", "false")
+        name = broker.producers()[0].name
+        page.get_by_role("button", name=f"Stop producer {name}").click()
+        broker.wait_until(lambda broker: [producer.flowed for producer in broker.producers()] == [True, False])
+        page.get_by_role("button", name=f"Start producer {name}").click()
+        broker.wait_until(lambda broker: not any(producer.flowed for producer in broker.producers()))
+
+
+def test_D4_thresholds_are_edited_in_place_and_what_is_wrong_is_marked(page: Page, broker: Broker) -> None:
+    broker.declare_queue("orders", arguments=ORDERS)
+    page.get_by_role("button", name="orders").click()
+    messages = page.get_by_role("group", name="Messages")
+    stop, resume = messages.get_by_label("ON above"), messages.get_by_label("OFF below")
+    expect(stop).to_have_value("10")
+    stop.fill("3")
+    page.get_by_role("button", name="Set thresholds").click()
+    expect(page.locator("#thresholds-answer")).to_contain_text("flow_stop_count=3 and flow_resume_count=5")
+    expect(stop).to_have_attribute("aria-invalid", "true")
+    expect(stop).to_be_focused()
+    resume.fill("")
+    page.get_by_role("button", name="Set thresholds").click()
+    expect(page.locator("#thresholds-answer")).to_have_text("The thresholds are in force.")
+    expect(resume).to_have_value("2")
+    expect(stop).not_to_have_attribute("aria-invalid", "true")
+    assert broker.queue("orders").thresholds == ThresholdsSnapshot(3, 2)
+    stop.fill("0")
+    page.get_by_role("group", name="Capacity").get_by_label("ON above").fill("100")
+    page.get_by_role("button", name="Set thresholds").click()
+    broker.wait_until(lambda broker: broker.queue("orders").thresholds == ThresholdsSnapshot(0, 0, 0, 0, 100, 100))
+    # What somebody else changes meanwhile stays.
+    stop.fill("20")
+    broker.set_thresholds("orders", capacity=50, flow_resume_capacity=None)
+    page.get_by_role("button", name="Set thresholds").click()
+    broker.wait_until(lambda broker: broker.queue("orders").thresholds == ThresholdsSnapshot(20, 17, 0, 0, 50, 50))
+    broker.publish(b"x", "orders")
+    page.get_by_role("button", name="Purge").click()
+    broker.wait_until(lambda broker: not broker.queue("orders").depth)
+
+
+def test_everything_is_reached_by_keyboard(page: Page, broker: Broker) -> None:
+    broker.declare_queue("orders", arguments=ORDERS)
+    expect(page.get_by_role("button", name="orders")).to_be_visible()
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Skip to the queues")).to_be_focused()
+    page.keyboard.press("Enter")
+    for _ in range(10):
+        page.keyboard.press("Tab")
+        if page.get_by_role("button", name="orders").evaluate("each => each === document.activeElement"):
+            break
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="Queue orders")).to_be_focused()
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("group", name="Messages").get_by_label("ON above")).to_be_focused()
+    page.keyboard.press("Control+A")
+    page.keyboard.type("20")
+    page.keyboard.press("Enter")
+    broker.wait_until(lambda broker: broker.queue("orders").thresholds.flow_stop_count == 20)
+
+
+def test_lists_are_filtered_sorted_and_paged(page: Page, broker: Broker) -> None:
+    for number in range(60):
+        broker.declare_queue(f"queue {number:02}", arguments=ORDERS)
+    for _ in range(11):
+        broker.publish(b"x", "queue 42")
+    rows = page.locator("#queue-rows tr")
+    pages = page.get_by_role("navigation", name="Pages of queues")
+    expect(pages).to_contain_text("page 1 of 4, 60 queues")
+    expect(rows).to_have_count(15)
+    pages.get_by_role("button", name="Next page").click()
+    expect(rows.first).to_contain_text("queue 15")
+    queues = page.get_by_role("search", name="Queues")
+    queues.get_by_label("Name contains").fill("QUEUE 1")
+    expect(pages).to_contain_text("page 1 of 1, 10 of 60 queues")
+    queues.get_by_label("Name contains").fill("")
+    queues.get_by_label("Sort by").select_option("depth")
+    expect(rows.first).to_contain_text("queue 42")
+    queues.get_by_label("only those that are ON").check()
+    expect(rows).to_have_count(1)
+    # What is not drawn is told.
+    expect(page.locator("#graph-words")).to_contain_text("Not drawn: 36 more queues.")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_to_complain_of(page: Page, broker: Broker, scheme: str) -> None:
+    page.emulate_media(color_scheme=scheme, reduced_motion="reduce")  # type: ignore[arg-type]
+    broker.declare_queue("orders", arguments=ORDERS)
+    broker.declare_queue("other")
+    with Producer(broker.url, routing_key="orders") as one, Producer(broker.url, routing_key="other") as two:
+        for _ in range(11):
+            one.send(b"x")
+        two.send(b"x")
+        broker.wait_until(lambda broker: broker.queue("orders").flow_stopped)
+        broker.flow(active=False, channel=broker.producers()[1].name)
+        page.get_by_role("button", name="orders").click()
+        expect(page.locator("#graph .node.operator")).to_have_count(1)
+        expect(page.locator("#graph .node.held")).to_have_count(2)
+        found = Axe().run(page)
+        assert found.violations_count == 0, found.generate_report()
+        assert len(found.response["passes"]) > 20
+        broker.flow(active=True)
+        broker.purge("orders")
+
+
+def test_the_theme_can_be_chosen(page: Page) -> None:
+    def back() -> str:
+        return str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+
+    page.emulate_media(color_scheme="light")
+    assert back() == "rgb(255, 255, 255)"
+    page.get_by_label("Theme").select_option("dark")
+    assert back() == "rgb(13, 17, 23)"
+    page.reload()
+    assert back() == "rgb(13, 17, 23)"
+    page.emulate_media(color_scheme="dark")
+    page.get_by_label("Theme").select_option("light")
+    assert back() == "rgb(255, 255, 255)"
+    page.get_by_label("Theme").select_option("auto")
+    assert back() == "rgb(13, 17, 23)"
+
+
+def test_a_token_is_asked_for_until_it_is_right(browser: Browser) -> None:
+    with Broker(http_port=0, http_token="correct-horse") as broker:
+        broker.declare_queue("orders")
+        page = browser.new_page()
+        page.goto(broker.http_url)
+        dialog = page.get_by_role("dialog", name="Token")
+        assert Axe().run(page).violations_count == 0
+        for token in ("wrong-horse", "correct-horse"):
+            expect(dialog).to_be_visible()
+            dialog.get_by_label("Token").fill(token)
+            dialog.get_by_role("button").click()
+        expect(page.get_by_role("button", name="orders")).to_be_visible()
+        expect(dialog).to_be_hidden()
+        page.get_by_role("button", name="Stop all producers").click()
+        broker.wait_until(lambda broker: broker.producers_stopped)
+        # For as long as the tab is open.
+        page.reload()
+        expect(page.get_by_role("button", name="orders")).to_be_visible()
+        page.context.close()
+
+
+def test_a_broker_that_ends_is_told_and_found_again(browser: Browser) -> None:
+    context = browser.new_context()
+    page = context.new_page()
+    with Broker(http_port=0) as broker:
+        broker.declare_queue("before")
+        port = int(broker.http_url.rpartition(":")[2])
+        page.goto(broker.http_url)
+        expect(page.get_by_role("button", name="before")).to_be_visible()
+    expect(page.locator("#connection")).to_contain_text("not connected: ")
+    with Broker(http_port=port) as broker:
+        broker.declare_queue("after")
+        expect(page.get_by_role("button", name="after")).to_be_visible()
+        expect(page.get_by_role("button", name="before")).to_have_count(0)
+        expect(page.locator("#connection")).to_have_text(f"connected to 127.0.0.1:{port}")
+        context.close()

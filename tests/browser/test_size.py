@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pika
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from qflow_client.broker import Broker
+
+QUEUES = 500
+CONNECTIONS = 20
+CHANNELS = 100
+UPDATES = 30
+
+
+@contextmanager
+def busy(broker: Broker) -> Iterator[None]:
+    """500 queues that go ON and OFF, and 2,000 producers that publish to them."""
+    for number in range(QUEUES):
+        broker.declare_queue(f"queue {number}", arguments={"qpid.flow_stop_count": 3})
+    over = threading.Event()
+
+    def publish(first: int) -> None:
+        connection = pika.BlockingConnection(pika.URLParameters(broker.url))
+        channels = [connection.channel() for _ in range(CHANNELS)]
+        while not over.is_set():
+            for number, channel in enumerate(channels, first):
+                channel.basic_publish("", f"queue {number % QUEUES}", b"12345")
+            for number in range(first, first + CHANNELS, CONNECTIONS):
+                broker.purge(f"queue {number % QUEUES}")
+            over.wait(0.2)
+            connection.process_data_events(0)
+        connection.close()
+
+    threads = [threading.Thread(target=publish, args=(CHANNELS * number,)) for number in range(CONNECTIONS)]
+    for thread in threads:
+        thread.start()
+    try:
+        broker.wait_until(lambda broker: len(broker.producers()) == CONNECTIONS * CHANNELS, 60)
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+def work_per_update(trace: list[dict[str, Any]]) -> list[float]:
+    """Milliseconds that the page's main thread worked from one update to the next, by its own clock."""
+    updates = sorted(
+        (event for event in trace if event["name"] == "qflow-update" and event["ph"] == "b"),
+        key=lambda each: each["ts"],
+    )
+    pid = updates[0]["pid"]
+    (main,) = {
+        event["tid"]
+        for event in trace
+        if event["name"] == "thread_name" and event["pid"] == pid and event["args"]["name"] == "CrRendererMain"
+    }
+    starts = [event["ts"] for event in updates]
+    work = [0.0] * len(starts)
+    for event in trace:
+        if event["name"] == "RunTask" and "tdur" in event and (event["pid"], event["tid"]) == (pid, main):
+            # An update is told of by a task that begins just before it.
+            at = bisect_right(starts, event["ts"] + event["dur"]) - 1
+            if at >= 0:
+                work[at] += event["tdur"] / 1000
+    return work[1:-1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_with_500_queues_and_2000_producers_an_update_costs_at_most_16_ms(
+    browser: Browser, page: Page, broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    with busy(broker):
+        # pika's warnings about Channel.Flow are many.
+        caplog.set_level(logging.ERROR, "pika")
+        expect(page.locator("#producer-pages")).to_contain_text("2,000 producers")
+        page.locator("#queue-rows button").first.click()
+        # What it takes to draw the first picture is no update.
+        page.wait_for_timeout(5000)
+        browser.start_tracing(
+            page=page, categories=["blink.user_timing", "disabled-by-default-devtools.timeline", "devtools.timeline"]
+        )
+        page.wait_for_function(
+            "count => performance.getEntriesByName('qflow-update').length >= count",
+            arg=page.evaluate("performance.getEntriesByName('qflow-update').length") + UPDATES,
+            # Not at every frame, which is work too.
+            polling=1000,
+        )
+        trace = json.loads(browser.stop_tracing())["traceEvents"]
+        flowed = sum(producer.flowed for producer in broker.producers())
+    work = sorted(work_per_update(trace))
+    assert flowed > 100
+    assert len(work) >= UPDATES - 5
+    assert work[int(len(work) * 0.95)] <= 16, work

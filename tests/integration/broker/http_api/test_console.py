@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import re
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+import qflow_client.broker.http
+from qflow_client.broker import Broker
+
+from .tools import Client
+
+FOLDER = Path(qflow_client.broker.http.__file__).parent / "console"
+VENDOR = FOLDER / "vendor"
+
+
+def test_vendored_libraries_are_those_that_the_list_names_with_their_licences() -> None:
+    row = r"^\| `(.*?)` \| .*? (\d+\.\d+\.\d+).*? \| MIT, `(.*?)`.* \| `(\w{64})` \|$"
+    listed = re.findall(row, (VENDOR / "README.md").read_text(), re.MULTILINE)
+    files = {path.relative_to(VENDOR).as_posix() for path in VENDOR.rglob("*.*") if path.suffix in (".js", ".css")}
+    assert {name for name, *_ in listed} == files
+    for name, version, licence, checksum in listed:
+        assert version in name
+        assert "Permission is hereby granted, free of charge" in (VENDOR / licence).read_text()
+        assert sha256((VENDOR / name).read_bytes()).hexdigest() == checksum
+
+
+def test_the_page_and_all_that_it_names_are_served_and_nothing_is_fetched_from_elsewhere(
+    broker: Broker, ask: Client
+) -> None:
+    page = ask("GET", "/")
+    assert (page.status, page.headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+    assert "default-src 'self'" in page.headers["Content-Security-Policy"]
+    named = set(re.findall(r'(?:href|src)="(console/.*?)"', page.text))
+    script = ask("GET", "/console/console.js").text
+    model = ask("GET", "/console/model.js").text
+    named |= {f"console/{name}" for name in re.findall(r'new URL\("(.*?)", import\.meta', script)}
+    named |= {f"console/{name}" for name in re.findall(r'from "\./(.*?)"', model)}
+    assert len(named) == 7
+    for name in named:
+        answer = ask("GET", f"/{name}")
+        assert answer.status == 200, name
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+    ours = page.text + script + model + ask("GET", "/console/console.css").text
+    assert re.findall(r"https?://(?!www\.w3\.org/2000/svg)\S+", ours) == []
+
+
+def test_the_page_has_no_secret_and_needs_no_token() -> None:
+    with Broker(http_port=0, http_token="correct-horse") as broker:
+        broker.declare_queue("orders")
+        for path in ("/", "/console/console.js", "/console/model.js"):
+            answer = Client(broker)("GET", path)
+            assert answer.status == 200
+            assert not re.search("correct-horse|orders", answer.text)
+
+
+@pytest.mark.parametrize("path", ["/console/", "/console/../server.py", "/console/%2e%2e/server.py", "/console/vendor"])
+def test_no_other_file_is_served(ask: Client, path: str) -> None:
+    assert ask("GET", path).status == 404
+
+
+def test_another_host_name_is_refused_the_page_too(ask: Client) -> None:
+    assert ask("GET", "/", headers={"Host": "evil.example"}).status == 403

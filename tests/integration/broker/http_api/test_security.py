@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import ssl
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from qflow_client.broker import Broker
+from qflow_client.broker.http.openapi import Operation
+from qflow_client.broker.http.operations import api
+
+from .tools import Client
+
+TOKEN = "correct-horse"
+CHANGING = [operation for operation in api.operations if operation.method != "GET"]
+
+
+@pytest.fixture(name="guarded")
+def _guarded() -> Iterator[Broker]:
+    with Broker(http_port=0, http_token=TOKEN) as broker:
+        broker.declare_queue("orders")
+        yield broker
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "broker.example", ""])
+def test_off_loopback_a_token_is_required(host: str) -> None:
+    with pytest.raises(ValueError, match="is not a loopback address: set an http_token"):
+        Broker(http_host=host, http_port=0)
+    Broker(http_host=host, http_port=0, http_token=TOKEN)
+
+
+@pytest.mark.parametrize("token", ["", "short", "with a space in it", "with\nnewline", "pässwörter"])
+def test_a_token_that_cannot_be_one_is_refused_and_not_repeated(token: str) -> None:
+    with pytest.raises(ValueError, match="http_token must be at least 8") as caught:
+        Broker(http_port=0, http_token=token)
+    assert not token or token not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        {},
+        {"Authorization": "Bearer wrong-horse"},
+        {"Authorization": f"Basic {TOKEN}"},
+        {"Authorization": f"Bearer {TOKEN}x"},
+        {"Authorization": "Bearer"},
+        {"Authorization": TOKEN},
+        {"Authorization": "Bearer \xff\xfe"},
+        {"Cookie": f"token={TOKEN}"},
+    ],
+)
+@pytest.mark.parametrize("operation", api.operations, ids=lambda operation: operation.name)
+def test_without_the_token_nothing_is_done(guarded: Broker, operation: Operation, shown: dict[str, str]) -> None:
+    ask = Client(guarded)
+    answer = ask(operation.method, operation.path.format(name="orders", id="x", scope="queue"), {}, headers=shown)
+    if operation.is_public:
+        assert answer.status == 200
+        assert "orders" not in answer.text
+    else:
+        assert (answer.status, answer.fields, answer.headers["WWW-Authenticate"]) == (401, [], "Bearer")
+    assert [queue.name for queue in guarded.queues()] == ["orders"]
+    assert not guarded.producers_stopped
+
+
+def test_the_token_opens(guarded: Broker) -> None:
+    ask = Client(guarded, {"Authorization": f"bearer {TOKEN}"})
+    assert ask("GET", "/api/queues").json[0]["name"] == "orders"
+    assert ask("GET", "/metrics").status == 200
+    described = ask("GET", "/api/openapi.json").json
+    assert described["paths"]["/api/queues"]["get"]["security"] == [{"token": []}]
+    assert "401" in described["paths"]["/api/queues"]["get"]["responses"]
+    assert "security" not in described["paths"]["/api/health"]["get"]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Origin": "http://127.0.0.1:1"},
+        {"Origin": "http://127.0.0.1"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+    ],
+)
+@pytest.mark.parametrize("operation", CHANGING, ids=lambda operation: operation.name)
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_another_site_changes_nothing(operation: Operation, headers: dict[str, str], token: str | None) -> None:
+    with Broker(http_port=0, http_token=token) as broker:
+        broker.declare_queue("orders")
+        ask = Client(broker, {"Authorization": f"Bearer {TOKEN}"})
+        answer = ask(operation.method, operation.path.format(name="orders", id="x", scope="queue"), {}, headers=headers)
+        assert (answer.status, answer.fields) == (403, [])
+        assert [queue.name for queue in broker.queues()] == ["orders"]
+        assert not broker.producers_stopped
+
+
+def test_a_page_of_its_own_does(broker: Broker, ask: Client) -> None:
+    own = {"Origin": broker.http_url, "Sec-Fetch-Site": "same-origin"}
+    assert ask("POST", "/api/producers/stop", headers=own).status == 204
+    assert broker.producers_stopped
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+def test_a_form_is_not_json(broker: Broker, ask: Client, kind: str) -> None:
+    """What another site's form can send without asking first."""
+    answer = ask("PUT", "/api/queues/q", {}, headers={"Content-Type": kind})
+    assert (answer.status, answer.fields) == (415, [])
+    assert broker.queues() == ()
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "[", "", "192.0.2.1"])
+def test_a_name_that_leads_here_is_not_ours(ask: Client, host: str) -> None:
+    """DNS rebinding: a page of evil.example, whose name now resolves to this machine."""
+    for method, path in (("GET", "/api/queues"), ("POST", "/api/producers/stop"), ("GET", "/api/events")):
+        assert ask(method, path, headers={"Host": host}).status == 403
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "127.0.0.1:5", "[::1]:15672", "127.1.2.3"])
+def test_the_names_of_this_machine_are_ours(ask: Client, host: str) -> None:
+    assert ask("GET", "/api/queues", headers={"Host": host}).status == 200
+
+
+def test_no_other_page_may_read_or_frame_what_is_answered(ask: Client) -> None:
+    for path in ("/api/queues", "/api/queues/none", "/nowhere"):
+        headers = ask("GET", path, headers={"Origin": "http://evil.example"}).headers
+        assert "Access-Control-Allow-Origin" not in headers
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
+        assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
+    assert ask("OPTIONS", "/api/queues/q", headers={"Origin": "http://evil.example"}).status == 405
+
+
+def test_with_tls_for_amqp_http_has_it_too(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-keyout", str(key), "-out", str(certificate), "-days", "1", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    subprocess.run(command, check=True, capture_output=True)
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(certificate, key)
+    with Broker(ssl_context=server, http_port=0) as broker:
+        assert broker.http_url.startswith("https://127.0.0.1:")
+        context = ssl.create_default_context(cafile=str(certificate))
+        with urllib.request.urlopen(f"{broker.http_url}/api/health", context=context, timeout=20) as answer:
+            assert answer.status == 200

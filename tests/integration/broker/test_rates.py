@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from typing import cast
+
+import pytest
+
+from qflow_client import Producer, ProducerFlowed
+from qflow_client.broker import Broker, RateLimit, RateScope
+
+
+def test_F6_a_rate_is_kept_by_a_producer_that_listens_and_changed_while_it_sends():
+    with Broker() as broker:
+        broker.declare_queue("q")
+        limit = RateLimit(RateScope.QUEUE, "q", messages=100, burst=0.01)
+        broker.set_rate_limit(limit)
+        assert broker.rate_limits == (limit,)
+        with Producer(broker.url, routing_key="q", capacity=5) as producer:
+            producer.send(b"x").result(10)
+            began = time.monotonic()
+            for _ in range(40):
+                producer.send(b"x").result(10)
+            # 40 at 100 a second; what one may be ahead of the limit by is one message.
+            assert time.monotonic() - began >= 0.3
+            assert producer.flow_state.times_flowed > 0
+            broker.set_rate_limit(RateLimit(RateScope.QUEUE, "q", messages=0.01))
+            # It may be held still, for what it owes at the new rate.
+            with suppress(ProducerFlowed):
+                producer.send_nowait(b"x")
+            broker.wait_until(lambda b: b.producers()[0].blocked_by == ("rate of queue 'q'",))
+            broker.delete_rate_limit("queue", "q")
+            broker.wait_until(lambda b: not b.producers()[0].flowed)
+            assert not broker.rate_limits
+            producer.flush(10)
+
+
+def test_F6_a_limit_must_be_one(broker):
+    with pytest.raises(TypeError, match="must be a RateLimit"):
+        broker.set_rate_limit(cast(RateLimit, {"messages": 1}))
+    with pytest.raises(LookupError, match="rate limit of user 'ann'"):
+        broker.delete_rate_limit("user", "ann")
+    with pytest.raises(ValueError, match="'channel'"):
+        broker.delete_rate_limit("channel", "q")
+    assert RateLimit(RateScope.USER, "ann", bytes=5).to_json() == {
+        "apply_to": "user",
+        "name": "ann",
+        "messages": None,
+        "bytes": 5,
+        "burst": 0.1,
+    }
+
+
+@pytest.mark.parametrize("interval", [0.0, 0.002])
+def test_F4_real_producers_of_a_queue_that_flaps_all_get_their_turn(interval):
+    """How alike they are served is measured without threads; here nobody may starve."""
+    count, each = 10, 300
+    with Broker(resume_interval=interval) as broker:
+        broker.declare_queue("q", arguments={"qpid.flow_stop_count": 30, "qpid.flow_resume_count": 10})
+
+        def work(number):
+            with Producer(broker.url, routing_key="q", capacity=10) as producer:
+                for _ in range(each):
+                    producer.send(b"%d" % number)
+
+        threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(count)]
+        for thread in threads:
+            thread.start()
+        seen = dict.fromkeys((b"%d" % number for number in range(count)), 0)
+        end = time.monotonic() + 60
+        while sum(seen.values()) < count * each and time.monotonic() < end:
+            message = broker.get("q")
+            if message is not None:
+                seen[message.body] += 1
+        for thread in threads:
+            thread.join(10)
+        assert set(seen.values()) == {each}
+        queue = broker.queue("q")
+        assert queue.flow_stopped_count > 1
+        assert queue.peak_depth <= 30 + count * 10

@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from qflow_client import Producer
+from qflow_client.broker import Broker, ThresholdsSnapshot
+from qflow_client.cli import main
+from qflow_client.cli.admin import _flow_lines
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("QFLOW_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(name="broker")
+def _broker() -> Iterator[Broker]:
+    with Broker(http_port=0) as broker:
+        yield broker
+
+
+@pytest.fixture(name="run")
+def _run(broker: Broker, capsys: pytest.CaptureFixture[str]) -> Run:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main(["admin", "--url", broker.http_url, *arguments])
+        return (code, *capsys.readouterr())
+
+    return run
+
+
+def test_C7_a_queue_is_added_with_the_options_of_the_cpp_tool(broker: Broker, run: Run) -> None:
+    marks = ["--flow-stop-size", "1000", "--flow-resume-size", "700", "--flow-stop-count", "100"]
+    assert run("add", "queue", "orders", *marks, "--flow-resume-count", "70") == (0, "", "")
+    assert broker.queue("orders").arguments == {
+        "qpid.flow_stop_size": 1000,
+        "qpid.flow_resume_size": 700,
+        "qpid.flow_stop_count": 100,
+        "qpid.flow_resume_count": 70,
+    }
+    more = ["--durable", "--capacity", "5", "--argument", "qpid.max_count=9", "--argument", "qpid.policy_type=ring"]
+    assert run("add", "queue", "a/b", *more)[0] == 0
+    queue = broker.queue("a/b")
+    assert queue.durable
+    assert queue.arguments == {"x-qpid-capacity": 5, "qpid.max_count": 9, "qpid.policy_type": "ring"}
+
+
+def test_queues_are_listed(broker: Broker, run: Run) -> None:
+    broker.declare_queue("orders", arguments={"qpid.flow_stop_count": 1, "x-qpid-capacity": 9000})
+    for _ in range(2):
+        broker.publish(b"x" * 1000, "orders")
+    code, out, err = run("queues")
+    assert (code, err) == (0, "")
+    head, row = (line.split() for line in out.splitlines())
+    assert head == [
+        "queue",
+        "depth",
+        "ready",
+        "unacked",
+        "bytes",
+        "consumers",
+        "flow",
+        "state",
+        "times",
+        "ON",
+        "thresholds",
+    ]
+    assert row == ["orders", "2", "2", "0", "2,000", "0", "ON", "1", "1/1,", "9,000/9,000", "B", "capacity"]
+    assert json.loads(run("queues", "--json")[1])[0]["flowStopped"] is True
+
+
+def test_D5_producers_are_listed_stopped_and_started(broker: Broker, run: Run) -> None:
+    broker.declare_queue("orders")
+    with Producer(broker.url, routing_key="orders") as producer:
+        producer.send(b"x").result(10)
+        events = producer.flow_events()
+        assert run("stop") == (0, "", "")
+        assert next(events).flowed
+        _, out, _ = run("producers")
+        (name,) = (channel.name for channel in broker.producers())
+        assert out.splitlines()[1].startswith(f"{name}")
+        assert out.splitlines()[1].split()[2:7] == ["1", "0", "flowed", "operator", "1"]
+        assert run("start")[0] == 0
+        producer.send(b"x").result(10)
+        assert run("stop", name)[0] == 0
+        assert broker.producers()[0].flowed
+        assert not broker.producers_stopped
+        assert run("start", name)[0] == 0
+        producer.send(b"x").result(10)
+    code, _, err = run("stop", "nobody")
+    assert (code, err) == (1, "qflow: there is no channel 'nobody'; there are: none\n")
+
+
+def test_D4_marks_are_set_on_a_queue_in_use(broker: Broker, run: Run) -> None:
+    broker.declare_queue("orders")
+    broker.publish(b"12345", "orders")
+    assert run("set", "queue", "orders", "--flow-stop-size", "4") == (0, "orders: 4/3 B, ON\n", "")
+    assert run("set", "queue", "orders", "--flow-stop-size", "0", "--capacity", "10") == (
+        0,
+        "orders: 10/10 B capacity, OFF\n",
+        "",
+    )
+    assert broker.queue("orders").thresholds == ThresholdsSnapshot(capacity=10, flow_resume_capacity=10)
+    code, out, err = run("set", "queue", "orders", "--flow-stop-count", "5", "--flow-resume-count", "6")
+    assert (code, out) == (2, "")
+    assert "flow_stop_count=5 and flow_resume_count=6" in err
+    assert run("set", "queue", "orders")[2] == "qflow: nothing to change: give at least one mark, see --help\n"
+
+
+def test_a_queue_is_purged_and_deleted(broker: Broker, run: Run) -> None:
+    broker.declare_queue("orders")
+    broker.publish(b"x", "orders")
+    assert run("purge", "orders") == (0, "1 message removed\n", "")
+    assert run("delete", "queue", "orders") == (0, "0 messages removed\n", "")
+    assert run("delete", "queue", "orders") == (1, "", "qflow: no queue 'orders' in vhost '/'\n")
+
+
+def test_definitions_go_out_and_in(broker: Broker, run: Run, tmp_path: Path) -> None:
+    broker.declare_queue("orders", durable=True)
+    broker.bind("amq.fanout", "orders")
+    code, out, _ = run("export")
+    assert code == 0
+    path = tmp_path / "definitions.json"
+    path.write_text(json.dumps(json.loads(out) | {"users": []}))
+    broker.delete_queue("orders")
+    assert run("import", str(path)) == (0, "", "0 exchanges, 1 queue, 1 binding; not looked at: users\n")
+    assert broker.queue("orders").durable
+    path.write_text("{")
+    assert run("import", str(path))[0] == 2
+    path.write_text('{"queues": [{"name": "q"}, {"name": 5}]}')
+    assert run("import", str(path)) == (2, "", "qflow: queues[1].name: Input should be a valid string\n")
+
+
+def test_who_has_no_token_is_told_how_to_show_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Broker(http_port=0, http_token="correct-horse") as broker:
+        monkeypatch.setenv("QFLOW_ADMIN_URL", broker.http_url)
+        assert main(["admin", "queues"]) == 1
+        assert capsys.readouterr().err.endswith("wants a token: give --token, or set QFLOW_HTTP_TOKEN\n")
+        assert main(["admin", "--token", "correct-horse", "queues"]) == 0
+        monkeypatch.setenv("QFLOW_HTTP_TOKEN", "correct-horse")
+        assert main(["admin", "queues"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (
+            ["--url", "ftp://there", "queues"],
+            2,
+            "--url must be http://HOST:PORT or https://HOST:PORT, not 'ftp://there'",
+        ),
+        (["--url", "127.0.0.1:15672", "queues"], 2, "--url must be http://HOST:PORT"),
+        (["--url", "http://127.0.0.1:1", "queues"], 1, "no HTTP API of a broker at http://127.0.0.1:1: "),
+        (["add", "queue", "q", "--argument", "x"], 2, "an argument is given as NAME=VALUE, not 'x'"),
+        (["watch", "--period", "0"], 2, "0.1"),
+    ],
+)
+def test_what_cannot_be_done_is_one_clear_line(
+    arguments: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["admin", *arguments]) == code
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_another_server_is_told_from_a_broker(capsys: pytest.CaptureFixture[str]) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.handle_request)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert main(["admin", "--url", url, "queues"]) == 1
+        thread.join()
+    assert capsys.readouterr().err == f"qflow: {url} is no broker: 404 Not Found\n"
+
+
+@contextmanager
+def watching(broker: Broker, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "qflow_client.cli", "admin", "--url", broker.http_url, "watch", "--period", "0.1"]
+    process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=20)
+
+
+def test_flow_states_are_watched_until_ctrl_c(broker: Broker) -> None:
+    broker.declare_queue("orders", arguments={"qpid.flow_stop_count": 1})
+    with Producer(broker.url, routing_key="orders") as producer:
+        for _ in range(2):
+            producer.send(b"12345")
+        broker.wait_until(lambda broker: broker.producers() and broker.producers()[0].flowed)
+        name = broker.producers()[0].name
+        with watching(broker) as process:
+            assert process.stdout is not None
+            lines = (line.split(" ", 1)[1].rstrip("\n") for line in process.stdout)
+            assert next(lines) == "queue orders: ON at 2 messages, 10 bytes"
+            assert next(lines) == f"producer {name}: flowed by orders"
+            broker.purge("orders")
+            assert next(lines) == "queue orders: OFF at 0 messages, 0 bytes"
+            assert next(lines).startswith(f"producer {name}: unflowed, flowed for ")
+            broker.flow(active=False)
+            assert next(lines) == "operator: all producers are stopped"
+            assert next(lines) == f"producer {name}: flowed by operator"
+            broker.flow(active=True)
+            assert next(lines) == "operator: all producers are started"
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=20)
+            assert (process.returncode, err) == (0, "")
+
+
+def test_a_broker_that_ends_ends_the_watch() -> None:
+    with ExitStack() as stack:
+        broker = stack.enter_context(Broker(http_port=0))
+        process = stack.enter_context(watching(broker, "--json"))
+        url = broker.http_url
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["queues"] == []
+        broker.declare_queue("orders")
+        assert json.loads(process.stdout.readline())["queues"][0]["name"] == "orders"
+        broker.__exit__(None, None, None)
+        _, err = process.communicate(timeout=20)
+        stack.pop_all()
+    assert (process.returncode, err) == (1, f"qflow: {url}: the broker has ended\n")
+
+
+def test_what_turned_between_two_looks_is_told() -> None:
+    known: dict[str, dict[str, Any]] = {}
+    queue = {"name": "q", "flowStopped": False, "flowStoppedCount": 5, "depth": 1, "bytes": 1}
+
+    def lines(**changes: Any) -> list[str]:
+        return list(_flow_lines({"queues": [queue | changes]}, known))
+
+    assert lines() == []
+    assert lines(flowStoppedCount=7) == ["queue q: OFF at 1 message, 1 byte, turned ON 2 times in between"]
+    assert lines(flowStoppedCount=8, flowStopped=True) == ["queue q: ON at 1 message, 1 byte"]
+    assert lines(flowStoppedCount=8) == ["queue q: OFF at 1 message, 1 byte"]
+    assert lines(flowStoppedCount=10, flowStopped=True) == [
+        "queue q: ON at 1 message, 1 byte, turned ON 2 times in between"
+    ]
+    assert list(_flow_lines({"gone": {"queues": ["q", "never seen"]}}, known)) == ["queue q: gone"]
+
+
+def test_D3_policies_are_added_listed_and_deleted(broker: Broker, run: Run) -> None:
+    broker.declare_queue("orders")
+    assert run("add", "policy", "narrow pattern=^orders$ policy=ring max_count=9 priority=2") == (0, "", "")
+    assert broker.queue("orders").policies == ("narrow",)
+    _, out, _ = run("policies")
+    assert out.splitlines()[1].split("  ")[0] == "narrow"
+    assert out.splitlines()[1].split()[1:] == ["queues", "'^orders$'", "2", "policy", "ring,", "maxCount", "9"]
+    assert run("delete", "policy", "narrow") == (0, "", "")
+    assert broker.queue("orders").policies == ()
+    assert run("delete", "policy", "narrow")[0] == 1
+    code, _, err = run("add", "policy", "narrow max_cont=9")
+    assert (code, err) == (2, "qflow: a policy sets no 'max_cont'; the nearest is 'max_count'\n")
+
+
+def test_F6_rates_are_set_listed_and_deleted(broker: Broker, run: Run) -> None:
+    assert run("set", "rate", "user", "guest", "--messages", "1500", "--burst", "2") == (0, "", "")
+    (limit,) = broker.rate_limits
+    assert (limit.apply_to, limit.name, limit.messages, limit.bytes, limit.burst) == ("user", "guest", 1500, None, 2)
+    assert run("rates")[1].splitlines()[1].split() == ["user", "guest", "1,500", "-", "2.0", "s"]
+    assert run("delete", "rate", "user", "guest") == (0, "", "")
+    assert broker.rate_limits == ()
+    assert run("delete", "rate", "user", "guest")[0] == 1
+    code, _, err = run("set", "rate", "host", "x", "--messages", "1")
+    assert (code, err) == (2, "qflow: scope: Input should be 'exchange', 'queue' or 'user'\n")

@@ -1,0 +1,370 @@
+"""Queue arguments of RabbitMQ's: the same program sees the same at a real one and at the broker here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from uuid import uuid4
+
+import pika
+import pytest
+from pika.adapters.blocking_connection import BlockingChannel
+from pika.exceptions import ChannelClosedByBroker, NackError
+
+from qflow_client.broker import Broker
+from qflow_client.testing.rabbitmq import RabbitMQNode
+
+pytestmark = pytest.mark.rabbitmq
+
+
+class Desk:
+    """A channel, and names of its own for what it declares."""
+
+    def __init__(self, url: str) -> None:
+        self.connection = pika.BlockingConnection(pika.URLParameters(url))
+        # pika's types have a None for everything that an empty queue has not.
+        self.channel: Any = self.connection.channel()
+        # What is published is in its queue when `publish` returns.
+        self.channel.confirm_delivery()
+        self._suffix = uuid4().hex
+        self._names: list[str] = []
+
+    def name(self, name: str) -> str:
+        return f"{name}-{self._suffix}"
+
+    def plain(self, name: str) -> str:
+        """The name without what makes it unique."""
+        return name.removesuffix(f"-{self._suffix}")
+
+    def declare(self, name: str, **arguments: Any) -> str:
+        full = self.name(name)
+        self._names.append(full)
+        self.channel.queue_declare(full, arguments={key.replace("_", "-"): value for key, value in arguments.items()})
+        return full
+
+    def publish(self, name: str, *bodies: str, **properties: Any) -> None:
+        for body in bodies:
+            self.channel.basic_publish("", self.name(name), body.encode(), pika.BasicProperties(**properties))
+
+    def outcomes(self, name: str, *bodies: str) -> list[str]:
+        """Whether each was acked or nacked."""
+        outcomes = []
+        for body in bodies:
+            try:
+                self.publish(name, body)
+            except NackError:
+                outcomes.append("nack")
+            else:
+                outcomes.append("ack")
+        return outcomes
+
+    def depth(self, name: str) -> int:
+        count: int = self.channel.queue_declare(self.name(name), passive=True).method.message_count
+        return count
+
+    def wait_depth(self, name: str, depth: int, timeout: float = 10.0) -> None:
+        end = time.monotonic() + timeout
+        while self.depth(name) != depth:
+            assert time.monotonic() < end, f"{name}: {self.depth(name)} messages, not {depth}"
+            time.sleep(0.01)
+
+    def drain(self, name: str) -> list[str]:
+        bodies = []
+        while (got := self.channel.basic_get(self.name(name), auto_ack=True))[2] is not None:
+            bodies.append(got[2].decode())
+        return bodies
+
+    def deaths(self, name: str) -> list[Any]:
+        """Body, first death and all deaths of each message, without times, and with plain names."""
+        seen: list[Any] = []
+        while True:
+            method, properties, body = self.channel.basic_get(self.name(name), auto_ack=True)
+            if method is None:
+                return seen
+            headers = properties.headers
+            deaths = [
+                {key: self._plainly(value) for key, value in death.items() if key != "time"}
+                for death in headers["x-death"]
+            ]
+            first = [self._plainly(headers[f"x-first-death-{what}"]) for what in ("reason", "queue", "exchange")]
+            routed = self.plain(method.routing_key), self.plain(method.exchange)
+            seen.append((body.decode(), routed, properties.expiration, first, deaths))
+
+    def _plainly(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self._plainly(item) for item in value]
+        return self.plain(value) if isinstance(value, str) else value
+
+    def error(self, call: Callable[[], object]) -> int:
+        """The code with which a call closes the channel; there is a new one then."""
+        with pytest.raises(ChannelClosedByBroker) as caught:
+            call()
+        self.channel = self.connection.channel()
+        code: int = caught.value.reply_code
+        return code
+
+    def close(self) -> None:
+        channel = self.connection.channel()
+        for name in self._names:
+            channel.queue_delete(name)
+        self.connection.close()
+
+
+@pytest.fixture(params=["RabbitMQ", "qflow"])
+def desk(request: pytest.FixtureRequest) -> Iterator[Desk]:
+    if request.param == "RabbitMQ":
+        node: RabbitMQNode = request.getfixturevalue("rabbitmq")
+        made = Desk(node.url)
+        yield made
+        made.close()
+        return
+    with Broker() as broker:
+        made = Desk(broker.url)
+        yield made
+        made.close()
+
+
+@pytest.mark.parametrize(("count", "left"), [(2, ["1", "2"]), (3, ["1", "2", "3"]), (4, ["2", "3", "4"])])
+def test_x_max_length_drops_the_head_beyond_the_maximum(desk: Desk, count: int, left: list[str]) -> None:
+    desk.declare("q", x_max_length=3)
+    assert desk.outcomes("q", *(str(number + 1) for number in range(count))) == ["ack"] * count
+    assert desk.drain("q") == left
+
+
+@pytest.mark.parametrize(("last", "left"), [("55", ["1", "22", "55"]), ("555", ["22", "555"]), ("55555", ["55555"])])
+def test_x_max_length_bytes_drops_as_many_heads_as_it_takes(desk: Desk, last: str, left: list[str]) -> None:
+    desk.declare("q", x_max_length_bytes=5, x_overflow="drop-head")
+    assert desk.outcomes("q", "1", "22", last) == ["ack"] * 3
+    assert desk.drain("q") == left
+
+
+def test_a_message_larger_than_the_maximum_is_dropped_like_everything_before_it(desk: Desk) -> None:
+    desk.declare("q", x_max_length_bytes=5)
+    assert desk.outcomes("q", "1", "22", "666666") == ["ack"] * 3
+    assert desk.drain("q") == []
+
+
+def test_a_maximum_of_0_keeps_nothing(desk: Desk) -> None:
+    desk.declare("q", x_max_length=0)
+    assert desk.outcomes("q", "1") == ["ack"]
+    assert desk.depth("q") == 0
+
+
+def test_only_ready_messages_count(desk: Desk) -> None:
+    desk.declare("q", x_max_length=1)
+    desk.publish("q", "1")
+    method, _, body = desk.channel.basic_get(desk.name("q"))
+    assert body == b"1"
+    desk.publish("q", "2")
+    assert desk.depth("q") == 1
+    desk.channel.basic_ack(method.delivery_tag)
+    assert desk.drain("q") == ["2"]
+
+
+@pytest.mark.parametrize("overflow", ["reject-publish", "reject-publish-dlx"])
+def test_reject_publish_nacks_what_does_not_fit(desk: Desk, overflow: str) -> None:
+    desk.declare("dead")
+    desk.declare(
+        "q",
+        x_max_length=2,
+        x_max_length_bytes=6,
+        x_overflow=overflow,
+        x_dead_letter_exchange="",
+        x_dead_letter_routing_key=desk.name("dead"),
+    )
+    assert desk.outcomes("q", "1", "666666", "55555", "3") == ["ack", "nack", "ack", "nack"]
+    assert desk.drain("q") == ["1", "55555"]
+    desk.wait_depth("dead", 2 if overflow == "reject-publish-dlx" else 0)
+    assert [(body, deaths[0]["reason"]) for body, _, _, _, deaths in desk.deaths("dead")] == (
+        [("666666", "maxlen"), ("3", "maxlen")] if overflow == "reject-publish-dlx" else []
+    )
+
+
+def test_reject_publish_says_nothing_to_who_does_not_confirm(desk: Desk) -> None:
+    desk.declare("q", x_max_length=1, x_overflow="reject-publish")
+    desk.publish("q", "1")
+    desk.channel = desk.connection.channel()
+    desk.publish("q", "2", "3")
+    assert desk.drain("q") == ["1"]
+
+
+def test_messages_expire_by_the_shorter_of_the_queues_time_and_their_own(desk: Desk) -> None:
+    desk.declare("q", x_message_ttl=60_000)
+    desk.publish("q", "soon", expiration="50")
+    desk.publish("q", "later")
+    desk.wait_depth("q", 1)
+    assert desk.drain("q") == ["later"]
+    desk.declare("short", x_message_ttl=50)
+    desk.publish("short", "soon", expiration="60000")
+    desk.publish("short", "soon")
+    desk.wait_depth("short", 0)
+
+
+def test_what_may_not_wait_is_dropped_unless_a_consumer_takes_it(desk: Desk) -> None:
+    desk.declare("q", x_message_ttl=0)
+    desk.publish("q", "1")
+    desk.publish("q", "2", expiration="0")
+    assert desk.depth("q") == 0
+    seen: list[bytes] = []
+
+    def take(channel: BlockingChannel, method: Any, _: object, body: bytes) -> None:
+        seen.append(body)
+        channel.basic_ack(method.delivery_tag)
+
+    desk.channel.basic_consume(desk.name("q"), take)
+    desk.publish("q", "3")
+    end = time.monotonic() + 10
+    while not seen and time.monotonic() < end:
+        desk.connection.process_data_events(0.05)
+    assert seen == [b"3"]
+
+
+def test_a_delivered_message_does_not_expire_before_it_is_put_back(desk: Desk) -> None:
+    desk.declare("q", x_message_ttl=50)
+    desk.publish("q", "1", "2")
+    method, _, _ = desk.channel.basic_get(desk.name("q"))
+    desk.wait_depth("q", 0)
+    desk.channel.basic_nack(method.delivery_tag, requeue=True)
+    assert desk.drain("q") == []
+
+
+@pytest.mark.parametrize("expiration", ["x", "-1", "", "1.5", " 1"])
+def test_an_expiration_that_is_no_number_closes_the_channel(desk: Desk, expiration: str) -> None:
+    desk.declare("q")
+
+    def publish() -> None:
+        desk.publish("q", "1", expiration=expiration)
+        desk.depth("q")
+
+    assert desk.error(publish) == 406
+    assert desk.depth("q") == 0
+
+
+def test_an_unused_queue_is_deleted_after_x_expires(desk: Desk) -> None:
+    desk.declare("q", x_expires=200)
+    desk.publish("q", "1")
+    end = time.monotonic() + 10
+
+    def use_until_gone() -> None:
+        # Each look at it is no use of it.
+        while time.monotonic() < end:
+            desk.depth("other")
+            time.sleep(0.3)
+            desk.depth("q")
+
+    desk.declare("other")
+    assert desk.error(use_until_gone) == 404
+
+
+def test_a_consumer_keeps_a_queue_from_being_deleted(desk: Desk) -> None:
+    desk.declare("q", x_expires=100)
+    tag = desk.channel.basic_consume(desk.name("q"), lambda *_: None)
+    time.sleep(0.3)
+    assert desk.depth("q") == 0
+    desk.channel.basic_cancel(tag)
+    time.sleep(0.5)
+    assert desk.error(lambda: desk.depth("q")) == 404
+
+
+def test_what_dies_goes_to_the_dead_letter_exchange_and_says_why(desk: Desk) -> None:
+    desk.declare("dead")
+    to_dead = {"x_dead_letter_exchange": "", "x_dead_letter_routing_key": desk.name("dead")}
+    desk.declare("rejected", **to_dead)
+    desk.declare("expired", x_message_ttl=10, **to_dead)
+    desk.declare("full", x_max_length=0, **to_dead)
+    desk.publish("rejected", "r", headers={"mine": 1})
+    desk.channel.basic_nack(desk.channel.basic_get(desk.name("rejected"))[0].delivery_tag, requeue=False)
+    desk.wait_depth("dead", 1)
+    desk.publish("expired", "e", expiration="60000")
+    desk.wait_depth("dead", 2)
+    desk.publish("full", "f")
+    desk.wait_depth("dead", 3)
+
+    def death(reason: str, **more: str) -> tuple[Any, ...]:
+        queue = {"maxlen": "full"}.get(reason, reason)
+        told = {"count": 1, "reason": reason, "queue": queue, "exchange": "", "routing-keys": [queue], **more}
+        return ("dead", ""), None, [reason, queue, ""], [told]
+
+    assert desk.deaths("dead") == [
+        ("r", *death("rejected")),
+        ("e", *death("expired", **{"original-expiration": "60000"})),
+        ("f", *death("maxlen")),
+    ]
+
+
+def test_a_message_keeps_its_routing_key_and_counts_its_deaths(desk: Desk) -> None:
+    exchange = desk.name("x")
+    desk.channel.exchange_declare(exchange, "fanout", auto_delete=True)
+    desk.declare("work", x_dead_letter_exchange=exchange)
+    desk.declare("pause", x_message_ttl=10, x_dead_letter_exchange="")
+    desk.channel.queue_bind(desk.name("pause"), exchange)
+    desk.publish("work", "1")
+    for round_number in (1, 2, 3):
+        desk.wait_depth("work", 1)
+        method, properties, body = desk.channel.basic_get(desk.name("work"))
+        assert (desk.plain(method.routing_key), body) == ("work", b"1")
+        deaths = (properties.headers or {}).get("x-death", [])
+        assert [(death["reason"], desk.plain(death["queue"]), death["count"]) for death in deaths] == (
+            [("expired", "pause", round_number - 1), ("rejected", "work", round_number - 1)] if round_number > 1 else []
+        )
+        desk.channel.basic_reject(method.delivery_tag, requeue=False)
+
+
+def test_a_message_that_expires_in_a_circle_is_dropped(desk: Desk) -> None:
+    desk.declare("a", x_message_ttl=10, x_dead_letter_exchange="", x_dead_letter_routing_key=desk.name("b"))
+    desk.declare("b", x_message_ttl=10, x_dead_letter_exchange="", x_dead_letter_routing_key=desk.name("a"))
+    desk.declare("self", x_message_ttl=10, x_dead_letter_exchange="")
+    desk.publish("a", "1")
+    desk.publish("self", "2")
+    for _ in range(5):
+        time.sleep(0.05)
+        desk.depth("a")
+    assert [desk.depth(name) for name in ("a", "b", "self")] == [0, 0, 0]
+
+
+def test_a_dead_letter_exchange_that_is_not_there_loses_what_dies(desk: Desk) -> None:
+    desk.declare("q", x_max_length=1, x_dead_letter_exchange=desk.name("nowhere"))
+    desk.publish("q", "1", "2")
+    assert desk.drain("q") == ["2"]
+
+
+def test_with_a_single_active_consumer_the_oldest_is_served_until_it_goes(desk: Desk) -> None:
+    desk.declare("q", x_single_active_consumer=True)
+    seen: list[str] = []
+
+    def consume(tag: str) -> None:
+        desk.channel.basic_consume(desk.name("q"), lambda *_: seen.append(tag), consumer_tag=tag, auto_ack=True)
+
+    def wait(count: int) -> None:
+        end = time.monotonic() + 10
+        while len(seen) < count and time.monotonic() < end:
+            desk.connection.process_data_events(0.05)
+
+    consume("first")
+    consume("second")
+    desk.publish("q", "1", "2", "3")
+    wait(3)
+    desk.channel.basic_cancel("first")
+    desk.publish("q", "4")
+    wait(4)
+    assert seen == ["first"] * 3 + ["second"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"x_max_length": -1},
+        {"x_max_length": "1"},
+        {"x_max_length_bytes": -1},
+        {"x_overflow": "drop"},
+        {"x_message_ttl": -1},
+        {"x_message_ttl": "1"},
+        {"x_expires": 0},
+        {"x_dead_letter_exchange": 1},
+        {"x_dead_letter_routing_key": "k"},
+        {"x_single_active_consumer": 1},
+    ],
+)
+def test_an_argument_that_cannot_be_is_refused_with_406(desk: Desk, arguments: dict[str, Any]) -> None:
+    assert desk.error(lambda: desk.declare("q", **arguments)) == 406

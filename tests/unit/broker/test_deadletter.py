@@ -1,0 +1,281 @@
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+from pamqp import commands
+
+from qflow_client.broker.entries import DropReason
+from qflow_client.broker.wire import decode_properties
+
+from .test_queue import Taker
+from .tools import make_queue, message
+
+DLX = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead"}
+
+
+def bodies(queue):
+    return [entry.message.body for entry in queue.oldest_first()]
+
+
+def headers(queue):
+    (entry,) = queue.oldest_first()
+    return decode_properties(entry.message.header).headers
+
+
+@pytest.fixture(name="client")
+def _client(world):
+    world.host._wall_clock = lambda: 1_000_000.9
+    client = world.client().channel()
+    client.declare("dead")
+    return client
+
+
+def test_what_a_consumer_rejects_goes_there_with_all_its_properties(world, client):
+    client.declare(arguments=DLX)
+    properties = commands.Basic.Properties(
+        content_type="text/plain",
+        headers={"mine": [1, {"a": None}], "x": 1.5},
+        delivery_mode=2,
+        expiration="60000",
+        message_id="id",
+        timestamp=datetime(2020, 1, 1, tzinfo=UTC),
+        app_id="app",
+    )
+    client.publish(b"1", properties=properties)
+    client.send(1, commands.Basic.Get(queue="q"))
+    client.send(1, commands.Basic.Reject(1, requeue=False))
+    assert (world.queue().depth, world.queue().drops) == (0, {DropReason.REJECTED: 1})
+    assert bodies(world.queue("dead")) == [b"1"]
+    (entry,) = world.queue("dead").oldest_first()
+    found = decode_properties(entry.message.header)
+    death = {
+        "count": 1,
+        "reason": "rejected",
+        "queue": "q",
+        "time": datetime.fromtimestamp(1_000_000, UTC),
+        "exchange": "",
+        "routing-keys": ["q"],
+        "original-expiration": "60000",
+    }
+    first = {f"x-first-death-{what}": value for what, value in (("reason", "rejected"), ("queue", "q"))}
+    assert found.headers == {
+        "mine": [1, {"a": None}],
+        "x": 1.5,
+        "x-death": [death],
+        **first,
+        "x-first-death-exchange": "",
+    }
+    assert found.expiration is None
+    for name in ("content_type", "delivery_mode", "message_id", "timestamp", "app_id"):
+        assert getattr(found, name) == getattr(properties, name)
+    assert entry.message.ttl is None
+    assert (entry.message.target.exchange, entry.message.target.routing_key) == ("", "dead")
+
+
+def test_without_an_exchange_for_it_what_dies_is_only_counted(world, client):
+    client.declare()
+    client.publish()
+    client.send(1, commands.Basic.Get(queue="q"))
+    client.send(1, commands.Basic.Reject(1, requeue=False))
+    assert (world.queue().drops, world.queue("dead").depth) == ({DropReason.REJECTED: 1}, 0)
+
+
+def test_purging_and_deleting_are_no_deaths(world, client):
+    client.declare(arguments=DLX)
+    client.publish()
+    world.queue().purge()
+    client.publish()
+    world.host.delete_queue(world.queue())
+    assert world.queue("dead").depth == 0
+
+
+def test_an_ack_is_no_death(world, client):
+    client.declare(arguments=DLX)
+    client.publish()
+    client.send(1, commands.Basic.Get(queue="q"))
+    client.send(1, commands.Basic.Ack(1))
+    assert (world.queue("dead").depth, world.queue().dropped) == (0, 0)
+
+
+@pytest.mark.parametrize("policy", [{"x-max-length": 1}, {"qpid.max_count": 1, "qpid.policy_type": "ring"}])
+def test_what_makes_room_goes_there(world, client, policy):
+    client.declare(arguments={**DLX, **policy})
+    client.publish(b"1")
+    client.publish(b"2")
+    assert (bodies(world.queue()), bodies(world.queue("dead"))) == ([b"2"], [b"1"])
+    assert headers(world.queue("dead"))["x-first-death-reason"] == "maxlen"
+
+
+def test_a_dead_letter_is_delivered_and_flows_nobody(world, client):
+    client.declare("small", arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
+    client.declare(arguments={"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "small", "x-max-length": 1})
+    for _ in range(3):
+        client.publish()
+    assert client.received() == []
+    assert (world.queue("small").depth, world.queue("small").flow_stopped) == (2, True)
+    client.consume("small")
+    assert client.names()[1:] == ["Basic.Deliver", "ContentHeader", "ContentBody"] * 2
+
+
+def test_a_full_queue_refuses_dead_letters_and_counts_them(world, client):
+    client.declare("small", arguments={"qpid.max_count": 1, "qpid.flow_stop_count": 0})
+    client.call(1, commands.Queue.Bind(queue="small", exchange="amq.fanout"), commands.Queue.BindOk)
+    client.call(1, commands.Queue.Bind(queue="dead", exchange="amq.fanout"), commands.Queue.BindOk)
+    client.declare(arguments={"x-dead-letter-exchange": "amq.fanout", "x-max-length": 1})
+    for body in (b"1", b"2", b"3"):
+        client.publish(body)
+    assert (bodies(world.queue("small")), world.queue("small").drops) == ([b"1"], {DropReason.REFUSED: 1})
+    assert bodies(world.queue("dead")) == [b"1", b"2"]
+
+
+def test_an_exchange_that_clients_may_not_publish_to_takes_dead_letters(world, client):
+    declare = commands.Exchange.Declare(exchange="inner", exchange_type="fanout", internal=True)
+    client.call(1, declare, commands.Exchange.DeclareOk)
+    client.call(1, commands.Queue.Bind(queue="dead", exchange="inner"), commands.Queue.BindOk)
+    client.declare(arguments={"x-dead-letter-exchange": "inner", "x-max-length": 0})
+    client.publish()
+    assert world.queue("dead").depth == 1
+
+
+def test_dead_letters_find_queues_by_their_headers_too(world, client):
+    bind = commands.Queue.Bind(queue="dead", exchange="amq.headers", arguments={"x-first-death-reason": "maxlen"})
+    bind.arguments["x-match"] = "all-with-x"
+    client.call(1, bind, commands.Queue.BindOk)
+    client.declare(arguments={"x-dead-letter-exchange": "amq.headers", "x-max-length": 0})
+    client.publish()
+    assert world.queue("dead").depth == 1
+
+
+def test_a_long_chain_of_queues_is_no_chain_of_calls(world, client):
+    for number in range(300):
+        to = f"q{number + 1}" if number < 299 else "dead"
+        arguments = {"x-max-length": 0, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": to}
+        world.host.declare_queue(f"q{number}", arguments=arguments)
+    client.publish(routing_key="q0")
+    assert bodies(world.queue("dead")) == [b"x"]
+    assert len(headers(world.queue("dead"))["x-death"]) == 300
+
+
+def test_a_message_goes_round_as_long_as_somebody_rejects_it(world, client):
+    client.declare("a", arguments={"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "b"})
+    client.declare("b", arguments={"x-message-ttl": 10, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "a"})
+    client.publish(routing_key="a")
+    for number in range(1, 4):
+        client.send(1, commands.Basic.Get(queue="a"))
+        client.send(1, commands.Basic.Reject(number, requeue=False))
+        world.now += 0.01
+        world.host.tick(world.now)
+    assert [(death["reason"], death["count"]) for death in headers(world.queue("a"))["x-death"]] == [
+        ("expired", 3),
+        ("rejected", 3),
+    ]
+
+
+def test_a_message_that_nobody_rejects_does_not_come_back(world, client):
+    client.declare("a", arguments={"x-message-ttl": 10, "x-dead-letter-exchange": ""})
+    client.publish(routing_key="a")
+    world.now = 0.01
+    world.host.tick(world.now)
+    assert (world.queue("a").depth, world.queue("a").drops) == (0, {DropReason.EXPIRED: 1})
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [1, "x", [], [1], [{"queue": "q", "reason": "rejected", "count": 2**63 - 1}], [{"count": float("nan")}]],
+    ids=repr,
+)
+def test_what_clients_write_into_the_header_does_no_harm(world, client, forged):
+    client.declare(arguments=DLX)
+    client.publish(properties=commands.Basic.Properties(headers={"x-death": forged}))
+    client.send(1, commands.Basic.Get(queue="q"))
+    client.send(1, commands.Basic.Reject(1, requeue=False))
+    deaths = headers(world.queue("dead"))["x-death"]
+    assert deaths[0]["queue"] == "q"
+    assert deaths[0]["count"] == 1
+
+
+def test_what_dies_in_a_full_queue_may_fill_a_queue_that_was_looked_at_before(world, client):
+    client.declare("b", arguments={"x-max-length": 1})
+    client.declare("a", arguments={"x-max-length": 1, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "b"})
+    for name in ("a", "b"):
+        client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
+    for body in (b"1", b"2"):
+        client.publish(body, exchange="amq.fanout")
+    assert (bodies(world.queue("a")), bodies(world.queue("b"))) == ([b"2"], [b"2"])
+
+
+def test_reject_publish_dlx_sends_there_what_it_refuses(world, client):
+    client.declare(arguments={**DLX, "x-max-length": 1, "x-overflow": "reject-publish-dlx"})
+    client.call(1, commands.Confirm.Select(), commands.Confirm.SelectOk)
+    client.publish(b"1")
+    client.publish(b"2")
+    assert sorted(client.names()) == ["Basic.Ack", "Basic.Nack"]
+    assert (bodies(world.queue()), bodies(world.queue("dead"))) == ([b"1"], [b"2"])
+
+
+def test_reject_publish_counts_what_it_refuses_without_confirms(world, client):
+    client.declare(arguments={"x-max-length": 1, "x-overflow": "reject-publish"})
+    client.publish(b"1")
+    client.publish(b"2")
+    assert client.received() == []
+    assert (bodies(world.queue()), world.queue().drops) == ([b"1"], {DropReason.REFUSED: 1})
+
+
+@pytest.mark.parametrize(("maximum", "left"), [(0, []), (1, [3]), (2, [2, 3]), (3, [1, 2, 3]), (4, [1, 2, 3])])
+def test_x_max_length_keeps_so_many_ready_messages(maximum, left):
+    queue = make_queue({"x-max-length": maximum})
+    for size in (1, 2, 3):
+        queue.enqueue(message(size))
+        queue.after_publish()
+    assert [entry.message.size for entry in queue.oldest_first()] == left
+
+
+@pytest.mark.parametrize(("maximum", "left"), [(2, []), (3, [3]), (4, [3]), (5, [2, 3]), (6, [1, 2, 3])])
+def test_x_max_length_bytes_keeps_so_many_ready_bytes(maximum, left):
+    queue = make_queue({"x-max-length-bytes": maximum})
+    for size in (1, 2, 3):
+        queue.enqueue(message(size))
+        queue.after_publish()
+    assert [entry.message.size for entry in queue.oldest_first()] == left
+
+
+def test_x_max_length_drops_nothing_that_a_consumer_has():
+    queue = make_queue({"x-max-length": 1, "x-max-length-bytes": 3})
+    taker = Taker()
+    queue.add_consumer(taker, exclusive=False)
+    for _ in range(3):
+        queue.enqueue(message(3))
+        queue.after_publish()
+    assert (queue.depth, queue.dropped, queue.ready_size) == (3, 0, 0)
+    taker.can_take = False
+    for _ in range(2):
+        queue.enqueue(message(2))
+        queue.after_publish()
+    assert (queue.depth, queue.dropped, queue.ready_size) == (4, 1, 2)
+    queue.requeue(taker.entries)
+    assert (queue.ready_count, queue.ready_size) == (4, 11)
+    queue.enqueue(message(1))
+    queue.after_publish()
+    assert [entry.message.size for entry in queue.oldest_first()] == [1]
+
+
+def test_a_single_active_consumer_is_the_oldest_that_is_left():
+    queue = make_queue({"x-single-active-consumer": True})
+    first, second, third = (Taker() for _ in range(3))
+    for taker in (first, second, third):
+        queue.add_consumer(taker, exclusive=False)
+
+    def publish():
+        queue.enqueue(message())
+        queue.after_publish()
+
+    publish()
+    first.can_take = False
+    publish()
+    queue.remove_consumer(second)
+    queue.dispatch()
+    assert [len(taker.entries) for taker in (first, second, third)] == [1, 0, 0]
+    queue.remove_consumer(first)
+    queue.dispatch()
+    assert [len(taker.entries) for taker in (first, second, third)] == [1, 0, 1]

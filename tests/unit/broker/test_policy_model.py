@@ -1,0 +1,130 @@
+"""The broker against a plain model of its rules: by hypothesis, which shrinks, and by seeds, for many steps."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+import textwrap
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qflow_client.broker import overflow, queue, queueflow, virtualhost
+from qflow_client.broker.confirms import Confirms
+from qflow_client.broker.expiry import Expiry
+from qflow_client.flow import StopResume
+
+from .conftest import World
+from .model import WAIT, Rig
+
+STEPS = 400
+#: As many steps with every change; `QFLOW_MODEL_STEPS` asks for more.
+SEEDS = range(max(1, int(os.environ.get("QFLOW_MODEL_STEPS", 4000)) // STEPS))
+
+
+def drive(draw, steps):
+    rig = Rig(World(max_producer_flow_control_wait=WAIT), draw)
+    for _ in range(steps):
+        rig.step()
+
+
+def drive_all(seeds):
+    for seed in seeds:
+        try:
+            drive(random.Random(seed).choice, STEPS)
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
+def test_the_broker_and_the_model_agree_for_many_steps():
+    drive_all(SEEDS)
+
+
+@given(st.data())
+@settings(max_examples=30)
+def test_the_broker_and_the_model_agree_whatever_hypothesis_thinks_of(data):
+    drive(lambda values: data.draw(st.sampled_from(list(values))), 30)
+
+
+#: Of each, what is wrong with it, and where; every one must be caught.
+BUGS = [
+    ("J6: confirms stay held when the queue turns OFF", queue.Queue._shrink, "not flow.depth.on", "False"),
+    (
+        "C1: OFF at the resume, not below it",
+        StopResume.resumes,
+        "count < self.resume_count",
+        "count <= self.resume_count",
+    ),
+    (
+        "C1: ON at the stop, not above it",
+        StopResume.stops,
+        "0 < self.stop_count < count",
+        "0 < self.stop_count <= count",
+    ),
+    (
+        "C5: a message that finds the queue ON is acked",
+        queue.Queue._check,
+        "if completion is not None:",
+        "if was_on is False and completion is not None:",
+    ),
+    ("D4: who may go on is not told when marks are raised", queue.Queue._change_flows, "flow.resume()", "pass"),
+    ("D3: a maximum takes one message too many", overflow.Overflow._full, "beyond_count > 0", "beyond_count > 1"),
+    (
+        "D9: one of several destinations takes what another refuses",
+        virtualhost.VirtualHost.refusal,
+        "for queue in queues:",
+        "for queue in tuple(queues)[:1]:",
+    ),
+    (
+        "F7: a ring drops the newest",
+        queue.Queue.drop_oldest,
+        "entry = self._first()",
+        "entry = max(self.oldest_first(), key=_sequence)",
+    ),
+    ("D9: a value that a consumer has is conflated", queue.Queue._conflate, " and not last.is_unacked", ""),
+    ("D9: an older value comes back", queue.Queue._without_outdated, "values.is_outdated(entry)", "False"),
+    (
+        "A4: who comes later passes who waits",
+        virtualhost.VirtualHost.refusal,
+        "and has_line and queue.has_line",
+        "and False",
+    ),
+    (
+        "A4: what waits is acked with what came after it",
+        Confirms.hold,
+        "self._held[tag] = self.completion(tag)",
+        "pass",
+    ),
+    (
+        "A4: who gives up is not told",
+        virtualhost.VirtualHost.admit_waiting,
+        "waiting.publisher.give_up(waiting, reason)",
+        "True",
+    ),
+    ("D10: confirms stay held by a queue that is overdue", queueflow.QueueFlow.let_go, "self.release_held()", "pass"),
+    ("D10: a queue stays overdue", queue.Queue._turned_off, "self.is_overdue = False", "pass"),
+    (
+        "J6: what expires in the middle is not looked at",
+        Expiry.take_due,
+        "if entry.is_unacked and",
+        "if entry is not entry.queue._first() and",
+    ),
+]
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug[0])
+def test_the_model_catches_what_is_wrong(bug, monkeypatch):
+    _, function, right, wrong = bug
+    source = textwrap.dedent(inspect.getsource(function))
+    assert right in source
+    scope = function.__globals__
+    mutant: dict[str, Any] = {}
+    exec(compile(source.replace(right, wrong), "<mutant>", "exec"), scope, mutant)
+    name = function.__qualname__.split(".")
+    monkeypatch.setattr(scope[name[0]], name[1], mutant[name[1]])
+    with pytest.raises((AssertionError, KeyError, ValueError)):
+        drive_all(range(200))
