@@ -1,0 +1,18 @@
+"""pika's adapters, under flow control."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pika.adapters
+from pika.adapters import BaseConnection, IOLoop
+
+from qflow_client.pika.adapters.asyncio_connection import AsyncioConnection
+from qflow_client.pika.adapters.blocking_connection import BlockingConnection
+from qflow_client.pika.adapters.select_connection import SelectConnection
+
+__all__ = ["AsyncioConnection", "BaseConnection", "BlockingConnection", "IOLoop", "SelectConnection"]
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(pika.adapters, name)

@@ -1,0 +1,19 @@
+"""`pika.adapters.asyncio_connection`, under flow control."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pika.adapters.asyncio_connection as _pika
+
+from qflow_client.pika.connection import FlowedConnection
+
+__all__ = ["AsyncioConnection"]
+
+
+class AsyncioConnection(FlowedConnection, _pika.AsyncioConnection):
+    """pika's `AsyncioConnection`, whose channels follow the flow."""
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(_pika, name)

@@ -1,0 +1,705 @@
+"""`pika.adapters.blocking_connection`, under flow control: who publishes waits, at most for a time."""
+
+from __future__ import annotations
+
+import logging
+import math
+import select
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pika.adapters.blocking_connection as _pika
+from pika import exceptions, spec
+from pika.adapters.blocking_connection import ReturnedMessage
+from pika.adapters.select_connection import IOLoop
+from pika.adapters.utils.selector_ioloop_adapter import SelectorIOServicesAdapter
+
+from qflow_client.errors import ConfirmTimeout, FlowControlTimeout
+from qflow_client.events import FlowEvent, FlowState, HoldKind
+from qflow_client.logs import log
+from qflow_client.pika.adapters.select_connection import SelectConnection
+from qflow_client.pika.channel import Channel
+from qflow_client.pika.flow import ChannelFlow, ConnectionFlow, Publish
+from qflow_client.receipt import Outcome, Receipt
+from qflow_client.settings import WhenFlowed, check_timeout
+
+__all__ = ["BlockingChannel", "BlockingConnection", "ReturnedMessage"]
+
+_monotonic = time.monotonic
+
+# What a broker says of what was published.
+_ANSWERS = (spec.Basic.Ack, spec.Basic.Nack)
+
+# Linux has it. There it ends by itself, so what is written leaves even if nothing is called any more.
+_TCP_CORK: int | None = getattr(socket, "TCP_CORK", None)
+# With pipelined confirms, from how many unconfirmed messages on throughput is worth more than the time of one.
+_MANY = 16
+
+
+class _Default:
+    def __repr__(self) -> str:
+        return "<the setting>"
+
+
+_DEFAULT: Any = _Default()
+
+
+class _Services(SelectorIOServicesAdapter):
+    """pika's I/O services, which can be asked what the socket is ready for, and write at once."""
+
+    #: Whether what pika gives to its transport is written at once, not when the loop has polled.
+    eager = False
+    # The socket that is connected, and what knows it; none before there is one.
+    _fd = -1
+    _sock: Any = None
+    _poll: Any = None
+    # Whether the loop waits until the socket takes bytes, and whether pika has just said that it need not.
+    _watches = False
+    _is_done = False
+    #: Called once, when pika has written all it has and the socket takes more.
+    on_writable: Callable[[], None] | None = None
+    _is_corked = False
+
+    def create_streaming_connection(
+        self, protocol_factory: Any, sock: Any, on_done: Any, ssl_context: Any = None, server_hostname: Any = None
+    ) -> Any:
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN | select.POLLOUT)
+        self._fd = sock.fileno()
+        self._sock = sock
+        return super().create_streaming_connection(protocol_factory, sock, on_done, ssl_context, server_hostname)
+
+    def set_writer(self, fd: int, on_writable: Callable[[], None]) -> None:
+        if self.eager:
+            self._is_done = False
+            on_writable()
+            if self._is_done:
+                return
+        super().set_writer(fd, on_writable)
+        self._watches = fd == self._fd
+
+    def remove_writer(self, fd: int) -> bool:
+        if fd != self._fd:
+            return bool(super().remove_writer(fd))
+        self._is_done = True
+        had = self._watches and bool(super().remove_writer(fd))
+        self._watches = False
+        told, self.on_writable = self.on_writable, None
+        if told is not None:
+            told()
+        return had
+
+    def ready(self) -> int:
+        """What the socket is ready for now: ``POLLIN``, ``POLLOUT``, or both, or that something is wrong."""
+        found = self._poll.poll(0)
+        return int(found[0][1]) if found else 0
+
+    def cork(self, on: bool) -> None:
+        """Have the kernel gather small writes into large packets, for a fifth of a second at the most; or no longer."""
+        if on is not self._is_corked:
+            self._is_corked = on
+            # A TLS socket has taken the descriptor over.
+            if _TCP_CORK is not None and self._sock.fileno() >= 0:
+                with suppress(OSError):
+                    self._sock.setsockopt(socket.IPPROTO_TCP, _TCP_CORK, on)
+
+    def wake_when_writable(self) -> None:
+        """Have the loop's next poll end when the socket takes bytes. Only while pika does not wait for that itself."""
+
+        def awake() -> None:
+            self.remove_writer(self._fd)
+
+        self.set_writer(self._fd, awake)
+
+
+class _Connection(SelectConnection):
+    """What is below a `BlockingConnection`."""
+
+    # pika's.
+    frames_received: int
+    _channels: dict[int, Any]
+
+    @classmethod
+    def create_connection(
+        cls, connection_configs: Any, on_done: Any, custom_ioloop: Any = None, workflow: Any = None
+    ) -> Any:
+        services = _Services(custom_ioloop or IOLoop())  # type: ignore[arg-type]  # pika's own loop is what it takes
+        start: Any = cls._start_connection_workflow  # type: ignore[attr-defined]  # made for this
+        return start(
+            connection_configs=connection_configs,
+            connection_factory=lambda parameters: cls(
+                parameters=parameters, custom_ioloop=services, internal_connection_workflow=False
+            ),
+            nbio=services,
+            workflow=workflow,
+            on_done=on_done,
+        )
+
+    def _process_frame(self, frame_value: Any) -> None:
+        if type(getattr(frame_value, "method", None)) in _ANSWERS:
+            channel = self._channels.get(frame_value.channel_number)
+            if channel is not None:
+                # To find that nobody but us is to be told costs pika more than all the rest.
+                self.frames_received += 1
+                channel.flow_control.on_confirm(frame_value)
+                return
+        super()._process_frame(frame_value)  # type: ignore[misc]  # private
+
+
+class _Turns:
+    """The I/O of one `BlockingConnection`, a turn at a time, without pika's wait for its whole output.
+
+    No callback of the application is called in a turn: pika keeps all of them for `process_data_events`.
+    """
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+        self._impl = connection._impl
+        services = connection._impl._nbio
+        # None on a connection that was made elsewhere: then nothing is known of the socket.
+        self.services: _Services | None = services if isinstance(services, _Services) else None
+
+    @property
+    def unwritten(self) -> int:
+        """Bytes that pika has and the socket has not taken."""
+        transport = self._impl._transport
+        return transport.get_write_buffer_size() if transport is not None else 0
+
+    def now(self) -> bool:
+        """Take what has come, without waiting.
+
+        Returns:
+            Whether the socket takes bytes.
+        """
+        services = self.services
+        loop = self._impl.ioloop
+        if services is None:
+            self.until(0.0)
+            return self.unwritten == 0
+        # A second time for what is to be written because of what has come.
+        for _ in range(2):
+            ready = services.ready()
+            if ready == select.POLLOUT and not self.unwritten:
+                loop.process_timeouts()
+                return True
+            # Something has come, or can go, so this does not wait.
+            if ready & ~select.POLLOUT or (ready and self.unwritten):
+                loop.poll()
+        loop.process_timeouts()
+        return self.unwritten == 0 and services.ready() & select.POLLOUT != 0
+
+    def when_writable(self) -> None:
+        """Have the channels that are held by the socket let go when it takes bytes."""
+        if self.services is not None:
+            self.services.on_writable = self._let_go
+            if not self.unwritten:
+                self.services.wake_when_writable()
+
+    def _let_go(self) -> None:
+        for flow in tuple(ConnectionFlow.of(self._impl).channels.values()):
+            flow.protocol.lift(HoldKind.TRANSPORT, _monotonic())
+            flow.write()
+
+    def until(self, deadline: float) -> None:
+        """Wait for anything to happen on the connection, or until a time."""
+        loop = self._impl.ioloop
+        if self.services is not None:
+            self.services.cork(False)
+        timer = None
+        if deadline < math.inf:
+            timer = loop.call_later(max(0.0, deadline - _monotonic()), _nothing)
+        try:
+            loop.poll()
+            loop.process_timeouts()
+        finally:
+            if timer is not None:
+                loop.remove_timeout(timer)
+
+
+def _nothing() -> None:
+    pass
+
+
+class BlockingConnection(_pika.BlockingConnection):
+    """pika's `BlockingConnection`, whose channels wait while the broker has stopped them, at most for a time.
+
+    Args:
+        parameters: as pika's; those of `qflow_client.pika` take settings of flow control, too.
+        _impl_class: as pika's, for tests.
+    """
+
+    # pika's.
+    _impl: Any
+
+    def __init__(self, parameters: Any = None, _impl_class: Any = None) -> None:
+        super().__init__(parameters, _impl_class or _Connection)  # type: ignore[arg-type]  # a class is what it takes
+        self._turns = _Turns(self)
+
+    def channel(self, channel_number: int | None = None) -> BlockingChannel:
+        """As pika's, with flow control."""
+        channel: BlockingChannel = adopt(super().channel(channel_number))
+        return channel
+
+    def close(self, reply_code: int = 200, reply_text: str = "Normal shutdown") -> None:
+        """As pika's, after the unconfirmed messages of channels with pipelined confirms are settled.
+
+        A broker that does not read, as one that blocks the connection, has `max_producer_flow_control_wait` seconds;
+        then the connection is cut.
+
+        Raises:
+            UnroutableError, NackError, ConfirmTimeout: as `BlockingChannel.wait_for_confirms`, after it is closed.
+            ConnectionBlockedTimeout: it was cut.
+        """
+        error = None
+        if self.is_open:
+            wait = ConnectionFlow.of(self._impl).settings.max_producer_flow_control_wait
+            end = math.inf if wait is None else _monotonic() + wait
+            for channel in self._channels():
+                error = channel._settle(end) or error
+        with good_bye(self):
+            super().close(reply_code, reply_text)
+        if error is not None:
+            raise error
+
+    def _channels(self) -> Iterator[BlockingChannel]:
+        """The open channels."""
+        for flow in tuple(ConnectionFlow.of(self._impl).channels.values()):
+            if isinstance(flow.owner, BlockingChannel) and flow.owner.is_open:
+                yield flow.owner
+
+    def __exit__(self, exc_type: Any, value: Any, traceback: Any) -> None:
+        if exc_type is not None and self.is_open:
+            for channel in self._channels():
+                channel._forsake(value)
+            if ConnectionFlow.of(self._impl).blocked is not None:
+                # It would wait for a broker that does not read.
+                text = "the connection, which the broker blocks, is cut: the program leaves by %r"
+                log(logging.WARNING, text, value)
+                cut(self)
+                return
+        super().__exit__(exc_type, value, traceback)
+
+
+@contextmanager
+def good_bye(connection: Any) -> Iterator[None]:
+    """Cut a connection that is not closed in time because the broker does not read."""
+    impl = connection._impl
+    wait = ConnectionFlow.of(impl).settings.max_producer_flow_control_wait
+    timer: Any = None
+
+    def give_up() -> None:
+        nonlocal timer
+        timer = None
+        if ConnectionFlow.of(impl).blocked is not None or _Turns(connection).unwritten:
+            impl._terminate_stream(
+                exceptions.ConnectionBlockedTimeout(
+                    f"the broker blocks the connection, or takes no bytes, and has not closed it within {wait:.3g} s"
+                )
+            )
+
+    if wait is not None:
+        timer = impl.ioloop.call_later(wait, give_up)
+    try:
+        yield
+    finally:
+        if timer is not None and not impl.is_closed:
+            impl.ioloop.remove_timeout(timer)
+
+
+def cut(connection: Any) -> None:
+    """End a connection at once."""
+    connection._impl._terminate_stream(exceptions.ConnectionBlockedTimeout("the broker blocks the connection"))
+    with suppress(exceptions.ConnectionBlockedTimeout):
+        connection._flush_output(connection._closed_result.is_ready)
+
+
+class _FlowNotice:
+    """A flow event that waits for `process_data_events`, as pika's own events do."""
+
+    def __init__(self, callback: Callable[[FlowEvent], object], event: FlowEvent) -> None:
+        self._callback = callback
+        self._event = event
+
+    def dispatch(self) -> None:
+        self._callback(self._event)
+
+
+_CallbackResult: Any = _pika._CallbackResult  # type: ignore[attr-defined]  # private
+
+
+class _Unused(_CallbackResult):  # type: ignore[misc]  # of no known type
+    """Stands where pika keeps the one answer that it expects; ours are counted by their delivery tags."""
+
+    def set_value_once(self, *_arguments: Any, **_keywords: Any) -> None:
+        pass
+
+
+class BlockingChannel(_pika.BlockingChannel):
+    """pika's `BlockingChannel`, whose `basic_publish` waits while the broker has stopped it, at most for a time.
+
+    ``Channel.Flow`` is answered, and stops publishing, as ``Connection.Blocked``, a full window, a rate limit and a
+    socket that takes no bytes do. While `basic_publish` waits, heartbeats, acks and everything else goes on;
+    callbacks are kept for `BlockingConnection.process_data_events`, as pika keeps them.
+    """
+
+    # pika's.
+    _impl: Any
+    _connection: Any
+    _closing_reason: BaseException | None
+    _delivery_confirmation: bool
+    _OnMessageConfirmationReportArgs: Any
+    _add_pending_event: Any
+    _puback_return: ReturnedMessage | None
+
+    def __init__(self, channel_impl: Any, connection: Any) -> None:
+        super().__init__(channel_impl, connection)
+        self._adopted()
+
+    def _adopted(self) -> None:
+        flow: ChannelFlow = self._impl.flow_control
+        flow.owner = self
+        self._flow = flow
+        self._turns: _Turns = getattr(self._connection, "_turns", None) or _Turns(self._connection)
+        self._message_confirmation_result = _Unused(self._OnMessageConfirmationReportArgs)
+        # Whether basic_publish leaves the confirms to later calls.
+        self._is_pipelined = False
+        # Messages that were returned, of which nobody has been told.
+        self._returned: list[ReturnedMessage] = []
+
+    # Publishing.
+
+    def basic_publish(
+        self,
+        exchange: str,
+        routing_key: str,
+        body: str | bytes,
+        properties: spec.BasicProperties | None = None,
+        mandatory: bool = False,
+    ) -> None:
+        """As pika's, after waiting while the channel is flowed (J7 A4).
+
+        Raises:
+            FlowControlTimeout: still flowed after `max_producer_flow_control_wait`; the message was not sent and never
+                will be.
+            ProducerFlowed: flowed, and `when_flowed` is ``"raise"``; likewise.
+            ConfirmTimeout: the message was written, in part at least, and the broker did not confirm it, or take the
+                rest, within `max_producer_flow_control_wait`; its outcome is not known.
+            UnroutableError, NackError: as pika's. With pipelined confirms they are about earlier messages, and the
+                message of this call was not sent.
+        """
+        publish = self._impl.encode(exchange, routing_key, body, properties, mandatory)
+        if self._is_pipelined:
+            self._raise_failures("earlier messages; the message of this call was not sent")
+        turns = self._turns
+        is_writable = turns.now()
+        self._check_open()
+        flow = self._flow
+        protocol = flow.protocol
+        if not is_writable:
+            self._look_at_transport(is_writable)
+        elif not protocol.gate.is_open:
+            protocol.lift(HoldKind.TRANSPORT, _monotonic())
+        receipt = protocol.send(publish, exchange, routing_key, _monotonic())
+        if receipt is None:
+            receipt = self._when_unflowed(publish)
+        services = turns.services
+        if services is not None:
+            if self._is_pipelined:
+                services.cork(protocol.unsettled >= _MANY)
+            services.eager = True
+            try:
+                flow.write()
+            finally:
+                services.eager = False
+        else:
+            flow.write()
+        if turns.unwritten:
+            self._write_all(len(publish.frames))
+        if self._delivery_confirmation and not self._is_pipelined:
+            self._confirm(receipt, publish)
+
+    def _check_open(self) -> None:
+        """As pika does after it has waited."""
+        closed = self._connection._closed_result
+        if closed.ready:
+            try:
+                raise closed.value.error
+            finally:
+                self._connection._cleanup()
+        if self.is_closed:
+            if isinstance(self._closing_reason, exceptions.ChannelClosedByBroker):
+                raise self._closing_reason
+            self._impl._raise_if_not_open()
+
+    def _look_at_transport(self, is_writable: bool) -> None:
+        protocol = self._flow.protocol
+        now = _monotonic()
+        if is_writable:
+            protocol.lift(HoldKind.TRANSPORT, now)
+        else:
+            protocol.hold(HoldKind.TRANSPORT, now, detail="the socket takes no more bytes")
+            self._turns.when_writable()
+
+    def _when_unflowed(self, publish: Publish) -> Receipt:
+        protocol = self._flow.protocol
+        settings = self._flow.settings
+        if settings.when_flowed is WhenFlowed.RAISE:
+            raise self._flow.flowed(publish)
+        exchange, routing_key, _ = publish.arguments
+        now = _monotonic()
+        ticket = protocol.stand_in_line(
+            publish, exchange, routing_key, now, timeout=settings.max_producer_flow_control_wait
+        )
+        try:
+            while (look_at := protocol.look_at(ticket, _monotonic())) is not None:
+                self._flow.after()
+                self._turn(look_at)
+        except FlowControlTimeout as error:
+            raise FlowControlTimeout(
+                error.holds, error.waited, publish.body, "a longer max_producer_flow_control_wait waits"
+            ) from None
+        finally:
+            protocol.give_up(ticket, _monotonic())
+            self._flow.write()
+        if ticket.receipt is None:
+            self._check_open()
+            assert ticket.error is not None
+            raise ticket.error
+        return ticket.receipt
+
+    def _turn(self, deadline: float) -> None:
+        """Let I/O go on, until something happens or a time comes."""
+        protocol = self._flow.protocol
+        at = protocol.next_timer(_monotonic())
+        self._turns.until(deadline if at is None else min(deadline, at))
+        self._check_open()
+        if protocol.gate.is_held_by(HoldKind.TRANSPORT):
+            self._look_at_transport(self._turns.now())
+        protocol.on_timer(_monotonic())
+        self._flow.write()
+
+    def _deadline(self, timeout: float | None = _DEFAULT) -> tuple[float | None, float]:
+        """A time to wait, and when it is up."""
+        if timeout is _DEFAULT:
+            timeout = self._flow.settings.max_producer_flow_control_wait
+        check_timeout(timeout)
+        return timeout, math.inf if timeout is None else _monotonic() + timeout
+
+    def _write_all(self, size: int) -> None:
+        wait, deadline = self._deadline()
+        while (unwritten := self._turns.unwritten) and not self._connection.is_closed:
+            if _monotonic() >= deadline:
+                raise ConfirmTimeout(
+                    f"{max(0, size - unwritten)} of {size} bytes of the message are written after {wait:.3g} s, and "
+                    "the broker takes no more; what is left stays first in line, so the message may still arrive"
+                )
+            self._turns.until(deadline)
+        self._check_open()
+
+    def _confirm(self, receipt: Receipt, publish: Publish) -> None:
+        """Wait for a message's confirm, and raise as pika does."""
+        if not receipt.done:
+            wait, deadline = self._deadline()
+            while not receipt.done and not self.is_closed:
+                if _monotonic() >= deadline:
+                    raise ConfirmTimeout(
+                        f"no answer of the broker within {wait:.3g} s for {receipt.describe()}{self._held()}"
+                    )
+                self._turns.until(deadline)
+            self._flow.after()
+        if not receipt.done or receipt._outcome is Outcome.UNKNOWN:
+            self._check_open()
+        # A return that is late belongs to a message whose publisher has been told that its outcome is unknown.
+        returned = [each for each in self._returned if _is_of(each, publish)]
+        self._returned.clear()
+        if receipt.outcome is Outcome.NACKED:
+            raise exceptions.NackError(returned)
+        if returned:
+            raise exceptions.UnroutableError(returned)
+
+    def _held(self) -> str:
+        """What may be the reason why nothing comes, to be appended to an error."""
+        holds = self._flow.protocol.holds
+        return f"; held by {', '.join(map(str, holds))}" if holds else ""
+
+    def _on_puback_message_returned(self, channel: Any, method: Any, properties: Any, body: bytes) -> None:
+        super()._on_puback_message_returned(channel, method, properties, body)  # type: ignore[misc]  # private
+        assert self._puback_return is not None
+        self._returned.append(self._puback_return)
+        self._puback_return = None
+
+    # Confirms.
+
+    def confirm_delivery(self, pipelined: bool = False) -> None:
+        """As pika's.
+
+        Args:
+            pipelined: `basic_publish` returns as soon as the message is written, and at most `capacity` messages are
+                unconfirmed at a time. That one was returned or nacked is raised by the next `basic_publish`,
+                `wait_for_confirms` or `close`.
+        """
+        super().confirm_delivery()
+        self._is_pipelined = pipelined
+
+    def wait_for_confirms(self, timeout: float | None = _DEFAULT) -> None:
+        """Wait until all that was published is confirmed.
+
+        Args:
+            timeout: seconds; ``None`` for ever; the setting `max_producer_flow_control_wait` unless given.
+
+        Raises:
+            ConfirmTimeout: some is not; its outcome is not known yet.
+            NackError: the broker nacked messages, which the error has in `messages`, with their ``Basic.Publish``.
+            UnroutableError: no queue took mandatory messages, which the error has in `messages`.
+            TypeError, ValueError: `timeout` is no number.
+        """
+        wait, deadline = self._deadline(timeout)
+        protocol = self._flow.protocol
+        if not self.is_open:
+            self._check_open()
+        while protocol.unsettled:
+            if _monotonic() >= deadline:
+                assert wait is not None
+                raise ConfirmTimeout(
+                    f"{protocol.unsettled} messages are not confirmed after {wait:.3g} s{self._held()}",
+                    protocol.unsettled,
+                )
+            self._turn(deadline)
+        self._raise_failures("messages that were published before")
+
+    @property
+    def unconfirmed(self) -> tuple[ReturnedMessage, ...]:
+        """What was published in confirm mode and not confirmed, in order; on a closed channel, what never will be.
+
+        Each has the ``Basic.Publish``, the properties and the body.
+        """
+        protocol = self._flow.protocol
+        receipts = [*protocol.failures, *protocol.unsettled_receipts]
+        return tuple(_published(each) for each in receipts if each._outcome in (None, Outcome.UNKNOWN))
+
+    def _raise_failures(self, about: str) -> None:
+        error: exceptions.NackError | exceptions.UnroutableError
+        if self._flow.protocol.failures:
+            error = exceptions.NackError([_published(each) for each in self._flow.protocol.take_failures()])
+        elif self._returned:
+            returned, self._returned = self._returned, []
+            error = exceptions.UnroutableError(returned)
+        else:
+            return
+        error.add_note(f"about {about}")
+        raise error
+
+    def _settle(self, end: float = math.inf) -> Exception | None:
+        """Before a good-bye, and once: what is not delivered, as an error."""
+        if not self._is_pipelined:
+            return None
+        self._is_pipelined = False
+        deadline = min(end, self._deadline()[1])
+        try:
+            self.wait_for_confirms(None if deadline == math.inf else max(0.0, deadline - _monotonic()))
+        except (ConfirmTimeout, exceptions.NackError, exceptions.UnroutableError) as error:
+            return error
+        return None
+
+    def _forsake(self, value: object) -> None:
+        """Leave it without waiting for confirms, because of an exception."""
+        if self._is_pipelined and self._flow.protocol.unsettled:
+            log(
+                logging.WARNING,
+                "%d messages are not confirmed, and are not waited for: the program leaves by %r; unconfirmed has them",
+                self._flow.protocol.unsettled,
+                value,
+            )
+        self._is_pipelined = False
+
+    def close(self, reply_code: int = 0, reply_text: str = "Normal shutdown") -> None:
+        """As pika's, after the unconfirmed messages of pipelined confirms are settled.
+
+        Raises:
+            UnroutableError, NackError, ConfirmTimeout: as `wait_for_confirms`, after it is closed.
+            ConnectionBlockedTimeout: the broker does not read, and the connection was cut.
+        """
+        error = self._settle() if self.is_open else None
+        with good_bye(self._connection):
+            super().close(reply_code, reply_text)
+        if error is not None:
+            raise error
+
+    def __exit__(self, exc_type: Any, value: Any, traceback: Any) -> None:
+        if exc_type is not None:
+            self._forsake(value)
+            if ConnectionFlow.of(self._impl.connection).blocked is not None:
+                # Its connection is cut, or closed, by who has it.
+                return
+        super().__exit__(exc_type, value, traceback)
+
+    # Flow.
+
+    def add_on_flow_callback(self, callback: Callable[[FlowEvent], object]) -> None:
+        """Have a callback called with every flow event, in order.
+
+        Args:
+            callback: called where pika calls all callbacks: in `BlockingConnection.process_data_events`,
+                `BlockingConnection.sleep` and `start_consuming`. It may call any method.
+        """
+        self._flow.listen(lambda event: self._add_pending_event(_FlowNotice(callback, event)))
+
+    @property
+    def flow_state(self) -> FlowState:
+        """Whether the channel is flowed, by what, since when and how often."""
+        if self.is_open:
+            self._look_at_transport(self._turns.now())
+        state = self._flow.protocol.flow_state(_monotonic())
+        self._flow.after()
+        return state
+
+    def wait_unflowed(self, timeout: float | None = None) -> bool:
+        """Wait until no hold is left. I/O goes on meanwhile.
+
+        Args:
+            timeout: seconds; ``None`` for ever.
+
+        Returns:
+            Whether none is.
+
+        Raises:
+            ChannelClosed, ConnectionClosed: as pika's methods.
+            TypeError, ValueError: `timeout` is no number.
+        """
+        _, deadline = self._deadline(timeout)
+        while self.flow_state.flowed:
+            self._check_open()
+            if _monotonic() >= deadline:
+                return False
+            self._turn(deadline)
+        return True
+
+
+def _published(receipt: Receipt) -> ReturnedMessage:
+    publish = receipt._payload
+    assert isinstance(publish, Publish)
+    method: Any = publish.method
+    return ReturnedMessage(method, publish.basic_properties or spec.BasicProperties(), publish.body)
+
+
+def _is_of(returned: ReturnedMessage, publish: Publish) -> bool:
+    method = returned.method
+    exchange, routing_key, _ = publish.arguments
+    return (method.exchange, method.routing_key, returned.body) == (exchange, routing_key, publish.body)
+
+
+def adopt(channel: Any) -> Any:
+    """Put a channel of pika's, which is open and does not confirm, under flow control; for the package."""
+    if not isinstance(channel._impl, Channel):
+        channel._impl.__class__ = Channel
+        channel._impl.adopt()
+    channel.__class__ = BlockingChannel
+    channel._adopted()
+    return channel
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(_pika, name)

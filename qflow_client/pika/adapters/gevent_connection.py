@@ -1,0 +1,19 @@
+"""`pika.adapters.gevent_connection`, under flow control."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pika.adapters.gevent_connection as _pika
+
+from qflow_client.pika.connection import FlowedConnection
+
+__all__ = ["GeventConnection"]
+
+
+class GeventConnection(FlowedConnection, _pika.GeventConnection):
+    """pika's `GeventConnection`, whose channels follow the flow."""
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(_pika, name)

@@ -1,0 +1,19 @@
+"""`pika.adapters.tornado_connection`, under flow control."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pika.adapters.tornado_connection as _pika
+
+from qflow_client.pika.connection import FlowedConnection
+
+__all__ = ["TornadoConnection"]
+
+
+class TornadoConnection(FlowedConnection, _pika.TornadoConnection):
+    """pika's `TornadoConnection`, whose channels follow the flow."""
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(_pika, name)

@@ -1,0 +1,71 @@
+"""`pika.adapters.twisted_connection`, under flow control."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pika.adapters.twisted_connection as _pika
+from twisted.internet import defer
+
+from qflow_client.errors import ProducerFlowed
+from qflow_client.events import FlowEvent, FlowState
+from qflow_client.pika.channel import Channel
+from qflow_client.pika.flow import ConnectionFlow
+
+__all__ = ["TwistedChannel", "TwistedProtocolConnection"]
+
+
+class TwistedChannel(_pika.TwistedChannel):
+    """pika's `TwistedChannel`, which sends nothing while the broker has stopped it, and says so."""
+
+    # pika's.
+    _channel: Any
+
+    def basic_publish(
+        self, exchange: str, routing_key: str, body: Any, properties: Any = None, mandatory: bool = False
+    ) -> Any:
+        """As pika's; the `Deferred` fails with `ProducerFlowed` if the channel is flowed."""
+        try:
+            return super().basic_publish(exchange, routing_key, body, properties, mandatory)
+        except ProducerFlowed:
+            return defer.fail()
+
+    def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]:
+        """As `Channel.on_flow`."""
+        stop: Callable[[], None] = self._channel.on_flow(callback)
+        return stop
+
+    @property
+    def flow_state(self) -> FlowState:
+        """As `Channel.flow_state`."""
+        state: FlowState = self._channel.flow_state
+        return state
+
+
+class TwistedProtocolConnection(_pika.TwistedProtocolConnection):
+    """pika's `TwistedProtocolConnection`, whose channels follow the flow."""
+
+    # pika's.
+    _impl: Any
+
+    def __init__(self, parameters: Any = None, custom_reactor: Any = None) -> None:
+        super().__init__(parameters, custom_reactor)
+        # pika makes it by name; what makes another adapter a `FlowedConnection` is put into this one.
+        ConnectionFlow.of(self._impl)
+        self._impl._create_channel = partial(Channel, self._impl)
+
+    def channel(self, channel_number: int | None = None) -> Any:
+        """As pika's, with flow control."""
+        return super().channel(channel_number).addCallback(_adopt)
+
+
+def _adopt(channel: Any) -> TwistedChannel:
+    channel.__class__ = TwistedChannel
+    adopted: TwistedChannel = channel
+    return adopted
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(_pika, name)

@@ -1,0 +1,141 @@
+"""`pika.channel`, with the `Channel` of the asynchronous adapters under flow control."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from struct import Struct
+from typing import Any
+
+import pika.channel
+from pika import frame, spec
+
+from qflow_client.events import FlowEvent, FlowState
+from qflow_client.frames import PublishEncoder
+from qflow_client.pika.flow import ChannelFlow, Publish
+
+__all__ = ["Channel"]
+
+# Of a content header frame: its size without properties, and where the size of the body is; and how a body frame begins
+# (AMQP 0-9-1, section 4.2).
+_EMPTY_HEADER = 22
+_SIZE_AT = 11
+_SIZE = Struct(">Q")
+_BODY_HEAD = Struct(">BHI")
+
+
+class Channel(pika.channel.Channel):
+    """pika's `Channel`, which sends nothing while the broker has stopped it, and says so.
+
+    ``Channel.Flow`` is answered, and stops `basic_publish`, as ``Connection.Blocked``, a full window of unconfirmed
+    messages, a rate limit and a transport that holds more than `max_unwritten_bytes` do.
+    """
+
+    # pika's.
+    connection: Any
+
+    def __init__(self, connection: Any, channel_number: int, on_open_callback: Any) -> None:
+        super().__init__(connection, channel_number, on_open_callback)
+        self.adopt()
+
+    def adopt(self) -> None:
+        """Begin to follow the flow; for the package."""
+        # What pika's basic_publish has encoded last.
+        self._published: Publish | None = None
+        # By exchange, routing key and mandatory, the frames of a message without properties: up to the size of its
+        # body, and the rest of the header frame.
+        self._heads: dict[tuple[str, str, bool], tuple[bytes, bytes]] = {}
+        #: The channel's flow; for the package.
+        self.flow_control = ChannelFlow(self)
+
+    def encode(
+        self, exchange: str, routing_key: str, body: Any, properties: spec.BasicProperties | None, mandatory: bool
+    ) -> Publish:
+        """What pika's `basic_publish` makes of a message, instead of sending it; for the package."""
+        if properties is None and type(body) is bytes and 0 < len(body) <= self.connection._body_max_length:
+            # All but the body and its size is as pika has encoded it before.
+            arguments = (exchange, routing_key, mandatory)
+            try:
+                head, tail = self._heads[arguments]
+            except (KeyError, TypeError):
+                pass
+            else:
+                if self.is_open:
+                    size = len(body)
+                    frames = b"".join(
+                        (head, _SIZE.pack(size), tail, _BODY_HEAD.pack(3, self.channel_number, size), body, b"\xce")
+                    )
+                    return Publish(frames, arguments, None, body)
+        super().basic_publish(exchange, routing_key, body, properties, mandatory)
+        publish, self._published = self._published, None
+        assert publish is not None
+        return publish
+
+    def _send_method(self, method: Any, content: Any = None) -> None:
+        if content is not None:
+            self._published = self._encode(method, *content)
+            return
+        if isinstance(method, spec.Confirm.Select):
+            self.flow_control.confirms_begin()
+        super()._send_method(method)  # type: ignore[misc]  # private
+
+    def _encode(self, method: spec.Basic.Publish, properties: spec.BasicProperties, body: bytes) -> Publish:
+        number, size = self.channel_number, len(body)
+        begin = frame.Method(number, method).marshal()
+        header = frame.Header(number, size, properties).marshal()
+        step = self.connection._body_max_length
+        bodies = [frame.Body(number, body[at : at + step]).marshal() for at in range(0, size, step)]
+        arguments = (method.exchange, method.routing_key, method.mandatory)
+        if len(header) == _EMPTY_HEADER:
+            if len(self._heads) >= PublishEncoder.MAX_ROUTES:
+                self._heads.clear()
+            self._heads[arguments] = begin + header[:_SIZE_AT], header[_SIZE_AT + _SIZE.size :]
+        return Publish(b"".join((begin, header, *bodies)), arguments, properties, body)
+
+    def basic_publish(
+        self,
+        exchange: str,
+        routing_key: str,
+        body: str | bytes,
+        properties: spec.BasicProperties | None = None,
+        mandatory: bool = False,
+    ) -> None:
+        """As pika's, if the channel is not flowed.
+
+        Raises:
+            ProducerFlowed: it is; the message was not sent and never will be. A callback of `on_flow` tells when to go
+                on.
+        """
+        self.flow_control.send_nowait(self.encode(exchange, routing_key, body, properties, mandatory))
+
+    def confirm_delivery(
+        self, ack_nack_callback: Callable[[Any], object], callback: Callable[[Any], object] | None = None
+    ) -> None:
+        """As pika's. From then on the window counts: at most `capacity` messages are unconfirmed."""
+        told = ack_nack_callback
+        if callable(ack_nack_callback):
+            # The gate first, so that the callback may publish into the room that it makes.
+            def told(answer: Any) -> None:
+                self.flow_control.on_confirm(answer)
+                ack_nack_callback(answer)
+
+        super().confirm_delivery(told, callback)
+
+    def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]:
+        """Have a callback called with every flow event, in order, in the connection's I/O loop.
+
+        Args:
+            callback: may call any method of the channel. If it raises, that is logged.
+
+        Returns:
+            What to call to have it called no more.
+        """
+        return self.flow_control.listen(callback)
+
+    @property
+    def flow_state(self) -> FlowState:
+        """Whether the channel is flowed, by what, since when and how often."""
+        return self.flow_control.look()
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(pika.channel, name)

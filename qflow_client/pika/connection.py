@@ -1,0 +1,87 @@
+"""`pika.connection`, with connection parameters that take the settings of flow control."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import pika
+import pika.connection
+
+from qflow_client.pika.channel import Channel
+from qflow_client.pika.flow import NOT_TAKEN, ConnectionFlow, check_drop_in, drop_in_settings
+from qflow_client.settings import ProducerSettings
+
+__all__ = ["ConnectionParameters", "FlowedConnection", "URLParameters"]
+
+_NAMES = frozenset(name for name in ProducerSettings.__dataclass_fields__ if not name.startswith("_"))
+
+
+class ConnectionParameters(pika.ConnectionParameters):
+    """pika's `ConnectionParameters`, which take the settings of flow control too.
+
+    Args:
+        arguments: pika's.
+        keywords: pika's, and settings by the names of `ProducerSettings`. Not those that pika's methods say:
+            ``exchange``, ``routing_key``, ``mandatory``, ``confirms``, ``message_ids``, ``connect_timeout``, ``url``.
+
+    Raises:
+        SettingsError: a setting has a value that is not allowed.
+        TypeError: a setting that a connection of pika's does not take.
+    """
+
+    __slots__ = ("flow_settings",)
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        ours = {name: keywords.pop(name) for name in _NAMES & keywords.keys()}
+        super().__init__(*arguments, **keywords)
+        #: The settings of flow control.
+        self.flow_settings = drop_in_settings(**ours)
+
+    # pika's own ends with ``**kwargs``, of which it takes none.
+    __init__.__signature__ = inspect.signature(  # type: ignore[attr-defined]  # what inspect looks for
+        pika.ConnectionParameters.__init__
+    )
+
+
+class URLParameters(pika.URLParameters):
+    """pika's `URLParameters`; the query may have settings of flow control too.
+
+    Args:
+        url: as pika's, and for instance ``?max_producer_flow_control_wait=10&capacity=500``.
+
+    Raises:
+        SettingsError: a setting has a value that is not allowed.
+        TypeError: a setting that a connection of pika's does not take.
+    """
+
+    __slots__ = ("flow_settings",)
+
+    def __init__(self, url: str) -> None:
+        named = {name for name, _ in parse_qsl(urlsplit(url).query, keep_blank_values=True)}
+        if named & _NAMES:
+            check_drop_in(sorted(named & NOT_TAKEN.keys()))
+            settings = drop_in_settings(url)
+            url = settings.urls[0]
+        else:
+            settings = drop_in_settings()
+        super().__init__(url)
+        #: The settings of flow control.
+        self.flow_settings = settings
+
+
+class FlowedConnection:
+    """What makes an adapter of pika's one whose channels follow the flow; stands before it among the bases."""
+
+    def _init_connection_state(self) -> None:
+        super()._init_connection_state()  # type: ignore[misc]  # the adapter's
+        # Here pika has its own blocked callbacks registered, and nobody else has any yet.
+        ConnectionFlow.of(self)
+
+    def _create_channel(self, channel_number: int, on_open_callback: Any) -> Channel:
+        return Channel(self, channel_number, on_open_callback)
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(pika.connection, name)

@@ -1,0 +1,377 @@
+"""The flow of a channel of pika's: a `ProducerProtocol` that is told what pika hears and writes through pika.
+
+pika keeps connecting, topology, consuming and the encoding of messages; what is decided about publishing is decided
+where it is for every producer, in `ProducerProtocol`. Nothing here waits: `BlockingChannel` does, `Channel` raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from pika import spec
+
+from qflow_client.errors import ProducerFlowed
+from qflow_client.events import FlowEvent, FlowState, HoldKind
+from qflow_client.frames import PublishEncoder, Route
+from qflow_client.logs import log, write_log
+from qflow_client.manager import flow_manager
+from qflow_client.message import Message
+from qflow_client.protocol import ProducerProtocol
+from qflow_client.receipt import Receipt
+from qflow_client.settings import ProducerSettings
+
+__all__ = ["ChannelFlow", "ConnectionFlow", "Publish", "check_drop_in", "drop_in_settings"]
+
+# What pika's own methods say of every message, or a program that is not changed leaves to them. That a channel confirms
+# is not known when it is made; until then what is written counts as confirmed.
+_FIXED: dict[str, Any] = {
+    "exchange": "",
+    "routing_key": "",
+    "confirms": True,
+    "mandatory": None,
+    "message_ids": False,
+}
+#: The settings that a connection of pika's does not take, and who says it instead.
+NOT_TAKEN = dict.fromkeys(("exchange", "routing_key", "mandatory"), "basic_publish() says it") | {
+    "confirms": "confirm_delivery() says it",
+    "message_ids": "messages leave as they are given; set message_id in their properties",
+    "connect_timeout": "use pika's socket_timeout and stack_timeout",
+    **dict.fromkeys(
+        ("on_disconnect", "reconnect_timeout", "reconnect_delay", "reconnect_delay_max", "reconnect_jitter"),
+        "the program connects again, as with pika",
+    ),
+    **dict.fromkeys(
+        ("on_refused", "retry_for", "retry_delay", "retry_delay_max"), "the program publishes again, as with pika"
+    ),
+    "tracing": "instrument pika itself: opentelemetry-instrumentation-pika",
+    "url": "use URLParameters",
+}
+_URL = "amqp://localhost"
+_UNLIMITED = 1 << 62
+_NAME = ProducerSettings.__dataclass_fields__["name"].default
+
+# Seconds after which a transport that was full is looked at again where nothing tells that it takes bytes.
+_LOOK_AGAIN = 0.01
+
+_monotonic = time.monotonic
+
+
+def check_drop_in(names: Any) -> None:
+    """Refuse settings that have no meaning for a connection of pika's.
+
+    Raises:
+        TypeError: naming the first of them, and who says it instead.
+    """
+    for name in names:
+        if name in NOT_TAKEN:
+            raise TypeError(f"{name} is no setting of a connection of pika's: {NOT_TAKEN[name]}")
+
+
+def drop_in_settings(url: str = _URL, **keywords: Any) -> ProducerSettings:
+    """The settings of a connection, from keywords, the URL's query and the environment.
+
+    Raises:
+        SettingsError: a value that is not allowed.
+        TypeError: a setting that has no meaning here.
+    """
+    check_drop_in(keywords)
+    return ProducerSettings.load(url, **(keywords | _FIXED))
+
+
+class Publish(Message):
+    """One `basic_publish`, as pika has encoded it.
+
+    Args:
+        frames: all of it.
+        arguments: exchange, routing key and ``mandatory``.
+        basic_properties: as they were given.
+        body: the content.
+    """
+
+    frames: bytes
+    arguments: tuple[str, str, bool]
+    basic_properties: spec.BasicProperties | None
+
+    def __init__(
+        self,
+        frames: bytes,
+        arguments: tuple[str, str, bool],
+        basic_properties: spec.BasicProperties | None,
+        body: bytes,
+    ) -> None:
+        # As `Message` does, past the lock of a frozen dataclass.
+        given = self.__dict__
+        given["body"] = body
+        given["frames"] = frames
+        given["arguments"] = arguments
+        given["basic_properties"] = basic_properties
+
+    @property
+    def method(self) -> spec.Basic.Publish:
+        """As pika shows it."""
+        exchange, routing_key, mandatory = self.arguments
+        return spec.Basic.Publish(exchange=exchange, routing_key=routing_key, mandatory=mandatory)
+
+
+class _ReadyFrames(PublishEncoder):
+    """Takes the frames that pika has made."""
+
+    __slots__ = ()
+
+    def message(self, _route: Route, message: Message, _number: int | None) -> list[bytes]:
+        assert isinstance(message, Publish)
+        return [message.frames]
+
+
+class _ChannelProtocol(ProducerProtocol):
+    __slots__ = ()
+
+    def _use_channel(self, number: int, frame_max: int) -> None:
+        super()._use_channel(number, frame_max)
+        self._encoder = _ReadyFrames(number, frame_max)
+
+
+class ConnectionFlow:
+    """What the channels of one connection share."""
+
+    def __init__(self, connection: Any) -> None:
+        self.settings: ProducerSettings = getattr(connection.params, "flow_settings", None) or drop_in_settings()
+        # Why the broker blocks the connection; None while it does not.
+        self.blocked: str | None = None
+        # The open channels, by number.
+        self.channels: dict[int, ChannelFlow] = {}
+        connection.add_on_connection_blocked_callback(self._on_blocked)
+        connection.add_on_connection_unblocked_callback(self._on_unblocked)
+
+    @staticmethod
+    def of(connection: Any) -> ConnectionFlow:
+        """The one of a connection, made on first use."""
+        found: ConnectionFlow | None = getattr(connection, "flow_control", None)
+        if found is None:
+            found = connection.flow_control = ConnectionFlow(connection)
+        return found
+
+    def _on_blocked(self, _connection: Any, blocked: Any) -> None:
+        self.blocked = blocked.method.reason or ""
+        for flow in tuple(self.channels.values()):
+            flow.protocol.on_blocked(self.blocked, _monotonic())
+            flow.after()
+
+    def _on_unblocked(self, _connection: Any, _unblocked: Any) -> None:
+        self.blocked = None
+        for flow in tuple(self.channels.values()):
+            flow.protocol.on_unblocked(_monotonic())
+            flow.write()
+
+
+class ChannelFlow:
+    """The flow of one channel.
+
+    Args:
+        channel: pika's channel implementation.
+    """
+
+    def __init__(self, channel: Any) -> None:
+        number = channel.channel_number
+        shared = ConnectionFlow.of(channel.connection)
+        settings = shared.settings
+        #: The connection's settings.
+        self.settings = settings
+        if settings.name == _NAME:
+            settings = replace(settings, name=f"pika channel {number}")
+        now = _monotonic()
+        self._channel = channel
+        #: The channel that the application has, if that is another; for the package.
+        self.owner: Any = None
+        # How much pika's transport holds is looked at here, not there: what is admitted is given to it at once.
+        self.protocol: ProducerProtocol = _ChannelProtocol(
+            replace(settings, max_unwritten_bytes=_UNLIMITED), id_prefix="", now=now, wall_offset=time.time() - now
+        )
+        self.protocol.channel_opened(number, 0, now)
+        # How many messages were written before the broker began to count them; None while it does not confirm.
+        self._before_confirms: int | None = None
+        self._listeners: list[Callable[[FlowEvent], object]] = []
+        self._is_telling = False
+        # Whether something will look at the clock or the transport again.
+        self._is_armed = False
+        shared.channels[number] = self
+        if shared.blocked is not None:
+            self.protocol.on_blocked(shared.blocked, now)
+        # First of all, so that whatever else is called finds the gate as it is then.
+        channel.add_on_flow_callback(self._on_flow)
+        channel.add_on_close_callback(self._on_close)
+        flow_manager.register(self)
+
+    # What pika hears.
+
+    def _on_flow(self, flow: Any) -> None:
+        self.protocol.on_flow(flow.method.active, _monotonic())
+        self.write()
+
+    def _on_close(self, channel: Any, reason: BaseException) -> None:
+        ConnectionFlow.of(channel.connection).channels.pop(channel.channel_number, None)
+        flow_manager.unregister(self)
+        self.protocol.connection_lost(f"the channel is closed: {reason}", _monotonic())
+        self.after()
+
+    def confirms_begin(self) -> None:
+        """``Confirm.Select`` is sent: the next message has delivery tag 1."""
+        self._before_confirms = self.protocol.outbound.finished
+
+    def on_confirm(self, answer: Any) -> None:
+        """``Basic.Ack`` or ``Basic.Nack``."""
+        method = answer.method
+        # Tag 0 stands for all.
+        tag = method.delivery_tag and method.delivery_tag + (self._before_confirms or 0)
+        settle = self.protocol.on_nack if isinstance(method, spec.Basic.Nack) else self.protocol.on_ack
+        settle(tag, method.multiple, _monotonic())
+        self.write()
+
+    # What the manager of all producers says, on any thread.
+
+    @property
+    def name(self) -> str:
+        """What flow events and logs call the channel."""
+        return self.protocol.settings.name
+
+    def hold(self, kind: str, *, source: str, detail: str) -> None:
+        """Raise a hold, before the next message."""
+        self._call(lambda: self.protocol.hold(kind, _monotonic(), source=source, detail=detail))
+
+    def lift(self, kind: str, *, source: str) -> None:
+        """Lift it."""
+        self._call(lambda: self.protocol.lift(kind, _monotonic(), source=source))
+
+    def _call(self, function: Callable[[], None]) -> None:
+        def call() -> None:
+            function()
+            self.write()
+
+        self._channel.connection._adapter_add_callback_threadsafe(call)
+
+    # What is to be done then.
+
+    def write(self) -> None:
+        """Give what may leave to pika, and tell whom there is to tell."""
+        protocol = self.protocol
+        data = protocol.data_to_write(_UNLIMITED)
+        if data:
+            self._channel.connection._output_marshaled_frames([data])
+            now = _monotonic()
+            protocol.advance(len(data), now)
+            if self._before_confirms is None:
+                # Nobody will answer.
+                protocol.on_ack(0, True, now)
+        if protocol.logs or protocol.events or protocol.wake:
+            self.after()
+
+    def after(self) -> None:
+        """Log what there is to log, and tell whom there is to tell."""
+        protocol = self.protocol
+        protocol.wake.clear()
+        logs, protocol.logs = protocol.logs, []
+        write_log(logs)
+        if self._is_telling:
+            # A listener has changed something: it hears of it when all have heard what came before.
+            return
+        self._is_telling = True
+        try:
+            while protocol.events:
+                events, protocol.events = protocol.events, []
+                for event in events:
+                    for listener in tuple(self._listeners):
+                        self._tell(listener, event)
+        finally:
+            self._is_telling = False
+
+    def _tell(self, listener: Callable[[FlowEvent], object], event: FlowEvent) -> None:
+        try:
+            listener(event)
+        except Exception as error:
+            log(logging.ERROR, "%s: a flow callback failed: %r", event.producer, listener, error=error)
+
+    def listen(self, listener: Callable[[FlowEvent], object]) -> Callable[[], None]:
+        """Have every flow event told from now on.
+
+        Returns:
+            What to call to have it told no more.
+        """
+        if self.protocol.events is None:
+            self.protocol.events = []
+        self._listeners.append(listener)
+
+        def stop() -> None:
+            with suppress(ValueError):
+                self._listeners.remove(listener)
+
+        return stop
+
+    # Who cannot wait.
+
+    def send_nowait(self, publish: Publish) -> Receipt:
+        """Admit a message now.
+
+        Raises:
+            ProducerFlowed: the channel is flowed; the message was not sent and never will be.
+        """
+        now = _monotonic()
+        self._look_at_transport(now)
+        receipt = self.protocol.send(publish, *publish.arguments[:2], now)
+        if receipt is None:
+            error = self.flowed(publish)
+            self._arm()
+            raise error
+        self.write()
+        self._look_at_transport(now)
+        return receipt
+
+    def flowed(self, publish: Publish) -> ProducerFlowed:
+        """The error for a message that is refused."""
+        self.protocol.count_refusal()
+        error = ProducerFlowed(
+            self.protocol.holds, 0.0, publish.body, "a flow callback, or flow_state, tells when to go on"
+        )
+        self.after()
+        return error
+
+    def look(self) -> FlowState:
+        """The flow at this moment."""
+        now = _monotonic()
+        if not self._channel.is_closed:
+            self._look_at_transport(now)
+        state = self.protocol.flow_state(now)
+        self.after()
+        return state
+
+    def _look_at_transport(self, now: float) -> None:
+        transport = getattr(self._channel.connection, "_transport", None)
+        # Twisted's tells nothing.
+        size = getattr(transport, "get_write_buffer_size", int)()
+        if size > self.settings.max_unwritten_bytes:
+            self.protocol.hold(HoldKind.TRANSPORT, now, detail=f"{size} bytes are not written yet")
+            self._arm()
+        elif size <= self.settings.max_unwritten_bytes // 2 and not self.protocol.gate.is_open:
+            self.protocol.lift(HoldKind.TRANSPORT, now)
+
+    def _arm(self) -> None:
+        """Look again when time or the transport may have made room."""
+        protocol = self.protocol
+        now = _monotonic()
+        at = protocol.next_timer(now)
+        if protocol.gate.is_held_by(HoldKind.TRANSPORT):
+            at = min(now + _LOOK_AGAIN, math.inf if at is None else at)
+        if at is not None and not self._is_armed:
+            self._is_armed = True
+            self._channel.connection._adapter_call_later(max(0.0, at - now), self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._is_armed = False
+        if not self._channel.is_closed:
+            self.look()
+            self._arm()

@@ -1,0 +1,574 @@
+"""What programs do with a `BlockingChannel`: run with pika and with the drop-in, and compared.
+
+Each scenario is named by the public member of pika's `BlockingChannel` that it is about, and may have a second part to
+its name. It gets the module (pika, or the drop-in), a channel with an empty queue ``q`` and a list, into which it
+writes what happened; what it returns or raises counts, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pika as original
+import pytest
+
+Scenario = Callable[[Any, Any, list[Any]], Any]
+
+SCENARIOS: dict[str, Scenario] = {}
+#: Queues and exchanges that scenarios make.
+QUEUES = ("q", "other", "dead")
+EXCHANGES = ("x", "y")
+
+
+def scenario(function: Scenario) -> Scenario:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def of(name: str) -> str:
+    """The member that a scenario is about."""
+    return name.partition("__")[0]
+
+
+def normal(value: Any) -> Any:
+    """A value as it can be compared between two connections."""
+    if isinstance(value, original.frame.Method):
+        return ["frame", value.channel_number, normal(value.method)]
+    if isinstance(value, BaseException):
+        return [type(value).__name__, normal(value.args), normal(getattr(value, "messages", None))]
+    if isinstance(value, original.amqp_object.AMQPObject) or type(value).__name__ == "ReturnedMessage":
+        slots = [name for each in type(value).__mro__ for name in getattr(each, "__slots__", ())]
+        fields = dict.fromkeys(slots) | getattr(value, "__dict__", {})
+        return [type(value).__name__, {name: normal(getattr(value, name)) for name in sorted(fields)}]
+    if isinstance(value, (tuple, list)):
+        return [normal(each) for each in value]
+    if isinstance(value, dict):
+        return {key: normal(each) for key, each in value.items()}
+    if isinstance(value, str):
+        return re.sub(r"[0-9a-f]{32}|amq\.gen\S+", "…", value)
+    if isinstance(value, (bytes, int, float, type(None))):
+        return value
+    return type(value).__name__
+
+
+def outcome(module: Any, url: str, name: str) -> Any:
+    """Run a scenario, and clean up behind it."""
+    log: list[Any] = []
+    connection = module.BlockingConnection(module.URLParameters(url))
+    channel = connection.channel()
+    channel.queue_declare("q")
+    try:
+        result = normal(SCENARIOS[name](module, channel, log))
+    except Exception as error:
+        result = ["raised", normal(error)]
+    state = [channel.is_open, channel.is_closed, connection.is_open, connection.is_closed]
+    if connection.is_open:
+        connection.close()
+    with original.BlockingConnection(original.URLParameters(url)) as again:
+        cleaner = again.channel()
+        for queue in QUEUES:
+            cleaner.queue_delete(queue)
+        for exchange in EXCHANGES:
+            cleaner.exchange_delete(exchange)
+    return [result, normal(log), state]
+
+
+def publish(channel: Any, *bodies: bytes) -> None:
+    for body in bodies:
+        channel.basic_publish("", "q", body)
+
+
+def get(channel: Any) -> Any:
+    """A message that is on its way."""
+    for _ in range(100):
+        found = channel.basic_get("q", auto_ack=True)
+        if found[0] is not None:
+            return found
+        channel.connection.sleep(0.02)
+    return None
+
+
+def recorder(log: list[Any], name: str) -> Callable[..., None]:
+    return lambda *arguments: log.append([name, *map(normal, arguments)])
+
+
+@scenario
+def add_on_cancel_callback(_pika: Any, channel: Any, log: list[Any]) -> Any:
+    channel.add_on_cancel_callback(recorder(log, "cancelled"))
+    channel.basic_consume("q", recorder(log, "message"), consumer_tag="tag")
+    with original.BlockingConnection(channel.connection._impl.params) as other:
+        other.channel().queue_delete("q")
+    while not log:
+        channel.connection.process_data_events(0.05)
+    return channel.consumer_tags
+
+
+@scenario
+def add_on_return_callback(_pika: Any, channel: Any, log: list[Any]) -> Any:
+    channel.add_on_return_callback(recorder(log, "returned"))
+    channel.basic_publish("", "nowhere", b"body", original.BasicProperties(headers={"a": 1}), mandatory=True)
+    while not log:
+        channel.connection.process_data_events(0.05)
+
+
+@scenario
+def add_on_return_callback__with_confirms(pika: Any, channel: Any, log: list[Any]) -> Any:
+    channel.add_on_return_callback(recorder(log, "returned"))
+    channel.confirm_delivery()
+    try:
+        channel.basic_publish("", "nowhere", b"body", mandatory=True)
+    except pika.exceptions.UnroutableError as error:
+        log.append(normal(error))
+    channel.connection.process_data_events(0.05)
+
+
+@scenario
+def basic_ack(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    publish(channel, b"one", b"two")
+    channel.connection.sleep(0.1)
+    method, _, _ = channel.basic_get("q")
+    return channel.basic_ack(method.delivery_tag), channel.queue_declare("q", passive=True)
+
+
+@scenario
+def basic_ack__of_an_unknown_tag(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    channel.basic_ack(99)
+    channel.queue_declare("q", passive=True)
+
+
+@scenario
+def basic_cancel(_pika: Any, channel: Any, log: list[Any]) -> Any:
+    publish(channel, b"one", b"two")
+    channel.basic_consume("q", recorder(log, "message"), auto_ack=True, consumer_tag="tag")
+    channel.connection.sleep(0.1)
+    return channel.basic_cancel("tag"), channel.basic_cancel("unknown"), channel.consumer_tags
+
+
+@scenario
+def basic_consume(_pika: Any, channel: Any, log: list[Any]) -> Any:
+    tag = channel.basic_consume("q", recorder(log, "message"), consumer_tag="tag", exclusive=True)
+    publish(channel, b"one", b"two", b"three")
+    while len(log) < 3:
+        channel.connection.process_data_events(0.05)
+    return tag
+
+
+@scenario
+def basic_consume__of_no_queue(_pika: Any, channel: Any, log: list[Any]) -> Any:
+    channel.basic_consume("missing", recorder(log, "message"))
+
+
+@scenario
+def basic_consume__of_a_tag_twice(_pika: Any, channel: Any, log: list[Any]) -> Any:
+    channel.basic_consume("q", recorder(log, "message"), consumer_tag="tag")
+    channel.basic_consume("q", recorder(log, "message"), consumer_tag="tag")
+
+
+@scenario
+def basic_consume__without_a_callback(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    channel.basic_consume("q", None)
+
+
+@scenario
+def basic_get(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    empty = channel.basic_get("q")
+    channel.basic_publish(
+        "",
+        "q",
+        b"body",
+        original.BasicProperties(
+            content_type="text/plain", delivery_mode=2, priority=3, message_id="m", headers={"x": [1, "two", None]}
+        ),
+    )
+    return empty, get(channel)
+
+
+@scenario
+def basic_nack(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    publish(channel, b"one")
+    channel.connection.sleep(0.1)
+    method, _, _ = channel.basic_get("q")
+    return channel.basic_nack(method.delivery_tag, requeue=True), get(channel)
+
+
+@scenario
+def basic_publish(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    return channel.basic_publish("", "q", b"body"), get(channel)
+
+
+@scenario
+def basic_publish__of_text(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    return channel.basic_publish(exchange="", routing_key="q", body="bödy"), get(channel)
+
+
+@scenario
+def basic_publish__of_nothing(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    return channel.basic_publish("", "q", b""), get(channel)
+
+
+@scenario
+def basic_publish__of_much(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    return channel.basic_publish("", "q", bytes(range(256)) * 2000), get(channel)
+
+
+@scenario
+def basic_publish__of_other_bytes(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    return channel.basic_publish("", "q", bytearray(b"body")), get(channel)
+
+
+@scenario
+def basic_publish__with_confirms(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    channel.confirm_delivery()
+    return [channel.basic_publish("", "q", b"body", mandatory=True) for _ in range(3)], get(channel)
+
+
+@scenario
+def basic_publish__that_is_returned(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    channel.confirm_delivery()
+    channel.basic_publish("", "nowhere", b"body", original.BasicProperties(app_id="a"), mandatory=True)
+
+
+@scenario
+def basic_publish__after_one_that_was_returned(pika: Any, channel: Any, log: list[Any]) -> Any:
+    channel.confirm_delivery()
+    for key in "nowhere", "q", "nowhere":
+        try:
+            channel.basic_publish("", key, b"body", mandatory=True)
+        except pika.exceptions.UnroutableError as error:
+            log.append(normal(error))
+    return get(channel)
+
+
+@scenario
+def basic_publish__that_is_nacked(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    channel.queue_declare("other", arguments={"x-max-length": 1, "x-overflow": "reject-publish"})
+    channel.confirm_delivery()
+    for _ in range(3):
+        channel.basic_publish("", "other", b"body")
+
+
+@scenario
+def basic_publish__to_no_exchange(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    channel.basic_publish("missing", "q", b"body")
+    channel.connection.sleep(0.2)
+    channel.basic_publish("", "q", b"body")
+
+
+@scenario
+def basic_publish__to_no_exchange_with_confirms(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    channel.confirm_delivery()
+    channel.basic_publish("missing", "q", b"body")
+
+
+@scenario
+def basic_publish__on_a_closed_channel(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    channel.close()
+    channel.basic_publish("", "q", b"body")
+
+
+@scenario
+def basic_publish__on_a_closed_connection(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    channel.connection.close()
+    channel.basic_publish("", "q", b"body")
+
+
+@scenario
+def basic_publish__of_what_cannot_be_encoded(_pika: Any, channel: Any, log: list[Any]) -> Any:
+    unfit: Any = [object(), 5]
+    calls: list[tuple[Any, ...]] = [
+        (None, "q", b""),
+        ("", None, b""),
+        ("", 5, b""),
+        ([], "q", b""),
+        ("", "q", None),
+        ("", "q", 5),
+        ("", "q" * 256, b""),
+        ("", "q", b"", original.BasicProperties(headers={"a": unfit[0]})),
+        ("", "q", b"", original.BasicProperties(content_type=unfit[1])),
+        ("", "q", b"", "no properties"),
+    ]
+    for arguments in calls:
+        try:
+            log.append(channel.basic_publish(*arguments))
+        except Exception as error:
+            log.append(normal(error))
+    return channel.basic_publish("", "q", b"body"), get(channel)
+
+
+@scenario
+def basic_publish__in_a_callback(_pika: Any, channel: Any, log: list[Any]) -> Any:
+    def again(channel: Any, method: Any, _properties: Any, body: bytes) -> None:
+        log.append(body)
+        channel.basic_ack(method.delivery_tag)
+        if len(body) < 5:
+            channel.basic_publish("", "q", body + b"!")
+        else:
+            channel.stop_consuming()
+        log.append([b"end", body])
+
+    channel.basic_consume("q", again)
+    publish(channel, b"a", b"b")
+    channel.start_consuming()
+
+
+@scenario
+def basic_qos(_pika: Any, channel: Any, log: list[Any]) -> Any:
+    result = channel.basic_qos(prefetch_count=1)
+    publish(channel, b"one", b"two")
+    channel.basic_consume("q", recorder(log, "message"), consumer_tag="tag")
+    channel.connection.sleep(0.2)
+    return result
+
+
+@scenario
+def basic_recover(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    publish(channel, b"one")
+    channel.connection.sleep(0.1)
+    channel.basic_get("q")
+    return channel.basic_recover(requeue=True), get(channel)
+
+
+@scenario
+def basic_reject(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    publish(channel, b"one")
+    channel.connection.sleep(0.1)
+    method, _, _ = channel.basic_get("q")
+    return channel.basic_reject(method.delivery_tag, requeue=False), channel.queue_declare("q", passive=True)
+
+
+@scenario
+def cancel(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    publish(channel, b"one", b"two", b"three")
+    for method, _, body in channel.consume("q"):
+        channel.basic_ack(method.delivery_tag)
+        if body == b"two":
+            break
+    return channel.cancel(), channel.cancel(), get(channel)[2]
+
+
+@scenario
+def channel_number(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    return channel.channel_number, int(channel), channel.connection.channel(7).channel_number
+
+
+@scenario
+def close(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    channel.basic_consume("q", print, consumer_tag="tag")
+    return channel.close(), channel.is_closed, channel.consumer_tags
+
+
+@scenario
+def close__twice(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    channel.close()
+    channel.close()
+
+
+@scenario
+def confirm_delivery(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    return channel.confirm_delivery(), channel.confirm_delivery(), channel.basic_publish("", "q", b"body")
+
+
+@scenario
+def confirm_delivery__after_unconfirmed_messages(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    publish(channel, b"one", b"two")
+    channel.confirm_delivery()
+    publish(channel, b"three", b"four")
+    return [get(channel)[2] for _ in range(4)]
+
+
+@scenario
+def connection(pika: Any, channel: Any, _log: list[Any]) -> Any:
+    return isinstance(channel.connection, pika.BlockingConnection), isinstance(
+        channel, original.adapters.blocking_connection.BlockingChannel
+    )
+
+
+@scenario
+def consume(_pika: Any, channel: Any, log: list[Any]) -> Any:
+    publish(channel, b"one", b"two")
+    for method, properties, body in channel.consume("q", auto_ack=True, inactivity_timeout=0.3):
+        log.append(normal([method, properties, body]))
+        if method is None:
+            break
+    return channel.cancel()
+
+
+@scenario
+def consume__and_publish(_pika: Any, channel: Any, log: list[Any]) -> Any:
+    publish(channel, b"a")
+    for method, _, body in channel.consume("q"):
+        log.append(body)
+        channel.basic_ack(method.delivery_tag)
+        if len(body) == 5:
+            break
+        channel.basic_publish("", "q", body + b"!")
+    return channel.cancel()
+
+
+@scenario
+def consumer_tags(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    before = channel.consumer_tags
+    channel.basic_consume("q", print, consumer_tag="tag")
+    return before, channel.consumer_tags
+
+
+@scenario
+def exchange_bind(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    channel.exchange_declare("x", "fanout")
+    channel.exchange_declare("y", "fanout")
+    bound = channel.exchange_bind("y", "x")
+    channel.queue_bind("q", "y")
+    channel.basic_publish("x", "", b"through both")
+    return bound, get(channel)[2]
+
+
+@scenario
+def exchange_declare(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    return channel.exchange_declare("x", "topic"), channel.exchange_declare("x", passive=True)
+
+
+@scenario
+def exchange_declare__otherwise(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    channel.exchange_declare("x", "topic")
+    channel.exchange_declare("x", "fanout")
+
+
+@scenario
+def exchange_delete(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    channel.exchange_declare("x", "topic")
+    return channel.exchange_delete("x", if_unused=True)
+
+
+@scenario
+def exchange_unbind(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    channel.exchange_declare("x", "fanout")
+    channel.exchange_declare("y", "fanout")
+    channel.exchange_bind("y", "x")
+    return channel.exchange_unbind("y", "x")
+
+
+@scenario
+def flow(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    return channel.flow(True)
+
+
+@scenario
+def get_waiting_message_count(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    publish(channel, b"one", b"two")
+    messages = channel.consume("q")
+    next(messages)
+    channel.connection.sleep(0.2)
+    return channel.get_waiting_message_count()
+
+
+@scenario
+def is_open(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    before = channel.is_open
+    channel.close()
+    return before, channel.is_open
+
+
+@scenario
+def is_closed(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    before = channel.is_closed
+    channel.close()
+    return before, channel.is_closed
+
+
+@scenario
+def queue_bind(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    channel.exchange_declare("x", "topic")
+    bound = channel.queue_bind("q", "x", "a.*")
+    channel.basic_publish("x", "a.b", b"body")
+    return bound, get(channel)
+
+
+@scenario
+def queue_declare(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    publish(channel, b"one")
+    channel.connection.sleep(0.1)
+    return channel.queue_declare("q"), channel.queue_declare("q", passive=True)
+
+
+@scenario
+def queue_declare__of_none(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    channel.queue_declare("missing", passive=True)
+
+
+@scenario
+def queue_delete(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    publish(channel, b"one")
+    channel.connection.sleep(0.1)
+    return channel.queue_delete("q"), channel.queue_delete("q")
+
+
+@scenario
+def queue_purge(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    publish(channel, b"one", b"two")
+    channel.connection.sleep(0.1)
+    return channel.queue_purge("q")
+
+
+@scenario
+def queue_unbind(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    channel.exchange_declare("x", "topic")
+    channel.queue_bind("q", "x", "a.*")
+    return channel.queue_unbind("q", "x", "a.*")
+
+
+@scenario
+def start_consuming(_pika: Any, channel: Any, log: list[Any]) -> Any:
+    def stop(channel: Any, _method: Any, _properties: Any, body: bytes) -> None:
+        log.append(body)
+        if body == b"stop":
+            channel.stop_consuming()
+
+    channel.basic_consume("q", stop, auto_ack=True)
+    publish(channel, b"go", b"stop")
+    return channel.start_consuming(), channel.consumer_tags
+
+
+@scenario
+def start_consuming__with_an_error(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    channel.basic_consume("q", lambda *_: 1 / 0, auto_ack=True)
+    publish(channel, b"go")
+    channel.start_consuming()
+
+
+@scenario
+def stop_consuming(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    channel.basic_consume("q", print, consumer_tag="one")
+    channel.basic_consume("q", print, consumer_tag="two")
+    channel.stop_consuming("one")
+    return channel.consumer_tags
+
+
+@scenario
+def tx_select(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    return channel.tx_select()
+
+
+@scenario
+def tx_select__with_confirms(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    channel.confirm_delivery()
+    channel.tx_select()
+
+
+@scenario
+def tx_commit(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    channel.tx_select()
+    publish(channel, b"one", b"two")
+    before = channel.queue_declare("q", passive=True)
+    return before, channel.tx_commit(), channel.queue_declare("q", passive=True)
+
+
+@scenario
+def tx_rollback(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    channel.tx_select()
+    publish(channel, b"one", b"two")
+    return channel.tx_rollback(), channel.queue_declare("q", passive=True)
+
+
+all_scenarios = pytest.mark.parametrize("name", SCENARIOS)

@@ -1,0 +1,271 @@
+"""The asynchronous adapters: who cannot wait is told."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+import qflow_client.pika as pika
+from qflow_client import FlowEventKind, HoldKind, ProducerFlowed
+from qflow_client.logs import flush_logs
+from tests.integration.producer.tools import PATIENCE, bodies, eventually
+
+ADAPTERS = [
+    name for name in ("select", "asyncio", "tornado", "gevent") if name in ("select", "asyncio") or find_spec(name)
+]
+
+
+class Running:
+    """An asynchronous connection whose loop runs on a thread of its own."""
+
+    def __init__(self, adapter: str, url: str) -> None:
+        self._ready: Future[Any] = Future()
+        self._adapter = adapter
+        self._url = url
+        self.channel: Any = None
+        self._thread = threading.Thread(target=self._run, name=f"{adapter} loop", daemon=True)
+        self._thread.start()
+        self._ready.result(PATIENCE)
+
+    def _run(self) -> None:
+        module = import_module(f"qflow_client.pika.adapters.{self._adapter}_connection")
+        connect = getattr(module, f"{self._adapter.capitalize()}Connection")
+        loop: Any = None
+        if self._adapter == "asyncio":
+            loop = asyncio.new_event_loop()
+        elif self._adapter == "tornado":
+            loop = import_module("tornado.ioloop").IOLoop(make_current=False)
+        self.connection = connect(
+            pika.URLParameters(self._url),
+            on_open_callback=lambda connection: connection.channel(on_open_callback=self._on_channel),
+            on_open_error_callback=lambda _connection, error: self._ready.set_exception(error),
+            on_close_callback=lambda *_: self._stop(),
+            custom_ioloop=loop,
+        )
+        self.loop = self.connection.ioloop
+        if self._adapter == "asyncio":
+            self.loop.run_forever()
+        else:
+            self.loop.start()
+        self.loop.close()
+
+    def _stop(self) -> None:
+        self.loop.stop()
+
+    def _on_channel(self, channel: Any) -> None:
+        self.channel = channel
+        self._ready.set_result(None)
+
+    def do(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call something in the loop."""
+        result: Future[Any] = Future()
+
+        def call() -> None:
+            try:
+                result.set_result(function(*arguments))
+            except BaseException as error:
+                result.set_exception(error)
+
+        self.connection._adapter_add_callback_threadsafe(call)
+        return result.result(PATIENCE)
+
+    def publish(self, body: bytes = b"", **more: Any) -> None:
+        self.do(lambda: self.channel.basic_publish("", "q", body, **more))
+
+    def holds(self) -> list[str]:
+        return [str(hold.kind) for hold in self.do(lambda: self.channel.flow_state).holds]
+
+    def close(self) -> None:
+        if self.connection.is_open:
+            self.do(self.connection.close)
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture(params=ADAPTERS)
+def adapter(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def running(adapter: str, broker: Any, request: pytest.FixtureRequest) -> Iterator[Running]:
+    query = getattr(request.function, "query", "")
+    running = Running(adapter, f"{broker.url}?{query}")
+    yield running
+    running.close()
+
+
+def settings(query: str) -> Callable[[Any], Any]:
+    def mark(function: Any) -> Any:
+        function.query = query
+        return function
+
+    return mark
+
+
+def test_J7_a_stop_is_answered_and_who_publishes_is_told(broker, running, wire):
+    events: list[Any] = []
+    running.do(running.channel.on_flow, events.append)
+    broker.flow(False, broker.channels()[0].name)
+    wire.wait_for("in", "Channel.FlowOk")
+    stopped = wire.where("in", "Channel.FlowOk")[0]
+    with pytest.raises(ProducerFlowed, match="tells when to go on") as caught:
+        running.publish(b"refused")
+    assert [hold.kind for hold in caught.value.holds] == [HoldKind.CHANNEL_FLOW]
+    assert caught.value.message == b"refused"
+    # What tells when to go on may go on.
+    running.do(
+        running.channel.on_flow,
+        lambda event: event.flowed or running.channel.basic_publish("", "q", b"at last"),
+    )
+    assert wire.came_between(stopped) == []
+    broker.flow(True)
+    broker.wait_until(lambda broker: bodies(broker) == [b"at last"])
+    assert [event.kind for event in events] == [FlowEventKind.FLOWED, FlowEventKind.UNFLOWED]
+
+
+def test_a_blocked_connection_and_a_callback_that_fails(broker, running, caplog):
+    told = threading.Event()
+    stop = running.do(running.channel.on_flow, lambda _event: 1 / 0)
+    running.do(running.channel.on_flow, lambda _event: told.set())
+    broker.block("no memory")
+    assert told.wait(PATIENCE)
+    assert flush_logs(PATIENCE)
+    assert "a flow callback failed" in caplog.text
+    running.do(stop)
+    running.do(stop)
+    with pytest.raises(ProducerFlowed, match="no memory"):
+        running.publish()
+    broker.unblock()
+    eventually(lambda: running.holds() == [])
+    running.publish()
+    broker.wait_until(lambda broker: broker.queue("q").depth == 1)
+
+
+@settings("capacity=3")
+def test_C6_the_window_is_full_until_confirms_come_and_pikas_callback_may_fill_it_again(broker, running):
+    answers: list[Any] = []
+    ready = threading.Event()
+
+    def answered(frame: Any) -> None:
+        answers.append(type(frame.method).__name__)
+        if len(bodies_sent) < 6:
+            bodies_sent.append(b"again")
+            running.channel.basic_publish("", "q", b"again")
+
+    bodies_sent = [b"first"] * 3
+    running.publish(b"before")
+    running.do(lambda: running.channel.confirm_delivery(answered, lambda _ok: ready.set()))
+    assert ready.wait(PATIENCE)
+    broker.withhold_confirms()
+    for _ in range(3):
+        running.publish(b"first")
+    with pytest.raises(ProducerFlowed) as caught:
+        running.publish()
+    assert [hold.kind for hold in caught.value.holds] == [HoldKind.CAPACITY]
+    broker.release_confirms()
+    broker.wait_until(lambda broker: bodies(broker) == [b"before"] + [b"first"] * 3 + [b"again"] * 3)
+    eventually(lambda: running.holds() == [])
+    assert set(answers) == {"Ack"}
+
+
+def test_what_pikas_transport_holds_is_bounded(adapter, broker, proxy):
+    running = Running(adapter, f"{proxy.url(broker)}?max_unwritten_bytes=100000")
+    events: list[Any] = []
+    running.do(running.channel.on_flow, events.append)
+    proxy.stop_reading()
+    sent = 0
+
+    def fill() -> None:
+        nonlocal sent
+        while True:
+            running.publish(bytes(60_000))
+            sent += 1
+
+    with pytest.raises(ProducerFlowed) as caught:
+        fill()
+    assert [hold.kind for hold in caught.value.holds] == [HoldKind.TRANSPORT]
+    proxy.go_on_reading()
+    eventually(lambda: events and events[-1].kind is FlowEventKind.UNFLOWED)
+    assert {str(event.hold.kind) for event in events} == {HoldKind.TRANSPORT}
+    broker.wait_until(lambda broker: broker.queue("q").depth == sent)
+    running.close()
+
+
+@settings("rate=20&rate_burst=1")
+def test_a_rate_limit_says_when_to_go_on(running):
+    unflowed = threading.Event()
+    running.do(running.channel.on_flow, lambda event: None if event.flowed else unflowed.set())
+    running.publish()
+    with pytest.raises(ProducerFlowed):
+        running.publish()
+    assert unflowed.wait(PATIENCE)
+    running.publish()
+
+
+def test_messages_and_methods_leave_in_the_order_of_the_calls(broker, running):
+    def program() -> None:
+        running.channel.queue_declare("new")
+        running.channel.basic_publish("", "new", b"after the queue is there")
+
+    running.do(program)
+    broker.wait_until(lambda broker: [queue for queue in broker.queues() if queue.name == "new" and queue.depth == 1])
+
+
+def test_pikas_own_flow_callback_is_called_too(broker, running):
+    frames: list[Any] = []
+    running.do(running.channel.add_on_flow_callback, frames.append)
+    broker.flow(False, broker.channels()[0].name)
+    eventually(lambda: frames)
+    assert frames[0].method.active is False
+
+
+def test_what_pika_refuses_is_refused_as_before(running):
+    # Which of the two depends on pika's version.
+    with pytest.raises((TypeError, ValueError), match="requires a callback"):
+        running.do(lambda: running.channel.confirm_delivery(None))
+    running.publish()
+    running.do(lambda: running.channel.confirm_delivery(print))
+    running.publish()
+    eventually(lambda: running.do(lambda: running.channel.flow_control.protocol.unsettled) == 0)
+
+
+def test_a_channel_that_was_made_elsewhere_can_be_wrapped(broker):
+    import pika as original
+
+    made: Future[Any] = Future()
+    connection = original.SelectConnection(
+        original.URLParameters(broker.url),
+        on_open_callback=lambda connection: connection.channel(on_open_callback=made.set_result),
+        on_close_callback=lambda *_: connection.ioloop.stop(),
+    )
+    loop = threading.Thread(target=connection.ioloop.start)
+    loop.start()
+    channel = made.result(PATIENCE)
+    done: Future[Any] = Future()
+    connection.ioloop.add_callback_threadsafe(lambda: done.set_result(pika.wrap(channel)))
+    assert done.result(PATIENCE) is channel
+    assert isinstance(channel, pika.Channel)
+    broker.flow(False, broker.channels()[0].name)
+    eventually(lambda: broker.channels()[0].flow_ok and channel.flow_control.protocol.holds)
+    refused: Future[Any] = Future()
+
+    def publish() -> None:
+        try:
+            channel.basic_publish("", "q", b"")
+        except ProducerFlowed as error:
+            refused.set_result(error)
+
+    connection.ioloop.add_callback_threadsafe(publish)
+    assert refused.result(PATIENCE).holds
+    connection.ioloop.add_callback_threadsafe(connection.close)
+    loop.join(PATIENCE)
+    connection.ioloop.close()
+    assert broker.queue("q").depth == 0

@@ -1,0 +1,59 @@
+"""The same program with pika and with the drop-in, against a broker that says ``Channel.Flow``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pika as original
+import pytest
+
+import qflow_client.pika as drop_in
+from qflow_client import FlowControlTimeout
+from tests.integration.producer.tools import Job, eventually, start
+
+COUNT = 500
+
+
+def program(module: Any, url: str, queue: str, *, confirms: bool = False) -> None:
+    """Publishes far more than the queue is to hold."""
+    with module.BlockingConnection(module.URLParameters(url)) as connection:
+        channel = connection.channel()
+        if confirms:
+            channel.confirm_delivery()
+        for number in range(COUNT):
+            channel.basic_publish("", queue, b"%d" % number)
+            connection.process_data_events(0.001)
+
+
+@pytest.fixture
+def queues(broker: Any) -> None:
+    for queue in "theirs", "ours":
+        broker.declare_queue(queue, arguments={"qpid.flow_stop_count": 10, "qpid.flow_resume_count": 5})
+
+
+@pytest.mark.usefixtures("queues")
+def test_C3_pika_overruns_a_stop_that_the_drop_in_obeys_until_it_raises(broker):
+    program(original, broker.url, "theirs")
+    broker.wait_until(lambda broker: broker.queue("theirs").depth == COUNT)
+    with pytest.raises(FlowControlTimeout, match="channel_flow"):
+        program(drop_in, f"{broker.url}?max_producer_flow_control_wait=0.3", "ours")
+    # One more than the mark, and what was under way until the client had read the stop.
+    assert 11 <= broker.queue("ours").peak_depth < COUNT
+
+
+@pytest.mark.usefixtures("queues")
+def test_C3_the_drop_in_goes_on_when_it_may(broker):
+    job: Job = start(program, drop_in, broker.url, "ours", confirms=True)
+    taken: list[bytes] = []
+
+    def take() -> bool:
+        message = broker.get("ours")
+        if message is not None:
+            taken.append(message.body)
+        return len(taken) == COUNT
+
+    eventually(take)
+    job.result()
+    assert taken == [b"%d" % number for number in range(COUNT)]
+    assert broker.queue("ours").flow_stopped_count >= 1
+    assert broker.queue("ours").peak_depth == 11

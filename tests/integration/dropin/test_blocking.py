@@ -1,0 +1,437 @@
+"""`basic_publish` of a `BlockingChannel` under flow control."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import ssl
+import threading
+import weakref
+from typing import Any
+
+import pytest
+
+import qflow_client.pika as pika
+from qflow_client import ConfirmTimeout, FlowControlTimeout, FlowEventKind, HoldKind, ProducerFlowed, flow_manager
+from qflow_client.broker import Broker
+from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, eventually, start
+
+from .tools import held, pump, stop
+
+
+def test_J7_a_stop_is_answered_and_nothing_is_published_until_it_ends(broker, connect, wire):
+    channel = connect(max_producer_flow_control_wait=PATIENCE).channel()
+    stop(channel, broker)
+    wire.wait_for("in", "Channel.FlowOk")
+    stopped = wire.where("in", "Channel.FlowOk")[0]
+    job = start(channel.basic_publish, "", "q", b"after")
+    eventually(lambda: channel._flow.protocol.controller.waiting == 1)
+    assert wire.came_between(stopped) == []
+    broker.flow(True)
+    job.result()
+    broker.wait_until(lambda broker: broker.queue("q").depth == 1)
+    assert not channel.flow_state.flowed
+
+
+def test_A4_a_publish_that_stays_blocked_raises_in_time_and_is_never_sent(broker, connect):
+    channel = connect(max_producer_flow_control_wait=0.3).channel()
+    stop(channel, broker)
+    with Stopwatch() as watch, pytest.raises(FlowControlTimeout, match="channel_flow") as caught:
+        channel.basic_publish("", "q", b"never")
+    assert watch.kept(0.3)
+    assert caught.value.message == b"never"
+    assert [hold.kind for hold in caught.value.holds] == [HoldKind.CHANNEL_FLOW]
+    broker.flow(True)
+    assert channel.wait_unflowed(PATIENCE)
+    channel.basic_publish("", "q", b"later")
+    broker.wait_until(lambda broker: broker.queue("q").depth)
+    assert bodies(broker) == [b"later"]
+
+
+def test_D1_with_when_flowed_raise_it_does_not_wait(broker, connect):
+    channel = connect(when_flowed="raise").channel()
+    stop(channel, broker)
+    with pytest.raises(ProducerFlowed) as caught:
+        channel.basic_publish("", "q", b"")
+    assert not isinstance(caught.value, FlowControlTimeout)
+
+
+def test_other_channels_go_on_while_one_is_stopped(broker, connect):
+    connection = connect()
+    channel = connection.channel()
+    stop(channel, broker)
+    other = connection.channel()
+    other.basic_publish("", "q", b"other channels go on")
+    broker.wait_until(lambda broker: broker.queue("q").depth == 1)
+
+
+def test_a_blocked_connection_holds_all_its_channels_until_it_is_unblocked(broker, connect):
+    connection = connect(max_producer_flow_control_wait=0.2)
+    one, two = connection.channel(), connection.channel()
+    broker.block("no memory")
+    held(one, HoldKind.CONNECTION_BLOCKED)
+    # One that is made now learns of it, too. Our broker goes on reading, so it can be made.
+    three = connection.channel()
+    for channel in one, two, three:
+        with pytest.raises(FlowControlTimeout, match="no memory"):
+            channel.basic_publish("", "q", b"")
+    broker.unblock()
+    for channel in one, two, three:
+        assert channel.wait_unflowed(PATIENCE)
+        channel.basic_publish("", "q", b"")
+    broker.wait_until(lambda broker: broker.queue("q").depth == 3)
+
+
+@pytest.mark.slow
+def test_heartbeats_go_on_while_a_publish_waits(broker, connect):
+    connection = connect(heartbeat=1, max_producer_flow_control_wait=6)
+    channel = connection.channel()
+    stop(channel, broker)
+    with pytest.raises(FlowControlTimeout):
+        channel.basic_publish("", "q", b"")
+    # A broker that hears nothing for two intervals ends the connection.
+    assert connection.is_open
+    channel.queue_declare("still-there")
+
+
+def test_a_confirm_that_does_not_come_is_another_error(broker, connect):
+    channel = connect(max_producer_flow_control_wait=0.3).channel()
+    channel.confirm_delivery()
+    broker.withhold_confirms()
+    with Stopwatch() as watch, pytest.raises(ConfirmTimeout, match="no answer of the broker"):
+        channel.basic_publish("", "q", b"unknown")
+    assert watch.kept(0.3)
+    assert [each.body for each in channel.unconfirmed] == [b"unknown"]
+    broker.release_confirms()
+    # The late confirm is not taken for this one's.
+    channel.basic_publish("", "q", b"known")
+    assert channel.unconfirmed == ()
+    assert bodies(broker) == [b"unknown", b"known"]
+
+
+def test_a_late_nack_is_told_by_wait_for_confirms(broker, connect):
+    channel = connect(max_producer_flow_control_wait=0.2).channel()
+    channel.confirm_delivery()
+    broker.withhold_confirms()
+    with pytest.raises(ConfirmTimeout):
+        channel.basic_publish("", "q", b"one")
+    with pytest.raises(ConfirmTimeout, match="1 messages are not confirmed"):
+        channel.wait_for_confirms(0.1)
+    broker.release_confirms()
+    channel.wait_for_confirms(PATIENCE)
+
+
+def test_a_late_return_is_not_taken_for_the_next_messages(broker, connect, proxy):
+    connection = connect(proxy.url(broker), max_producer_flow_control_wait=0.3)
+    channel = connection.channel()
+    channel.confirm_delivery()
+    proxy.slow_down(0.5)
+    with pytest.raises(ConfirmTimeout):
+        channel.basic_publish("", "nowhere", b"returned late", mandatory=True)
+    proxy.slow_down(0)
+    pump(connection, lambda: channel.unconfirmed == ())
+    channel.basic_publish("", "q", b"arrives", mandatory=True)
+    assert bodies(broker) == [b"arrives"]
+
+
+def test_J8_an_unconfirmed_publish_does_not_sit_in_a_socket_that_takes_nothing(broker, connect, proxy):
+    channel = connect(proxy.url(broker), max_producer_flow_control_wait=0.5).channel()
+    proxy.stop_reading()
+    sent, begun = 0, 0
+    error: Exception | None = None
+    watch = Stopwatch()
+    while not isinstance(error, FlowControlTimeout):
+        watch = Stopwatch()
+        with watch:
+            error = _publish(channel, b"%06d" % (sent + begun) + bytes(100_000))
+        sent += error is None
+        # A part of it has left.
+        begun += isinstance(error, ConfirmTimeout)
+    assert watch.kept(0.5)
+    assert [hold.kind for hold in error.holds] == [HoldKind.TRANSPORT]
+    proxy.go_on_reading()
+    assert channel.wait_unflowed(PATIENCE)
+    channel.basic_publish("", "q", b"last")
+    broker.wait_until(lambda broker: bodies(broker)[-1:] == [b"last"])
+    # What was told to be written is there, in order, and so is what had begun; nothing else.
+    assert begun <= 1
+    assert [each[:6] for each in bodies(broker)] == [b"%06d" % at for at in range(sent + begun)] + [b"last"]
+
+
+def _publish(channel: pika.BlockingChannel, body: bytes) -> Exception | None:
+    try:
+        channel.basic_publish("", "q", body)
+    except (ConfirmTimeout, FlowControlTimeout) as error:
+        return error
+    return None
+
+
+def test_acks_leave_and_callbacks_do_not_nest_while_a_publish_waits(broker, connect):
+    connection = connect(max_producer_flow_control_wait=PATIENCE)
+    channel = connection.channel()
+    broker.declare_queue("in")
+    for number in range(3):
+        broker.publish(b"%d" % number, routing_key="in")
+    depth = 0
+    calls: list[bytes] = []
+
+    def let_go() -> None:
+        broker.wait_until(lambda broker: broker.queue("in").acked)
+        eventually(lambda: channel._flow.protocol.controller.waiting == 1)
+        broker.flow(True)
+
+    def consume(channel: Any, method: Any, _properties: Any, body: bytes) -> None:
+        nonlocal depth
+        depth += 1
+        assert depth == 1, "callbacks nest"
+        channel.basic_ack(method.delivery_tag)
+        if body == b"0":
+            broker.flow(False, broker.channels()[0].name)
+            eventually(lambda: broker.channels()[0].flowed)
+            # Others come meanwhile, and are kept.
+            threading.Thread(target=let_go).start()
+        channel.basic_publish("", "q", body)
+        calls.append(body)
+        depth -= 1
+
+    channel.basic_consume("in", consume)
+    pump(connection, lambda: len(calls) == 3)
+    assert calls == [b"0", b"1", b"2"]
+    broker.wait_until(lambda broker: broker.queue("in").depth == 0)
+    broker.wait_until(lambda broker: bodies(broker) == calls)
+
+
+def test_flow_callbacks_come_where_pika_calls_callbacks_and_in_order(broker, connect):
+    connection = connect(max_producer_flow_control_wait=0.2)
+    channel = connection.channel()
+    events: list[Any] = []
+    channel.add_on_flow_callback(events.append)
+    broker.flow(False, broker.channels()[0].name)
+    with pytest.raises(FlowControlTimeout):
+        eventually(lambda: channel.basic_publish("", "q", b""))
+    assert events == []
+    broker.flow(True)
+    assert channel.wait_unflowed(PATIENCE)
+    assert events == []
+    connection.process_data_events()
+    assert [event.kind for event in events] == [FlowEventKind.FLOWED, FlowEventKind.UNFLOWED]
+    assert {event.producer for event in events} == {"pika channel 1"}
+
+
+def test_that_the_socket_takes_bytes_again_is_told_where_pika_calls_callbacks(broker, connect, proxy):
+    connection = connect(proxy.url(broker), max_producer_flow_control_wait=0.2)
+    channel = connection.channel()
+    events: list[Any] = []
+    channel.add_on_flow_callback(events.append)
+    proxy.stop_reading()
+    while not isinstance(_publish(channel, bytes(1_000_000)), FlowControlTimeout):
+        pass
+    connection.process_data_events()
+    assert events[-1].kind is FlowEventKind.FLOWED
+    proxy.go_on_reading()
+    # Nothing else is called.
+    pump(connection, lambda: events[-1].kind is FlowEventKind.UNFLOWED)
+    channel.basic_publish("", "q", b"")
+
+
+def test_ctrl_c_ends_a_wait_and_the_message_is_not_sent(broker, connect):
+    channel = connect().channel()
+    stop(channel, broker)
+
+    def interrupt() -> None:
+        eventually(lambda: channel._flow.protocol.controller.waiting == 1)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    # A shell has its background jobs ignore Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        job = start(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            channel.basic_publish("", "q", b"interrupted")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    job.result()
+    broker.flow(True)
+    assert channel.wait_unflowed(PATIENCE)
+    channel.basic_publish("", "q", b"after")
+    broker.wait_until(lambda broker: bodies(broker) == [b"after"])
+
+
+def test_an_open_connection_that_nobody_has_any_more_is_let_go(broker):
+    connection = pika.BlockingConnection(pika.URLParameters(broker.url))
+    connection.channel().basic_publish("", "q", b"")
+    impl = weakref.ref(connection._impl)
+    del connection
+    with pytest.warns(ResourceWarning):
+        gc.collect()
+    assert impl() is None
+
+
+def test_over_tls(certificate, stack):
+    path, key = certificate
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(path, key)
+    broker = stack.enter_context(Broker(ssl_context=server))
+    broker.declare_queue("q")
+    client = ssl.create_default_context(cafile=str(path))
+    parameters = pika.ConnectionParameters(
+        "127.0.0.1", broker.port, ssl_options=pika.SSLOptions(client, "localhost"), max_producer_flow_control_wait=0.3
+    )
+    with pika.BlockingConnection(parameters) as connection:
+        channel = connection.channel()
+        for number in range(300):
+            channel.basic_publish("", "q", b"%d" % number + bytes(number * 100))
+        stop(channel, broker)
+        with pytest.raises(FlowControlTimeout):
+            channel.basic_publish("", "q", b"")
+        broker.flow(True)
+        assert channel.wait_unflowed(PATIENCE)
+        channel.confirm_delivery(pipelined=True)
+        for number in range(300, 3000):
+            channel.basic_publish("", "q", b"%d" % number + bytes(number))
+        channel.wait_for_confirms()
+    assert [int(body.split(b"\0")[0]) for body in bodies(broker)] == list(range(3000))
+
+
+def test_D5_all_producers_are_stopped_and_started_from_another_thread(broker, connect):
+    connection = connect(max_producer_flow_control_wait=PATIENCE)
+    channel = connection.channel()
+    start(flow_manager.stop_all, "maintenance").result()
+    try:
+        job = start(channel.basic_publish, "", "q", b"")
+        eventually(lambda: channel._flow.protocol.controller.waiting == 1)
+        assert [str(hold) for hold in channel._flow.protocol.holds] == ["paused (manager: maintenance)"]
+    finally:
+        flow_manager.start_all()
+    job.result()
+    broker.wait_until(lambda broker: broker.queue("q").depth == 1)
+    channel.close()
+    assert channel._flow not in flow_manager.resources
+
+
+def test_wait_unflowed_returns_when_its_time_is_up(broker, connect):
+    channel = connect().channel()
+    assert channel.wait_unflowed(0)
+    stop(channel, broker)
+    with Stopwatch() as watch:
+        assert not channel.wait_unflowed(0.2)
+    assert watch.kept(0.2)
+
+
+def test_a_rate_limit_holds_publishes_back(broker, connect):
+    channel = connect(rate=50, rate_burst=1).channel()
+    with Stopwatch() as watch:
+        for _ in range(11):
+            channel.basic_publish("", "q", b"")
+    assert watch.seconds >= 0.2
+    broker.wait_until(lambda broker: broker.queue("q").depth == 11)
+
+
+def test_what_a_publish_waits_for_can_end_with_the_channel(broker, connect):
+    channel = connect(max_producer_flow_control_wait=PATIENCE).channel()
+    stop(channel, broker)
+    job = start(channel.basic_publish, "", "q", b"")
+    eventually(lambda: channel._flow.protocol.controller.waiting == 1)
+    broker.close_channels(311, "too much")
+    with pytest.raises(pika.exceptions.ChannelClosedByBroker, match="too much"):
+        job.result()
+
+
+def test_what_a_publish_waits_for_can_end_with_the_connection(broker, connect):
+    channel = connect(max_producer_flow_control_wait=PATIENCE).channel()
+    stop(channel, broker)
+    job = start(channel.basic_publish, "", "q", b"")
+    eventually(lambda: channel._flow.protocol.controller.waiting == 1)
+    broker.drop_connections()
+    with pytest.raises(pika.exceptions.StreamLostError):
+        job.result()
+
+
+def test_a_confirm_can_end_with_the_connection(broker, connect):
+    channel = connect(max_producer_flow_control_wait=PATIENCE).channel()
+    channel.confirm_delivery()
+    broker.withhold_confirms()
+    job = start(channel.basic_publish, "", "q", b"")
+    broker.wait_until(lambda broker: broker.queue("q").depth == 1)
+    broker.drop_connections()
+    with pytest.raises(pika.exceptions.StreamLostError):
+        job.result()
+
+
+def test_a_blocked_connection_is_closed_in_time(broker, connect, proxy):
+    connection = connect(proxy.url(broker), max_producer_flow_control_wait=0.4)
+    channel = connection.channel()
+    broker.block("no memory")
+    held(channel, HoldKind.CONNECTION_BLOCKED)
+    # As RabbitMQ, which does not read from a connection that it blocks.
+    proxy.stop_reading()
+    with Stopwatch() as watch, pytest.raises(pika.exceptions.ConnectionBlockedTimeout):
+        connection.close()
+    assert watch.kept(0.4)
+    assert connection.is_closed
+
+
+def test_a_connection_whose_socket_is_full_is_closed_in_time(broker, connect, proxy):
+    connection = connect(proxy.url(broker), max_producer_flow_control_wait=0.4)
+    channel = connection.channel()
+    proxy.stop_reading()
+    while _publish(channel, bytes(1_000_000)) is None:
+        pass
+    with Stopwatch() as watch, pytest.raises(pika.exceptions.ConnectionBlockedTimeout, match="takes no bytes"):
+        connection.close()
+    assert watch.kept(0.4)
+
+
+def test_an_error_that_leaves_a_with_block_is_not_kept_by_a_broker_that_does_not_read(broker, connect, proxy):
+    parameters = pika.URLParameters(f"{proxy.url(broker)}?max_producer_flow_control_wait=0.3")
+    connection: Any = None
+    watch = Stopwatch()
+
+    def program() -> None:
+        nonlocal connection
+        with pika.BlockingConnection(parameters) as connection, connection.channel() as channel:
+            broker.block("no memory")
+            held(channel, HoldKind.CONNECTION_BLOCKED)
+            proxy.stop_reading()
+            watch.__enter__()
+            channel.basic_publish("", "q", b"")
+
+    with pytest.raises(FlowControlTimeout):
+        program()
+    watch.__exit__(None, None, None)
+    assert watch.kept(0.3)
+    assert connection.is_closed
+
+
+@pytest.mark.parametrize("confirms", ["none", "each", "pipelined"])
+def test_J7_however_often_the_broker_stops_it_nothing_comes_after_a_flow_ok(broker, connect, wire, confirms):
+    connection = connect(max_producer_flow_control_wait=PATIENCE)
+    channel = connection.channel()
+    if confirms != "none":
+        channel.confirm_delivery(pipelined=confirms == "pipelined")
+    rounds = 15
+    enough = threading.Event()
+
+    def toggle() -> None:
+        (name,) = (each.name for each in broker.channels())
+        for number in range(1, rounds + 1):
+            broker.wait_until(lambda broker, number=number: broker.queue("q").published >= 20 * number)
+            broker.flow(False, name)
+            wire.wait_for("in", "Channel.FlowOk", 2 * number - 1)
+            broker.flow(True, name)
+            wire.wait_for("in", "Channel.FlowOk", 2 * number)
+        enough.set()
+
+    job = start(toggle)
+    sent = 0
+    while not enough.is_set():
+        channel.basic_publish("", "q", b"%d" % sent)
+        sent += 1
+    job.result()
+    channel.wait_for_confirms(PATIENCE)
+    answers, says = wire.where("in", "Channel.FlowOk"), wire.where("out", "Channel.Flow")
+    assert len(answers) == len(says) == 2 * rounds
+    for number in range(rounds):
+        assert wire.came_between(answers[2 * number], says[2 * number + 1]) == []
+    broker.wait_until(lambda broker: broker.queue("q").published == sent)
+    assert bodies(broker) == [b"%d" % number for number in range(sent)]

@@ -1,0 +1,148 @@
+"""D11: programs that consume and publish on one connection, and feed each other."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+import qflow_client.pika as pika
+from qflow_client import FlowControlTimeout
+from tests.integration.producer.tools import PATIENCE, bodies, start
+
+from .tools import pump
+
+# Both are stopped at once, and stay so until the other has taken what there is.
+ARGUMENTS = {"qpid.flow_stop_count": 5, "qpid.flow_resume_count": 2}
+COUNT = 60
+
+
+@pytest.fixture
+def queues(broker: Any) -> tuple[str, str]:
+    for name in "a", "b":
+        broker.declare_queue(name, arguments=ARGUMENTS)
+    return "a", "b"
+
+
+class Program:
+    """Publishes to one queue and consumes another, in one thread on one connection."""
+
+    def __init__(self, url: str, takes: str, feeds: str, barrier: threading.Barrier) -> None:
+        self.url, self.takes, self.feeds, self.barrier = url, takes, feeds, barrier
+        self.taken: list[bytes] = []
+        self.times_flowed = 0
+
+    def run(self) -> None:
+        with pika.BlockingConnection(pika.URLParameters(self.url)) as connection:
+            channel = connection.channel()
+            sent = ARGUMENTS["qpid.flow_stop_count"] + 1
+            for number in range(sent):
+                channel.basic_publish("", self.feeds, b"%d" % number)
+            pump(connection, lambda: channel.flow_state.flowed)
+            # Both are stopped by what the other has not taken.
+            self.barrier.wait(PATIENCE)
+            channel.basic_consume(self.takes, lambda *message: self.taken.append(message[3]), auto_ack=True)
+            for number in range(sent, COUNT):
+                channel.basic_publish("", self.feeds, b"%d" % number)
+            pump(connection, lambda: len(self.taken) == COUNT)
+            self.times_flowed = channel.flow_state.times_flowed
+
+
+@pytest.mark.usefixtures("queues")
+def test_D11_what_is_delivered_is_taken_while_a_publish_waits_so_both_go_on(broker):
+    barrier = threading.Barrier(2)
+    one, two = Program(broker.url, "a", "b", barrier), Program(broker.url, "b", "a", barrier)
+    jobs = [start(program.run) for program in (one, two)]
+    for job in jobs:
+        job.result()
+    for program in one, two:
+        assert program.taken == [b"%d" % number for number in range(COUNT)]
+        assert program.times_flowed >= 1
+
+
+@pytest.mark.usefixtures("queues")
+def test_D11_acks_that_were_issued_leave_while_a_publish_waits(broker, connect):
+    # Who feeds is let go by who takes, whose own publish waits all the time.
+    feeder, taker = connect(max_producer_flow_control_wait=PATIENCE), connect(max_producer_flow_control_wait=0.5)
+    broker.declare_queue("stopped", arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
+    feeds, takes = feeder.channel(), taker.channel()
+    for _ in range(6):
+        feeds.basic_publish("", "a", b"")
+    pump(feeder, lambda: feeds.flow_state.flowed)
+    for _ in range(2):
+        takes.basic_publish("", "stopped", b"")
+    pump(taker, lambda: takes.flow_state.flowed)
+    timeouts: list[FlowControlTimeout] = []
+
+    def consume(channel: Any, method: Any, _properties: Any, _body: bytes) -> None:
+        channel.basic_ack(method.delivery_tag)
+        with pytest.raises(FlowControlTimeout) as caught:
+            channel.basic_publish("", "stopped", b"")
+        timeouts.append(caught.value)
+
+    takes.basic_consume("a", consume)
+    job = start(feeds.basic_publish, "", "a", b"at last")
+    pump(taker, lambda: not job.is_alive())
+    job.result()
+    assert timeouts
+    assert len(bodies(broker, "stopped")) == 2
+
+
+@pytest.mark.usefixtures("queues")
+def test_D11_where_each_waits_for_the_other_a_deadline_ends_it(broker):
+    """Each takes a message only after it has passed it on, and neither can."""
+    stuck: list[FlowControlTimeout] = []
+    for name in "a", "b":
+        for _ in range(10):
+            broker.publish(b"", routing_key=name)
+
+    def program(takes: str, feeds: str) -> None:
+        url = f"{broker.url}?max_producer_flow_control_wait=0.3"
+        with pika.BlockingConnection(pika.URLParameters(url)) as connection:
+            channel = connection.channel()
+            channel.basic_qos(prefetch_count=1)
+
+            def pass_on(channel: Any, method: Any, _properties: Any, body: bytes) -> None:
+                try:
+                    channel.basic_publish("", feeds, body)
+                except FlowControlTimeout as error:
+                    stuck.append(error)
+                channel.basic_ack(method.delivery_tag)
+
+            channel.basic_consume(takes, pass_on)
+            pump(connection, lambda: len(stuck) > 20 or not broker.queue(takes).depth)
+
+    jobs = [start(program, "a", "b"), start(program, "b", "a")]
+    for job in jobs:
+        job.result()
+    assert stuck
+
+
+def test_D11_where_the_broker_does_not_read_a_deadline_ends_it(broker, connect, proxy):
+    connection = connect(proxy.url(broker), max_producer_flow_control_wait=0.3)
+    channel = connection.channel()
+    broker.declare_queue("in")
+    broker.publish(b"", routing_key="in")
+    proxy.stop_reading()
+    broker.block("no memory")
+    raised: list[FlowControlTimeout] = []
+
+    def consume(channel: Any, method: Any, _properties: Any, _body: bytes) -> None:
+        channel.basic_ack(method.delivery_tag)
+        pump_until_blocked(channel)
+        with pytest.raises(FlowControlTimeout, match="no memory") as caught:
+            channel.basic_publish("", "q", b"")
+        raised.append(caught.value)
+
+    def pump_until_blocked(channel: Any) -> None:
+        while not channel.flow_state.flowed:
+            pass
+
+    proxy.go_on_reading()
+    channel.basic_consume("in", consume)
+    proxy.stop_reading()
+    pump(connection, lambda: raised)
+    proxy.go_on_reading()
+    broker.unblock()
+    broker.wait_until(lambda broker: broker.queue("in").depth == 0)

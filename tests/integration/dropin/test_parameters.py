@@ -1,0 +1,80 @@
+"""Connection parameters that take the settings of flow control."""
+
+from __future__ import annotations
+
+import pika as original
+import pytest
+
+import qflow_client.pika as pika
+from qflow_client import ProducerSettings, SettingsError, WhenFlowed
+
+
+def settings(channel: pika.BlockingChannel) -> ProducerSettings:
+    return channel._flow.settings
+
+
+def test_keywords_beside_pikas(broker):
+    parameters = pika.ConnectionParameters("127.0.0.1", broker.port, heartbeat=5, capacity=7, when_flowed="raise")
+    assert (parameters.heartbeat, parameters.port) == (5, broker.port)
+    with pika.BlockingConnection(parameters) as connection:
+        channel = connection.channel()
+        assert (settings(channel).capacity, settings(channel).when_flowed) == (7, WhenFlowed.RAISE)
+
+
+def test_the_query_of_a_url_beside_pikas(broker):
+    parameters = pika.URLParameters(f"{broker.url}?heartbeat=5&max_producer_flow_control_wait=3&capacity=9")
+    assert parameters.heartbeat == 5
+    with pika.BlockingConnection([parameters]) as connection:
+        channel = connection.channel()
+        assert (settings(channel).capacity, settings(channel).max_producer_flow_control_wait) == (9, 3)
+
+
+def test_without_settings_parameters_are_pikas():
+    url = "amqp://user:p%40ss@host:1234/v%2Fhost?heartbeat=5&socket_timeout=3"
+    ours, theirs = pika.URLParameters(url), original.URLParameters(url)
+    assert ours == theirs
+    assert repr(ours) == repr(theirs)
+    assert pika.ConnectionParameters("host", port=5) == original.ConnectionParameters("host", port=5)
+
+
+def test_parameters_of_pikas_own_take_the_environments_settings(broker, monkeypatch):
+    monkeypatch.setenv("QFLOW_CAPACITY", "11")
+    monkeypatch.setenv("QFLOW_CONFIRMS", "false")
+    monkeypatch.setenv("QFLOW_MANDATORY", "true")
+    with pika.BlockingConnection(original.URLParameters(broker.url)) as connection:
+        assert settings(connection.channel()).capacity == 11
+    assert pika.URLParameters(broker.url).flow_settings.capacity == 11
+
+
+def test_a_bad_value_is_refused_at_once():
+    with pytest.raises(SettingsError, match="capacity"):
+        pika.ConnectionParameters(capacity=0)
+    with pytest.raises(SettingsError, match="max_producer_flow_control_wait"):
+        pika.URLParameters("amqp://localhost?max_producer_flow_control_wait=soon")
+
+
+@pytest.mark.parametrize("name", ["exchange", "routing_key", "confirms", "mandatory", "message_ids", "connect_timeout"])
+def test_a_setting_that_pikas_methods_say_is_refused_with_the_way_out(name):
+    with pytest.raises(TypeError, match=f"{name} is no setting of a connection"):
+        pika.ConnectionParameters(**{name: "x"})
+    with pytest.raises(TypeError, match=f"{name} is no setting of a connection"):
+        pika.URLParameters(f"amqp://localhost?{name}=x")
+
+
+def test_what_neither_knows_is_refused_as_by_pika():
+    for module in original, pika:
+        with pytest.raises(TypeError, match="nonsense"):
+            module.ConnectionParameters(nonsense=1)
+        with pytest.raises(ValueError, match="scheme"):
+            module.URLParameters("ftp://host")
+
+
+def test_several_hosts_are_tried_in_turn(broker):
+    parameters = [
+        pika.ConnectionParameters("127.0.0.1", 1, capacity=1),
+        pika.ConnectionParameters("127.0.0.1", broker.port, capacity=2),
+    ]
+    with pika.BlockingConnection(parameters) as connection:
+        channel = connection.channel()
+        assert settings(channel).capacity == 2
+        channel.basic_publish("", "q", b"")

@@ -1,0 +1,110 @@
+"""What the drop-in does beside pika, on the same broker."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pika as original
+import pytest
+from pika.adapters import blocking_connection as original_blocking
+from pika.adapters.asyncio_connection import AsyncioConnection as OriginalAsyncioConnection
+
+import qflow_client.pika as drop_in
+
+from .scenarios import SCENARIOS, all_scenarios, of, outcome
+
+# What is new, by class and method: parameters that pika's do not have.
+NEW = {("BlockingChannel", "confirm_delivery"): ["pipelined"]}
+
+CLASSES = {
+    "BlockingChannel": (original_blocking.BlockingChannel, drop_in.BlockingChannel),
+    "BlockingConnection": (original.BlockingConnection, drop_in.BlockingConnection),
+    "Channel": (original.channel.Channel, drop_in.Channel),
+    "SelectConnection": (original.SelectConnection, drop_in.SelectConnection),
+    "AsyncioConnection": (OriginalAsyncioConnection, drop_in.AsyncioConnection),
+    "ConnectionParameters": (original.ConnectionParameters, drop_in.ConnectionParameters),
+    "URLParameters": (original.URLParameters, drop_in.URLParameters),
+}
+
+
+def members(kind: type) -> dict[str, Any]:
+    return {
+        name: inspect.getattr_static(kind, name)
+        for name in dir(kind)
+        if not name.startswith("_") or name in ("__init__", "__enter__", "__exit__")
+    }
+
+
+def parameters(function: Any) -> list[tuple[str, Any, Any]]:
+    return [(each.name, each.kind, each.default) for each in inspect.signature(function).parameters.values()]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_signature_is_pikas(name: str) -> None:
+    theirs, ours = CLASSES[name]
+    assert issubclass(ours, theirs)
+    for member, of_pika in members(theirs).items():
+        of_ours = inspect.getattr_static(ours, member)
+        if inspect.isfunction(of_pika):
+            new = NEW.get((name, member), [])
+            found = [each for each in parameters(of_ours) if each[0] not in new]
+            assert found == parameters(of_pika), member
+            assert all(each[2] is not inspect.Parameter.empty for each in parameters(of_ours) if each[0] in new)
+        else:
+            assert type(of_ours) is type(of_pika), member
+
+
+def test_every_name_of_pikas_is_there() -> None:
+    for name in (each for each in dir(original) if not each.startswith("_")):
+        assert hasattr(drop_in, name), name
+    for name in (each for each in dir(original.adapters) if not each.startswith("_")):
+        assert hasattr(drop_in.adapters, name), name
+    assert drop_in.exceptions is original.exceptions
+    assert drop_in.BasicProperties is original.BasicProperties
+    assert drop_in.adapters.blocking_connection.BlockingConnection is drop_in.BlockingConnection
+    assert drop_in.adapters.blocking_connection.ReturnedMessage is original_blocking.ReturnedMessage
+
+
+def test_every_public_member_of_the_blocking_channel_has_a_scenario() -> None:
+    public = {name for name in members(original_blocking.BlockingChannel) if not name.startswith("_")}
+    assert public == {of(name) for name in SCENARIOS}
+
+
+@all_scenarios
+def test_the_same_result_exception_and_order_of_callbacks(broker: Any, name: str) -> None:
+    broker.delete_queue("q")
+    assert outcome(drop_in, broker.url, name) == outcome(original, broker.url, name)
+
+
+BODIES = [b"", b"x", b"x" * 1000, b"x" * 131_064, b"x" * 131_065, b"x" * 400_000, "text"]
+PROPERTIES = [
+    None,
+    original.BasicProperties(),
+    original.BasicProperties(delivery_mode=2),
+    original.BasicProperties(content_type="a/b", headers={"a": [1, {"b": None}], "c": "d"}, timestamp=5, priority=0),
+]
+
+
+def test_the_bytes_on_the_wire_are_pikas(broker: Any) -> None:
+    wires = []
+    for module in original, drop_in:
+        with module.BlockingConnection(module.URLParameters(broker.url)) as connection:
+            channel = connection.channel()
+            written: list[bytes] = []
+            impl: Any = connection._impl
+            output = impl._output_marshaled_frames
+
+            def record(frames: Any, written: list[bytes] = written, output: Any = output) -> None:
+                written.extend(frames)
+                output(frames)
+
+            impl._output_marshaled_frames = record
+            for _ in range(2):
+                # The second time some of it is not encoded anew.
+                for properties in PROPERTIES:
+                    for body in BODIES:
+                        for mandatory in False, True:
+                            channel.basic_publish("", "q", body, properties, mandatory)
+            wires.append(b"".join(written))
+    assert wires[0] == wires[1]

@@ -1,0 +1,193 @@
+"""Confirms that are left to later calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import qflow_client.pika as pika
+from qflow_client import ConfirmTimeout, FlowControlTimeout, HoldKind
+from qflow_client.logs import flush_logs
+from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, start
+
+from .tools import pump
+
+
+@pytest.fixture
+def channel(connect: Any) -> pika.BlockingChannel:
+    channel: pika.BlockingChannel = connect(capacity=10, max_producer_flow_control_wait=0.4).channel()
+    channel.confirm_delivery(pipelined=True)
+    return channel
+
+
+def test_an_unchanged_loop_publishes_all_in_order(broker, channel):
+    for number in range(1000):
+        channel.basic_publish("", "q", b"%d" % number)
+    channel.wait_for_confirms(PATIENCE)
+    assert channel.unconfirmed == ()
+    assert bodies(broker) == [b"%d" % number for number in range(1000)]
+
+
+def test_C6_no_more_than_the_window_is_unconfirmed(broker, channel):
+    broker.withhold_confirms()
+    for number in range(10):
+        channel.basic_publish("", "q", b"%d" % number)
+    with Stopwatch() as watch, pytest.raises(FlowControlTimeout) as caught:
+        channel.basic_publish("", "q", b"one too many")
+    assert watch.kept(0.4)
+    assert [hold.kind for hold in caught.value.holds] == [HoldKind.CAPACITY]
+    broker.wait_until(lambda broker: broker.queue("q").depth == 10)
+    assert [each.body for each in channel.unconfirmed] == bodies(broker)
+    with pytest.raises(ConfirmTimeout) as late:
+        channel.wait_for_confirms()
+    assert late.value.unsettled == 10
+    job = start(channel.basic_publish, "", "q", b"in time")
+    broker.release_confirms()
+    job.result()
+    channel.wait_for_confirms(PATIENCE)
+    assert bodies(broker)[10:] == [b"in time"]
+
+
+def test_of_few_messages_each_leaves_at_once(broker, channel):
+    broker.withhold_confirms()
+    for number in range(3):
+        channel.basic_publish("", "q", b"")
+        broker.wait_until(lambda broker, number=number: broker.queue("q").depth == number + 1)
+    broker.release_confirms()
+
+
+def test_of_many_messages_none_is_kept_back_though_nothing_more_is_called(broker, connect):
+    channel = connect().channel()
+    channel.confirm_delivery(pipelined=True)
+    broker.withhold_confirms()
+    for _ in range(100):
+        channel.basic_publish("", "q", b"")
+    broker.wait_until(lambda broker: broker.queue("q").depth == 100)
+    broker.release_confirms()
+
+
+def test_what_was_nacked_is_raised_by_the_next_publish_which_sends_nothing(broker, channel):
+    broker.nack_publishes()
+    properties = pika.BasicProperties(message_id="1")
+    channel.basic_publish("", "q", b"refused", properties)
+    pump(channel.connection, lambda: not channel._flow.protocol.unsettled)
+    broker.nack_publishes(False)
+    with pytest.raises(pika.exceptions.NackError) as caught:
+        channel.basic_publish("", "q", b"not sent")
+    (message,) = caught.value.messages
+    assert (message.method.routing_key, message.properties, message.body) == ("q", properties, b"refused")
+    assert caught.value.__notes__ == ["about earlier messages; the message of this call was not sent"]
+    channel.basic_publish("", "q", b"sent")
+    channel.wait_for_confirms()
+    assert bodies(broker) == [b"sent"]
+
+
+def test_what_was_returned_is_raised_by_the_next_publish_or_by_wait_for_confirms(broker, channel):
+    told: list[bytes] = []
+    raised: list[tuple[int, bytes]] = []
+    channel.add_on_return_callback(lambda _channel, _method, _properties, body: told.append(body))
+
+    def until_it_passes(call: Any, *arguments: Any) -> None:
+        while True:
+            try:
+                call(*arguments)
+            except pika.exceptions.UnroutableError as error:
+                raised.extend((each.method.reply_code, each.body) for each in error.messages)
+            else:
+                return
+
+    for number in range(5):
+        until_it_passes(channel.basic_publish, "", "q" if number % 2 else "nowhere", b"%d" % number, None, True)
+    until_it_passes(channel.wait_for_confirms)
+    assert raised == [(312, b"0"), (312, b"2"), (312, b"4")]
+    # pika's own callback is called, too, where pika calls it.
+    assert told == []
+    channel.connection.process_data_events()
+    assert told == [b"0", b"2", b"4"]
+    assert bodies(broker) == [b"1", b"3"]
+
+
+@pytest.mark.parametrize("close", ["channel", "connection"])
+def test_close_waits_for_confirms_and_raises_what_was_not_delivered(broker, channel, close):
+    connection = channel.connection
+    other = connection.channel()
+    broker.nack_publishes()
+    channel.basic_publish("", "q", b"")
+    with pytest.raises(pika.exceptions.NackError):
+        (channel if close == "channel" else connection).close()
+    assert channel.is_closed
+    assert other.is_open is connection.is_open is (close == "channel")
+
+
+@pytest.mark.parametrize("close", ["channel", "connection"])
+def test_close_tells_what_is_unknown_in_time(broker, channel, close):
+    connection = channel.connection
+    other = connection.channel()
+    other.confirm_delivery(pipelined=True)
+    broker.withhold_confirms()
+    for each in channel, other:
+        each.basic_publish("", "q", b"unknown")
+    with Stopwatch() as watch, pytest.raises(ConfirmTimeout):
+        (channel if close == "channel" else connection).close()
+    assert watch.kept(0.4)
+    assert [each.body for each in channel.unconfirmed] == [b"unknown"]
+    assert channel.is_closed
+    assert other.is_open is connection.is_open is (close == "channel")
+    broker.release_confirms()
+
+
+def test_an_exception_that_leaves_a_with_block_does_not_wait_for_confirms(broker, caplog):
+    parameters = pika.URLParameters(broker.url)
+    broker.withhold_confirms()
+
+    def program() -> None:
+        with pika.BlockingConnection(parameters) as connection, connection.channel() as channel:
+            other = connection.channel()
+            for each in channel, other:
+                each.confirm_delivery(pipelined=True)
+                each.basic_publish("", "q", b"")
+            raise LookupError("the program's own")
+
+    with Stopwatch() as watch, pytest.raises(LookupError):
+        program()
+    assert watch.seconds < PATIENCE
+    assert flush_logs(PATIENCE)
+    assert caplog.text.count("1 messages are not confirmed, and are not waited for") == 2
+    broker.release_confirms()
+
+
+def test_what_a_lost_connection_leaves_unknown_can_be_had(broker, channel):
+    broker.withhold_confirms()
+    for number in range(3):
+        channel.basic_publish("", "q", b"%d" % number)
+    broker.drop_connections()
+    with pytest.raises(pika.exceptions.StreamLostError):
+        channel.wait_for_confirms(PATIENCE)
+    assert [each.body for each in channel.unconfirmed] == [b"0", b"1", b"2"]
+    with pytest.raises(pika.exceptions.ChannelWrongStateError):
+        channel.basic_publish("", "q", b"")
+
+
+def test_what_comes_after_a_loop_finds_its_messages_there(broker, channel):
+    for _ in range(100):
+        channel.basic_publish("", "q", b"")
+    assert channel.queue_declare("q", passive=True).method.message_count == 100
+
+
+def test_without_pipelined_wait_for_confirms_has_nothing_to_wait_for(connect):
+    channel = connect().channel()
+    channel.basic_publish("", "q", b"")
+    channel.wait_for_confirms()
+    channel.confirm_delivery()
+    channel.basic_publish("", "q", b"")
+    channel.wait_for_confirms()
+
+
+def test_a_late_return_with_multiple_in_flight_is_told_once(channel):
+    channel.basic_publish("", "nowhere", b"", mandatory=True)
+    pump(channel.connection, lambda: channel._returned)
+    with pytest.raises(pika.exceptions.UnroutableError):
+        channel.basic_publish("", "q", b"")
+    channel.basic_publish("", "q", b"")
+    channel.wait_for_confirms()

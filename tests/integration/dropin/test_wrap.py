@@ -1,0 +1,99 @@
+"""Channels that were made elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pika as original
+import pytest
+
+import qflow_client.pika as drop_in
+from qflow_client import ConfirmTimeout, FlowControlTimeout, HoldKind
+from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies
+
+from .tools import held, stop
+
+
+@pytest.fixture
+def connection(broker: Any, monkeypatch: pytest.MonkeyPatch, stack: Any) -> original.BlockingConnection:
+    monkeypatch.setenv("QFLOW_MAX_PRODUCER_FLOW_CONTROL_WAIT", "0.3")
+    connection = original.BlockingConnection(original.URLParameters(broker.url))
+    stack.callback(lambda: connection.close() if connection.is_open else None)
+    return connection
+
+
+def test_it_is_the_same_channel_under_flow_control(broker, connection, wire):
+    plain = connection.channel()
+    channel = drop_in.wrap(plain)
+    assert channel is plain
+    assert isinstance(channel, drop_in.BlockingChannel)
+    assert drop_in.wrap(channel) is channel
+    stop(channel, broker)
+    wire.wait_for("in", "Channel.FlowOk")
+    with Stopwatch() as watch, pytest.raises(FlowControlTimeout):
+        channel.basic_publish("", "q", b"never")
+    assert watch.kept(0.3)
+    broker.flow(True)
+    assert channel.wait_unflowed(PATIENCE)
+    channel.basic_publish("", "q", b"sent")
+    broker.wait_until(lambda broker: bodies(broker) == [b"sent"])
+
+
+def test_it_learns_that_the_connection_is_blocked(broker, connection):
+    channel = drop_in.wrap(connection.channel())
+    broker.block()
+    held(channel, HoldKind.CONNECTION_BLOCKED)
+    broker.unblock()
+    held(channel)
+
+
+def test_confirms_of_both_kinds(broker, connection):
+    one, two = drop_in.wrap(connection.channel()), drop_in.wrap(connection.channel())
+    one.confirm_delivery()
+    two.confirm_delivery(pipelined=True)
+    for number in range(20):
+        one.basic_publish("", "q", b"%d" % number)
+        two.basic_publish("", "q", b"%d" % number)
+    two.wait_for_confirms()
+    assert broker.queue("q").depth == 40
+
+
+def fill(channel: drop_in.BlockingChannel) -> None:
+    for _ in range(1000):
+        channel.basic_publish("", "q", bytes(1_000_000))
+
+
+def test_a_socket_that_takes_nothing_is_no_trap_either(broker, proxy, monkeypatch, stack):
+    monkeypatch.setenv("QFLOW_MAX_PRODUCER_FLOW_CONTROL_WAIT", "0.3")
+    connection = original.BlockingConnection(original.URLParameters(proxy.url(broker)))
+    stack.callback(connection.close)
+    channel = drop_in.wrap(connection.channel())
+    proxy.stop_reading()
+    with pytest.raises(ConfirmTimeout, match="bytes of the message are written"):
+        fill(channel)
+    with Stopwatch() as watch, pytest.raises(FlowControlTimeout):
+        channel.basic_publish("", "q", b"")
+    assert watch.kept(0.3)
+    proxy.go_on_reading()
+    channel.wait_unflowed(PATIENCE)
+
+
+def test_what_cannot_be_made_safe_is_refused(connection):
+    channel = connection.channel()
+    channel.confirm_delivery()
+    with pytest.raises(ValueError, match="before confirm_delivery"):
+        drop_in.wrap(channel)
+    closed = connection.channel()
+    closed.close()
+    with pytest.raises(ValueError, match="is not open"):
+        drop_in.wrap(closed)
+    with pytest.raises(TypeError, match="BlockingChannel or Channel"):
+        drop_in.wrap(connection)
+
+    class Other(original.adapters.blocking_connection.BlockingChannel):
+        pass
+
+    other = connection.channel()
+    other.__class__ = Other
+    with pytest.raises(TypeError, match="BlockingChannel or Channel"):
+        drop_in.wrap(other)

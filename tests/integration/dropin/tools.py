@@ -1,0 +1,34 @@
+"""What the tests of the drop-in for pika share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from qflow_client import HoldKind
+from tests.integration.producer.tools import PATIENCE
+
+
+def pump(connection: Any, condition: Callable[[], object], what: str = "") -> None:
+    """Let a `BlockingConnection` do its I/O until something has become true."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, f"not within {PATIENCE} s: {what or condition}"
+        connection.process_data_events(0.01)
+
+
+def held(channel: Any, *kinds: str) -> None:
+    """Let the connection do its I/O until a channel is held by exactly these."""
+    pump(
+        channel.connection,
+        lambda: sorted(str(hold.kind) for hold in channel.flow_state.holds) == sorted(kinds),
+        f"held by {kinds}",
+    )
+
+
+def stop(channel: Any, broker: Any) -> None:
+    """Have the broker stop a channel, whether or not it has published, and wait until it knows."""
+    (name,) = (each.name for each in broker.channels() if each.number == channel.channel_number)
+    broker.flow(False, name)
+    held(channel, HoldKind.CHANNEL_FLOW)

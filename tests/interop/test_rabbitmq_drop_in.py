@@ -1,0 +1,195 @@
+"""The same program with pika and with the drop-in, against a real RabbitMQ."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pika as original
+import pytest
+
+import qflow_client.pika as drop_in
+from qflow_client import ConfirmTimeout, FlowControlTimeout, HoldKind
+from qflow_client.testing.rabbitmq import RabbitMQNode
+from tests.integration.dropin.scenarios import all_scenarios, outcome
+from tests.integration.producer.tools import Stopwatch, start
+
+pytestmark = pytest.mark.rabbitmq
+
+# Seconds that the drop-in waits, and after which a call that has not returned counts as one that hangs.
+WAIT = 1.0
+HANGS = 3 * WAIT
+PATIENCE = 60.0
+
+
+@all_scenarios
+def test_the_same_result_exception_and_order_of_callbacks(rabbitmq: RabbitMQNode, name: str) -> None:
+    assert outcome(drop_in, rabbitmq.url, name) == outcome(original, rabbitmq.url, name)
+
+
+@pytest.fixture
+def alarmed(own_rabbitmq: RabbitMQNode) -> RabbitMQNode:
+    """A node for memory alarms, with an empty queue ``orders``."""
+    with original.BlockingConnection(original.URLParameters(own_rabbitmq.url)) as connection:
+        connection.channel().queue_declare("orders")
+    return own_rabbitmq
+
+
+def connect(module: Any, node: RabbitMQNode) -> Any:
+    query = "" if module is original else f"?max_producer_flow_control_wait={WAIT}"
+    return module.BlockingConnection(module.URLParameters(node.url + query))
+
+
+def bodies(node: RabbitMQNode, count: int) -> list[bytes]:
+    """The next so many messages, and that there are no more."""
+    found: list[bytes] = []
+    with original.BlockingConnection(original.URLParameters(node.url)) as connection:
+        channel = connection.channel()
+        for _, _, body in channel.consume("orders", auto_ack=True, inactivity_timeout=10):
+            assert body is not None, f"{len(found)} of {count} came"
+            found.append(body)
+            if len(found) == count:
+                break
+        channel.cancel()
+        assert channel.queue_declare("orders", passive=True).method.message_count == 0
+    return found
+
+
+class Program:
+    """Publishes until an error ends it. The same for both, but for the module."""
+
+    def __init__(self, module: Any, node: RabbitMQNode, *, confirms: bool, body: bytes = b"") -> None:
+        self.published = 0
+        self.body = body
+        self.connection = connect(module, node)
+        self.channel = self.connection.channel()
+        if confirms:
+            self.channel.confirm_delivery()
+        self.publish()
+
+    def publish(self) -> None:
+        self.channel.basic_publish("", "orders", b"%06d" % self.published + self.body)
+        self.published += 1
+
+    def run(self, count: int) -> None:
+        for _ in range(count):
+            self.publish()
+
+
+def test_under_a_memory_alarm_confirms_hang_with_pika_and_not_with_the_drop_in(alarmed: RabbitMQNode) -> None:
+    theirs, ours = Program(original, alarmed, confirms=True), Program(drop_in, alarmed, confirms=True)
+    alarmed.raise_memory_alarm()
+    job = start(theirs.run, 2)
+    with Stopwatch() as watch, pytest.raises(ConfirmTimeout, match="held by connection_blocked"):
+        ours.publish()
+    assert watch.kept(WAIT)
+    # The first of them has made the broker say that it blocks the connection.
+    with Stopwatch() as watch, pytest.raises(FlowControlTimeout) as caught:
+        ours.publish()
+    assert watch.kept(WAIT)
+    assert [hold.kind for hold in caught.value.holds] == [HoldKind.CONNECTION_BLOCKED]
+    job.join(HANGS)
+    assert job.is_alive(), "pika hangs"
+    alarmed.clear_memory_alarm()
+    job.result(PATIENCE)
+    assert ours.channel.wait_unflowed(PATIENCE)
+    # What was unknown has arrived, what was refused has not.
+    ours.channel.wait_for_confirms(PATIENCE)
+    ours.run(2)
+    for program in theirs, ours:
+        program.connection.close()
+    of_pika, of_drop_in = [b"000000", b"000001", b"000002"], [b"000000", b"000001", b"000001", b"000002"]
+    assert sorted(bodies(alarmed, 7)) == sorted([*of_pika, *of_drop_in])
+
+
+def test_under_a_memory_alarm_unconfirmed_messages_pile_up_with_pika_and_not_with_the_drop_in(
+    alarmed: RabbitMQNode,
+) -> None:
+    body = bytes(100_000)
+    ours = Program(drop_in, alarmed, confirms=False, body=body)
+    theirs = Program(original, alarmed, confirms=False, body=body)
+    alarmed.raise_memory_alarm()
+    # Until the broker says that it blocks the connection, which it does once this has published.
+    ended = start(ours.run, 1000).wait(PATIENCE)
+    assert isinstance(ended, FlowControlTimeout)
+    assert [hold.kind for hold in ended.holds] == [HoldKind.CONNECTION_BLOCKED]
+    job = start(theirs.run, 1000)
+    job.join(HANGS)
+    assert job.is_alive(), "pika hangs"
+    assert theirs.published > ours.published, "pika has gone on"
+    accepted = ours.published
+    with Stopwatch() as watch, pytest.raises(FlowControlTimeout):
+        ours.publish()
+    assert watch.kept(WAIT)
+    alarmed.clear_memory_alarm()
+    job.result(PATIENCE)
+    theirs.connection.close()
+    with original.BlockingConnection(original.URLParameters(alarmed.url)) as connection:
+        connection.channel().queue_purge("orders")
+    assert ours.channel.wait_unflowed(PATIENCE)
+    ours.run(5)
+    ours.connection.close()
+    assert [each[:6] for each in bodies(alarmed, 5)] == [b"%06d" % number for number in range(accepted, accepted + 5)]
+
+
+def test_under_a_memory_alarm_a_with_block_is_left_in_time(alarmed: RabbitMQNode) -> None:
+    def program() -> None:
+        with connect(drop_in, alarmed) as connection, connection.channel() as channel:
+            channel.confirm_delivery(pipelined=True)
+            channel.basic_publish("", "orders", b"before")
+            channel.wait_for_confirms()
+            alarmed.raise_memory_alarm()
+            while True:
+                channel.basic_publish("", "orders", b"")
+
+    began = time.monotonic()
+    with pytest.raises(FlowControlTimeout):
+        program()
+    assert time.monotonic() - began < PATIENCE
+    alarmed.clear_memory_alarm()
+
+
+def test_consuming_goes_on_and_its_acks_leave_when_the_alarm_ends(alarmed: RabbitMQNode) -> None:
+    connection = connect(drop_in, alarmed)
+    channel = connection.channel()
+    for number in range(3):
+        channel.basic_publish("", "orders", b"%d" % number)
+    channel.queue_declare("out")
+    alarmed.raise_memory_alarm()
+    timeouts: list[FlowControlTimeout] = []
+
+    def consume(channel: Any, method: Any, _properties: Any, body: bytes) -> None:
+        channel.basic_ack(method.delivery_tag)
+        try:
+            while True:
+                channel.basic_publish("", "out", body)
+        except FlowControlTimeout as error:
+            timeouts.append(error)
+
+    channel.basic_consume("orders", consume)
+    end = time.monotonic() + PATIENCE
+    while len(timeouts) < 3:
+        assert time.monotonic() < end
+        connection.process_data_events(0.1)
+    alarmed.clear_memory_alarm()
+    assert channel.wait_unflowed(PATIENCE)
+    connection.close()
+    with original.BlockingConnection(original.URLParameters(alarmed.url)) as again:
+        assert again.channel().queue_declare("orders", passive=True).method.message_count == 0
+
+
+def test_pipelined_confirms_of_many_messages(rabbitmq: RabbitMQNode) -> None:
+    with connect(drop_in, rabbitmq) as connection:
+        channel = connection.channel()
+        queue = channel.queue_declare("", exclusive=True).method.queue
+        channel.confirm_delivery(pipelined=True)
+        for number in range(20_000):
+            channel.basic_publish("", queue, b"%d" % number)
+        channel.wait_for_confirms(PATIENCE)
+        got = []
+        for _, _, body in channel.consume(queue, auto_ack=True):
+            got.append(body)
+            if len(got) == 20_000:
+                break
+        channel.cancel()
+        assert got == [b"%d" % number for number in range(20_000)]

@@ -1,0 +1,90 @@
+"""What the drop-in uses of pika that pika does not promise: seen in 1.3.2, 1.4.4 and 1.5.0rc1."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+import pika
+import pytest
+from pika.adapters import blocking_connection as blocking
+from pika.adapters.base_connection import BaseConnection
+from pika.adapters.utils.io_services_utils import _AsyncTransportBase
+
+PRIVATE = {
+    pika.channel.Channel: {"_send_method": ["self", "method", "content"]},
+    pika.connection.Connection: {
+        "_create_channel": ["self", "channel_number", "on_open_callback"],
+        "_init_connection_state": ["self"],
+        "_output_marshaled_frames": ["self", "marshaled_frames"],
+        "_process_frame": ["self", "frame_value"],
+        "_terminate_stream": ["self", "error"],
+        "_adapter_call_later": ["self", "delay", "callback"],
+        "_adapter_add_callback_threadsafe": ["self", "callback"],
+    },
+    BaseConnection: {
+        "_start_connection_workflow": ["connection_configs", "connection_factory", "nbio", "workflow", "on_done"]
+    },
+    blocking.BlockingConnection: {"_flush_output": ["self", "waiters"], "_cleanup": ["self"]},
+    blocking.BlockingChannel: {
+        "_add_pending_event": ["self", "evt"],
+        "_on_puback_message_returned": ["self", "channel", "method", "properties", "body"],
+    },
+    _AsyncTransportBase: {"get_write_buffer_size": ["self"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(owner, name) for owner, names in PRIVATE.items() for name in names], ids=lambda each: str(each)
+)
+def test_a_private_method_is_as_it_was_seen(owner: type, name: str) -> None:
+    assert list(inspect.signature(getattr(owner, name)).parameters) == PRIVATE[owner][name]
+
+
+@pytest.mark.parametrize(
+    ("owner", "names"),
+    [
+        (pika.connection.Connection, ["_body_max_length", "_channels", "frames_received"]),
+        (BaseConnection, ["_nbio", "_transport"]),
+        (blocking.BlockingConnection, ["_impl", "_closed_result"]),
+        (
+            blocking.BlockingChannel,
+            [
+                "_impl",
+                "_connection",
+                "_closing_reason",
+                "_delivery_confirmation",
+                "_message_confirmation_result",
+            ],
+        ),
+    ],
+)
+def test_a_private_attribute_is_there(owner: Any, names: list[str]) -> None:
+    source = inspect.getsource(owner)
+    for name in names:
+        assert f"self.{name}" in source, name
+
+
+def test_what_stands_for_the_one_answer_that_pika_expects() -> None:
+    result = blocking._CallbackResult(blocking.BlockingChannel._OnMessageConfirmationReportArgs)  # type: ignore[attr-defined]
+    for name in "set_value_once", "reset", "is_ready":
+        assert callable(getattr(result, name))
+
+
+def test_importing_the_package_brings_neither_pika_nor_the_drop_in() -> None:
+    program = "import qflow_client, sys; sys.exit(any(name in sys.modules for name in ('pika', 'qflow_client.pika')))"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_importing_the_drop_in_changes_nothing_in_pika() -> None:
+    program = (
+        "import pika, pika.adapters.asyncio_connection\n"
+        "def seen(): return {(k, n): v for k in (pika, pika.channel.Channel, pika.connection.Connection,"
+        " pika.BlockingConnection, pika.SelectConnection) for n, v in vars(k).items()}\n"
+        "before = seen()\n"
+        "import qflow_client.pika\n"
+        "assert before == seen()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
