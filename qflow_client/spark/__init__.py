@@ -1,0 +1,16 @@
+"""AMQP 0-9-1 for Apache Spark: ``format("amqp")``, whose writes obey the broker however many tasks write (C6)."""
+
+from __future__ import annotations
+
+try:
+    import pyarrow  # noqa: F401  # the Arrow writers need it, and PySpark does not bring it
+    import pyspark.sql.datasource  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        f"qflow_client.spark needs PySpark and PyArrow: pip install 'qflow-client[spark]' ({error})"
+    ) from error
+
+from qflow_client.spark.datasource import register
+from qflow_client.spark.java import JavaMissing, check_java
+
+__all__ = ["JavaMissing", "check_java", "register"]

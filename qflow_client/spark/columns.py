@@ -1,0 +1,285 @@
+"""Rows and messages: which columns there are, of which types, and how a batch of rows becomes messages."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Iterator, Sequence
+from datetime import date, datetime
+from decimal import Decimal
+from hashlib import blake2b
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    BooleanType,
+    ByteType,
+    DataType,
+    DateType,
+    DecimalType,
+    DoubleType,
+    FloatType,
+    IntegerType,
+    LongType,
+    MapType,
+    ShortType,
+    StringType,
+    StructType,
+    TimestampNTZType,
+    TimestampType,
+)
+
+from qflow_client.errors import QflowError
+from qflow_client.message import Message
+
+__all__ = ["Row", "RowError", "Rows", "SchemaError"]
+
+#: What is sent for one row: the payload, and the exchange and routing key, ``None`` for the job's own.
+Row = tuple[bytes | Message, str | None, str | None]
+
+_WHOLE = (ByteType, ShortType, IntegerType, LongType)
+_SCALARS = (StringType, BinaryType, BooleanType, *_WHOLE, FloatType, DoubleType, TimestampType)
+# What JSON can be made of.
+_JSON = (*_SCALARS, DecimalType, DateType, TimestampNTZType)
+
+# The types that each column may have, and those in words.
+_COLUMNS: dict[str, tuple[tuple[type[DataType], ...], str]] = {
+    "body": ((BinaryType, StringType), "binary or string"),
+    "exchange": ((StringType,), "string"),
+    "routing_key": ((StringType,), "string"),
+    "content_type": ((StringType,), "string"),
+    "content_encoding": ((StringType,), "string"),
+    "headers": ((MapType, StructType), "a map from string, or a struct"),
+    "delivery_mode": (_WHOLE, "a whole number"),
+    "priority": (_WHOLE, "a whole number"),
+    "correlation_id": ((StringType,), "string"),
+    "reply_to": ((StringType,), "string"),
+    "expiration": ((StringType, *_WHOLE), "string or a whole number, of milliseconds"),
+    "message_id": ((StringType,), "string"),
+    "timestamp": ((TimestampType, *_WHOLE), "timestamp, or a whole number of seconds since 1970"),
+    "type": ((StringType,), "string"),
+    "user_id": ((StringType,), "string"),
+    "app_id": ((StringType,), "string"),
+}
+_NO_BODY = "body is null; leave such rows out, or give them a body: coalesce(body, '')"
+_ROUTES = ("body", "exchange", "routing_key")
+
+
+class SchemaError(QflowError, TypeError):
+    """A DataFrame has a column that cannot be sent, or lacks one; the text names the column and its type."""
+
+
+class RowError(QflowError, ValueError):
+    """A row that AMQP cannot carry; the text names the partition, the row's number in it from 0, and what is wrong."""
+
+
+class Rows:
+    """Makes messages of rows.
+
+    Args:
+        schema: of the rows.
+        body_format: ``"column"``: the body is the column ``body``; ``"json"``: it is a JSON object of all columns that
+            have no other meaning.
+        message_id: ``"column"``: the column ``message_id``, if there is one; ``"hash"``: a digest of all that is sent;
+            ``"position"``: what `numbered` gives it; ``"producer"``: none.
+
+    Raises:
+        SchemaError: a column of the wrong type, one too many, or none that could be the body.
+    """
+
+    def __init__(self, schema: StructType, body_format: str, message_id: str) -> None:
+        names = schema.names
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise SchemaError(f"two columns are named {', '.join(twice)}")
+        self._names = tuple(names)
+        self._is_json = body_format == "json"
+        self._message_id = message_id
+        # Columns of the body, for JSON, with what makes each value one that JSON has.
+        self._members: list[tuple[str, Callable[[Any], Any] | None]] = []
+        for field in schema.fields:
+            self._check(field.name, field.dataType)
+        if not self._is_json and "body" not in names:
+            raise SchemaError(
+                f"there is no column body (binary or string) among {', '.join(names) or 'no columns'}; name one so, or "
+                "set bodyFormat to json"
+            )
+        if self._is_json and not self._members:
+            raise SchemaError("bodyFormat=json: every column is a property, and none is left for the body")
+        if "message_id" in names and message_id not in ("column", "producer"):
+            raise SchemaError(f"messageId={message_id}, and there is a column message_id: drop one of the two")
+        self._properties = tuple(
+            name
+            for name in names
+            if name in _COLUMNS and name not in _ROUTES and (name != "message_id" or message_id == "column")
+        )
+
+    def _check(self, name: str, kind: DataType) -> None:
+        known = _COLUMNS.get(name)
+        if known is None or (name == "body" and self._is_json):
+            if not self._is_json:
+                raise SchemaError(
+                    f"column {name} ({kind.simpleString()}) is neither body nor routing, nor a property of AMQP "
+                    f"({', '.join(_COLUMNS)}); drop it, or set bodyFormat to json to have it in the body"
+                )
+            self._members.append((name, _json_converter(name, kind)))
+            return
+        types, words = known
+        if not isinstance(kind, types):
+            raise SchemaError(f"column {name} is {kind.simpleString()}; it must be {words}")
+        if name == "headers":
+            _check_headers(kind)
+
+    def messages(self, batch: pa.RecordBatch, number: int, id_prefix: str | None, mark: str | None) -> Iterator[Row]:
+        """What to send for each row of a batch, in order.
+
+        Args:
+            batch: rows of the schema.
+            number: of the batch's first row, in the partition, from 0.
+            id_prefix: what message ids by position begin with; the row's number follows. ``None`` unless `message_id`
+                says so.
+            mark: a header that every message is given, as true; ``None`` for none.
+
+        Raises:
+            TypeError, ValueError: from the row that AMQP cannot carry.
+        """
+        columns = dict(zip(self._names, batch.columns, strict=True))
+        bodies = self._json(columns, batch.num_rows) if self._is_json else _bodies(columns["body"])
+        nothing: Sequence[None] = [None] * batch.num_rows
+        exchanges = columns["exchange"].to_pylist() if "exchange" in columns else nothing
+        keys = columns["routing_key"].to_pylist() if "routing_key" in columns else nothing
+        is_bare = not self._properties and not self._is_json and self._message_id in ("column", "producer")
+        if is_bare and mark is None:
+            for body, exchange, key in zip(bodies, exchanges, keys, strict=True):
+                if body is None:
+                    raise ValueError(_NO_BODY)
+                yield body, exchange, key
+            return
+        names = self._properties
+        values = [_VALUES.get(name, _plain)(columns[name]) for name in names]
+        content_type = "application/json" if self._is_json else None
+        for at, (body, exchange, key, *row) in enumerate(zip(bodies, exchanges, keys, *values, strict=True), number):
+            if body is None:
+                raise ValueError(_NO_BODY)
+            given = dict(zip(names, row, strict=True))
+            if content_type is not None:
+                given.setdefault("content_type", content_type)
+            if id_prefix is not None:
+                given["message_id"] = f"{id_prefix}{at}"
+            elif self._message_id == "hash":
+                given["message_id"] = _digest(body, exchange, key, row)
+            if mark is not None:
+                given["headers"] = {**(given.get("headers") or {}), mark: True}
+            if given.get("delivery_mode", 0) is None:
+                del given["delivery_mode"]
+            yield Message(body, **given), exchange, key
+
+    def _json(self, columns: dict[str, pa.Array], count: int) -> Iterator[bytes]:
+        encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+        names = [name for name, _ in self._members]
+        values = []
+        for name, convert in self._members:
+            column = columns[name].to_pylist()
+            values.append(column if convert is None else [None if each is None else convert(each) for each in column])
+        for row in zip(*values, strict=True):
+            # As to_json does it, nothing is said of what is null.
+            yield encode({name: value for name, value in zip(names, row, strict=True) if value is not None}).encode()
+
+
+def _bodies(column: pa.Array) -> list[bytes | None]:
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        column = column.cast(pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary())
+    bodies: list[bytes | None] = column.to_pylist()
+    return bodies
+
+
+def _plain(column: pa.Array) -> list[Any]:
+    values: list[Any] = column.to_pylist()
+    return values
+
+
+def _expirations(column: pa.Array) -> list[str | None]:
+    return [None if value is None else str(value) for value in column.to_pylist()]
+
+
+def _headers(column: pa.Array) -> list[dict[str, Any] | None]:
+    # A map is a list of pairs to Arrow, a struct a dict.
+    return [None if value is None else dict(value) for value in column.to_pylist()]
+
+
+_VALUES: dict[str, Callable[[pa.Array], list[Any]]] = {"expiration": _expirations, "headers": _headers}
+
+
+def _digest(body: bytes, exchange: str | None, key: str | None, row: Sequence[Any]) -> str:
+    """A message id by what is sent: equal rows have equal ones."""
+    digest = blake2b(body, digest_size=16)
+    rest = [exchange, key, *(sorted(value.items()) if isinstance(value, dict) else value for value in row)]
+    if any(value is not None for value in rest):
+        digest.update(repr(rest).encode())
+    return digest.hexdigest()
+
+
+def _check_headers(kind: DataType) -> None:
+    fields = (
+        [(field.name, field.dataType) for field in kind.fields]
+        if isinstance(kind, StructType)
+        else [("its values", kind.valueType)]
+    )
+    if isinstance(kind, MapType) and not isinstance(kind.keyType, StringType):
+        raise SchemaError(f"column headers is {kind.simpleString()}; its keys must be string")
+    for name, value in fields:
+        if not isinstance(value, _SCALARS):
+            raise SchemaError(
+                f"column headers is {kind.simpleString()}; {name} must be string, binary, boolean, a number or "
+                "timestamp"
+            )
+
+
+def _json_converter(name: str, kind: DataType) -> Callable[[Any], Any] | None:
+    """What makes values of a type ones that JSON has; ``None`` for those that are already."""
+    if isinstance(kind, StructType):
+        members = [(field.name, _json_converter(f"{name}.{field.name}", field.dataType)) for field in kind.fields]
+        return lambda value: {
+            member: (value[member] if convert is None else convert(value[member]))
+            for member, convert in members
+            if value[member] is not None
+        }
+    if isinstance(kind, MapType):
+        if not isinstance(kind.keyType, StringType):
+            raise SchemaError(f"column {name} is {kind.simpleString()}; JSON has no keys but string")
+        of_value = _json_converter(f"{name}'s values", kind.valueType)
+        return lambda value: {
+            key: (each if of_value is None or each is None else of_value(each)) for key, each in value
+        }
+    if isinstance(kind, ArrayType):
+        of_element = _json_converter(f"{name}'s elements", kind.elementType)
+        return (
+            None if of_element is None else lambda value: [None if each is None else of_element(each) for each in value]
+        )
+    if not isinstance(kind, _JSON):
+        raise SchemaError(f"column {name} is {kind.simpleString()}, which JSON does not have; cast it, or drop it")
+    if isinstance(kind, BinaryType):
+        return lambda value: base64.b64encode(value).decode()
+    if isinstance(kind, (DateType, TimestampType, TimestampNTZType)):
+        return _iso
+    if isinstance(kind, DecimalType):
+        return _number
+    if isinstance(kind, (FloatType, DoubleType)):
+        return _finite
+    return None
+
+
+def _iso(value: date | datetime) -> str:
+    return value.isoformat()
+
+
+def _number(value: Decimal) -> str:
+    # As text: a float would be another number.
+    return str(value)
+
+
+def _finite(value: float) -> float | str:
+    # As to_json writes them; JSON has no such numbers.
+    return value if value - value == 0 else {float("inf"): "Infinity", float("-inf"): "-Infinity"}.get(value, "NaN")

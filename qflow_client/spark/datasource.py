@@ -1,0 +1,112 @@
+"""``format("amqp")``: what Spark asks for a reader or a writer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pyspark
+from pyspark.errors import PySparkException
+from pyspark.sql.datasource import DataSource, DataSourceStreamReader
+from pyspark.sql.types import StructType
+
+from qflow_client.errors import SettingsError
+from qflow_client.spark.columns import Rows
+from qflow_client.spark.options import SinkOptions
+from qflow_client.spark.sink import StreamWriter, Writer
+from qflow_client.spark.source import SCHEMA, Reader, SourceOptions
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+__all__ = ["AmqpDataSource", "register"]
+
+
+class AmqpDataSource(DataSource):
+    """The data source; `register` makes it known to a session."""
+
+    #: How many tasks the session runs at once; ``None`` if it is not known.
+    max_concurrent_tasks: ClassVar[int | None] = None
+
+    #: Whether the tasks of the session run on the driver's machine.
+    is_local: ClassVar[bool] = False
+
+    @classmethod
+    def name(cls) -> str:
+        return "amqp"
+
+    def schema(self) -> StructType:
+        return SCHEMA
+
+    def _source(self, streaming: bool) -> SourceOptions:
+        return SourceOptions.load(
+            self.options, streaming=streaming, slots=self.max_concurrent_tasks, local=self.is_local
+        )
+
+    def reader(self, schema: StructType) -> Reader:
+        return Reader(self._source(streaming=False), schema)
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:
+        try:
+            from qflow_client.spark.stream_source import StreamReader
+        except ImportError as error:
+            raise SettingsError(
+                f"readStream needs PySpark 4.2 or later, whose sources can limit a batch; this is {pyspark.__version__}"
+            ) from error
+        return StreamReader(self._source(streaming=True), schema)
+
+    def _sink(self, schema: StructType, overwrite: bool) -> tuple[SinkOptions, Rows]:
+        if overwrite:
+            raise SettingsError('mode overwrite: what is in a queue cannot be replaced; use mode("append")')
+        options = SinkOptions.load(self.options, self.max_concurrent_tasks)
+        return options, Rows(schema, options.body_format, options.message_id)
+
+    def writer(self, schema: StructType, overwrite: bool) -> Writer:
+        return Writer(*self._sink(schema, overwrite))
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:
+        return StreamWriter(*self._sink(schema, overwrite))
+
+
+def register(spark: SparkSession, *, max_concurrent_tasks: int | None = None) -> None:
+    """Make ``format("amqp")`` known to a session.
+
+    Args:
+        spark: the session.
+        max_concurrent_tasks: how many tasks of it may run at once, by which the capacity of a job is divided (C6); as
+            many as the session has slots for now unless given. Give it if the cluster may grow. The option
+            ``maxConcurrentTasks`` of a job goes first.
+
+    Raises:
+        SettingsError: `max_concurrent_tasks` is below 1.
+    """
+    if max_concurrent_tasks is not None and max_concurrent_tasks < 1:
+        raise SettingsError(f"max_concurrent_tasks={max_concurrent_tasks}: it must be at least 1")
+    slots = _slots(spark) if max_concurrent_tasks is None else max_concurrent_tasks
+    # A class of its own for each session: Spark sends it to the workers with its attributes, where one that can be
+    # imported is sent by name.
+    known = {"max_concurrent_tasks": slots, "is_local": str(spark.conf.get("spark.master", "")).startswith("local")}
+    source: type[DataSource] = type("AmqpDataSource", (AmqpDataSource,), known)
+    spark.dataSource.register(source)
+
+
+def _slots(spark: Any) -> int | None:
+    """How many tasks a session can run at once, now or as it is configured; ``None`` where it does not say.
+
+    Spark Connect does not; nor does a cluster that may grow without a limit, or that has not come up yet.
+    """
+    try:
+        context = spark.sparkContext
+        jvm = context._jsc.sc()
+        slots = int(jvm.maxNumConcurrentTasks(jvm.resourceProfileManager().defaultResourceProfile()))
+    except (AttributeError, PySparkException):
+        return None
+    conf = context.getConf()
+    per_executor = int(conf.get("spark.executor.cores", "1")) // int(conf.get("spark.task.cpus", "1"))
+    if conf.get("spark.dynamicAllocation.enabled", "false") == "true":
+        executors = conf.get("spark.dynamicAllocation.maxExecutors")
+        if executors is None:
+            return None
+    else:
+        executors = conf.get("spark.executor.instances", "0")
+    # Executors come one by one, and may not be all there.
+    return max(slots, int(executors) * per_executor) or None

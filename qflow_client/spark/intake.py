@@ -1,0 +1,485 @@
+"""From a queue into a spool: consuming, knowing again what was spooled, acknowledging what Spark is done with."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from hashlib import blake2b
+from typing import Any
+
+import pika
+import pika.exceptions
+import pyarrow as pa
+from pika.adapters.blocking_connection import BlockingChannel
+
+from qflow_client.errors import ConnectionFailed
+from qflow_client.settings import hide_password
+from qflow_client.spark.spool import Piece, Spool, read_piece
+
+__all__ = ["COLUMNS", "Intake", "connect"]
+
+_TEXTS = (
+    "content_type",
+    "content_encoding",
+    "correlation_id",
+    "reply_to",
+    "expiration",
+    "message_id",
+    "type",
+    "user_id",
+    "app_id",
+)
+
+#: What a message is in the spool.
+COLUMNS = pa.schema(
+    [
+        pa.field("body", pa.binary()),
+        pa.field("exchange", pa.string()),
+        pa.field("routing_key", pa.string()),
+        pa.field("headers", pa.map_(pa.string(), pa.string())),
+        pa.field("delivery_mode", pa.int32()),
+        pa.field("priority", pa.int32()),
+        pa.field("timestamp", pa.timestamp("us", tz="UTC")),
+        *(pa.field(name, pa.string()) for name in _TEXTS),
+        pa.field("redelivered", pa.bool_()),
+        pa.field("offset", pa.int64()),
+    ]
+)
+
+# A file of the spool has at most so many messages and, unless one is larger, bytes of bodies, and waits for more at
+# most so many seconds.
+_MOST_ROWS = 2000
+_MOST_BYTES = 8 << 20
+_LONGEST = 0.05
+# Seconds without a delivery after which the queue is asked whether it is empty.
+_QUIET = 0.2
+
+# How the keys of messages begin that are known by their message ids.
+_BY_ID = b"i"
+
+
+def connect(urls: Sequence[str], timeout: float) -> pika.BlockingConnection:
+    """Connect to the first of several brokers that can be connected to.
+
+    Args:
+        urls: of the brokers.
+        timeout: seconds that each may take.
+
+    Raises:
+        ConnectionFailed: none can.
+    """
+    errors = []
+    for url in urls:
+        parameters = pika.URLParameters(url)
+        parameters.socket_timeout = parameters.stack_timeout = timeout
+        try:
+            return pika.BlockingConnection(parameters)
+        except (pika.exceptions.AMQPError, OSError) as error:
+            errors.append(f"{hide_password(url)}: {error!r}")
+    raise ConnectionFailed("; ".join(errors))
+
+
+class Intake:
+    """Takes the messages of a queue into a spool. Everything but `wake` belongs to one thread.
+
+    A message that was spooled and is delivered again, because it was not acknowledged before a connection ended, is
+    known again, and not spooled a second time. Those that were certainly not acknowledged are known by what they are,
+    however many there are that are alike; those that may have been, only by their message ids.
+
+    Args:
+        connection: to the broker.
+        queue: which.
+        spool: where to.
+        prefetch: the most messages that are not acknowledged, from 1 to 65535.
+        limit: the offset at which the spool is full; what comes beyond is left in the queue. ``None`` for none.
+
+    Raises:
+        ConnectionFailed: there is no such queue, or it may not be consumed.
+    """
+
+    def __init__(
+        self, connection: pika.BlockingConnection, queue: str, spool: Spool, prefetch: int, limit: int | None = None
+    ) -> None:
+        self._connection = connection
+        self._queue = queue
+        self._spool = spool
+        self._limit = limit
+        #: How many messages have been delivered.
+        self.received = 0
+        # What has come and is not in the spool, in order, with its delivery tags; and since when.
+        self._rows: list[tuple[Any, ...]] = []
+        self._tags: list[int] = []
+        self._bytes = 0
+        self._since = 0.0
+        # The first delivery that was not wanted; it, and what is like it, stays in the queue.
+        self._unwanted: int | None = None
+        # Whether the broker has said that there is no more to consume.
+        self._cancelled = False
+        # Delivery tags by offset of what is spooled and not acknowledged.
+        self._unacked: dict[int, int] = {}
+        # Offsets of what was spooled before and may be delivered again, by what they are known by.
+        self._known: dict[bytes, deque[int]] = {}
+        self._remember()
+        #: Whether something was known again that has not been acknowledged since.
+        self.has_known = False
+        #: Whether all has come that an ended connection gave back; what comes from then on is new.
+        self.settled = False
+        try:
+            self._channel: BlockingChannel = connection.channel()
+            self._channel.basic_qos(prefetch_count=prefetch)
+            self._channel.add_on_cancel_callback(self._cancel)
+            #: Messages that were ready when it began.
+            self.ready = self._count_ready()
+            self._consumer_tag = self._channel.basic_consume(queue, self._take)
+            self._settle(self.ready == 0)
+        except pika.exceptions.AMQPError as error:
+            raise ConnectionFailed(f"queue {queue!r} cannot be consumed: {error}") from error
+
+    def _remember(self) -> None:
+        spool = self._spool
+        for piece in spool.pieces(spool.begin, spool.end):
+            for row in read_piece(piece).to_pylist():
+                if row["message_id"] is not None or row["offset"] >= spool.acknowledged:
+                    self._known.setdefault(_key(row.__getitem__), deque()).append(row["offset"])
+
+    def _count_ready(self) -> int:
+        return int(self._channel.queue_declare(self._queue, passive=True).method.message_count)
+
+    def _settle(self, settled: bool) -> None:
+        if settled and not self.settled:
+            self.settled = True
+            # What is alike may be another message now. A message id never is another's.
+            self._known = {key: offsets for key, offsets in self._known.items() if key[:1] == _BY_ID}
+
+    def _cancel(self, method: Any) -> None:
+        self._cancelled = True
+
+    def _take(self, channel: Any, method: Any, properties: pika.BasicProperties, body: bytes) -> None:
+        self.received += 1
+        values = {"body": body, "exchange": method.exchange, "routing_key": method.routing_key}
+        if method.redelivered and self._known:
+            key = _key(lambda name: values[name] if name in values else getattr(properties, name))
+            offsets = self._known.get(key)
+            if offsets:
+                self._unacked[offsets.popleft()] = method.delivery_tag
+                self.has_known = True
+                self._settle(self.received >= self.ready)
+                return
+        self._settle(self.received >= self.ready or not method.redelivered)
+        if self._limit is not None and self._spool.end + len(self._rows) >= self._limit:
+            self._unwanted = self._unwanted or method.delivery_tag
+            return
+        if not self._rows:
+            self._since = time.monotonic()
+        self._rows.append(
+            (
+                body,
+                method.exchange,
+                method.routing_key,
+                _headers(properties.headers),
+                properties.delivery_mode,
+                properties.priority,
+                _microseconds(properties.timestamp),
+                *[getattr(properties, name) for name in _TEXTS],
+                bool(method.redelivered),
+            )
+        )
+        self._tags.append(method.delivery_tag)
+        self._bytes += len(body)
+        if len(self._rows) >= _MOST_ROWS or self._bytes >= _MOST_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Put what has come into the spool."""
+        if not self._rows:
+            return
+        start = self._spool.end
+        offsets = range(start, start + len(self._rows))
+        columns = [*zip(*self._rows, strict=True), offsets]
+        self._spool.append(
+            pa.RecordBatch.from_arrays(
+                [pa.array(values, type=field.type) for values, field in zip(columns, COLUMNS, strict=True)],
+                schema=COLUMNS,
+            )
+        )
+        self._unacked.update(zip(offsets, self._tags, strict=True))
+        self._rows.clear()
+        self._tags.clear()
+        self._bytes = 0
+
+    def run_once(self, patience: float) -> None:
+        """Take what comes; return when something has come or was to be done, or the time is up.
+
+        Args:
+            patience: seconds.
+
+        Raises:
+            ConnectionFailed: the connection or the channel is lost.
+        """
+        if self._rows:
+            patience = min(patience, self._since + _LONGEST - time.monotonic())
+        try:
+            if patience > 0:
+                self._connection.process_data_events(patience)
+            if self._rows and time.monotonic() >= self._since + _LONGEST:
+                self.flush()
+            if self._cancelled or not self._channel.is_open:
+                raise pika.exceptions.AMQPError("the queue was deleted, or the channel closed")
+        except pika.exceptions.AMQPError as error:
+            raise ConnectionFailed(f"consuming queue {self._queue!r} ended: {error!r}") from error
+
+    def finish(self) -> None:
+        """Take no more, and put what has come into the spool.
+
+        Raises:
+            ConnectionFailed: the connection is lost.
+        """
+        try:
+            self._channel.basic_cancel(self._consumer_tag)
+        except pika.exceptions.AMQPError as error:
+            raise ConnectionFailed(f"consuming queue {self._queue!r} ended: {error!r}") from error
+        self.flush()
+
+    def wake(self, action: Callable[[], None]) -> None:
+        """Have `run_once` do something, unless the connection is lost; from any thread."""
+        with suppress(pika.exceptions.ConnectionWrongStateError):
+            self._connection.add_callback_threadsafe(action)
+
+    def acknowledge(self, before: int) -> None:
+        """Acknowledge what has an offset before this one, and return when the broker has done so.
+
+        Raises:
+            ConnectionFailed: the connection is lost; some may be acknowledged.
+        """
+        self.has_known = False
+        tags = sorted(tag for offset, tag in self._unacked.items() if offset < before)
+        if not tags:
+            return
+        self._spool.mark_acknowledged(before)
+        self._unacked = {offset: tag for offset, tag in self._unacked.items() if offset >= before}
+        rest = [*self._unacked.values(), *self._tags, self._unwanted or math.inf]
+        try:
+            if tags[-1] < min(rest):
+                self._channel.basic_ack(tags[-1], multiple=True)
+            else:
+                for tag in tags:
+                    self._channel.basic_ack(tag)
+            # Its answer says that the acks before it have been worked off.
+            self._count_ready()
+        except pika.exceptions.AMQPError as error:
+            raise ConnectionFailed(f"acknowledging to queue {self._queue!r} failed: {error}") from error
+
+    def is_drained(self) -> bool:
+        """Whether no more can be expected: asks the queue."""
+        before = self.received
+        try:
+            ready = self._count_ready()
+            # What was under way to us came before that answer.
+            self._connection.process_data_events(0)
+        except pika.exceptions.AMQPError as error:
+            raise ConnectionFailed(f"consuming queue {self._queue!r} ended: {error}") from error
+        return ready == 0 and self.received == before
+
+    @property
+    def pending(self) -> int:
+        """How many messages have come and are not in the spool yet."""
+        return len(self._rows)
+
+    @property
+    def known_again(self) -> int:
+        """How many messages of the spool may still be delivered again."""
+        return sum(map(len, self._known.values()))
+
+
+def drain(connection: pika.BlockingConnection, queue: str, spool: Spool, limit: int | None) -> None:
+    """Take what a queue holds now into a spool, and acknowledge it once it is on the disk.
+
+    Args:
+        connection: to the broker.
+        queue: which.
+        spool: where to; what it has already counts.
+        limit: the most messages that the spool is to have; ``None`` for all that are ready.
+    """
+    prefetch = _MOST_ROWS
+    if limit is not None:
+        # What was not acknowledged comes again, and what is not wanted is not to be delivered.
+        prefetch = max(1, min(prefetch, limit - spool.acknowledged))
+    intake = Intake(connection, queue, spool, prefetch, limit)
+    quiet_since = time.monotonic()
+    while intake.received < intake.ready and (limit is None or spool.end < limit or intake.known_again):
+        before = intake.received
+        intake.run_once(_QUIET)
+        # What is acknowledged makes room for as many more.
+        intake.acknowledge(spool.end if limit is None else min(spool.end, limit - prefetch))
+        if intake.received > before:
+            quiet_since = time.monotonic()
+        elif time.monotonic() >= quiet_since + _QUIET and intake.is_drained():
+            break
+    intake.finish()
+    intake.acknowledge(spool.end)
+
+
+class Consumer:
+    """An `Intake` on a thread of its own, for a streaming query.
+
+    Args:
+        connection: to the broker.
+        queue: which.
+        spool: where to; it belongs to this object until `stop`.
+        prefetch: the most messages that Spark has not committed.
+    """
+
+    def __init__(self, connection: pika.BlockingConnection, queue: str, spool: Spool, prefetch: int) -> None:
+        self._connection = connection
+        self._spool = spool
+        self._intake = Intake(connection, queue, spool, prefetch)
+        # Guards all below; told when something has come, or it ended.
+        self._changed = threading.Condition()
+        self._error: Exception | None = None
+        self._stopping = False
+        # Up to which offset Spark is done, and up to which that was acknowledged.
+        self._done = self._acknowledged = 0
+        self._thread = threading.Thread(target=self._run, name=f"qflow-intake {queue}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    done, stopping = self._done, self._stopping
+                if done > self._acknowledged or self._intake.has_known:
+                    self._intake.acknowledge(done)
+                    with self._changed:
+                        self._acknowledged = done
+                        self._changed.notify_all()
+                if self._intake.settled:
+                    with self._changed:
+                        self._spool.forget(done)
+                if stopping:
+                    break
+                before = self._intake.received
+                self._intake.run_once(_QUIET)
+                if self._intake.received != before:
+                    with self._changed:
+                        self._changed.notify_all()
+        except Exception as error:
+            self._error = error
+        finally:
+            with self._changed:
+                self._stopping = True
+                self._changed.notify_all()
+            if self._connection.is_open:
+                self._connection.close()
+
+    @property
+    def ready(self) -> int:
+        """Messages that were ready when it began."""
+        return self._intake.ready
+
+    @property
+    def received(self) -> int:
+        """Messages that have been delivered."""
+        return self._intake.received
+
+    def end(self) -> int:
+        """The offset behind the last message in the spool.
+
+        Raises:
+            ConnectionFailed: it has ended because the connection was lost.
+        """
+        if self._error is not None:
+            raise self._error
+        return self._spool.end
+
+    def pieces(self, start: int, end: int) -> list[Piece]:
+        """Where the messages from one offset to another are.
+
+        Raises:
+            SpoolError: some are not there.
+        """
+        with self._changed:
+            return self._spool.pieces(start, end)
+
+    def done(self, before: int) -> None:
+        """Say that Spark has committed everything before an offset, and wait until it is acknowledged.
+
+        Raises:
+            ConnectionFailed: it has ended because the connection was lost.
+        """
+        with self._changed:
+            if before > self._done and not self._stopping:
+                self._done = before
+                self._intake.wake(_nothing)
+            # Spark may end this process at any time once it has its answer.
+            while self._acknowledged < min(before, self._done) and not self._stopping:
+                self._changed.wait()
+        self.end()
+
+    def wait_beyond(self, offset: int, timeout: float) -> bool:
+        """Wait until there is a message at an offset; whether there is."""
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while self._spool.end <= offset and not self._stopping:
+                # What has come is in the spool a moment later.
+                if not self._changed.wait(min(_LONGEST, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                    return False
+        return self.end() > offset
+
+    def wait_spooled(self) -> None:
+        """Wait until what has been delivered is in the spool."""
+        with self._changed:
+            while self._intake.pending and not self._stopping:
+                self._changed.wait(_LONGEST)
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """End the connection; what Spark is done with is acknowledged before."""
+        with self._changed:
+            already = self._stopping
+            self._stopping = True
+        if not already:
+            self._intake.wake(_nothing)
+        self._thread.join(timeout)
+
+
+def _nothing() -> None:
+    """What wakes the thread."""
+
+
+def _key(value_of: Callable[[str], Any]) -> bytes:
+    """What a message is known again by."""
+    name = value_of("message_id")
+    if name is not None:
+        return _BY_ID + str(name).encode()
+    digest = blake2b(value_of("body"), digest_size=16)
+    digest.update(
+        repr([value_of(name) for name in ("exchange", "routing_key", "correlation_id", "content_type")]).encode()
+    )
+    return b"=" + digest.digest()
+
+
+def _headers(headers: Mapping[str, Any] | None) -> list[tuple[str, str | None]] | None:
+    if headers is None:
+        return None
+    return [
+        (name, value if value is None or isinstance(value, str) else _text(value)) for name, value in headers.items()
+    ]
+
+
+def _text(value: Any) -> str:
+    """A header that is no string, as JSON; bytes as the text that they most likely are."""
+    if isinstance(value, (bytes, bytearray)):
+        return value.decode(errors="backslashreplace")
+    return json.dumps(value, ensure_ascii=False, default=_other)
+
+
+def _other(value: Any) -> str:
+    return _text(value) if isinstance(value, (bytes, bytearray)) else str(value)
+
+
+def _microseconds(timestamp: Any) -> int | None:
+    return None if timestamp is None else int(timestamp) * 1_000_000

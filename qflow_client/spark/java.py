@@ -1,0 +1,50 @@
+"""Finding the Java runtime that Spark needs, before Spark fails without one."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from qflow_client.errors import QflowError
+
+__all__ = ["JavaMissing", "check_java"]
+
+#: The oldest Java that Spark 4 runs on.
+OLDEST = 17
+
+_VERSION = re.compile(r'version "(?:1\.)?(\d+)')
+
+
+class JavaMissing(QflowError):
+    """There is no Java runtime that Spark could use."""
+
+
+def check_java() -> Path:
+    """Find the Java that a Spark session of this process will run on: that of ``JAVA_HOME``, or else of ``PATH``.
+
+    Call it before the session is built; without Java, Spark says no more than that a process has ended.
+
+    Returns:
+        The program.
+
+    Raises:
+        JavaMissing: there is none, or it is too old.
+    """
+    home = os.environ.get("JAVA_HOME")
+    found = shutil.which(Path(home, "bin", "java")) if home else shutil.which("java")
+    if found is None:
+        where = f"JAVA_HOME={home} has no bin/java" if home else "neither JAVA_HOME nor PATH leads to one"
+        raise JavaMissing(
+            f"Spark needs Java {OLDEST} or later, and {where}; install it (Debian: apt-get install "
+            "default-jre-headless) and set JAVA_HOME, or unset it to have PATH looked at"
+        )
+    answer = subprocess.run([found, "-version"], capture_output=True, text=True, timeout=60)
+    match = _VERSION.search(answer.stderr)
+    if match is None:
+        raise JavaMissing(f"{found} -version says no version: {(answer.stderr or answer.stdout).strip()!r}")
+    if int(match[1]) < OLDEST:
+        raise JavaMissing(f"{found} is Java {match[1]}, and Spark needs {OLDEST} or later; set JAVA_HOME")
+    return Path(found)

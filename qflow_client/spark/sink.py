@@ -1,0 +1,249 @@
+"""Writing: one producer for each task, and all of it confirmed before the task says that it is done."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+from pyspark import TaskContext
+from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
+
+from qflow_client.errors import ConfirmTimeout
+from qflow_client.message import Message
+from qflow_client.protocol import REPUBLISHED
+from qflow_client.receipt import Receipt
+from qflow_client.settings import ProducerSettings
+from qflow_client.spark.columns import RowError, Rows
+from qflow_client.spark.options import SinkOptions, named
+from qflow_client.sync import Producer
+
+__all__ = ["StreamWriter", "Summary", "TaskReport", "Writer"]
+
+logger = logging.getLogger(__name__)
+
+# The local properties in which Spark tells the tasks of a streaming query what they belong to.
+_QUERY_ID = "sql.streaming.queryId"
+_BATCH_ID = "streaming.sql.batchId"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """Which task it is.
+
+    Attributes:
+        job: the id of the job; of a streaming query, its id, which stays through restarts.
+        batch: the id of the batch; ``None`` outside of streaming queries.
+        partition: of the task.
+        attempt: 0 for the first.
+    """
+
+    job: str
+    batch: int | None = None
+    partition: int = 0
+    attempt: int = 0
+
+    def __str__(self) -> str:
+        """What message ids by position begin with, and the same whichever attempt it is."""
+        batch = "" if self.batch is None else f"{self.batch}-"
+        return f"{self.job}-{batch}{self.partition}"
+
+
+@dataclass(frozen=True, slots=True)
+class TaskReport(WriterCommitMessage):
+    """What one task sent, all of it confirmed, and how it was held meanwhile.
+
+    Attributes:
+        task: which.
+        rows: messages sent.
+        bytes: of their bodies.
+        seconds: from the first row to the last confirm.
+        times_flowed: how often its producer became flowed.
+        seconds_flowed: seconds held, by hold kind.
+    """
+
+    task: Task
+    rows: int
+    bytes: int
+    seconds: float
+    times_flowed: int
+    seconds_flowed: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What a job, or one batch of a streaming query, sent; all of it is confirmed.
+
+    Attributes:
+        job: its id.
+        batch: the id of the batch; ``None`` outside of streaming queries.
+        tasks: how many sent something or nothing.
+        retried: those of them that were not the first attempt.
+        rows: messages.
+        bytes: of their bodies.
+        seconds: of the task that took longest.
+        times_flowed: how often the tasks' producers became flowed.
+        seconds_flowed: seconds held, by hold kind, of all tasks together.
+    """
+
+    job: str
+    batch: int | None = None
+    tasks: int = 0
+    retried: int = 0
+    rows: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    times_flowed: int = 0
+    seconds_flowed: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, job: str, batch: int | None, reports: Iterable[TaskReport]) -> Summary:
+        """Add up what the tasks say."""
+        reports = list(reports)
+        held: Counter[str] = Counter()
+        for report in reports:
+            held.update(report.seconds_flowed)
+        return cls(
+            job=reports[0].task.job if reports else job,
+            batch=batch,
+            tasks=len(reports),
+            retried=sum(report.task.attempt > 0 for report in reports),
+            rows=sum(report.rows for report in reports),
+            bytes=sum(report.bytes for report in reports),
+            seconds=max((report.seconds for report in reports), default=0.0),
+            times_flowed=sum(report.times_flowed for report in reports),
+            seconds_flowed=dict(held),
+        )
+
+    def __str__(self) -> str:
+        batch = "" if self.batch is None else f", batch {self.batch}"
+        held = ", ".join(f"{seconds:.3g} s by {kind}" for kind, seconds in self.seconds_flowed.items()) or "not at all"
+        return (
+            f"job {self.job}{batch}: {self.rows} messages of {self.bytes} bytes confirmed, by {self.tasks} tasks "
+            f"({self.retried} of them not at the first attempt) within {self.seconds:.3g} s; held {held}"
+        )
+
+
+class _Sink:
+    """What both writers do; made on the driver, and sent to the tasks."""
+
+    def __init__(self, options: SinkOptions, rows: Rows) -> None:
+        self._options = options
+        self._rows = rows
+        self._job = options.job_id or uuid.uuid4().hex
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskReport:
+        context = TaskContext.get()
+        assert context is not None, "Spark runs this in a task"
+        query, batch = context.getLocalProperty(_QUERY_ID), context.getLocalProperty(_BATCH_ID)
+        task = Task(
+            job=self._job if query is None else self._options.job_id or query,
+            batch=None if query is None else int(batch or 0),
+            partition=context.partitionId(),
+            attempt=context.attemptNumber(),
+        )
+        return write_task(self._options, self._rows, iterator, task)
+
+    def _summarize(self, batch: int | None, messages: Sequence[WriterCommitMessage | None]) -> None:
+        reports = [message for message in messages if isinstance(message, TaskReport)]
+        summary = Summary.of(self._job, batch, reports)
+        long = self._options.producer.flow_control_wait_notify_period
+        level = logging.WARNING if any(held >= long for held in summary.seconds_flowed.values()) else logging.INFO
+        logger.log(level, "%s", summary)
+        if self._options.summary_path is not None:
+            with Path(self._options.summary_path).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(summary)) + "\n")
+
+    def _aborted(self, messages: Sequence[WriterCommitMessage | None]) -> None:
+        reports = [message for message in messages if isinstance(message, TaskReport)]
+        logger.error(
+            "job %s failed: %d of its tasks had sent %d messages, which stay in the broker; of the others some may be "
+            "there too",
+            self._job,
+            len(reports),
+            sum(report.rows for report in reports),
+        )
+
+
+class Writer(_Sink, DataSourceArrowWriter):
+    """Writes a DataFrame."""
+
+    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        self._summarize(None, messages)
+
+    def abort(self, messages: list[WriterCommitMessage | None]) -> None:
+        self._aborted(messages)
+
+
+class StreamWriter(_Sink, DataSourceStreamArrowWriter):
+    """Writes the batches of a streaming query."""
+
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
+        self._summarize(batchId, messages)
+
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
+        self._aborted(messages)
+
+
+def write_task(options: SinkOptions, rows: Rows, batches: Iterable[pa.RecordBatch], task: Task) -> TaskReport:
+    """Send the rows of one task, and wait until all of them are confirmed.
+
+    Args:
+        options: of the job.
+        rows: makes messages of the rows.
+        batches: the rows.
+        task: which it is. What a later attempt sends may be a second copy, and says so in a header.
+
+    Raises:
+        FlowControlTimeout: a row had to wait too long; it was not sent, and nothing after it was.
+        ConfirmTimeout: all is sent, and confirms have failed to come for too long.
+        DeliveryError, UndeliveredMessages: messages were returned, nacked or rejected, or the connection was lost.
+        RowError: a row that AMQP cannot carry.
+    """
+    settings = named(options.producer, f"task {task}.{task.attempt}")
+    mark = REPUBLISHED if task.attempt else None
+    id_prefix = f"{task}-" if options.message_id == "position" else None
+    count = size = 0
+    begin = time.monotonic()
+    with Producer(settings=settings) as producer:
+        send = producer.send
+        for batch in batches:
+            first: Receipt | None = None
+            try:
+                for payload, exchange, routing_key in rows.messages(batch, count, id_prefix, mark):
+                    receipt = send(payload, exchange=exchange, routing_key=routing_key)
+                    first = first or receipt
+                    count += 1
+                    size += len(payload.body if isinstance(payload, Message) else payload)
+            except (TypeError, ValueError) as error:
+                raise RowError(f"partition {task.partition}, row {count}: {error}") from error
+            # What the broker refuses, it mostly refuses all of: not to be found out after the last row.
+            if first is not None and (refused := first.error()) is not None:
+                raise refused
+        flush(producer, settings)
+        state = producer.flow_state
+    return TaskReport(task, count, size, time.monotonic() - begin, state.times_flowed, dict(state.seconds_flowed))
+
+
+def flush(producer: Producer, settings: ProducerSettings) -> None:
+    """Wait for the last confirms as `send` waits for its turn: as long as there is progress.
+
+    Raises:
+        ConfirmTimeout: none came for `max_producer_flow_control_wait`.
+        UndeliveredMessages: messages were not delivered.
+    """
+    unsettled = producer.unsettled
+    while True:
+        try:
+            producer.flush(settings.max_producer_flow_control_wait)
+            return
+        except ConfirmTimeout as error:
+            if error.unsettled >= unsettled:
+                raise
+            unsettled = error.unsettled

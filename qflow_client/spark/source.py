@@ -1,0 +1,200 @@
+"""Reading: the driver takes messages from a queue into a spool, and the tasks read their parts of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+from pyspark.sql.datasource import DataSourceReader, InputPartition
+from pyspark.sql.types import (
+    BinaryType,
+    BooleanType,
+    DataType,
+    IntegerType,
+    LongType,
+    MapType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+from qflow_client.errors import SettingsError
+from qflow_client.settings import ProducerSettings
+from qflow_client.spark.columns import SchemaError
+from qflow_client.spark.intake import COLUMNS, connect, drain
+from qflow_client.spark.options import Option, one_of, producer_options, read, text_of, whole
+from qflow_client.spark.spool import Piece, Spool, inline, read_piece
+
+__all__ = ["MOST_UNACKED", "SCHEMA", "Part", "Reader", "SourceOptions", "check_schema", "part_of", "ranges", "rows_of"]
+
+#: The most messages that can be on their way: AMQP's prefetch count has 16 bits.
+MOST_UNACKED = 65_535
+
+_TYPES: dict[pa.DataType, DataType] = {
+    pa.binary(): BinaryType(),
+    pa.bool_(): BooleanType(),
+    pa.int32(): IntegerType(),
+    pa.int64(): LongType(),
+    pa.string(): StringType(),
+    pa.timestamp("us", tz="UTC"): TimestampType(),
+    pa.map_(pa.string(), pa.string()): MapType(StringType(), StringType()),
+}
+
+#: The columns of a message.
+SCHEMA = StructType([StructField(field.name, _TYPES[field.type]) for field in COLUMNS])
+
+
+def check_schema(schema: StructType) -> None:
+    """Refuse a schema that a user has given and that messages do not have.
+
+    Raises:
+        SchemaError: a column that does not exist, or of another type.
+    """
+    known = {field.name: field.dataType for field in SCHEMA}
+    for field in schema:
+        if field.name not in known:
+            raise SchemaError(f"a message has no column {field.name}; there are {', '.join(known)}")
+        allowed = (BinaryType(), StringType()) if field.name == "body" else (known[field.name],)
+        if field.dataType not in allowed:
+            words = " or ".join(each.simpleString() for each in allowed)
+            raise SchemaError(f"column {field.name} is {words}, not {field.dataType.simpleString()}")
+
+
+_SOURCE = {
+    "queue": text_of("the name of a queue", 255),
+    "spoolPath": text_of("the path of a folder on the driver"),
+    "maxMessages": whole("messages"),
+    "maxMessagesPerTrigger": whole("messages", MOST_UNACKED),
+    "numPartitions": whole("partitions"),
+    "sharedSpool": one_of("true", "false"),
+}
+_BATCH_ONLY, _STREAM_ONLY = "maxMessages", "maxMessagesPerTrigger"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceOptions:
+    """What a job that reads was told.
+
+    Attributes:
+        urls: of the brokers to try.
+        connect_timeout: seconds that each may take.
+        queue: its name.
+        spool_path: the folder of the spool.
+        most: the most messages, in all or of a batch; ``None`` for no limit.
+        partitions: how many tasks read a batch.
+        shared: whether tasks can read the files of the spool.
+    """
+
+    urls: tuple[str, ...]
+    connect_timeout: float
+    queue: str
+    spool_path: str
+    most: int | None
+    partitions: int
+    shared: bool
+
+    @classmethod
+    def load(cls, given: Mapping[str, str], *, streaming: bool, slots: int | None, local: bool) -> SourceOptions:
+        """Read a job's options, on the driver.
+
+        Args:
+            given: as Spark has them.
+            streaming: whether it is a stream.
+            slots: tasks that run at once; ``None`` if it is not known.
+            local: whether the tasks run on the driver's machine.
+
+        Raises:
+            SettingsError: an option that does not exist or is missing, or a value that is not allowed.
+        """
+        ours = {name: producer_options()[name] for name in ("url", "connectTimeout")}
+        left_out = _BATCH_ONLY if streaming else _STREAM_ONLY
+        known: dict[str, Option] = ours | {name: option for name, option in _SOURCE.items() if name != left_out}
+        values = read(given, known)
+        for name in ("queue", "spoolPath"):
+            if name not in values:
+                raise SettingsError(f"the option {name} is missing: it must be {_SOURCE[name].allowed}")
+        settings = ProducerSettings.load(
+            values.get("url"),
+            **({"connect_timeout": values["connectTimeout"]} if "connectTimeout" in values else {}),
+        )
+        return cls(
+            urls=settings.urls,
+            connect_timeout=settings.connect_timeout,
+            queue=values["queue"],
+            spool_path=values["spoolPath"],
+            most=values.get(_STREAM_ONLY if streaming else _BATCH_ONLY, 10_000 if streaming else None),
+            partitions=values.get("numPartitions", slots or 1),
+            shared=values["sharedSpool"] == "true" if "sharedSpool" in values else local,
+        )
+
+    def spool(self, kind: str) -> Spool:
+        """The spool, not entered yet.
+
+        Args:
+            kind: ``"batch"`` or ``"stream"``; a spool of the one cannot be used for the other.
+        """
+        return Spool(self.spool_path, {"kind": kind, "queue": self.queue})
+
+
+class Part(InputPartition):
+    """What one task reads."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        super().__init__(None)
+        self.pieces = tuple(pieces)
+
+
+def part_of(pieces: list[Piece], shared: bool) -> Part:
+    """What one task reads, with the rows in it if it could not read the files."""
+    return Part(pieces if shared else [inline(piece) for piece in pieces])
+
+
+def ranges(start: int, end: int, count: int) -> Iterator[tuple[int, int]]:
+    """Split offsets into ranges of nearly the same size; none of them is empty."""
+    count = min(count, end - start)
+    for at in range(count):
+        yield start + (end - start) * at // count, start + (end - start) * (at + 1) // count
+
+
+def rows_of(part: InputPartition, schema: StructType) -> Iterator[pa.RecordBatch]:
+    """The rows that a task reads, in the columns that are asked for."""
+    assert isinstance(part, Part)
+    fields = [
+        pa.field(field.name, pa.string() if isinstance(field.dataType, StringType) else COLUMNS.field(field.name).type)
+        for field in schema
+    ]
+    for piece in part.pieces:
+        rows = read_piece(piece)
+        columns = [
+            rows.column(field.name).cast(field.type) if field.name == "body" else rows.column(field.name)
+            for field in fields
+        ]
+        yield pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
+
+
+class Reader(DataSourceReader):
+    """Reads what a queue holds, once, into a spool; and then what is in the spool, as often as Spark asks."""
+
+    def __init__(self, options: SourceOptions, schema: StructType) -> None:
+        check_schema(schema)
+        self._options = options
+        self._schema = schema
+
+    def partitions(self) -> list[Part]:
+        options = self._options
+        with options.spool("batch") as spool:
+            if not spool.complete:
+                with connect(options.urls, options.connect_timeout) as connection:
+                    drain(connection, options.queue, spool, options.most)
+                spool.finish()
+            parts = [
+                part_of(spool.pieces(start, end), options.shared)
+                for start, end in ranges(spool.begin, spool.end, options.partitions)
+            ]
+        # Spark takes no parts for one that has to be read.
+        return parts or [Part([])]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        return rows_of(partition, self._schema)

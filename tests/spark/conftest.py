@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+try:
+    from pyspark.sql import SparkSession
+
+    from qflow_client.spark import check_java, register
+except ImportError:
+    # Without the extra there is nothing to test; who asked for these tests did not mean that.
+    if os.environ.get("QFLOW_REQUIRE_SPARK") == "1":
+        raise
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    """One session for the whole run: two slots, and tasks are tried twice."""
+    check_java()
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    # The workers import the package that is tested.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    session = (
+        SparkSession.builder.master("local[2,2]")
+        .config("spark.driver.memory", "2g")
+        .config("spark.sql.shuffle.partitions", 2)
+        .config("spark.sql.warehouse.dir", str(tmp_path_factory.mktemp("warehouse")))
+        .config("spark.ui.enabled", False)
+        .config("spark.ui.showConsoleProgress", False)
+        .getOrCreate()
+    )
+    session.sparkContext.setLogLevel("OFF")
+    register(session)
+    yield session
+    session.stop()

@@ -1,0 +1,57 @@
+"""What is said where Java is missing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qflow_client.spark import JavaMissing, check_java
+
+
+def java(folder: Path, says: str) -> Path:
+    """A program that says it is some Java."""
+    program = folder / "bin" / "java"
+    program.parent.mkdir(parents=True)
+    program.write_text(f"#!/bin/sh\necho '{says}' >&2\n")
+    program.chmod(0o755)
+    return program
+
+
+def test_java_home_goes_before_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = java(tmp_path / "first", 'openjdk version "21.0.2" 2024-01-16')
+    second = java(tmp_path / "second", 'openjdk version "17" 2021-09-14')
+    monkeypatch.setenv("PATH", str(second.parent), prepend=os.pathsep)
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    assert check_java() == second
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path / "first"))
+    assert check_java() == first
+
+
+def test_no_java_is_said_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    with pytest.raises(JavaMissing, match="neither JAVA_HOME nor PATH leads to one; install it"):
+        check_java()
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    with pytest.raises(JavaMissing, match="has no bin/java"):
+        check_java()
+
+
+@pytest.mark.parametrize(
+    ("says", "words"),
+    [('java version "1.8.0_392"', "is Java 8, and Spark needs 17"), ("Segmentation fault", "says no version")],
+)
+def test_an_old_java_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, words: str) -> None:
+    java(tmp_path, says)
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    with pytest.raises(JavaMissing, match=words):
+        check_java()
+
+
+def test_the_package_does_not_import_spark() -> None:
+    code = "import qflow_client, sys; sys.exit('pyspark' in sys.modules or 'pyarrow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,113 @@
+"""Sink and source against a real RabbitMQ."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pika
+import pytest
+from pyspark.errors import StreamingQueryException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as sf
+
+from qflow_client import Producer
+from qflow_client.testing.rabbitmq import RabbitMQNode, RabbitMQNotInstalled
+from tests.spark.support import SlowConsumer, eventually, in_background, write
+
+pytestmark = pytest.mark.rabbitmq
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[RabbitMQNode]:
+    try:
+        node = RabbitMQNode()
+    except RabbitMQNotInstalled as missing:
+        if os.environ.get("QFLOW_REQUIRE_BROKERS") == "1":
+            pytest.fail(f"{missing} (QFLOW_REQUIRE_BROKERS=1 forbids to skip)", pytrace=False)
+        pytest.skip(str(missing))
+    with node:
+        yield node
+
+
+@pytest.fixture
+def queue(node: RabbitMQNode, request: pytest.FixtureRequest) -> str:
+    name = f"qflow-{request.node.name}"
+    with pika.BlockingConnection(pika.URLParameters(node.url)) as connection:
+        connection.channel().queue_declare(name, durable=True)
+    return name
+
+
+def ready(node: RabbitMQNode, queue: str) -> int:
+    with pika.BlockingConnection(pika.URLParameters(node.url)) as connection:
+        return int(connection.channel().queue_declare(queue, passive=True).method.message_count)
+
+
+@pytest.mark.parametrize("partitions", [2, 8])
+def test_every_row_is_once_in_the_queue_of_a_slow_consumer(
+    spark: SparkSession, node: RabbitMQNode, queue: str, partitions: int
+) -> None:
+    rows = 100_000
+    frame = spark.range(rows, numPartitions=partitions).select(sf.col("id").cast("string").alias("body"))
+    with SlowConsumer(node.url, queue, rate=20_000) as consumer:
+        write(frame, node.url, routingKey=queue, capacity=2000)
+        consumer.wait_for(rows)
+    assert sorted(map(int, consumer.bodies)) == list(range(rows))
+    assert ready(node, queue) == 0
+
+
+def test_a_memory_alarm_holds_the_job_and_is_summed_up(
+    spark: SparkSession, node: RabbitMQNode, queue: str, tmp_path: Path
+) -> None:
+    frame = spark.range(5000, numPartitions=2).select(sf.col("id").cast("string").alias("body"))
+    node.raise_memory_alarm()
+    try:
+        job = in_background(write, frame, node.url, routingKey=queue, summaryPath=tmp_path / "summary")
+        # RabbitMQ says that it is blocked to who has published.
+        eventually(lambda: "blocked" in node.ctl("list_connections", "state"), timeout=60)
+        assert not job.done()
+    finally:
+        node.clear_memory_alarm()
+    job.result(60)
+    summary = json.loads((tmp_path / "summary").read_text())
+    assert summary["seconds_flowed"]["connection_blocked"] > 0
+    assert ready(node, queue) == 5000
+
+
+def test_a_queue_is_drained_into_a_frame(spark: SparkSession, node: RabbitMQNode, queue: str, tmp_path: Path) -> None:
+    frame = spark.range(20_000, numPartitions=2).select(sf.col("id").cast("string").alias("body"))
+    write(frame, node.url, routingKey=queue)
+    options = {"url": node.url, "queue": queue, "spoolPath": str(tmp_path / "spool")}
+    found = spark.read.format("amqp").options(**options).load()
+    assert sorted(int(row.body) for row in found.collect()) == list(range(20_000))
+    assert ready(node, queue) == 0
+
+
+def test_a_broker_that_dies_under_a_streaming_query_costs_no_message(
+    spark: SparkSession, node: RabbitMQNode, queue: str, tmp_path: Path
+) -> None:
+    def stream() -> DataFrame:
+        options = {"url": node.url, "queue": queue, "spoolPath": str(tmp_path / "spool"), "maxMessagesPerTrigger": 500}
+        return spark.readStream.format("amqp").options(**options).load()
+
+    def start(frame: DataFrame, **trigger: object):
+        writer = frame.selectExpr("cast(body as string) body", "message_id").writeStream.format("parquet")
+        writer = writer.option("path", str(tmp_path / "out")).option("checkpointLocation", str(tmp_path / "checkpoint"))
+        return writer.trigger(**trigger).start()
+
+    with Producer(node.url, routing_key=queue) as producer:
+        for number in range(4000):
+            producer.send(str(number))
+    query = start(stream(), processingTime="0 seconds")
+    eventually(lambda: len(list((tmp_path / "checkpoint" / "commits").glob("[0-9]*"))) >= 2, timeout=60)
+    node.kill()
+    with pytest.raises(StreamingQueryException, match="ConnectionFailed"):
+        query.awaitTermination(60)
+    node.start()
+    start(stream(), availableNow=True).awaitTermination(100)
+    rows = [(int(row.body), row.message_id) for row in spark.read.parquet(str(tmp_path / "out")).collect()]
+    # A repeat, if there is one, has the message id of the first.
+    assert sorted(number for number, _ in set(rows)) == list(range(4000))
+    assert ready(node, queue) == 0

@@ -1,0 +1,71 @@
+"""How many tasks a job's capacity is divided by."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pyspark.errors import AnalysisException
+from pyspark.sql import SparkSession
+
+from qflow_client.errors import SettingsError
+from qflow_client.spark import register
+from qflow_client.spark.datasource import AmqpDataSource
+
+
+class Session:
+    """A session that says so much of itself, and keeps what is registered."""
+
+    def __init__(self, slots: int | None, **conf: str) -> None:
+        names = {name.replace("_", "."): value for name, value in conf.items()}
+        self.conf = SimpleNamespace(get=lambda name, default=None: names.get(name, default))
+        self.dataSource = self
+        self.registered: Any = None
+        if slots is not None:
+            profiles = SimpleNamespace(defaultResourceProfile=lambda: None)
+            jvm = SimpleNamespace(resourceProfileManager=lambda: profiles, maxNumConcurrentTasks=lambda profile: slots)
+            self.sparkContext = SimpleNamespace(_jsc=SimpleNamespace(sc=lambda: jvm), getConf=lambda: self.conf)
+
+    def register(self, source: type[AmqpDataSource]) -> None:
+        self.registered = source
+
+
+@pytest.mark.parametrize(
+    ("slots", "conf", "known"),
+    [
+        (2, {"spark_master": "local[2]"}, 2),
+        (0, {}, None),
+        (None, {}, None),
+        (3, {"spark_executor_instances": "5", "spark_executor_cores": "4", "spark_task_cpus": "2"}, 10),
+        (12, {"spark_executor_instances": "5"}, 12),
+        (4, {"spark_dynamicAllocation_enabled": "true"}, None),
+        (4, {"spark_dynamicAllocation_enabled": "true", "spark_dynamicAllocation_maxExecutors": "9"}, 9),
+    ],
+)
+def test_the_slots_of_a_session_are_those_it_has_or_may_get(slots: int | None, conf: Any, known: int | None) -> None:
+    session = Session(slots, **conf)
+    register(session)
+    assert session.registered.max_concurrent_tasks == known
+    assert session.registered.is_local == ("spark_master" in conf)
+    register(session, max_concurrent_tasks=7)
+    assert session.registered.max_concurrent_tasks == 7
+
+
+def test_a_number_of_tasks_that_is_none_is_refused(spark: SparkSession) -> None:
+    with pytest.raises(SettingsError, match="max_concurrent_tasks=0: it must be at least 1"):
+        register(spark, max_concurrent_tasks=0)
+
+
+def test_a_job_that_cannot_know_its_share_is_refused() -> None:
+    session = Session(None)
+    register(session)
+    source = session.registered({})
+    with pytest.raises(SettingsError, match=r"capacity is the whole job's, and .* set maxConcurrentTasks"):
+        source.writer("body string", False)
+
+
+def test_an_option_says_how_many_tasks_there_are(spark: SparkSession) -> None:
+    frame = spark.range(1).selectExpr("cast(id as string) as body")
+    with pytest.raises(AnalysisException, match="capacity=1000: it is the whole job's, and 1001 tasks run at once"):
+        frame.write.format("amqp").options(capacity=1000, maxConcurrentTasks=1001).mode("append").save()

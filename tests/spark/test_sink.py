@@ -1,0 +1,281 @@
+"""``df.write.format("amqp")``."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from pyspark.errors import AnalysisException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as sf
+
+from qflow_client.broker import Broker
+from tests.spark.support import SlowConsumer, bodies, eventually, failing, headers_of, in_background, write
+
+
+@pytest.fixture
+def broker() -> Iterator[Broker]:
+    with Broker() as broker:
+        broker.declare_queue("rows")
+        yield broker
+
+
+def numbers(spark: SparkSession, count: int, partitions: int = 2) -> DataFrame:
+    return spark.range(count, numPartitions=partitions).select(sf.col("id").cast("string").alias("body"))
+
+
+def test_every_row_is_in_the_queue_and_confirmed_when_the_write_returns(spark: SparkSession, broker: Broker) -> None:
+    write(numbers(spark, 10_000, 4), broker.url, routingKey="rows")
+    assert sorted(map(int, bodies(broker, "rows"))) == list(range(10_000))
+    assert broker.connections() == ()
+
+
+def test_a_write_waits_for_the_last_confirm(spark: SparkSession, broker: Broker) -> None:
+    broker.withhold_confirms()
+    done = in_background(write, numbers(spark, 10), broker.url, routingKey="rows")
+    broker.wait_until(lambda b: b.queue("rows").depth == 10, timeout=60)
+    assert not done.done()
+    broker.release_confirms()
+    done.result(60)
+
+
+def test_columns_become_properties_by_their_names(spark: SparkSession, broker: Broker) -> None:
+    at = datetime(2026, 11, 21, 10, 0, tzinfo=UTC)
+    frame = spark.createDataFrame(
+        [(bytearray(b"\x00\xff"), "rows", "", {"a": 1}, "m-1", "text/plain", 60_000, 7, "c-1", at, 1)],
+        "body binary, routing_key string, exchange string, headers map<string,int>, message_id string, "
+        "content_type string, expiration long, priority int, correlation_id string, timestamp timestamp, "
+        "delivery_mode int",
+    )
+    write(frame, broker.url)
+    (message,) = broker.messages("rows")
+    properties = message.properties
+    assert message.body == b"\x00\xff"
+    assert (properties.message_id, properties.content_type, properties.expiration) == ("m-1", "text/plain", "60000")
+    assert (properties.priority, properties.correlation_id, properties.delivery_mode) == (7, "c-1", 1)
+    assert properties.headers == {"a": 1}
+    assert properties.timestamp == at
+
+
+def test_what_is_null_is_left_out(spark: SparkSession, broker: Broker) -> None:
+    frame = spark.createDataFrame(
+        [("a", None, None, None, None)],
+        "body string, routing_key string, headers map<string,string>, delivery_mode int, message_id string",
+    )
+    write(frame, broker.url, routingKey="rows")
+    (message,) = broker.messages("rows")
+    assert message.properties.headers is None
+    assert message.properties.delivery_mode == 2
+    assert message.properties.message_id
+
+
+def test_a_struct_gives_headers_of_different_types(spark: SparkSession, broker: Broker) -> None:
+    frame = numbers(spark, 1).withColumn(
+        "headers", sf.struct(sf.lit(1).alias("n"), sf.lit("x").alias("s"), sf.lit(0.5).alias("d"))
+    )
+    write(frame, broker.url, routingKey="rows")
+    assert broker.messages("rows")[0].properties.headers == {"n": 1, "s": "x", "d": 0.5}
+
+
+def test_body_format_json_puts_all_other_columns_into_the_body(spark: SparkSession, broker: Broker) -> None:
+    frame = spark.sql(
+        """select 'rows' as routing_key, 1 as n, 'é' as s, cast(null as string) as nothing, 2.5D as d,
+        cast('NaN' as double) as nan, cast(1.10 as decimal(5,2)) as price, date'2026-11-21' as day, x'00ff' as raw,
+        array(1, null) as list, map('k', date'2026-01-01') as map, struct(1 as a, cast(null as int) as b) as nested,
+        true as flag, timestamp_ntz'2026-11-21 10:00:00' as at"""
+    )
+    write(frame, broker.url, bodyFormat="json")
+    (message,) = broker.messages("rows")
+    assert message.properties.content_type == "application/json"
+    assert json.loads(message.body) == {
+        "n": 1,
+        "s": "é",
+        "d": 2.5,
+        "nan": "NaN",
+        "price": "1.10",
+        "day": "2026-11-21",
+        "raw": "AP8=",
+        "list": [1, None],
+        "map": {"k": "2026-01-01"},
+        "nested": {"a": 1},
+        "flag": True,
+        "at": "2026-11-21T10:00:00",
+    }
+
+
+@pytest.mark.parametrize(
+    ("schema", "options", "words"),
+    [
+        ("body int", {}, "column body is int; it must be binary or string"),
+        ("text string", {}, r"column text \(string\) is neither body nor routing, nor a property of AMQP"),
+        ("priority int", {}, "there is no column body"),
+        ("body string, priority string", {}, "column priority is string; it must be a whole number"),
+        ("body string, headers map<int,string>", {}, "its keys must be string"),
+        ("body string, headers map<string,array<int>>", {}, "its values must be string, binary"),
+        ("body string, headers string", {}, "column headers is string; it must be a map from string, or a struct"),
+        ("body string, message_id string", {"messageId": "hash"}, "there is a column message_id: drop one"),
+        ("day interval day to second", {"bodyFormat": "json"}, "which JSON does not have"),
+        ("priority int", {"bodyFormat": "json"}, "none is left for the body"),
+        ("body string", {"capcity": "10"}, "there is no option 'capcity'; there are bodyFormat, capacity,"),
+        ("body string", {"capacity": "x"}, "capacity='x': it must be a whole number of messages, at least 1"),
+        ("body string", {"capacity": "0"}, "capacity='0'|capacity=0: it must be"),
+        ("body string", {"capacity": "1"}, "whole job's, and 2 tasks run at once; it must be at least 2, or set"),
+        ("body string", {"capacityBytes": "1"}, "capacityBytes=1: it is the whole job's, and 2 tasks run at once"),
+        ("body string", {"capacity": "10", "capacityPerTask": "5"}, "set one"),
+        ("body string", {"confirms": "false"}, "leave confirms on"),
+        ("body string", {"whenFlowed": "raise"}, "leave whenFlowed at 'block'"),
+        ("body string", {"maxProducerFlowControlWait": "0"}, "maxProducerFlowControlWait above 0"),
+        ("body string", {"messageId": "random"}, "messageId='random': it must be 'column' or 'hash'"),
+        ("body string", {"url": "http://localhost"}, "it must be an amqp:// or amqps:// URL"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_planning(
+    spark: SparkSession, schema: str, options: dict[str, str], words: str
+) -> None:
+    # No broker: nothing is connected to before all of this is right.
+    given = {"url": "amqp://guest:secret@127.0.0.1:1/"} | options
+    with pytest.raises(AnalysisException, match=words) as caught:
+        write(spark.createDataFrame([], schema), **given)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_queue_cannot_be_overwritten(spark: SparkSession) -> None:
+    with pytest.raises(AnalysisException, match=r'use mode\("append"\)'):
+        numbers(spark, 1).write.format("amqp").mode("overwrite").save()
+
+
+def test_a_row_that_cannot_be_sent_fails_the_job_and_is_named(spark: SparkSession, broker: Broker) -> None:
+    frame = numbers(spark, 20, 1).withColumn("priority", sf.when(sf.col("body") == "13", 999).otherwise(1))
+    with pytest.raises(Exception, match="partition 0, row 13: priority must be from 0 to 255, not 999"):
+        write(frame, broker.url, routingKey="rows")
+    frame = numbers(spark, 20, 1).select(sf.when(sf.col("body") != "13", sf.col("body")).alias("body"))
+    with pytest.raises(Exception, match="partition 0, row 13: body is null"):
+        write(frame, broker.url, routingKey="rows")
+
+
+def test_what_no_queue_takes_fails_the_job_after_one_batch_of_rows(spark: SparkSession, broker: Broker) -> None:
+    with pytest.raises(Exception, match=r"returned \(312 NO_ROUTE\)"):
+        write(numbers(spark, 200_000, 1), broker.url, routingKey="nobody", capacity=100)
+    assert broker.connections() == ()
+
+
+@pytest.mark.parametrize("partitions", [2, 8])
+def test_C6_a_job_never_overshoots_by_more_than_its_capacity(spark: SparkSession, partitions: int) -> None:
+    rows, stop, capacity = 300_000, 5000, 2000
+    with Broker() as broker:
+        broker.declare_queue("rows", arguments={"qpid.flow_stop_count": stop, "qpid.flow_resume_count": 3500})
+        with SlowConsumer(broker.url, "rows", rate=25_000) as consumer:
+            write(numbers(spark, rows, partitions), broker.url, routingKey="rows", capacity=capacity)
+            consumer.wait_for(rows)
+        queue = broker.queue("rows")
+    assert stop < queue.peak_depth <= stop + capacity
+    assert queue.flow_stopped_count > 1
+    assert sorted(map(int, consumer.bodies)) == list(range(rows))
+
+
+def test_C6_the_worst_case_is_the_capacity_of_the_job_whatever_runs(spark: SparkSession) -> None:
+    # Nobody consumes, and only confirms hold the tasks: the job has its whole capacity in the queue, and no more.
+    with Broker(enforcement="completion") as broker:
+        broker.declare_queue("rows", arguments={"qpid.flow_stop_count": 100, "qpid.flow_resume_count": 70})
+        job = in_background(
+            write,
+            numbers(spark, 1000, 8),
+            broker.url,
+            routingKey="rows",
+            capacity=50,
+            maxProducerFlowControlWait=600,
+        )
+        broker.wait_until(lambda b: b.queue("rows").depth == 150, timeout=60)
+        assert [channel.unconfirmed for channel in broker.producers()] == [25, 25]
+        spark.sparkContext.cancelAllJobs()
+        with pytest.raises(Exception, match="cancelled"):
+            job.result(60)
+        eventually(lambda: not broker.connections())
+        assert broker.queue("rows").peak_depth == 150
+
+
+def test_a_task_that_waits_too_long_fails_with_FlowControlTimeout(spark: SparkSession) -> None:
+    with Broker() as broker:
+        broker.declare_queue("rows", arguments={"qpid.flow_stop_count": 10, "qpid.flow_resume_count": 5})
+        with pytest.raises(Exception, match=r"FlowControlTimeout: the message was not sent within 0\.2.* is flowed: "):
+            write(numbers(spark, 1000, 1), broker.url, routingKey="rows", maxProducerFlowControlWait=0.2, capacity=20)
+
+
+def test_spark_tries_again_and_only_marked_messages_are_there_twice(
+    spark: SparkSession, broker: Broker, tmp_path: Path
+) -> None:
+    # Long ones, because what is short waits in Spark's buffers.
+    frame = numbers(spark, 4000, 2).select(sf.rpad("body", 2000, " ").alias("body"))
+    # In the middle of the second partition, with some of it in the queue.
+    frame = frame.mapInArrow(failing(tmp_path, broker.url, 3000, 2001), "body string")
+    spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", 100)
+    try:
+        write(frame, broker.url, routingKey="rows", messageId="position", summaryPath=tmp_path / "summary")
+    finally:
+        spark.conf.unset("spark.sql.execution.arrow.maxRecordsPerBatch")
+
+    messages = broker.messages("rows")
+    copies = Counter(int(message.body) for message in messages)
+    assert sorted(copies) == list(range(4000))
+    assert 0 < sum(copies.values()) - 4000 <= 1000
+    seen: set[object] = set()
+    for message in messages:
+        name = message.properties.message_id
+        # Whatever came a second time says so, and by its message id it can be told.
+        assert name not in seen or headers_of(message.properties).get("x-qflow-republished") is True
+        seen.add(name)
+    assert len(seen) == 4000
+    (summary,) = map(json.loads, (tmp_path / "summary").read_text().splitlines())
+    assert (summary["rows"], summary["tasks"], summary["retried"]) == (4000, 2, 1)
+
+
+def test_equal_rows_have_equal_ids_by_hash_and_others_do_not(spark: SparkSession, broker: Broker) -> None:
+    frame = spark.createDataFrame(
+        [("a", "1"), ("a", "2"), ("a", "1"), ("b", None)], "body string, correlation_id string"
+    ).withColumn("headers", sf.create_map(sf.lit("k"), sf.col("correlation_id")))
+    for _ in range(2):
+        write(frame, broker.url, routingKey="rows", messageId="hash")
+    ids = Counter(message.properties.message_id for message in broker.messages("rows"))
+    assert sorted(ids.values()) == [2, 2, 4]
+
+
+def test_the_same_job_id_gives_the_same_ids_by_position(spark: SparkSession, broker: Broker) -> None:
+    for _ in range(2):
+        write(numbers(spark, 10, 2), broker.url, routingKey="rows", messageId="position", jobId="nightly-1")
+    by_body: dict[bytes, set[object]] = {}
+    for message in broker.messages("rows"):
+        by_body.setdefault(message.body, set()).add(message.properties.message_id)
+    assert {len(ids) for ids in by_body.values()} == {1}
+    assert set.union(*by_body.values()) == {f"nightly-1-{partition}-{row}" for partition in (0, 1) for row in range(5)}
+
+
+def test_the_driver_sums_up_what_the_tasks_say(spark: SparkSession, tmp_path: Path) -> None:
+    with Broker() as broker:
+        broker.declare_queue("rows")
+        broker.flow(False)
+        done = in_background(
+            write, numbers(spark, 100), broker.url, routingKey="rows", summaryPath=tmp_path / "s", jobId="held"
+        )
+        broker.wait_until(lambda b: len(b.producers()) == 2 and all(c.flowed for c in b.producers()), timeout=60)
+        broker.flow(True)
+        done.result(60)
+    (summary,) = map(json.loads, (tmp_path / "s").read_text().splitlines())
+    assert summary["job"] == "held"
+    assert (summary["rows"], summary["bytes"], summary["tasks"]) == (100, 190, 2)
+    assert summary["times_flowed"] >= 2
+    assert summary["seconds_flowed"]["channel_flow"] > 0
+
+
+def test_tasks_connect_by_a_name_that_tells_them_apart(spark: SparkSession, broker: Broker) -> None:
+    broker.withhold_confirms()
+    done = in_background(write, numbers(spark, 10), broker.url, routingKey="rows", name="nightly", jobId="j")
+    broker.wait_until(lambda b: b.queue("rows").depth == 10, timeout=60)
+    names = {str(connection.client_properties.get("connection_name")) for connection in broker.connections()}
+    broker.release_confirms()
+    done.result(60)
+    assert names == {"nightly task j-0.0", "nightly task j-1.0"}
+    eventually(lambda: not broker.connections())

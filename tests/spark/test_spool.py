@@ -1,0 +1,177 @@
+"""What stands between a queue and Spark: the spool, and what fills it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qflow_client import Message, Producer
+from qflow_client.broker import Broker
+from qflow_client.errors import ConnectionFailed
+from qflow_client.spark.intake import Intake, connect
+from qflow_client.spark.spool import Spool, SpoolError, inline, read_piece
+
+HOLDS = {"queue": "rows"}
+
+
+@pytest.fixture
+def broker() -> Iterator[Broker]:
+    with Broker() as broker:
+        broker.declare_queue("rows")
+        yield broker
+
+
+def take(broker: Broker, spool: Spool, count: int, *, before: int = 0) -> None:
+    """Have so many messages delivered, and spooled unless they are known again; then acknowledge some, and go."""
+    connection = connect([broker.url], 10)
+    try:
+        intake = Intake(connection, "rows", spool, 1000)
+        receive(intake, count)
+        intake.flush()
+        intake.acknowledge(before)
+    finally:
+        connection.close()
+
+
+def receive(intake: Intake, count: int) -> None:
+    """Have so many messages delivered."""
+    deadline = time.monotonic() + 30
+    while intake.received < count:
+        assert time.monotonic() < deadline
+        intake.run_once(0.1)
+
+
+def rows(spool: Spool) -> list[dict[str, Any]]:
+    return [row for piece in spool.pieces(spool.begin, spool.end) for row in read_piece(piece).to_pylist()]
+
+
+def send(broker: Broker, *messages: Message, ids: bool = False) -> None:
+    with Producer(broker.url, routing_key="rows", message_ids=ids) as producer:
+        for message in messages:
+            producer.send(message)
+
+
+def test_what_is_in_a_spool_is_there_when_it_is_opened_again(broker: Broker, tmp_path: Path) -> None:
+    send(broker, *[Message(str(number)) for number in range(10)])
+    with Spool(tmp_path, HOLDS) as spool:
+        take(broker, spool, 10, before=10)
+        assert (spool.begin, spool.end, spool.acknowledged) == (0, 10, 10)
+    # As a crash in the middle of a write leaves it.
+    (tmp_path / f"{10:020}-5.arrow.part").write_bytes(b"half of")
+    with Spool(tmp_path, HOLDS) as spool:
+        assert (spool.begin, spool.end, spool.acknowledged) == (0, 10, 10)
+        assert [row["offset"] for row in rows(spool)] == list(range(10))
+        send(broker, Message("10"))
+        take(broker, spool, 1)
+        assert [int(row["body"]) for row in rows(spool)] == list(range(11))
+        # Across two files.
+        pieces = spool.pieces(8, 11)
+        assert [int(row["body"]) for piece in pieces for row in read_piece(piece).to_pylist()] == [8, 9, 10]
+        assert [read_piece(inline(piece)).equals(read_piece(piece)) for piece in pieces] == [True, True]
+        spool.forget(11)
+        assert (spool.begin, spool.end) == (10, 11)
+        with pytest.raises(SpoolError, match="has the offsets from 10 to 11, and those from 8 to 11 are asked for"):
+            spool.pieces(8, 11)
+    with Spool(tmp_path, HOLDS) as spool:
+        assert spool.end == 11
+
+
+def test_a_spool_is_for_one_at_a_time_and_for_one_queue(tmp_path: Path) -> None:
+    with Spool(tmp_path, HOLDS), pytest.raises(SpoolError, match="in use by another query"):
+        Spool(tmp_path, HOLDS).__enter__()
+    with pytest.raises(SpoolError, match="was made for"):
+        Spool(tmp_path, {"queue": "others"}).__enter__()
+    (tmp_path / "file").touch()
+    with pytest.raises(SpoolError, match="cannot be used"):
+        Spool(tmp_path / "file" / "folder", HOLDS).__enter__()
+
+
+@pytest.mark.parametrize("ids", [True, False])
+def test_what_was_spooled_and_not_acknowledged_is_not_spooled_again(broker: Broker, tmp_path: Path, ids: bool) -> None:
+    send(broker, *[Message(f"{number % 3}") for number in range(30)], ids=ids)
+    with Spool(tmp_path, HOLDS) as spool:
+        take(broker, spool, 30, before=10)
+    # Alike, and new.
+    send(broker, *[Message(f"{number % 3}") for number in range(15)], ids=ids)
+    with Spool(tmp_path, HOLDS) as spool:
+        take(broker, spool, 35, before=45)
+        assert [int(row["body"]) for row in rows(spool)] == [*[number % 3 for number in range(30)], *[0, 1, 2] * 5]
+        assert not any(row["redelivered"] for row in rows(spool))
+    assert broker.queue("rows").depth == 0
+
+
+def test_alike_messages_that_were_delivered_and_never_spooled_are_not_lost(broker: Broker, tmp_path: Path) -> None:
+    send(broker, *[Message("alike")] * 5)
+    with Spool(tmp_path, HOLDS) as spool:
+        connection = connect([broker.url], 10)
+        intake = Intake(connection, "rows", spool, 3)
+        receive(intake, 3)
+        intake.flush()
+        connection.close()
+        # All five are marked as delivered before, and only three of them are in the spool.
+        with connect([broker.url], 10) as other:
+            channel = other.channel()
+            for _ in range(5):
+                channel.basic_get("rows")
+        take(broker, spool, 5, before=5)
+        assert len(rows(spool)) == 5
+    assert broker.queue("rows").depth == 0
+
+
+def test_what_may_have_been_acknowledged_is_known_again_by_its_id_only(broker: Broker, tmp_path: Path) -> None:
+    send(broker, Message("a", message_id="m-1"), Message("b"))
+    with Spool(tmp_path, HOLDS) as spool:
+        take(broker, spool, 2)
+        # As if the connection had been lost with the acks in it.
+        spool.mark_acknowledged(2)
+    with Spool(tmp_path, HOLDS) as spool:
+        take(broker, spool, 2, before=3)
+        assert [(row["body"], row["redelivered"]) for row in rows(spool)] == [
+            (b"a", False),
+            (b"b", False),
+            (b"b", True),
+        ]
+    assert broker.queue("rows").depth == 0
+
+
+def test_a_lost_connection_is_said(broker: Broker, tmp_path: Path) -> None:
+    with Spool(tmp_path, HOLDS) as spool:
+        intake = Intake(connect([broker.url], 10), "rows", spool, 10)
+        broker.drop_connections()
+        with pytest.raises(ConnectionFailed, match="consuming queue 'rows' ended"):
+            receive(intake, 1)
+    with pytest.raises(ConnectionFailed, match=r"amqp://guest:\*\*\*@127.0.0.1:1/"):
+        connect(["amqp://guest:secret@127.0.0.1:1/"], 1)
+
+
+def test_the_first_broker_that_answers_is_taken(broker: Broker) -> None:
+    connect(["amqp://127.0.0.1:1/", broker.url], 10).close()
+
+
+def test_a_deleted_queue_is_said(broker: Broker, tmp_path: Path) -> None:
+    with Spool(tmp_path, HOLDS) as spool, connect([broker.url], 10) as connection:
+        intake = Intake(connection, "rows", spool, 10)
+        broker.delete_queue("rows")
+        with pytest.raises(ConnectionFailed, match=r"queue 'rows' ended.*was deleted"):
+            receive(intake, 1)
+
+
+def test_what_is_not_wanted_stays_in_the_queue_whatever_comes_behind_it(broker: Broker, tmp_path: Path) -> None:
+    send(broker, Message("a", message_id="m-1"))
+    with Spool(tmp_path, HOLDS) as spool, connect([broker.url], 10) as other:
+        take(broker, spool, 1)
+        assert other.channel().basic_get("rows")[2] == b"a"
+        send(broker, Message("b"))
+        with connect([broker.url], 10) as connection:
+            intake = Intake(connection, "rows", spool, 10, limit=1)
+            receive(intake, 1)
+            # What is known again comes behind what is not wanted, and is acknowledged alone.
+            other.close()
+            receive(intake, 2)
+            intake.acknowledge(1)
+        assert [row["body"] for row in rows(spool)] == [b"a"]
+    assert [message.body for message in broker.messages("rows")] == [b"b"]

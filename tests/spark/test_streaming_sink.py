@@ -1,0 +1,97 @@
+"""``df.writeStream.format("amqp")``."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.errors import StreamingQueryException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as sf
+
+from qflow_client.broker import Broker
+from tests.spark.support import failing
+
+FILES, ROWS = 3, 2000
+
+
+@pytest.fixture
+def broker() -> Iterator[Broker]:
+    with Broker() as broker:
+        broker.declare_queue("rows")
+        yield broker
+
+
+@pytest.fixture
+def lines(spark: SparkSession, tmp_path: Path) -> DataFrame:
+    """A stream of files, one each batch, whose rows come in the same order each time."""
+    folder = tmp_path / "lines"
+    folder.mkdir()
+    for file in range(FILES):
+        text = "".join(f"{file * ROWS + row}\n" for row in range(ROWS))
+        path = folder / f"{file}.txt"
+        path.write_text(text)
+        # Spark takes the oldest first.
+        os.utime(path, (1_700_000_000 + file,) * 2)
+    stream = spark.readStream.format("text").option("maxFilesPerTrigger", 1).load(str(folder))
+    # Long ones, because what is short waits in Spark's buffers.
+    return stream.select(sf.rpad("value", 2000, " ").alias("body"))
+
+
+def run(frame: DataFrame, broker: Broker, checkpoint: Path, **options: Any) -> None:
+    """Write all that there is, in batches."""
+    query = (
+        frame.writeStream.format("amqp")
+        .options(url=broker.url, routingKey="rows", **{name: str(value) for name, value in options.items()})
+        .option("checkpointLocation", str(checkpoint))
+        .trigger(availableNow=True)
+        .start()
+    )
+    query.awaitTermination()
+
+
+def test_each_batch_is_confirmed_and_summed_up(
+    spark: SparkSession, broker: Broker, lines: DataFrame, tmp_path: Path
+) -> None:
+    run(lines, broker, tmp_path / "checkpoint", summaryPath=tmp_path / "summary", messageId="position")
+    messages = broker.messages("rows")
+    assert sorted(int(message.body) for message in messages) == list(range(FILES * ROWS))
+    summaries = list(map(json.loads, (tmp_path / "summary").read_text().splitlines()))
+    assert [(summary["batch"], summary["rows"]) for summary in summaries] == [(n, ROWS) for n in range(FILES)]
+    (query,) = {summary["job"] for summary in summaries}
+    assert {message.properties.message_id for message in messages} == {
+        f"{query}-{batch}-0-{row}" for batch in range(FILES) for row in range(ROWS)
+    }
+
+
+@pytest.mark.parametrize("message_id", ["position", "hash"])
+def test_a_query_that_failed_goes_on_and_its_repeats_can_be_told_by_their_message_ids(
+    spark: SparkSession, broker: Broker, lines: DataFrame, tmp_path: Path, message_id: str
+) -> None:
+    # In the middle of the second batch, and once more when Spark tries again: that ends the query.
+    frame = lines.mapInArrow(failing(tmp_path, broker.url, ROWS + 1500, ROWS + 100, times=2), "body string")
+    spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", 50)
+    try:
+        with pytest.raises(StreamingQueryException, match="injected 1"):
+            run(frame, broker, tmp_path / "checkpoint", messageId=message_id)
+        assert ROWS + 100 <= broker.queue("rows").depth < FILES * ROWS
+        run(frame, broker, tmp_path / "checkpoint", messageId=message_id)
+    finally:
+        spark.conf.unset("spark.sql.execution.arrow.maxRecordsPerBatch")
+
+    messages = broker.messages("rows")
+    assert len(messages) > FILES * ROWS
+    # What a consumer that drops second copies by message id has got.
+    once = {message.properties.message_id: int(message.body) for message in messages}
+    assert sorted(once.values()) == list(range(FILES * ROWS))
+
+
+def test_a_wrong_column_ends_the_query_by_its_name(
+    spark: SparkSession, broker: Broker, lines: DataFrame, tmp_path: Path
+) -> None:
+    with pytest.raises(StreamingQueryException, match="column text"):
+        run(lines.withColumnRenamed("body", "text"), broker, tmp_path / "checkpoint")

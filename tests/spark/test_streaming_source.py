@@ -1,0 +1,145 @@
+"""``spark.readStream.format("amqp")``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.errors import StreamingQueryException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming import StreamingQuery
+
+from qflow_client import Message, Producer
+from qflow_client.broker import Broker
+from tests.spark.support import eventually
+
+
+@pytest.fixture
+def broker() -> Iterator[Broker]:
+    with Broker() as broker:
+        broker.declare_queue("rows")
+        yield broker
+
+
+def fill(broker: Broker, count: int, first: int = 0, *, ids: bool = True) -> None:
+    with Producer(broker.url, routing_key="rows", message_ids=ids) as producer:
+        for number in range(first, first + count):
+            producer.send(Message(str(number), correlation_id="c"))
+
+
+def load(spark: SparkSession, broker: Broker, folder: Path, **options: Any) -> DataFrame:
+    given = {"url": broker.url, "queue": "rows", "spoolPath": folder / "spool"} | options
+    return spark.readStream.format("amqp").options(**{name: str(value) for name, value in given.items()}).load()
+
+
+def start(frame: DataFrame, folder: Path, *, all_there_is: bool = True) -> StreamingQuery:
+    writer = (
+        frame.selectExpr("cast(body as string) as body", "offset", "redelivered")
+        .writeStream.format("parquet")
+        .option("path", str(folder / "out"))
+        .option("checkpointLocation", str(folder / "checkpoint"))
+    )
+    return (
+        writer.trigger(availableNow=True) if all_there_is else writer.trigger(processingTime="100 milliseconds")
+    ).start()
+
+
+def written(spark: SparkSession, folder: Path) -> list[int]:
+    return sorted(int(row.body) for row in spark.read.parquet(str(folder / "out")).collect())
+
+
+def test_all_there_is_comes_in_batches_and_is_acknowledged_when_it_is_committed(
+    spark: SparkSession, broker: Broker, tmp_path: Path
+) -> None:
+    fill(broker, 5000)
+    query = start(load(spark, broker, tmp_path, maxMessagesPerTrigger=1500), tmp_path)
+    query.awaitTermination()
+    assert [progress["numInputRows"] for progress in query.recentProgress if progress["numInputRows"]] == [
+        1500,
+        1500,
+        1500,
+        500,
+    ]
+    assert written(spark, tmp_path) == list(range(5000))
+    queue = broker.queue("rows")
+    assert (queue.depth, queue.acked) == (0, 5000)
+    # The next run takes what has come since.
+    fill(broker, 10, 5000)
+    start(load(spark, broker, tmp_path), tmp_path).awaitTermination()
+    assert written(spark, tmp_path) == list(range(5010))
+    assert broker.queue("rows").depth == 0
+
+
+def test_a_query_that_goes_on_takes_what_comes_and_acknowledges_the_last_batch_too(
+    spark: SparkSession, broker: Broker, tmp_path: Path
+) -> None:
+    query = start(load(spark, broker, tmp_path, sharedSpool="false"), tmp_path, all_there_is=False)
+    try:
+        fill(broker, 100)
+        broker.wait_until(lambda b: b.queue("rows").acked == 100, timeout=60)
+        fill(broker, 100, 100)
+        broker.wait_until(lambda b: b.queue("rows").acked == 200, timeout=60)
+    finally:
+        query.stop()
+    assert written(spark, tmp_path) == list(range(200))
+    eventually(lambda: not broker.connections())
+
+
+@pytest.mark.parametrize("ids", [True, False])
+def test_a_query_that_failed_gets_the_same_batch_again_and_no_message_twice(
+    spark: SparkSession, broker: Broker, tmp_path: Path, ids: bool
+) -> None:
+    fill(broker, 1000, ids=ids)
+    # Messages that are alike are told apart by their number only.
+    fill(broker, 500, ids=ids)
+    seen = tmp_path / "seen"
+    seen.mkdir()
+
+    def fail_once(batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            offsets = batch.column(1).to_pylist()
+            if 700 in offsets and len(list(tmp_path.glob("failed-*"))) < 2:
+                (tmp_path / f"failed-{len(list(tmp_path.glob('failed-*')))}").touch()
+                (seen / "batch").write_text(repr(batch.column(0).to_pylist()))
+                raise RuntimeError("injected")
+            if 700 in offsets and (seen / "batch").exists():
+                assert (seen / "batch").read_text() == repr(batch.column(0).to_pylist())
+            yield batch
+
+    def frame() -> DataFrame:
+        found = load(spark, broker, tmp_path, maxMessagesPerTrigger=500, numPartitions=1)
+        return found.select("body", "offset", "redelivered").mapInArrow(
+            fail_once, "body binary, offset long, redelivered boolean"
+        )
+
+    with pytest.raises(StreamingQueryException, match="injected"):
+        start(frame(), tmp_path).awaitTermination()
+    # What was in the batch that failed, and behind it, is in the queue still.
+    broker.wait_until(lambda b: b.queue("rows").ready == 1000, timeout=30)
+    start(frame(), tmp_path).awaitTermination()
+    assert Counter(written(spark, tmp_path)) == Counter([*range(1000), *range(500)])
+    assert broker.queue("rows").depth == 0
+
+
+def test_a_spool_that_was_deleted_is_not_passed_over(spark: SparkSession, broker: Broker, tmp_path: Path) -> None:
+    fill(broker, 10)
+    start(load(spark, broker, tmp_path), tmp_path).awaitTermination()
+    (tmp_path / "spool").rename(tmp_path / "elsewhere")
+    fill(broker, 5, 10)
+    with pytest.raises(StreamingQueryException, match="they belong together"):
+        start(load(spark, broker, tmp_path), tmp_path).awaitTermination()
+    assert broker.queue("rows").depth == 5
+
+
+def test_two_queries_cannot_have_one_spool(spark: SparkSession, broker: Broker, tmp_path: Path) -> None:
+    query = start(load(spark, broker, tmp_path), tmp_path, all_there_is=False)
+    try:
+        broker.wait_until(lambda b: b.queue("rows").consumers == 1, timeout=60)
+        other = tmp_path / "other"
+        with pytest.raises(StreamingQueryException, match="is in use by another query"):
+            start(load(spark, broker, other, spoolPath=tmp_path / "spool"), other).awaitTermination()
+    finally:
+        query.stop()
