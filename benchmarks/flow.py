@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import logging
 import multiprocessing
@@ -13,7 +14,7 @@ import sys
 import threading
 import time
 import timeit
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -21,11 +22,24 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from benchmarks.embedded import EMBEDDED, broker_url
-from qflow_client import FlowControlTimeout, Producer, ProducerSettings
+from qflow_client import AsyncProducer, FlowControlTimeout, Producer, ProducerSettings
 from qflow_client.broker import Broker
 from qflow_client.protocol import ProducerProtocol
 
-__all__ = ["blocked_threads", "deadlines", "main", "open_gate", "resume"]
+__all__ = ["BARS", "blocked_tasks", "blocked_threads", "deadlines", "main", "open_gate", "resume"]
+
+#: What ``--check`` asks: of which measurement which figure, in words, and whether it is so.
+BARS: tuple[tuple[str, str, str, Callable[[Any], bool]], ...] = (
+    ("open gate", "part", "<= 5 %", lambda value: value <= 0.05),
+    ("deadline", "earliest_ms", ">= 0", lambda value: value >= 0),
+    ("resume", "p99_in_round_trips", "<= 5", lambda value: value <= 5),
+    ("resume of AsyncProducer", "p99_in_round_trips", "<= 5", lambda value: value <= 5),
+    ("blocked threads", "cpu", "<= 1 %", lambda value: value <= 0.01),
+    ("blocked threads", "in_order", "true", bool),
+    ("blocked tasks", "cpu", "<= 1 %", lambda value: value <= 0.01),
+    ("blocked tasks", "kib_each", "<= 2", lambda value: value <= 2),
+    ("blocked tasks", "in_order", "true", bool),
+)
 
 _FLOW = b"\1\0\1\0\0\0\5\0\x14\0\x14%b\xce"
 _FLOW_OK = b"\0\x14\0\x15"
@@ -144,7 +158,43 @@ def round_trips(rounds: int) -> list[float]:
     return times
 
 
-def resume(url: str, rounds: int = 500) -> dict[str, float]:
+def _send_by_thread(url: str, results: Connection) -> list[float]:
+    done = threading.Event()
+    with Producer(url, routing_key="benchmark", mandatory=False, capacity=10) as producer:
+
+        def keep_sending() -> None:
+            while not done.is_set():
+                producer.send(b"x" * 100, timeout=10)
+
+        sender = threading.Thread(target=keep_sending)
+        sender.start()
+        times: list[float] = results.recv()
+        done.set()
+        sender.join()
+    return times
+
+
+def _send_by_task(url: str, results: Connection) -> list[float]:
+    async def run() -> list[float]:
+        async with AsyncProducer(url, routing_key="benchmark", mandatory=False, capacity=10) as producer:
+
+            async def keep_sending() -> None:
+                while True:
+                    # To await what does not wait lets nobody else run.
+                    await producer.send(b"x" * 100, timeout=10)
+                    await asyncio.sleep(0)
+
+            sender = asyncio.create_task(keep_sending())
+            times: list[float] = await asyncio.to_thread(results.recv)
+            sender.cancel()
+        return times
+
+    return asyncio.run(run())
+
+
+def resume(
+    url: str, rounds: int = 500, send: Callable[[str, Connection], list[float]] = _send_by_thread
+) -> dict[str, float]:
     """Milliseconds from the bytes of ``Channel.Flow(active=true)`` to the first publish, and of a round trip."""
     trips = round_trips(rounds)
     context = multiprocessing.get_context("spawn")
@@ -153,18 +203,7 @@ def resume(url: str, rounds: int = 500) -> dict[str, float]:
     process.start()
     parts = urlsplit(url)
     through = parts._replace(netloc=f"{parts.netloc.rpartition('@')[0]}@127.0.0.1:{ours.recv()}").geturl()
-    done = threading.Event()
-    with Producer(through, routing_key="benchmark", mandatory=False, capacity=10) as producer:
-
-        def keep_sending() -> None:
-            while not done.is_set():
-                producer.send(b"x" * 100, timeout=10)
-
-        sender = threading.Thread(target=keep_sending)
-        sender.start()
-        times = ours.recv()
-        done.set()
-        sender.join()
+    times = send(through, ours)
     process.join()
     p50, p99 = percentile(times, 0.5) * 1e3, percentile(times, 0.99) * 1e3
     trip50, trip99 = percentile(trips, 0.5) * 1e3, percentile(trips, 0.99) * 1e3
@@ -216,7 +255,7 @@ def _rest(seconds: float) -> float:
 
 def blocked_threads(url: str, count: int = 1000, seconds: float = 5.0) -> dict[str, Any]:
     """Threads that wait in `Producer.send`: what they cost, and whether they get out in order."""
-    order: list[int] = []
+    numbers = [0] * count
     with Producer(url, routing_key="benchmark", mandatory=False, capacity=count) as producer:
         producer.pause("benchmark")
         before = resident()
@@ -225,7 +264,8 @@ def blocked_threads(url: str, count: int = 1000, seconds: float = 5.0) -> dict[s
 
             def work(number: int = at) -> None:
                 receipt = producer.send(struct.pack(">I", number), timeout=None)
-                order.append(int(receipt.message_id[-12:], 16) if receipt.message_id else 0)
+                # In which place it was admitted.
+                numbers[number] = int(str(receipt.message_id)[-12:], 16)
 
             thread = threading.Thread(target=work)
             thread.start()
@@ -240,23 +280,72 @@ def blocked_threads(url: str, count: int = 1000, seconds: float = 5.0) -> dict[s
             thread.join()
         out = time.perf_counter() - began
         producer.flush()
-    return {"count": count, "cpu": cpu, "kib_each": memory / count / 1024, "seconds_out": out, "all_out": len(order)}
+    return {
+        "count": count,
+        "cpu": cpu,
+        "kib_each": memory / count / 1024,
+        "seconds_out": out,
+        "in_order": numbers == list(range(1, count + 1)),
+        "all_out": count - numbers.count(0),
+    }
+
+
+def blocked_tasks(url: str, count: int = 100_000, seconds: float = 5.0) -> dict[str, Any]:
+    """Tasks that wait in `AsyncProducer.send`, likewise."""
+
+    async def run() -> dict[str, Any]:
+        order: list[int] = []
+        async with AsyncProducer(url, routing_key="benchmark", mandatory=False, capacity=1000) as producer:
+            producer.pause("benchmark")
+
+            async def work(number: int) -> None:
+                receipt = await producer.send(struct.pack(">I", number), timeout=None)
+                order.append(struct.unpack(">I", receipt.message.body)[0])
+
+            before = resident()
+            tasks = [asyncio.create_task(work(at)) for at in range(count)]
+            await asyncio.sleep(0)
+            memory = resident() - before
+            cpu_before = time.process_time()
+            await asyncio.sleep(seconds)
+            cpu = (time.process_time() - cpu_before) / seconds
+            began = time.perf_counter()
+            producer.resume()
+            await asyncio.gather(*tasks)
+            out = time.perf_counter() - began
+            await producer.flush()
+        return {
+            "count": count,
+            "cpu": cpu,
+            "kib_each": memory / count / 1024,
+            "seconds_out": out,
+            "in_order": order == sorted(order),
+            "all_out": len(order),
+        }
+
+    return asyncio.run(run())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code is 0."""
+    """Run it; the exit code is 1 if with ``--check`` a bar was missed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.flow", description=__doc__)
     parser.add_argument("--url", default=EMBEDDED, help=f"amqp:// URL of the broker, or {EMBEDDED}: ours (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+    bars = "; ".join(f"{name}: {key} {words}" for name, key, words, _ in BARS)
+    parser.add_argument("--check", action="store_true", help=f"fail unless {bars}".replace("%", "%%"))
+    parser.add_argument("--quick", action="store_true", help="few rounds: its figures mean nothing")
     options = parser.parse_args(arguments)
     # A notice of everyone who waits is not what is measured.
     logging.getLogger("qflow_client").setLevel(logging.ERROR)
     with broker_url(options.url) as url:
-        found = {
+        rounds, threads, tasks, rest = (20, 50, 1000, 0.2) if options.quick else (500, 1000, 100_000, 5.0)
+        found: dict[str, dict[str, Any]] = {
             "open gate": open_gate(),
-            "deadline": deadlines(),
-            "resume": resume(url),
-            "blocked threads": blocked_threads(url),
+            "deadline": deadlines(rounds=rounds // 5),
+            "resume": resume(url, rounds),
+            "resume of AsyncProducer": resume(url, rounds, _send_by_task),
+            "blocked threads": blocked_threads(url, threads, rest),
+            "blocked tasks": blocked_tasks(url, tasks, rest),
         }
     if options.json:
         print(json.dumps(found, indent=2))
@@ -264,7 +353,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, values in found.items():
             shown = ", ".join(f"{key} {value:.4g}" for key, value in values.items())
             print(f"{name}: {shown}")
-    return 0
+    missed = [
+        f"{name}: {key} {words}, not {found[name][key]:.4g}"
+        for name, key, words, ok in BARS
+        if not ok(found[name][key])
+    ]
+    for words in missed if options.check else ():
+        print(f"missed: {words}", file=sys.stderr)
+    return int(options.check and bool(missed))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import sys
 import time
@@ -11,11 +12,13 @@ from typing import Any
 
 from benchmarks.embedded import EMBEDDED, broker_url
 from benchmarks.flow import resident
-from qflow_client import Producer
+from qflow_client import AsyncProducer, Producer
 
-__all__ = ["main", "publish", "stay_flowed"]
+__all__ = ["main", "publish", "publish_async", "stay_flowed"]
 
 _MIB = 1 << 20
+# By how much resident memory may go up or down.
+_MOST_MIB = 5.0
 
 
 def _summary(samples: list[int]) -> dict[str, Any]:
@@ -42,6 +45,24 @@ def publish(url: str, messages: int) -> dict[str, Any]:
     return {"messages": messages, "seconds": round(time.perf_counter() - began, 1), **_summary(samples)}
 
 
+def publish_async(url: str, messages: int) -> dict[str, Any]:
+    """Confirmed messages by `AsyncProducer`."""
+    samples = []
+    began = time.perf_counter()
+
+    async def run() -> None:
+        async with AsyncProducer(url, routing_key="qflow-memory", mandatory=False) as producer:
+            body = b"x" * 100
+            for number in range(messages):
+                await producer.send(body)
+                if not number % max(1, messages // 100):
+                    samples.append(resident())
+            await producer.flush()
+
+    asyncio.run(run())
+    return {"messages": messages, "seconds": round(time.perf_counter() - began, 1), **_summary(samples)}
+
+
 def stay_flowed(url: str, seconds: float) -> dict[str, Any]:
     """A producer that is flowed all the time, while a program tries to send."""
     samples = []
@@ -62,18 +83,20 @@ def stay_flowed(url: str, seconds: float) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code is 0."""
+    """Run it; the exit code is 1 if with ``--check`` it grew or shrank too much."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
     parser.add_argument("--url", default=EMBEDDED, help=f"amqp:// URL of the broker, or {EMBEDDED}: ours (%(default)s)")
     parser.add_argument("--messages", type=int, default=5_000_000, help="for each producer (%(default)s)")
     parser.add_argument("--flowed", type=float, default=600.0, help="seconds (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--check", action="store_true", help=f"fail unless it stays within {2 * _MOST_MIB:g} MiB")
     options = parser.parse_args(arguments)
     found = {}
     # To a queue that is not there: what the broker keeps is none of the producer's memory, but slows the broker down.
     with broker_url(options.url) as url:
         for name, run in (
             ("Producer", lambda: publish(url, options.messages)),
+            ("AsyncProducer", lambda: publish_async(url, options.messages)),
             ("flowed", lambda: stay_flowed(url, options.flowed)),
         ):
             found[name] = run()
@@ -81,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in found[name].items()), flush=True)
     if options.json:
         print(json.dumps(found, indent=2))
-    return 0
+    return int(options.check and any(values["spread_mib"] > 2 * _MOST_MIB for values in found.values()))
 
 
 if __name__ == "__main__":

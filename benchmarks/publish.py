@@ -27,6 +27,8 @@ BARS = (
     Bar("qflow_8", 100, "to_plain", 0.72),
     Bar("qflow_64", 100, "to_plain", 0.60),
     Bar("qflow_64", 100, "fairness", 0.5),
+    Bar("qflow_async", 100, "to_plain", 0.90),
+    Bar("qflow_tasks", 100, "to_plain", 0.85),
 )
 
 

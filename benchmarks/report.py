@@ -18,6 +18,7 @@ from benchmarks.runner import Measurement, Plan, rates
 __all__ = [
     "Bar",
     "Row",
+    "aligned",
     "broker_name",
     "cells",
     "document",
@@ -111,6 +112,9 @@ def summarize(names: Sequence[str], peers: Mapping[str, Peer], measurements: Seq
                 rows.append(Row(name, name, size, installed=False))
                 continue
             own = [each for each in measurements if each.peer == name and each.size == size]
+            if not own:
+                rows.append(Row(name, peers[name].title, size, installed=True))
+                continue
             mine = rates(measurements, name, size)
             rows.append(
                 Row(
@@ -252,8 +256,12 @@ def print_table(title: str, rows: Sequence[Row], out: TextIO | None = None) -> N
 
 def plain_table(title: str, rows: Sequence[Row]) -> str:
     """The table without colours and lines."""
-    lines = [_HEADINGS, *map(cells, rows)]
-    widths = [max(len(line[at]) for line in lines) for at in range(len(_HEADINGS))]
+    return aligned(title, [_HEADINGS, *map(cells, rows)])
+
+
+def aligned(title: str, lines: Sequence[tuple[str, ...]]) -> str:
+    """Lines of as many cells each below a title, the first cells to the left and the others to the right."""
+    widths = [max(len(line[at]) for line in lines) for at in range(len(lines[0]))]
     return "\n".join(
         [
             title,

@@ -87,13 +87,20 @@ class Measurement:
         return self.count / self.seconds
 
 
-def measure(plan: Plan, peers: Mapping[str, Peer], say: Callable[[str], None]) -> list[Measurement]:
+def measure(
+    plan: Plan,
+    peers: Mapping[str, Peer],
+    say: Callable[[str], None],
+    failed: dict[tuple[str, int], Exception] | None = None,
+) -> list[Measurement]:
     """Run every peer `plan.repeat` times with every size, in turn.
 
     Args:
         plan: what to do.
         peers: by name, in the order of a round.
         say: told of the progress, in words.
+        failed: is given the peers that raised something with a size at the first try, by name and size, which are left
+            out then; ``None`` to have that raised.
 
     Raises:
         Lost: a run left another number of messages in the queue than it published.
@@ -104,11 +111,18 @@ def measure(plan: Plan, peers: Mapping[str, Peer], say: Callable[[str], None]) -
             counts = {}
             for name, peer in peers.items():
                 say(f"{size} bytes: warm-up of {name}")
-                counts[name] = min(_warm_up(plan, wire, peer, size), within_bytes(size))
+                try:
+                    counts[name] = min(_warm_up(plan, wire, peer, size), within_bytes(size))
+                except Lost:
+                    raise
+                except Exception as error:
+                    if failed is None:
+                        raise
+                    failed[name, size] = error
             for at in range(plan.repeat):
-                for name, peer in peers.items():
+                for name, count in counts.items():
                     say(f"{size} bytes: round {at + 1} of {plan.repeat}, {name}")
-                    measurements.append(_run(plan, wire, name, peer, size, at, counts[name]))
+                    measurements.append(_run(plan, wire, name, peers[name], size, at, count))
     return measurements
 
 

@@ -83,6 +83,16 @@ class Wire:
         """Messages in a queue that are ready."""
         return int(self.call(commands.Queue.Declare(queue=queue, passive=True)).message_count)
 
+    def get(self, queue: str) -> int | None:
+        """Take a message out of a queue.
+
+        Returns:
+            How many are left that are ready; ``None`` if there was none.
+        """
+        self._send(commands.Basic.Get(queue=queue, no_ack=True), 1)
+        answer = self._expect(commands.Basic.GetOk, commands.Basic.GetEmpty)
+        return answer.message_count if isinstance(answer, commands.Basic.GetOk) else None
+
     def close(self) -> None:
         """Say good-bye, and close the socket whatever comes of that."""
         try:
@@ -105,10 +115,10 @@ class Wire:
     def _send(self, method: base.Frame, channel: int) -> None:
         self.socket.sendall(marshal(method, channel))
 
-    def _expect(self, kind: type[Any]) -> Any:
+    def _expect(self, *kinds: type[Any]) -> Any:
         while True:
             answer = self._next()
-            if isinstance(answer, kind):
+            if isinstance(answer, kinds):
                 return answer
             if isinstance(answer, (commands.Channel.Close, commands.Connection.Close)):
                 raise ConnectionError(f"the broker answered {answer.reply_code} {answer.reply_text}")

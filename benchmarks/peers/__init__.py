@@ -14,6 +14,8 @@ PEERS = {
     "qflow": "benchmarks.peers.qflow:OneThread",
     "qflow_8": "benchmarks.peers.qflow:EightThreads",
     "qflow_64": "benchmarks.peers.qflow:SixtyFourThreads",
+    "qflow_async": "benchmarks.peers.qflow:OneTask",
+    "qflow_tasks": "benchmarks.peers.qflow:Tasks",
     "pika_select": "benchmarks.peers.pika:Select",
     "pika_next": "benchmarks.peers.pika_next:ThreadSafe",
     "pika_blocking": "benchmarks.peers.pika:Blocking",

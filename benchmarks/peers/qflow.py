@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from queue import SimpleQueue
 from typing import Any
 
 from benchmarks.peers.base import MESSAGE_ID, Job, Stopwatch, Timing, headers, timestamp
-from qflow_client import Message, Producer
+from qflow_client import AsyncProducer, Message, Producer
 
-__all__ = ["EightThreads", "OneThread", "SixtyFourThreads"]
+__all__ = ["EightThreads", "OneTask", "OneThread", "SixtyFourThreads", "Tasks"]
 
 
 class _Sampler:
@@ -102,3 +103,70 @@ class SixtyFourThreads(OneThread):
 
     title = "qflow_client.Producer, 64 threads"
     threads = 64
+
+
+class OneTask:
+    """`AsyncProducer.send` from one task; a flush at the end raises if a message is not confirmed."""
+
+    title = "qflow_client.AsyncProducer"
+    distribution = ""
+    varies = True
+
+    def run(self, job: Job) -> Timing:
+        return asyncio.run(self._run(job))
+
+    async def _run(self, job: Job) -> Timing:
+        producer = AsyncProducer(job.url, routing_key=job.queue, capacity=job.window, confirms=job.confirmed)
+        latencies: list[float] = []
+        async with producer:
+            watch = Stopwatch()
+            await self._publish(producer, job, latencies)
+            await producer.flush()
+            if job.confirmed:
+                return watch.stop(latencies)
+        return watch.stop(latencies)
+
+    async def _publish(self, producer: AsyncProducer, job: Job, latencies: list[float]) -> None:
+        send, body = producer.send, job.body
+        if job.varying:
+            for at in range(job.count):
+                await send(Message(body, message_id=MESSAGE_ID % at, headers=headers(at), timestamp=timestamp(at)))
+        elif job.sample:
+            clock = time.perf_counter
+            sampled = set()
+
+            async def time_it(receipt: Any, began: float) -> None:
+                await receipt
+                latencies.append(clock() - began)
+
+            for at in range(job.count):
+                began = clock()
+                receipt = await send(body)
+                if not at % job.sample:
+                    sampled.add(asyncio.create_task(time_it(receipt, began)))
+            await asyncio.gather(*sampled)
+        else:
+            for _ in range(job.count):
+                await send(body)
+
+
+class Tasks(OneTask):
+    """As many tasks as the window has places, each of which waits for its receipt."""
+
+    title = "qflow_client.AsyncProducer, a window of tasks"
+    varies = False
+
+    async def _publish(self, producer: AsyncProducer, job: Job, latencies: list[float]) -> None:
+        send, body, clock = producer.send, job.body, time.perf_counter
+        numbers = iter(range(job.count))
+
+        async def work() -> None:
+            for at in numbers:
+                if job.sample and not at % job.sample:
+                    began = clock()
+                    await (await send(body))
+                    latencies.append(clock() - began)
+                else:
+                    await (await send(body))
+
+        await asyncio.gather(*(work() for _ in range(min(job.window, job.count))))

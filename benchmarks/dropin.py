@@ -1,0 +1,108 @@
+"""What the drop-in for pika costs, and what pipelined confirms give: the same loop with pika and with the drop-in."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import pika
+
+import qflow_client.pika as drop_in
+from benchmarks.embedded import DEFAULT_URL, EMBEDDED, broker_url
+
+__all__ = ["LOOPS", "main", "measure", "ratios"]
+
+
+def _loop(module: Any, url: str, count: int, size: int, prepare: Callable[[Any], object], durable: bool) -> float:
+    """Messages per second of an unchanged loop, until the last one is confirmed if it is to be."""
+    with module.BlockingConnection(module.URLParameters(url)) as connection:
+        channel = connection.channel()
+        queue = channel.queue_declare("", exclusive=not durable, durable=durable).method.queue
+        prepare(channel)
+        properties = module.BasicProperties(delivery_mode=2) if durable else None
+        body = b"x" * size
+        began = time.perf_counter()
+        for _ in range(count):
+            channel.basic_publish("", queue, body, properties)
+        if getattr(channel, "_is_pipelined", False):
+            channel.wait_for_confirms()
+        seconds = time.perf_counter() - began
+        # Without confirms they may still be on their way; what the queue has then counts for the test of it.
+        end = time.monotonic() + 30
+        while (depth := channel.queue_declare(queue, passive=True).method.message_count) != count:
+            if time.monotonic() > end:
+                raise RuntimeError(f"{depth} of {count} messages are in the queue")
+            connection.sleep(0.05)
+        channel.queue_delete(queue)
+    return count / seconds
+
+
+#: By name: the module, what turns confirms on, and whether messages and queue are durable.
+LOOPS: dict[str, tuple[Any, Callable[[Any], object], bool]] = {
+    "pika, unconfirmed": (pika, lambda _channel: None, False),
+    "drop-in, unconfirmed": (drop_in, lambda _channel: None, False),
+    "pika, confirm each": (pika, lambda channel: channel.confirm_delivery(), False),
+    "drop-in, confirm each": (drop_in, lambda channel: channel.confirm_delivery(), False),
+    "drop-in, pipelined": (drop_in, lambda channel: channel.confirm_delivery(pipelined=True), False),
+    "pika, confirm each, durable": (pika, lambda channel: channel.confirm_delivery(), True),
+    "drop-in, pipelined, durable": (drop_in, lambda channel: channel.confirm_delivery(pipelined=True), True),
+}
+
+#: What is compared with what, and what it is to be at least.
+_RATIOS = {
+    "unconfirmed": ("drop-in, unconfirmed", "pika, unconfirmed", 0.95),
+    "confirm each": ("drop-in, confirm each", "pika, confirm each", 0.95),
+    "pipelined": ("drop-in, pipelined", "pika, confirm each", 5.0),
+    "pipelined, durable": ("drop-in, pipelined, durable", "pika, confirm each, durable", 5.0),
+}
+
+
+def measure(url: str, count: int, size: int, rounds: int) -> list[dict[str, float]]:
+    """Messages per second of every loop, for each round, in which all run in turn."""
+    found = []
+    for _ in range(rounds):
+        rates = {}
+        for name, (module, prepare, durable) in LOOPS.items():
+            # One by one is slower, and says as much with fewer.
+            number = max(1, count // (10 if "each" in name else 1))
+            rates[name] = _loop(module, url, number, size, prepare, durable)
+        found.append(rates)
+    return found
+
+
+def ratios(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The medians of the rounds' ratios: what disturbs a round disturbs both."""
+    return {name: median(rates[one] / rates[other] for rates in rounds) for name, (one, other, _) in _RATIOS.items()}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the rates and the ratios; 1 if one is lower than it is to be."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"or {EMBEDDED!r}")
+    parser.add_argument("--messages", type=int, default=20_000, help="per run; a tenth of it one by one")
+    parser.add_argument("--size", type=int, default=100, help="bytes of a body")
+    parser.add_argument("--repeat", type=int, default=5, help="rounds")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args(argv)
+    with broker_url(arguments.url) as url:
+        rounds = measure(url, arguments.messages, arguments.size, arguments.repeat)
+    found = ratios(rounds)
+    if arguments.json:
+        json.dump({"pika": pika.__version__, "rounds": rounds, "ratios": found}, sys.stdout, indent=2)
+        print()
+    else:
+        print(f"pika {pika.__version__}, {arguments.size}-byte bodies, medians of {arguments.repeat} rounds")
+        for name in LOOPS:
+            print(f"{name:30} {median(rates[name] for rates in rounds):10,.0f} msg/s")
+        for name, (one, other, least) in _RATIOS.items():
+            print(f"{name:30} {found[name]:10.2f}  ({one} / {other}; at least {least})")
+    return int(any(found[name] < least for name, (_, _, least) in _RATIOS.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,267 @@
+"""Rows from Spark into a queue: the sink beside what people write by hand; and how far a slow consumer's queue goes.
+
+``rates``: the sink, `foreachPartition` with a pika that waits for each confirm, and plain sockets in as many processes,
+in turn. ``depth``: C6 for a job, with the broker of this repository and a consumer that is slower than the job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+from uuid import uuid4
+
+import pika
+from pamqp import commands
+
+from benchmarks.embedded import DEFAULT_URL, broker_url
+from benchmarks.peers.base import Job
+from benchmarks.peers.plain import PlainSocket
+from benchmarks.wire import Wire
+from qflow_client.broker import Broker
+
+__all__ = ["BAR", "Consumer", "depth", "main", "rates"]
+
+#: What ``rates --check`` asks for: of the rate of `foreachPartition`.
+BAR = 8.0
+
+_WINDOW = 1000
+
+
+@contextmanager
+def session(slots: int) -> Iterator[Any]:
+    """A Spark session in this process and a JVM beside it."""
+    from pyspark.sql import SparkSession
+
+    from qflow_client.spark import check_java, register
+
+    check_java()
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    builder = SparkSession.builder.master(f"local[{slots}]").config("spark.driver.memory", "2g")
+    spark = builder.config("spark.ui.enabled", False).config("spark.ui.showConsoleProgress", False).getOrCreate()
+    spark.sparkContext.setLogLevel("ERROR")
+    register(spark)
+    try:
+        yield spark
+    finally:
+        spark.stop()
+
+
+def rows(spark: Any, count: int, size: int, partitions: int) -> Any:
+    """Bodies that begin with their number."""
+    from pyspark.sql import functions as sf
+
+    numbers = spark.range(count, numPartitions=partitions)
+    return numbers.select(sf.rpad(sf.col("id").cast("string"), size, " ").alias("body"))
+
+
+def sink(frame: Any, url: str, queue: str, capacity: int) -> None:
+    """Write a DataFrame by the data source."""
+    options = {"url": url, "routingKey": queue, "capacity": str(capacity)}
+    frame.write.format("amqp").options(**options).mode("append").save()
+
+
+def by_hand(frame: Any, url: str, queue: str) -> None:
+    """Write a DataFrame by what the tutorials say, with confirms."""
+
+    def publish(partition: Iterator[Any]) -> None:
+        with pika.BlockingConnection(pika.URLParameters(url)) as connection:
+            channel = connection.channel()
+            channel.confirm_delivery()
+            persistent = pika.BasicProperties(delivery_mode=2)
+            for row in partition:
+                channel.basic_publish("", queue, row.body.encode(), persistent, mandatory=True)
+
+    frame.foreachPartition(publish)
+
+
+def _plain(url: str, queue: str, size: int, count: int) -> None:
+    PlainSocket().run(Job(url, queue, b"x" * size, count, _WINDOW, True))
+
+
+def sockets(url: str, queue: str, size: int, count: int, processes: int) -> float:
+    """Seconds that plain sockets in processes of their own take, without the start of the processes."""
+    # A fork would take a copy of the gateway to the JVM along.
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        parts = [(url, queue, size, count // processes)] * processes
+        pool.starmap(_plain, [(url, queue, size, 100)] * processes)
+        begin = time.monotonic()
+        pool.starmap(_plain, parts, chunksize=1)
+        return time.monotonic() - begin
+
+
+@contextmanager
+def fresh_queue(url: str) -> Iterator[tuple[str, Callable[[], int]]]:
+    """A queue that goes with the block, and what tells how many messages are in it."""
+    name = f"qflow-benchmark-{uuid4().hex[:12]}"
+    with Wire(url) as wire:
+        # As people have them who ask for confirms.
+        wire.call(commands.Queue.Declare(queue=name, durable=True))
+        try:
+            yield name, lambda: wire.depth(name)
+        finally:
+            wire.call(commands.Queue.Delete(queue=name))
+
+
+def rates(options: argparse.Namespace) -> int:
+    """Measure and print; the exit code."""
+    measured: dict[str, list[float]] = {"sink": [], "foreachPartition": [], "plain sockets": []}
+    with broker_url(options.url) as url, session(options.partitions) as spark:
+        few = max(options.partitions, options.rows // 100)
+        many_rows, few_rows = (rows(spark, count, options.size, options.partitions) for count in (options.rows, few))
+
+        def run(name: str, count: int, write: Callable[[str], float | None]) -> None:
+            with fresh_queue(url) as (queue, depth_of):
+                begin = time.monotonic()
+                seconds = write(queue) or time.monotonic() - begin
+                in_it = depth_of()
+                # The plain sockets' warm-up is in the queue, too.
+                if in_it < count:
+                    raise SystemExit(f"error: {name} wrote {count} rows, and the queue holds {in_it}")
+                measured[name].append(count / seconds)
+
+        for at in range(options.repeat + 1):
+            run("sink", options.rows, lambda queue: sink(many_rows, url, queue, _WINDOW * options.partitions))
+            run("foreachPartition", few, lambda queue: by_hand(few_rows, url, queue))
+            run(
+                "plain sockets",
+                options.rows // options.partitions * options.partitions,
+                lambda queue: sockets(url, queue, options.size, options.rows, options.partitions),
+            )
+            if at == 0:
+                # Start-up: of the JVM's code, of the Python workers.
+                for rates_of in measured.values():
+                    rates_of.clear()
+    ratios = {
+        name: median(ours / theirs for ours, theirs in zip(measured["sink"], measured[name], strict=True))
+        for name in ("foreachPartition", "plain sockets")
+    }
+    if options.json:
+        settings = {name: value for name, value in vars(options).items() if name not in ("run", "url")}
+        print(json.dumps({"benchmark": "spark", "settings": settings, "rates": measured, "ratios": ratios}))
+    else:
+        for name, found in measured.items():
+            ratio = f"; the sink is {ratios[name]:.2f} of it" if name in ratios else ""
+            print(f"{name:18}{median(found):10,.0f} rows/s ({min(found):,.0f} to {max(found):,.0f}){ratio}")
+    missed = options.check and ratios["foreachPartition"] < BAR
+    if missed:
+        print(f"missed: {ratios['foreachPartition']:.2f} of foreachPartition, which must be {BAR}", file=sys.stderr)
+    return int(missed)
+
+
+class Consumer:
+    """Takes messages on a thread of its own, not faster than told, and ticks off their numbers."""
+
+    _PREFETCH = 400
+
+    def __init__(self, url: str, queue: str, count: int, rate: float) -> None:
+        #: How often each number has come.
+        self.times = bytearray(count)
+        self.received = 0
+        self._left = count
+        self._rate = rate
+        self._connection = pika.BlockingConnection(pika.URLParameters(url))
+        self._channel = self._connection.channel()
+        self._channel.basic_qos(prefetch_count=self._PREFETCH)
+        self._channel.basic_consume(queue, self._take)
+        self._begin = time.monotonic()
+        self._unacked = self._last_tag = 0
+        self.done = threading.Event()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _take(self, channel: Any, method: Any, properties: pika.BasicProperties, body: bytes) -> None:
+        number = int(body.split(None, 1)[0])
+        self._left -= not self.times[number]
+        self.times[number] += 1
+        self.received += 1
+        self._unacked += 1
+        self._last_tag = method.delivery_tag
+        if self._unacked == self._PREFETCH // 2:
+            time.sleep(max(0.0, self._begin + self.received / self._rate - time.monotonic()))
+            self._ack()
+
+    def _ack(self) -> None:
+        self._unacked = 0
+        self._channel.basic_ack(self._last_tag, multiple=True)
+
+    def _run(self) -> None:
+        while self._left:
+            self._connection.process_data_events(0.1)
+            if self._unacked:
+                self._ack()
+        self.done.set()
+        self._connection.close()
+
+
+def depth(options: argparse.Namespace) -> int:
+    """Measure and print; the exit code."""
+    stop, resume = options.stop, options.stop * 7 // 10
+    failed = False
+    with session(2) as spark:
+        for partitions in options.partitions:
+            with Broker() as broker:
+                broker.declare_queue("rows", arguments={"qpid.flow_stop_count": stop, "qpid.flow_resume_count": resume})
+                consumer = Consumer(broker.url, "rows", options.rows, options.rate)
+                begin = time.monotonic()
+                sink(rows(spark, options.rows, options.size, partitions), broker.url, "rows", options.capacity)
+                written = time.monotonic() - begin
+                consumer.done.wait(600)
+                peak, stops = broker.queue("rows").peak_depth, broker.queue("rows").flow_stopped_count
+            once = set(consumer.times) == {1}
+            right = once and peak <= stop + options.capacity
+            failed |= not right
+            print(
+                f"{partitions} partitions: {options.rows:,} rows in {written:.0f} s, each consumed "
+                f"{'once' if once else 'NOT once'}; peak {peak}, stop {stop} + capacity {options.capacity}, "
+                f"stopped {stops} times: {'as promised' if right else 'NOT AS PROMISED'}",
+                flush=True,
+            )
+    return int(failed)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="python -m benchmarks.spark", description=__doc__)
+    kinds = made.add_subparsers(required=True)
+    of_rates = kinds.add_parser("rates", help="rows per second, and ratios")
+    of_rates.add_argument("--url", default=DEFAULT_URL, help="of the broker, or: embedded")
+    of_rates.add_argument("--rows", type=int, default=300_000, help="per run; by hand a hundredth (%(default)s)")
+    of_rates.add_argument("--size", type=int, default=100, help="of a body, in bytes (%(default)s)")
+    of_rates.add_argument("--partitions", type=int, default=2, help="and slots (%(default)s)")
+    of_rates.add_argument("--repeat", type=int, default=5, help="rounds, of which the median counts (%(default)s)")
+    of_rates.add_argument("--json", action="store_true", help="print one JSON document")
+    of_rates.add_argument("--check", action="store_true", help=f"fail below {BAR} of foreachPartition")
+    of_rates.set_defaults(run=rates)
+    of_depth = kinds.add_parser("depth", help="how far a slow consumer's queue goes past its stop threshold (C6)")
+    of_depth.add_argument("--rows", type=int, default=3_000_000, help="of each job (%(default)s)")
+    of_depth.add_argument("--size", type=int, default=10, help="of a body, in bytes (%(default)s)")
+    of_depth.add_argument("--partitions", type=int, nargs="+", default=[2, 8], help="of each job in turn (2 8)")
+    of_depth.add_argument("--stop", type=int, default=5000, help="the queue's threshold (%(default)s)")
+    of_depth.add_argument("--capacity", type=int, default=2000, help="of the job (%(default)s)")
+    of_depth.add_argument("--rate", type=float, default=15_000, help="messages a second consumed (%(default)s)")
+    of_depth.set_defaults(run=depth)
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it.
+
+    Returns:
+        The exit code: 1 if rows were lost, the bound did not hold, or with ``--check`` the bar was missed.
+    """
+    options = parser().parse_args(arguments)
+    result: int = options.run(options)
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())
