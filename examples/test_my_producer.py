@@ -17,7 +17,9 @@ class OrderSender:
     """The program under test: sends orders, and keeps for later what could not be sent."""
 
     def __init__(self, url: str, patience: float) -> None:
-        self.producer = Producer(url, routing_key="orders", max_producer_flow_control_wait=patience)
+        self.producer = Producer(
+            url, routing_key="orders", max_producer_flow_control_wait=patience, on_refused="fail", on_disconnect="fail"
+        )
         self.kept: list[bytes] = []
 
     def send(self, orders: Iterable[bytes]) -> None:

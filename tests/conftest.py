@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Nothing here is timed by hypothesis: a busy machine must not fail a property that holds. In CI the same examples are
@@ -11,3 +12,15 @@ settings.register_profile(
 )
 settings.register_profile("dev", deadline=None, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+@pytest.fixture
+def one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Producers end with their first connection, unless a test sets it otherwise."""
+    monkeypatch.setenv("QFLOW_RECONNECT_TIMEOUT", "0")
+
+
+@pytest.fixture
+def no_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Producers settle what the broker refuses, unless a test sets it otherwise."""
+    monkeypatch.setenv("QFLOW_ON_REFUSED", "fail")

@@ -280,6 +280,7 @@ def test_the_overflow_policy_producer_flow_control_flows_the_producer(
     channel.queue_delete(name)
 
 
+@pytest.mark.usefixtures("no_retries")
 def test_a_mandatory_message_that_no_queue_takes_fails(brokerj: BrokerJ, queue: Callable[..., str]) -> None:
     name = queue()
     with Producer(brokerj.url) as producer:
@@ -291,6 +292,7 @@ def test_a_mandatory_message_that_no_queue_takes_fails(brokerj: BrokerJ, queue: 
             lost.result(PATIENCE)
 
 
+@pytest.mark.usefixtures("no_retries")
 def test_a_full_queue_that_rejects_nacks_what_is_mandatory_and_confirms_the_rest_that_it_drops(
     brokerj: BrokerJ, channel: BlockingChannel
 ) -> None:

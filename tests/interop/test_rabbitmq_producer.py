@@ -8,6 +8,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from uuid import uuid4
@@ -29,6 +30,7 @@ from qflow_client import (
     ProducerClosed,
     UndeliveredMessages,
 )
+from qflow_client.protocol import REPUBLISHED
 from qflow_client.testing.rabbitmq import RabbitMQNode
 
 pytestmark = pytest.mark.rabbitmq
@@ -67,6 +69,15 @@ def wait_held(producer: Producer, kind: HoldKind, timeout: float = 10.0) -> None
     unsubscribe = producer.on_flow(lambda event: arrived.set() if any(h.kind == kind for h in event.holds) else None)
     if not any(hold.kind == kind for hold in producer.flow_state.holds):
         assert arrived.wait(timeout), f"not held by {kind}: {producer.flow_state}"
+    unsubscribe()
+
+
+def wait_free_of(producer: Producer, kind: HoldKind, timeout: float = 60.0) -> None:
+    """Wait on flow events until a hold is gone."""
+    gone = threading.Event()
+    unsubscribe = producer.on_flow(lambda event: None if any(h.kind == kind for h in event.holds) else gone.set())
+    if any(hold.kind == kind for hold in producer.flow_state.holds):
+        assert gone.wait(timeout), f"still held by {kind}: {producer.flow_state}"
     unsubscribe()
 
 
@@ -164,6 +175,7 @@ def test_a_connection_at_heartbeat_2_outlives_30_seconds_of_load(
     assert channel.queue_declare(queue, passive=True).method.message_count == sent
 
 
+@pytest.mark.usefixtures("no_retries")
 def test_a_full_queue_that_rejects_is_told_by_nacks(rabbitmq: RabbitMQNode, channel: BlockingChannel) -> None:
     name = f"qflow-{uuid4().hex}"
     channel.queue_declare(name, arguments={"x-max-length": 5, "x-overflow": "reject-publish"})
@@ -200,8 +212,28 @@ def test_a_missing_exchange_rejects_the_lone_message_with_the_brokers_words(rabb
         with pytest.raises(MessageRejected, match=r"404.*no such exchange") as caught:
             receipt.result(10)
         assert caught.value.reply_code == 404
-        with pytest.raises(ProducerClosed, match="404"):
-            producer.send(b"y")
+        with pytest.raises(MessageReturned):
+            producer.send(b"y", timeout=10).result(10)
+
+
+def test_a_message_to_a_missing_exchange_among_a_thousand_harms_only_itself(
+    rabbitmq: RabbitMQNode, channel: BlockingChannel, queue: str
+) -> None:
+    with Producer(rabbitmq.url, routing_key=queue) as producer:
+        receipts = [
+            producer.send(b"%d" % number, exchange="no such exchange" if number == 500 else None, timeout=None)
+            for number in range(1000)
+        ]
+        with pytest.raises(MessageRejected, match=r"404.*no such exchange"):
+            receipts.pop(500).result(30)
+        producer.flush(30)
+        assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
+    numbers = []
+    for _method, _properties, body in channel.consume(queue, auto_ack=True, inactivity_timeout=2):
+        if body is None:
+            break
+        numbers.append(int(body))
+    assert list(dict.fromkeys(numbers)) == [number for number in range(1000) if number != 500]
 
 
 def test_bodies_of_every_size_arrive(rabbitmq: RabbitMQNode, channel: BlockingChannel, queue: str) -> None:
@@ -237,6 +269,7 @@ def test_eight_threads_lose_nothing_and_keep_their_order(
     assert all(order == list(range(count)) for order in seen.values())
 
 
+@pytest.mark.usefixtures("one_connection")
 def test_a_broker_that_dies_leaves_nothing_undecided(own_rabbitmq: RabbitMQNode) -> None:
     producer = Producer(own_rabbitmq.url, routing_key="q", mandatory=False)
     producer.send(b"before").result(10)
@@ -251,6 +284,78 @@ def test_a_broker_that_dies_leaves_nothing_undecided(own_rabbitmq: RabbitMQNode)
         producer.close(timeout=5)
     assert len(caught.value.unknown) + len(caught.value.unsent) == 100
     assert {receipt.outcome for receipt in receipts} <= {Outcome.UNKNOWN, Outcome.FAILED}
+
+
+def check_nothing_is_lost(url: str, queue: str, count: int) -> None:
+    """Every number from 0 is in the queue, first copies in order and all others marked."""
+    connection = pika.BlockingConnection(pika.URLParameters(url))
+    channel = connection.channel()
+    seen: list[int] = []
+    for _method, properties, body in channel.consume(queue, auto_ack=True, inactivity_timeout=3):
+        if body is None or properties is None:
+            break
+        number = int(body)
+        if number in seen[-2000:]:
+            assert properties.headers == {REPUBLISHED: True}, f"an unmarked copy of {number}"
+        seen.append(number)
+    connection.close()
+    assert list(dict.fromkeys(seen)) == list(range(count))
+
+
+def test_a_full_queue_that_rejects_gets_everything_as_it_is_emptied(
+    rabbitmq: RabbitMQNode, channel: BlockingChannel
+) -> None:
+    name = f"qflow-{uuid4().hex}"
+    channel.queue_declare(name, durable=True, arguments={"x-max-length": 10, "x-overflow": "reject-publish"})
+    with Producer(rabbitmq.url, routing_key=name, retry_delay=0.05, retry_delay_max=0.2) as producer:
+        receipts = [producer.send(b"%d" % number, timeout=30) for number in range(15)]
+        wait_held(producer, HoldKind.REFUSED)
+        seen: list[int] = []
+        for _method, _properties, body in channel.consume(name, auto_ack=True, inactivity_timeout=2):
+            if body is None:
+                break
+            seen.append(int(body))
+        producer.flush(30)
+    channel.queue_delete(name)
+    assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
+    assert list(dict.fromkeys(seen)) == list(range(15))
+
+
+@pytest.mark.slow
+def test_a_node_that_is_killed_twice_and_starts_again_has_everything(own_rabbitmq: RabbitMQNode) -> None:
+    count = 12_000
+    connection = pika.BlockingConnection(pika.URLParameters(own_rabbitmq.url))
+    connection.channel().queue_declare("q", durable=True)
+    connection.close()
+    with Producer(own_rabbitmq.url, routing_key="q", capacity=500) as producer:
+        sending = threading.Thread(
+            target=lambda: [producer.send(b"%d" % number, timeout=None) for number in range(count)]
+        )
+        sending.start()
+        for _ in range(2):
+            own_rabbitmq.kill()
+            wait_held(producer, HoldKind.DISCONNECTED)
+            own_rabbitmq.start()
+            wait_free_of(producer, HoldKind.DISCONNECTED)
+        sending.join(90)
+        assert not sending.is_alive()
+        producer.flush(timeout=60)
+    check_nothing_is_lost(own_rabbitmq.url, "q", count)
+
+
+def test_a_wrong_password_after_a_loss_ends_the_producer_at_once(own_rabbitmq: RabbitMQNode) -> None:
+    own_rabbitmq.ctl("add_user", "clerk", "first")
+    own_rabbitmq.ctl("set_permissions", "clerk", ".*", ".*", ".*")
+    url = own_rabbitmq.url.replace("guest:guest", "clerk:first")
+    producer = Producer(url, routing_key="q", mandatory=False)
+    producer.send(b"").result(10)
+    own_rabbitmq.ctl("change_password", "clerk", "second")
+    own_rabbitmq.ctl("close_all_connections", "moving on")
+    wait_held(producer, HoldKind.DISCONNECTED)
+    with pytest.raises(ProducerClosed, match=r"320 .*cannot be had again: .*ACCESS_REFUSED"):
+        producer.send(b"", timeout=20)
+    with suppress(UndeliveredMessages):
+        producer.close()
 
 
 def test_a_broker_that_stands_still_cannot_make_a_send_overrun_its_deadline(own_rabbitmq: RabbitMQNode) -> None:

@@ -37,7 +37,7 @@ from qflow_client import (
 @pytest.fixture
 def producer(qflow_broker):
     qflow_broker.declare_queue("orders")
-    producer = Producer(qflow_broker.url, routing_key="orders")
+    producer = Producer(qflow_broker.url, routing_key="orders", reconnect_timeout=0, on_refused="fail")
     yield producer
     try:
         producer.close(timeout=0)
@@ -102,7 +102,7 @@ def test_a_nack_is_told(qflow_broker, producer):
         producer.send(b"one").result(10)
 
 
-@pytest.mark.parametrize("end", ["close_channels", "close_connections", "drop_connections"])
+@pytest.mark.parametrize("end", ["close_connections", "drop_connections"])
 def test_a_lost_link_leaves_the_outcome_unknown(qflow_broker, producer, end):
     qflow_broker.withhold_confirms()
     receipt = producer.send(b"one")
@@ -110,6 +110,11 @@ def test_a_lost_link_leaves_the_outcome_unknown(qflow_broker, producer, end):
     getattr(qflow_broker, end)()
     with pytest.raises(OutcomeUnknown):
         receipt.result(10)
+
+
+def test_a_channel_that_is_closed_is_opened_again(qflow_broker, producer):
+    qflow_broker.close_channels()
+    producer.send(b"one").result(10)
 
 
 def test_only_the_one_that_is_named_is_dropped(qflow_broker, producer):
@@ -141,6 +146,19 @@ def test_a_full_queue_holds_and_a_consumer_lets_go(qflow_broker, producer):
     assert producer.wait_unflowed(10)
     producer.flush(10)
     assert qflow_broker.queue("small").flow_stopped_count == 1
+
+
+def test_what_the_network_swallows_is_not_confirmed(qflow_broker, qflow_proxy):
+    qflow_broker.declare_queue("orders")
+    producer = Producer(qflow_proxy.url, routing_key="orders")
+    producer.send(b"arrives").result(10)
+    qflow_proxy.black_hole("to_client")
+    receipt = producer.send(b"arrives, and nobody says so")
+    qflow_broker.wait_until(lambda broker: broker.queue("orders").depth == 2)
+    with pytest.raises(ConfirmTimeout):
+        receipt.result(0)
+    with pytest.raises(UndeliveredMessages):
+        producer.close(timeout=0)
 """
 
 
@@ -152,7 +170,7 @@ def _the_package_is_found_where_it_is_not_installed(monkeypatch: pytest.MonkeyPa
 def test_users_test_their_own_producers_with_it(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(USERS_TESTS)
     result = pytester.runpytest_subprocess(*PLUGIN, "-q", "-p", "no:cacheprovider")
-    result.assert_outcomes(passed=13)
+    result.assert_outcomes(passed=14)
 
 
 def test_settings_come_from_the_fixture_and_the_nearest_marker_goes_first(pytester: pytest.Pytester) -> None:

@@ -24,6 +24,8 @@ PAGES = [
         ROOT / "docs" / "quickstart.md",
         ROOT / "docs" / "concepts.md",
         ROOT / "docs" / "broker.md",
+        ROOT / "docs" / "reliability.md",
+        ROOT / "docs" / "migrate-pika.md",
     )
     if path.exists()
 ]

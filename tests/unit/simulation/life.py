@@ -26,6 +26,7 @@ from qflow_client.settings import ProducerSettings
 __all__ = ["BrokenContract", "Life"]
 
 FRAME_MAX = 4096
+CAPACITY_MAX = 40
 MAX_UNWRITTEN = 6000
 FLOW_OK_SIZE = 13
 ID_PREFIX = "0123456789abcdef-"
@@ -100,7 +101,8 @@ class Life:
         self.rate = self.random.choice([None, None, 40.0])
         self.settings = ProducerSettings(
             routing_key="q",
-            capacity=self.random.choice([1, 3, 20]),
+            capacity=self.random.choice([1, 3, 20, "auto"]),
+            capacity_max=CAPACITY_MAX,
             capacity_bytes=self.random.choice([None, 5000]),
             max_unwritten_bytes=MAX_UNWRITTEN,
             rate=self.rate,
@@ -112,7 +114,8 @@ class Life:
         self.protocol.channel_opened(1, FRAME_MAX, self.now)
 
         # The model.
-        self.capacity = self.settings.capacity
+        # None as long as the producer finds its own.
+        self.fixed_capacity = None if self.settings.capacity == "auto" else self.settings.capacity
         self.holds: set[tuple[str, str]] = set()
         self.transport = False
         self.tokens_full_at = -math.inf
@@ -137,6 +140,14 @@ class Life:
     def check(self, holds: bool, words: str) -> None:
         if not holds:
             raise BrokenContract(f"at {self.now:.3f} s: {words}")
+
+    @property
+    def capacity(self) -> int:
+        if self.fixed_capacity is not None:
+            return self.fixed_capacity
+        found = self.protocol.window.capacity
+        self.check(1 <= found <= CAPACITY_MAX, f"it found a capacity of {found}")
+        return found
 
     @property
     def used_bytes(self) -> int:
@@ -383,8 +394,8 @@ class Life:
             self.holds.discard((kind, source))
 
     def do_capacity(self) -> None:
-        self.capacity = self.random.choice([1, 2, 20, 50])
-        self.protocol.set_capacity(self.capacity, self.now)
+        self.fixed_capacity = self.random.choice([1, 2, 20, 50])
+        self.protocol.set_capacity(self.fixed_capacity, self.now)
 
     def do_flush(self) -> None:
         waiter = object()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from qflow_client.flow import FifoLine
 from qflow_client.frames import flow_ok
 from qflow_client.outbound import Outbound
 from qflow_client.protocol import ProducerProtocol, SendTicket
@@ -102,11 +103,13 @@ class Barging(ProducerProtocol):
     """Who comes later passes those who wait."""
 
     def send(self, payload: object, exchange: str, routing_key: str, now: float) -> Receipt | None:
-        waiting, self.controller.waiting = self.controller.waiting, 0
+        controller = self.controller
+        before = controller.waiting, controller._line
+        controller.waiting, controller._line = 0, FifoLine()
         try:
             return super().send(payload, exchange, routing_key, now)  # type: ignore[arg-type]
         finally:
-            self.controller.waiting = waiting
+            controller.waiting, controller._line = before
 
 
 class SentAfterTimeout(ProducerProtocol):
