@@ -5,7 +5,7 @@ import time
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
 from qflow_client import Producer
 from qflow_client.broker import Broker, ThresholdsSnapshot
@@ -104,6 +104,22 @@ def test_D4_thresholds_are_edited_in_place_and_what_is_wrong_is_marked(page: Pag
     broker.set_thresholds("orders", capacity=50, flow_resume_capacity=None)
     page.get_by_role("button", name="Set thresholds").click()
     broker.wait_until(lambda broker: broker.queue("orders").thresholds == ThresholdsSnapshot(20, 17, 0, 0, 50, 50))
+    # So does what is typed while the answer is on its way.
+    expect(stop).to_have_value("20")
+    with page.expect_request("**/thresholds") as request:
+        held: list[Route] = []
+        page.route("**/thresholds", lambda route: held.append(route))
+        stop.fill("30")
+        page.get_by_role("button", name="Set thresholds").click()
+    assert request.value.post_data_json == {"flowStopCount": 30}
+    expect(page.get_by_role("button", name="Set thresholds")).to_be_disabled()
+    stop.fill("40")
+    held[0].continue_()
+    expect(page.get_by_role("button", name="Set thresholds")).to_be_enabled()
+    expect(stop).to_have_value("40")
+    page.unroute("**/thresholds")
+    page.get_by_role("button", name="Set thresholds").click()
+    broker.wait_until(lambda broker: broker.queue("orders").thresholds.flow_stop_count == 40)
     broker.publish(b"x", "orders")
     page.get_by_role("button", name="Purge").click()
     broker.wait_until(lambda broker: not broker.queue("orders").depth)

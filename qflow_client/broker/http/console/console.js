@@ -354,17 +354,26 @@ thresholds.addEventListener("input", (event) => edited.add(event.target));
 thresholds.addEventListener("submit", async (event) => {
   event.preventDefault();
   // Only what was edited: the others may have been changed by somebody else.
+  const queue = view.selected;
+  const sent = new Map([...edited].map((field) => [field, field.value]));
   const body = {};
-  for (const field of edited) {
-    if (field.value !== "") body[field.name] = Number(field.value);
+  for (const [field, value] of sent) {
+    if (value !== "") body[field.name] = Number(value);
     else body[field.name] = field.name.includes("Resume") ? null : 0;
   }
+  const button = thresholds.querySelector("button");
+  button.disabled = true;
   try {
-    await ask("PATCH", `queues/${encodeURIComponent(view.selected)}/thresholds`, body);
-    edited.clear();
+    await ask("PATCH", `queues/${encodeURIComponent(queue)}/thresholds`, body);
+    if (view.selected !== queue) return;
+    // What was typed while the answer was on its way is not sent yet.
+    for (const [field, value] of sent) if (field.value === value) edited.delete(field);
     setAnswer("The thresholds are in force.", []);
   } catch (error) {
-    setAnswer(error.message, error.fields ?? []);
+    if (view.selected === queue) setAnswer(error.message, error.fields ?? []);
+  } finally {
+    button.disabled = false;
+    if (document.activeElement === document.body) button.focus();
   }
 });
 
