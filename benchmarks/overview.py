@@ -21,6 +21,7 @@ from benchmarks.embedded import DEFAULT_URL, EMBEDDED, broker_url
 from benchmarks.report import document, summarize
 from benchmarks.runner import Lost, Plan, measure
 from benchmarks.wire import Wire
+from qflow_client.testing.pictures import svg
 
 __all__ = ["draw", "main", "tables"]
 
@@ -37,21 +38,13 @@ _SAMPLE = 97
 # A picture has no room for all that the tables say.
 _SHOWN = "rabbitmq confirmed"
 
-_STYLE = """
-  .card { fill: #f6f7f9; stroke: #d5d9e0 }
-  text { font: 12px system-ui, sans-serif; fill: #24292f }
-  .title { font-weight: 600 }
-  .small { font-size: 11px; fill: #57606a }
-  .grid { stroke: #c3c9d2; stroke-dasharray: 3 3 }
-  .ours { fill: #0969da } .theirs { fill: #8c959f } .plain { fill: #bf8700 }
-  @media (prefers-color-scheme: dark) {
-    .card { fill: #22262f; stroke: #3b414d }
-    text { fill: #e6edf3 }
-    .small { fill: #a5adba }
-    .grid { stroke: #454c59 }
-    .ours { fill: #79c0ff } .theirs { fill: #7d8590 } .plain { fill: #d29922 }
-  }
-"""
+# Beyond what all pictures have.
+_LIGHT = """\
+text { font-size: 12px }
+.small { font-size: 11px }
+.grid { stroke-dasharray: 3 3 }
+.ours { fill: #0969da } .theirs { fill: #8c959f } .plain { fill: #bf8700 }"""
+_DARK = ".ours { fill: #79c0ff } .theirs { fill: #7d8590 } .plain { fill: #d29922 }"
 
 
 def run(url: str, broker: str, *, repeat: int, messages: int, sizes: Sequence[int]) -> dict[str, dict[str, Any]]:
@@ -177,14 +170,8 @@ def draw(series: Mapping[str, Any]) -> str:
     where = " ".join(series["broker"].get(key, "") for key in ("product", "version")).strip()
     legend = f"messages per second, confirmed, {where}; the length of a bar: of the plain socket in the same round"
     parts.append(f'<text class="small" x="14" y="{height - 14}">{escape(legend)}</text>')
-    body = "\n".join(parts)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">\n'
-        "<!-- Made by benchmarks.overview. -->\n"
-        "<title>Confirmed messages per second by publisher and size of body</title>\n"
-        f"<style>{_STYLE}</style>\n"
-        f'<rect class="card" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8"/>\n{body}\n</svg>\n'
-    )
+    title = "Confirmed messages per second by publisher and size of body"
+    return svg(width, height, parts, title=title, made_by="benchmarks.overview", light=_LIGHT, dark=_DARK)
 
 
 def write(measured: Mapping[str, Mapping[str, Any]], page: Path, picture: Path) -> None:

@@ -1,0 +1,119 @@
+"""Pictures of depth over time: what was seen is what is drawn, and the same is drawn alike."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from qflow_client.testing.depth import DepthPanel, DepthSample, draw_depth
+
+SVG = "{http://www.w3.org/2000/svg}"
+MARKS = {"highest": 165, "stop": 100, "resume": 70}
+RUN = (
+    DepthSample(0.0, 0, 0, False),
+    DepthSample(0.1, 165, 1_650_000, True),
+    DepthSample(0.5, 69, 690_000, False),
+    DepthSample(1.0, 101, 1_010_000, True),
+)
+
+
+def draw(*panels: DepthPanel) -> str:
+    return draw_depth(panels, title="A queue", made_by="a test")
+
+
+def elements(picture: str, tag: str, kind: str) -> list[ET.Element]:
+    return [each for each in ET.fromstring(picture).iter(SVG + tag) if kind in each.get("class", "").split()]
+
+
+def texts(picture: str) -> list[str]:
+    return [each.text or "" for each in ET.fromstring(picture).iter(SVG + "text")]
+
+
+def steps(picture: str) -> list[list[float]]:
+    """The corners of each line."""
+    return [
+        [float(each) for each in re.findall(r"[\d.]+", path.get("d", ""))]
+        for path in elements(picture, "path", "depth")
+    ]
+
+
+def test_the_same_samples_give_the_same_bytes() -> None:
+    assert draw(DepthPanel("run", RUN, None, MARKS)) == draw(DepthPanel("run", list(RUN), None, dict(MARKS)))
+
+
+def test_a_value_holds_until_the_next_is_seen_and_time_goes_to_the_right() -> None:
+    (line,) = steps(draw(DepthPanel("run", RUN)))
+    xs, ys = [line[0], *line[2::2]], [line[1], *line[3::2]]
+    assert xs == sorted(xs)
+    # 165 is the highest on the page, and y counts downwards.
+    assert ys[1] < ys[3] < ys[2] < ys[0]
+    assert (xs[2] - xs[0]) / (xs[3] - xs[0]) == pytest.approx(0.5, abs=0.01)
+
+
+def test_the_times_at_which_it_was_on_are_coloured_to_the_end() -> None:
+    picture = draw(DepthPanel("run", RUN, None, MARKS))
+    on = elements(picture, "rect", "on")
+    widths = [float(each.get("width", "")) for each in on]
+    assert len(on) == 2
+    assert widths[0] > 0
+    # It was ON when the recording ended.
+    assert widths[1] == 0
+    assert "red background: the flow state is ON" in texts(picture)[-1]
+
+
+def test_marks_and_the_peak_are_named_and_lie_where_they_belong() -> None:
+    picture = draw(DepthPanel("run", RUN, 166, MARKS))
+    assert {"165 highest", "100 stop", "70 resume", "peak 166"} <= set(texts(picture))
+    heights = {each.get("class"): each.get("d", "").split()[1] for each in elements(picture, "path", "mark")}
+    assert len(heights) == 3
+    (line,) = steps(picture)
+    assert f"{line[3]}H648" == heights["mark highest"]
+
+
+def test_marks_that_lie_close_are_named_below_one_another() -> None:
+    picture = draw(DepthPanel("run", RUN, None, {"stop": 100, "resume": 99, "highest": 101}))
+    at = [
+        float(each.get("y", "")) for kind in ("highest", "stop", "resume") for each in elements(picture, "text", kind)
+    ]
+    assert at[1] - at[0] >= 14
+    assert at[2] - at[1] >= 14
+
+
+def test_bytes_are_drawn_as_bytes() -> None:
+    picture = draw(DepthPanel("run", RUN, 1_650_000, {"stop": 1_000_000}, of_bytes=True))
+    assert {"peak 1.65 MB", "1 MB stop", "blue: depth in body bytes; red background: the flow state is ON"} <= set(
+        texts(picture)
+    )
+
+
+def test_panels_share_their_scales_and_none_is_above_another() -> None:
+    low = tuple(replace(sample, depth=sample.depth // 5, on=False) for sample in RUN[:3])
+    picture = draw(DepthPanel("high", RUN), DepthPanel("low & <lower>", low))
+    high, flat = steps(picture)
+    assert max(high[1::2]) < min(flat[1::2])
+    # The run that was shorter ends earlier.
+    assert flat[-2] == high[-4]
+    assert (flat[1] - flat[3]) * 5 == pytest.approx(high[1] - high[3], abs=1)
+    assert "A queue. high: peak 165; low & <lower>: peak 33" in (ET.fromstring(picture).findtext(SVG + "title") or "")
+
+
+def test_a_line_has_no_more_corners_than_can_be_seen_and_keeps_every_peak() -> None:
+    run = [DepthSample(at / 10_000, at % 7, 0, False) for at in range(100_000)]
+    run[55_555] = replace(run[55_555], depth=99)
+    (line,) = steps(draw(DepthPanel("run", run)))
+    assert len(line) < 2 * 4 * 402
+    assert "peak 99" in texts(draw(DepthPanel("run", run)))
+    assert min(line[1::2]) < sorted(set(line[1::2]))[1]
+
+
+def test_a_recording_of_one_moment_can_be_drawn() -> None:
+    assert "peak 0" in texts(draw(DepthPanel("run", RUN[:1])))
+
+
+@pytest.mark.parametrize("panels", [(), (DepthPanel("run", ()),)])
+def test_nothing_cannot_be_drawn(panels: tuple[DepthPanel, ...]) -> None:
+    with pytest.raises(ValueError, match="nothing to draw"):
+        draw(*panels)
