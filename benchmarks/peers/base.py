@@ -29,13 +29,14 @@ class Job:
 
     Attributes:
         url: of the broker.
-        queue: published to through the default exchange, mandatory and persistent.
+        queue: published to through the default exchange, mandatory.
         body: of every message.
         count: messages to publish.
         window: the most messages that are not confirmed, for peers that can have more than one.
         confirmed: use publisher confirms; without, the run ends when the broker has answered an orderly close.
         varying: give every message `headers` and a `timestamp` of its own. Only for peers that say they can.
         sample: measure the time from publish to confirm of every message that is the first of so many; 0 for none.
+        persistent: the delivery mode. Only the plain socket knows another.
     """
 
     url: str
@@ -46,6 +47,7 @@ class Job:
     confirmed: bool
     varying: bool = False
     sample: int = 0
+    persistent: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,9 @@ _READ = 1 << 17
 _WRITE = 1 << 17
 
 
-def publish_frames(queue: str, body: bytes, count: int, frame_max: int, *, varying: bool = False) -> tuple[bytes, int]:
+def publish_frames(
+    queue: str, body: bytes, count: int, frame_max: int, *, varying: bool = False, persistent: bool = True
+) -> tuple[bytes, int]:
     """The frames of all messages in one piece, and the length of one message in bytes: all have the same."""
     key = queue.encode()
     method = frame(1, 1, b"\0\x3c\0\x28" + b"\0\0" + b"\0" + bytes((len(key),)) + key + b"\1")
@@ -34,7 +36,7 @@ def publish_frames(queue: str, body: bytes, count: int, frame_max: int, *, varyi
     bodies = b"".join(frame(3, 1, body[at : at + room]) for at in range(0, len(body), room))
     length = len(MESSAGE_ID % 0)
     # Class 60, weight 0, the length, and the flags of delivery-mode and message-id.
-    fixed = Struct(">HHQH").pack(60, 0, len(body), 1 << 12 | 1 << 7) + b"\2" + bytes((length,))
+    fixed = Struct(">HHQH").pack(60, 0, len(body), 1 << 12 | 1 << 7) + bytes((1 + persistent, length))
     head = method + FRAME_HEAD.pack(2, 1, len(fixed) + length) + fixed
     tail = b"\xce" + bodies
     if varying:
@@ -136,7 +138,9 @@ class PlainSocket:
 
     def run(self, job: Job) -> Timing:
         with Wire(job.url) as wire:
-            messages, length = publish_frames(job.queue, job.body, job.count, wire.frame_max, varying=job.varying)
+            messages, length = publish_frames(
+                job.queue, job.body, job.count, wire.frame_max, varying=job.varying, persistent=job.persistent
+            )
             if not job.confirmed:
                 watch = Stopwatch()
                 wire.socket.sendall(messages)

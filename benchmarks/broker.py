@@ -1,0 +1,315 @@
+"""What the broker of this repository can do, beside RabbitMQ, in one run: rates, latency, connections, policies.
+
+The clients are plain sockets whose frames were made before the clock started, the same for both brokers: what is
+measured is the broker. Messages are transient unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import select
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from struct import Struct
+from typing import Any
+from uuid import uuid4
+
+from pamqp import commands
+
+from benchmarks.embedded import DEFAULT_URL, broker_process
+from benchmarks.peers.base import Job
+from benchmarks.peers.plain import AckWindow, PlainSocket, publish_frames
+from benchmarks.report import aligned, broker_name
+from benchmarks.wire import Wire
+
+__all__ = ["BARS", "POLICIES", "connections", "consumed", "latency", "main", "policies", "published"]
+
+BODY = b"x" * 100
+WINDOW = 1000
+OURS, RABBITMQ = "ours", "rabbitmq"
+
+#: What ``--check`` asks: the figure, in words, and whether it is so.
+BARS: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
+    ("published, of RabbitMQ's", ">= 0.4", lambda value: value >= 0.4),
+    ("published and consumed, of RabbitMQ's", ">= 0.4", lambda value: value >= 0.4),
+    ("p99 ms of a confirm at half load", "<= 5", lambda value: value <= 5),
+    ("KiB of an idle connection", "<= 64", lambda value: value <= 64),
+    ("connections held", ">= 2000", lambda value: value >= 2000),
+)
+
+#: What a queue is given that is never full: what remains is what it costs to look.
+POLICIES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "flow, by count": {"qpid.flow_stop_count": 10**9, "qpid.flow_resume_count": 10**9},
+    "flow, by count and bytes": {
+        "qpid.flow_stop_count": 10**9,
+        "qpid.flow_resume_count": 10**9,
+        "qpid.flow_stop_size": 10**12,
+        "qpid.flow_resume_size": 10**12,
+    },
+    "reject": {"x-qflow-policy": "reject", "qpid.max_count": 10**9},
+    "wait": {"x-qflow-policy": "wait", "qpid.max_count": 10**9},
+    "ring": {"x-qflow-policy": "ring", "qpid.max_count": 10**9},
+    "x-max-length": {"x-max-length": 10**9},
+    "x-message-ttl": {"x-message-ttl": 3_600_000},
+}
+
+_ACK = Struct(">BHIHHQBB")
+_READ = 1 << 17
+_PATIENCE = 60.0
+
+
+@contextmanager
+def fresh_queue(wire: Wire, arguments: Mapping[str, Any] | None = None) -> Iterator[str]:
+    """A queue that goes with the block, or with its connection."""
+    queue = f"qflow-benchmark-{uuid4().hex[:12]}"
+    wire.call(commands.Queue.Declare(queue=queue, arguments=dict(arguments or {})))
+    try:
+        yield queue
+    finally:
+        wire.call(commands.Queue.Delete(queue=queue))
+
+
+def published(url: str, count: int, arguments: Mapping[str, Any] | None = None) -> float:
+    """Transient messages per second that are confirmed, a window of them under way."""
+    with Wire(url) as wire, fresh_queue(wire, arguments) as queue:
+        job = Job(url, queue, BODY, count, WINDOW, confirmed=True, persistent=False)
+        rate = count / PlainSocket().run(job).seconds
+        if wire.depth(queue) != count:
+            raise RuntimeError(f"{count} messages were published, and the queue holds {wire.depth(queue)}")
+        return rate
+
+
+def consumed(url: str, count: int) -> float:
+    """Messages per second from a publisher with confirms to a consumer on another connection that acks each one.
+
+    From the first publish to the last ack being answered by the broker's close of the channel.
+    """
+    with Wire(url) as wire, fresh_queue(wire) as queue, Wire(url) as publisher, Wire(url) as consumer:
+        messages, length = publish_frames(queue, BODY, count, publisher.frame_max, persistent=False)
+        publisher.call(commands.Confirm.Select())
+        consumer.call(commands.Basic.Qos(prefetch_count=WINDOW))
+        consumer.call(commands.Basic.Consume(queue=queue, consumer_tag="c"))
+        # Every delivery has the same length: that of a publish, less its reserved and mandatory bytes, and a tag.
+        method = 4 + 2 + 8 + 1 + 1 + 1 + len(queue)
+        delivery = length - (4 + 2 + 1 + 1 + len(queue) + 1) + method
+        acks = b"".join(_ACK.pack(1, 1, 13, 60, 80, tag, 0, 0xCE) for tag in range(1, count + 1))
+        return count / _pump(publisher, consumer, memoryview(messages), length, delivery, memoryview(acks), count)
+
+
+def _pump(
+    publisher: Wire,
+    consumer: Wire,
+    messages: memoryview,
+    length: int,
+    delivery: int,
+    acks: memoryview,
+    count: int,
+) -> float:
+    """Publish and ack, as fast as both sockets allow; the seconds that it took."""
+    out, back = publisher.socket, consumer.socket
+    ack = len(acks) // count
+    window = AckWindow()
+    poll = select.poll()
+    written = received = acked = 0
+    for sock in (out, back):
+        sock.setblocking(False)
+    began = time.perf_counter()
+    while True:
+        allowed = min(window.confirmed + WINDOW, count) * length
+        written += _send(out, messages[written:allowed])
+        acked += _send(back, acks[acked : received // delivery * ack])
+        if acked == len(acks) and window.confirmed == count:
+            break
+        poll.register(out, select.POLLIN | (select.POLLOUT if written < allowed else 0))
+        poll.register(back, select.POLLIN | (select.POLLOUT if acked < received // delivery * ack else 0))
+        if not poll.poll(_PATIENCE * 1000):
+            raise TimeoutError(f"{received // delivery} of {count} messages came, and then nothing for {_PATIENCE} s")
+        window.feed(_receive(out))
+        received += len(_receive(back))
+    for sock in (out, back):
+        sock.settimeout(_PATIENCE)
+    if received != count * delivery:
+        raise RuntimeError(f"{received} bytes of deliveries came, not {count} times {delivery}")
+    # The broker has read all acks when it answers this.
+    consumer.call(commands.Channel.Close(200, "done", 0, 0))
+    return time.perf_counter() - began
+
+
+def _send(sock: Any, data: memoryview) -> int:
+    try:
+        return int(sock.send(data)) if data else 0
+    except BlockingIOError:
+        return 0
+
+
+def _receive(sock: Any) -> bytes:
+    try:
+        data: bytes = sock.recv(_READ)
+    except BlockingIOError:
+        return b""
+    if not data:
+        raise ConnectionError("the broker closed the connection")
+    return data
+
+
+def latency(url: str, rate: float, seconds: float) -> list[float]:
+    """Milliseconds from when a message is due until it is confirmed, at so many messages per second.
+
+    Measured from when it is due, not from when it could be written: a broker that stands still cannot hide it.
+    """
+    count = int(rate * seconds)
+    with Wire(url) as wire, fresh_queue(wire) as queue, Wire(url) as publisher:
+        messages, length = publish_frames(queue, BODY, count, publisher.frame_max, persistent=False)
+        publisher.call(commands.Confirm.Select())
+        sock, view, window = publisher.socket, memoryview(messages), AckWindow()
+        sock.setblocking(False)
+        # The number of the last message of a batch, and when it was due.
+        due: deque[tuple[int, float]] = deque()
+        found = []
+        written = made = 0
+        began = time.perf_counter()
+        while window.confirmed < count:
+            now = time.perf_counter()
+            ready = min(count, int((now - began) * rate))
+            if ready > made:
+                made = ready
+                due.append((made, began + made / rate))
+            written += _send(sock, view[written : made * length])
+            # Half a millisecond, or until something comes.
+            if select.select([sock], [], [], 0.0005)[0]:
+                window.feed(_receive(sock))
+            now = time.perf_counter()
+            while due and due[0][0] <= window.confirmed:
+                found.append((now - due.popleft()[1]) * 1000)
+            if now - began > seconds + _PATIENCE:
+                raise TimeoutError(f"{window.confirmed} of {count} messages were confirmed in {now - began:.0f} s")
+        sock.settimeout(_PATIENCE)
+    return found
+
+
+def _resident(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def connections(count: int) -> dict[str, float]:
+    """Hold connections with a channel each to a broker of its own, and use every one of them at the end."""
+    with broker_process() as (url, pid), ExitStack() as stack:
+        first = stack.enter_context(Wire(url))
+        queue = stack.enter_context(fresh_queue(first))
+        before = _resident(pid)
+        began = time.perf_counter()
+        wires = [stack.enter_context(Wire(url)) for _ in range(count)]
+        opened = time.perf_counter() - began
+        each = (_resident(pid) - before) / count / 1024
+        held = 0
+        for wire in wires:
+            wire.call(commands.Confirm.Select())
+            held += wire.depth(queue) == 0
+        return {"KiB of an idle connection": each, "connections held": held, "opened per second": count / opened}
+
+
+def policies(url: str, count: int, rounds: int) -> dict[str, float]:
+    """What share of the rate without a policy remains with each; the median over rounds in which all run in turn."""
+    rates: dict[str, list[float]] = {name: [] for name in POLICIES}
+    for _ in range(rounds):
+        for name, arguments in POLICIES.items():
+            rates[name].append(published(url, count, arguments))
+    plain = rates["none"]
+    return {
+        name: median(mine / other for mine, other in zip(own, plain, strict=True))
+        for name, own in rates.items()
+        if own is not plain
+    }
+
+
+def compare(url: str, ours: str, count: int, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Both brokers in turn, round by round.
+
+    Returns:
+        Rates by what was done and by broker, and the ratios of ours, each the median of the rounds'.
+    """
+    found: dict[str, Any] = {}
+    for name, run in (("published", published), ("published and consumed", consumed)):
+        rates: dict[str, list[float]] = {RABBITMQ: [], OURS: []}
+        for at in range(rounds + 1):
+            for broker, where in ((RABBITMQ, url), (OURS, ours)):
+                say(f"{name}: round {at} of {rounds}, {broker}")
+                # Round 0 warms up.
+                rate = run(where, count if at else count // 10)
+                if at:
+                    rates[broker].append(rate)
+        found[f"{name}, per second"] = {broker: median(own) for broker, own in rates.items()}
+        pairs = zip(rates[OURS], rates[RABBITMQ], strict=True)
+        found[f"{name}, of RabbitMQ's"] = median(mine / other for mine, other in pairs)
+    return found
+
+
+def percentile(values: Sequence[float], part: float) -> float:
+    """The value below which such a part of all values lies."""
+    return sorted(values)[min(len(values) - 1, int(part * len(values)))]
+
+
+def run(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
+    """All of it, by name."""
+    count, rounds, seconds, number, of_policies = (
+        (2000, 1, 0.5, 50, 1) if options.quick else (options.messages, options.rounds, 5.0, 2000, 7)
+    )
+    with Wire(options.url) as wire:
+        found: dict[str, Any] = {"RabbitMQ": broker_name(wire.server_properties)}
+    with broker_process() as (ours, _):
+        found |= compare(options.url, ours, count, rounds, say)
+        rates = found["published, per second"]
+        for broker, url in ((RABBITMQ, options.url), (OURS, ours)):
+            say(f"latency at half load: {broker}")
+            values = latency(url, rates[broker] / 2, seconds)
+            suffix = "" if broker == OURS else ", RabbitMQ"
+            found[f"p50 ms of a confirm at half load{suffix}"] = percentile(values, 0.5)
+            found[f"p99 ms of a confirm at half load{suffix}"] = percentile(values, 0.99)
+        say("policies")
+        found["of the rate without a policy"] = policies(ours, count, of_policies)
+    say(f"{number} connections")
+    return found | connections(number)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; the exit code is 1 if with ``--check`` a bar was missed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.broker", description=__doc__)
+    parser.add_argument("--url", default=DEFAULT_URL, help="amqp:// URL of RabbitMQ (%(default)s)")
+    parser.add_argument("--messages", type=int, default=100_000, help="of a run (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="of which the median counts (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--check", action="store_true", help=f"fail unless {'; '.join(f'{n} {w}' for n, w, _ in BARS)}")
+    parser.add_argument("--quick", action="store_true", help="few messages: its figures mean nothing")
+    options = parser.parse_args(arguments)
+    # A descriptor for each connection, here and in the broker, which inherits the limit.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    found = run(options, lambda text: print(text, file=sys.stderr, flush=True))
+    if options.json:
+        print(json.dumps(found, indent=2))
+    else:
+        print(aligned("The broker", list(_lines(found))))
+    missed = [f"{name} {words}, not {found[name]:.3g}" for name, words, ok in BARS if not ok(found[name])]
+    for text in missed if options.check else ():
+        print(f"missed: {text}", file=sys.stderr)
+    return int(options.check and bool(missed))
+
+
+def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    for name, value in found.items():
+        for key, single in value.items() if isinstance(value, dict) else (("", value),):
+            words = single if isinstance(single, str) else f"{single:,.0f}" if single >= 1000 else f"{single:,.2f}"
+            yield f"{name}{': ' if key else ''}{key}", words
+
+
+if __name__ == "__main__":
+    sys.exit(main())
