@@ -18,9 +18,10 @@ from qflow_client.broker.errors import ChannelException, ConnectionException, Re
 from qflow_client.broker.message import StoredMessage, Target
 from qflow_client.broker.methods import TOPOLOGY_METHODS, named_queue
 from qflow_client.broker.queue import Queue
+from qflow_client.broker.queueflow import CountedSource
 from qflow_client.broker.transaction import Settlement, Transaction
 from qflow_client.broker.waiting import WaitingPublish
-from qflow_client.flow import FlowController, FlowSource
+from qflow_client.flow import FlowController
 from qflow_client.frames import ACK, METHOD_FRAME, PUBLISH, frame
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ _CONTENT_HEADER = Struct(">HHQ")
 _BASIC = 60
 
 
-class Channel(FlowSource):
+class Channel(CountedSource):
     """One channel of a session. Queues that are ON flow it (J3 J4).
 
     Args:
@@ -397,7 +398,7 @@ class Channel(FlowSource):
 
     def _send_flow(self, *, active: bool) -> None:
         self.flow_oks_due += 1
-        self._reply(commands.Channel.Flow(active=active))
+        self.session.write_in_turn(wire.method(self.number, commands.Channel.Flow(active=active)))
 
     @property
     def flowed_seconds(self) -> float:

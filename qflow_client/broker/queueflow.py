@@ -6,9 +6,16 @@ import math
 from collections.abc import Callable
 
 from qflow_client.broker.entries import Completion, QueueEntry
-from qflow_client.flow import FlowController, ThresholdLimiter, Thresholds
+from qflow_client.flow import FlowController, FlowSource, ThresholdLimiter, Thresholds
 
-__all__ = ["QueueFlow", "Turns"]
+__all__ = ["CountedSource", "QueueFlow", "Turns"]
+
+
+class CountedSource(FlowSource):
+    """A source that tells how much it was let publish."""
+
+    #: Messages so far.
+    published = 0
 
 
 class Turns:
@@ -61,12 +68,18 @@ class QueueFlow(FlowController):
         self.held: dict[QueueEntry, Completion] = {}
 
     def resume(self, now: float | None = None) -> None:
-        """Unblock the sources that may go on, the oldest first, all at once or one after the other (F4)."""
+        """Unblock the sources that may go on, all at once or one after the other, the oldest first (F4)."""
+        blocked = self._blocked
+        if not blocked:
+            return
         if self._turns is None:
+            if len(blocked) > 1 and self._may_go_on(now):
+                # Who hears of it first fills the room below the mark before the others: let it be who has had least.
+                self._blocked = dict.fromkeys(sorted(blocked, key=_published))
             super().resume(now)
             return
-        while self._blocked and self._may_go_on(now) and self._turns.take():
-            self.forget(next(iter(self._blocked)))
+        while blocked and self._may_go_on(now) and self._turns.take():
+            self.forget(next(iter(blocked)))
 
     def release_held(self) -> None:
         """Let go of all confirms."""
@@ -79,3 +92,7 @@ class QueueFlow(FlowController):
         for source in self.blocked:
             self.forget(source)
         self.release_held()
+
+
+def _published(source: FlowSource) -> int:
+    return source.published if isinstance(source, CountedSource) else 0

@@ -53,8 +53,8 @@ class Server:
         self._on_change = on_change
         self._server: asyncio.Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        # Connections with something to send at the end of this turn.
-        self._writers: list[Connection] = []
+        # Connections with something to send at the end of this turn, in that order.
+        self._writers: dict[Connection, None] = {}
         self._turn_ends = False
         # When the virtual host is looked at, and what does it.
         self._tick_at = math.inf
@@ -127,8 +127,9 @@ class Server:
             self._ticker.cancel()
 
     def has_output(self, connection: Connection) -> None:
-        """A connection has something to send."""
-        self._writers.append(connection)
+        """A connection has something to send, after all those that had before."""
+        self._writers.pop(connection, None)
+        self._writers[connection] = None
         self.touch()
 
     def touch(self) -> None:
@@ -139,7 +140,7 @@ class Server:
 
     def _end_turn(self) -> None:
         self._turn_ends = False
-        writers, self._writers = self._writers, []
+        writers, self._writers = self._writers, {}
         now = self.clock()
         for connection in writers:
             try:

@@ -76,7 +76,8 @@ class Session:
         host: the virtual host.
         controls: what an operator has set.
         now: monotonic seconds.
-        on_output: called when there is something to send, once until `take_output`.
+        on_output: called when there is something to send, once until `take_output`, and when that is to be sent after
+            what others have been given meanwhile.
     """
 
     #: Bytes of deliveries that may wait to be sent; consumers get no more until they are.
@@ -401,6 +402,11 @@ class Session:
         self._output.append(data)
         if not self._output_announced:
             self._announce()
+
+    def write_in_turn(self, data: bytes) -> None:
+        """`write`, to be sent after what other connections have to send by now: for what several race for (F4)."""
+        self._output.append(data)
+        self._announce()
 
     def deliver(self, data: bytes) -> None:
         """Put a delivery into what is to be sent."""

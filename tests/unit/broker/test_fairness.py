@@ -7,9 +7,11 @@ import random
 import pytest
 from pamqp import commands
 
+from qflow_client.broker.queueflow import CountedSource, QueueFlow
 from qflow_client.broker.rates import RateLimit, Rates, RateScope
 from qflow_client.broker.settings import BrokerSettings
 from qflow_client.broker.snapshots import channel_snapshot, queue_snapshot
+from qflow_client.flow import StopResume
 
 from .test_flow import STOP_2, flows
 
@@ -37,6 +39,27 @@ def test_F4_without_an_interval_all_come_back_at_once(world):
     clients = three_flowed(world)
     world.queue().purge()
     assert [flows(client) for client in clients] == [[True]] * 3
+
+
+class Source(CountedSource):
+    """A publisher that tells when it is let go."""
+
+    def __init__(self, name, published, let_go):
+        super().__init__(name)
+        self.published = published
+        self.on_unblocked = lambda: let_go.append(name)
+
+
+def test_F4_when_all_come_back_at_once_who_was_served_least_is_told_first():
+    let_go: list[str] = []
+    flow = QueueFlow(StopResume(stop_count=2, resume_count=2), "q", count=2, size=2)
+    for name, published in (("first", 9), ("second", 3), ("third", 9), ("fourth", 0)):
+        flow.offer(Source(name, published, let_go), 1, 0.0)
+    for _ in range(4):
+        flow.release(1)
+        assert not let_go
+    flow.release(1)
+    assert let_go == ["fourth", "second", "first", "third"]
 
 
 @pytest.mark.parametrize(("now", "back"), [(0.0, 1), (0.0999, 1), (0.1, 2), (0.1999, 2), (0.2, 3)])

@@ -1,0 +1,68 @@
+"""Fairness among real producers through a queue that flaps (F4): counted in messages, on one loop, by no clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import AsyncExitStack
+
+import pytest
+
+from qflow_client import AsyncProducer, ProducerClosed, UndeliveredMessages
+from qflow_client.broker import Broker
+
+PRODUCERS, TAKEN = 10, 6000
+
+
+async def feed(producer: AsyncProducer, name: bytes) -> None:
+    try:
+        while True:
+            await producer.send(name, timeout=None)
+    except ProducerClosed:
+        return
+
+
+async def let_go(producer: AsyncProducer) -> None:
+    try:
+        await producer.close(0)
+    except UndeliveredMessages:
+        # What was under way at the end counts for nobody.
+        return
+
+
+async def flap(stop: int, resume: int, capacity: int) -> tuple[Counter[bytes], int]:
+    """All producers send as fast as they may; messages are taken one by one.
+
+    Returns:
+        How many of each producer's were taken, and how often the queue turned ON.
+    """
+    served: Counter[bytes] = Counter()
+    async with Broker() as broker, AsyncExitStack() as stack:
+        broker.declare_queue("q", arguments={"qpid.flow_stop_count": stop, "qpid.flow_resume_count": resume})
+        for number in range(PRODUCERS):
+            producer = AsyncProducer(broker.url, routing_key="q", capacity=capacity)
+            await producer.__aenter__()
+            feeding = asyncio.create_task(feed(producer, b"%d" % number))
+            stack.push_async_callback(asyncio.wait_for, feeding, 60)
+            stack.push_async_callback(let_go, producer)
+        await broker.wait_until_async(lambda b: len([each for each in b.producers() if each.published]) == PRODUCERS)
+        for _ in range(TAKEN):
+            await broker.wait_until_async(lambda b: b.queue("q").depth, timeout=60)
+            message = broker.get("q")
+            assert message is not None
+            served[message.body] += 1
+            await asyncio.sleep(0)
+        queue = broker.queue("q")
+        assert queue.peak_depth <= stop + PRODUCERS * capacity
+        return served, queue.flow_stopped_count
+
+
+@pytest.mark.parametrize(
+    ("stop", "resume", "capacity"),
+    [(100, 50, 20), (100, 90, 20), pytest.param(100, 50, 50, id="who is told first could fill it alone")],
+)
+def test_F4_ten_equal_producers_through_a_queue_that_flaps_are_served_alike(stop, resume, capacity):
+    served, times_on = asyncio.run(flap(stop, resume, capacity))
+    assert times_on >= 10
+    assert len(served) == PRODUCERS
+    assert max(served.values()) - min(served.values()) <= 0.2 * max(served.values()), served
