@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["DEFAULT_URL", "EMBEDDED", "broker_process", "broker_url"]
+__all__ = ["DEFAULT_URL", "EMBEDDED", "broker_url"]
 
 DEFAULT_URL = "amqp://guest:guest@localhost:5672/%2F"
 #: Given instead of a URL.
@@ -20,20 +20,13 @@ def broker_url(url: str) -> Iterator[str]:
     if url != EMBEDDED:
         yield url
         return
-    with broker_process() as (embedded, _):
-        yield embedded
-
-
-@contextmanager
-def broker_process() -> Iterator[tuple[str, int]]:
-    """The URL and the process id of a broker that runs until the block is left."""
     with subprocess.Popen(
         [sys.executable, "-m", "benchmarks.embedded"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            yield process.stdout.readline().strip(), process.pid
+            yield process.stdout.readline().strip()
         finally:
             # It runs until it has read to the end.
             process.stdin.close()

@@ -608,6 +608,8 @@ class Queue:
             flow.let_go()
         # Whoever waits for it goes on without it.
         self._surroundings.admit_waiting(self, self._clock())
+        # Who published here may be remembered with the queue for a while; the connection that had it is not to be.
+        self.exclusive_owner = None
         consumers = tuple(self.consumers)
         self.consumers.clear()
         self.active.clear()

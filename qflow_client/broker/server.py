@@ -218,7 +218,7 @@ class Connection(asyncio.Protocol):
         _log.debug("%s: gone%s", self.session.name, f": {exc}" if exc else "")
         if self._timer is not None:
             self._timer.cancel()
-        self.session.end()
+        self.session.lost()
         self._server.connections.pop(self, None)
         self._server.touch()
         self._transport = None

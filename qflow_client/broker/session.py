@@ -555,6 +555,16 @@ class Session:
         if not self._output_announced:
             self._announce()
 
+    def lost(self) -> None:
+        """The socket is gone. Nothing of the connection refers to itself any more: it need not wait to be collected."""
+        self.end()
+        self._on_output = _nobody
+        for channel in self.channels.values():
+            channel.confirms = None
+        self.channels.clear()
+        self._confirming.clear()
+        self.discipline = None
+
     def _end_channels(self) -> None:
         # What one channel gives back goes to no other of a connection that is over.
         self.takes_deliveries = False
@@ -581,6 +591,10 @@ class Session:
     def times_flowed(self) -> int:
         """How often its channels were told to stop so far."""
         return self._times_flowed_before + sum(channel.times_flowed for channel in self.channels.values())
+
+
+def _nobody() -> None:
+    """Who is told when nobody is there."""
 
 
 def _frame_name(kind: int, payload: bytes) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import ssl
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -270,6 +271,7 @@ def broker(
     console = Console(stderr=True, quiet=quiet)
     with ExitStack() as stack:
         stopping = stack.enter_context(Stopping())
+        stack.enter_context(_seldom_collected())
         try:
             running = stack.enter_context(embedded)
         except OSError as error:
@@ -290,6 +292,20 @@ def broker(
         except Stopped:
             assert stopping.signal is not None
             console.print(f"{stopping.signal.name}: the broker ends")
+
+
+@contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """Let the garbage collector look at young objects only, in small lots: a look at all messages stops everybody."""
+    before = gc.get_threshold()
+    # What is there by now stays, and need not be looked at.
+    gc.freeze()
+    gc.set_threshold(10_000, 2, 1000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 def _make(config: Config, given: Mapping[str, Any]) -> Broker:

@@ -21,6 +21,7 @@ from qflow_client.broker.server import cannot_listen
 
 if TYPE_CHECKING:
     from qflow_client.broker.broker import Broker
+    from qflow_client.broker.settings import BrokerSettings
 
 __all__ = ["HttpServer"]
 
@@ -38,12 +39,19 @@ class HttpServer:
     MAX_BODY = 16 * 1024 * 1024
     #: Seconds that requests have to end when the broker stops.
     STOP_GRACE = 1.0
+    #: Connections at once; more are closed as soon as they are accepted.
+    MAX_CONNECTIONS = 1000
+    #: Seconds between the end of a request and the next one on its connection.
+    KEEP_ALIVE = 60.0
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
         self._settings = broker.settings
         self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
         self._port: int | None = None
+        # Connections by what aiohttp has for each.
+        self._connections: dict[asyncio.BaseProtocol, _Connection] = {}
         # Event streams, which end when the broker stops.
         self._streams: set[asyncio.Task[Any]] = set()
 
@@ -70,19 +78,30 @@ class HttpServer:
         for operation in sorted(api.operations, key=lambda operation: "{" in operation.path):
             app.router.add_route(operation.method, operation.path, self._handler(operation))
         app.router.add_routes(console_routes())
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=self.STOP_GRACE)
+        self._runner = web.AppRunner(
+            app, access_log=None, shutdown_timeout=self.STOP_GRACE, keepalive_timeout=self.KEEP_ALIVE
+        )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, settings.http_host, settings.http_port, ssl_context=settings.ssl_context)
+        make_handler = self._runner.server
+        assert make_handler is not None
         try:
-            await site.start()
+            self._listener = await asyncio.get_running_loop().create_server(
+                lambda: _Connection(make_handler(), self._connections, self.MAX_CONNECTIONS, self._settings),
+                settings.http_host,
+                settings.http_port,
+                ssl=settings.ssl_context,
+                ssl_handshake_timeout=settings.unauthenticated_timeout if settings.ssl_context is not None else None,
+            )
         except OSError as error:
             await self._runner.cleanup()
             raise cannot_listen(settings.http_host, cast(int, settings.http_port), error) from error
-        self._port = self._runner.addresses[0][1]
+        self._port = self._listener.sockets[0].getsockname()[1]
         _log.info("HTTP on %s:%d", settings.http_host, self._port)
 
     async def stop(self) -> None:
         """Stop listening, and end what is going on."""
+        if self._listener is not None:
+            self._listener.close()
         for stream in self._streams:
             stream.cancel()
         if self._runner is not None:
@@ -92,6 +111,9 @@ class HttpServer:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
+        connection = self._connections.get(request.protocol)
+        if connection is not None:
+            connection.has_asked()
         try:
             check_origin(request, self._settings)
             response = await handler(request)
@@ -152,3 +174,60 @@ class HttpServer:
         finally:
             self._streams.discard(task)
         return response
+
+
+class _Connection(asyncio.Protocol):
+    """Between a socket and aiohttp, which lets anybody connect and say nothing for ever.
+
+    Args:
+        handler: aiohttp's.
+        all_: the connections that there are.
+        most: how many of them there may be.
+        settings: how long one may take until it has asked something.
+    """
+
+    def __init__(
+        self,
+        handler: asyncio.Protocol,
+        all_: dict[asyncio.BaseProtocol, _Connection],
+        most: int,
+        settings: BrokerSettings,
+    ) -> None:
+        self._handler = handler
+        self._all = all_
+        self._most = most
+        self._settings = settings
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport = cast(asyncio.Transport, transport)
+        if len(self._all) >= self._most:
+            _log.warning("HTTP: refused, there are %d connections", self._most)
+            transport.abort()
+            return
+        self._all[self._handler] = self
+        self._timer = asyncio.get_running_loop().call_later(self._settings.unauthenticated_timeout, transport.abort)
+        self._handler.connection_made(transport)
+
+    def has_asked(self) -> None:
+        """A whole request has come; from now on aiohttp's keep-alive timeout is enough."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._all.pop(self._handler, None) is not None:
+            self.has_asked()
+            self._handler.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._handler.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._handler.eof_received()
+
+    def pause_writing(self) -> None:
+        self._handler.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._handler.resume_writing()

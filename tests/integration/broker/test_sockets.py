@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import gc
 import random
 import ssl
 import subprocess
+import weakref
 
 import pytest
 from pamqp import commands
 
 from qflow_client.broker import Broker
+from qflow_client.broker.channel import Channel
+from qflow_client.broker.session import Session
 
 PROTOCOL_HEADER = b"AMQP\0\0\x09\x01"
 
@@ -54,6 +58,30 @@ def test_random_bytes_never_disturb_another_connection(broker, connect):
         bad.socket.close()
         assert works(good)
     broker.wait_until(lambda b: len(b.connections()) == 1)
+
+
+def test_nothing_of_a_connection_that_is_gone_waits_for_the_garbage_collector(broker, connect):
+    kept = connect(broker).open().channel()
+    gc.collect()
+    gc.disable()
+    try:
+        before = {id(each) for each in gc.get_objects() if isinstance(each, (Session, Channel))}
+        with connect(broker) as client:
+            client.open().channel(confirms=True)
+            client.call(1, commands.Queue.Declare(queue="q", exclusive=True), commands.Queue.DeclareOk)
+            client.call(1, commands.Basic.Consume(queue="q"), commands.Basic.ConsumeOk)
+            client.publish()
+            broker.wait_until(lambda b: b.queue("q").delivered == 1)
+            came = [
+                weakref.ref(each)
+                for each in gc.get_objects()
+                if isinstance(each, (Session, Channel)) and id(each) not in before
+            ]
+        assert len(came) == 2
+        # The broker's loop forgets what it has just called when it has called something else.
+        broker.wait_until(lambda b: works(kept) and not [each for each in came if each() is not None])
+    finally:
+        gc.enable()
 
 
 def test_a_half_open_connection_is_closed_in_time(connect):

@@ -1,0 +1,68 @@
+"""Who connects to the HTTP API and says nothing, or too little, does not stay; nor do more than there is room for."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+from urllib.parse import urlsplit
+
+import pytest
+
+from qflow_client.broker import Broker
+from qflow_client.broker.http.server import HttpServer
+
+
+def address(broker: Broker) -> tuple[str, int]:
+    parts = urlsplit(broker.http_url)
+    assert parts.hostname is not None
+    assert parts.port is not None
+    return parts.hostname, parts.port
+
+
+def connect(broker: Broker) -> socket.socket:
+    return socket.create_connection(address(broker), timeout=30)
+
+
+def is_closed(stranger: socket.socket) -> bool:
+    try:
+        return stranger.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+@pytest.mark.parametrize("words", [b"", b"GET /api/queues HT", b"GET /api/queues HTTP/1.1\r\nHost: x\r\n"])
+def test_who_has_asked_nothing_in_time_is_closed_and_who_has_stays(words):
+    with Broker(http_port=0, unauthenticated_timeout=0.3) as broker:
+        asking = http.client.HTTPConnection(*address(broker), timeout=30)
+        for _ in range(2):
+            asking.request("GET", "/api/queues")
+            answer = asking.getresponse()
+            assert (answer.status, answer.read()) == (200, b"[]")
+            with connect(broker) as stranger:
+                stranger.sendall(words)
+                # Longer than a connection may take that has not asked.
+                assert is_closed(stranger)
+        asking.close()
+
+
+def test_more_connections_than_there_is_room_for_are_closed(monkeypatch, caplog):
+    monkeypatch.setattr(HttpServer, "MAX_CONNECTIONS", 2)
+    with Broker(http_port=0) as broker:
+        kept = [http.client.HTTPConnection(*address(broker), timeout=30) for _ in range(2)]
+        for each in kept:
+            each.request("GET", "/api/queues")
+            assert each.getresponse().read() == b"[]"
+        with connect(broker) as stranger:
+            assert is_closed(stranger)
+        assert "HTTP: refused, there are 2 connections" in caplog.text
+        kept[0].close()
+        while True:
+            # There is room once the broker has heard of it.
+            with connect(broker) as another:
+                another.sendall(b"GET /api/queues HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+                try:
+                    if another.recv(12) == b"HTTP/1.1 200":
+                        break
+                except ConnectionError:
+                    continue
+        kept[1].close()
