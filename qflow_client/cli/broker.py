@@ -22,7 +22,7 @@ from qflow_client.cli.config import Config, read_config
 from qflow_client.cli.errors import CommandError, ExitCode
 from qflow_client.cli.stopping import Stopped, Stopping
 
-__all__ = ["broker", "queue_table"]
+__all__ = ["broker", "queue_table", "seldom_collected"]
 
 # Seconds between two pictures.
 _PERIOD = 0.25
@@ -271,7 +271,7 @@ def broker(
     console = Console(stderr=True, quiet=quiet)
     with ExitStack() as stack:
         stopping = stack.enter_context(Stopping())
-        stack.enter_context(_seldom_collected())
+        stack.enter_context(seldom_collected())
         try:
             running = stack.enter_context(embedded)
         except OSError as error:
@@ -295,12 +295,12 @@ def broker(
 
 
 @contextmanager
-def _seldom_collected() -> Iterator[None]:
+def seldom_collected() -> Iterator[None]:
     """Let the garbage collector look at young objects only, in small lots: a look at all messages stops everybody."""
     before = gc.get_threshold()
     # What is there by now stays, and need not be looked at.
     gc.freeze()
-    gc.set_threshold(10_000, 2, 1000)
+    gc.set_threshold(2000, 2, 100_000)
     try:
         yield
     finally:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import inspect
 import io
 import json
@@ -18,7 +19,7 @@ from rich.console import Console
 from qflow_client import MessageNacked, Producer
 from qflow_client.broker import Broker, BrokerSettings
 from qflow_client.cli import main
-from qflow_client.cli.broker import broker, queue_table
+from qflow_client.cli.broker import broker, queue_table, seldom_collected
 from qflow_client.cli.config import MARKS, SETTINGS
 
 
@@ -237,3 +238,11 @@ def drawn(running: Broker) -> str:
     with console.capture() as capture:
         console.print(queue_table(running.queues(), 0, 0))
     return capture.get()
+
+
+def test_the_garbage_collector_is_as_before_when_the_broker_has_ended() -> None:
+    before = gc.get_threshold(), gc.get_freeze_count()
+    with seldom_collected():
+        assert gc.get_threshold() != before[0]
+        assert gc.get_freeze_count() > before[1]
+    assert (gc.get_threshold(), gc.get_freeze_count()) == before
