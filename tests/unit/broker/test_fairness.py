@@ -47,7 +47,10 @@ class Source(CountedSource):
     def __init__(self, name, published, let_go):
         super().__init__(name)
         self.published = published
-        self.on_unblocked = lambda: let_go.append(name)
+        self.let_go = let_go
+
+    def on_unblocked(self):
+        self.let_go.append(self.name)
 
 
 def test_F4_when_all_come_back_at_once_who_was_served_least_is_told_first():
