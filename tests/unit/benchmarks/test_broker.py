@@ -1,0 +1,35 @@
+"""`benchmarks.broker` does what it says; what it measures is no test's business."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import broker as benchmark
+from benchmarks import fairness
+from qflow_client.broker import Broker
+
+
+def test_every_message_is_published_consumed_and_confirmed_and_no_queue_is_left() -> None:
+    with Broker() as broker:
+        assert benchmark.published(broker.url, 50) > 0
+        # More than a window.
+        assert benchmark.consumed(broker.url, 2 * benchmark.WINDOW + 1) > 0
+        assert all(milliseconds >= 0 for milliseconds in benchmark.latency(broker.url, 1000, 0.05))
+        assert set(benchmark.policies(broker.url, 20, 1)) == set(benchmark.POLICIES) - {"none"}
+        assert not broker.queues()
+
+
+def test_connections_are_held_and_a_bar_that_was_not_measured_is_missed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmark.main(["--quick", "--json", "--check", "--parts", "connections"]) == 1
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["connections held"] == 50
+    assert "missed: connections held >= 2000, not 50" in printed.err
+    assert "missed: published, of RabbitMQ's >= 0.4, not measured" in printed.err
+
+
+def test_two_producers_in_processes_are_counted() -> None:
+    row = fairness.flap(0.0, 2, 300)
+    assert row["least"] + row["most"] == 300
+    assert row["peak"] <= fairness.STOP + 2 * fairness.CAPACITY
