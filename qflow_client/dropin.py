@@ -16,11 +16,12 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from qflow_client.errors import ProducerFlowed
-from qflow_client.events import FlowEvent
+from qflow_client.events import FlowEvent, HoldKind
 from qflow_client.frames import PublishEncoder, Route
 from qflow_client.logs import log, write_log
 from qflow_client.message import Message
 from qflow_client.protocol import ProducerProtocol
+from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import ProducerSettings
 
 __all__ = ["DropIn", "DropInFlow", "EncodedMessage", "EncodedProtocol"]
@@ -123,6 +124,31 @@ class EncodedProtocol(ProducerProtocol):
     def _use_channel(self, number: int, frame_max: int) -> None:
         super()._use_channel(number, frame_max)
         self._encoder = _ReadyFrames(number, frame_max)
+
+    def forget_past(self) -> None:
+        """The program ends the channel itself, which is no flow control: it is as it was before it was first opened."""
+        self._was_open = False
+
+    def withdraw(self, receipt: Receipt, now: float) -> bool:
+        """Take back a message that is admitted, unless a byte of it is written: then it is not sent and never will be.
+
+        Returns:
+            Whether it is taken back.
+        """
+        number = self._tag(receipt._number)
+        if receipt._outcome is not None or not self.outbound.withdraw(number):
+            return False
+        # Nobody is to be told of it but who calls.
+        receipt._outcome = Outcome.FAILED
+        kept = [(tag - (tag > number), each) for tag, each in self._unsettled.items() if each is not receipt]
+        self._unsettled = dict(kept)
+        self._resent = {each._number: tag for tag, each in kept}
+        self._flushes = [(last - (last >= number), waiter) for last, waiter in self._flushes]
+        self._ahead += 1
+        self._left([receipt], now)
+        if self.outbound.size <= self._max_unwritten // 2:
+            self.lift(HoldKind.TRANSPORT, now)
+        return True
 
 
 class DropInFlow:
