@@ -416,9 +416,7 @@ class ChannelFlow(DropInFlow):
             case Outcome.SENT:
                 return None
             case Outcome.NACKED:
-                raise DeliveryError(
-                    None, spec.Basic.Nack(delivery_tag=self.protocol._tag(receipt._number), requeue=False)
-                )
+                raise DeliveryError(None, spec.Basic.Nack(delivery_tag=self.protocol._tag(receipt._number)))
             case None:
                 raise self._too_late(receipt, began, body)
         raise self._ended_by()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 import aio_pika as original
@@ -89,7 +90,7 @@ class Program:
 
 async def bodies(node: RabbitMQNode, count: int) -> list[bytes]:
     """The next so many messages, and that there are no more."""
-    found = []
+    found: list[bytes] = []
     async with await original.connect(node.url) as connection:
         channel = await connection.channel()
         queue = await channel.get_queue("orders")
@@ -185,18 +186,16 @@ async def soon_depth(node: RabbitMQNode, count: int) -> None:
 def test_under_a_memory_alarm_blocks_are_left_in_time(alarmed: RabbitMQNode, kind: str) -> None:
     async def main() -> None:
         url = f"{alarmed.url}?max_producer_flow_control_wait={WAIT}"
-        with pytest.raises(FlowControlTimeout):
-            async with await getattr(drop_in, kind)(url) as connection, connection.channel() as channel:
-                await channel.default_exchange.publish(drop_in.Message(b"before"), "orders")
-                await on_thread(alarmed.raise_memory_alarm)
-                while True:
-                    try:
-                        await channel.default_exchange.publish(drop_in.Message(b""), "orders")
-                    except ConfirmTimeout:
-                        pass
+        async with await getattr(drop_in, kind)(url) as connection, connection.channel() as channel:
+            await channel.default_exchange.publish(drop_in.Message(b"before"), "orders")
+            await on_thread(alarmed.raise_memory_alarm)
+            while True:
+                with suppress(ConfirmTimeout):
+                    await channel.default_exchange.publish(drop_in.Message(b""), "orders")
 
     began = time.monotonic()
-    run(main())
+    with pytest.raises(FlowControlTimeout):
+        run(main())
     assert time.monotonic() - began < PATIENCE / 2
     alarmed.clear_memory_alarm()
 
@@ -213,7 +212,7 @@ def test_a_robust_channel_waits_over_a_crash_of_the_node(own_rabbitmq: RabbitMQN
             written = asyncio.ensure_future(exchange.publish(drop_in.Message(b"written"), "orders"))
             await soon(lambda: HoldKind.CONNECTION_BLOCKED in [each.kind for each in channel.flow_state.holds])
             waiting = asyncio.ensure_future(exchange.publish(drop_in.Message(b"waits"), "orders"))
-            await on_thread(own_rabbitmq.crash)
+            await on_thread(own_rabbitmq.kill)
             with pytest.raises(drop_in.exceptions.AMQPConnectionError):
                 await written
             await on_thread(own_rabbitmq.start)
