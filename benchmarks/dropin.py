@@ -57,6 +57,10 @@ LOOPS: dict[str, tuple[Any, Callable[[Any], object], bool]] = {
 }
 
 
+async def _depth(channel: Any, queue: str) -> Any:
+    return (await channel.declare_queue(queue, passive=True)).declaration_result.message_count
+
+
 async def _aio_loop(module: Any, url: str, count: int, size: int, tasks: int, confirms: bool) -> float:
     """Messages per second of so many tasks, each of which publishes one message after the other."""
     async with await module.connect(url) as connection:
@@ -74,7 +78,7 @@ async def _aio_loop(module: Any, url: str, count: int, size: int, tasks: int, co
         seconds = time.perf_counter() - began
         total = count // tasks * tasks
         end = time.monotonic() + 30
-        while (depth := (await queue.declare()).message_count) != total:
+        while (depth := await _depth(channel, queue.name)) != total:
             if time.monotonic() > end:
                 raise RuntimeError(f"{depth} of {total} messages are in the queue")
             await asyncio.sleep(0.05)
