@@ -1,8 +1,9 @@
-"""What the drop-in for pika costs, and what pipelined confirms give: the same loop with pika and with the drop-in."""
+"""What the drop-ins for pika and aio-pika cost or give: the same loop with the library and with its drop-in."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import sys
 import time
@@ -10,12 +11,14 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
+import aio_pika
 import pika
 
+import qflow_client.aio_pika as aio_drop_in
 import qflow_client.pika as drop_in
 from benchmarks.embedded import DEFAULT_URL, EMBEDDED, broker_url
 
-__all__ = ["LOOPS", "main", "measure", "ratios"]
+__all__ = ["AIO_LOOPS", "LOOPS", "main", "measure", "ratios"]
 
 
 def _loop(module: Any, url: str, count: int, size: int, prepare: Callable[[Any], object], durable: bool) -> float:
@@ -53,6 +56,42 @@ LOOPS: dict[str, tuple[Any, Callable[[Any], object], bool]] = {
     "drop-in, pipelined, durable": (drop_in, lambda channel: channel.confirm_delivery(pipelined=True), True),
 }
 
+
+async def _depth(channel: Any, queue: str) -> Any:
+    return (await channel.declare_queue(queue, passive=True)).declaration_result.message_count
+
+
+async def _aio_loop(module: Any, url: str, count: int, size: int, tasks: int, confirms: bool) -> float:
+    """Messages per second of so many tasks, each of which publishes one message after the other."""
+    async with await module.connect(url) as connection:
+        channel = await connection.channel(publisher_confirms=confirms)
+        queue = await channel.declare_queue(exclusive=True)
+        exchange = channel.default_exchange
+        body = b"x" * size
+
+        async def publish() -> None:
+            for _ in range(count // tasks):
+                await exchange.publish(module.Message(body), queue.name)
+
+        began = time.perf_counter()
+        await asyncio.gather(*(publish() for _ in range(tasks)))
+        seconds = time.perf_counter() - began
+        total = count // tasks * tasks
+        end = time.monotonic() + 30
+        while (depth := await _depth(channel, queue.name)) != total:
+            if time.monotonic() > end:
+                raise RuntimeError(f"{depth} of {total} messages are in the queue")
+            await asyncio.sleep(0.05)
+    return total / seconds
+
+
+#: By name: the module, how many tasks, and whether with confirms.
+AIO_LOOPS: dict[str, tuple[Any, int, bool]] = {
+    f"{library}, {what}": (module, tasks, confirms)
+    for what, tasks, confirms in (("1 task", 1, True), ("1000 tasks", 1000, True), ("unconfirmed", 1, False))
+    for library, module in (("aio-pika", aio_pika), ("drop-in", aio_drop_in))
+}
+
 #: What is compared with what, and what it is to be at least.
 _RATIOS = {
     "unconfirmed": ("drop-in, unconfirmed", "pika, unconfirmed", 0.95),
@@ -60,13 +99,22 @@ _RATIOS = {
     "pipelined": ("drop-in, pipelined", "pika, confirm each", 5.0),
     "pipelined, durable": ("drop-in, pipelined, durable", "pika, confirm each, durable", 5.0),
 }
+_AIO_RATIOS = {
+    what: (f"drop-in, {what}", f"aio-pika, {what}", 0.95) for what in ("1 task", "1000 tasks", "unconfirmed")
+}
 
 
-def measure(url: str, count: int, size: int, rounds: int) -> list[dict[str, float]]:
+def measure(url: str, count: int, size: int, rounds: int, library: str = "pika") -> list[dict[str, float]]:
     """Messages per second of every loop, for each round, in which all run in turn."""
     found = []
     for _ in range(rounds):
         rates = {}
+        if library == "aio-pika":
+            for name, (module, tasks, confirms) in AIO_LOOPS.items():
+                number = count // (10 if tasks == 1 and confirms else 1)
+                rates[name] = asyncio.run(_aio_loop(module, url, number, size, tasks, confirms))
+            found.append(rates)
+            continue
         for name, (module, prepare, durable) in LOOPS.items():
             # One by one is slower, and says as much with fewer.
             number = max(1, count // (10 if "each" in name else 1))
@@ -75,33 +123,37 @@ def measure(url: str, count: int, size: int, rounds: int) -> list[dict[str, floa
     return found
 
 
-def ratios(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
+def ratios(rounds: Sequence[dict[str, float]], library: str = "pika") -> dict[str, float]:
     """The medians of the rounds' ratios: what disturbs a round disturbs both."""
-    return {name: median(rates[one] / rates[other] for rates in rounds) for name, (one, other, _) in _RATIOS.items()}
+    compared = _RATIOS if library == "pika" else _AIO_RATIOS
+    return {name: median(rates[one] / rates[other] for rates in rounds) for name, (one, other, _) in compared.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the rates and the ratios; 1 if one is lower than it is to be."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", default=DEFAULT_URL, help=f"or {EMBEDDED!r}")
+    parser.add_argument("--library", choices=["pika", "aio-pika"], default="pika", help="whose drop-in")
     parser.add_argument("--messages", type=int, default=20_000, help="per run; a tenth of it one by one")
     parser.add_argument("--size", type=int, default=100, help="bytes of a body")
     parser.add_argument("--repeat", type=int, default=5, help="rounds")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args(argv)
     with broker_url(arguments.url) as url:
-        rounds = measure(url, arguments.messages, arguments.size, arguments.repeat)
-    found = ratios(rounds)
+        rounds = measure(url, arguments.messages, arguments.size, arguments.repeat, arguments.library)
+    found = ratios(rounds, arguments.library)
+    compared = _RATIOS if arguments.library == "pika" else _AIO_RATIOS
+    release = f"{arguments.library} {(pika if arguments.library == 'pika' else aio_pika).__version__}"
     if arguments.json:
-        json.dump({"pika": pika.__version__, "rounds": rounds, "ratios": found}, sys.stdout, indent=2)
+        json.dump({"library": release, "rounds": rounds, "ratios": found}, sys.stdout, indent=2)
         print()
     else:
-        print(f"pika {pika.__version__}, {arguments.size}-byte bodies, medians of {arguments.repeat} rounds")
-        for name in LOOPS:
+        print(f"{release}, {arguments.size}-byte bodies, medians of {arguments.repeat} rounds")
+        for name in rounds[0]:
             print(f"{name:30} {median(rates[name] for rates in rounds):10,.0f} msg/s")
-        for name, (one, other, least) in _RATIOS.items():
+        for name, (one, other, least) in compared.items():
             print(f"{name:30} {found[name]:10.2f}  ({one} / {other}; at least {least})")
-    return int(any(found[name] < least for name, (_, _, least) in _RATIOS.items()))
+    return int(any(found[name] < least for name, (_, _, least) in compared.items()))
 
 
 if __name__ == "__main__":

@@ -84,6 +84,33 @@ class Outbound:
         self.size = sum(map(len, pieces)) - self._offset
         self._special = sum(type(piece) is not bytes for piece in pieces)
 
+    def withdraw(self, number: int) -> bool:
+        """Take out one message, counted from the first that was ever put, unless it has begun or is not there.
+
+        Those behind it move up.
+
+        Returns:
+            Whether it is taken out.
+        """
+        if number <= self.begun:
+            return False
+        pieces = self._pieces
+        count = self.begun
+        for at, piece in enumerate(pieces):
+            if type(piece) is bytes and not (at == 0 and self._offset):
+                count += 1
+                if count == number:
+                    break
+        else:
+            return False
+        del pieces[at]
+        self.size -= len(piece)
+        while at < len(pieces) and type(pieces[at]) is _More:
+            self.size -= len(pieces[at])
+            self._special -= 1
+            del pieces[at]
+        return True
+
     def put_control(self, frame: bytes) -> None:
         """Have a frame written before every message that has not begun."""
         pieces = self._pieces

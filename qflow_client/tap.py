@@ -152,8 +152,12 @@ class Tap:
         self._channels: dict[int, TapChannel] = {}
         # The same, by what every Basic.Ack frame of the channel begins with.
         self._acked: dict[bytes, TapChannel] = {}
+        # Those of them whose messages may begin.
+        self._writers: dict[int, TapChannel] = {}
         # By channel that is still being opened, what the broker has said of its flow.
         self._expected: dict[int, list[bool]] = {}
+        #: Whether that is any channel, because the library chooses the numbers; to be set before the first is opened.
+        self.expects_all = False
         # Channels that were detached and that the broker may still take for open.
         self._left: set[int] = set()
         # Channels that the library does not know, with who is told of their methods.
@@ -189,7 +193,7 @@ class Tap:
     def attach(self, number: int, channel: TapChannel, now: float) -> None:
         """Take the frames of a channel out from now on. The channel is open, and in confirm mode if it is to be."""
         self._left.discard(number)
-        self._channels[number] = channel
+        self._channels[number] = self._writers[number] = channel
         self._acked[_ack_head(number)] = channel
         for active in self._expected.pop(number, ()):
             channel.on_flow(active, now)
@@ -204,6 +208,16 @@ class Tap:
         if number in self._channels:
             self._left.add(number)
         self._drop(number)
+
+    def closes(self, number: int) -> None:
+        """The library is about to send a channel's ``Channel.Close``, behind which no message of it may come.
+
+        What the broker still says of the messages that are written is told.
+        """
+        channel = self._writers.pop(number, None)
+        if channel is not None and channel is self._writer:
+            self._remains = channel.unfinished
+            self._writer = None
 
     def own(self, number: int, on_method: Callable[[bytes], None]) -> None:
         """Keep a channel that the library has not opened from it, until `disown`.
@@ -220,6 +234,7 @@ class Tap:
 
     def _drop(self, number: int) -> None:
         channel = self._channels.pop(number, None)
+        self._writers.pop(number, None)
         self._acked.pop(_ack_head(number), None)
         self._expected.pop(number, None)
         if number in self._returns:
@@ -350,7 +365,7 @@ class Tap:
                     else:
                         # A method ends content that was broken off.
                         self._returns.pop(number, None)
-                        if number in self._expected:
+                        if number in self._expected or (self.expects_all and number not in self._left):
                             taken = self._keep_flow(number, splitter.data[start:stop])
                         else:
                             taken = number in self._left and self._take_late(number, splitter.data[start : start + 4])
@@ -429,10 +444,12 @@ class Tap:
                 returned.channel.on_return(*returned.method, returned.header, b"".join(returned.body))
 
     def _keep_flow(self, number: int, payload: bytes) -> bool:
-        if payload[:4] != CHANNEL_FLOW:
-            return False
-        self._expected[number].append(payload[4] & 1 != 0)
-        return True
+        method = payload[:4]
+        if method == CHANNEL_FLOW:
+            self._expected.setdefault(number, []).append(payload[4] & 1 != 0)
+        elif self.expects_all and method in (CHANNEL_CLOSE, CHANNEL_CLOSE_OK):
+            self._expected.pop(number, None)
+        return method == CHANNEL_FLOW
 
     def _take_late(self, number: int, method: bytes) -> bool:
         """Take what is for whoever published on a channel that was left."""
@@ -474,7 +491,7 @@ class Tap:
         """
         if self._remains:
             return self._remains
-        channels = self._channels
+        channels = self._writers
         if self._writer is not None:
             # To the next border and no further, or one whose every write ends in mid-frame would never let go.
             rest = self._writer.unfinished if len(channels) > 1 else b""

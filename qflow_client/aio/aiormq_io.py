@@ -19,7 +19,7 @@ from typing import Any
 from aiormq import AMQPConnectionError, TransportFactory
 from yarl import URL
 
-from qflow_client.frames import CONNECTION_UNBLOCKED, METHOD_FRAME, FrameError, frame
+from qflow_client.frames import CHANNEL_CLOSE, CONNECTION_UNBLOCKED, METHOD_FRAME, FrameError, frame
 from qflow_client.logs import log
 from qflow_client.skin import GOOD_BYE
 from qflow_client.tap import Tap
@@ -298,6 +298,8 @@ class TapTransport(asyncio.Transport):
         """Write, at the next frame border."""
         if self._closing or self._broken or not data:
             return
+        if data[7:11] == CHANNEL_CLOSE:
+            self.tap.closes(int.from_bytes(data[1:3], "big"))
         self._library.append(bytes(data))
         self._library_size += len(data)
         if self._library_size > _LIBRARY_HIGH and not self._library_paused:

@@ -22,6 +22,7 @@ from qflow_client.aio.connection import TappedConnection, TappedRobustConnection
 from qflow_client.aio.dispatcher import Dispatcher, refuse_coroutine_function
 from qflow_client.aio.link import Link
 from qflow_client.aio.receipt import AsyncReceipt
+from qflow_client.aio.turn import Turn
 from qflow_client.errors import (
     ConfirmTimeout,
     ConnectionFailed,
@@ -63,26 +64,6 @@ from qflow_client.skin import (
 __all__ = ["AsyncProducer"]
 
 _monotonic = time.monotonic
-
-
-class _Turn(asyncio.Future[None]):
-    """A send's place in line: done once that is decided, or its time is up.
-
-    Whoever cancels the send gives up its place in the same instant: it is admitted before, or never.
-    """
-
-    __slots__ = ("_producer", "ticket")
-
-    def __init__(self, producer: AsyncProducer, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(loop=loop)
-        self._producer = producer
-        self.ticket: SendTicket | None = None
-
-    def cancel(self, msg: Any | None = None) -> bool:
-        cancelled = super().cancel(msg)
-        if cancelled and self.ticket is not None:
-            self._producer._give_up(self.ticket)
-        return cancelled
 
 
 class _FlowEvents:
@@ -430,7 +411,7 @@ class AsyncProducer:
         if self._loop is None:
             raise self._not_connected(payload)
         protocol = self._protocol
-        turn = _Turn(self, self._loop)
+        turn = Turn(self._give_up, self._loop)
         ticket = protocol.stand_in_line(
             payload, exchange, routing_key, _monotonic(), timeout=timeout, waiter=turn, source=source
         )
@@ -459,7 +440,7 @@ class AsyncProducer:
             raise
         return self._admitted(ticket)
 
-    def _time_is_up(self, turn: _Turn) -> None:
+    def _time_is_up(self, turn: Turn) -> None:
         assert turn.ticket is not None
         assert self._loop is not None
         early = turn.ticket.deadline - _monotonic()

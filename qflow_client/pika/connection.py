@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import inspect
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
 
 import pika
 import pika.connection
 
 from qflow_client.pika.channel import Channel
-from qflow_client.pika.flow import NOT_TAKEN, ConnectionFlow, check_drop_in, drop_in_settings
-from qflow_client.settings import ProducerSettings
+from qflow_client.pika.flow import PIKA, ConnectionFlow
 
 __all__ = ["ConnectionParameters", "FlowedConnection", "URLParameters"]
-
-_NAMES = frozenset(name for name in ProducerSettings.__dataclass_fields__ if not name.startswith("_"))
 
 
 class ConnectionParameters(pika.ConnectionParameters):
@@ -34,10 +30,10 @@ class ConnectionParameters(pika.ConnectionParameters):
     __slots__ = ("flow_settings",)
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        ours = {name: keywords.pop(name) for name in _NAMES & keywords.keys()}
+        ours = {name: keywords.pop(name) for name in PIKA.NAMES & keywords.keys()}
         super().__init__(*arguments, **keywords)
         #: The settings of flow control.
-        self.flow_settings = drop_in_settings(**ours)
+        self.flow_settings = PIKA.settings(**ours)
 
     # pika's own ends with ``**kwargs``, of which it takes none.
     __init__.__signature__ = inspect.signature(  # type: ignore[attr-defined]  # what inspect looks for
@@ -59,13 +55,7 @@ class URLParameters(pika.URLParameters):
     __slots__ = ("flow_settings",)
 
     def __init__(self, url: str) -> None:
-        named = {name for name, _ in parse_qsl(urlsplit(url).query, keep_blank_values=True)}
-        if named & _NAMES:
-            check_drop_in(sorted(named & NOT_TAKEN.keys()))
-            settings = drop_in_settings(url)
-            url = settings.urls[0]
-        else:
-            settings = drop_in_settings()
+        settings, url = PIKA.of_url(url)
         super().__init__(url)
         #: The settings of flow control.
         self.flow_settings = settings

@@ -1,60 +1,46 @@
 """The flow of a channel of pika's: a `ProducerProtocol` that is told what pika hears and writes through pika.
 
-pika keeps connecting, topology, consuming and the encoding of messages; what is decided about publishing is decided
-where it is for every producer, in `ProducerProtocol`. Nothing here waits: `BlockingChannel` does, `Channel` raises.
+Nothing here waits: `BlockingChannel` does, `Channel` raises.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from pika import spec
 
-from qflow_client.errors import ProducerFlowed
-from qflow_client.events import FlowEvent, FlowState, HoldKind
-from qflow_client.frames import PublishEncoder, Route
-from qflow_client.logs import log, write_log
+from qflow_client.dropin import DropIn, DropInFlow, EncodedMessage
+from qflow_client.events import FlowState, HoldKind
 from qflow_client.manager import flow_manager
-from qflow_client.message import Message
-from qflow_client.protocol import ProducerProtocol
 from qflow_client.receipt import Receipt
 from qflow_client.settings import ProducerSettings
 
-__all__ = ["ChannelFlow", "ConnectionFlow", "Publish", "check_drop_in", "drop_in_settings"]
+__all__ = ["PIKA", "ChannelFlow", "ConnectionFlow", "Publish"]
 
-# What pika's own methods say of every message, or a program that is not changed leaves to them. That a channel confirms
-# is not known when it is made; until then what is written counts as confirmed.
-_FIXED: dict[str, Any] = {
-    "exchange": "",
-    "routing_key": "",
-    "confirms": True,
-    "mandatory": None,
-    "message_ids": False,
-}
-#: The settings that a connection of pika's does not take, and who says it instead.
-NOT_TAKEN = dict.fromkeys(("exchange", "routing_key", "mandatory"), "basic_publish() says it") | {
-    "confirms": "confirm_delivery() says it",
-    "message_ids": "messages leave as they are given; set message_id in their properties",
-    "connect_timeout": "use pika's socket_timeout and stack_timeout",
-    **dict.fromkeys(
-        ("on_disconnect", "reconnect_timeout", "reconnect_delay", "reconnect_delay_max", "reconnect_jitter"),
-        "the program connects again, as with pika",
-    ),
-    **dict.fromkeys(
-        ("on_refused", "retry_for", "retry_delay", "retry_delay_max"), "the program publishes again, as with pika"
-    ),
-    "tracing": "instrument pika itself: opentelemetry-instrumentation-pika",
-    "url": "use URLParameters",
-}
-_URL = "amqp://localhost"
+#: The settings that a connection of pika's takes. That a channel confirms is not known when it is made; until then what
+#: is written counts as confirmed.
+PIKA = DropIn(
+    "pika",
+    dict.fromkeys(("exchange", "routing_key", "mandatory"), "basic_publish() says it")
+    | {
+        "confirms": "confirm_delivery() says it",
+        "message_ids": "messages leave as they are given; set message_id in their properties",
+        "connect_timeout": "use pika's socket_timeout and stack_timeout",
+        **dict.fromkeys(
+            ("on_disconnect", "reconnect_timeout", "reconnect_delay", "reconnect_delay_max", "reconnect_jitter"),
+            "the program connects again, as with pika",
+        ),
+        **dict.fromkeys(
+            ("on_refused", "retry_for", "retry_delay", "retry_delay_max"), "the program publishes again, as with pika"
+        ),
+        "tracing": "instrument pika itself: opentelemetry-instrumentation-pika",
+        "url": "use URLParameters",
+    },
+)
 _UNLIMITED = 1 << 62
-_NAME = ProducerSettings.__dataclass_fields__["name"].default
 
 # Seconds after which a transport that was full is looked at again where nothing tells that it takes bytes.
 _LOOK_AGAIN = 0.01
@@ -62,29 +48,7 @@ _LOOK_AGAIN = 0.01
 _monotonic = time.monotonic
 
 
-def check_drop_in(names: Any) -> None:
-    """Refuse settings that have no meaning for a connection of pika's.
-
-    Raises:
-        TypeError: naming the first of them, and who says it instead.
-    """
-    for name in names:
-        if name in NOT_TAKEN:
-            raise TypeError(f"{name} is no setting of a connection of pika's: {NOT_TAKEN[name]}")
-
-
-def drop_in_settings(url: str = _URL, **keywords: Any) -> ProducerSettings:
-    """The settings of a connection, from keywords, the URL's query and the environment.
-
-    Raises:
-        SettingsError: a value that is not allowed.
-        TypeError: a setting that has no meaning here.
-    """
-    check_drop_in(keywords)
-    return ProducerSettings.load(url, **(keywords | _FIXED))
-
-
-class Publish(Message):
+class Publish(EncodedMessage):
     """One `basic_publish`, as pika has encoded it.
 
     Args:
@@ -94,7 +58,6 @@ class Publish(Message):
         body: the content.
     """
 
-    frames: bytes
     arguments: tuple[str, str, bool]
     basic_properties: spec.BasicProperties | None
 
@@ -105,7 +68,7 @@ class Publish(Message):
         basic_properties: spec.BasicProperties | None,
         body: bytes,
     ) -> None:
-        # As `Message` does, past the lock of a frozen dataclass.
+        # Not by way of the base: one is made for every message.
         given = self.__dict__
         given["body"] = body
         given["frames"] = frames
@@ -119,29 +82,11 @@ class Publish(Message):
         return spec.Basic.Publish(exchange=exchange, routing_key=routing_key, mandatory=mandatory)
 
 
-class _ReadyFrames(PublishEncoder):
-    """Takes the frames that pika has made."""
-
-    __slots__ = ()
-
-    def message(self, _route: Route, message: Message, _number: int | None) -> list[bytes]:
-        assert isinstance(message, Publish)
-        return [message.frames]
-
-
-class _ChannelProtocol(ProducerProtocol):
-    __slots__ = ()
-
-    def _use_channel(self, number: int, frame_max: int) -> None:
-        super()._use_channel(number, frame_max)
-        self._encoder = _ReadyFrames(number, frame_max)
-
-
 class ConnectionFlow:
     """What the channels of one connection share."""
 
     def __init__(self, connection: Any) -> None:
-        self.settings: ProducerSettings = getattr(connection.params, "flow_settings", None) or drop_in_settings()
+        self.settings: ProducerSettings = getattr(connection.params, "flow_settings", None) or PIKA.settings()
         # Why the broker blocks the connection; None while it does not.
         self.blocked: str | None = None
         # The open channels, by number.
@@ -170,7 +115,7 @@ class ConnectionFlow:
             flow.write()
 
 
-class ChannelFlow:
+class ChannelFlow(DropInFlow):
     """The flow of one channel.
 
     Args:
@@ -180,24 +125,15 @@ class ChannelFlow:
     def __init__(self, channel: Any) -> None:
         number = channel.channel_number
         shared = ConnectionFlow.of(channel.connection)
-        settings = shared.settings
-        #: The connection's settings.
-        self.settings = settings
-        if settings.name == _NAME:
-            settings = replace(settings, name=f"pika channel {number}")
+        # How much pika's transport holds is looked at here, not there: what is admitted is given to it at once.
+        super().__init__(shared.settings, f"pika channel {number}", max_unwritten_bytes=_UNLIMITED)
         now = _monotonic()
         self._channel = channel
         #: The channel that the application has, if that is another; for the package.
         self.owner: Any = None
-        # How much pika's transport holds is looked at here, not there: what is admitted is given to it at once.
-        self.protocol: ProducerProtocol = _ChannelProtocol(
-            replace(settings, max_unwritten_bytes=_UNLIMITED), id_prefix="", now=now, wall_offset=time.time() - now
-        )
         self.protocol.channel_opened(number, 0, now)
         # How many messages were written before the broker began to count them; None while it does not confirm.
         self._before_confirms: int | None = None
-        self._listeners: list[Callable[[FlowEvent], object]] = []
-        self._is_telling = False
         # Whether something will look at the clock or the transport again.
         self._is_armed = False
         shared.channels[number] = self
@@ -233,21 +169,6 @@ class ChannelFlow:
         settle(tag, method.multiple, _monotonic())
         self.write()
 
-    # What the manager of all producers says, on any thread.
-
-    @property
-    def name(self) -> str:
-        """What flow events and logs call the channel."""
-        return self.protocol.settings.name
-
-    def hold(self, kind: str, *, source: str, detail: str) -> None:
-        """Raise a hold, before the next message."""
-        self._call(lambda: self.protocol.hold(kind, _monotonic(), source=source, detail=detail))
-
-    def lift(self, kind: str, *, source: str) -> None:
-        """Lift it."""
-        self._call(lambda: self.protocol.lift(kind, _monotonic(), source=source))
-
     def _call(self, function: Callable[[], None]) -> None:
         def call() -> None:
             function()
@@ -274,44 +195,9 @@ class ChannelFlow:
 
     def after(self) -> None:
         """Log what there is to log, and tell whom there is to tell."""
-        protocol = self.protocol
-        protocol.wake.clear()
-        logs, protocol.logs = protocol.logs, []
-        write_log(logs)
-        if self._is_telling:
-            # A listener has changed something: it hears of it when all have heard what came before.
-            return
-        self._is_telling = True
-        try:
-            while protocol.events:
-                events, protocol.events = protocol.events, []
-                for event in events:
-                    for listener in tuple(self._listeners):
-                        self._tell(listener, event)
-        finally:
-            self._is_telling = False
-
-    def _tell(self, listener: Callable[[FlowEvent], object], event: FlowEvent) -> None:
-        try:
-            listener(event)
-        except Exception as error:
-            log(logging.ERROR, "%s: a flow callback failed: %r", event.producer, listener, error=error)
-
-    def listen(self, listener: Callable[[FlowEvent], object]) -> Callable[[], None]:
-        """Have every flow event told from now on.
-
-        Returns:
-            What to call to have it told no more.
-        """
-        if self.protocol.events is None:
-            self.protocol.events = []
-        self._listeners.append(listener)
-
-        def stop() -> None:
-            with suppress(ValueError):
-                self._listeners.remove(listener)
-
-        return stop
+        # Whoever waits looks by itself.
+        self.protocol.wake.clear()
+        super().after()
 
     # Who cannot wait.
 
@@ -331,15 +217,6 @@ class ChannelFlow:
         self.write()
         self._look_at_transport(now)
         return receipt
-
-    def flowed(self, publish: Publish) -> ProducerFlowed:
-        """The error for a message that is refused."""
-        self.protocol.count_refusal()
-        error = ProducerFlowed(
-            self.protocol.holds, 0.0, publish.body, "a flow callback, or flow_state, tells when to go on"
-        )
-        self.after()
-        return error
 
     def look(self) -> FlowState:
         """The flow at this moment."""

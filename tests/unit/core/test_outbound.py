@@ -190,3 +190,30 @@ def test_messages_of_several_frames_are_counted_once_however_they_are_offered() 
     assert outbound.data(6) == b"abcdab"
     outbound.advance(6)
     assert (outbound.begun, outbound.finished) == (2, 1)
+
+
+@given(
+    messages=st.lists(st.lists(st.binary(min_size=1, max_size=3), min_size=1, max_size=3), max_size=6),
+    written=st.integers(min_value=0, max_value=40),
+    number=st.integers(min_value=0, max_value=7),
+)
+def test_a_message_is_taken_out_whole_unless_it_has_begun(
+    messages: list[list[bytes]], written: int, number: int
+) -> None:
+    outbound = Outbound()
+    for frames in messages:
+        outbound.put_frames(frames)
+    written = min(written, outbound.size)
+    whole = b"".join(map(b"".join, messages))
+    outbound.advance(written)
+    begun = outbound.begun
+    if outbound.withdraw(number):
+        assert begun < number <= len(messages)
+        del messages[number - 1]
+    else:
+        assert number <= begun or number > len(messages)
+    left = b"".join(map(b"".join, messages))[written:]
+    assert whole.startswith(b"".join(map(b"".join, messages))[:written])
+    assert (outbound.data(1 << 20), outbound.size, outbound.begun) == (left, len(left), begun)
+    outbound.advance(len(left))
+    assert outbound.finished == outbound.begun == len(messages)

@@ -756,3 +756,57 @@ def test_a_connection_that_is_lost_in_mid_frame_needs_no_end_of_it() -> None:
     protocol.connection_lost("reset by peer", 1.0)
     assert len(tap.data_to_write(100)) > 0, "the rest is for the broker, if it still reads"
     assert drain(protocol) == b""
+
+
+# A library that chooses the numbers of its channels.
+
+
+def test_J7_a_stop_that_comes_before_any_channel_is_known_is_kept_for_it() -> None:
+    tap = Tap()
+    tap.expects_all = True
+    stop, go_on = encode(Channel.Flow(False), 7), encode(Channel.Flow(True), 7)
+    opened = encode(Channel.OpenOk(), 7)
+    assert tap.received(opened + stop + go_on + stop, 0.0) == opened
+    channel = Recorder()
+    tap.attach(7, channel, 0.0)
+    assert channel.told == [("flow", False), ("flow", True), ("flow", False)]
+
+
+def test_what_was_said_to_a_channel_that_is_closed_before_it_is_known_is_for_nobody() -> None:
+    tap = Tap()
+    tap.expects_all = True
+    close = encode(Channel.Close(406, "PRECONDITION_FAILED", 60, 40), 7)
+    assert tap.received(encode(Channel.Flow(False), 7) + close, 0.0) == close
+    channel = Recorder()
+    tap.attach(7, channel, 0.0)
+    assert channel.told == []
+
+
+def test_behind_the_librarys_close_of_a_channel_no_message_comes_but_answers_are_told() -> None:
+    tap, channel = attached()
+    other = Recorder()
+    tap.attach(2, other, 0.0)
+    for each in channel, other:
+        each.outbound.put(b"one")
+        each.outbound.put(b"two")
+    # The first of the channel has begun; it is brought to its end, and the library may write then.
+    assert tap.data_to_write(3) == b"one"
+    tap.advance(2, 0.0)
+    tap.closes(1)
+    assert (tap.unfinished, tap.data_to_write(100)) == (b"e", b"e")
+    tap.advance(1, 0.0)
+    assert tap.at_border
+    assert tap.data_to_write(100) == b"onetwo"
+    tap.advance(6, 0.0)
+    assert tap.data_to_write(100) == b""
+    tap.received(encode(Basic.Ack(1, False)), 0.0)
+    assert channel.told == [("ack", 1, False)]
+    # A number that is none of ours.
+    tap.closes(9)
+    # The next channel of that number may write.
+    tap.received(encode(Channel.CloseOk()), 0.0)
+    tap.detach(1)
+    again = Recorder()
+    tap.attach(1, again, 0.0)
+    again.outbound.put(b"again")
+    assert tap.data_to_write(100) == b"again"

@@ -1,0 +1,62 @@
+"""A program that publishes with aio-pika, and the same one with the import changed, when the broker says stop."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aio_pika
+
+import qflow_client.aio_pika
+from qflow_client import FlowControlTimeout
+from qflow_client.broker import Broker
+
+COUNT = 300
+
+
+async def program(aio_pika: Any, url: str, queue: str) -> None:
+    """Publishes more than the queue is to hold. Nothing in it knows of flow control."""
+    async with await aio_pika.connect_robust(url) as connection:
+        channel = await connection.channel(publisher_confirms=False)
+        for number in range(COUNT):
+            await channel.default_exchange.publish(aio_pika.Message(b"%d" % number), queue)
+            await asyncio.sleep(0.001)
+
+
+async def main(broker: Broker) -> None:
+    await program(aio_pika, broker.url, "before")
+    broker.wait_until(lambda broker: broker.queue("before").depth == COUNT)
+    print(f"aio-pika: {COUNT} messages in a queue that said stop after 50")
+
+    # The import is what changes. How long to wait may be said in the URL.
+    try:
+        await program(qflow_client.aio_pika, f"{broker.url}?max_producer_flow_control_wait=0.5", "impatient")
+        raise AssertionError("published although the broker said stop")
+    except FlowControlTimeout as error:
+        print("nobody consumes:", error)
+    assert 50 < broker.queue("impatient").depth < COUNT
+
+    # With a consumer it waits, and goes on.
+    publishing = asyncio.create_task(program(qflow_client.aio_pika, broker.url, "patient"))
+    taken: list[bytes] = []
+    async with asyncio.timeout(30), await qflow_client.aio_pika.connect(broker.url) as connection:
+        channel = await connection.channel()
+        await channel.set_qos(prefetch_count=10)
+        queue = await channel.get_queue("patient")
+        async with queue.iterator() as messages:
+            async for message in messages:
+                await asyncio.sleep(0.002)
+                await message.ack()
+                taken.append(message.body)
+                if len(taken) == COUNT:
+                    break
+    await publishing
+    assert taken == [b"%d" % number for number in range(COUNT)]
+    assert broker.queue("patient").flow_stopped_count
+    print(f"somebody consumes: all {COUNT}, in order, never more than {broker.queue('patient').peak_depth} at a time")
+
+
+with Broker() as broker:
+    for name in "before", "impatient", "patient":
+        broker.declare_queue(name, arguments={"qpid.flow_stop_count": 50, "qpid.flow_resume_count": 25})
+    asyncio.run(main(broker))

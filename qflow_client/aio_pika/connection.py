@@ -1,0 +1,138 @@
+"""`aio_pika.connection`, under flow control."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ssl import SSLContext
+from typing import Any
+
+import aio_pika.connection as _aio_pika
+from aio_pika.exceptions import ConnectionClosed
+from yarl import URL
+
+from qflow_client.aio.aiormq_io import TapTransport
+from qflow_client.aio.connection import TappedConnection
+from qflow_client.aio_pika.channel import Channel
+from qflow_client.aio_pika.flow import AIO_PIKA, ChannelFlow
+from qflow_client.settings import ProducerSettings
+
+__all__ = ["Connection", "FlowedConnection", "connect"]
+
+
+class FlowedConnection:
+    """What makes a connection of aio-pika's one whose channels follow the flow; stands before it among the bases."""
+
+    def __init__(self, url: URL, **keywords: Any) -> None:
+        self.flow_settings, url, keywords = settings_of(URL(url), keywords)
+        #: The flow of its channels, closed ones too; for the package.
+        self.flows: weakref.WeakSet[ChannelFlow] = weakref.WeakSet()
+        super().__init__(url, **keywords)  # type: ignore[call-arg]  # aio-pika's
+
+    #: The settings of flow control.
+    flow_settings: ProducerSettings
+
+    def _made(self, tapped: TapTransport) -> None:
+        tapped.tap.expects_all = True
+        super()._made(tapped)  # type: ignore[misc]  # of the connection with the tap
+
+    @contextmanager
+    def leaving(self) -> Iterator[None]:
+        """While the program closes it: who waits to publish gets the error that ends the connection."""
+        flows = tuple(self.flows)
+        for flow in flows:
+            flow.left = True
+        try:
+            yield
+        finally:
+            for flow in flows:
+                flow.ended()
+
+
+def settings_of(url: URL, keywords: dict[str, Any]) -> tuple[ProducerSettings, URL, dict[str, Any]]:
+    """The settings of a connection; its URL, and its keywords, without them.
+
+    Raises:
+        SettingsError: a value that is not allowed.
+        TypeError: a setting that has no meaning here.
+    """
+    # aio-pika's own name is what the broker's management shows, and so is ours: it is for both.
+    names = AIO_PIKA.NAMES
+    ours = {name: keywords[name] for name in names & keywords.keys()}
+    named = names & url.query.keys()
+    if named:
+        AIO_PIKA.check(sorted(named))
+        settings = AIO_PIKA.settings(str(url), **ours)
+        url = url.with_query([(name, value) for name, value in url.query.items() if name not in named - {"name"}])
+    else:
+        settings = AIO_PIKA.settings(**ours)
+    return settings, url, {name: value for name, value in keywords.items() if name not in ours or name == "name"}
+
+
+class Connection(FlowedConnection, TappedConnection):
+    """aio-pika's `Connection`, whose channels follow the flow.
+
+    Args:
+        url: as aio-pika's; the query may have settings of flow control too.
+        loop: as aio-pika's.
+        ssl_context: as aio-pika's.
+        client_properties: as aio-pika's.
+        kwargs: aio-pika's, and settings by the names of `ProducerSettings`.
+
+    Raises:
+        SettingsError: a setting has a value that is not allowed.
+        TypeError: a setting that a connection of aio-pika's does not take.
+    """
+
+    CHANNEL_CLASS = Channel
+
+    def __init__(
+        self,
+        url: URL,
+        loop: asyncio.AbstractEventLoop | None = None,
+        ssl_context: SSLContext | None = None,
+        client_properties: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(url, loop=loop, ssl_context=ssl_context, client_properties=client_properties, **kwargs)
+
+    async def close(self, exc: Any = ConnectionClosed) -> None:
+        """As aio-pika's. Who waits to publish gets the error that ends the connection."""
+        with self.leaving():
+            await super().close(exc)
+
+
+async def connect(url: Any = None, *, connection_class: Any = Connection, **keywords: Any) -> Any:
+    """As aio-pika's; the URL's query and the keywords may have settings of flow control too.
+
+    Args:
+        url: as aio-pika's, and for instance ``?max_producer_flow_control_wait=10&capacity=500``.
+        connection_class: as aio-pika's. One of your own follows the flow if its base is `Connection` of this module.
+        keywords: aio-pika's, and settings by the names of `ProducerSettings`. Not those that aio-pika's methods say.
+
+    Raises:
+        SettingsError: a setting has a value that is not allowed.
+        TypeError: a setting that a connection of aio-pika's does not take.
+    """
+    return await _aio_pika.connect(url, connection_class=connection_class, **keywords)
+
+
+def same_signature(ours: Any, theirs: Any, connection_class: type) -> None:
+    """Have a function of ours show the parameters of aio-pika's, with another class to connect with."""
+    found = inspect.signature(theirs)
+    ours.__signature__ = found.replace(
+        parameters=[
+            each.replace(default=connection_class) if each.name == "connection_class" else each
+            for each in found.parameters.values()
+        ]
+    )
+
+
+same_signature(connect, _aio_pika.connect, Connection)
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(_aio_pika, name)

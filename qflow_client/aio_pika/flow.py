@@ -1,0 +1,568 @@
+"""The flow of a channel of aio-pika's: a `ProducerProtocol` behind the ``basic_publish`` of aiormq's channel.
+
+aio-pika keeps connecting, topology, consuming and restoring. Its exchanges publish by aiormq's ``basic_publish``, so
+that one method is ours, and everything before it is aio-pika's own. What the broker says of what was published, the tap
+at the connection's socket tells us, and aiormq does not see it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from random import getrandbits
+from struct import Struct
+from typing import Any
+from uuid import UUID
+
+import pamqp.frame
+from aiormq import spec
+from aiormq.abc import DeliveredMessage
+from aiormq.channel import _check_routing_key
+from aiormq.exceptions import ChannelInvalidStateError, DeliveryError, PublishError
+from pamqp.header import ContentHeader
+
+from qflow_client.aio.aiormq_io import TapTransport
+from qflow_client.aio.dispatcher import Dispatcher, refuse_coroutine_function
+from qflow_client.aio.turn import Turn
+from qflow_client.dropin import DropIn, DropInFlow, EncodedMessage, EncodedProtocol
+from qflow_client.errors import ConfirmTimeout, FlowControlTimeout
+from qflow_client.events import FlowEvent, FlowState, HoldKind
+from qflow_client.flow import Hold
+from qflow_client.frames import HEADER_FRAME, PublishEncoder, frame
+from qflow_client.logs import log
+from qflow_client.manager import flow_manager
+from qflow_client.protocol import SendTicket
+from qflow_client.receipt import Outcome, Receipt
+from qflow_client.settings import OnDisconnect, ProducerSettings, WhenFlowed, check_timeout
+
+__all__ = ["AIO_PIKA", "ChannelFlow"]
+
+#: The settings that a connection of aio-pika's takes.
+AIO_PIKA = DropIn(
+    "aio-pika",
+    dict.fromkeys(("exchange", "routing_key", "mandatory"), "publish() says it")
+    | {
+        "confirms": "channel(publisher_confirms=…) says it",
+        "message_ids": "aio-pika gives every message that has none a message id",
+        "connect_timeout": "use aio-pika's connect(timeout=…)",
+        **dict.fromkeys(
+            ("on_disconnect", "reconnect_timeout", "reconnect_delay", "reconnect_delay_max", "reconnect_jitter"),
+            "connect_robust() connects again, after its reconnect_interval, and what was not confirmed raises, as with "
+            "aio-pika",
+        ),
+        **dict.fromkeys(
+            ("on_refused", "retry_for", "retry_delay", "retry_delay_max"),
+            "the program publishes again, as with aio-pika",
+        ),
+        "tracing": "instrument aio-pika itself: opentelemetry-instrumentation-aio-pika",
+        "url": "it is connect()'s first argument",
+    },
+)
+
+_BODY_HEAD = Struct(">BHI")
+# So many bytes are worth a write of their own.
+_ENOUGH = 1 << 13
+# The source of the hold while a robust channel declares again what it had.
+_RESTORING = "restoring"
+
+_monotonic = time.monotonic
+
+
+class _Protocol(EncodedProtocol):
+    __slots__ = ("returned",)
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        # What was returned, of which nobody has been told: the method, the payload of the header frame, and the body.
+        self.returned: list[tuple[spec.Basic.Return, bytes, bytes]] = []
+
+    def on_return(self, code: int, text: str, exchange: str, routing_key: str, header: bytes, body: bytes) -> None:
+        method = spec.Basic.Return(reply_code=code, reply_text=text, exchange=exchange, routing_key=routing_key)
+        self.returned.append((method, header, body))
+
+    def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
+        # What is unsettled is settled when aiormq has closed its side, which decides what is raised.
+        self._disconnect(f"the broker closed the channel: {code} {text}", now)
+
+
+class ChannelFlow(DropInFlow):
+    """The flow of one channel of aio-pika's, over every channel of aiormq's that it has, one after the other.
+
+    Args:
+        settings: of the connection.
+        confirms: whether the broker is asked to confirm.
+        restores: whether aio-pika opens another channel when one is lost, and declares again what was declared.
+    """
+
+    protocol: _Protocol
+
+    def __init__(self, settings: ProducerSettings, *, confirms: bool, restores: bool) -> None:
+        changes: dict[str, Any] = {"on_disconnect": OnDisconnect.FAIL}
+        if not confirms:
+            # There is no latency to find a window from; what is written is settled.
+            changes |= {"confirms": False, "capacity": settings.capacity_max}
+        super().__init__(settings, "aio-pika channel", protocol=_Protocol, **changes)
+        self._is_named = self.name != "aio-pika channel"
+        self._confirms = confirms
+        self._restores = restores
+        #: Set once the program has closed the channel, or the connection.
+        self.left = False
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._dispatcher = Dispatcher(self._loop)
+        # aiormq's channel, and the connection's socket; the last ones while there are none.
+        self._channel: Any = None
+        self._tapped: Any = None
+        # Whether there ever was one, and the channel's number while the tap knows the channel.
+        self._was_open = False
+        self._number: int | None = None
+        # By exchange, routing key, mandatory and immediate, the method frame.
+        self._methods: dict[tuple[str, str, bool, bool], bytes] = {}
+        # By message id, what waits for a mandatory message's fate.
+        self._mandatory: dict[str, asyncio.Future[Any]] = {}
+        # What ended the last channel, which whoever published on it gets; and who waits for an open gate.
+        self._reason: BaseException | None = None
+        self._unflow_waiters: set[asyncio.Future[None]] = set()
+        # What calls the protocol when its time comes, and when; and when it is to be said again that sends wait.
+        self._timer: asyncio.TimerHandle | None = None
+        self._notice: asyncio.TimerHandle | None = None
+
+    # The channel comes and goes.
+
+    def opened(self, tapped: TapTransport, underlay: Any) -> None:
+        """Follow the flow of a channel that is open. If it is not the first, the gate opens with `restored`.
+
+        Args:
+            tapped: the socket of its connection.
+            underlay: aio-pika's record of aiormq's channel.
+        """
+        self.left = False
+        channel = underlay.channel
+        number: int = channel.number
+        amqp = channel.connection
+        tapped.tap.heartbeat = float(amqp.heartbeat_timeout)
+        tapped.tap.frame_max = amqp.connection_tune.frame_max
+        self._tapped, self._channel, self._number = tapped, channel, number
+        self._methods.clear()
+        protocol = self.protocol
+        if not self._is_named:
+            protocol.settings = replace(protocol.settings, name=f"aio-pika channel {number}")
+        now = _monotonic()
+        if self._restores and self._was_open:
+            protocol.hold(HoldKind.DISCONNECTED, now, source=_RESTORING, detail="what was declared is declared again")
+        self._was_open = True
+        protocol.channel_opened(number, amqp.connection_tune.frame_max, now)
+        tapped.tap.attach(number, protocol, now)
+        tapped.add_after(self._after_io)
+        channel.basic_publish = partial(self.basic_publish, channel)
+        # Whoever publishes hears of the end before aio-pika's close callbacks are called, as with aio-pika.
+        ended, told = partial(self._on_close, channel), underlay.close_callback
+        closing = channel.closing
+        if closing is channel.closing:
+            moved = closing.remove_done_callback(told)
+            closing.add_done_callback(ended)
+            if moved:
+                closing.add_done_callback(told)
+        else:
+            # Newer releases of aiormq give everybody a future of his own, which is late.
+            channel.create_future().add_done_callback(ended)
+        flow_manager.register(self)
+        self._after_io()
+        tapped.pump()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the broker takes nothing from the connection for now."""
+        return self._number is not None and (self._tapped.tap.is_blocked or self._tapped.full)
+
+    def restored(self) -> None:
+        """What was declared is there again."""
+        self.protocol.lift(HoldKind.DISCONNECTED, _monotonic(), source=_RESTORING)
+        self._kick()
+
+    def _on_close(self, channel: Any, closing: asyncio.Future[Any]) -> None:
+        if channel is not self._channel or self._number is None:
+            return
+        number, self._number = self._number, None
+        error: BaseException | None = None if closing.cancelled() else closing.exception()
+        self._reason = error
+        tapped = self._tapped
+        tapped.tap.detach(number)
+        tapped.remove_after(self._after_io)
+        words = "the channel was closed" if error is None else f"the channel was closed: {error!r}"
+        if self.left:
+            self.protocol.forget_past()
+        self.protocol.connection_lost(words, _monotonic(), reconnects=True)
+        self.after()
+        # The end of a frame that has begun.
+        tapped.pump()
+        if not self._comes_back:
+            self.ended()
+
+    @property
+    def _comes_back(self) -> bool:
+        """Whether there will be another channel, for which those that wait may wait."""
+        return self._restores and not self.left
+
+    def ended(self) -> None:
+        """There will be no other channel, unless the program opens it again: nobody waits for one."""
+        flow_manager.unregister(self)
+        now = _monotonic()
+        for ticket in tuple(self.protocol._waiting):
+            self.protocol.give_up(ticket, now)
+            _wake(ticket.waiter)
+        for waiter in tuple(self._unflow_waiters):
+            _wake(waiter)
+        self.after()
+        for timer in (self._timer, self._notice):
+            if timer is not None:
+                timer.cancel()
+        self._timer = self._notice = None
+
+    # Publishing.
+
+    async def basic_publish(
+        self,
+        channel: Any,
+        body: bytes,
+        *,
+        exchange: str = "",
+        routing_key: str = "",
+        properties: spec.Basic.Properties | None = None,
+        mandatory: bool = False,
+        immediate: bool = False,
+        timeout: float | None = None,
+        wait: bool = True,
+    ) -> spec.Basic.Ack | DeliveredMessage | None:
+        """As aiormq's, after waiting while the channel is flowed (J7 A4).
+
+        Args:
+            channel: aiormq's.
+            body: the content.
+            exchange: where to publish.
+            routing_key: with which key.
+            properties: of the message.
+            mandatory: have the broker return what no queue takes.
+            immediate: as aiormq's.
+            timeout: seconds that all of it may take; ``None`` for the setting `max_producer_flow_control_wait`, once
+                for the wait while it is flowed, and once for the confirm.
+            wait: as aiormq's: without confirms, whether to wait until it is written.
+
+        Raises:
+            FlowControlTimeout: nothing of the message was written in time, and never will be.
+            ProducerFlowed: flowed, and `when_flowed` is ``"raise"``; likewise.
+            ConfirmTimeout: the message was written, in part at least, and the broker did not confirm it, or take the
+                rest, in time; its outcome is not known.
+            DeliveryError, PublishError, ChannelInvalidStateError, …: as aiormq's.
+        """
+        arguments = (exchange, routing_key, mandatory, immediate)
+        method = self._methods.get(arguments) or self._method(channel, *arguments)
+        if properties is None:
+            properties = spec.Basic.Properties(delivery_mode=1)
+        message_id = properties.message_id
+        if not message_id:
+            message_id = properties.message_id = UUID(int=getrandbits(128), version=4).hex
+        header = ContentHeader(properties=properties, body_size=len(body))
+        if timeout is not None and timeout <= 0:
+            raise FlowControlTimeout(self.protocol.holds, 0.0, body, f"timeout={timeout!r} leaves no time to send it")
+        if channel.is_closed:
+            raise ChannelInvalidStateError(f"{channel!r} closed")
+        message = EncodedMessage(self._frames(channel, method, header, body), body)
+
+        try:
+            return await self._publish(message, exchange, routing_key, message_id if mandatory else None, timeout, wait)
+        except asyncio.CancelledError:
+            # A consumer that is cancelled because the channel is closed is told why it was. Not in every release.
+            translate = getattr(channel, "_raise_on_channel_close", None)
+            if translate is None:
+                raise
+            async with translate():
+                raise
+
+    async def _publish(
+        self,
+        message: EncodedMessage,
+        exchange: str,
+        routing_key: str,
+        mandatory: str | None,
+        timeout: float | None,
+        wait: bool,
+    ) -> spec.Basic.Ack | DeliveredMessage | None:
+        """Publish a message; `mandatory` is its message id, if it is."""
+        began = now = _monotonic()
+        limit = self.settings.max_producer_flow_control_wait if timeout is None else timeout
+        receipt = self.protocol.send(message, exchange, routing_key, now)
+        if receipt is None:
+            receipt = await self._when_unflowed(message, exchange, routing_key, limit)
+            if timeout is None:
+                now = _monotonic()
+        tapped = self._tapped
+        if not self._confirms:
+            tapped.pump()
+            if receipt._outcome is not None or not wait:
+                # As aiormq does, let others have their turn.
+                await asyncio.sleep(0)
+                return None
+        elif not tapped.awake:
+            tapped.wake()
+        if receipt._outcome is None:
+            settled: asyncio.Future[Any] = self._loop.create_future()
+            receipt._waiter = settled
+            if mandatory is not None and self._confirms:
+                self._mandatory[mandatory] = settled
+            timer = None if limit is None else self._loop.call_later(now + limit - _monotonic(), _wake, settled)
+            try:
+                returned = await settled
+            except asyncio.CancelledError:
+                self._withdraw(receipt)
+                raise
+            finally:
+                if timer is not None:
+                    timer.cancel()
+                if mandatory is not None and self._mandatory.get(mandatory) is settled:
+                    del self._mandatory[mandatory]
+            if returned is not None:
+                return returned  # type: ignore[no-any-return]  # it is what `_tell_returns` gave
+        return self._verdict(receipt, began, message.body)
+
+    def _method(self, channel: Any, exchange: str, routing_key: str, mandatory: bool, immediate: bool) -> bytes:
+        _check_routing_key(routing_key)
+        method = spec.Basic.Publish(
+            exchange=exchange, routing_key=routing_key, mandatory=mandatory, immediate=immediate
+        )
+        data = pamqp.frame.marshal(method, channel.number)
+        if channel is self._channel:
+            if len(self._methods) >= PublishEncoder.MAX_ROUTES:
+                self._methods.clear()
+            self._methods[exchange, routing_key, mandatory, immediate] = data
+        return data
+
+    def _frames(self, channel: Any, method: bytes, header: ContentHeader, body: bytes) -> bytes:
+        number, size, most = channel.number, len(body), channel.max_content_size
+        parts = [method, pamqp.frame.marshal(header, number)]
+        if 0 < size < most:
+            parts += (_BODY_HEAD.pack(3, number, size), body, b"\xce")
+        elif size:
+            # As aiormq cuts it; without a limit, not at all.
+            step = most if most > 0 else size
+            for at in range(0, size, step):
+                part = body[at : at + step]
+                parts += (_BODY_HEAD.pack(3, number, len(part)), part, b"\xce")
+        return b"".join(parts)
+
+    async def _when_unflowed(
+        self, message: EncodedMessage, exchange: str, routing_key: str, timeout: float | None
+    ) -> Receipt:
+        if self.settings.when_flowed is WhenFlowed.RAISE:
+            raise self.flowed(message)
+        protocol = self.protocol
+        turn = Turn(self._give_up, self._loop)
+        ticket = protocol.stand_in_line(message, exchange, routing_key, _monotonic(), timeout=timeout, waiter=turn)
+        turn.ticket = ticket
+        self._kick()
+        self._arm()
+        if not turn.done():
+            timer = None if timeout is None else self._loop.call_later(timeout, _wake, turn)
+            if self._notice is None:
+                self._notice = self._loop.call_later(self.settings.flow_control_wait_notify_period, self._on_notice)
+            try:
+                await turn
+            except BaseException:
+                self._give_up(ticket)
+                raise
+            finally:
+                if timer is not None:
+                    timer.cancel()
+        try:
+            # Raises if nothing but its time has come; the loop's clock is coarser than ours.
+            protocol.look_at(ticket, max(_monotonic(), ticket.deadline))
+        except FlowControlTimeout as error:
+            # It may have stood before one that goes now.
+            self._kick()
+            raise FlowControlTimeout(
+                error.holds, error.waited, message.body, "a longer timeout, or max_producer_flow_control_wait, waits"
+            ) from None
+        if ticket.receipt is None:
+            if ticket.error is None and self.left:
+                raise ChannelInvalidStateError(f"{self._channel!r} closed")
+            raise self._ended_by(ticket.error)
+        return ticket.receipt
+
+    def _ended_by(self, error: BaseException | None = None) -> BaseException:
+        """What whoever published on the last channel gets."""
+        return error or self._reason or ChannelInvalidStateError(f"{self._channel!r} closed")
+
+    def _give_up(self, ticket: SendTicket) -> None:
+        """What was not admitted is not sent."""
+        self.protocol.give_up(ticket, _monotonic())
+        self._kick()
+
+    def _withdraw(self, receipt: Receipt) -> bool:
+        withdrawn = self.protocol.withdraw(receipt, _monotonic())
+        if withdrawn:
+            self._kick()
+        return withdrawn
+
+    def _verdict(self, receipt: Receipt, began: float, body: bytes) -> spec.Basic.Ack | None:
+        match receipt._outcome:
+            case Outcome.CONFIRMED:
+                return spec.Basic.Ack(delivery_tag=self.protocol._tag(receipt._number))
+            case Outcome.SENT:
+                return None
+            case Outcome.NACKED:
+                raise DeliveryError(None, spec.Basic.Nack(delivery_tag=self.protocol._tag(receipt._number)))
+            case None:
+                raise self._too_late(receipt, began, body)
+        raise self._ended_by()
+
+    def _too_late(self, receipt: Receipt, began: float, body: bytes) -> Exception:
+        waited = _monotonic() - began
+        holds = self.protocol.holds
+        if self._withdraw(receipt):
+            self.protocol.count_refusal()
+            detail = "the socket takes no bytes"
+            socket = Hold(HoldKind.TRANSPORT, since=time.time() - waited, detail=detail)
+            return FlowControlTimeout(
+                holds or (socket,), waited, body, "a longer timeout, or max_producer_flow_control_wait, waits"
+            )
+        held = f"; held by {', '.join(map(str, holds))}" if holds else ""
+        if self.protocol._tag(receipt._number) > self.protocol.outbound.finished:
+            return ConfirmTimeout(
+                f"a part of the message is written after {waited:.3g} s, and the broker takes no more; what is left "
+                f"stays first in line, so the message may still arrive: {receipt.describe()}{held}"
+            )
+        return ConfirmTimeout(f"no answer of the broker within {waited:.3g} s for {receipt.describe()}{held}")
+
+    def _tell_returns(self) -> None:
+        """As aiormq does."""
+        returned, self.protocol.returned = self.protocol.returned, []
+        channel = self._channel
+        for method, header, body in returned:
+            content: Any = pamqp.frame.unmarshal(frame(HEADER_FRAME, channel.number, header))[2]
+            message = DeliveredMessage(delivery=method, header=content, body=body, channel=channel)
+            settled = self._mandatory.pop(content.properties.message_id, None)
+            if settled is None or settled.done():
+                log(logging.WARNING, "%s: a message was returned that nobody waits for: %r", self.name, message)
+                continue
+            if channel.on_return_raises:
+                settled.set_exception(PublishError(message, method))
+                continue
+            for callback in tuple(channel.on_return_callbacks):
+                try:
+                    callback(message)
+                except Exception as error:
+                    log(logging.ERROR, "%s: a return callback failed: %r", self.name, callback, error=error)
+            settled.set_result(message)
+
+    # What follows from a change.
+
+    def after(self) -> None:
+        """Tell whom there is to tell."""
+        protocol = self.protocol
+        if protocol.returned:
+            self._tell_returns()
+        wake, protocol.wake = protocol.wake, []
+        for waiter in wake:
+            _wake(waiter)
+        if protocol.failures:
+            # Whoever published is told.
+            protocol.failures.clear()
+        if protocol.logs or protocol.events:
+            super().after()
+
+    def _tell(self, listener: Callable[[FlowEvent], object], event: FlowEvent) -> None:
+        self._dispatcher.call(listener, event)
+
+    def _after_io(self) -> bool:
+        """Whether what there is to write must not wait for the tasks that are woken now."""
+        self.after()
+        if self.settings.rate is not None:
+            self._arm()
+        outbound = self.protocol.outbound
+        # A stop is answered at once, and a go-ahead lets out at once who has waited for it.
+        return outbound.size > _ENOUGH or (outbound.stopped and outbound.size > 0)
+
+    def _kick(self) -> None:
+        """Have what there is written, and tell whom there is to tell."""
+        if self._number is not None and self.protocol.outbound.size > 0 and not self._tapped.awake:
+            self._tapped.wake()
+        self.after()
+
+    def _arm(self) -> None:
+        """Have the protocol told when its time comes."""
+        now = _monotonic()
+        at = self.protocol.next_timer(now)
+        if at is not None and self._timer is None:
+            self._timer = self._loop.call_later(max(0.0, at - now), self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self.protocol.on_timer(_monotonic())
+        self._kick()
+        self._arm()
+
+    def _on_notice(self) -> None:
+        self._notice = None
+        now = _monotonic()
+        at = self.protocol.notice(now)
+        if at is not None:
+            self.after()
+            self._notice = self._loop.call_later(at - now, self._on_notice)
+
+    def _call(self, function: Callable[[], None]) -> None:
+        def call() -> None:
+            function()
+            self._kick()
+
+        if self._thread == threading.get_ident():
+            call()
+            return
+        # A loop that is closed has nothing to hold.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(call)
+
+    # For the application.
+
+    def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]:
+        """Have every flow event told, as a call scheduled on the loop."""
+        refuse_coroutine_function("on_flow", callback)
+        return self.listen(callback)
+
+    def look(self) -> FlowState:
+        """The flow at this moment."""
+        state = self.protocol.flow_state(_monotonic())
+        self.after()
+        return state
+
+    async def wait_unflowed(self, timeout: float | None) -> bool:
+        """Wait until no hold is left, at most for so many seconds; whether none is."""
+        check_timeout(timeout)
+        if self._number is None and not self._comes_back:
+            raise ChannelInvalidStateError(f"{self._channel!r} closed")
+        waiter: asyncio.Future[None] = self._loop.create_future()
+        if not self.protocol.when_unflowed(waiter, _monotonic()):
+            return True
+        self._arm()
+        self._unflow_waiters.add(waiter)
+        try:
+            async with asyncio.timeout(timeout):
+                await waiter
+        except TimeoutError:
+            return not self.look().flowed
+        finally:
+            self._unflow_waiters.discard(waiter)
+            self.protocol.forget_waiter(waiter)
+        if self._number is None and not self._comes_back:
+            raise self._ended_by()
+        return True
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

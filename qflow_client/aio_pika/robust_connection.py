@@ -1,0 +1,62 @@
+"""`aio_pika.robust_connection`, under flow control."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aio_pika.robust_connection as _aio_pika
+from yarl import URL
+
+from qflow_client.aio.connection import TappedRobustConnection
+from qflow_client.aio_pika.connection import FlowedConnection, same_signature
+from qflow_client.aio_pika.robust_channel import RobustChannel
+
+__all__ = ["RobustConnection", "connect_robust"]
+
+
+class RobustConnection(FlowedConnection, TappedRobustConnection):
+    """aio-pika's `RobustConnection`, whose channels follow the flow.
+
+    Args:
+        url: as aio-pika's; the query may have settings of flow control too.
+        loop: as aio-pika's.
+        kwargs: aio-pika's, and settings by the names of `ProducerSettings`.
+
+    Raises:
+        SettingsError: a setting has a value that is not allowed.
+        TypeError: a setting that a connection of aio-pika's does not take.
+    """
+
+    CHANNEL_CLASS = RobustChannel
+
+    def __init__(self, url: URL, loop: asyncio.AbstractEventLoop | None = None, **kwargs: Any) -> None:
+        super().__init__(url, loop=loop, **kwargs)
+
+    async def close(self, exc: Any = asyncio.CancelledError) -> None:
+        """As aio-pika's. Who waits to publish gets the error that ends the connection."""
+        with self.leaving():
+            await super().close(exc)
+
+
+async def connect_robust(url: Any = None, *, connection_class: Any = RobustConnection, **keywords: Any) -> Any:
+    """As aio-pika's; the URL's query and the keywords may have settings of flow control too.
+
+    Args:
+        url: as aio-pika's, and for instance ``?max_producer_flow_control_wait=10&capacity=500``.
+        connection_class: as aio-pika's. One of your own follows the flow if its base is `RobustConnection` of this
+            module.
+        keywords: aio-pika's, and settings by the names of `ProducerSettings`. Not those that aio-pika's methods say.
+
+    Raises:
+        SettingsError: a setting has a value that is not allowed.
+        TypeError: a setting that a connection of aio-pika's does not take.
+    """
+    return await _aio_pika.connect_robust(url, connection_class=connection_class, **keywords)
+
+
+same_signature(connect_robust, _aio_pika.connect_robust, RobustConnection)
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(_aio_pika, name)

@@ -1,0 +1,250 @@
+"""What the drop-ins for other client libraries share: their settings, and the flow of one of their channels.
+
+The library keeps connecting, topology, consuming and the encoding of messages; what is decided about publishing is
+decided where it is for every producer, in `ProducerProtocol`. Nothing here does I/O or waits: that differs from library
+to library.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from qflow_client.errors import ProducerFlowed
+from qflow_client.events import FlowEvent, HoldKind
+from qflow_client.frames import PublishEncoder, Route
+from qflow_client.logs import log, write_log
+from qflow_client.message import Message
+from qflow_client.protocol import ProducerProtocol
+from qflow_client.receipt import Outcome, Receipt
+from qflow_client.settings import ProducerSettings
+
+__all__ = ["DropIn", "DropInFlow", "EncodedMessage", "EncodedProtocol"]
+
+# What a library's own methods say of every message, or a program that is not changed leaves to them.
+_FIXED: dict[str, Any] = {
+    "exchange": "",
+    "routing_key": "",
+    "confirms": True,
+    "mandatory": None,
+    "message_ids": False,
+}
+_URL = "amqp://localhost"
+_NAME = ProducerSettings.__dataclass_fields__["name"].default
+
+
+@dataclass(frozen=True)
+class DropIn:
+    """The settings that a library's connections take.
+
+    Attributes:
+        library: what people call it.
+        not_taken: the settings that have no meaning there, and who says it instead.
+    """
+
+    library: str
+    not_taken: Mapping[str, str]
+
+    #: The names of all settings.
+    NAMES = frozenset(name for name in ProducerSettings.__dataclass_fields__ if not name.startswith("_"))
+
+    def check(self, names: Iterable[str]) -> None:
+        """Refuse settings that have no meaning.
+
+        Raises:
+            TypeError: naming the first of them, and who says it instead.
+        """
+        for name in names:
+            if name in self.not_taken:
+                raise TypeError(f"{name} is no setting of a connection of {self.library}'s: {self.not_taken[name]}")
+
+    def settings(self, url: str = _URL, **keywords: Any) -> ProducerSettings:
+        """The settings of a connection, from keywords, the URL's query and the environment.
+
+        Raises:
+            SettingsError: a value that is not allowed.
+            TypeError: a setting that has no meaning here.
+        """
+        self.check(keywords)
+        return ProducerSettings.load(url, **(keywords | _FIXED))
+
+    def of_url(self, url: str, **keywords: Any) -> tuple[ProducerSettings, str]:
+        """The settings of a connection, and the URL without them.
+
+        Raises:
+            SettingsError: a value that is not allowed.
+            TypeError: a setting that has no meaning here.
+        """
+        named = {name for name, _ in parse_qsl(urlsplit(url).query, keep_blank_values=True)}
+        if not named & self.NAMES:
+            # It is the library's alone, which may take what we would not.
+            return self.settings(**keywords), url
+        self.check(sorted(named & self.not_taken.keys()))
+        settings = self.settings(url, **keywords)
+        return settings, settings.urls[0]
+
+
+class EncodedMessage(Message):
+    """One publish, as a library has encoded it.
+
+    Args:
+        frames: all of it.
+        body: the content.
+    """
+
+    frames: bytes
+
+    def __init__(self, frames: bytes, body: bytes) -> None:
+        # As `Message` does, past the lock of a frozen dataclass.
+        given = self.__dict__
+        given["frames"] = frames
+        given["body"] = body
+
+
+class _ReadyFrames(PublishEncoder):
+    """Takes the frames that a library has made."""
+
+    __slots__ = ()
+
+    def message(self, _route: Route, message: Message, _number: int | None) -> list[bytes]:
+        assert isinstance(message, EncodedMessage)
+        return [message.frames]
+
+
+class EncodedProtocol(ProducerProtocol):
+    """A publishing channel whose messages are `EncodedMessage`."""
+
+    __slots__ = ()
+
+    def _use_channel(self, number: int, frame_max: int) -> None:
+        super()._use_channel(number, frame_max)
+        self._encoder = _ReadyFrames(number, frame_max)
+
+    def forget_past(self) -> None:
+        """The program ends the channel itself, which is no flow control: it is as it was before it was first opened."""
+        self._was_open = False
+
+    def withdraw(self, receipt: Receipt, now: float) -> bool:
+        """Take back a message that is admitted, unless a byte of it is written: then it is not sent and never will be.
+
+        Returns:
+            Whether it is taken back.
+        """
+        number = self._tag(receipt._number)
+        if receipt._outcome is not None or not self.outbound.withdraw(number):
+            return False
+        # Nobody is to be told of it but who calls.
+        receipt._outcome = Outcome.FAILED
+        kept = [(tag - (tag > number), each) for tag, each in self._unsettled.items() if each is not receipt]
+        self._unsettled = dict(kept)
+        self._resent = {each._number: tag for tag, each in kept}
+        self._flushes = [(last - (last >= number), waiter) for last, waiter in self._flushes]
+        self._ahead += 1
+        self._left([receipt], now)
+        if self.outbound.size <= self._max_unwritten // 2:
+            self.lift(HoldKind.TRANSPORT, now)
+        return True
+
+
+class DropInFlow:
+    """The flow of one channel of a library's: what is decided, and who is told.
+
+    Args:
+        settings: of the connection.
+        name: what flow events and logs call it, unless the settings say.
+        protocol: what decides.
+        changes: settings of this channel that differ.
+    """
+
+    def __init__(
+        self,
+        settings: ProducerSettings,
+        name: str,
+        *,
+        protocol: type[EncodedProtocol] = EncodedProtocol,
+        **changes: Any,
+    ) -> None:
+        #: The connection's settings.
+        self.settings = settings
+        if settings.name == _NAME:
+            changes["name"] = name
+        now = time.monotonic()
+        #: What decides.
+        self.protocol = protocol(replace(settings, **changes), id_prefix="", now=now, wall_offset=time.time() - now)
+        self._listeners: list[Callable[[FlowEvent], object]] = []
+        self._is_telling = False
+
+    # What the manager of all producers says, on any thread.
+
+    @property
+    def name(self) -> str:
+        """What flow events and logs call the channel."""
+        return self.protocol.settings.name
+
+    def hold(self, kind: str, *, source: str, detail: str) -> None:
+        """Raise a hold, before the next message."""
+        self._call(lambda: self.protocol.hold(kind, time.monotonic(), source=source, detail=detail))
+
+    def lift(self, kind: str, *, source: str) -> None:
+        """Lift it."""
+        self._call(lambda: self.protocol.lift(kind, time.monotonic(), source=source))
+
+    def _call(self, function: Callable[[], None]) -> None:
+        """Have the protocol changed, where it may be, and done what follows from that."""
+        raise NotImplementedError
+
+    # What follows from a change.
+
+    def after(self) -> None:
+        """Log what there is to log, and tell whom there is to tell."""
+        protocol = self.protocol
+        logs, protocol.logs = protocol.logs, []
+        write_log(logs)
+        if self._is_telling:
+            # A listener has changed something: it hears of it when all have heard what came before.
+            return
+        self._is_telling = True
+        try:
+            while protocol.events:
+                events, protocol.events = protocol.events, []
+                for event in events:
+                    for listener in tuple(self._listeners):
+                        self._tell(listener, event)
+        finally:
+            self._is_telling = False
+
+    def _tell(self, listener: Callable[[FlowEvent], object], event: FlowEvent) -> None:
+        try:
+            listener(event)
+        except Exception as error:
+            log(logging.ERROR, "%s: a flow callback failed: %r", event.producer, listener, error=error)
+
+    def listen(self, listener: Callable[[FlowEvent], object]) -> Callable[[], None]:
+        """Have every flow event told from now on.
+
+        Returns:
+            What to call to have it told no more.
+        """
+        if self.protocol.events is None:
+            self.protocol.events = []
+        self._listeners.append(listener)
+
+        def stop() -> None:
+            with suppress(ValueError):
+                self._listeners.remove(listener)
+
+        return stop
+
+    def flowed(self, message: EncodedMessage) -> ProducerFlowed:
+        """The error for a message that is refused."""
+        self.protocol.count_refusal()
+        error = ProducerFlowed(
+            self.protocol.holds, 0.0, message.body, "a flow callback, or flow_state, tells when to go on"
+        )
+        self.after()
+        return error

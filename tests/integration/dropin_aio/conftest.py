@@ -1,0 +1,9 @@
+from __future__ import annotations
+
+from tests.integration.aio.conftest import _no_producer_is_left as _no_producer_is_left
+from tests.integration.aio.conftest import broker as broker
+from tests.integration.aio.conftest import make_broker as make_broker
+from tests.integration.aio.conftest import proxy as proxy
+from tests.integration.aio.conftest import run as run
+from tests.integration.aio.conftest import wire as wire
+from tests.integration.producer.conftest import certificate as certificate

@@ -1,0 +1,93 @@
+"""The same program with aio-pika and with the drop-in, against a broker that says ``Channel.Flow``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import aio_pika as original
+import pytest
+
+import qflow_client.aio_pika as drop_in
+from qflow_client import FlowControlTimeout
+from qflow_client.broker import Broker
+from tests.integration.aio.tools import soon
+
+Run = Callable[..., Any]
+COUNT = 500
+
+
+async def program(module: Any, url: str, queue: str) -> None:
+    """Publishes far more than the queue is to hold."""
+    async with await module.connect_robust(url) as connection:
+        channel = await connection.channel(publisher_confirms=False)
+        for number in range(COUNT):
+            await channel.default_exchange.publish(module.Message(b"%d" % number), queue)
+            await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+def queues(broker: Broker) -> None:
+    for queue in "theirs", "ours":
+        broker.declare_queue(queue, arguments={"qpid.flow_stop_count": 10, "qpid.flow_resume_count": 5})
+
+
+@pytest.mark.usefixtures("queues")
+def test_C3_aio_pika_overruns_a_stop_that_the_drop_in_obeys_until_it_raises(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        await program(original, broker.url, "theirs")
+        await soon(lambda: broker.queue("theirs").depth == COUNT)
+        with pytest.raises(FlowControlTimeout, match="channel_flow"):
+            await program(drop_in, f"{broker.url}?max_producer_flow_control_wait=0.3", "ours")
+        # One more than the mark, and what was under way until the client had read the stop.
+        assert 11 <= broker.queue("ours").peak_depth < COUNT
+
+    run(main())
+
+
+@pytest.mark.usefixtures("queues")
+def test_J7_after_a_stop_aio_pikas_channel_is_broken_and_the_drop_ins_is_not(run: Run, broker: Broker) -> None:
+    async def declares(module: Any, queue: str) -> None:
+        async with await module.connect(broker.url) as connection:
+            channel = await connection.channel()
+            broker.withhold_confirms()
+            publishing = [
+                asyncio.ensure_future(channel.default_exchange.publish(module.Message(b""), queue)) for _ in range(11)
+            ]
+            await soon(lambda: broker.queue(queue).flow_stopped)
+            await asyncio.sleep(0)
+            try:
+                await channel.declare_queue(queue, passive=True)
+            finally:
+                broker.release_confirms()
+                for each in publishing:
+                    each.cancel()
+                await asyncio.gather(*publishing, return_exceptions=True)
+
+    async def main() -> None:
+        with pytest.raises(original.exceptions.AMQPError):
+            await declares(original, "theirs")
+        await declares(drop_in, "ours")
+
+    run(main())
+
+
+@pytest.mark.usefixtures("queues")
+def test_C3_the_drop_in_goes_on_when_it_may(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        publishing = asyncio.ensure_future(program(drop_in, broker.url, "ours"))
+        taken: list[bytes] = []
+
+        def take() -> bool:
+            message = broker.get("ours")
+            if message is not None:
+                taken.append(message.body)
+            return len(taken) == COUNT
+
+        await soon(take)
+        await publishing
+        assert taken == [b"%d" % number for number in range(COUNT)]
+        assert broker.queue("ours").flow_stopped_count >= 1
+
+    run(main())

@@ -1,0 +1,500 @@
+"""`publish` of aio-pika's exchanges under flow control."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import ssl
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import aio_pika as original
+import pytest
+from aiormq.exceptions import ChannelInvalidStateError
+
+import qflow_client.aio_pika as aio_pika
+from qflow_client import (
+    AsyncProducer,
+    ConfirmTimeout,
+    FlowControlTimeout,
+    FlowEventKind,
+    HoldKind,
+    ProducerFlowed,
+    SettingsError,
+    flow_manager,
+)
+from qflow_client.broker import Broker
+from tests.integration.aio.tools import soon
+from tests.integration.producer.tools import PATIENCE, Proxy, Stopwatch, Wire, bodies
+
+Run = Callable[..., Any]
+WAIT = 0.3
+
+
+def kinds(channel: Any) -> list[str]:
+    return [str(hold.kind) for hold in channel.flow_state.holds]
+
+
+async def held(channel: Any, *wanted: str) -> None:
+    await soon(lambda: sorted(kinds(channel)) == sorted(wanted), f"held by {wanted}")
+
+
+async def stop(channel: Any, broker: Broker) -> None:
+    (name,) = (each.name for each in broker.channels() if each.number == channel.number)
+    broker.flow(False, name)
+    await held(channel, HoldKind.CHANNEL_FLOW)
+
+
+async def in_line(channel: Any, count: int) -> None:
+    await soon(lambda: channel.flow_control.protocol.controller.waiting == count, f"{count} in line")
+
+
+def publish(channel: Any, body: bytes, **keywords: Any) -> Any:
+    return channel.default_exchange.publish(aio_pika.Message(body), "q", **keywords)
+
+
+@pytest.fixture(params=["connect", "connect_robust"])
+def connect(request: pytest.FixtureRequest, broker: Broker) -> Callable[..., Any]:
+    return lambda url=broker.url, **settings: getattr(aio_pika, request.param)(url, **settings)
+
+
+def test_J7_a_stop_is_answered_and_nothing_is_published_until_it_ends(
+    run: Run, broker: Broker, connect: Any, wire: Wire
+) -> None:
+    async def main() -> None:
+        async with await connect(max_producer_flow_control_wait=PATIENCE) as connection:
+            channel = await connection.channel()
+            await stop(channel, broker)
+            await soon(lambda: wire.count("in", "Channel.FlowOk"))
+            stopped = wire.where("in", "Channel.FlowOk")[0]
+            waiting = [asyncio.ensure_future(publish(channel, b"%d" % number)) for number in range(3)]
+            await in_line(channel, 3)
+            # Everything else goes on, on the same channel too.
+            queue = await channel.declare_queue("q", passive=True)
+            assert await queue.get(fail=False) is None
+            other = await connection.channel()
+            await publish(other, b"other channels go on")
+            assert wire.came_between(stopped).count("Basic.Publish") == 1
+            broker.flow(True)
+            assert [type(each).__name__ for each in await asyncio.gather(*waiting)] == ["Ack"] * 3
+            assert bodies(broker) == [b"other channels go on", b"0", b"1", b"2"]
+            assert not channel.flow_state.flowed
+
+    run(main())
+
+
+@pytest.mark.parametrize("confirms", [True, False])
+@pytest.mark.parametrize("by", ["setting", "timeout"])
+def test_A4_a_publish_that_stays_blocked_raises_in_time_and_is_never_sent(
+    run: Run, broker: Broker, connect: Any, confirms: bool, by: str
+) -> None:
+    async def main() -> None:
+        async with await connect(max_producer_flow_control_wait=WAIT if by == "setting" else 60) as connection:
+            channel = await connection.channel(publisher_confirms=confirms)
+            await stop(channel, broker)
+            with Stopwatch() as watch, pytest.raises(FlowControlTimeout, match="channel_flow") as caught:
+                await publish(channel, b"never", timeout=None if by == "setting" else WAIT)
+            assert watch.kept(WAIT)
+            assert isinstance(caught.value, asyncio.TimeoutError)
+            assert caught.value.message == b"never"
+            assert [hold.kind for hold in caught.value.holds] == [HoldKind.CHANNEL_FLOW]
+            broker.flow(True)
+            assert await channel.wait_unflowed(PATIENCE)
+            await publish(channel, b"later")
+            broker.wait_until(lambda broker: broker.queue("q").depth)
+            assert bodies(broker) == [b"later"]
+
+    run(main())
+
+
+def test_D1_with_when_flowed_raise_it_does_not_wait(run: Run, broker: Broker, connect: Any) -> None:
+    async def main() -> None:
+        async with await connect(when_flowed="raise") as connection:
+            channel = await connection.channel()
+            await publish(channel, b"")
+            await stop(channel, broker)
+            with pytest.raises(ProducerFlowed) as caught:
+                await publish(channel, b"")
+            assert not isinstance(caught.value, FlowControlTimeout)
+
+    run(main())
+
+
+def test_a_blocked_connection_holds_all_its_channels_until_it_is_unblocked(
+    run: Run, broker: Broker, connect: Any
+) -> None:
+    async def main() -> None:
+        async with await connect(max_producer_flow_control_wait=WAIT) as connection:
+            channels = [await connection.channel() for _ in range(2)]
+            broker.block("no memory")
+            for channel in channels:
+                await held(channel, HoldKind.CONNECTION_BLOCKED)
+                with pytest.raises(FlowControlTimeout, match="no memory"):
+                    await publish(channel, b"")
+            broker.unblock()
+            for channel in channels:
+                assert await channel.wait_unflowed(PATIENCE)
+                await publish(channel, b"")
+            assert broker.queue("q").depth == 2
+
+    run(main())
+
+
+def test_a_confirm_that_does_not_come_is_another_error(run: Run, broker: Broker, connect: Any) -> None:
+    async def main() -> None:
+        async with await connect(max_producer_flow_control_wait=WAIT) as connection:
+            channel = await connection.channel()
+            broker.withhold_confirms()
+            with Stopwatch() as watch, pytest.raises(ConfirmTimeout, match="no answer of the broker"):
+                await publish(channel, b"unknown")
+            assert watch.kept(WAIT)
+            with Stopwatch() as watch, pytest.raises(ConfirmTimeout):
+                await publish(channel, b"unknown too", timeout=2 * WAIT)
+            assert watch.kept(2 * WAIT)
+            broker.release_confirms()
+            # The late confirms are not taken for this one's.
+            assert (await publish(channel, b"known")).delivery_tag == 3
+            assert bodies(broker) == [b"unknown", b"unknown too", b"known"]
+
+    run(main())
+
+
+def test_C6_no_more_than_the_capacity_is_unconfirmed(run: Run, broker: Broker, connect: Any) -> None:
+    async def main() -> None:
+        async with await connect(capacity=5, max_producer_flow_control_wait=PATIENCE) as connection:
+            channel = await connection.channel()
+            broker.withhold_confirms()
+            publishing = [asyncio.ensure_future(publish(channel, b"%d" % number)) for number in range(12)]
+            await in_line(channel, 7)
+            await soon(lambda: broker.queue("q").depth == 5)
+            assert kinds(channel) == [HoldKind.CAPACITY]
+            with pytest.raises(FlowControlTimeout, match="capacity"):
+                await publish(channel, b"", timeout=WAIT)
+            broker.release_confirms()
+            await asyncio.gather(*publishing)
+            assert bodies(broker) == [b"%d" % number for number in range(12)]
+
+    run(main())
+
+
+def test_F2_a_rate_limit_holds_too(run: Run, connect: Any) -> None:
+    async def main() -> None:
+        async with await connect(rate=50, rate_burst=1) as connection:
+            channel = await connection.channel()
+            began = asyncio.get_running_loop().time()
+            for _ in range(11):
+                await publish(channel, b"")
+            assert asyncio.get_running_loop().time() - began >= 0.2
+
+    run(main())
+
+
+def test_settings_are_in_the_url_too(run: Run, broker: Broker, connect: Any) -> None:
+    async def main() -> None:
+        url = f"{broker.url}?name=shop&capacity=7&heartbeat=30&max_producer_flow_control_wait=0.5"
+        async with await connect(url) as connection:
+            assert connection.flow_settings.capacity == 7
+            assert connection.flow_settings.max_producer_flow_control_wait == 0.5
+            # aio-pika's own stay; its name is for both.
+            assert dict(connection.url.query) == {"name": "shop", "heartbeat": "30"}
+            assert broker.connections()[0].client_properties["connection_name"] == "shop"
+            assert (await connection.channel()).flow_control.name == "shop"
+        for wrong, error, words in [
+            ("capacity=0", SettingsError, "capacity='0'|capacity"),
+            ("mandatory=1", TypeError, "mandatory is no setting of a connection of aio-pika's: publish"),
+            ("connect_timeout=1", TypeError, "use aio-pika's connect"),
+        ]:
+            with pytest.raises(error, match=words):
+                await connect(f"{broker.url}?{wrong}")
+        with pytest.raises(TypeError, match="confirms is no setting"):
+            await connect(confirms=False)
+
+    run(main())
+
+
+def test_flow_events_are_told_in_order_on_the_loop(run: Run, broker: Broker, connect: Any) -> None:
+    async def main() -> None:
+        async with await connect(flow_control_wait_notify_period=0.05) as connection:
+            channel = await connection.channel()
+            told: list[Any] = []
+            unsubscribe = channel.on_flow(told.append)
+            channel.on_flow(lambda event: 1 / 0)
+            with pytest.raises(TypeError, match="on_flow"):
+                channel.on_flow(channel.close)
+            await stop(channel, broker)
+            waiting = asyncio.ensure_future(publish(channel, b""))
+            await soon(lambda: any(each.kind is FlowEventKind.WAITING for each in told))
+            broker.flow(True)
+            await waiting
+            await soon(lambda: told[-1].kind is FlowEventKind.UNFLOWED)
+            assert told[0].kind is FlowEventKind.FLOWED
+            assert told[0].producer == f"aio-pika channel {channel.number}"
+            assert {each.kind for each in told[1:-1]} == {FlowEventKind.WAITING}
+            unsubscribe()
+            count = len(told)
+            await stop(channel, broker)
+            await asyncio.sleep(0)
+            assert len(told) == count
+            assert channel.flow_state.times_flowed == 2
+            assert not await channel.wait_unflowed(0.05)
+
+    run(main())
+
+
+def test_F6_the_manager_stops_and_starts_it_from_any_thread(run: Run, connect: Any) -> None:
+    async def main() -> None:
+        async with await connect() as connection:
+            channel = await connection.channel()
+            for call in flow_manager.stop_all, flow_manager.start_all:
+                thread = threading.Thread(target=call)
+                thread.start()
+                await asyncio.get_running_loop().run_in_executor(None, thread.join)
+                if call is flow_manager.stop_all:
+                    await held(channel, HoldKind.PAUSED)
+                    with pytest.raises(FlowControlTimeout, match="paused"):
+                        await publish(channel, b"", timeout=0.05)
+            assert await channel.wait_unflowed(PATIENCE)
+            await publish(channel, b"")
+
+    run(main())
+
+
+def test_a_cancelled_publish_that_was_not_written_is_never_sent(run: Run, broker: Broker, connect: Any) -> None:
+    async def main() -> None:
+        async with await connect() as connection:
+            channel = await connection.channel()
+            await stop(channel, broker)
+            waiting = [asyncio.ensure_future(publish(channel, b"%d" % number)) for number in range(3)]
+            await in_line(channel, 3)
+            waiting[1].cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting[1]
+            await in_line(channel, 2)
+            broker.flow(True)
+            await asyncio.gather(waiting[0], waiting[2])
+            assert (await publish(channel, b"3")).delivery_tag == 3
+            assert bodies(broker) == [b"0", b"2", b"3"]
+
+    run(main())
+
+
+def test_what_waits_is_told_what_closed_the_channel(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        async with await aio_pika.connect(broker.url) as connection:
+            channel = await connection.channel()
+            await stop(channel, broker)
+            waiting = asyncio.ensure_future(publish(channel, b""))
+            watching = asyncio.ensure_future(channel.wait_unflowed())
+            await in_line(channel, 1)
+            with pytest.raises(aio_pika.exceptions.ChannelNotFoundEntity):
+                await channel.declare_queue("nothing", passive=True)
+            with pytest.raises(aio_pika.exceptions.ChannelNotFoundEntity):
+                await waiting
+            with pytest.raises(aio_pika.exceptions.ChannelNotFoundEntity):
+                await watching
+            with pytest.raises(ChannelInvalidStateError):
+                await channel.wait_unflowed()
+            assert kinds(channel) == [HoldKind.DISCONNECTED]
+            # Opened again it is as new.
+            await channel.reopen()
+            assert kinds(channel) == []
+            await publish(channel, b"again")
+        assert bodies(broker) == [b"again"]
+
+    run(main())
+
+
+@pytest.mark.parametrize("what", ["channel", "connection"])
+def test_what_waits_ends_when_the_program_closes_it(run: Run, broker: Broker, connect: Any, what: str) -> None:
+    async def main() -> None:
+        connection = await connect()
+        channel = await connection.channel()
+        await stop(channel, broker)
+        waiting = asyncio.ensure_future(publish(channel, b""))
+        await in_line(channel, 1)
+        await (channel if what == "channel" else connection).close()
+        with pytest.raises(ChannelInvalidStateError):
+            await waiting
+        await connection.close()
+        assert bodies(broker) == []
+
+    run(main())
+
+
+def test_a_robust_channel_keeps_its_gate_true_over_reconnections(
+    run: Run, broker: Broker, proxy: Proxy, wire: Wire
+) -> None:
+    async def main() -> None:
+        url = f"{proxy.url(broker)}?reconnect_interval=0.05&max_producer_flow_control_wait={PATIENCE}"
+        async with await aio_pika.connect_robust(url) as connection:
+            channel = await connection.channel()
+            exchange = await channel.declare_exchange("x", "fanout", auto_delete=True)
+            queue = await channel.declare_queue("temporary", exclusive=True)
+            await queue.bind(exchange)
+            told: list[Any] = []
+            channel.on_flow(told.append)
+            for number in range(3):
+                await stop(channel, broker)
+                waiting = asyncio.ensure_future(exchange.publish(aio_pika.Message(b"%d" % number), ""))
+                await in_line(channel, 1)
+                proxy.cut()
+                # What the last channel was told does not hold for the next one. It goes to the exchange that aio-pika
+                # has declared again, and the queue that it has bound again.
+                assert type(await waiting).__name__ == "Ack"
+                assert (await queue.get(no_ack=True)).body == b"%d" % number
+                assert kinds(channel) == []
+                assert channel.flow_control.protocol.unsettled == 0
+            assert {str(each.hold.kind) for each in told if each.hold} == {"channel_flow", "disconnected"}
+            # What the new channel is told holds.
+            await stop(channel, broker)
+            with pytest.raises(FlowControlTimeout, match="channel_flow"):
+                await publish(channel, b"", timeout=WAIT)
+
+    run(main())
+
+
+def test_what_was_written_when_the_connection_is_lost_raises_as_with_aio_pika(
+    run: Run, broker: Broker, proxy: Proxy
+) -> None:
+    async def main() -> None:
+        async with await aio_pika.connect_robust(
+            f"{proxy.url(broker)}?reconnect_interval=0.05&capacity=2"
+        ) as connection:
+            channel = await connection.channel()
+            broker.withhold_confirms()
+            written = [asyncio.ensure_future(publish(channel, b"%d" % number)) for number in range(3)]
+            await in_line(channel, 1)
+            await soon(lambda: broker.queue("q").depth == 2)
+            proxy.cut()
+            for each in written[:2]:
+                with pytest.raises(aio_pika.exceptions.AMQPConnectionError):
+                    await each
+            broker.release_confirms()
+            # It had not been written, and waits on.
+            await written[2]
+            assert channel.flow_control.protocol.unsettled == 0
+            await publish(channel, b"3")
+            assert bodies(broker) == [b"0", b"1", b"2", b"3"]
+
+    run(main())
+
+
+def test_an_unconfirmed_program_is_held_by_a_socket_that_is_full(run: Run, broker: Broker, proxy: Proxy) -> None:
+    async def main() -> None:
+        async with await aio_pika.connect(f"{proxy.url(broker)}?max_producer_flow_control_wait={WAIT}") as connection:
+            channel = await connection.channel(publisher_confirms=False)
+            proxy.stop_reading()
+            sent: list[int] = []
+
+            async def fill() -> None:
+                while True:
+                    with suppress(ConfirmTimeout):
+                        # One that has begun is not taken back.
+                        await publish(channel, b"%06d" % len(sent) + bytes(100_000))
+                    sent.append(len(sent))
+
+            with pytest.raises(FlowControlTimeout, match="transport"):
+                await fill()
+            with Stopwatch() as watch, pytest.raises(FlowControlTimeout, match="transport"):
+                await publish(channel, b"never")
+            assert watch.kept(WAIT)
+            cancelled = [asyncio.ensure_future(publish(channel, b"never", timeout=PATIENCE)) for _ in range(3)]
+            await soon(lambda: channel.flow_control.protocol.unsettled >= 3)
+            last = asyncio.ensure_future(publish(channel, b"last", timeout=PATIENCE))
+            for each in cancelled:
+                each.cancel()
+            await asyncio.gather(*cancelled, return_exceptions=True)
+            proxy.go_on_reading()
+            await last
+            await soon(lambda: broker.queue("q").depth == len(sent) + 1)
+            found = bodies(broker)
+            assert found[-1] == b"last"
+            assert [int(each[:6]) for each in found[:-1]] == sent
+
+    run(main())
+
+
+@pytest.mark.slow
+def test_heartbeats_go_on_while_a_publish_waits(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        async with await aio_pika.connect(f"{broker.url}?heartbeat=1") as connection:
+            channel = await connection.channel()
+            await stop(channel, broker)
+            with pytest.raises(FlowControlTimeout):
+                await publish(channel, b"", timeout=6)
+            await channel.declare_queue("still-there")
+
+    run(main())
+
+
+def test_a_producer_can_be_opened_on_the_same_connection(run: Run, broker: Broker, connect: Any) -> None:
+    async def main() -> None:
+        async with await connect() as connection:
+            channel = await connection.channel()
+            async with AsyncProducer(connection=connection, routing_key="q") as producer:
+                await asyncio.gather(
+                    *(producer.send(b"ours") for _ in range(50)), *(publish(channel, b"") for _ in range(50))
+                )
+                await producer.flush()
+            assert broker.queue("q").depth == 100
+
+    run(main())
+
+
+def test_with_tls_too(run: Run, make_broker: Callable[..., Broker], certificate: Any) -> None:
+    async def main() -> None:
+        path, key = certificate
+        server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        server.load_cert_chain(path, key)
+        broker = make_broker(ssl_context=server)
+        context = ssl.create_default_context(cafile=path)
+        async with await aio_pika.connect(broker.url, ssl_context=context) as connection:
+            channel = await connection.channel()
+            await stop(channel, broker)
+            waiting = asyncio.ensure_future(publish(channel, bytes(500_000)))
+            await in_line(channel, 1)
+            broker.flow(True)
+            await waiting
+            assert broker.queue("q").depth == 1
+
+    run(main())
+
+
+def test_a_channel_that_is_dropped_is_forgotten(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        async with await aio_pika.connect(broker.url) as connection:
+            channel = await connection.channel()
+            await publish(channel, b"")
+            await channel.close()
+            known = weakref.ref(channel.flow_control)
+            del channel
+            # aiormq's reader has a hand on the channel that it read of last.
+            await publish(await connection.channel(), b"")
+            await soon(lambda: gc.collect() is not None and known() is None)
+            assert len(connection.flows) == 1
+
+    run(main())
+
+
+def test_a_channel_of_ours_needs_a_connection_of_ours(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        async with await original.connect(broker.url) as connection:
+            with pytest.raises(TypeError, match=r"qflow_client\.aio_pika"):
+                aio_pika.Channel(connection)
+
+    run(main())
+
+
+def test_a_port_where_nobody_listens_is_as_with_aio_pika(run: Run) -> None:
+    async def main() -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        with pytest.raises(aio_pika.exceptions.AMQPConnectionError):
+            await aio_pika.connect(f"amqp://127.0.0.1:{port}/")
+
+    run(main())

@@ -1,0 +1,112 @@
+"""What the drop-in does beside aio-pika, on the same broker."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import aio_pika as original
+import aiormq
+import pytest
+
+import qflow_client.aio_pika as drop_in
+from qflow_client.aio_pika.flow import ChannelFlow
+
+from .scenarios import SCENARIOS, all_scenarios, of, outcome
+
+Run = Callable[..., Any]
+
+CLASSES = {
+    name: (getattr(original, name), getattr(drop_in, name))
+    for name in ("Connection", "RobustConnection", "Channel", "RobustChannel")
+}
+#: What is aio-pika's own.
+SAME = ("Exchange", "Queue", "RobustExchange", "RobustQueue", "Message", "IncomingMessage", "DeliveryMode")
+# Newer releases than the oldest that is admitted have it, and ours always.
+NEW = {("Connection", "__init__"): ["client_properties"]}
+
+
+def members(kind: type) -> dict[str, Any]:
+    return {
+        name: inspect.getattr_static(kind, name)
+        for name in dir(kind)
+        if not name.startswith("_") or name in ("__init__", "__aenter__", "__aexit__", "__await__")
+    }
+
+
+def parameters(function: Any) -> list[tuple[str, Any, Any]]:
+    return [(each.name, each.kind, each.default) for each in inspect.signature(function).parameters.values()]
+
+
+def without(found: list[tuple[str, Any, Any]], new: list[str]) -> list[tuple[str, Any, Any]]:
+    return [each for each in found if each[0] not in new]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_signature_is_aio_pikas(name: str) -> None:
+    theirs, ours = CLASSES[name]
+    assert issubclass(ours, theirs)
+    for member, of_theirs in members(theirs).items():
+        of_ours = inspect.getattr_static(ours, member)
+        if inspect.isfunction(of_theirs):
+            if of_ours is of_theirs:
+                continue
+            new = NEW.get((name, member), [])
+            assert without(parameters(of_ours), new) == without(parameters(of_theirs), new), member
+            assert inspect.iscoroutinefunction(of_ours) == inspect.iscoroutinefunction(of_theirs), member
+        elif member != "CHANNEL_CLASS":
+            assert type(of_ours) is type(of_theirs), member
+
+
+@pytest.mark.parametrize("name", ["connect", "connect_robust"])
+def test_what_connects_has_aio_pikas_signature(name: str) -> None:
+    theirs, ours = getattr(original, name), getattr(drop_in, name)
+    assert inspect.iscoroutinefunction(ours)
+    assert without(parameters(ours), ["connection_class"]) == without(parameters(theirs), ["connection_class"])
+    kind = inspect.signature(ours).parameters["connection_class"].default
+    assert kind is (drop_in.Connection if name == "connect" else drop_in.RobustConnection)
+
+
+def test_what_stands_for_aiormqs_publish_has_its_signature() -> None:
+    ours = parameters(ChannelFlow.basic_publish)
+    assert [each[0] for each in ours[:2]] == ["self", "channel"]
+    assert ours[2:] == parameters(aiormq.Channel.basic_publish)[1:]
+
+
+def test_every_name_of_aio_pikas_is_there() -> None:
+    for name in (each for each in dir(original) if not each.startswith("_")):
+        assert hasattr(drop_in, name), name
+    assert set(original.__all__) <= set(drop_in.__all__)
+    for name in SAME:
+        assert getattr(drop_in, name) is getattr(original, name)
+    for module in "channel", "connection", "robust_channel", "robust_connection":
+        for name in (each for each in dir(getattr(original, module)) if not each.startswith("_")):
+            assert hasattr(getattr(drop_in, module), name), (module, name)
+
+
+@pytest.mark.parametrize("name", ["abc", "exceptions", "message", "patterns", "patterns.rpc", "pool", "tools"])
+def test_modules_of_aio_pikas_can_be_imported_from_it(name: str) -> None:
+    assert import_module(f"qflow_client.aio_pika.{name}") is import_module(f"aio_pika.{name}")
+
+
+@pytest.mark.parametrize("kind", ["Channel", "Exchange", "Queue", "Connection"])
+def test_every_public_method_has_a_scenario(kind: str) -> None:
+    public = {name for name in members(getattr(original, kind)) if not name.startswith("_")}
+    described = {
+        name for name in public if inspect.ismemberdescriptor(inspect.getattr_static(getattr(original, kind), name))
+    }
+    covered = {of(name).split(".")[1] for name in SCENARIOS if of(name).startswith(f"{kind}.")}
+    assert public - described == covered
+
+
+@all_scenarios
+@pytest.mark.parametrize("robust", [False, True], ids=["plain", "robust"])
+def test_the_same_result_exception_and_order_of_callbacks(broker: Any, name: str, robust: bool, run: Run) -> None:
+    ours = run(outcome(drop_in, broker.url, name, robust=robust))
+    # Not with `run`: older releases leave futures behind of which nobody asks the exception.
+    with asyncio.Runner() as runner:
+        runner.get_loop().set_exception_handler(lambda _loop, _context: None)
+        assert ours == runner.run(outcome(original, broker.url, name, robust=robust))

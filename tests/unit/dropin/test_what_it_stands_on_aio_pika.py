@@ -1,0 +1,58 @@
+"""What the drop-in uses of aio-pika and aiormq that they do not promise: seen in 10.0.0 and 10.2.1, 7.0.0 and 7.2.4."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import aio_pika
+import aiormq
+import aiormq.channel
+import pytest
+from aio_pika.abc import UnderlayChannel
+
+PUBLISH = "body exchange routing_key properties mandatory immediate timeout wait"
+
+
+def test_exchanges_publish_by_basic_publish_of_aiormqs_channel() -> None:
+    assert "channel.basic_publish(" in inspect.getsource(aio_pika.Exchange.publish)
+    assert "publish" not in vars(aio_pika.RobustExchange)
+    assert list(inspect.signature(aiormq.Channel.basic_publish).parameters)[1:] == PUBLISH.split()
+
+
+@pytest.mark.parametrize("kind", [aio_pika.Channel, aio_pika.RobustChannel])
+def test_a_channel_says_when_it_is_open_and_has_aiormqs_channel_then(kind: type[aio_pika.Channel]) -> None:
+    assert list(inspect.signature(kind._on_open).parameters) == ["self"]
+    source = inspect.getsource(aio_pika.Channel._open)
+    assert source.index("self._channel = channel") < source.index("await self._on_open()")
+    assert {"channel", "close_callback"} <= set(UnderlayChannel.__annotations__)
+
+
+def test_aiormqs_channel_has_what_is_used_of_it() -> None:
+    source = inspect.getsource(aiormq.Channel)
+    for name in "max_content_size", "on_return_raises", "on_return_callbacks", "number", "connection":
+        assert f"self.{name}" in source, name
+    assert list(inspect.signature(aiormq.channel._check_routing_key).parameters) == ["key"]
+    assert list(inspect.signature(aiormq.Channel.create_future).parameters) == ["self"]
+
+
+def test_aiormq_tells_who_publishes_in_a_consumer_why_the_channel_was_closed() -> None:
+    # Not in every release; where it does, it does so for what is cancelled in it.
+    translate = getattr(aiormq.Channel, "_raise_on_channel_close", None)
+    if translate is not None:
+        assert list(inspect.signature(translate).parameters) == ["self"]
+        assert "except asyncio.CancelledError" in inspect.getsource(translate)
+
+
+def test_importing_the_drop_in_changes_nothing_in_aio_pika() -> None:
+    program = (
+        "import aio_pika, aiormq\n"
+        "def seen(): return {(k, n): v for k in (aio_pika, aio_pika.Channel, aio_pika.Connection, aio_pika.Exchange,"
+        " aio_pika.RobustChannel, aio_pika.RobustConnection, aiormq.Channel, aiormq.Connection)"
+        " for n, v in vars(k).items()}\n"
+        "before = seen()\n"
+        "import qflow_client.aio_pika\n"
+        "assert before == seen()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,91 @@
+"""Messages that are taken back before a byte of them is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qflow_client.dropin import EncodedMessage, EncodedProtocol
+from qflow_client.events import HoldKind
+from qflow_client.receipt import Outcome, Receipt
+from qflow_client.settings import ProducerSettings
+
+
+def opened(**settings: Any) -> EncodedProtocol:
+    given: dict[str, Any] = {"message_ids": False, "capacity": 5, "capacity_bytes": 100} | settings
+    protocol = EncodedProtocol(ProducerSettings(**given), id_prefix="", now=0.0)
+    protocol.channel_opened(1, 0, 0.0)
+    return protocol
+
+
+def send(protocol: EncodedProtocol, frames: bytes) -> Receipt:
+    receipt = protocol.send(EncodedMessage(frames, frames), "", "q", 0.0)
+    assert receipt is not None
+    return receipt
+
+
+# What happens next: a message, so many bytes written, an ack of the so-many-th of what is written, or one taken back.
+_STEPS = st.one_of(
+    st.tuples(st.just("send"), st.integers(1, 4)),
+    st.tuples(st.just("write"), st.integers(1, 10)),
+    st.tuples(st.just("ack"), st.integers(1, 5)),
+    st.tuples(st.just("withdraw"), st.integers(0, 4)),
+)
+
+
+@given(st.lists(_STEPS, max_size=40))
+def test_A4_what_is_taken_back_is_never_sent_and_all_else_is_confirmed_as_if_it_had_not_been(
+    steps: list[tuple[str, int]],
+) -> None:
+    protocol = opened()
+    receipts: list[Receipt] = []
+    kept: list[Receipt] = []
+    wire = b""
+    tag = 0
+    for what, number in steps:
+        if what == "send" and protocol.unsettled < 5:
+            receipt = send(protocol, bytes((len(receipts) + 1,)) * number)
+            receipts.append(receipt)
+            kept.append(receipt)
+        elif what == "write":
+            data = protocol.data_to_write(1 << 20)[:number]
+            wire += data
+            protocol.advance(len(data), 0.0)
+        elif what == "ack":
+            last = min(tag + number, protocol.outbound.finished)
+            if last > tag:
+                tag = last
+                protocol.on_ack(tag, True, 0.0)
+        elif what == "withdraw" and receipts:
+            receipt = receipts[-1 - number % len(receipts)]
+            begun = receipt in kept[: protocol.outbound.begun]
+            was_settled = receipt.done
+            assert protocol.withdraw(receipt, 0.0) is not (begun or was_settled)
+            if not (begun or was_settled):
+                kept.remove(receipt)
+                assert receipt._outcome is Outcome.FAILED
+        assert [each for each in kept if not each.done] == list(protocol.unsettled_receipts)
+        assert protocol.window.used == protocol.unsettled
+        assert protocol.in_flight == protocol.outbound.begun - tag
+    wire += (data := protocol.data_to_write(1 << 20))
+    protocol.advance(len(data), 0.0)
+    protocol.on_ack(0, True, 0.0)
+    assert wire == b"".join(each._payload.frames for each in kept)  # type: ignore[union-attr]
+    assert all(each._outcome is Outcome.CONFIRMED for each in kept)
+    assert protocol.unsettled == 0
+    assert protocol.byte_window is not None
+    assert protocol.byte_window.used == 0
+
+
+def test_taking_back_makes_room() -> None:
+    protocol = opened(capacity=2, max_unwritten_bytes=4)
+    first = send(protocol, b"12345")
+    assert protocol.gate.is_held_by(HoldKind.TRANSPORT)
+    waiting = protocol.stand_in_line(EncodedMessage(b"6", b"6"), "", "q", 0.0)
+    assert protocol.withdraw(first, 0.0)
+    assert waiting.receipt is not None
+    assert protocol.data_to_write(100) == b"6"
+    assert not protocol.gate.is_held_by(HoldKind.TRANSPORT)
+    assert not protocol.withdraw(first, 0.0)
