@@ -361,12 +361,13 @@ class Link:
             # We left it.
             return
         error = _error(closing)
-        if self._amqp.heartbeat_timeout and self._amqp.is_connection_was_stuck:
+        stuck = self._amqp.heartbeat_timeout > 0 and self._amqp.is_connection_was_stuck
+        if stuck:
             why = lost(f"no heartbeat came, nor anything else, at a heartbeat of {self._amqp.heartbeat_timeout} s")
         else:
             why = lost("it was closed" if error is None else words(error))
-        # A loop that ends cancels aiormq's tasks.
-        self._lost(why, returns=error is not None and self._comes_back)
+        # A loop that ends cancels aiormq's tasks; so does aiormq itself when it hears nothing.
+        self._lost(why, returns=(stuck or error is not None) and self._comes_back)
 
     @property
     def _comes_back(self) -> bool:
