@@ -191,7 +191,7 @@ class _Way:
         self.borders = _Borders()
         # To be put in at the next border.
         self._injected: list[bytes] = []
-        # Methods to be taken out, each once, by channel and pamqp's index; and what has come of a frame that may be one.
+        # Methods to be taken out, each once, by channel and pamqp's index; and what has come of what may be one.
         self._unwanted: list[tuple[int, int]] = []
         self._undecided = b""
         # What was received, and when it is due; an empty piece is the end.

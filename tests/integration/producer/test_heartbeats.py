@@ -8,7 +8,6 @@ import pytest
 
 from qflow_client import Outcome, Producer, ProducerClosed
 from qflow_client.broker import Broker
-
 from qflow_client.testing.proxy import FaultProxy
 
 from .tools import PATIENCE, Proxy, Wire, bodies, fill_transport, holds, start, wait_held, wait_in_line
