@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import itertools
 import threading
 import time
 from collections import Counter
@@ -177,6 +178,9 @@ class Faults:
 
     def _harm_broker(self) -> None:
         chance = self._broker_chance
+        actions = list(self._broker.actions)
+        chance.shuffle(actions)
+        others = itertools.cycle(actions)
         turn = 0
         while not self._stop.wait(chance.uniform(*_BETWEEN_BROKER)):
             turn += 1
@@ -185,7 +189,7 @@ class Faults:
                 self.kills += 1
                 self._broker.kill()
             else:
-                self.now = chance.choice(list(self._broker.actions))
+                self.now = next(others)
                 self._broker.actions[self.now](chance, self._stop.wait)
             self.counts[f"broker {self.now}"] += 1
             self.now = ""
