@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from qflow_client import (
+    ConnectionFailed,
     FlowControlTimeout,
     MessageFailed,
     MessageNacked,
@@ -18,9 +19,12 @@ from qflow_client import (
     Producer,
     ProducerClosed,
     UndeliveredMessages,
+    connect,
 )
 from qflow_client.broker import Broker
 from qflow_client.protocol import REPUBLISHED
+from qflow_client.sync.pika_io import TapIOServices
+from qflow_client.testing.proxy import FaultProxy
 
 from .tools import (
     PATIENCE,
@@ -379,3 +383,41 @@ def test_closing_while_refused_keeps_its_deadline_and_gives_back_what_is_refused
         producer.close(timeout=0.3)
     assert watch.kept(0.3)
     assert receipt.outcome in (Outcome.NACKED, Outcome.UNKNOWN)
+
+
+@pytest.mark.parametrize("scheme", ["amqp", "amqps"])
+def test_a_connection_that_is_reset_as_soon_as_it_is_there_is_one_more_try_that_failed(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    """pika raises in its loop when it finds that; asyncio has no such moment."""
+    with FaultProxy(broker.url) as proxy:
+        link_up = TapIOServices.create_streaming_connection
+
+        def link_up_what_was_reset(services: Any, *arguments: Any, **keywords: Any) -> Any:
+            sock = keywords.get("sock") or arguments[1]
+            proxy.wait_until(lambda _: proxy.connections, PATIENCE)
+            proxy.reset()
+            eventually(lambda: not is_connected(sock))
+            monkeypatch.setattr(TapIOServices, "create_streaming_connection", link_up)
+            return link_up(services, *arguments, **keywords)
+
+        def is_connected(sock: socket.socket) -> bool:
+            try:
+                return bool(sock.getpeername())
+            except OSError:
+                return False
+
+        monkeypatch.setattr(TapIOServices, "create_streaming_connection", link_up_what_was_reset)
+        with pytest.raises(ConnectionFailed, match="reset as soon as it was connected"):
+            Producer(proxy.url.replace("amqp", scheme, 1), routing_key="q")
+        if scheme == "amqps":
+            return
+        monkeypatch.setattr(TapIOServices, "create_streaming_connection", link_up_what_was_reset)
+        with pytest.raises(ConnectionFailed, match="reset as soon as it was connected"):
+            connect(proxy.url)
+        with Producer(proxy.url, routing_key="q", **FAST) as producer:  # type: ignore[arg-type]  # of one table
+            monkeypatch.setattr(TapIOServices, "create_streaming_connection", link_up_what_was_reset)
+            proxy.cut()
+            wait_held(producer, "disconnected")
+            assert producer.send(b"1", timeout=PATIENCE).result(timeout=PATIENCE) is Outcome.CONFIRMED
+    assert bodies(broker) == [b"1"]
