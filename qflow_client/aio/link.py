@@ -313,11 +313,6 @@ class Link:
             self._closing.add_done_callback(ended)
         return self._closing
 
-    def forget(self) -> None:
-        """In a child process after a fork: let go of the parent's socket without a word to the broker."""
-        if self.tapped is not None:
-            self.tapped.forget()
-
     def arm_timer(self) -> None:
         """Have the protocol told when its time comes."""
         now = time.monotonic()
