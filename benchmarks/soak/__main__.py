@@ -34,9 +34,10 @@ _THREADS, _TASKS = 8, 200
 # Producers that the threads share, and the tasks.
 _PRODUCERS = 4
 
-# Seconds that all may take to be settled once everything works, and after which a process is taken for hanging.
+# Seconds that all of a producer may take to be settled once everything works, and after which a process is taken for
+# hanging. A machine that is slow is not at fault.
 _PATIENCE = 120.0
-_HANGS = _PATIENCE + 60.0
+_HANGS = _PRODUCERS * _PATIENCE
 # Seconds between two lines of progress.
 _PROGRESS = 5.0
 # So many times as long as asked for may it take until enough has gone wrong.

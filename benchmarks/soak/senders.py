@@ -78,7 +78,6 @@ class Job:
             "routing_key": self.routing_key,
             "capacity": (10, 100, 1000, "auto")[index % 4],
             "name": f"soak-{self.first_sender}-{index}",
-            "connect_timeout": 5.0,
             "reconnect_delay": 0.05,
             "reconnect_delay_max": 1.0,
         }
