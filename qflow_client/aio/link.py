@@ -405,7 +405,8 @@ class Link:
         wanted = False
         # If the broker closed the channel the tap has told of it.
         if reconnects or self._protocol.channel is not None:
-            wanted = self._protocol.connection_lost(reason, time.monotonic(), reconnects=reconnects)
+            now = time.monotonic()
+            wanted = self._protocol.connection_lost(reason, now, reconnects=reconnects, shared=not self._is_own)
         if number is not None and tapped is not None:
             self._after_io()
             tapped.remove_after(self._after_io)
@@ -419,7 +420,7 @@ class Link:
     def _after_io(self) -> bool:
         """Whether what there is to write must not wait for the tasks that are woken now."""
         self._after()
-        if self._settings.rate is not None or self._protocol.is_refused:
+        if self._settings.rate is not None or self._protocol.holds_back:
             self.arm_timer()
         if self._ended is not None and not self._ended.done() and self._message_ended():
             self._ended.set_result(None)
