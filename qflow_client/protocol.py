@@ -807,6 +807,10 @@ class ProducerProtocol:
         # Before all is put nothing new is admitted, or it would overtake them.
         if not resending.staged or resending.retry_at is not None:
             self.gate.lift(HoldKind.DISCONNECTED, now=now)
+        elif refused:
+            # There is room again, but suspects leave one at a time.
+            detail = "what an earlier channel has left leaves first"
+            self.gate.hold(HoldKind.DISCONNECTED, now=now, detail=detail)
         if refused and (resending.retry_at is None or not (resending.staged or resending.probe)):
             self._forget_refusals(now)
         if unfit:
