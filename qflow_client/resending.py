@@ -51,7 +51,7 @@ def is_want_of_room(code: int, text: str) -> bool:
 # So many connections in a row that are lost with messages in flight, and nothing settled in between, raise the
 # suspicion that a message is the cause; so many that hold without one and are lost as soon as it is sent convict it.
 _SUSPICIOUS = 3
-_CONVICTING = 3
+_CONVICTING = 5
 
 
 class Resending:
