@@ -271,7 +271,7 @@ class ProducerProtocol:
         # The tags of those messages, by number, that an earlier channel had left unsettled, and what else there is to
         # them.
         self._resent: dict[int, int] = {}
-        self._resending = Resending()
+        self._resending = Resending(settings.reconnect_delay_max)
         self._retries = retries
         # Who waits until every tag up to one is settled, and who waits for an open gate, with the source of the holds
         # that it does not wait for.
@@ -640,7 +640,7 @@ class ProducerProtocol:
         self._use_channel(channel, frame_max)
         self.outbound = Outbound()
         self._look_at_stops()
-        self._resending.begin(self._unsettled.values())
+        self._resending.begin(self._unsettled.values(), now)
         self._put_staged(now)
         if not self._was_open and self.gate.is_open:
             # That a producer connects before it can send is no flow control.
@@ -702,7 +702,7 @@ class ProducerProtocol:
         """Whether a channel is of use: messages may be admitted, or wait to leave."""
         return self.closed is None or bool(self._unsettled)
 
-    def connection_lost(self, reason: str, now: float, *, reconnects: bool = False) -> bool:
+    def connection_lost(self, reason: str, now: float, *, reconnects: bool = False, shared: bool = False) -> bool:
         """The connection is gone, or given up.
 
         Args:
@@ -711,17 +711,27 @@ class ProducerProtocol:
             reconnects: another one will be made, if one is wanted. By the setting `on_disconnect`, what is unsettled
                 stays so until then, when it leaves in order before anything new, and what may have arrived bears the
                 header `REPUBLISHED`; or it is settled. Otherwise it is settled, and nothing is admitted any more.
+            shared: others publish on it, too, over whose messages it may have been lost.
 
         Returns:
             Whether another one is wanted.
         """
         if reconnects and self.wants_channel:
+            suspects: Sequence[Receipt] = ()
+            if not shared:
+                begun = self.outbound.begun
+                in_flight = [each for tag, each in self._unsettled.items() if tag <= begun and each._reply is None]
+                suspects = self._resending.lost(in_flight, self.settled_so_far, reason, now)
             # Who flushes while it closes is held, too.
             self._disconnect(reason, now)
-            if self.settings.on_disconnect is OnDisconnect.REPUBLISH:
-                self._keep(now)
-            else:
+            if self.settings.on_disconnect is OnDisconnect.FAIL:
                 self._give_back(reason, now)
+            elif self._resending.convicted:
+                for each in suspects:
+                    each._reply = (0, f"connections hold without it, and are lost as soon as it is sent; {reason}")
+                self._keep(now, (), suspects, Outcome.UNKNOWN)
+            else:
+                self._keep(now, suspects)
         else:
             self._end(reason, now)
         return self.wants_channel
@@ -735,8 +745,14 @@ class ProducerProtocol:
         self.gate.lift(HoldKind.CONNECTION_BLOCKED, now=now)
         self.gate.lift(HoldKind.TRANSPORT, now=now)
 
-    def _keep(self, now: float, suspects: Sequence[Receipt] = (), rejected: Sequence[Receipt] = ()) -> None:
-        """Have what is unsettled wait for the next channel."""
+    def _keep(
+        self,
+        now: float,
+        suspects: Sequence[Receipt] = (),
+        culprits: Sequence[Receipt] = (),
+        outcome: Outcome = Outcome.REJECTED,
+    ) -> None:
+        """Have what is unsettled wait for the next channel, except what has this outcome."""
         begun = self.outbound.begun
         self.outbound = Outbound()
         # A returned message has been answered, though its ack did not come.
@@ -746,7 +762,7 @@ class ProducerProtocol:
             [receipt for _, receipt in kept], [receipt for tag, receipt in kept if tag <= begun], suspects
         )
         for receipt in answered:
-            self._settle(receipt, Outcome.REJECTED if receipt in rejected else Outcome.RETURNED)
+            self._settle(receipt, outcome if receipt in culprits else Outcome.RETURNED)
         self._retag(kept)
         self._left(answered, now)
 
@@ -766,7 +782,7 @@ class ProducerProtocol:
         if refused:
             self._expire(now)
         unfit: list[Receipt] = []
-        while resending.may_go(now) and (receipt := resending.next(self._oldest, self._next_tag)) is not None:
+        while resending.may_go(now) and (receipt := resending.next(self._oldest, self._next_tag, now)) is not None:
             try:
                 route = encoder.route(receipt.exchange, receipt.routing_key)
                 message = receipt.message
@@ -791,6 +807,10 @@ class ProducerProtocol:
         # Before all is put nothing new is admitted, or it would overtake them.
         if not resending.staged or resending.retry_at is not None:
             self.gate.lift(HoldKind.DISCONNECTED, now=now)
+        elif refused:
+            # There is room again, but suspects leave one at a time.
+            detail = "what an earlier channel has left leaves first"
+            self.gate.hold(HoldKind.DISCONNECTED, now=now, detail=detail)
         if refused and (resending.retry_at is None or not (resending.staged or resending.probe)):
             self._forget_refusals(now)
         if unfit:
@@ -1015,12 +1035,13 @@ class ProducerProtocol:
         times = [self.controller.ready_at(now)]
         if resending.probe is None and self.channel is not None:
             times.append(resending.retry_at)
+            times.append(resending.waits_until())
         return min((at for at in times if at is not None), default=None)
 
     @property
-    def is_refused(self) -> bool:
-        """Whether the broker refuses messages for want of room, so that time matters."""
-        return self._resending.retry_at is not None
+    def holds_back(self) -> bool:
+        """Whether messages wait for a time: the broker has no room, or connections are lost over one."""
+        return self._resending.retry_at is not None or self._resending.waits_until() is not None
 
     def on_timer(self, now: float) -> None:
         """Time has passed."""
@@ -1288,7 +1309,7 @@ class ProducerProtocol:
 
     def _go_on(self, now: float) -> None:
         """Put on the channel what may leave on it by now."""
-        if self.channel is not None and (self._resending.staged or self.is_refused):
+        if self.channel is not None and (self._resending.staged or self.holds_back):
             self._put_staged(now)
 
     def _look_at_flushes(self) -> None:

@@ -48,12 +48,48 @@ def is_want_of_room(code: int, text: str) -> bool:
     return code in (311, 506) or (code == 406 and _NO_ROOM.search(text) is not None)
 
 
+# So many connections in a row that are lost with messages in flight, and nothing settled in between, raise the
+# suspicion that a message is the cause; so many that hold without one and are lost as soon as it is sent convict it.
+_SUSPICIOUS = 3
+_CONVICTING = 5
+
+
 class Resending:
-    """The messages of a producer that are unsettled and not all put on its channel yet, and what is known of them."""
+    """The messages of a producer that are unsettled and not all put on its channel yet, and what is known of them.
 
-    __slots__ = ("_alone", "copies", "probe", "refused", "retry_at", "staged", "suspects")
+    Args:
+        proves: seconds that a connection has to hold before its loss says anything about a message that is sent then,
+            and after which it says nothing any more.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = (
+        "_alone",
+        "_losses",
+        "_proven_at",
+        "_proves",
+        "_sent_at",
+        "_settled",
+        "_strikes",
+        "copies",
+        "dreaded",
+        "probe",
+        "refused",
+        "retry_at",
+        "staged",
+        "suspects",
+    )
+
+    def __init__(self, proves: float) -> None:
+        self._proves = proves
+        # How many connections in a row were lost with messages in flight, and how many messages were settled before.
+        self._losses = 0
+        self._settled = -1
+        #: The number of the message with which alone a connection was lost again; 0 if there is none. It is sent when
+        #: the connection has held for a while without it.
+        self.dreaded = 0
+        # From when on it is, when it was last, and how many connections were lost by that.
+        self._proven_at = self._sent_at = 0.0
+        self._strikes = 0
         #: The numbers of messages that may have arrived by an earlier channel.
         self.copies: set[int] = set()
         #: The numbers of messages over one of which an earlier channel may have been closed.
@@ -84,17 +120,59 @@ class Resending:
         self.staged.clear()
         self.probe = None
 
-    def begin(self, receipts: Iterable[Receipt]) -> None:
+    def begin(self, receipts: Iterable[Receipt], now: float) -> None:
         """There is a new channel, and this is to leave on it, in order."""
         self.staged = deque(receipts)
         self._alone = 0
+        self._proven_at = now + self._proves
+
+    def lost(self, in_flight: Sequence[Receipt], settled: int, text: str, now: float) -> Sequence[Receipt]:
+        """The connection is lost. Messages may be the cause if that happens again and again.
+
+        Args:
+            in_flight: what may have arrived, and has no answer.
+            settled: how many messages are settled so far.
+            text: why it was lost.
+            now: seconds.
+
+        Returns:
+            The suspects, which are to be sent one at a time; a single one may be `convicted`.
+        """
+        if settled > self._settled:
+            self._settled = settled
+            self._losses = self._strikes = self.dreaded = 0
+        if not in_flight:
+            return ()
+        self._losses += 1
+        if self._losses < _SUSPICIOUS:
+            return ()
+        if len(in_flight) > 1:
+            return narrowed(in_flight, text) if self._losses == _SUSPICIOUS else in_flight
+        number = in_flight[0]._number
+        if number != self.dreaded:
+            self.dreaded, self._strikes = number, 0
+        elif now - self._sent_at <= self._proves:
+            self._strikes += 1
+        return in_flight
+
+    @property
+    def convicted(self) -> bool:
+        """Whether the dreaded message has cost connections enough."""
+        return self._strikes >= _CONVICTING
+
+    def waits_until(self) -> float | None:
+        """When the dreaded message is to be sent, if it is the next; ``None`` if it is not."""
+        return self._proven_at if self.dreaded and self.staged and self.staged[0]._number == self.dreaded else None
 
     def forget(self) -> None:
         """Nothing is to leave any more."""
         self.keep((), (), ())
 
     def may_go(self, now: float) -> bool:
-        """Whether anything is to be put on the channel now, as far as refusals go."""
+        """Whether anything is to be put on the channel now, as far as refusals and lost connections go."""
+        waits_until = self.waits_until()
+        if waits_until is not None and now < waits_until:
+            return False
         if self.retry_at is None:
             return True
         probe = self.probe
@@ -115,12 +193,13 @@ class Resending:
         if receipt is self.probe:
             self.probe = None
 
-    def next(self, oldest: int, next_tag: int) -> Receipt | None:
+    def next(self, oldest: int, next_tag: int, now: float) -> Receipt | None:
         """The next message to put on the channel; ``None`` if none is to be put now.
 
         Args:
             oldest: the delivery tag of the oldest unsettled message.
             next_tag: that of the next message to be admitted.
+            now: seconds.
         """
         if not self.staged or oldest <= self._alone:
             return None
@@ -129,6 +208,7 @@ class Resending:
             if oldest < tag:
                 return None
             self._alone = tag
+            self._sent_at = now
         return self.staged.popleft()
 
     def skip(self) -> None:

@@ -160,7 +160,8 @@ class ProducerSettings:
             end with its first connection.
         reconnect_delay: seconds before the first try to reconnect. Each further pause, after all hosts were tried, is
             twice as long.
-        reconnect_delay_max: the longest pause in seconds.
+        reconnect_delay_max: the longest pause in seconds. A connection that is lost earlier has proved nothing: the
+            pauses go on growing, and no message is taken for the cause.
         reconnect_jitter: the part of a pause by which it may be longer, by chance, so that not all clients of a broker
             come back at once; 0 for none. It applies to the pauses after refusals, too.
         on_refused: ``"retry"`` or ``"fail"``: what becomes of a message that the broker refuses for want of room.

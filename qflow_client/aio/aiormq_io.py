@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -161,6 +162,7 @@ class TapTransport(asyncio.Transport):
         self.awake = False
         # The library's writer until the connection has ended, because aiormq 7.0 may drop it without closing it.
         self.writer: asyncio.StreamWriter | None = None
+        _transports.add(self)
 
     # For the producers.
 
@@ -280,6 +282,7 @@ class TapTransport(asyncio.Transport):
     def lost(self) -> None:
         """The connection has ended."""
         self._broken = self._closing = True
+        _transports.discard(self)
         if self._watching:
             self._watch(False)
         self._socket.close()
@@ -288,9 +291,15 @@ class TapTransport(asyncio.Transport):
         self.writer = None
 
     def forget(self) -> None:
-        """In a child process after a fork: close its copy of the socket; the loop's records are the parent's."""
+        """In a child process after a fork: close its copies of the socket; the loop's records are the parent's."""
         self._broken = True
         self._socket.close()
+        theirs = self._raw.get_extra_info("socket").fileno()
+        if theirs >= 0:
+            # The loop's transport closes it when it is dropped, so it must stay a descriptor of something.
+            nothing = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nothing, theirs, inheritable=False)
+            os.close(nothing)
 
     # For the library: asyncio's interface.
 
@@ -381,3 +390,16 @@ class TapTransportFactory(TransportFactory):
         tapped.writer = writer = asyncio.StreamWriter(tapped, protocol, reader, loop)
         self._made(tapped)
         return reader, writer
+
+
+# Also those of connections that are still being made, which no producer knows yet.
+_transports: weakref.WeakSet[TapTransport] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for transport in tuple(_transports):
+        transport.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

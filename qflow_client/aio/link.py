@@ -313,11 +313,6 @@ class Link:
             self._closing.add_done_callback(ended)
         return self._closing
 
-    def forget(self) -> None:
-        """In a child process after a fork: let go of the parent's socket without a word to the broker."""
-        if self.tapped is not None:
-            self.tapped.forget()
-
     def arm_timer(self) -> None:
         """Have the protocol told when its time comes."""
         now = time.monotonic()
@@ -361,12 +356,13 @@ class Link:
             # We left it.
             return
         error = _error(closing)
-        if self._amqp.heartbeat_timeout and self._amqp.is_connection_was_stuck:
+        stuck = self._amqp.heartbeat_timeout > 0 and self._amqp.is_connection_was_stuck
+        if stuck:
             why = lost(f"no heartbeat came, nor anything else, at a heartbeat of {self._amqp.heartbeat_timeout} s")
         else:
             why = lost("it was closed" if error is None else words(error))
-        # A loop that ends cancels aiormq's tasks.
-        self._lost(why, returns=error is not None and self._comes_back)
+        # A loop that ends cancels aiormq's tasks; so does aiormq itself when it hears nothing.
+        self._lost(why, returns=(stuck or error is not None) and self._comes_back)
 
     @property
     def _comes_back(self) -> bool:
@@ -409,7 +405,8 @@ class Link:
         wanted = False
         # If the broker closed the channel the tap has told of it.
         if reconnects or self._protocol.channel is not None:
-            wanted = self._protocol.connection_lost(reason, time.monotonic(), reconnects=reconnects)
+            now = time.monotonic()
+            wanted = self._protocol.connection_lost(reason, now, reconnects=reconnects, shared=not self._is_own)
         if number is not None and tapped is not None:
             self._after_io()
             tapped.remove_after(self._after_io)
@@ -423,7 +420,7 @@ class Link:
     def _after_io(self) -> bool:
         """Whether what there is to write must not wait for the tasks that are woken now."""
         self._after()
-        if self._settings.rate is not None or self._protocol.is_refused:
+        if self._settings.rate is not None or self._protocol.holds_back:
             self.arm_timer()
         if self._ended is not None and not self._ended.done() and self._message_ended():
             self._ended.set_result(None)

@@ -820,8 +820,7 @@ class AsyncProducer:
 
     def _forked(self) -> None:
         """In a child process: everything of this producer is the parent's."""
-        if self._link is not None:
-            self._link.forget()
+        # What has the sockets lets go of them.
         self._is_copy = self._ended = True
         self._all_ended = asyncio.Event()
         self._all_ended.set()

@@ -14,6 +14,7 @@ import ssl
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -258,11 +259,19 @@ class TapIOServices(SelectorIOServicesAdapter):
         server_hostname: str | None = None,
     ) -> Any:
         """As pika's, with the tap at the socket."""
+        tapped = sock
         if ssl_context is not None:
             ssl_context = _TapContext(ssl_context, self)
         else:
-            sock = _TapSocket(sock, self)
-        return super().create_streaming_connection(protocol_factory, sock, on_done, ssl_context, server_hostname)
+            tapped = _TapSocket(sock, self)
+        try:
+            return super().create_streaming_connection(protocol_factory, tapped, on_done, ssl_context, server_hostname)
+        except ValueError:
+            # pika, which has closed it, takes a socket that the peer has reset by now for a mistake, and raises that
+            # where nobody catches it.
+            self.tapped = None
+            error = ConnectionResetError(errno.ECONNRESET, "it was reset as soon as it was connected")
+            return self.call_later(0.0, partial(on_done, error))
 
     def set_writer(self, fd: int, on_writable: Callable[[], None]) -> None:
         """As pika's; the socket that is tapped has two writers."""

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
@@ -50,6 +51,9 @@ _SLICE = 0.01
 _CONNECT_TIMEOUT = 30.0
 
 _HEAD = struct.Struct(">BHI")
+_METHOD = 1
+# With the class and method ids.
+_METHOD_HEAD = struct.Struct(">BHII")
 _FRAME_END = 0xCE
 _FRAME_KINDS = frozenset((1, 2, 3, 8))
 _GREETING = b"AMQP"
@@ -187,6 +191,9 @@ class _Way:
         self.borders = _Borders()
         # To be put in at the next border.
         self._injected: list[bytes] = []
+        # Methods to be taken out, each once, by channel and pamqp's index; and what has come of what may be one.
+        self._unwanted: list[tuple[int, int]] = []
+        self._undecided = b""
         # What was received, and when it is due; an empty piece is the end.
         self._pieces: deque[tuple[float, bytes]] = deque()
         self._size = 0
@@ -289,6 +296,8 @@ class _Way:
         return data
 
     def _out(self, data: bytes) -> None:
+        if self._unwanted:
+            data = self._sift(data)
         borders = self.borders
         if not self._injected and self._frames_left is None and self._bytes_left is None:
             borders.skip(data)
@@ -310,6 +319,34 @@ class _Way:
                 self._injected.clear()
         if self._bytes_left == 0 or self._frames_left == 0:
             self.connection.finish()
+
+    def _sift(self, data: bytes) -> bytes:
+        """Take unwanted methods out; what cannot be told yet waits for the rest of its frame."""
+        data, self._undecided = self._undecided + data, b""
+        borders = copy(self.borders)
+        kept = []
+        at = 0
+        while at < len(data):
+            begin = at
+            if self._unwanted and borders.at_border and data[at] == _METHOD:
+                if len(data) - at < _METHOD_HEAD.size:
+                    self._undecided = data[at:]
+                    break
+                _, channel, size, index = _METHOD_HEAD.unpack_from(data, at)
+                if (channel, index) in self._unwanted:
+                    at += _HEAD.size + size + 1
+                    if at > len(data):
+                        self._undecided = data[begin:]
+                        break
+                    self._unwanted.remove((channel, index))
+                    continue
+            at = borders.step(data, at)
+            kept.append(data[begin:at])
+        return b"".join(kept)
+
+    def take_out(self, method: type[pamqp.base.Frame], channel: int) -> None:
+        """Have the next of these methods not pass."""
+        self._unwanted.append((channel, method.index))
 
     def _write(self, data: bytes) -> None:
         assert self.target is not None
@@ -854,6 +891,7 @@ class FaultProxy:
         *,
         direction: Direction | str = Direction.TO_CLIENT,
         connection: int | None = None,
+        answer: type[pamqp.base.Frame] | None = None,
     ) -> None:
         """Say something in the broker's or the client's name, at the next border of a frame.
 
@@ -865,6 +903,9 @@ class FaultProxy:
             channel: of the method.
             direction: who hears it.
             connection: the number of one; ``None`` for all.
+            answer: the method by which it will be answered, such as ``pamqp.commands.Channel.FlowOk``. The next of them
+                on that channel is taken out on its way back, because the other side has not asked: RabbitMQ, which
+                knows no ``Channel.FlowOk``, closes a connection on which it hears one. ``None`` to let it pass.
 
         Raises:
             LookupError: there is no such connection.
@@ -872,6 +913,7 @@ class FaultProxy:
         """
         data = frame if isinstance(frame, bytes) else pamqp.frame.marshal(frame, channel)
         towards = _direction(direction)
+        back = Direction.TO_BROKER if towards is Direction.TO_CLIENT else Direction.TO_CLIENT
 
         def inject() -> None:
             picked = self._picked(connection)
@@ -879,6 +921,8 @@ class FaultProxy:
                 if not each.ways[towards].borders.is_amqp:
                     raise ValueError(f"connection {each.number} shows no AMQP frames {towards}; is it in TLS?")
             for each in picked:
+                if answer is not None:
+                    each.ways[back].take_out(answer, channel)
                 each.ways[towards].inject(data)
 
         self._call(inject)

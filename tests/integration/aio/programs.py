@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
 import time
 from typing import Any
 
-from qflow_client import AsyncProducer, ProducerClosed, UndeliveredMessages
+from qflow_client import AsyncProducer, Outcome, OutcomeUnknown, ProducerClosed, UndeliveredMessages
 from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
+from tests.integration.producer.programs import connected_to
 
 from .tools import held, in_line, soon
 
@@ -77,6 +79,8 @@ def forked(url: str) -> None:
                 await soon(lambda turn=turn: len(receipts) > 200 * turn)  # type: ignore[misc]
                 pid = os.fork()
                 if pid == 0:
+                    if connected_to(url):
+                        os._exit(9)
                     os._exit(_child(producer, url))
                 _, status = await asyncio.to_thread(os.waitpid, pid, 0)
                 assert os.waitstatus_to_exitcode(status) == 0, status
@@ -84,6 +88,34 @@ def forked(url: str) -> None:
             await working
             await producer.flush(timeout=20)
             _say(str(len(receipts)))
+
+    asyncio.run(main())
+    _say("fine")
+
+
+def forked_while_disconnected(url: str, own_url: str) -> None:
+    """Forks between two tries to connect, or in the middle of one, as the one who started it has arranged."""
+
+    logging.disable()
+
+    async def main() -> None:
+        settings: Any = {"connect_timeout": 1.0, "reconnect_delay": 0.05, "reconnect_delay_max": 0.1}
+        async with AsyncProducer(url, routing_key="q", **settings) as producer:
+            receipt = await producer.send(b"unsettled")
+            _say("sent")
+            await held(producer, "disconnected")
+            for _ in range(20):
+                pid = os.fork()
+                if pid == 0:
+                    if connected_to(url):
+                        os._exit(9)
+                    assert isinstance(receipt.error(), OutcomeUnknown)
+                    os._exit(_child(producer, own_url))
+                _, status = await asyncio.to_thread(os.waitpid, pid, 0)
+                assert os.waitstatus_to_exitcode(status) == 0, status
+            _say("forked")
+            assert await receipt.result(timeout=20) is Outcome.CONFIRMED
+            await (await producer.send(b"parent"))
 
     asyncio.run(main())
     _say("fine")

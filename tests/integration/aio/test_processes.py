@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from qflow_client.broker import Broker
+from qflow_client.testing.proxy import FaultProxy
 from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies
 
 _ROOT = Path(__file__).parents[3]
@@ -74,6 +75,27 @@ def test_a_forked_child_gets_a_clear_error_and_its_parent_goes_on(
     _ends_well(process)
     assert bodies(broker) == [b"parent"] * sent
     assert bodies(broker, "r") == [b"child"] * 5
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks at descriptors by way of /proc")
+@pytest.mark.parametrize("fault", [FaultProxy.refuse, FaultProxy.black_hole])
+def test_a_fork_while_it_waits_for_a_connection_or_makes_one_leaves_parent_and_child_to_themselves(
+    program: Callable[..., subprocess.Popen[str]], broker: Broker, fault: Callable[[FaultProxy], object]
+) -> None:
+    broker.declare_queue("r")
+    broker.withhold_confirms("q")
+    with FaultProxy(broker.url) as proxy:
+        process = program("forked_while_disconnected", proxy.url, broker.url)
+        assert _say(process) == "sent"
+        broker.wait_until(lambda b: b.queue("q").depth == 1)
+        fault(proxy)
+        proxy.cut()
+        assert _say(process) == "forked"
+        broker.release_confirms("q")
+        proxy.heal()
+        _ends_well(process)
+    assert bodies(broker) == [b"unsettled", b"unsettled", b"parent"]
+    assert bodies(broker, "r") == [b"child"] * 20
 
 
 def test_a_program_that_forgets_to_close_ends_all_the_same(

@@ -14,6 +14,7 @@ import pytest
 
 from qflow_client.broker import Broker
 from qflow_client.cli import main
+from qflow_client.testing.proxy import FaultProxy
 
 Capture = pytest.CaptureFixture[str]
 
@@ -250,10 +251,10 @@ def unused_url() -> str:
         return broker.url
 
 
-def start(broker: Broker, records: bytes) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+def start(broker: Broker, records: bytes, url: str = "") -> tuple[subprocess.Popen[bytes], IO[bytes]]:
     """A run that has sent some records and waits for more, and where to write them."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "qflow_client.cli", "send", "-u", broker.url, "-k", "orders", "--json"],
+        [sys.executable, "-m", "qflow_client.cli", "send", "-u", url or broker.url, "-k", "orders", "--json"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -304,6 +305,21 @@ def test_interrupted_while_it_waits_for_confirms_it_says_that_their_outcome_is_u
     assert process.stderr.read().endswith(b"qflow: interrupted by SIGTERM\n")
     process.stdout.close()
     process.stderr.close()
+
+
+def test_interrupted_while_it_has_no_connection_it_ends_and_says_what_is_unknown(broker: Broker) -> None:
+    broker.withhold_confirms()
+    with FaultProxy(broker.url) as proxy:
+        process, _ = start(broker, b"one\ntwo\n", proxy.url)
+        proxy.refuse()
+        proxy.cut()
+        proxy.wait_until(lambda _: not proxy.connections)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=20)
+    assert process.returncode == 143
+    told = json.loads(out)
+    assert (told["confirmed"], told["not_confirmed"]) == (0, {"unknown": 2})
+    assert err.decode().endswith("qflow: interrupted by SIGTERM\n")
 
 
 @pytest.mark.usefixtures("one_connection")

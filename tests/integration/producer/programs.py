@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -12,9 +13,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from qflow_client import (
     FlowControlTimeout,
+    HoldKind,
     MessageReturned,
     Outcome,
     OutcomeUnknown,
@@ -219,6 +222,41 @@ def _child(producer: Producer) -> int:
     except UndeliveredMessages:
         return 4
     return 0 if producer.closed and time.monotonic() - began < 1 else 5
+
+
+def forked_while_disconnected(url: str) -> None:
+    """Forks between two tries to connect, or in the middle of one, as the one who started it has arranged."""
+    logging.disable()
+    producer = Producer(url, routing_key="q", connect_timeout=1.0, reconnect_delay=0.05, reconnect_delay_max=0.1)
+    receipt = producer.send(b"unsettled")
+    _say("sent")
+    # It may have been raised before.
+    while HoldKind.DISCONNECTED not in {hold.kind for hold in producer.flow_state.holds}:
+        time.sleep(0.01)
+    for _ in range(20):
+        pid = os.fork()
+        if pid == 0:
+            if connected_to(url):
+                os._exit(9)
+            assert isinstance(receipt.error(), OutcomeUnknown)
+            os._exit(_child(producer))
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 0, status
+    _say("forked")
+    assert receipt.result(timeout=20) is Outcome.CONFIRMED
+    producer.send(b"parent").result(timeout=20)
+    producer.close()
+    _say("fine")
+
+
+def connected_to(url: str) -> list[int]:
+    """The descriptors of this process that are sockets connected to a broker."""
+    found = []
+    for each in tuple(Path("/proc/self/fd").iterdir()):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(each.name))) as sock:
+            if sock.family == socket.AF_INET and sock.getpeername()[1] == urlsplit(url).port:
+                found.append(int(each.name))
+    return found
 
 
 def forked_makes_its_own(url: str) -> None:

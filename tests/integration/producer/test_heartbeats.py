@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
 
 from qflow_client import Outcome, Producer, ProducerClosed
 from qflow_client.broker import Broker
+from qflow_client.testing.proxy import FaultProxy
 
-from .tools import Proxy, Wire, fill_transport, start, wait_held, wait_in_line
+from .tools import PATIENCE, Proxy, Wire, bodies, fill_transport, holds, start, wait_held, wait_in_line
 
 
 @pytest.mark.slow
@@ -57,3 +59,25 @@ def test_heartbeats_go_on_however_long_a_producer_is_idle_or_flowed_and_find_a_d
         assert job.result().result(timeout=10) is Outcome.CONFIRMED
     for producer in (idle, busy):
         assert producer.send(b"").result(timeout=10) is Outcome.CONFIRMED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flowed", [False, True])
+def test_a_half_open_connection_is_found_by_heartbeat_also_after_a_reconnection_and_while_flowed_and_comes_back(
+    make_producer: Callable[..., Producer], broker: Broker, stack: ExitStack, flowed: bool
+) -> None:
+    proxy = stack.enter_context(FaultProxy(broker.url))
+    producer = make_producer(f"{proxy.url}?heartbeat=1", reconnect_delay=0.02)
+    assert producer.send(b"first").result(timeout=PATIENCE) is Outcome.CONFIRMED
+    proxy.cut()
+    assert producer.send(b"second", timeout=PATIENCE).result(timeout=PATIENCE) is Outcome.CONFIRMED
+    if flowed:
+        broker.flow(False, broker.producers()[-1].name)
+        wait_held(producer, "channel_flow")
+    proxy.black_hole(connection=proxy.connections[-1].number)
+    third = start(producer.send, b"third", timeout=None)
+    # Whatever was said on the old connection ends with it.
+    assert third.result(timeout=30).result(timeout=30) is Outcome.CONFIRMED
+    assert holds(producer) == []
+    assert bodies(broker) == [b"first", b"second", b"third"]
+    assert proxy.accepted == 3

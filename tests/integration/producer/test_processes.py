@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from qflow_client.broker import Broker
+from qflow_client.testing.proxy import FaultProxy
 
 from .tools import PATIENCE, Stopwatch, bodies
 
@@ -91,6 +92,25 @@ def test_a_forked_child_may_make_a_producer_of_its_own(
 ) -> None:
     _ends_well(run("forked_makes_its_own", broker.url))
     assert bodies(broker) == [b"parent 1", b"child", b"parent 2"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks at descriptors by way of /proc")
+@pytest.mark.parametrize("fault", [FaultProxy.refuse, FaultProxy.black_hole])
+def test_a_fork_while_it_waits_for_a_connection_or_makes_one_leaves_parent_and_child_to_themselves(
+    run: Callable[..., subprocess.Popen[str]], broker: Broker, fault: Callable[[FaultProxy], object]
+) -> None:
+    broker.withhold_confirms()
+    with FaultProxy(broker.url) as proxy:
+        process = run("forked_while_disconnected", proxy.url)
+        assert _say(process) == "sent"
+        broker.wait_until(lambda b: b.queue("q").depth == 1)
+        fault(proxy)
+        proxy.cut()
+        assert _say(process) == "forked"
+        broker.release_confirms()
+        proxy.heal()
+        _ends_well(process)
+    assert bodies(broker) == [b"unsettled", b"unsettled", b"parent"]
 
 
 def test_a_program_that_forgets_to_close_still_delivers_what_can_be_delivered(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
 
 from qflow_client import (
+    ConnectionFailed,
     FlowControlTimeout,
     MessageFailed,
     MessageNacked,
@@ -18,9 +20,12 @@ from qflow_client import (
     Producer,
     ProducerClosed,
     UndeliveredMessages,
+    connect,
 )
 from qflow_client.broker import Broker
 from qflow_client.protocol import REPUBLISHED
+from qflow_client.sync.pika_io import TapIOServices
+from qflow_client.testing.proxy import FaultProxy
 
 from .tools import (
     PATIENCE,
@@ -379,3 +384,108 @@ def test_closing_while_refused_keeps_its_deadline_and_gives_back_what_is_refused
         producer.close(timeout=0.3)
     assert watch.kept(0.3)
     assert receipt.outcome in (Outcome.NACKED, Outcome.UNKNOWN)
+
+
+@pytest.mark.parametrize("scheme", ["amqp", "amqps"])
+def test_a_connection_that_is_reset_as_soon_as_it_is_there_is_one_more_try_that_failed(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    """pika raises in its loop when it finds that; asyncio has no such moment."""
+    with FaultProxy(broker.url) as proxy:
+        link_up = TapIOServices.create_streaming_connection
+
+        def link_up_what_was_reset(services: Any, *arguments: Any, **keywords: Any) -> Any:
+            sock = keywords.get("sock") or arguments[1]
+            proxy.wait_until(lambda _: proxy.connections, PATIENCE)
+            proxy.reset()
+            eventually(lambda: not is_connected(sock))
+            monkeypatch.setattr(TapIOServices, "create_streaming_connection", link_up)
+            return link_up(services, *arguments, **keywords)
+
+        def is_connected(sock: socket.socket) -> bool:
+            try:
+                return bool(sock.getpeername())
+            except OSError:
+                return False
+
+        monkeypatch.setattr(TapIOServices, "create_streaming_connection", link_up_what_was_reset)
+        with pytest.raises(ConnectionFailed, match="reset as soon as it was connected"):
+            Producer(proxy.url.replace("amqp", scheme, 1), routing_key="q")
+        if scheme == "amqps":
+            return
+        monkeypatch.setattr(TapIOServices, "create_streaming_connection", link_up_what_was_reset)
+        with pytest.raises(ConnectionFailed, match="reset as soon as it was connected"):
+            connect(proxy.url)
+        with Producer(proxy.url, routing_key="q", **FAST) as producer:  # type: ignore[arg-type]  # of one table
+            monkeypatch.setattr(TapIOServices, "create_streaming_connection", link_up_what_was_reset)
+            proxy.cut()
+            wait_held(producer, "disconnected")
+            assert producer.send(b"1", timeout=PATIENCE).result(timeout=PATIENCE) is Outcome.CONFIRMED
+    assert bodies(broker) == [b"1"]
+
+
+class Dropping:
+    """A relay that drops a connection when certain bytes are to go to the broker, as if that crashed over them."""
+
+    def __init__(self, port: int, over: bytes) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._target, self._over = ("127.0.0.1", port), over
+        self.port = self._listener.getsockname()[1]
+        self.dropped = 0
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            broker = socket.create_connection(self._target)
+            ends = client, broker
+            self._threads += [
+                threading.Thread(target=self._pass_on, args=(*pair, ends)) for pair in (ends, (broker, client))
+            ]
+            for thread in self._threads[-2:]:
+                thread.start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket, ends: tuple[socket.socket, ...]) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if self._over in data:
+                    self.dropped += 1
+                    break
+                target.sendall(data)
+        for end in ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            if end is source:
+                end.close()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for thread in self._threads:
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
+
+
+def test_a_message_over_which_the_broker_drops_the_connection_is_given_back_and_the_others_arrive_in_order(
+    make_producer: Callable[..., Producer], broker: Broker, stack: ExitStack
+) -> None:
+    relay = Dropping(broker.port, b"poison")
+    stack.callback(relay.close)
+    url = broker.url.replace(f":{broker.port}", f":{relay.port}")
+    producer = make_producer(url, reconnect_delay=0.02, reconnect_delay_max=0.1)
+    sent = [b"%d" % number for number in range(10)]
+    sent.insert(5, b"poison")
+    receipts = [producer.send(body) for body in sent]
+    with pytest.raises(OutcomeUnknown, match="lost as soon as it is sent"):
+        receipts[5].result(timeout=60)
+    receipts.append(producer.send(b"10", timeout=60))
+    del receipts[5]
+    for receipt in receipts:
+        assert receipt.result(timeout=60) is Outcome.CONFIRMED
+    assert list(dict.fromkeys(bodies(broker))) == [b"%d" % number for number in range(11)]
+    assert relay.dropped <= 12
+    assert not producer.closed

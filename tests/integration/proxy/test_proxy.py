@@ -372,6 +372,24 @@ def test_nothing_is_injected_where_no_frames_are_seen(dial, proxy):
     assert read(client, len(FLOW)) == FLOW
 
 
+@pytest.mark.parametrize("piece", [1, 3, 9, 10, 12, 1000])
+def test_the_answer_to_an_injected_frame_is_taken_out_once(dial, proxy, piece):
+    client, broker = dial()
+    flow_ok = pamqp.frame.marshal(pamqp.commands.Channel.FlowOk(False), 1)
+    elsewhere = pamqp.frame.marshal(pamqp.commands.Channel.FlowOk(False), 2)
+    heartbeat = struct.pack(">BHI", 8, 0, 0) + b"\xce"
+    client.sendall(frame(b"before"))
+    read(broker, len(frame(b"before")))
+    proxy.inject(pamqp.commands.Channel.Flow(False), 1, answer=pamqp.commands.Channel.FlowOk)
+    assert read(client, len(FLOW)) == FLOW
+    said = frame(b"begun") + heartbeat + elsewhere + flow_ok + heartbeat + frame(b"later") + flow_ok + frame(b"end")
+    for at in range(0, len(said), piece):
+        client.sendall(said[at : at + piece])
+    heard = said.replace(flow_ok, b"", 1)
+    assert read(broker, len(heard)) == heard
+    assert has_nothing(broker)
+
+
 @pytest.mark.parametrize("frames", [1, 2, 3])
 def test_connections_end_after_so_many_frames(dial, proxy, frames):
     client, broker = dial()

@@ -268,3 +268,154 @@ def test_exactly_the_poison_is_rejected_whatever_else_happens(steps: list[str], 
     fine = [receipt.message_id for receipt in receipts if receipt.message_id not in poison]
     assert list(dict.fromkeys(arrived)) == fine
     assert holds(protocol) == []
+
+
+# A message over which the whole connection is lost names itself even less.
+
+PROVES = 5.0
+
+
+class Lossy:
+    """A broker that confirms up to a message, and then drops the connection; and a clock."""
+
+    def __init__(self, protocol: ProducerProtocol, poison: bytes) -> None:
+        self.protocol = protocol
+        self.poison = poison
+        self.now = 1.0
+        self.arrived: list[bytes] = []
+        self.alone: list[bool] = []
+        self.held: list[float] = []
+
+    def connection(self, *, hears: bool = True) -> None:
+        """One connection, to its end: by the poison, or after an hour."""
+        protocol = self.protocol
+        protocol.channel_opened(CHANNEL, FRAME_MAX, self.now)
+        opened, tag = self.now, 0
+        while self.now < opened + 3600.0:
+            for message in wire(drain(protocol)).messages:
+                self.held.append(self.now - opened)
+                if message.body == self.poison:
+                    self.alone.append(protocol.in_flight == 1)
+                    self.lose()
+                    return
+                tag += 1
+                self.arrived.append(message.body)
+                if hears:
+                    protocol.on_ack(tag, False, self.now)
+            at = protocol.next_timer(self.now)
+            self.now = self.now + 1.0 if at is None else max(self.now, at)
+            protocol.on_timer(self.now)
+
+    def lose(self, **keywords: bool) -> None:
+        self.protocol.connection_lost("the connection is lost: dropped", self.now, reconnects=True, **keywords)
+        self.now += 0.1
+
+
+@pytest.mark.parametrize("hears", [True, False])
+def test_a_message_over_which_the_connection_is_lost_every_time_is_given_back_and_costs_no_other(hears: bool) -> None:
+    protocol = make(reconnect_delay_max=PROVES)
+    receipts = [send(protocol, b"%d" % number) for number in range(1, 6)]
+    broker = Lossy(protocol, b"3")
+    connections = 0
+    while receipts[2].outcome is None:
+        broker.connection(hears=hears or broker.protocol._resending.suspects != set())
+        connections += 1
+        assert connections < 14
+    assert receipts[2].outcome is Outcome.UNKNOWN
+    assert "connections hold without it, and are lost as soon as it is sent" in str(receipts[2].error())
+    assert "dropped" in str(receipts[2].error())
+    # It went alone, on connections that had held without it.
+    assert broker.alone[-6:] == [True] * 6
+    assert broker.held[-5:] == pytest.approx([PROVES] * 5)
+    broker.connection()
+    assert [receipt.outcome for receipt in receipts] == [
+        Outcome.CONFIRMED if number != 3 else Outcome.UNKNOWN for number in range(1, 6)
+    ]
+    assert list(dict.fromkeys(broker.arrived)) == [b"1", b"2", b"4", b"5"]
+    assert holds(protocol) == []
+    assert not protocol.holds_back
+
+
+def test_connections_that_do_not_hold_say_nothing_about_what_was_to_be_sent() -> None:
+    protocol = make(reconnect_delay_max=PROVES)
+    receipt = send(protocol, b"innocent")
+    for at in range(100):
+        now = 10.0 * at
+        protocol.channel_opened(CHANNEL, FRAME_MAX, now)
+        drain(protocol)
+        # Only at first it is sent at once.
+        assert protocol.in_flight == (at < 3)
+        assert protocol.next_timer(now) == (None if at < 3 else now + PROVES)
+        protocol.on_timer(now + 4.9)
+        assert protocol.in_flight == (at < 3)
+        protocol.connection_lost("lost", now + 4.9, reconnects=True)
+    assert receipt.outcome is None
+
+
+def test_a_connection_that_is_lost_long_after_says_nothing_either() -> None:
+    protocol = make(reconnect_delay_max=PROVES)
+    receipt = send(protocol, b"innocent")
+    for at in range(100):
+        now = 100.0 * at
+        protocol.channel_opened(CHANNEL, FRAME_MAX, now)
+        protocol.on_timer(now + PROVES)
+        drain(protocol)
+        protocol.connection_lost("lost", now + 2 * PROVES + 0.1, reconnects=True)
+    assert receipt.outcome is None
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 1e6)
+    protocol.on_timer(1e6 + PROVES)
+    drain(protocol)
+    protocol.on_ack(1, False, 1e6 + PROVES)
+    assert receipt.outcome is Outcome.CONFIRMED
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_only_a_connection_of_its_own_is_lost_over_its_own_messages(shared: bool) -> None:
+    protocol = make(reconnect_delay_max=PROVES)
+    receipt = send(protocol, b"1")
+    for at in range(20):
+        now = 100.0 * at
+        protocol.channel_opened(CHANNEL, FRAME_MAX, now)
+        protocol.on_timer(now + PROVES)
+        drain(protocol)
+        protocol.connection_lost("lost", now + PROVES, reconnects=True, shared=shared)
+    assert receipt.outcome is (None if shared else Outcome.UNKNOWN)
+
+
+def test_whatever_is_settled_ends_the_suspicion() -> None:
+    protocol = make(reconnect_delay_max=PROVES)
+    receipts = [send(protocol, b"%d" % number) for number in range(20)]
+    for at in range(19):
+        protocol.channel_opened(CHANNEL, FRAME_MAX, float(at))
+        assert len(left(protocol)) == 20 - at
+        protocol.on_ack(1, False, float(at))
+        protocol.connection_lost("lost", float(at), reconnects=True)
+    assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED] * 19 + [None]
+
+
+def test_a_connection_that_is_lost_with_nothing_in_flight_counts_for_nothing() -> None:
+    protocol = make(reconnect_delay_max=PROVES)
+    for at in range(10):
+        protocol.channel_opened(CHANNEL, FRAME_MAX, float(at))
+        protocol.connection_lost("lost", float(at), reconnects=True)
+    receipts = [wait(protocol, b"%d" % number) for number in range(2)]
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 20.0)
+    assert left(protocol) == [b"0", b"1"]
+    protocol.connection_lost("lost", 20.0, reconnects=True)
+    assert reopen(protocol) == [b"0", b"1"]
+    assert all(ticket.receipt is not None for ticket in receipts)
+
+
+def test_words_narrow_whom_a_lost_connection_is_blamed_on() -> None:
+    protocol = make(reconnect_delay_max=PROVES)
+    for number, exchange in enumerate(("a", "b", "a", "b")):
+        protocol.send(b"%d" % number, exchange, "q", 0.0)
+    for _ in range(3):
+        protocol.channel_opened(CHANNEL, FRAME_MAX, 1.0)
+        assert len(left(protocol)) == 4
+        protocol.connection_lost("lost: 541 INTERNAL_ERROR - exchange 'b'", 1.0, reconnects=True)
+    assert reopen(protocol) == [b"0"]
+    protocol.on_ack(1, False, 1.0)
+    assert left(protocol) == [b"1"]
+    protocol.on_ack(2, False, 1.0)
+    assert left(protocol) == [b"2"]

@@ -316,3 +316,30 @@ def test_a_multiple_nack_passes_over_what_is_settled() -> None:
     drain(protocol)
     protocol.on_ack(5, False, 1.0)
     assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
+
+
+def test_nothing_new_overtakes_suspects_that_wait_when_there_is_room_again() -> None:
+    """It would have the delivery tags of those that wait, and be confirmed by their answers."""
+    protocol = patient(capacity=10)
+    receipts = three(protocol)
+    protocol.channel_closed(404, "NOT_FOUND", PUBLISH, 1.0)
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 1.0)
+    assert left(protocol) == [b"1"]
+    protocol.on_nack(1, False, 2.0)
+    assert holds(protocol) == ["disconnected", "refused"]
+    protocol.on_timer(3.0)
+    assert left(protocol) == [b"1"]
+    assert holds(protocol) == ["refused"]
+    protocol.on_ack(2, False, 4.0)
+    assert left(protocol) == [b"2"]
+    assert holds(protocol) == ["disconnected"]
+    assert protocol.send(b"new", "", "q", 4.0) is None
+    protocol.on_ack(3, False, 5.0)
+    assert left(protocol) == [b"3"]
+    assert holds(protocol) == []
+    new = send(protocol, b"new", 5.0)
+    protocol.on_ack(4, False, 6.0)
+    assert [receipt.outcome for receipt in (*receipts, new)] == [Outcome.CONFIRMED] * 3 + [None]
+    assert left(protocol) == [b"new"]
+    protocol.on_ack(5, False, 7.0)
+    assert new.outcome is Outcome.CONFIRMED

@@ -1,0 +1,195 @@
+"""What goes wrong in a soak, and when: all drawn from a seed.
+
+Two threads do it, each by a lot of its own: one harms connections by the proxy, the other the broker itself, so that
+connections are harmed while the broker is under alarm, or starting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+
+from benchmarks.soak.brokers import SoakBroker
+from qflow_client.testing.proxy import Direction, FaultProxy, ProxiedConnection
+
+__all__ = ["Faults"]
+
+# Seconds on average between two faults of connections; and between two of the broker, at the least and at the most.
+_BETWEEN = 1.0
+_BETWEEN_BROKER = (4.0, 10.0)
+# Of bytes in either direction, when a connection is cut in the middle of something.
+_FEW_BYTES = 2000
+
+_Undo = tuple[float, Callable[[], object]]
+
+
+class Faults:
+    """Has things go wrong until it is stopped; then everything is as it should be.
+
+    Args:
+        broker: that is harmed.
+        proxy: between it and its clients.
+        seed: of what happens.
+    """
+
+    def __init__(self, broker: SoakBroker, proxy: FaultProxy, seed: int) -> None:
+        self._broker = broker
+        self._proxy = proxy
+        self._chance = Random(f"{seed} connections")
+        self._broker_chance = Random(f"{seed} broker")
+        self._stop = threading.Event()
+        # What ends faults that last, by when it is due.
+        self._undo: list[tuple[float, int, Callable[[], object]]] = []
+        self._undone = 0
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(self._harm_connections,), name="connection faults"),
+            threading.Thread(target=self._guarded, args=(self._harm_broker,), name="broker faults"),
+        ]
+        #: How often each thing happened.
+        self.counts: Counter[str] = Counter()
+        #: How many connections were ended on purpose, or made of no use.
+        self.connection_faults = 0
+        #: How often the broker was killed.
+        self.kills = 0
+        #: What happens to the broker now; empty if nothing.
+        self.now = ""
+        #: What went wrong that was not to.
+        self.troubles: list[str] = []
+
+    def start(self) -> None:
+        """Begin."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """End all faults, and come back when they have ended."""
+        self._stop.set()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+        for _, _, undo in self._undo:
+            self._undo_now(undo)
+        self._undo.clear()
+        self._proxy.heal()
+
+    def _guarded(self, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except Exception as error:
+            self.troubles.append(f"{threading.current_thread().name}: {type(error).__name__}: {error}")
+
+    # Connections.
+
+    def _harm_connections(self) -> None:
+        names = ("cut", "reset", "cut_inside", "black_hole", "stall", "slow", "chop", "refuse", "flow")
+        weights = (4, 4, 4, 2, 3, 1, 1, 1, 4)
+        next_at = time.monotonic()
+        while not self._stop.is_set():
+            now = time.monotonic()
+            while self._undo and self._undo[0][0] <= now:
+                self._undo_now(heapq.heappop(self._undo)[2])
+            if now >= next_at:
+                next_at = now + self._chance.expovariate(1 / _BETWEEN)
+                name = self._chance.choices(names, weights)[0]
+                there = self._proxy.connections
+                if there:
+                    # It may have gone since.
+                    with contextlib.suppress(LookupError, StopIteration):
+                        getattr(self, f"_{name}")(self._chance.choice(there))
+                        self.counts[name.replace("_", " ")] += 1
+            until = min(next_at, self._undo[0][0]) if self._undo else next_at
+            self._stop.wait(max(0.0, until - time.monotonic()))
+
+    def _later(self, seconds: float, undo: Callable[[], object]) -> None:
+        self._undone += 1
+        heapq.heappush(self._undo, (time.monotonic() + seconds, self._undone, undo))
+
+    def _undo_now(self, undo: Callable[[], object]) -> None:
+        # The connection may have gone; so may the broker.
+        with contextlib.suppress(LookupError, StopIteration):
+            undo()
+
+    def _one_or_all(self, connection: ProxiedConnection) -> int | None:
+        """Its number, or now and then None, for all of them, which count as connections that were harmed."""
+        if self._chance.random() < 0.85:
+            self.connection_faults += 1
+            return connection.number
+        self.connection_faults += len(self._proxy.connections)
+        return None
+
+    def _direction(self) -> Direction:
+        return self._chance.choice(tuple(Direction))
+
+    def _cut(self, connection: ProxiedConnection) -> None:
+        self._proxy.cut(self._one_or_all(connection))
+
+    def _reset(self, connection: ProxiedConnection) -> None:
+        self._proxy.reset(self._one_or_all(connection))
+
+    def _cut_inside(self, connection: ProxiedConnection) -> None:
+        size = self._chance.randint(1, _FEW_BYTES)
+        self._proxy.cut_after(size=size, direction=self._direction(), connection=connection.number)
+        self.connection_faults += 1
+
+    def _black_hole(self, connection: ProxiedConnection) -> None:
+        direction = self._chance.choice((*Direction, None))
+        # Found by heartbeat.
+        self._proxy.black_hole(direction, connection.number)
+        self.connection_faults += 1
+
+    def _stall(self, connection: ProxiedConnection) -> None:
+        direction = self._chance.choice((*Direction, None))
+        number = connection.number
+        self._proxy.stall(direction, number)
+        # Longer ones are found by heartbeat, and what was on the way arrives afterwards.
+        self._later(self._chance.choice((0.1, 0.5, 2.0, 20.0)), lambda: self._proxy.heal(number))
+
+    def _slow(self, connection: ProxiedConnection) -> None:
+        number = connection.number
+        if self._chance.random() < 0.5:
+            self._proxy.delay(0.2, jitter=0.3, connection=number)
+        else:
+            self._proxy.limit(20_000, connection=number)
+        self._later(3.0, lambda: self._proxy.heal(number))
+
+    def _chop(self, connection: ProxiedConnection) -> None:
+        number = connection.number
+        self._proxy.split(1, 50, connection=number)
+        self._later(1.0, lambda: self._proxy.heal(number))
+
+    def _refuse(self, _connection: ProxiedConnection) -> None:
+        self._proxy.refuse()
+        self.connection_faults += len(self._proxy.connections)
+        self._proxy.reset()
+        self._later(self._chance.uniform(0.2, 3.0), self._proxy.heal)
+
+    def _flow(self, connection: ProxiedConnection) -> None:
+        number = connection.number
+        self._broker.flow(self._proxy, False, number)
+        self._later(self._chance.uniform(0.1, 4.0), lambda: self._broker.flow(self._proxy, True, number))
+
+    # The broker.
+
+    def _harm_broker(self) -> None:
+        chance = self._broker_chance
+        actions = list(self._broker.actions)
+        chance.shuffle(actions)
+        others = itertools.cycle(actions)
+        turn = 0
+        while not self._stop.wait(chance.uniform(*_BETWEEN_BROKER)):
+            turn += 1
+            if self._broker.kills and turn % 2:
+                self.now = "killed"
+                self.kills += 1
+                self._broker.kill()
+            else:
+                self.now = next(others)
+                self._broker.actions[self.now](chance, self._stop.wait)
+            self.counts[f"broker {self.now}"] += 1
+            self.now = ""

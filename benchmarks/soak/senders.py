@@ -1,0 +1,338 @@
+"""The two processes that publish in a soak: threads with `Producer`, and tasks with `AsyncProducer`.
+
+Each sender numbers its messages, and notes what became of each and when each call with a deadline came back. Threads
+and tasks do the same: a thread runs the coroutine of a task, which never waits there, because what it calls blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import logging
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from random import Random
+from typing import Any
+
+from benchmarks.soak.audit import ACCEPTED, REFUSED, Journal, Overruns
+from benchmarks.soak.messages import body_of, whose
+from qflow_client import (
+    AsyncProducer,
+    ConfirmTimeout,
+    DeliveryError,
+    Message,
+    Producer,
+    ProducerFlowed,
+    Receipt,
+)
+
+__all__ = ["Found", "Job", "run_tasks", "run_threads"]
+
+# Seconds between two reports of a process.
+_REPORT = 0.5
+# Seconds that sends may wait, other calls likewise; None for ever.
+_TIMEOUTS = (0.02, 0.1, 0.3, 1.0, 3.0, None)
+_WAITS = (0.01, 0.1, 0.5)
+# Messages of one `send_many`.
+_MANY = 5
+# Receipts that a sender keeps before it waits for the oldest, and for how many seconds.
+_KEPT = 2000
+_LONG_WAIT = 60.0
+
+_monotonic = time.monotonic
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one process does.
+
+    Attributes:
+        url: the broker's, by way of the proxy.
+        routing_key: of all messages.
+        first_sender: the number of the first of its senders.
+        senders: how many threads or tasks there are.
+        producers: that they share.
+        rate: messages a second of all of them together, while nothing holds them.
+        seed: of what they do.
+        patience: seconds that all may take to be settled at the end.
+    """
+
+    url: str
+    routing_key: str
+    first_sender: int
+    senders: int
+    producers: int
+    rate: float
+    seed: int
+    patience: float
+
+    def settings(self, index: int) -> dict[str, Any]:
+        """Of one of the producers; no two of four are alike."""
+        return {
+            "routing_key": self.routing_key,
+            "capacity": (10, 100, 1000, "auto")[index % 4],
+            "name": f"soak-{self.first_sender}-{index}",
+            "reconnect_delay": 0.05,
+            "reconnect_delay_max": 1.0,
+        }
+
+
+@dataclass(slots=True)
+class Found:
+    """What one process has to tell at the end, and on the way.
+
+    Attributes:
+        journals: of its senders.
+        overruns: of what no sender calls.
+        troubles: what must not have happened.
+        confirmed: messages, about; for the progress.
+    """
+
+    journals: list[Journal]
+    overruns: Overruns = field(default_factory=Overruns)
+    troubles: list[str] = field(default_factory=list)
+    confirmed: int = 0
+
+    @classmethod
+    def of(cls, job: Job) -> Found:
+        return cls([Journal(job.first_sender + index) for index in range(job.senders)])
+
+    def told(self, receipt: Receipt) -> None:
+        """Note how a message ended."""
+        sender, number = whose(receipt.message.body)
+        outcome = receipt.outcome
+        assert outcome is not None
+        self.journals[sender - self.journals[0].sender].told(number, outcome)
+        self.confirmed += receipt.delivered
+
+    def trouble(self, who: str, error: BaseException) -> None:
+        """Note what must not have happened."""
+        logging.getLogger(__name__).error("%s", who, exc_info=error)
+        self.troubles.append(f"{who}: {type(error).__name__}: {error}")
+
+
+class _Sender:
+    """One thread or task.
+
+    Args:
+        job: of its process.
+        found: likewise.
+        index: of the sender in its process.
+        producer: a `Producer` or an `AsyncProducer`.
+        rest: waits so many seconds, or until it is time to stop, and says whether it is.
+    """
+
+    def __init__(self, job: Job, found: Found, index: int, producer: Any, rest: Callable[[float], Any]) -> None:
+        self._found = found
+        self._journal = found.journals[index]
+        self._producer = producer
+        self._waits = isinstance(producer, AsyncProducer)
+        self._rest = rest
+        self._random = Random(f"{job.seed} {self._journal.sender}")
+        self._pace = job.senders / job.rate
+        # Receipts that are looked at by hand; None if `on_delivery` is told of them.
+        self._kept: deque[Any] | None = None if _is_told(index % job.producers) else deque()
+
+    async def _come(self, result: Any) -> Any:
+        """The result of a producer's method, or of `rest`."""
+        return await result if self._waits else result
+
+    async def run(self) -> None:
+        """Publish until it is time to stop."""
+        try:
+            while not await self._come(self._rest(self._random.expovariate(1 / self._pace))):
+                await self._step()
+                self.harvest()
+                if self._kept is not None and len(self._kept) > _KEPT:
+                    await self._result(self._kept[0], _LONG_WAIT)
+        except BaseException as error:
+            self._found.trouble(f"sender {self._journal.sender}", error)
+
+    async def _step(self) -> None:
+        chance, producer = self._random, self._producer
+        timeout, wait = chance.choice(_TIMEOUTS), chance.choice(_WAITS)
+        what = chance.randrange(1000)
+        if what < 850:
+            with self._sending(1, timeout) as (receipts, messages):
+                receipts.append(await self._come(producer.send(messages[0], timeout=timeout)))
+        elif what < 900:
+            with self._sending(1, None) as (receipts, messages):
+                receipts.append(producer.send_nowait(messages[0]))
+        elif what < 930:
+            # Each message has the whole time.
+            with self._sending(_MANY, None) as (receipts, messages):
+                receipts += await self._come(producer.send_many(messages, timeout=timeout))
+        elif what < 950:
+            with self._deadline(wait):
+                await self._come(producer.flush(timeout=wait))
+        elif what < 970:
+            with self._deadline(wait):
+                await self._come(producer.wait_unflowed(wait))
+        elif what < 990:
+            if self._kept:
+                await self._result(self._kept[-1], wait)
+        elif what < 995:
+            producer.capacity = chance.choice((1, 10, 100, 1000))
+        else:
+            producer.pause("soak")
+            try:
+                await self._come(self._rest(wait))
+            finally:
+                producer.resume()
+
+    async def _result(self, receipt: Any, timeout: float) -> None:
+        with self._deadline(timeout):
+            await self._come(receipt.result(timeout))
+
+    def _message(self, number: int) -> bytes | Message:
+        body = body_of(self._journal.sender, number)
+        return Message(body, headers={"number": number}) if number % 3 == 0 else body
+
+    @contextlib.contextmanager
+    def _sending(self, count: int, timeout: float | None) -> Iterator[tuple[list[Receipt], list[bytes | Message]]]:
+        """A call that sends so many messages, and puts their receipts into the list."""
+        journal = self._journal
+        first = journal.begin(count)
+        receipts: list[Receipt] = []
+        messages = [self._message(number) for number in range(first, first + count)]
+        due = None if timeout is None else _monotonic() + timeout
+        try:
+            yield receipts, messages
+        except ProducerFlowed as error:
+            receipts += error.receipts
+        finally:
+            if due is not None:
+                journal.overruns.note(due, _monotonic())
+            for at in range(count):
+                journal.called(first + at, ACCEPTED if at < len(receipts) else REFUSED)
+            if self._kept is not None:
+                self._kept += receipts
+
+    @contextlib.contextmanager
+    def _deadline(self, timeout: float) -> Iterator[None]:
+        """A call that waits for messages that were sent before."""
+        due = _monotonic() + timeout
+        try:
+            yield
+        except (ConfirmTimeout, DeliveryError):
+            # How they end is noted when it is known.
+            pass
+        finally:
+            self._journal.overruns.note(due, _monotonic())
+
+    def harvest(self) -> None:
+        """Note how those ended of the receipts that are kept which are settled by now."""
+        while self._kept and self._kept[0].done:
+            self._found.told(self._kept.popleft())
+
+
+def _is_told(index: int) -> bool:
+    """Whether a producer of this index has an `on_delivery`."""
+    return index % 2 == 1
+
+
+def _prepare() -> None:
+    # What holds a process up is asked for by its parent.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # Ctrl-C is for the parent.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # That connections come and go is what all of this is about.
+    for name in ("pika", "aio_pika", "aiormq", "qflow_client"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _report(pipe: Connection, found: Found, producers: Sequence[Producer | AsyncProducer]) -> None:
+    """Tell the parent that all are publishing, and then how far they are, until it says to stop."""
+    pipe.send(None)
+    while not pipe.poll(_REPORT):
+        pipe.send((found.confirmed, sum(producer.unsettled for producer in producers)))
+    pipe.recv()
+
+
+@contextlib.contextmanager
+def _closing(job: Job, found: Found, producer: Any) -> Iterator[float]:
+    """A call that closes a producer within so many seconds."""
+    due = _monotonic() + job.patience
+    try:
+        yield job.patience
+    except Exception as error:
+        found.trouble(producer.name, error)
+    finally:
+        found.overruns.note(due, _monotonic())
+
+
+# Threads.
+
+
+def run_threads(pipe: Connection, job: Job) -> None:
+    """Publish from threads until the parent says to stop; then have everything settled, and tell all."""
+    _prepare()
+    found = Found.of(job)
+    producers = [
+        Producer(job.url, on_delivery=found.told if _is_told(index) else None, **job.settings(index))
+        for index in range(job.producers)
+    ]
+    stop = threading.Event()
+    senders = [_Sender(job, found, at, producers[at % job.producers], stop.wait) for at in range(job.senders)]
+    threads = [threading.Thread(target=_drive, args=(sender.run(),), name="sender") for sender in senders]
+    for thread in threads:
+        thread.start()
+    _report(pipe, found, producers)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    for producer in producers:
+        with _closing(job, found, producer) as patience:
+            producer.close(patience)
+    for sender in senders:
+        sender.harvest()
+    pipe.send(found)
+
+
+def _drive(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine that waits for nothing."""
+    with contextlib.suppress(StopIteration):
+        coroutine.send(None)
+
+
+# Tasks.
+
+
+def run_tasks(pipe: Connection, job: Job) -> None:
+    """Publish from tasks until the parent says to stop; then have everything settled, and tell all."""
+    _prepare()
+    found = Found.of(job)
+    asyncio.run(_tasks(pipe, job, found))
+    pipe.send(found)
+
+
+async def _tasks(pipe: Connection, job: Job, found: Found) -> None:
+    producers = [
+        AsyncProducer(job.url, on_delivery=found.told if _is_told(index) else None, **job.settings(index))
+        for index in range(job.producers)
+    ]
+    for producer in producers:
+        await producer.connect()
+    stop = asyncio.Event()
+
+    async def rest(seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), seconds)
+        return stop.is_set()
+
+    senders = [_Sender(job, found, at, producers[at % job.producers], rest) for at in range(job.senders)]
+    tasks = [asyncio.create_task(sender.run()) for sender in senders]
+    await asyncio.to_thread(_report, pipe, found, producers)
+    stop.set()
+    await asyncio.gather(*tasks)
+    for producer in producers:
+        with _closing(job, found, producer) as patience:
+            await producer.close(patience)
+    for sender in senders:
+        sender.harvest()

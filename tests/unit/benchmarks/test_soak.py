@@ -1,0 +1,237 @@
+"""The audit of a soak finds each fault that is planted, and nothing where there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.soak.audit import ACCEPTED, REFUSED, Journal, Overruns, Soak, audit, percentile, to_json
+from benchmarks.soak.lag import LagWatch, Stretches
+from benchmarks.soak.messages import Copy, body_of, is_long, read_copy, whose
+from qflow_client import Outcome
+
+MESSAGES = 20
+
+
+def good() -> Soak:
+    """A run in which all is well: three senders in turn, with refusals, second copies and calls that came late."""
+    journals = [Journal(sender) for sender in range(3)]
+    queue = []
+    for number in range(1, MESSAGES + 1):
+        for journal in journals:
+            assert journal.begin() == number
+            if number % 7 == 0:
+                journal.called(number, REFUSED)
+                continue
+            journal.called(number, ACCEPTED)
+            journal.told(number, Outcome.CONFIRMED)
+            queue.append(Copy(journal.sender, number, False, True))
+    # A connection was lost, and all that were in flight came again; of the last two the first copies never came.
+    again = [copy._replace(marked=True) for copy in queue[30:40]]
+    queue[40:40] = again
+    del queue[38:40]
+    overruns = Overruns()
+    for at in range(2000):
+        overruns.note(float(at), at + 0.001 * (at % 4))
+    return Soak(journals, queue, [(overruns, lambda begin, end: 0.0)], [], 12, 10, 3, 2)
+
+
+def wrong(soak: Soak) -> list[str]:
+    return [line.statement.partition(":")[0] for line in audit(soak) if not line.passed]
+
+
+def of(soak: Soak, sender: int, number: int) -> int:
+    return next(at for at, copy in enumerate(soak.queue) if (copy.sender, copy.number) == (sender, number))
+
+
+def lost(soak: Soak) -> Soak:
+    at = of(soak, 1, 3)
+    return replace(soak, queue=[*soak.queue[:at], *soak.queue[at + 1 :]])
+
+
+def lost_last(soak: Soak) -> Soak:
+    return replace(soak, queue=soak.queue[:-1])
+
+
+def copied_without_a_mark(soak: Soak) -> Soak:
+    return replace(soak, queue=[*soak.queue, soak.queue[5]])
+
+
+def copied_with_the_mark_on_the_wrong_one(soak: Soak) -> Soak:
+    """One mark for three copies."""
+    return replace(soak, queue=[*soak.queue, soak.queue[5]._replace(marked=True), soak.queue[5]])
+
+
+def swapped(soak: Soak) -> Soak:
+    one, other = of(soak, 2, 4), of(soak, 2, 5)
+    queue = list(soak.queue)
+    queue[one], queue[other] = queue[other], queue[one]
+    return replace(soak, queue=queue)
+
+
+def no_outcome(soak: Soak) -> Soak:
+    soak.journals[0].outcomes[9] = 0
+    return soak
+
+
+def told_twice(soak: Soak) -> Soak:
+    soak.journals[0].told(9, Outcome.CONFIRMED)
+    return soak
+
+
+def late(soak: Soak) -> Soak:
+    soak.overruns[0][0].note(50.0, 51.1)
+    return soak
+
+
+def refused_and_sent(soak: Soak) -> Soak:
+    return replace(soak, queue=[*soak.queue, Copy(0, 7, False, True)])
+
+
+def invented(soak: Soak) -> Soak:
+    return replace(soak, queue=[*soak.queue, Copy(0, MESSAGES + 1, False, True)])
+
+
+def from_nobody(soak: Soak) -> Soak:
+    return replace(soak, queue=[*soak.queue, Copy(3, 1, False, True)])
+
+
+def changed(soak: Soak) -> Soak:
+    """Besides one that was sent, or it would be missing, too."""
+    return replace(soak, queue=[*soak.queue, Copy(-1, 0, False, False)])
+
+
+def crashed(soak: Soak) -> Soak:
+    return replace(soak, troubles=["sender 1: ProducerClosed: …"])
+
+
+def too_peaceful(soak: Soak) -> Soak:
+    return replace(soak, connection_faults=9)
+
+
+def never_killed(soak: Soak) -> Soak:
+    return replace(soak, broker_kills=1)
+
+
+def idle(_soak: Soak) -> Soak:
+    return Soak([], [])
+
+
+PLANTED: dict[Callable[[Soak], Soak], str] = {
+    lost: "confirmed and missing",
+    lost_last: "confirmed and missing",
+    copied_without_a_mark: "second copies without a mark",
+    copied_with_the_mark_on_the_wrong_one: "second copies without a mark",
+    swapped: "first copies out of the order of their sender",
+    no_outcome: "accepted without an outcome",
+    told_twice: "told of more than once",
+    late: "back more than 1 s after the deadline",
+    refused_and_sent: "never accepted, and in the queue",
+    invented: "never accepted, and in the queue",
+    from_nobody: "never accepted, and in the queue",
+    changed: "not as it was sent",
+    crashed: "what must not happen",
+    too_peaceful: "connection faults",
+    never_killed: "broker kills",
+    idle: "messages confirmed",
+}
+
+
+def test_the_audit_passes_a_run_in_which_all_is_well() -> None:
+    assert wrong(good()) == []
+
+
+@pytest.mark.parametrize(("plant", "statement"), PLANTED.items())
+def test_the_audit_finds_a_fault_that_is_planted(plant: Callable[[Soak], Soak], statement: str) -> None:
+    soak = plant(good())
+    assert wrong(soak) == [statement]
+    lines = audit(soak)
+    document = json.loads(json.dumps(to_json(soak, lines)))
+    assert document["passed"] is False
+    assert [line["statement"] for line in document["audit"] if not line["passed"]] == [
+        line.statement for line in lines if not line.passed
+    ]
+
+
+def test_the_audit_names_what_is_missing_and_not_all_of_it() -> None:
+    soak = good()
+    line = next(line for line in audit(replace(soak, queue=[])) if not line.passed)
+    assert line.difference == "54: 1 of sender 0, 2 of sender 0, 3 of sender 0, 4 of sender 0, 5 of sender 0, …"
+
+
+def test_what_is_neither_confirmed_nor_there_is_not_missing() -> None:
+    soak = lost(good())
+    soak.journals[1].outcomes[3] = 0
+    soak.journals[1].told(3, Outcome.UNKNOWN)
+    assert wrong(soak) == []
+
+
+def test_a_first_copy_that_was_held_up_is_the_one_without_a_mark() -> None:
+    soak = good()
+    held_up = soak.queue[5]
+    queue = [*soak.queue[:5], held_up._replace(marked=True), *soak.queue[6:], held_up]
+    assert wrong(replace(soak, queue=queue)) == []
+
+
+def test_a_deadline_is_late_by_what_the_process_did_not_lose_to_the_machine() -> None:
+    soak = late(good())
+    overruns = soak.overruns[0][0]
+    assert wrong(replace(soak, overruns=[(overruns, Stretches([(50.2, 50.5)]).within)])) == []
+    assert wrong(replace(soak, overruns=[(overruns, Stretches([(49.0, 50.05)]).within)])) != []
+    document = to_json(soak, [])
+    assert document["deadlines"]["calls"] == 2001
+    assert document["deadlines"]["overrun"] == 1501
+    assert document["deadlines"]["seconds"] == {"p50": 0.002, "p99": 0.003, "p99.9": 0.003, "max": 1.1}
+
+
+def test_percentiles_are_values_that_were_measured() -> None:
+    values = [float(value) for value in range(1, 1001)]
+    Random(0).shuffle(values)
+    assert (percentile(values, 0.5), percentile(values, 0.999), percentile(values, 1.0)) == (500.0, 999.0, 1000.0)
+    assert percentile([], 0.999) == 0.0
+    assert percentile([7.0], 0.001) == 7.0
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 10))), st.integers(0, 60), st.integers(0, 60))
+def test_stretches_that_overlap_count_once(found: list[tuple[int, int]], begin: int, end: int) -> None:
+    stretches = Stretches((float(at), float(at + length)) for at, length in found)
+    covered = {second for at, length in found for second in range(at, at + length)}
+    assert stretches.total == len(covered)
+    assert stretches.within(begin, end) == len(covered.intersection(range(begin, end)))
+    assert stretches.longest <= stretches.total
+
+
+def test_a_message_says_who_sent_it_and_whether_it_is_whole() -> None:
+    lengths = set()
+    for number in range(1, 1200):
+        body = body_of(7, number)
+        lengths.add(len(body) > 1000)
+        assert is_long(7, number) == (len(body) > 1000)
+        assert whose(body) == (7, number)
+        assert read_copy(body, None) == Copy(7, number, False, True)
+        assert read_copy(body, {"x-qflow-republished": True}) == Copy(7, number, True, True)
+        assert not read_copy(body[:-1] + bytes([body[-1] ^ 1]), {}).intact
+        assert not read_copy(body[:-1], {}).intact
+    assert lengths == {False, True}
+    assert not read_copy(b"short", {}).intact
+
+
+def test_the_watch_for_lag_knows_its_processes_and_survives_their_end() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        pass
+    began = time.monotonic()
+    with LagWatch([os.getpid(), gone.pid]) as watch:
+        pass
+    took = time.monotonic() - began
+    assert all(0.0 <= watch.of(pid).total <= took for pid in (os.getpid(), gone.pid))
+    assert watch.within(os.getpid())(began, began) == 0.0

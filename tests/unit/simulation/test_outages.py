@@ -1,0 +1,147 @@
+"""Lost connections, closed channels and refusals, and proof that the simulation would show what can go wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import pytest
+
+from qflow_client.protocol import ProducerProtocol
+from qflow_client.receipt import Outcome, Receipt
+from qflow_client.resending import Resending
+
+from .life import BrokenContract
+from .outages import Outages
+
+STEPS = 4000
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_nothing_is_lost_over_lost_connections_closed_channels_and_refusals(seed: int) -> None:
+    outages = Outages(seed)
+    outages.live(3 * STEPS)
+    assert set(outages.counts) == {do.__name__ for do, _ in Outages.STEPS}
+    # All that can befall a message did, to some.
+    assert outages.refused
+    outcomes = {receipt._outcome for receipt in outages.admitted.values()}
+    assert outcomes == {Outcome.CONFIRMED, Outcome.REJECTED, Outcome.UNKNOWN}
+    assert any(marked for _, marked in outages.queue)
+
+
+class NeverMarked(ProducerProtocol):
+    """What may have arrived leaves again without the mark."""
+
+    def _put_staged(self, now: float) -> None:
+        self._resending.copies.clear()
+        super()._put_staged(now)
+
+
+class MarkedOnlyIfSuspected(ProducerProtocol):
+    """Who keeps what is in flight forgets that an earlier channel had it, too."""
+
+    def connection_lost(self, reason: str, now: float, *, reconnects: bool = False, shared: bool = False) -> bool:
+        self._resending.copies.clear()
+        return super().connection_lost(reason, now, reconnects=reconnects, shared=shared)
+
+
+class LastOneLost(ProducerProtocol):
+    """Of what is to leave again the last is forgotten."""
+
+    def channel_opened(self, channel: int, frame_max: int, now: float) -> None:
+        super().channel_opened(channel, frame_max, now)
+        if self._resending.staged:
+            self._resending.staged.pop()
+
+
+class NewOnesFirst(ProducerProtocol):
+    """What is new may leave before all that is old has."""
+
+    def channel_opened(self, channel: int, frame_max: int, now: float) -> None:
+        staged = list(self._unsettled.values())
+        super().channel_opened(channel, frame_max, now)
+        if len(staged) > 1:
+            self._resending.staged.reverse()
+
+
+class OldAnswers(ProducerProtocol):
+    """What is unsettled when the connection is lost is taken for confirmed."""
+
+    def connection_lost(self, reason: str, now: float, *, reconnects: bool = False, shared: bool = False) -> bool:
+        if self.outbound.finished:
+            self._settle_run(self._oldest, self.outbound.finished + 1, Outcome.CONFIRMED, now)
+        return super().connection_lost(reason, now, reconnects=reconnects, shared=shared)
+
+
+class FirstIsToBlame(ProducerProtocol):
+    """The oldest message is rejected when the channel is closed, alone or not."""
+
+    def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
+        first = next(iter(self._unsettled.values()))
+        first._reply = (code, text)
+        self._disconnect(text, now)
+        self._keep(now, (), (first,))
+
+
+class NobodyIsToBlame(ProducerProtocol):
+    """A message over which every connection is lost is sent for ever."""
+
+    def connection_lost(self, reason: str, now: float, *, reconnects: bool = False, shared: bool = False) -> bool:
+        return super().connection_lost(reason, now, reconnects=reconnects, shared=True)
+
+
+class AnybodyIsToBlame(ProducerProtocol):
+    """Whoever is alone in flight when a connection is lost is given up."""
+
+    class _Hasty(Resending):
+        __slots__ = ()
+
+        def lost(self, in_flight: Sequence[Receipt], settled: int, text: str, now: float) -> Sequence[Receipt]:
+            self._strikes = 3 if len(in_flight) == 1 else 0
+            return in_flight if self._strikes else ()
+
+    def __init__(self, *arguments: object, **keywords: object) -> None:
+        super().__init__(*arguments, **keywords)  # type: ignore[arg-type]  # whatever it takes
+        self._resending = self._Hasty(self.settings.reconnect_delay_max)
+
+
+class RefusedAndForgotten(ProducerProtocol):
+    """A refused message does not leave again."""
+
+    def on_nack(self, tag: int, multiple: bool, now: float) -> None:
+        pass
+
+
+class SettledTwice(ProducerProtocol):
+    """What is kept over a loss is settled at once as well."""
+
+    def _retag(self, receipts: list[tuple[int, Receipt]]) -> None:
+        self._report(receipt for _, receipt in receipts[:1])
+        super()._retag(receipts)
+
+    def _report(self, receipts: Iterable[Receipt]) -> None:
+        if self.settled is not None:
+            self.settled.extend(receipts)
+
+
+BUGS: list[Callable[..., ProducerProtocol]] = [
+    NeverMarked,
+    MarkedOnlyIfSuspected,
+    LastOneLost,
+    NewOnesFirst,
+    OldAnswers,
+    FirstIsToBlame,
+    NobodyIsToBlame,
+    AnybodyIsToBlame,
+    RefusedAndForgotten,
+    SettledTwice,
+]
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_caught(bug: type[ProducerProtocol]) -> None:
+    def lives() -> None:
+        for seed in range(12):
+            Outages(seed, bug).live(STEPS)
+
+    with pytest.raises(BrokenContract):
+        lives()
