@@ -18,7 +18,7 @@ __all__ = ["Advice", "AdviceError", "advise", "samples_in", "windows"]
 SAMPLES = 2000
 MESSAGES = 20_000
 #: Round trips that a replay has at the most; with more, it is coarser.
-ROUNDS = 40_000
+ROUNDS = 20_000
 
 # Of what a queue may hold, the part that is the capacities', and of the stop threshold, the resume.
 _CAPACITY_PARTS = (16, 8, 4, 2)
@@ -110,33 +110,31 @@ def _replay_row(queue: str, what: str, result: ReplayResult) -> Row:
     }
 
 
-def windows(tables: Tables, queues: Iterable[str] | None = None) -> dict[str, tuple[int, int, int]]:
-    """For each queue, from when to when its samples are wanted, and when it was deepest; in microseconds."""
+def windows(tables: Tables, queues: Iterable[str] | None = None) -> dict[str, tuple[int, int]]:
+    """For each queue, from when to when its samples are wanted: about when it was deepest; in microseconds."""
     found = {}
-    for name in tables.queues if queues is None else queues:
+    for name in sorted(tables.queues) if queues is None else queues:
         queue = tables.queues.get(name)
-        if queue is None or not queue.arrived:
-            continue
-        half = SAMPLES // 2 * max(1, queue.us // queue.samples)
-        found[name] = (queue.peak_at - half, queue.peak_at + half, queue.peak_at)
+        if queue is not None and queue.arrived:
+            deepest = max((point[0], -at) for (each, at), point in tables.depths.items() if each == name)
+            half = SAMPLES // 2 * max(1, queue.us // queue.samples)
+            found[name] = (-deepest[1] - half, -deepest[1] + tables.width + half)
     return found
 
 
-def samples_in(
-    lines: Iterable[Mapping[str, Any]], wanted: Mapping[str, tuple[int, int, int]]
-) -> dict[str, list[Sample]]:
+def samples_in(lines: Iterable[Mapping[str, Any]], wanted: Mapping[str, tuple[int, int]]) -> dict[str, list[Sample]]:
     """The samples of each queue around the time at which it was deepest, in order.
 
     Args:
         lines: in any order; others than samples are passed over.
         wanted: see `windows`.
     """
-    found: dict[str, list[tuple[int, Sample]]] = {name: [] for name in wanted}
+    found: dict[str, list[tuple[int, int, Sample]]] = {name: [] for name in wanted}
     for line in lines:
         window = wanted.get(line["queue"]) if line["kind"] == "depth" else None
         if window is not None and window[0] <= line["at"] <= window[1]:
-            found[line["queue"]].append((line["at"], _sample(line)))
-    return {name: _trimmed(samples, wanted[name][2]) for name, samples in found.items()}
+            found[line["queue"]].append((line["at"], line["peak"], _sample(line)))
+    return {name: _trimmed(samples) for name, samples in found.items() if samples}
 
 
 def _sample(line: Mapping[str, Any]) -> Sample:
@@ -145,18 +143,19 @@ def _sample(line: Mapping[str, Any]) -> Sample:
     return Sample(line["us"] / 1_000_000, dict(sorted(line["arrivals"].items())), line["left"], was_busy)
 
 
-def _trimmed(timed: list[tuple[int, Sample]], center: int) -> list[Sample]:
-    """As many as a replay takes, those around one time first."""
-    timed.sort(key=lambda each: (each[0], each[1].seconds, each[1].left))
+def _trimmed(timed: list[tuple[int, int, Sample]]) -> list[Sample]:
+    """As many as a replay takes, those around the deepest first."""
+    timed.sort(key=lambda each: (each[0], each[1], each[2].seconds, each[2].left))
+    center, _, _ = max(timed, key=lambda each: (each[1], -each[0]))
     nearest = sorted(range(len(timed)), key=lambda at: (abs(timed[at][0] - center), at))
     taken: set[int] = set()
     messages = 0
     for at in nearest:
-        messages += sum(timed[at][1].arrivals.values())
+        messages += sum(timed[at][2].arrivals.values())
         if taken and (messages > MESSAGES or len(taken) >= SAMPLES):
             break
         taken.add(at)
-    return [timed[at][1] for at in sorted(taken)]
+    return [timed[at][2] for at in sorted(taken)]
 
 
 def advise(

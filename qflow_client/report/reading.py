@@ -12,7 +12,7 @@ from typing import IO, Any, cast
 
 from qflow_client.errors import QflowError
 
-__all__ = ["FlowLogError", "FlowLogs", "parquet_schema", "to_parquet"]
+__all__ = ["COLUMNS", "FlowLogError", "FlowLogs", "line_of", "parquet_schema", "to_parquet"]
 
 _KINDS = (".jsonl", ".jsonl.gz", ".parquet")
 # How much is read of the end of a file to find its last line.
@@ -77,20 +77,24 @@ class FlowLogs:
     def _json_lines(self, path: Path, only: str | None) -> Iterator[dict[str, Any]]:
         # Most lines are passed over unread, then.
         mark = b"" if only is None else b'"%s"' % only.encode()
-        loads = json.loads
         with _open(path) as file:
             for raw in file:
                 if mark not in raw:
                     continue
-                try:
-                    line = loads(raw)
-                except ValueError:
-                    self.unreadable += 1
-                    continue
-                if not isinstance(line, dict) or "at" not in line or "kind" not in line:
+                line = line_of(raw)
+                if line is None:
                     self.unreadable += 1
                 elif only is None or line["kind"] == only:
                     yield line
+
+
+def line_of(raw: str | bytes) -> dict[str, Any] | None:
+    """A line; ``None`` if it is none of a flow log."""
+    try:
+        line = json.loads(raw)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) and "at" in line and "kind" in line else None
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -98,11 +102,8 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def _at(raw: bytes) -> int | None:
-    try:
-        line = json.loads(raw)
-    except ValueError:
-        return None
-    at = line.get("at") if isinstance(line, dict) else None
+    line = line_of(raw)
+    at = None if line is None else line["at"]
     return at if isinstance(at, int) else None
 
 

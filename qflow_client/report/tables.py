@@ -13,7 +13,7 @@ from typing import Any
 
 from qflow_client.report.histogram import bucket_of, percentile
 
-__all__ = ["SERIES_LENGTH", "HoldKey", "HoldTotals", "QueueTotals", "Row", "Tables", "bin_width"]
+__all__ = ["SERIES_LENGTH", "Fact", "HoldKey", "HoldTotals", "QueueTotals", "Row", "Tables", "bin_width"]
 
 #: A row of a table.
 Row = dict[str, Any]
@@ -58,6 +58,13 @@ class Spread:
         self.largest = max(self.largest, largest)
         self.buckets[bucket] += count
 
+    def facts(self, table: str, keys: tuple[str, ...]) -> Iterator[Fact]:
+        """What `add_all` takes; the sum and the maximum are told once."""
+        total, largest = self.total, self.largest
+        for bucket, count in self.buckets.items():
+            yield Fact(table, keys, bucket, count, total, largest)
+            total = 0
+
     def columns(self, name: str, scale: int = _SECOND) -> Row:
         """Percentiles and the largest."""
         percents = {f"{name}_p{each}": percentile(self.buckets, each, self.largest) / scale for each in _PERCENTS}
@@ -90,7 +97,6 @@ class QueueTotals:
     # Depth by microsecond.
     depth_us: int = 0
     peak: int = 0
-    peak_at: int = 0
     peak_bytes: int = 0
     arrived: int = 0
     arrived_bytes: int = 0
@@ -110,6 +116,31 @@ class QueueTotals:
         if self.busy_us:
             return self.busy_left * _SECOND / self.busy_us
         return self.left * _SECOND / self.us if self.us else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """Lines of which the same is to be known, summed up.
+
+    Attributes:
+        table: what is to be known.
+        keys: of what; as many as the table has.
+        bucket: of a histogram, or the beginning of a bin in microseconds.
+        count: how many.
+        total: a sum.
+        most: a maximum.
+        most_2: another.
+        more: other sums.
+    """
+
+    table: str
+    keys: tuple[str, ...]
+    bucket: int = 0
+    count: int = 0
+    total: int = 0
+    most: int = 0
+    most_2: int = 0
+    more: tuple[int, ...] = ()
 
 
 class Tables:
@@ -137,12 +168,6 @@ class Tables:
         self.held: dict[tuple[str, str, str, int], int] = defaultdict(int)
         # Peak, arrived and left by queue and bin.
         self.depths: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0, 0])
-
-    def saw(self, kind: str, count: int, first: int, last: int) -> None:
-        """Take note of lines of a kind."""
-        self.lines[kind] += count
-        self.first = first if self.first is None else min(self.first, first)
-        self.last = last if self.last is None else max(self.last, last)
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Take a line in."""
@@ -209,8 +234,7 @@ class Tables:
         queue.samples += 1
         queue.us += us
         queue.depth_us += depth * us
-        if (peak, -at) > (queue.peak, -queue.peak_at):
-            queue.peak, queue.peak_at = peak, at
+        queue.peak = max(queue.peak, peak)
         queue.peak_bytes = max(queue.peak_bytes, line["peak_bytes"])
         queue.arrived += arrived
         queue.arrived_bytes += line["arrived_bytes"]
@@ -237,6 +261,113 @@ class Tables:
 
     def _lost(self, line: Mapping[str, Any], at: int) -> None:
         self.lost += line["lost"]
+
+    # What has been summed up in parts.
+
+    def facts(self) -> Iterator[Fact]:
+        """All that is known, for `merge` of other tables, in no particular order."""
+        first, last = self.first or 0, self.last or 0
+        for kind, count in self.lines.items():
+            lost = self.lost if kind == "lost" else 0
+            yield Fact("line", (kind,), count=count, total=lost, most=last, most_2=-first)
+        if self.unreadable:
+            yield Fact("unreadable", (), count=self.unreadable)
+        for key, hold in self.holds.items():
+            more = (hold.before_us, hold.before_messages, hold.notices, hold.after_us, hold.after_messages)
+            yield Fact("hold", key, count=hold.raised, total=hold.us, most=hold.capacity, more=more)
+            yield from hold.ended.facts("ended", key)
+        for producer, spread in self.episodes.items():
+            yield from spread.facts("episode", (producer,))
+        for name, queue in self.queues.items():
+            yield from _queue_facts(name, queue)
+        for key_2, count in self.arrivals.items():
+            yield Fact("arrival", key_2, total=count)
+        for key_4, us in self.waits.items():
+            yield Fact("wait", key_4, total=us)
+        for (origin, name, reason, at), us in self.held.items():
+            yield Fact("held", (origin, name, reason), at, total=us)
+        for (name, at), (peak, arrived, left) in self.depths.items():
+            yield Fact("depth", (name,), at, most=peak, more=(arrived, left))
+
+    def merge(self, fact: Fact) -> None:
+        """Take in what has been summed up elsewhere."""
+        _MERGERS[fact.table](self, fact)
+
+    def _merge_line(self, fact: Fact) -> None:
+        first, last = -fact.most_2, fact.most
+        self.lines[fact.keys[0]] += fact.count
+        self.lost += fact.total
+        self.first = first if self.first is None else min(self.first, first)
+        self.last = last if self.last is None else max(self.last, last)
+
+    def _merge_unreadable(self, fact: Fact) -> None:
+        self.unreadable += fact.count
+
+    def _merge_hold(self, fact: Fact) -> None:
+        hold = self.holds[_hold_key(fact)]
+        hold.raised += fact.count
+        hold.us += fact.total
+        hold.capacity = max(hold.capacity, fact.most)
+        hold.before_us += fact.more[0]
+        hold.before_messages += fact.more[1]
+        hold.notices += fact.more[2]
+        hold.after_us += fact.more[3]
+        hold.after_messages += fact.more[4]
+
+    def _merge_ended(self, fact: Fact) -> None:
+        self.holds[_hold_key(fact)].ended.add_all(fact.bucket, fact.count, fact.total, fact.most)
+
+    def _merge_episode(self, fact: Fact) -> None:
+        self.episodes[fact.keys[0]].add_all(fact.bucket, fact.count, fact.total, fact.most)
+
+    def _merge_held(self, fact: Fact) -> None:
+        origin, queue, reason = fact.keys
+        self.held[origin, queue, reason, fact.bucket // self.width * self.width] += fact.total
+
+    def _merge_wait(self, fact: Fact) -> None:
+        queue, reason, waited, filled = fact.keys
+        self.waits[queue, reason, waited, filled] += fact.total
+
+    def _merge_queue(self, fact: Fact) -> None:
+        queue = self.queues[fact.keys[0]]
+        queue.samples += fact.count
+        queue.us += fact.total
+        queue.peak_bytes = max(queue.peak_bytes, fact.most)
+        queue.peak = max(queue.peak, fact.most_2)
+        depth_us, arrived, arrived_bytes, left, busy_us, busy_left = fact.more[:6]
+        queue.depth_us += depth_us
+        queue.arrived += arrived
+        queue.arrived_bytes += arrived_bytes
+        queue.left += left
+        queue.busy_us += busy_us
+        queue.busy_left += busy_left
+
+    def _merge_marks(self, fact: Fact) -> None:
+        name, *marks = fact.keys
+        queue = self.queues[name]
+        stop, resume, stop_bytes, resume_bytes = map(int, marks)
+        queue.marks = max(queue.marks, (fact.most, stop, resume, stop_bytes, resume_bytes))
+
+    def _merge_arrival(self, fact: Fact) -> None:
+        queue, producer = fact.keys
+        self.arrivals[queue, producer] += fact.total
+
+    def _merge_depth(self, fact: Fact) -> None:
+        point = self.depths[fact.keys[0], fact.bucket // self.width * self.width]
+        point[0] = max(point[0], fact.most)
+        point[1] += fact.more[0]
+        point[2] += fact.more[1]
+
+    def _merge_on(self, fact: Fact) -> None:
+        queue = self.queues[fact.keys[0]]
+        queue.on.add_all(fact.bucket, fact.count, fact.total, fact.most)
+
+    def _merge_overbytes(self, fact: Fact) -> None:
+        queue = self.queues[fact.keys[0]]
+        queue.overshoot_bytes = max(queue.overshoot_bytes, fact.most)
+
+    def _merge_over(self, fact: Fact) -> None:
+        self.queues[fact.keys[0]].overshoot.add_all(fact.bucket, fact.count, fact.total, fact.most)
 
     # What comes of it.
 
@@ -353,6 +484,16 @@ def _rate(messages: int, us: int) -> float | None:
     return messages * _SECOND / us if us > 0 else None
 
 
+def _queue_facts(name: str, queue: QueueTotals) -> Iterator[Fact]:
+    sums = (queue.depth_us, queue.arrived, queue.arrived_bytes, queue.left, queue.busy_us, queue.busy_left)
+    yield Fact("queue", (name,), 0, queue.samples, queue.us, queue.peak_bytes, queue.peak, sums)
+    at, *marks = queue.marks
+    yield Fact("marks", (name, *map(str, marks)), most=at)
+    yield from queue.on.facts("on", (name,))
+    yield from queue.overshoot.facts("over", (name,))
+    yield Fact("overbytes", (name,), most=queue.overshoot_bytes)
+
+
 _TAKERS = {
     "raised": Tables._raised,
     "held": Tables._held,
@@ -362,6 +503,29 @@ _TAKERS = {
     "off": Tables._off,
     "lost": Tables._lost,
 }
+
+
+_MERGERS = {
+    "arrival": Tables._merge_arrival,
+    "depth": Tables._merge_depth,
+    "ended": Tables._merge_ended,
+    "episode": Tables._merge_episode,
+    "held": Tables._merge_held,
+    "hold": Tables._merge_hold,
+    "line": Tables._merge_line,
+    "marks": Tables._merge_marks,
+    "on": Tables._merge_on,
+    "over": Tables._merge_over,
+    "overbytes": Tables._merge_overbytes,
+    "queue": Tables._merge_queue,
+    "unreadable": Tables._merge_unreadable,
+    "wait": Tables._merge_wait,
+}
+
+
+def _hold_key(fact: Fact) -> HoldKey:
+    origin, producer, connection, queue, reason = fact.keys
+    return origin, producer, connection, queue, reason
 
 
 def sum_up(lines: Iterable[Mapping[str, Any]], width: int) -> Tables:

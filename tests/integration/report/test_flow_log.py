@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pika
 import pytest
@@ -44,7 +45,7 @@ class Consumer:
             method, _, _ = channel.basic_get(self._queue)
             taken += 1
             if method is not None:
-                channel.basic_ack(method.delivery_tag)
+                channel.basic_ack(method.delivery_tag or 0)
                 self._left -= 1
         self._connection.close()
 
@@ -80,7 +81,7 @@ def _work(folder: Path, stop: int, resume: int, capacities: Mapping[str, int]) -
     return flow_report(folder, maximum=400), peak
 
 
-def _held(report: FlowReport) -> float:
+def _held(report: FlowReport) -> Any:
     """Seconds that producers were held, as they saw it, once they were connected."""
     return sum(
         row["seconds"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pamqp import commands
 
 from qflow_client.broker.recording import FlowRecorder
@@ -9,7 +11,7 @@ from qflow_client.broker.recording import FlowRecorder
 
 def _recorded(make_world, **options):
     world = make_world(**options)
-    lines = []
+    lines: list[dict[str, Any]] = []
     world.host.record(FlowRecorder(lines.append, lambda: world.now, lambda: world.now + 1000.0, who=_who))
     return world, lines
 

@@ -10,6 +10,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ class Fake:
         self.settings = SimpleNamespace(name="p", exchange="", routing_key="orders")
         self.flow_state = FlowState(holds, None, 0, {})
         self.closed = False
-        self.listeners = []
+        self.listeners: list[Any] = []
 
     def on_flow(self, callback):
         self.listeners.append(callback)
@@ -45,7 +46,7 @@ class Fake:
 
 
 def test_each_hold_is_told_with_what_it_needs_to_be_reckoned_with_alone() -> None:
-    lines = []
+    lines: list[dict[str, Any]] = []
     producer = ProducerLines("p", "orders", lines.append, 9_000_000)
     producer.event(_event(FlowEventKind.FLOWED, A, (A,), 10.0, 100))
     producer.event(_event(FlowEventKind.HOLD_RAISED, B, (A, B), 12.0, 100))
@@ -139,10 +140,12 @@ def test_what_a_killed_process_left_is_finished_by_the_next_log_and_what_is_in_u
 
 def test_any_thread_may_write(tmp_path: Path) -> None:
     with FlowLog(tmp_path) as log:
-        threads = [
-            threading.Thread(target=lambda: [log.write({"at": n, "kind": "test"}) for n in range(500)])
-            for _ in range(4)
-        ]
+
+        def write() -> None:
+            for number in range(500):
+                log.write({"at": number, "kind": "test"})
+
+        threads = [threading.Thread(target=write) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:

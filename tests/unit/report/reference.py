@@ -10,9 +10,9 @@ S = 1_000_000
 
 
 def shown(value: int, largest: int) -> int:
-    """A percentile as the report has it: to eight leading bits, rounded up, and never above the largest."""
-    digits = max(0, len(f"{value:b}") - 8)
-    return min(value | (2**digits - 1), largest)
+    """A percentile as the report has it: to six leading bits, rounded up, and never above the largest."""
+    digits = max(0, len(f"{value:b}") - 6)
+    return int(min(value | (2**digits - 1), largest))
 
 
 def percentiles(values: list[int], name: str, scale: int = S) -> dict[str, float]:
@@ -38,7 +38,9 @@ def reference(lines: Iterable[Mapping[str, Any]], width: int) -> dict[str, list[
         return tuple(line[name] for name in ("origin", "producer", "connection", "queue", "reason"))
 
     # A hold is a raise and the first lift after it, of the same source; what a lift says of that raise is not believed.
-    lasted, raised, opened = defaultdict(list), defaultdict(int), {}
+    lasted: dict[Any, list[int]] = defaultdict(list)
+    raised: dict[Any, int] = defaultdict(int)
+    opened: dict[Any, int] = {}
     last_told: dict[Any, int] = {}
     held_us: dict[Any, int] = defaultdict(int)
     series: dict[Any, int] = defaultdict(int)
@@ -49,7 +51,7 @@ def reference(lines: Iterable[Mapping[str, Any]], width: int) -> dict[str, list[
     for line in lines:
         if line["kind"] not in ("raised", "held", "lifted"):
             continue
-        one = (key(line), line.get("source", "")) if line["origin"] == "broker" else (key(line), line["since"])
+        one: Any = (key(line), line.get("source", "")) if line["origin"] == "broker" else (key(line), line["since"])
         who = line["producer"]
         if line["kind"] == "raised":
             raised[key(line)] += 1
