@@ -214,7 +214,11 @@ def advise(
         stop = int(bound) - sum(shares.values())
         for resume in sorted({max(1, stop * part // whole) for part, whole in _RESUME_PARTS}):
             tried.append(replay(samples, StopResume(stop, resume), shares, drain_rate=drain_rate, round_trip=step))
-    best = min(tried, key=lambda each: (each.seconds_held, each.times_on, each.peak, -each.resume))
+    # Of those that are alike the one with the largest capacities: a replay does not know how far away a producer is.
+    best = min(
+        tried,
+        key=lambda each: (round(each.seconds_held, 2), each.times_on, -sum(each.capacities.values()), -each.resume),
+    )
     recorded = None
     if queue.marks[1]:
         known = {producer: capacities.get(producer, max(capacities.values(), default=1000)) for producer in publishers}

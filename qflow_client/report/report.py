@@ -42,6 +42,12 @@ class FlowReport:
     advice: dict[str, Advice] = field(default_factory=dict)
     no_advice: dict[str, str] = field(default_factory=dict)
 
+    def page(self) -> str:
+        """One HTML page with plots, which needs nothing from elsewhere."""
+        from qflow_client.report.page import page
+
+        return page(self)
+
     def write(self, folder: str | os.PathLike[str]) -> None:
         """Write ``report.html``, and each table as a Parquet file.
 
@@ -51,8 +57,6 @@ class FlowReport:
         Raises:
             FlowLogError: pyarrow is not installed.
         """
-        from qflow_client.report.page import page
-
         path = Path(folder)
         if find_spec("pyarrow") is None:
             raise FlowLogError(f"{path}: Parquet tables need pyarrow: pip install 'qflow-client[spark]'")
@@ -65,7 +69,7 @@ class FlowReport:
                 pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path / f"{name}.parquet")
             else:
                 (path / f"{name}.parquet").unlink(missing_ok=True)
-        (path / "report.html").write_text(page(self), encoding="utf-8")
+        (path / "report.html").write_text(self.page(), encoding="utf-8")
 
 
 def make_report(
