@@ -169,7 +169,8 @@ class FlowLog:
     What a crash left unfinished is finished by the next log in the folder.
 
     Nothing is encoded or written on a thread that publishes, nor on a broker's loop: there, a line is put into a queue.
-    If that is full, because the disk is slow, lines are lost, and a line says how many.
+    If that is full, because the disk is slow, lines are lost, and a line says how many. A forked child needs a log of
+    its own.
 
     Args:
         folder: made if it does not exist.
@@ -225,6 +226,8 @@ class FlowLog:
         self._begun_at = 0.0
         self._tell_at = time.monotonic() + period
         self._failed = False
+        # A child that a fork makes has neither the thread nor a right to the file.
+        self._pid = os.getpid()
         self._stop = threading.Event()
         self._closed = False
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -249,10 +252,13 @@ class FlowLog:
         queue = settings.routing_key if not settings.exchange else f"{settings.exchange}:{settings.routing_key}"
         lines = ProducerLines(settings.name, queue or "", self.write, microseconds(time.time()))
         watch = _Watch(producer, lines)
-        with self._lock:
-            lines.begin(producer.flow_state, microseconds(time.time()))
-            self._watches.append(watch)
+        # In this order: what happens in between is told of twice, which is known, and not missed.
         watch.unsubscribe = producer.on_flow(lambda event: self._put((watch, event)))
+        state = producer.flow_state
+        with self._writing:
+            lines.begin(state, microseconds(time.time()))
+        with self._lock:
+            self._watches.append(watch)
 
         def unwatch() -> None:
             watch.unsubscribe()
@@ -285,7 +291,9 @@ class FlowLog:
             self._finish()
 
     def close(self) -> None:
-        """Write what is left, and finish the file. A second time changes nothing."""
+        """Write what is left, and finish the file. A second time changes nothing, nor does a forked child."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             if self._closed:
                 return

@@ -138,6 +138,18 @@ def test_what_a_killed_process_left_is_finished_by_the_next_log_and_what_is_in_u
             assert len(list(tmp_path.glob("_flow-*.jsonl"))) == 2
 
 
+def test_a_forked_child_leaves_its_parents_file_alone(tmp_path: Path) -> None:
+    program = (
+        "import os, sys; from qflow_client import FlowLog; log = FlowLog(sys.argv[1]); "
+        "log.write({'at': 1, 'kind': 'test'}); child = os.fork()\n"
+        "if not child: sys.exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0; log.write({'at': 2, 'kind': 'test'}); log.close()"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=60, check=True)
+    assert [line["at"] for line in _lines(tmp_path, "flow-*.jsonl")] == [1, 2]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_any_thread_may_write(tmp_path: Path) -> None:
     with FlowLog(tmp_path) as log:
 
