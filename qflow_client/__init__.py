@@ -31,6 +31,7 @@ from qflow_client.settings import OnDisconnect, OnRefused, ProducerSettings, Whe
 if TYPE_CHECKING:
     from qflow_client.aio import AsyncProducer, AsyncReceipt, connect_async
     from qflow_client.dedup import DeduplicationError, Deduplicator, may_be_second_copy
+    from qflow_client.flowlog import FlowLog
     from qflow_client.outbox import Outbox, OutboxError, OutboxFull, OutboxInUse, StoredMessage
     from qflow_client.sync import Producer, SyncReceipt, connect
 
@@ -48,6 +49,7 @@ __all__ = [
     "FlowControlTimeout",
     "FlowEvent",
     "FlowEventKind",
+    "FlowLog",
     "FlowManager",
     "FlowState",
     "HoldKind",
@@ -87,6 +89,7 @@ _LATER = {
     "AsyncReceipt": "qflow_client.aio",
     "DeduplicationError": "qflow_client.dedup",
     "Deduplicator": "qflow_client.dedup",
+    "FlowLog": "qflow_client.flowlog",
     "Outbox": "qflow_client.outbox",
     "OutboxError": "qflow_client.outbox",
     "OutboxFull": "qflow_client.outbox",

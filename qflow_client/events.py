@@ -65,6 +65,9 @@ class FlowEvent:
             since 1970.
         seconds: how long that has lasted.
         waiting: for a notice, how many sends wait; otherwise 0.
+        admitted: how many messages it has admitted so far.
+        unsettled: how many of them are unsettled.
+        capacity: the most that may be.
     """
 
     kind: FlowEventKind
@@ -75,6 +78,9 @@ class FlowEvent:
     since: float
     seconds: float
     waiting: int = 0
+    admitted: int = 0
+    unsettled: int = 0
+    capacity: int = 0
 
     @property
     def flowed(self) -> bool:

@@ -1349,5 +1349,17 @@ class ProducerProtocol:
         offset = self._wall_offset
         told = None if hold is None else self._on_the_wall_clock(hold)
         self.events.append(
-            FlowEvent(kind, self.settings.name, told, self.holds, now + offset, since + offset, now - since, waiting)
+            FlowEvent(
+                kind,
+                self.settings.name,
+                told,
+                self.holds,
+                now + offset,
+                since + offset,
+                now - since,
+                waiting,
+                self._next_number - 1,
+                self.unsettled,
+                self.window.capacity,
+            )
         )

@@ -22,6 +22,7 @@ from qflow_client.broker.marks import MARKS, steered
 from qflow_client.broker.policies import Policy
 from qflow_client.broker.queue import Queue
 from qflow_client.broker.rates import RateLimit, RateScope
+from qflow_client.broker.recording import FlowRecorder
 from qflow_client.broker.server import Server
 from qflow_client.broker.settings import BrokerOptions, BrokerSettings
 from qflow_client.broker.snapshots import (
@@ -39,6 +40,7 @@ from qflow_client.broker.snapshots import (
     queue_snapshot,
 )
 from qflow_client.broker.virtualhost import VirtualHost
+from qflow_client.flow import FlowSource
 
 if TYPE_CHECKING:
     from qflow_client.broker.http.server import HttpServer
@@ -54,6 +56,14 @@ class _HasName(Protocol):
 
 
 _Named = TypeVar("_Named", bound=_HasName)
+
+
+def _who(source: FlowSource) -> tuple[str, str]:
+    """What the client calls itself, and its connection's name."""
+    assert isinstance(source, Channel)
+    session = source.session
+    named = session.client_properties.get("connection_name")
+    return (named if isinstance(named, str) and named else session.name), session.name
 
 
 def _url_host(host: str) -> str:
@@ -79,6 +89,9 @@ class Broker:
         #: What it was given, and the defaults.
         self.settings = BrokerSettings(**cast(dict[str, Any], options))
         self._host = VirtualHost(self.settings)
+        if self.settings.flow_log is not None:
+            log = self.settings.flow_log
+            self._host.record(FlowRecorder(log.write, self._host.clock, time.time, period=log.period, who=_who))
         self._controls = Controls(watches_publishes=self.settings.has_discipline)
         self._server = Server(self.settings, self._host, self._controls, self._on_change)
         self._port: int | None = None
@@ -168,6 +181,7 @@ class Broker:
         if self._http is not None:
             await self._http.stop()
         await self._server.stop()
+        self._host.end_recording()
         with self._loop_lock:
             self._loop = None
         self._on_change()

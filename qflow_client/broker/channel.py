@@ -18,7 +18,7 @@ from qflow_client.broker.errors import ChannelException, ConnectionException, Re
 from qflow_client.broker.message import StoredMessage, Target
 from qflow_client.broker.methods import TOPOLOGY_METHODS, named_queue
 from qflow_client.broker.queue import Queue
-from qflow_client.broker.queueflow import CountedSource
+from qflow_client.broker.queueflow import CountedSource, QueueFlow
 from qflow_client.broker.transaction import Settlement, Transaction
 from qflow_client.broker.waiting import WaitingPublish
 from qflow_client.flow import FlowController
@@ -325,7 +325,16 @@ class Channel(CountedSource):
             self._owed[1] -= size
             self._discipline.settle(size, count)
 
+    def block(self, controller: FlowController) -> None:
+        recorder = self.host.recorder
+        if recorder is not None and controller not in self.blocked_by:
+            recorder.blocked(self, *_queue_and_reason(controller))
+        super().block(controller)
+
     def unblock(self, controller: FlowController) -> None:
+        recorder = self.host.recorder
+        if recorder is not None and controller in self.blocked_by:
+            recorder.unblocked(self, *_queue_and_reason(controller))
         super().unblock(controller)
         discipline = self._discipline
         if discipline is not None and not self._is_flowed_by_others:
@@ -719,6 +728,11 @@ class Channel(CountedSource):
     def blocking(self) -> tuple[FlowController, ...]:
         """What flows it, the oldest first."""
         return tuple(self.blocked_by)
+
+
+def _queue_and_reason(controller: FlowController) -> tuple[str, str]:
+    """For the flow log."""
+    return (controller.name, "channel_flow") if isinstance(controller, QueueFlow) else ("", controller.name)
 
 
 _METHODS: dict[type[pamqp.base.Frame], Callable[[Channel, Any], None]] = {

@@ -15,6 +15,7 @@ from qflow_client.broker.message import StoredMessage
 from qflow_client.broker.overflow import Conflate
 from qflow_client.broker.policies import PolicyDefinition
 from qflow_client.broker.queueflow import QueueFlow, Turns
+from qflow_client.broker.recording import FlowRecorder
 from qflow_client.broker.settings import FlowScope
 from qflow_client.broker.waiting import WaitingLine
 from qflow_client.broker.wire import HAS_EXPIRATION
@@ -45,6 +46,7 @@ class Queue:
         flow_scope: whom its marks flow (D12).
         recent: seconds for which a publisher counts as recent.
         resume_interval: seconds between two channels that it unflows (F4); 0 for none.
+        recorder: told of what comes, goes and is held; ``None`` for nobody.
     """
 
     #: So many entries may be gone and still be among the ready ones, even if they are most of them.
@@ -65,6 +67,7 @@ class Queue:
         flow_scope: FlowScope = FlowScope.OFFENDER,
         recent: float = 10.0,
         resume_interval: float = 0.0,
+        recorder: FlowRecorder | None = None,
     ) -> None:
         self.name = name
         self.limits = limits
@@ -99,6 +102,7 @@ class Queue:
         self._publishers: dict[FlowSource, float] | None = {} if flow_scope is FlowScope.PUBLISHERS else None
         self._recent = recent
         self._surroundings = surroundings
+        self._recorder = recorder
         self._clock = surroundings.clock
         # Entries to be delivered, by sequence, and among them some that are gone: how many, `_leave_gaps` counts.
         self.ready: deque[QueueEntry] = deque()
@@ -153,6 +157,7 @@ class Queue:
             or self.options.message_ttl is not None
             or self.withheld is not None
             or self.has_line
+            or self._recorder is not None
         )
 
     def refusal(self, size: int, count: int = 1, largest: int | None = None) -> str | None:
@@ -239,6 +244,8 @@ class Queue:
     def _check(self, entry: QueueEntry, source: FlowSource | None, completion: Completion | None) -> None:
         """What follows an enqueue, if anything does."""
         message = entry.message
+        if self._recorder is not None:
+            self._recorder.arrived(self, source, message.size)
         if message.header[12] & HAS_EXPIRATION or self.options.message_ttl is not None:
             self._let_expire(entry)
         if self._values is not None:
@@ -250,6 +257,7 @@ class Queue:
             return
         now = self._clock()
         size = message.size
+        publisher = source
         if not self._flows_channels:
             source = None
         if not self._delays_completion:
@@ -266,6 +274,8 @@ class Queue:
                 flow.held[entry] = completion
                 completion.holds += 1
                 entry.completion = completion
+                if self._recorder is not None:
+                    self._recorder.keeps_confirms(self, publisher)
             if not was_on:
                 self._turned_on(flow, now)
         if self._publishers is not None and source is not None:
@@ -275,6 +285,8 @@ class Queue:
     def _turned_on(self, flow: QueueFlow, now: float) -> None:
         if self.on_since is None:
             self.on_since = now
+            if self._recorder is not None:
+                self._recorder.turned_on(self)
             if self.limits.max_flow_wait is not None:
                 self._tick_by(now + self.limits.max_flow_wait)
         if self._publishers is None or not self._flows_channels:
@@ -312,6 +324,8 @@ class Queue:
         self.size -= size
         if not self.is_watched:
             return
+        if self._recorder is not None:
+            self._recorder.left(self, size)
         for flow in self.flows:
             if entry.completion is not None and flow.held.pop(entry, None) is not None:
                 entry.completion.release()
@@ -327,6 +341,8 @@ class Queue:
 
     def _turned_off(self) -> None:
         self.on_since = None
+        if self._recorder is not None:
+            self._recorder.turned_off(self)
         if self.is_overdue:
             self.is_overdue = False
             self.overflow = self.limits.overflow
@@ -348,6 +364,8 @@ class Queue:
         )
         for flow in self.flows:
             flow.let_go()
+        if self._recorder is not None:
+            self._recorder.lets_confirms_go(self)
 
     def change(self, limits: QueueLimits) -> None:
         """Put other thresholds, another maximum or another policy in force; what is in the queue stays (D4, J6).
@@ -606,6 +624,8 @@ class Queue:
             self._shrink(entry)
         for flow in self.flows:
             flow.let_go()
+        if self._recorder is not None:
+            self._recorder.deleted(self)
         # Whoever waits for it goes on without it.
         self._surroundings.admit_waiting(self, self._clock())
         # Who published here may be remembered with the queue for a while; the connection that had it is not to be.

@@ -14,6 +14,7 @@ from typing import TypedDict
 
 from qflow_client.broker.policies import Enforcement, Policy
 from qflow_client.flow import Capacity, StopResume
+from qflow_client.flowlog import FlowLog
 from qflow_client.frames import FRAME_MIN_SIZE
 
 __all__ = ["BrokerOptions", "BrokerSettings", "Enforcement", "FlowScope", "Trace", "is_loopback"]
@@ -68,6 +69,7 @@ class BrokerOptions(TypedDict, total=False):
     tarpit_time: float
     close_channel_after: int
     close_connection_after: int
+    flow_log: FlowLog | None
 
 
 #: The users of a broker that is not told any.
@@ -125,6 +127,8 @@ class BrokerSettings:
         close_channel_after: messages past that on one channel, with more of which it is closed with 311; 0 for never.
         close_connection_after: messages past that on all channels of a connection, from its beginning, with more of
             which it is closed with 506; 0 for never.
+        flow_log: where it writes who is held by which queue, and how deep queues are, every `period` of the log;
+            whoever made it closes it. ``None`` for nowhere.
 
     Raises:
         TypeError: a value of the wrong type.
@@ -164,6 +168,7 @@ class BrokerSettings:
     tarpit_time: float = 1.0
     close_channel_after: int = 0
     close_connection_after: int = 0
+    flow_log: FlowLog | None = None
 
     def __post_init__(self) -> None:
         self._choose("enforcement", Enforcement)
@@ -201,6 +206,8 @@ class BrokerSettings:
             raise TypeError(f"ssl_context must be an ssl.SSLContext or None, not {type(self.ssl_context).__name__}")
         if self.trace is not None and not callable(self.trace):
             raise TypeError(f"trace must be callable or None, not {type(self.trace).__name__}")
+        if self.flow_log is not None and not isinstance(self.flow_log, FlowLog):
+            raise TypeError(f"flow_log must be a FlowLog or None, not {type(self.flow_log).__name__}")
         if not isinstance(self.users, Mapping) or not self.users:
             raise ValueError("users must map at least one user name to its password")
         for user, password in self.users.items():

@@ -23,6 +23,7 @@ from qflow_client.broker.message import StoredMessage, Target
 from qflow_client.broker.policies import Inheritance, Policies, Policy, PolicyDefinition
 from qflow_client.broker.queue import Queue
 from qflow_client.broker.rates import Rates, Timed
+from qflow_client.broker.recording import FlowRecorder
 from qflow_client.broker.settings import BrokerSettings, FlowScope
 from qflow_client.broker.waiting import Publisher, WaitingPublish
 from qflow_client.broker.wire import decode_headers, encode_header, user_id_of
@@ -88,12 +89,24 @@ class VirtualHost:
         self.targets: dict[bytes, Target] = {}
         self.policies = Policies(settings.virtual_host, settings.policies)
         self.rates = Rates(self.wake_at)
+        # Told of everything that a flow log has; None if there is none.
+        self.recorder: FlowRecorder | None = None
         # What is to be looked at when: time, a number for those of the same time, what.
         self._timers: list[tuple[float, int, Timed]] = []
         self._timer_numbers = count()
         # Messages that died and are not buried yet, and whether somebody is at it.
         self._dead: deque[tuple[Queue, StoredMessage, DropReason]] = deque()
         self._is_burying = False
+
+    def record(self, recorder: FlowRecorder) -> None:
+        """Have the queues that are declared from now on told of."""
+        self.recorder = recorder
+        self.wake_at(_Sampling(self, recorder), self.clock() + recorder.period)
+
+    def end_recording(self) -> None:
+        """Have the last be told."""
+        if self.recorder is not None:
+            self.recorder.tick(self.clock())
 
     # Time.
 
@@ -196,6 +209,7 @@ class VirtualHost:
             flow_scope=self.settings.flow_scope,
             recent=self.settings.recent,
             resume_interval=self.settings.resume_interval,
+            recorder=self.recorder,
         )
         self.version += 1
         return queue
@@ -300,6 +314,8 @@ class VirtualHost:
 
     def source_gone(self, source: FlowSource) -> None:
         """Take note that a publishing channel has ended."""
+        if self.recorder is not None:
+            self.recorder.gone(source)
         if self.settings.flow_scope is FlowScope.PUBLISHERS:
             for queue in self.queues.values():
                 queue.forget_source(source)
@@ -630,3 +646,16 @@ class VirtualHost:
             else:
                 heir.enqueue(letter)
                 heir.after_publish()
+
+
+class _Sampling:
+    """Has a recorder look at the queues, time and again."""
+
+    def __init__(self, host: VirtualHost, recorder: FlowRecorder) -> None:
+        self._host = host
+        self._recorder = recorder
+
+    def tick(self, now: float) -> None:
+        """Look, and come back later."""
+        self._recorder.tick(now)
+        self._host.wake_at(self, now + self._recorder.period)

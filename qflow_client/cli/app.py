@@ -18,6 +18,7 @@ from qflow_client.cli.broker import broker
 from qflow_client.cli.demo import demo
 from qflow_client.cli.errors import CommandError, ExitCode
 from qflow_client.cli.outbox import outbox
+from qflow_client.cli.report import convert, report
 from qflow_client.cli.send import send
 
 __all__ = ["app", "run"]
@@ -63,6 +64,8 @@ def _qflow(
 app.command()(send)
 app.command()(broker)
 app.command()(demo)
+app.command()(report)
+app.command()(convert)
 app.add_typer(outbox, name="outbox")
 app.add_typer(admin)
 

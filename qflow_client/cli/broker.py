@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from qflow_client import FlowLog
 from qflow_client.broker import AmqpError, Broker, Enforcement, FlowScope, Policy, QueueSnapshot
 from qflow_client.cli.config import Config, read_config
 from qflow_client.cli.errors import CommandError, ExitCode
@@ -209,6 +210,10 @@ def broker(
     flow_resume_size: Annotated[
         int | None, typer.Option(metavar="BYTES", help="For --queue: below it the queue is OFF; 7/8 unless given.")
     ] = None,
+    flow_log: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write who is held by which queue, and depths, for qflow report."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but the URLs.")] = False,
 ) -> None:
     """Run a broker for trials and tests, until Ctrl-C or SIGTERM.
@@ -267,9 +272,12 @@ def broker(
             given["policies"] = [Policy.parse(text) for text in policy]
     except (TypeError, ValueError) as error:
         raise CommandError(str(error), ExitCode.USAGE) from error
-    embedded = _make(read, given)
     console = Console(stderr=True, quiet=quiet)
     with ExitStack() as stack:
+        folder = flow_log or read.settings.get("flow_log")
+        if folder is not None:
+            given["flow_log"] = stack.enter_context(FlowLog(folder))
+        embedded = _make(read, given)
         stopping = stack.enter_context(Stopping())
         stack.enter_context(seldom_collected())
         try:

@@ -11,6 +11,15 @@ except ImportError as error:
     ) from error
 
 from qflow_client.spark.datasource import register
+from qflow_client.spark.flow_report import flow_events, flow_report, flow_report_of_stream, flow_report_stream
 from qflow_client.spark.java import JavaMissing, check_java
 
-__all__ = ["JavaMissing", "check_java", "register"]
+__all__ = [
+    "JavaMissing",
+    "check_java",
+    "flow_events",
+    "flow_report",
+    "flow_report_of_stream",
+    "flow_report_stream",
+    "register",
+]

@@ -21,6 +21,7 @@ from qflow_client.broker import Broker, BrokerSettings
 from qflow_client.cli import main
 from qflow_client.cli.broker import broker, queue_table, seldom_collected
 from qflow_client.cli.config import MARKS, SETTINGS
+from qflow_client.report import flow_report
 
 
 def start(*arguments: str) -> tuple[subprocess.Popen[str], str]:
@@ -42,6 +43,26 @@ def test_it_runs_until_it_is_told_to_end(number: signal.Signals) -> None:
     process.send_signal(number)
     out, err = process.communicate(timeout=20)
     assert (process.returncode, out, err) == (0, "", f"{number.name}: the broker ends\n")
+
+
+@pytest.mark.parametrize("by_file", [False, True])
+def test_it_writes_a_flow_log(tmp_path: Path, by_file: bool) -> None:
+    config = tmp_path / "broker.toml"
+    config.write_text('flow_log = "log"' if by_file else "")
+    given = () if by_file else ("--flow-log", str(tmp_path / "log"))
+    process, url = start("--config", str(config), "--queue", "orders", "--flow-stop-count", "1", "--quiet", *given)
+    with Producer(url, routing_key="orders", name="shop", capacity=5) as producer:
+        events = producer.flow_events(kinds=("channel_flow",))
+        for _ in range(2):
+            producer.send(b"one")
+        next(events)
+        with pika.BlockingConnection(pika.URLParameters(url)) as connection:
+            connection.channel().queue_purge("orders")
+        producer.flush(20)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    (row,) = (row for row in flow_report(tmp_path / "log").tables["waits"] if row["reason"] == "channel_flow")
+    assert (row["queue"], row["waited"], row["filled"]) == ("orders", "shop", "shop")
 
 
 def test_its_settings_are_options() -> None:

@@ -11,6 +11,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 import pamqp.commands
 import pamqp.exceptions
@@ -440,7 +441,7 @@ class Life:
 
     # All of it.
 
-    STEPS = (
+    STEPS: Any = (
         (do_send, 40),
         (do_write, 20),
         (do_drain, 12),

@@ -1,0 +1,128 @@
+"""``qflow report``: what flow logs say, and what to set."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from qflow_client.cli import text
+from qflow_client.report import FlowLogs, FlowReport, flow_report, to_parquet
+
+__all__ = ["convert", "report"]
+
+# Rows of a table in the summary.
+_ROWS = 10
+
+_Logs = Annotated[
+    list[Path],
+    typer.Argument(metavar="LOG...", help="Folders that flow logs were written into, or files: .jsonl[.gz], .parquet."),
+]
+
+
+def report(
+    logs: _Logs,
+    maximum: Annotated[
+        int | None, typer.Option(min=1, help="The most messages that a queue may ever have: find out what to set.")
+    ] = None,
+    delay: Annotated[
+        float | None, typer.Option(help="The seconds that a message may be in a queue: find out what to set.")
+    ] = None,
+    queue: Annotated[
+        list[str] | None, typer.Option("--queue", help="A queue to find that out for; all unless given. Repeatable.")
+    ] = None,
+    round_trip: Annotated[float, typer.Option(help="Seconds from a publish to its confirm, when trying that.")] = 0.005,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="A folder for report.html and the tables as Parquet.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="All tables as JSON instead of a summary.")] = False,
+) -> None:
+    """Report on flow logs: who was held, where, why, how long and because of whom, and what to set.
+
+    With --maximum or --delay it looks for thresholds and capacities that keep them, by leading what was recorded
+    through the broker's queue with those.
+    """
+    for name, value in (("--delay", delay), ("--round-trip", round_trip)):
+        if value is not None and not value > 0:
+            raise typer.BadParameter(f"{value} is not more than 0 seconds", param_hint=name)
+    found = flow_report(logs, maximum=maximum, delay=delay, queues=queue or None, round_trip=round_trip)
+    if output is not None:
+        found.write(output)
+    if as_json:
+        whole = asdict(found)
+        del whole["advice"]
+        print(json.dumps(whole, ensure_ascii=False))
+        return
+    _summary(Console(soft_wrap=True), found)
+    if output is not None:
+        print(f"\n{output / 'report.html'}")
+
+
+def convert(
+    logs: _Logs,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The Parquet file to write.")],
+) -> None:
+    """Convert flow logs into one Parquet file, which is a tenth of the size and read faster."""
+    print(f"{text.count(to_parquet(FlowLogs(logs), output), 'line')} in {output}")
+
+
+def _summary(console: Console, found: FlowReport) -> None:
+    lines = text.count(sum(found.lines.values()), "line")
+    span = "" if found.first is None or found.last is None else f" over {text.seconds(found.last - found.first)}"
+    console.print(f"{lines}{span}")
+    if found.lost:
+        console.print(f"{text.count(found.lost, 'line')} lost before they were written: the disk was too slow")
+    if found.unreadable:
+        console.print(f"{text.count(found.unreadable, 'line')} could not be read")
+    tables = found.tables
+    _print(console, "Producers", sorted(tables["producers"], key=lambda row: -row["seconds_flowed"]), _PRODUCERS)
+    _print(console, "Holds", sorted(tables["holds"], key=lambda row: -row["seconds"]), _HOLDS)
+    _print(console, "Queues", tables["queues"], _QUEUES)
+    _print(console, "Who waited because of whom", sorted(tables["waits"], key=lambda row: -row["seconds"]), _WAITS)
+    for why in found.no_advice.values():
+        console.print(f"\n{why}", markup=False)
+    _print(console, "What to set", tables.get("advice", []), _ADVICE)
+    _print(console, "Capacities", tables.get("capacities", []), ("queue", "producer", "capacity"))
+    shown = [row for row in tables.get("replays", []) if row["what"] != "tried"]
+    _print(console, "What that would have done", shown, _REPLAYS)
+
+
+_PRODUCERS = ("producer", "times_flowed", "seconds_flowed", "part_flowed", "seconds_p50", "seconds_p99", "seconds_max")
+_HOLDS = (
+    *("origin", "producer", "queue", "reason", "episodes", "seconds"),
+    *("seconds_p50", "seconds_p99", "rate_before", "rate_after"),
+)
+_QUEUES = ("queue", "messages", "drain_rate", "depth_max", "stop", "resume", "times_on", "seconds_on", "overshoot_max")
+_WAITS = ("queue", "reason", "waited", "filled", "seconds")
+_ADVICE = ("queue", "stop", "resume", "capacity", "worst_case", "longest_delay")
+_REPLAYS = ("queue", "what", "stop", "resume", "capacity", "depth_max", "times_on", "seconds_flowed", "seconds_full")
+
+
+def _print(console: Console, title: str, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
+    if not rows:
+        return
+    table = Table(title=f"\n{title}", title_justify="left", box=None)
+    for column in columns:
+        is_text = isinstance(rows[0][column], str)
+        table.add_column(column.replace("_", "\n"), justify="left" if is_text else "right", no_wrap=True)
+    for row in rows[:_ROWS]:
+        # Text: what is in brackets is no markup.
+        table.add_row(*(Text(_cell(row[column])) for column in columns))
+    console.print(table)
+    if len(rows) > _ROWS:
+        console.print(f"and {text.count(len(rows) - _ROWS, 'more row')}")
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.3f}" if abs(value) < 100 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

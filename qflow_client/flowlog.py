@@ -1,0 +1,424 @@
+"""Flow telemetry on the disk: what held whom, for how long, one JSON object a line.
+
+Every line can be reckoned with by itself, because logs are rotated, lost in part, and read out of order: a hold that
+goes on is told piece by piece, and whoever needs to know what came before is told it in the line. Times are whole
+microseconds since 1970, so that sums are the same in every order.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from qflow_client.events import FlowEvent, FlowEventKind, FlowState
+from qflow_client.flow import Hold
+
+__all__ = ["FlowLog", "Line", "ProducerLines", "microseconds"]
+
+_log = logging.getLogger(__name__)
+
+#: One line of a flow log.
+Line = dict[str, Any]
+
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+#: What an unfinished file's name begins with; Spark and Hadoop pass over such files.
+_UNFINISHED = "_"
+# Seconds between two looks for what is to be written.
+_LOOK = 0.1
+
+
+def microseconds(seconds: float) -> int:
+    """Seconds as whole microseconds."""
+    return round(seconds * 1_000_000)
+
+
+class ProducerLines:
+    """The lines of one producer, sans-I/O: flow events in, lines out.
+
+    Args:
+        producer: its name.
+        queue: where it publishes to.
+        write: called with each line.
+        at: since when it is watched, in microseconds.
+        connection: its connection's name; the producer's unless given.
+    """
+
+    def __init__(
+        self, producer: str, queue: str, write: Callable[[Line], object], at: int, connection: str | None = None
+    ) -> None:
+        self._who = {
+            "origin": "producer",
+            "producer": producer,
+            "connection": producer if connection is None else connection,
+            "queue": queue,
+        }
+        self._write = write
+        # By reason and source: since when it holds, and up to when that has been told.
+        self._holds: dict[tuple[str, str], tuple[int, int]] = {}
+        # Since when it is flowed, and by which reason first; None while it is not.
+        self._flowed: tuple[int, str] | None = None
+        # Since when it was unflowed, after which reason, and how many messages it had admitted then; -1 if not known.
+        self._free_since, self._free_after, self._free_admitted = at, "", -1
+
+    def event(self, event: FlowEvent) -> None:
+        """Take a flow event."""
+        at = microseconds(event.at)
+        hold = event.hold
+        if event.kind is FlowEventKind.WAITING:
+            line = self._line(at, "waiting", "" if hold is None else str(hold.kind), microseconds(event.since))
+            line["waiting"] = event.waiting
+            self._write(line)
+        elif hold is not None and event.kind in (FlowEventKind.FLOWED, FlowEventKind.HOLD_RAISED):
+            self._raised(hold, at, event)
+        elif hold is not None:
+            self._lifted(hold, at, event)
+
+    def _line(self, at: int, kind: str, reason: str, since: int) -> Line:
+        return {"at": at, "kind": kind, **self._who, "reason": reason, "since": since}
+
+    def begin(self, state: FlowState, at: int) -> None:
+        """Take what held it before it was watched, as if that began now: what was before is not this log's."""
+        for hold in state.holds:
+            self._raised(hold, at, None)
+
+    def _raised(self, hold: Hold, at: int, event: FlowEvent | None) -> None:
+        key = (str(hold.kind), hold.source)
+        if key in self._holds:
+            return
+        self._holds[key] = (at, at)
+        line = self._line(at, "raised", key[0], at)
+        if hold.source:
+            line["source"] = hold.source
+        if hold.detail:
+            line["detail"] = hold.detail
+        if event is not None:
+            line["unsettled"], line["capacity"] = event.unsettled, event.capacity
+        if self._flowed is None:
+            self._flowed = (at, key[0])
+            if event is not None and self._free_admitted >= 0:
+                line["after"] = self._free_after
+                line["free_us"] = max(0, at - self._free_since)
+                line["free_messages"] = max(0, event.admitted - self._free_admitted)
+        self._write(line)
+
+    def _lifted(self, hold: Hold, at: int, event: FlowEvent) -> None:
+        key = (str(hold.kind), hold.source)
+        since, begun = self._holds.pop(key, (None, None))
+        if since is None or begun is None:
+            # It was lifted between the first event and the look at what held before.
+            return
+        line = self._line(at, "lifted", key[0], since)
+        line["begun"] = begun
+        if not self._holds and self._flowed is not None:
+            line["flowed_since"], line["first"] = self._flowed
+            self._flowed = None
+            self._free_since, self._free_after, self._free_admitted = at, line["first"], event.admitted
+        self._write(line)
+
+    def tell(self, at: int) -> None:
+        """Tell of what holds now up to now."""
+        for key, (since, begun) in self._holds.items():
+            if at > begun:
+                line = self._line(at, "held", key[0], since)
+                line["begun"] = begun
+                self._holds[key] = (since, at)
+                self._write(line)
+
+
+class _Producer(Protocol):
+    """What is asked of a producer of either kind."""
+
+    @property
+    def settings(self) -> Any: ...
+
+    @property
+    def flow_state(self) -> FlowState: ...
+
+    @property
+    def closed(self) -> bool: ...
+
+    def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]: ...
+
+
+@dataclass(eq=False, slots=True)
+class _Watch:
+    """One producer that is watched."""
+
+    producer: _Producer
+    lines: ProducerLines
+    unsubscribe: Callable[[], None] = lambda: None
+
+
+class FlowLog:
+    """Writes flow events of producers, and of a broker that is given it, into files of a folder. A context manager.
+
+    Any number of logs, of any processes, may share a folder. The file that is being written has a name that begins with
+    an underscore, and loses it when it is finished, so that who reads the folder as a stream takes finished files only.
+    What a crash left unfinished is finished by the next log in the folder.
+
+    Nothing is encoded or written on a thread that publishes, nor on a broker's loop: there, a line is put into a queue.
+    If that is full, because the disk is slow, lines are lost, and a line says how many. A forked child needs a log of
+    its own.
+
+    Args:
+        folder: made if it does not exist.
+        max_bytes: a file is finished when it has so many …
+        max_seconds: … or is so old, and holds anything.
+        keep: so many finished files of this log are kept, the latest; ``None`` for all.
+        period: seconds after which holds that go on, and queues, are told of again.
+        max_lines: the most lines that wait to be written.
+
+    Raises:
+        ValueError: a value that is not allowed.
+        OSError: the folder cannot be made or written to.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        max_bytes: int = 64 << 20,
+        max_seconds: float = 60.0,
+        keep: int | None = None,
+        period: float = 1.0,
+        max_lines: int = 100_000,
+    ) -> None:
+        for name, value, least in (("max_bytes", max_bytes, 1), ("max_lines", max_lines, 1), ("keep", keep, 1)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise ValueError(f"{name}={value!r}: it must be a whole number from {least} on")
+        for name, seconds in (("max_seconds", max_seconds), ("period", period)):
+            if not seconds > 0:
+                raise ValueError(f"{name}={seconds!r}: it must be more than 0 seconds")
+        #: Where the files are.
+        self.folder = Path(folder)
+        #: Seconds after which holds that go on, and queues, are told of again.
+        self.period = period
+        #: Lines that were lost so far because too many waited to be written.
+        self.lost = 0
+        self._max_bytes = max_bytes
+        self._max_seconds = max_seconds
+        self._keep = keep
+        self._max_lines = max_lines
+        # Lines, and events of producers, which are put into lines on the thread that writes.
+        self._waiting: deque[Line | tuple[_Watch, FlowEvent]] = deque()
+        self._told_lost = 0
+        self._watches: list[_Watch] = []
+        self._lock = threading.Lock()
+        # Guards the file; the thread that writes has it most of the time.
+        self._writing = threading.Lock()
+        self._finished: deque[Path] = deque()
+        self._serial = 0
+        self._file: IO[bytes] | None = None
+        self._path = self.folder
+        self._size = 0
+        self._begun_at = 0.0
+        self._tell_at = time.monotonic() + period
+        self._failed = False
+        # A child that a fork makes has neither the thread nor a right to the file.
+        self._pid = os.getpid()
+        self._stop = threading.Event()
+        self._closed = False
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._finish_left_behind()
+        self._open()
+        self._thread = threading.Thread(target=self._run, name=f"qflow-flow-log {self.folder.name}", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    # What is told.
+
+    def watch(self, producer: _Producer) -> Callable[[], None]:
+        """Write the flow events of a producer, of either kind, from now on.
+
+        Args:
+            producer: a `Producer`, or an `AsyncProducer`.
+
+        Returns:
+            What to call to have no more of them written; a producer that is closed needs none.
+        """
+        settings = producer.settings
+        queue = settings.routing_key if not settings.exchange else f"{settings.exchange}:{settings.routing_key}"
+        lines = ProducerLines(settings.name, queue or "", self.write, microseconds(time.time()))
+        watch = _Watch(producer, lines)
+        # In this order: what happens in between is told of twice, which is known, and not missed.
+        watch.unsubscribe = producer.on_flow(lambda event: self._put((watch, event)))
+        state = producer.flow_state
+        with self._writing:
+            lines.begin(state, microseconds(time.time()))
+        with self._lock:
+            self._watches.append(watch)
+
+        def unwatch() -> None:
+            watch.unsubscribe()
+            with self._lock:
+                if watch in self._watches:
+                    self._watches.remove(watch)
+
+        return unwatch
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Have a line written, soon. For any thread; it costs an append."""
+        self._put(dict(line))
+
+    def _put(self, line: Line | tuple[_Watch, FlowEvent]) -> None:
+        if len(self._waiting) >= self._max_lines:
+            self.lost += 1
+        else:
+            self._waiting.append(line)
+
+    # What is written.
+
+    def flush(self) -> None:
+        """Wait until all that was told so far is in the file."""
+        self._write_waiting()
+
+    def rotate(self) -> None:
+        """Finish the file that is being written, if it holds anything."""
+        self._write_waiting()
+        with self._writing:
+            self._finish()
+
+    def close(self) -> None:
+        """Write what is left, and finish the file. A second time changes nothing, nor does a forked child."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            watches, self._watches = self._watches, []
+        atexit.unregister(self.close)
+        for watch in watches:
+            watch.unsubscribe()
+        self._stop.set()
+        self._thread.join()
+        self._write_waiting()
+        for watch in watches:
+            watch.lines.tell(microseconds(time.time()))
+        self._write_waiting()
+        with self._writing:
+            self._finish(last=True)
+
+    def __enter__(self) -> FlowLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_LOOK):
+            try:
+                self._write_waiting()
+                if self._file is not None and self._size and time.monotonic() - self._begun_at >= self._max_seconds:
+                    with self._writing:
+                        self._finish()
+                self._failed = False
+            except OSError as error:
+                # A full disk must not end it: there may be room again.
+                if not self._failed:
+                    _log.error("%s: the flow log cannot be written: %s", self._path, error)
+                self._failed = True
+
+    def _write_waiting(self) -> None:
+        with self._writing:
+            if time.monotonic() >= self._tell_at:
+                self._tell_at = time.monotonic() + self.period
+                self._tell()
+            lines: list[bytes] = []
+            for line in self._take():
+                lines.append(_encode(line).encode())
+                lines.append(b"\n")
+            if self.lost > self._told_lost:
+                told, self._told_lost = self._told_lost, self.lost
+                line = {"at": microseconds(time.time()), "kind": "lost", "lost": self.lost - told}
+                lines.append(_encode(line).encode())
+                lines.append(b"\n")
+            if lines and self._file is not None:
+                data = b"".join(lines)
+                self._file.write(data)
+                self._file.flush()
+                self._size += len(data)
+                if self._size >= self._max_bytes:
+                    self._finish()
+
+    def _take(self) -> Iterator[Line]:
+        # Events make lines, which are put behind: so many, and not without end.
+        waiting = self._waiting
+        for _ in range(2 * len(waiting)):
+            if not waiting:
+                return
+            item = waiting.popleft()
+            if isinstance(item, tuple):
+                watch, event = item
+                watch.lines.event(event)
+            else:
+                yield item
+
+    def _tell(self) -> None:
+        """Tell of holds that go on, and forget producers that are closed: those are held by nothing any more."""
+        with self._lock:
+            watches = tuple(self._watches)
+        # First what has happened: a hold that was lifted is told of by that.
+        at = microseconds(time.time())
+        events = any(isinstance(item, tuple) for item in self._waiting)
+        for watch in watches:
+            if not events:
+                watch.lines.tell(at)
+            if watch.producer.closed:
+                with self._lock:
+                    if watch in self._watches:
+                        self._watches.remove(watch)
+
+    # Files.
+
+    def _finish_left_behind(self) -> None:
+        """Finish files of logs that are no more: nobody has their lock."""
+        for path in self.folder.glob(f"{_UNFINISHED}*.jsonl"):
+            try:
+                with path.open("rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.rename(path.with_name(path.name.removeprefix(_UNFINISHED)))
+            except OSError:
+                # Somebody writes it, or another has just finished it.
+                continue
+
+    def _open(self) -> None:
+        self._serial += 1
+        name = (
+            f"flow-{socket.gethostname()}-{os.getpid()}-{id(self):x}-{time.time_ns() // 1000}-{self._serial:06}.jsonl"
+        )
+        self._path = self.folder / f"{_UNFINISHED}{name}"
+        self._file = self._path.open("ab")
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._size = 0
+        self._begun_at = time.monotonic()
+
+    def _finish(self, *, last: bool = False) -> None:
+        file = self._file
+        if file is None:
+            return
+        if self._size:
+            finished = self._path.with_name(self._path.name.removeprefix(_UNFINISHED))
+            self._path.rename(finished)
+            self._finished.append(finished)
+            while self._keep is not None and len(self._finished) > self._keep:
+                self._finished.popleft().unlink(missing_ok=True)
+        elif last:
+            self._path.unlink(missing_ok=True)
+        if self._size or last:
+            self._file = None
+            file.close()
+        if not last and self._file is None:
+            self._open()

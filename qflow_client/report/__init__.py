@@ -1,0 +1,19 @@
+"""Reports on flow logs: who was held, where, why and how long, and which thresholds and capacities to set."""
+
+from __future__ import annotations
+
+from qflow_client.report.advice import Advice, AdviceError
+from qflow_client.report.reading import FlowLogError, FlowLogs, to_parquet
+from qflow_client.report.replay import ReplayResult
+from qflow_client.report.report import FlowReport, flow_report
+
+__all__ = [
+    "Advice",
+    "AdviceError",
+    "FlowLogError",
+    "FlowLogs",
+    "FlowReport",
+    "ReplayResult",
+    "flow_report",
+    "to_parquet",
+]

@@ -1,0 +1,239 @@
+"""Flow logs: which files there are, and their lines, one after the other."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any, cast
+
+from qflow_client.errors import QflowError
+
+__all__ = ["COLUMNS", "FlowLogError", "FlowLogs", "line_of", "parquet_schema", "to_parquet"]
+
+_KINDS = (".jsonl", ".jsonl.gz", ".parquet")
+# How much is read of the end of a file to find its last line.
+_TAIL = 64 << 10
+# Rows of a Parquet file that are in memory at once.
+_ROWS = 20_000
+
+
+class FlowLogError(QflowError):
+    """A flow log cannot be read; the text names the file."""
+
+
+class FlowLogs:
+    """The files of flow logs.
+
+    Args:
+        paths: folders, of which all flow logs are taken, unfinished ones too, and files.
+
+    Raises:
+        FlowLogError: there is nothing to read, or a file of another kind.
+    """
+
+    def __init__(self, paths: Sequence[str | os.PathLike[str]]) -> None:
+        #: In the order of their names.
+        self.files: list[Path] = []
+        #: Lines so far that were no lines of a flow log, such as the last one of a process that was killed.
+        self.unreadable = 0
+        for path in map(Path, paths):
+            if path.is_dir():
+                self.files += sorted(each for each in path.iterdir() if each.name.endswith(_KINDS))
+            elif not path.exists():
+                raise FlowLogError(f"{path}: there is no such file or folder")
+            elif not path.name.endswith(_KINDS):
+                raise FlowLogError(f"{path}: a flow log ends in {', '.join(_KINDS)}")
+            else:
+                self.files.append(path)
+        if not self.files:
+            raise FlowLogError(f"{', '.join(map(str, paths))}: there is no flow log ({', '.join(_KINDS)})")
+
+    @property
+    def size(self) -> int:
+        """Bytes of all of them."""
+        return sum(path.stat().st_size for path in self.files)
+
+    def span(self) -> tuple[int, int]:
+        """When about the first and the last line is from, in microseconds; from the ends of the files only."""
+        times = [at for path in self.files for at in _ends(path)]
+        return (min(times), max(times)) if times else (0, 0)
+
+    def lines(self, only: str | None = None) -> Iterator[dict[str, Any]]:
+        """All lines.
+
+        Args:
+            only: the one kind of line that is wanted; ``None`` for all.
+        """
+        for path in self.files:
+            if path.suffix == ".parquet":
+                yield from (line for line in _parquet_lines(path) if only is None or line["kind"] == only)
+            else:
+                yield from self._json_lines(path, only)
+
+    def _json_lines(self, path: Path, only: str | None) -> Iterator[dict[str, Any]]:
+        # Most lines are passed over unread, then.
+        mark = b"" if only is None else b'"%s"' % only.encode()
+        with _open(path) as file:
+            for raw in file:
+                if mark not in raw:
+                    continue
+                line = line_of(raw)
+                if line is None:
+                    self.unreadable += 1
+                elif only is None or line["kind"] == only:
+                    yield line
+
+
+def line_of(raw: str | bytes) -> dict[str, Any] | None:
+    """A line; ``None`` if it is none of a flow log."""
+    try:
+        line = json.loads(raw)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) and "at" in line and "kind" in line else None
+
+
+def _open(path: Path) -> IO[bytes]:
+    return cast("IO[bytes]", gzip.open(path)) if path.suffix == ".gz" else path.open("rb", buffering=1 << 20)
+
+
+def _at(raw: bytes) -> int | None:
+    line = line_of(raw)
+    at = None if line is None else line["at"]
+    return at if isinstance(at, int) else None
+
+
+def _ends(path: Path) -> list[int]:
+    if path.suffix == ".parquet":
+        return _parquet_ends(path)
+    with _open(path) as file:
+        found = [_at(file.readline())]
+        if path.suffix == ".gz":
+            # Its end is only found by reading all of it.
+            last = b""
+            for last in file:  # noqa: B007  # the last one is what is wanted
+                pass
+            found.append(_at(last))
+        else:
+            file.seek(max(0, path.stat().st_size - _TAIL))
+            found += [_at(raw) for raw in file.read().splitlines()[-2:]]
+    return [at for at in found if at is not None]
+
+
+# Parquet.
+
+
+def _pyarrow(path: Path) -> Any:
+    if find_spec("pyarrow") is None:
+        raise FlowLogError(f"{path}: Parquet needs pyarrow: pip install 'qflow-client[spark]'")
+    import pyarrow.parquet
+
+    return pyarrow
+
+
+def parquet_schema(pyarrow: Any) -> Any:
+    """The columns of a flow log as Parquet."""
+    text, number = pyarrow.string(), pyarrow.int64()
+    counts = pyarrow.map_(text, number)
+    return pyarrow.schema([(name, {"text": text, "number": number, "counts": counts}[kind]) for name, kind in COLUMNS])
+
+
+#: The fields that lines have, and of which kind they are.
+COLUMNS = (
+    ("at", "number"),
+    ("kind", "text"),
+    ("origin", "text"),
+    ("producer", "text"),
+    ("connection", "text"),
+    ("queue", "text"),
+    ("reason", "text"),
+    ("source", "text"),
+    ("detail", "text"),
+    ("since", "number"),
+    ("begun", "number"),
+    ("flowed_since", "number"),
+    ("first", "text"),
+    ("after", "text"),
+    ("free_us", "number"),
+    ("free_messages", "number"),
+    ("unsettled", "number"),
+    ("capacity", "number"),
+    ("waiting", "number"),
+    ("causes", "counts"),
+    ("us", "number"),
+    ("depth", "number"),
+    ("bytes", "number"),
+    ("peak", "number"),
+    ("peak_bytes", "number"),
+    ("arrived", "number"),
+    ("arrived_bytes", "number"),
+    ("left", "number"),
+    ("left_bytes", "number"),
+    ("arrivals", "counts"),
+    ("stop", "number"),
+    ("resume", "number"),
+    ("stop_bytes", "number"),
+    ("resume_bytes", "number"),
+    ("overshoot", "number"),
+    ("overshoot_bytes", "number"),
+    ("lost", "number"),
+)
+_MAPS = tuple(name for name, kind in COLUMNS if kind == "counts")
+
+
+def _parquet_lines(path: Path) -> Iterator[dict[str, Any]]:
+    file = _pyarrow(path).parquet.ParquetFile(path)
+    for batch in file.iter_batches(batch_size=_ROWS):
+        for row in batch.to_pylist():
+            line = {name: value for name, value in row.items() if value is not None}
+            for name in _MAPS:
+                if name in line:
+                    line[name] = dict(line[name])
+            yield line
+
+
+def _parquet_ends(path: Path) -> list[int]:
+    metadata = _pyarrow(path).parquet.ParquetFile(path).metadata
+    column = metadata.schema.names.index("at")
+    found = []
+    for group in range(metadata.num_row_groups):
+        statistics = metadata.row_group(group).column(column).statistics
+        if statistics is not None and statistics.has_min_max:
+            found += [statistics.min, statistics.max]
+    return found
+
+
+def to_parquet(logs: FlowLogs, target: str | os.PathLike[str]) -> int:
+    """Write flow logs as one Parquet file.
+
+    Args:
+        logs: what to read.
+        target: the file; it appears when it is complete.
+
+    Returns:
+        How many lines it has.
+    """
+    path = Path(target)
+    pyarrow = _pyarrow(path)
+    schema = parquet_schema(pyarrow)
+    unfinished = path.with_name(f"_{path.name}")
+    count = 0
+    with pyarrow.parquet.ParquetWriter(unfinished, schema, compression="zstd") as writer:
+        batch: list[dict[str, Any]] = []
+        for line in logs.lines():
+            batch.append(line)
+            if len(batch) == _ROWS:
+                writer.write_table(pyarrow.Table.from_pylist([_with_maps(each) for each in batch], schema=schema))
+                count += len(batch)
+                batch.clear()
+        writer.write_table(pyarrow.Table.from_pylist([_with_maps(each) for each in batch], schema=schema))
+    unfinished.rename(path)
+    return count + len(batch)
+
+
+def _with_maps(line: dict[str, Any]) -> dict[str, Any]:
+    return line | {name: list(line[name].items()) for name in _MAPS if name in line}

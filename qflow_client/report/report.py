@@ -1,0 +1,148 @@
+"""The report: tables, what to set, and how both are written down."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+from qflow_client.report.advice import Advice, AdviceError, advise, samples_in, windows
+from qflow_client.report.reading import FlowLogError, FlowLogs
+from qflow_client.report.replay import Sample
+from qflow_client.report.tables import Row, Tables, bin_width, sum_up
+
+__all__ = ["FlowReport", "flow_report", "make_report"]
+
+
+@dataclass(frozen=True)
+class FlowReport:
+    """Who was held, where, why and how long, and what to set.
+
+    Attributes:
+        tables: rows by the table's name: ``holds``, ``producers``, ``queues``, ``publishers``, ``waits``,
+            ``held_over_time`` and ``depth_over_time``; with advice also ``advice``, ``capacities`` and ``replays``.
+            Times are seconds, moments seconds since 1970.
+        lines: lines that were read, by kind.
+        lost: lines that were never written, because the disk was too slow.
+        unreadable: lines that were none, such as the last one of a process that was killed.
+        first: when the first line is from, in seconds since 1970; ``None`` without lines.
+        last: when the last one is from.
+        advice: what to set, by queue.
+        no_advice: why there is none, by queue.
+    """
+
+    tables: dict[str, list[Row]]
+    lines: dict[str, int]
+    lost: int
+    unreadable: int
+    first: float | None
+    last: float | None
+    advice: dict[str, Advice] = field(default_factory=dict)
+    no_advice: dict[str, str] = field(default_factory=dict)
+
+    def page(self) -> str:
+        """One HTML page with plots, which needs nothing from elsewhere."""
+        from qflow_client.report.page import page
+
+        return page(self)
+
+    def write(self, folder: str | os.PathLike[str]) -> None:
+        """Write ``report.html``, and each table as a Parquet file.
+
+        Args:
+            folder: made if it does not exist; files of an earlier report are replaced.
+
+        Raises:
+            FlowLogError: pyarrow is not installed.
+        """
+        path = Path(folder)
+        if find_spec("pyarrow") is None:
+            raise FlowLogError(f"{path}: Parquet tables need pyarrow: pip install 'qflow-client[spark]'")
+        import pyarrow
+        import pyarrow.parquet
+
+        path.mkdir(parents=True, exist_ok=True)
+        for name, rows in self.tables.items():
+            if rows:
+                pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path / f"{name}.parquet")
+            else:
+                (path / f"{name}.parquet").unlink(missing_ok=True)
+        (path / "report.html").write_text(self.page(), encoding="utf-8")
+
+
+def make_report(
+    tables: Tables,
+    samples: dict[str, list[Sample]] | None,
+    *,
+    maximum: int | None = None,
+    delay: float | None = None,
+    round_trip: float = 0.005,
+) -> FlowReport:
+    """Make a report of what has been summed up, by whatever did.
+
+    Args:
+        tables: all lines.
+        samples: what is to be replayed, by queue; ``None`` if no advice is wanted.
+        maximum: as for `advise`.
+        delay: as for `advise`.
+        round_trip: as for `advise`.
+    """
+    advice: dict[str, Advice] = {}
+    no_advice: dict[str, str] = {}
+    rows = tables.tables()
+    if samples is not None:
+        capacities = tables.capacities()
+        for queue, found in sorted(samples.items()):
+            try:
+                advice[queue] = advise(
+                    queue,
+                    tables.queues[queue],
+                    found,
+                    tables.publishers(queue),
+                    capacities,
+                    maximum=maximum,
+                    delay=delay,
+                    round_trip=round_trip,
+                )
+            except AdviceError as error:
+                no_advice[queue] = str(error)
+        rows["advice"] = [each.row() for each in advice.values()]
+        rows["capacities"] = [row for each in advice.values() for row in each.capacity_rows()]
+        rows["replays"] = [row for each in advice.values() for row in each.replay_rows()]
+    first, last = (None if at is None else at / 1_000_000 for at in (tables.first, tables.last))
+    return FlowReport(
+        rows, dict(sorted(tables.lines.items())), tables.lost, tables.unreadable, first, last, advice, no_advice
+    )
+
+
+def flow_report(
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    maximum: int | None = None,
+    delay: float | None = None,
+    queues: Iterable[str] | None = None,
+    round_trip: float = 0.005,
+) -> FlowReport:
+    """Report on flow logs, in this process and in constant memory: one pass, and a second one for advice.
+
+    Args:
+        paths: folders of `FlowLog`, or files: ``.jsonl``, ``.jsonl.gz`` or ``.parquet``.
+        maximum: the most messages that a queue may ever have (C6): what to set for that is found out, for each queue.
+        delay: seconds that a message may be in a queue: likewise.
+        queues: those that advice is wanted for; ``None`` for all of which the depth is known.
+        round_trip: seconds from a publish to its confirm, for the replays.
+
+    Raises:
+        FlowLogError: there is nothing to read.
+        ValueError: a maximum or a delay that is not more than 0.
+    """
+    logs = FlowLogs([paths] if isinstance(paths, (str, os.PathLike)) else paths)
+    tables = sum_up(logs.lines(), bin_width(*logs.span()))
+    tables.unreadable = logs.unreadable
+    samples = None
+    if maximum is not None or delay is not None:
+        wanted = windows(tables, queues)
+        samples = samples_in(logs.lines("depth"), wanted)
+    return make_report(tables, samples, maximum=maximum, delay=delay, round_trip=round_trip)

@@ -1,0 +1,285 @@
+"""Flow telemetry of any volume: a flow log's lines summed up by Spark, at once or as they come.
+
+Each task sums up the lines of its part by `qflow_client.report`, to a few facts: rows with a key, a bucket, sums and
+maxima of whole numbers. Spark adds up facts of one key, in whatever order and in however many parts, and of what is
+left the report is made. So each figure has one definition, and one process and a cluster make the same report.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as sf
+
+from qflow_client.report import FlowReport
+from qflow_client.report.advice import samples_in, windows
+from qflow_client.report.reading import COLUMNS, FlowLogError, FlowLogs, line_of
+from qflow_client.report.report import make_report
+from qflow_client.report.tables import Fact, Tables, bin_width
+
+__all__ = ["flow_events", "flow_report", "flow_report_of_stream", "flow_report_stream"]
+
+_SECOND = 1_000_000
+
+_KEYS = tuple(f"k{number}" for number in range(1, 6))
+_MORE = tuple(f"more_{number}" for number in range(1, 7))
+_GROUP = ("table", *_KEYS, "bucket")
+_SUMS = ("count", "total", *_MORE)
+_MOSTS = ("most", "most_2")
+_FACTS = (*_GROUP, *_SUMS, *_MOSTS)
+# Tables in which a bucket is a time.
+_SERIES = ("depth", "held")
+
+_TYPES = {"text": "string", "number": "bigint", "counts": "map<string,bigint>"}
+_EVENTS = ", ".join(f"`{name}` {_TYPES[kind]}" for name, kind in COLUMNS)
+
+# Facts that a task hands over at once.
+_AT_ONCE = 20_000
+
+_Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+class _Logs:
+    """What there is to read: finished files on this machine, or whatever Spark finds elsewhere."""
+
+    def __init__(self, spark: SparkSession, paths: _Paths) -> None:
+        self._spark = spark
+        given = [os.fspath(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
+        self._remote = [path for path in given if "://" in path]
+        local = [path for path in given if "://" not in path]
+        # Spark reads no file whose name begins with an underscore.
+        self._local = [path for path in FlowLogs(local).files if not path.name.startswith("_")] if local else []
+        if not self._local and not self._remote:
+            raise FlowLogError(f"{', '.join(given)}: no file is finished; FlowLog.rotate() and close() finish one")
+
+    def _united(self, text: Callable[[list[str]], DataFrame], parquet: Callable[[list[str]], DataFrame]) -> DataFrame:
+        columnar = [str(path) for path in self._local if path.suffix == ".parquet"]
+        lines = [str(path) for path in self._local if path.suffix != ".parquet"] + self._remote
+        frames = [make(paths) for make, paths in ((text, lines), (parquet, columnar)) if paths]
+        return frames[0] if len(frames) == 1 else frames[0].unionByName(frames[1])
+
+    def _parquet(self, paths: list[str]) -> DataFrame:
+        return self._spark.read.schema(_EVENTS).parquet(*paths)
+
+    def events(self) -> DataFrame:
+        """A column for each field."""
+        return self._united(lambda paths: self._spark.read.schema(_EVENTS).json(paths), self._parquet)
+
+    def lines(self) -> DataFrame:
+        """One column, of lines as JSON."""
+
+        def as_json(paths: list[str]) -> DataFrame:
+            return self._parquet(paths).select(sf.to_json(sf.struct("*")).alias("value"))
+
+        return self._united(self._spark.read.text, as_json)
+
+    def span(self) -> tuple[int, int]:
+        """When about the first and the last line is from."""
+        if not self._remote:
+            return FlowLogs(self._local).span()
+        first, last = self.events().select(sf.min("at"), sf.max("at")).collect()[0]
+        return first or 0, last or 0
+
+
+def flow_events(spark: SparkSession, paths: _Paths) -> DataFrame:
+    """The lines of flow logs, as a DataFrame with a column for each field.
+
+    Args:
+        spark: the session.
+        paths: folders and files: ``.jsonl``, ``.jsonl.gz`` or ``.parquet``. Of folders on this machine finished files
+            are taken; others (``s3a://…``) hold JSON lines.
+
+    Raises:
+        FlowLogError: there is nothing to read.
+    """
+    return _Logs(spark, paths).events()
+
+
+def _summing(window: int | None, width: int) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    """For ``mapInArrow``: the lines of a part become facts, over all time or by windows.
+
+    Args:
+        window: microseconds; ``None`` for all time.
+        width: of the bins of series over time, in microseconds.
+    """
+
+    def sum_up(batches: Iterator[Any]) -> Iterator[Any]:
+        parts: dict[int, Tables] = {}
+        for batch in batches:
+            for raw in batch.column(0).to_pylist():
+                line = line_of(raw)
+                begin = 0 if window is None or line is None else line["at"] // window * window
+                tables = parts.get(begin)
+                if tables is None:
+                    tables = parts[begin] = Tables(width)
+                if line is None:
+                    tables.unreadable += 1
+                else:
+                    tables.add(line)
+        rows: list[tuple[Any, ...]] = []
+        for begin, tables in parts.items():
+            for fact in tables.facts():
+                rows.append((begin, *_row(fact)))
+                if len(rows) == _AT_ONCE:
+                    yield _batch(rows)
+                    rows.clear()
+        if rows:
+            yield _batch(rows)
+
+    return sum_up
+
+
+def _row(fact: Fact) -> tuple[Any, ...]:
+    keys = (*fact.keys, *[""] * (len(_KEYS) - len(fact.keys)))
+    more = (*fact.more, *[0] * (len(_MORE) - len(fact.more)))
+    # So many keys there are: what is filled up is cut off again.
+    table = f"{fact.table}/{len(fact.keys)}"
+    return (table, *keys, fact.bucket, fact.count, fact.total, *more, fact.most, fact.most_2)
+
+
+def _fact(row: tuple[Any, ...]) -> Fact:
+    table, _, keys = row[0].partition("/")
+    bucket, count, total, *more = row[6:15]
+    most, most_2 = row[15:]
+    return Fact(table, tuple(row[1 : 1 + int(keys)]), bucket, count, total, most, most_2, tuple(more))
+
+
+def _batch(rows: list[tuple[Any, ...]]) -> Any:
+    import pyarrow
+
+    types = [pyarrow.string() if name == "table" or name in _KEYS else pyarrow.int64() for name in ("begin", *_FACTS)]
+    columns = [pyarrow.array(column, kind) for column, kind in zip(zip(*rows, strict=True), types, strict=True)]
+    return pyarrow.RecordBatch.from_arrays(columns, ["begin", *_FACTS])
+
+
+_SCHEMA = ", ".join(
+    f"`{name}` {'string' if name == 'table' or name in _KEYS else 'bigint'}" for name in ("begin", *_FACTS)
+)
+
+
+def _added(facts: DataFrame, *more: Any) -> DataFrame:
+    sums = [sf.sum(name).alias(name) for name in _SUMS]
+    return facts.groupBy(*more, *_GROUP).agg(*sums, *(sf.max(name).alias(name) for name in _MOSTS))
+
+
+def _tables(facts: DataFrame, width: int) -> Tables:
+    tables = Tables(width)
+    for batch in _added(facts).select(*_FACTS).toArrow().to_batches():
+        for row in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+            tables.merge(_fact(row))
+    return tables
+
+
+def flow_report(
+    spark: SparkSession,
+    paths: _Paths,
+    *,
+    maximum: int | None = None,
+    delay: float | None = None,
+    queues: Iterable[str] | None = None,
+    round_trip: float = 0.005,
+) -> FlowReport:
+    """Report on flow logs of any volume; the same report as `qflow_client.report.flow_report` makes.
+
+    Args:
+        spark: the session.
+        paths: as for `flow_events`.
+        maximum: the most messages that a queue may ever have (C6): what to set for that is found out, for each queue.
+        delay: seconds that a message may be in a queue: likewise.
+        queues: those that advice is wanted for; ``None`` for all of which the depth is known.
+        round_trip: seconds from a publish to its confirm, for the replays.
+
+    Raises:
+        FlowLogError: there is nothing to read.
+        ValueError: a maximum or a delay that is not more than 0.
+    """
+    logs = _Logs(spark, paths)
+    width = bin_width(*logs.span())
+    tables = _tables(logs.lines().mapInArrow(_summing(None, width), _SCHEMA), width)
+    samples = None
+    if maximum is not None or delay is not None:
+        wanted = windows(tables, queues)
+        samples = samples_in(_sample_lines(logs.events(), wanted), wanted)
+    return make_report(tables, samples, maximum=maximum, delay=delay, round_trip=round_trip)
+
+
+def _sample_lines(events: DataFrame, wanted: dict[str, tuple[int, int]]) -> Iterator[dict[str, Any]]:
+    condition = sf.lit(False)
+    for queue, (begin, end) in wanted.items():
+        condition |= (sf.col("queue") == queue) & sf.col("at").between(begin, end)
+    names = ("at", "kind", "queue", "us", "depth", "peak", "arrived", "left", "arrivals")
+    rows = events.where((sf.col("kind") == "depth") & condition).select(*names)
+    return (row.asDict() for row in rows.toLocalIterator())
+
+
+# As they come.
+
+
+def flow_report_stream(
+    spark: SparkSession,
+    folder: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    window: float = 60.0,
+    late: float = 600.0,
+    trigger: dict[str, Any] | None = None,
+) -> Any:
+    """Sum up flow logs while they are written: every window once, when no line of it is expected any more.
+
+    A `FlowLog` finishes a file after `max_seconds`, so lines come that late, and what is written on other machines when
+    it gets here. `flow_report_of_stream` makes the report of the windows that there are.
+
+    Args:
+        spark: the session.
+        folder: where flow logs write.
+        output: a folder for what is summed up, and for the checkpoint.
+        window: seconds that are summed up together; series over time are no finer.
+        late: seconds by which a line may come after those of a later window. One that comes later still is dropped;
+            Spark counts the sums without it in the query's progress, as ``numRowsDroppedByWatermark``.
+        trigger: as for Spark's ``trigger``, such as ``{"availableNow": True}``; as fast as it can unless given.
+
+    Returns:
+        Spark's query.
+
+    Raises:
+        ValueError: a window or a lateness that is not allowed.
+    """
+    for name, seconds in (("window", window), ("late", late)):
+        if not seconds >= 0.001:
+            raise ValueError(f"{name}={seconds!r}: it must be at least 0.001 seconds")
+    path = Path(output)
+    width = int(window * 1000) * 1000
+    lines = spark.readStream.option("pathGlobFilter", "*.jsonl").text(os.fspath(folder))
+    facts = lines.mapInArrow(_summing(width, width), _SCHEMA).withColumn("begin", sf.timestamp_micros("begin"))
+    facts = facts.withWatermark("begin", f"{int(late * 1000)} milliseconds")
+    summed = _added(facts, sf.window("begin", f"{width // 1000} milliseconds"))
+    writer = (
+        summed.select(sf.unix_micros("window.start").alias("begin"), *_FACTS)
+        .writeStream.format("parquet")
+        .outputMode("append")
+        .option("path", str(path / "facts"))
+        .option("checkpointLocation", str(path / "checkpoint"))
+    )
+    return (writer.trigger(**trigger) if trigger is not None else writer).start()
+
+
+def flow_report_of_stream(spark: SparkSession, output: str | os.PathLike[str]) -> FlowReport:
+    """The report of what `flow_report_stream` has summed up so far. Advice needs the lines: `flow_report` gives it.
+
+    Args:
+        spark: the session.
+        output: the folder that was given to it.
+
+    Raises:
+        FlowLogError: no window is complete yet.
+    """
+    path = Path(output) / "facts"
+    if not any(path.glob("*.parquet")):
+        raise FlowLogError(f"{path}: no window is complete yet; one is when a line comes that is later by `late`")
+    facts = spark.read.schema(_SCHEMA).parquet(str(path))
+    first, last = facts.where(sf.col("begin") > 0).select(sf.min("begin"), sf.max("begin")).collect()[0]
+    return make_report(_tables(facts, bin_width(first or 0, last or 0)), None)

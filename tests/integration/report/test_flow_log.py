@@ -1,0 +1,165 @@
+"""Producers and a broker write a flow log, and what the report makes of it is true: seen again when it is followed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pika
+import pytest
+
+from qflow_client import AsyncProducer, FlowLog, Producer
+from qflow_client.broker import Broker
+from qflow_client.cli import main
+from qflow_client.report import FlowReport, flow_report
+
+# Two producers with bursts, and a consumer that takes this many messages per second.
+BURST = 150
+BURSTS = 3
+RATE = 400.0
+NAMES = ("north", "south")
+
+
+class Consumer:
+    """Takes messages from a queue at a rate, on a thread of its own."""
+
+    def __init__(self, url: str, queue: str, count: int) -> None:
+        self._left = count
+        self._queue = queue
+        self._connection = pika.BlockingConnection(pika.URLParameters(url))
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        channel = self._connection.channel()
+        began, taken = time.monotonic(), 0
+        while self._left:
+            behind = began + taken / RATE - time.monotonic()
+            if behind > 0:
+                time.sleep(behind)
+            method, _, _ = channel.basic_get(self._queue)
+            taken += 1
+            if method is not None:
+                channel.basic_ack(method.delivery_tag or 0)
+                self._left -= 1
+        self._connection.close()
+
+    def join(self) -> None:
+        self._thread.join(60)
+        assert not self._left
+
+
+def _work(folder: Path, stop: int, resume: int, capacities: Mapping[str, int]) -> tuple[FlowReport, int]:
+    """Run the workload, and return its report and the most messages that there were in the queue."""
+    with FlowLog(folder, period=0.1) as log, Broker(flow_log=log) as broker:
+        marks = {"qpid.flow_stop_count": stop, "qpid.flow_resume_count": resume}
+        broker.declare_queue("orders", arguments=marks)
+        consumer = Consumer(broker.url, "orders", BURST * BURSTS * len(NAMES))
+
+        def produce(name: str) -> None:
+            with Producer(broker.url, routing_key="orders", name=name, capacity=capacities[name]) as producer:
+                log.watch(producer)
+                for _ in range(BURSTS):
+                    for _ in range(BURST):
+                        producer.send(b"order")
+                    # The next burst comes when the consumer has caught up.
+                    broker.wait_until(lambda broker: broker.queue("orders").depth == 0, 60)
+
+        threads = [threading.Thread(target=produce, args=(name,), daemon=True) for name in NAMES]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        consumer.join()
+        peak = broker.queue("orders").peak_depth
+    return flow_report(folder, maximum=400), peak
+
+
+def _held(report: FlowReport) -> Any:
+    """Seconds that producers were held, as they saw it, once they were connected."""
+    return sum(
+        row["seconds"]
+        for row in report.tables["holds"]
+        if row["origin"] == "producer" and row["reason"] in ("channel_flow", "capacity", "transport")
+    )
+
+
+def test_C6_who_follows_the_advice_stays_within_the_maximum_and_is_held_less(tmp_path: Path) -> None:
+    before, _ = _work(tmp_path / "before", 20, 5, dict.fromkeys(NAMES, 100))
+    advice = before.advice["orders"]
+    assert set(advice.capacities) == set(NAMES)
+    assert advice.worst_case == 400
+    assert advice.recorded is not None
+    assert advice.expected.seconds_held < advice.recorded.seconds_held
+
+    after, peak = _work(tmp_path / "after", advice.stop, advice.resume, advice.capacities)
+    assert peak <= 400
+    (queue,) = after.tables["queues"]
+    assert queue["depth_max"] == peak
+    assert queue["overshoot_max"] <= sum(advice.capacities.values())
+    # A burst of 300 at 400 messages per second: they were held for most of it, and are not any more.
+    assert _held(before) > 0.5
+    assert _held(after) <= _held(before)
+
+
+def test_producers_and_broker_tell_the_same_story(tmp_path: Path) -> None:
+    report, peak = _work(tmp_path, 20, 5, dict.fromkeys(NAMES, 30))
+    assert report.lost == report.unreadable == 0
+    (queue,) = report.tables["queues"]
+    assert queue["messages"] == queue["left"] == BURST * BURSTS * len(NAMES)
+    assert queue["depth_max"] == peak
+    assert (queue["stop"], queue["resume"]) == (20, 5)
+    assert 0 < queue["overshoot_max"] == peak - 20 <= 60
+    assert {row["producer"]: row["messages"] for row in report.tables["publishers"]} == dict.fromkeys(NAMES, 450)
+    for name in NAMES:
+        told = {
+            row["origin"]: row
+            for row in report.tables["holds"]
+            if row["producer"] == name and row["reason"] == "channel_flow"
+        }
+        # Each Channel.Flow that was sent was heard, but for one that the end came before.
+        assert told["broker"]["episodes"] - told["producer"]["episodes"] in (0, 1)
+        assert told["broker"]["queue"] == told["producer"]["queue"] == "orders"
+        waits = [row for row in report.tables["waits"] if row["waited"] == name and row["reason"] == "channel_flow"]
+        assert {row["filled"] for row in waits} <= set(NAMES)
+        assert sum(row["seconds"] for row in waits) == pytest.approx(told["broker"]["seconds"])
+
+
+def test_an_async_producer_is_watched_alike(tmp_path: Path) -> None:
+    async def work() -> None:
+        with FlowLog(tmp_path) as log:
+            async with Broker() as broker:
+                broker.declare_queue("orders")
+                async with AsyncProducer(broker.url, routing_key="orders", name="east") as producer:
+                    unwatch = log.watch(producer)
+                    producer.pause("for lunch")
+                    producer.resume()
+                    await asyncio.sleep(0)
+                    unwatch()
+                    producer.pause()
+                    producer.resume()
+
+    asyncio.run(work())
+    rows = flow_report(tmp_path).tables["holds"]
+    assert [(row["producer"], row["reason"], row["episodes"]) for row in rows] == [("east", "paused", 1)]
+
+
+def test_qflow_report_says_it_on_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _work(tmp_path, 20, 5, dict.fromkeys(NAMES, 30))
+    assert main(["report", str(tmp_path), "--maximum", "400", "--delay", "1"]) == 0
+    shown = capsys.readouterr().out
+    for words in ("north", "orders", "channel_flow", "What to set", "Capacities", "What that would have done"):
+        assert words in shown
+    assert main(["report", str(tmp_path), "--maximum", "2", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert "maximum=2 leaves room for 2 messages" in told["no_advice"]["orders"]
+    assert {row["queue"] for row in told["tables"]["queues"]} == {"orders"}
+    assert main(["report", str(tmp_path / "nowhere")]) == 1
+    assert "there is no such file or folder" in capsys.readouterr().err
+    assert main(["report", str(tmp_path), "--delay", "0"]) == 2

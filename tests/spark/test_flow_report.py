@@ -1,0 +1,155 @@
+"""Spark's report on flow logs: exactly that of one process, and of logs that are still being written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+from pyspark.sql import SparkSession
+
+from qflow_client.cli import main
+from qflow_client.report import FlowLogError, FlowLogs, to_parquet
+from qflow_client.report import flow_report as plain_report
+from qflow_client.spark import flow_events, flow_report, flow_report_of_stream, flow_report_stream
+from tests.unit.simulation.telemetry import lines_of
+
+COUNT = 100_000
+
+pytestmark = pytest.mark.timeout(400)
+
+Lines = Sequence[dict[str, Any]]
+
+
+def _write(path: Path, lines: Lines, end: str = "") -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.with_name(f"_{path.name}").write_text("".join(json.dumps(line) + "\n" for line in lines) + end)
+    path.with_name(f"_{path.name}").rename(path)
+
+
+@pytest.fixture(scope="module", name="lines")
+def _lines() -> Lines:
+    return list(lines_of(range(16), COUNT))
+
+
+@pytest.fixture(scope="module", name="folder")
+def _folder(lines: Lines, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("logs")
+    for start in range(0, COUNT, 30_000):
+        end = '{"at":179000' if not start else ""
+        _write(folder / f"flow-{start}.jsonl", lines[start : start + 30_000], end)
+    return folder
+
+
+def test_the_report_on_100_000_lines_equals_that_of_one_process_exactly(spark: SparkSession, folder: Path) -> None:
+    found = flow_report(spark, folder, maximum=60)
+    expected = plain_report(folder, maximum=60)
+    assert found.tables.keys() == expected.tables.keys()
+    for name, rows in expected.tables.items():
+        assert rows, name
+        assert found.tables[name] == rows, name
+    assert found == expected
+    assert (found.unreadable, sum(found.lines.values())) == (1, COUNT)
+
+
+def test_parquet_makes_the_same_report(spark: SparkSession, folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "flow.parquet"
+    assert to_parquet(FlowLogs([folder]), target) == COUNT
+    before = plain_report(folder)
+    for found in (plain_report(target), flow_report(spark, target)):
+        assert (found.tables, found.lines) == (before.tables, before.lines)
+    events = flow_events(spark, target)
+    lifted = events.where("kind = 'lifted' and reason = 'paused'")
+    seconds, count = lifted.selectExpr("sum(at - begun) / 1e6", "count(*)").collect()[0]
+    held = [row for row in before.tables["holds"] if row["reason"] == "paused"]
+    assert seconds == pytest.approx(sum(row["seconds"] for row in held))
+    assert count == sum(row["episodes"] - row["unfinished"] for row in held)
+
+
+def test_a_report_is_written_as_parquet_tables_and_a_page(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    assert main(["report", str(folder), "--maximum", "60", "--output", str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    report = plain_report(folder, maximum=60)
+    for name, rows in report.tables.items():
+        assert pyarrow.parquet.read_table(tmp_path / "out" / f"{name}.parquet").to_pylist() == rows
+    page = (tmp_path / "out" / "report.html").read_text()
+    for words in ("What to set", "producer-003", "Queue queue-3", "uPlot"):
+        assert words in page
+    # It needs nothing from elsewhere.
+    assert "src=" not in page.partition("<script>")[0]
+    assert main(["convert", str(folder), "--output", str(tmp_path / "flow.parquet")]) == 0
+    assert f"{COUNT:,} lines" in capsys.readouterr().out
+
+
+def _hold(at: float, since: float, reason: str = "paused") -> dict[str, Any]:
+    at_us, since_us = int(at * 1e6), int(since * 1e6)
+    who = {"origin": "producer", "producer": "p", "connection": "p", "queue": "q", "reason": reason}
+    return {"at": at_us, "kind": "lifted", **who, "since": since_us, "begun": since_us, "flowed_since": since_us}
+
+
+def test_a_stream_makes_the_same_report_of_all_windows_that_are_complete(
+    spark: SparkSession, lines: Lines, tmp_path: Path
+) -> None:
+    some = sorted(lines[:6000], key=lambda line: line["at"])
+    folder, output = tmp_path / "logs", tmp_path / "out"
+    with pytest.raises(FlowLogError, match="no window is complete yet"):
+        flow_report_of_stream(spark, output)
+    last = some[-1]["at"]
+    now = {"availableNow": True}
+    for number in range(3):
+        _write(folder / f"flow-{number}.jsonl", some[number * 2000 : (number + 1) * 2000])
+        flow_report_stream(spark, folder, output, window=10.0, late=30.0, trigger=now).awaitTermination()
+    # What is later by more than `late` completes all windows before.
+    _write(folder / "flow-later.jsonl", [_hold(last / 1e6 + 60, last / 1e6 + 59, "later")])
+    flow_report_stream(spark, folder, output, window=10.0, late=30.0, trigger=now).awaitTermination()
+    found = flow_report_of_stream(spark, output).tables
+    _write(tmp_path / "whole" / "whole.jsonl", some)
+    expected = plain_report(tmp_path / "whole").tables
+    assert found.keys() == expected.keys()
+    for name in ("holds", "publishers", "queues", "waits"):
+        assert found[name] == expected[name], name
+    for name in ("held_over_time", "depth_over_time"):
+        measure = "seconds" if name == "held_over_time" else "depth_max"
+        assert sum(row[measure] for row in found[name]) > 0
+
+
+def test_a_late_line_is_counted_within_the_time_that_it_has_and_dropped_after(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    folder, output = tmp_path / "logs", tmp_path / "out"
+    begin = 1_790_000_000
+
+    def run(name: str, *holds: dict[str, Any]) -> Any:
+        _write(folder / f"{name}.jsonl", holds)
+        trigger = {"availableNow": True}
+        query = flow_report_stream(spark, folder, output, window=10.0, late=60.0, trigger=trigger)
+        query.awaitTermination()
+        return query
+
+    def dropped(query: Any) -> int:
+        return sum(
+            operator["numRowsDroppedByWatermark"]
+            for progress in query.recentProgress
+            for operator in progress["stateOperators"]
+        )
+
+    run("a", _hold(begin + 5, begin))
+    run("b", _hold(begin + 55, begin + 50))
+    # Fifty seconds later than a line that was there before it.
+    assert dropped(run("c", _hold(begin + 6, begin + 4))) == 0
+    assert dropped(run("d", _hold(begin + 500, begin + 499))) == 0
+    assert dropped(run("e", _hold(begin + 7, begin + 1))) > 0
+    (row,) = flow_report_of_stream(spark, output).tables["holds"]
+    # The first, the second and the late one; the last window is not complete, and what came too late is not there.
+    assert (row["episodes"], row["seconds"]) == (3, 5 + 5 + 2)
+
+
+def test_what_cannot_be_read_is_refused_by_name(spark: SparkSession, tmp_path: Path) -> None:
+    (tmp_path / "_flow.jsonl").touch()
+    with pytest.raises(FlowLogError, match="no file is finished"):
+        flow_report(spark, tmp_path)
+    with pytest.raises(ValueError, match=r"window=0: it must be at least 0\.001 seconds"):
+        flow_report_stream(spark, tmp_path, tmp_path / "out", window=0)

@@ -1,0 +1,191 @@
+"""`FlowLog`: files of lines, written off the threads that publish."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from qflow_client import FlowEvent, FlowEventKind, FlowLog, FlowState
+from qflow_client.flow import Hold
+from qflow_client.flowlog import ProducerLines
+
+
+def _lines(folder: Path, pattern: str = "*.jsonl") -> list[dict[str, object]]:
+    return [json.loads(line) for path in sorted(folder.glob(pattern)) for line in path.read_text().splitlines()]
+
+
+def _event(kind: FlowEventKind, hold: Hold | None, holds: tuple[Hold, ...], at: float, admitted: int = 0) -> FlowEvent:
+    since = at if hold is None else hold.since
+    return FlowEvent(kind, "p", hold, holds, at, since, at - since, 0, admitted, 3, 5)
+
+
+A, B = Hold("capacity", 10.0), Hold("paused", 12.0, "manager", "for lunch")
+
+
+class Fake:
+    """As much of a producer as is asked."""
+
+    def __init__(self, *holds: Hold) -> None:
+        self.settings = SimpleNamespace(name="p", exchange="", routing_key="orders")
+        self.flow_state = FlowState(holds, None, 0, {})
+        self.closed = False
+        self.listeners: list[Any] = []
+
+    def on_flow(self, callback):
+        self.listeners.append(callback)
+        return lambda: self.listeners.remove(callback)
+
+
+def test_each_hold_is_told_with_what_it_needs_to_be_reckoned_with_alone() -> None:
+    lines: list[dict[str, Any]] = []
+    producer = ProducerLines("p", "orders", lines.append, 9_000_000)
+    producer.event(_event(FlowEventKind.FLOWED, A, (A,), 10.0, 100))
+    producer.event(_event(FlowEventKind.HOLD_RAISED, B, (A, B), 12.0, 100))
+    producer.tell(13_000_000)
+    producer.event(_event(FlowEventKind.HOLD_LIFTED, A, (B,), 14.0, 100))
+    producer.event(_event(FlowEventKind.UNFLOWED, B, (), 15.0, 101))
+    producer.event(_event(FlowEventKind.FLOWED, Hold("capacity", 17.0), (), 17.0, 151))
+    assert [line.pop("kind") for line in lines] == ["raised", "raised", "held", "held", "lifted", "lifted", "raised"]
+    who = {"origin": "producer", "producer": "p", "connection": "p", "queue": "orders"}
+    raised = {"unsettled": 3, "capacity": 5}
+    capacity, paused = {**who, "reason": "capacity"}, {**who, "reason": "paused"}
+    manager = {"source": "manager", "detail": "for lunch"}
+    flowed = {"flowed_since": 10_000_000, "first": "capacity"}
+    free = {"after": "capacity", "free_us": 2_000_000, "free_messages": 50}
+    assert lines == [
+        {"at": 10_000_000, **capacity, "since": 10_000_000, **raised},
+        {"at": 12_000_000, **paused, "since": 12_000_000, **manager, **raised},
+        {"at": 13_000_000, **capacity, "since": 10_000_000, "begun": 10_000_000},
+        {"at": 13_000_000, **paused, "since": 12_000_000, "begun": 12_000_000},
+        {"at": 14_000_000, **capacity, "since": 10_000_000, "begun": 13_000_000},
+        {"at": 15_000_000, **paused, "since": 12_000_000, "begun": 13_000_000, **flowed},
+        {"at": 17_000_000, **capacity, "since": 17_000_000, **raised, **free},
+    ]
+
+
+def test_what_held_a_producer_before_it_was_watched_is_told_from_then_on(tmp_path: Path) -> None:
+    producer = Fake(A)
+    with FlowLog(tmp_path, period=0.02) as log:
+        log.watch(producer)
+        deadline = time.monotonic() + 20
+        while not any(line["kind"] == "held" for line in _lines(tmp_path)):
+            assert time.monotonic() < deadline
+            log.flush()
+    first, *others = _lines(tmp_path)
+    assert (first["kind"], first["reason"], first["queue"]) == ("raised", "capacity", "orders")
+    assert first["since"] == others[0]["begun"] != 10_000_000
+    assert all(before["at"] == after["begun"] for before, after in pairwise(others))
+    assert producer.listeners == []
+
+
+def test_files_are_finished_by_size_and_only_so_many_are_kept(tmp_path: Path) -> None:
+    with FlowLog(tmp_path, max_bytes=500, keep=3) as log:
+        for number in range(40):
+            log.write({"at": number, "kind": "test", "text": "x" * 90})
+            log.flush()
+            assert len(list(tmp_path.glob("_*.jsonl"))) == 1
+    assert list(tmp_path.glob("_*")) == []
+    assert [line["at"] for line in _lines(tmp_path)] == list(range(25, 40))
+
+
+def test_a_file_is_finished_by_age_unless_it_is_empty(tmp_path: Path) -> None:
+    with FlowLog(tmp_path, max_seconds=0.05) as log:
+        log.write({"at": 1, "kind": "test"})
+        deadline = time.monotonic() + 20
+        while not list(tmp_path.glob("flow-*.jsonl")):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        log.rotate()
+        log.rotate()
+    assert len(list(tmp_path.glob("*"))) == 1
+
+
+def test_a_log_that_holds_nothing_leaves_nothing(tmp_path: Path) -> None:
+    FlowLog(tmp_path / "deep" / "folder").close()
+    assert list((tmp_path / "deep" / "folder").iterdir()) == []
+
+
+def test_what_is_too_much_for_the_disk_is_lost_and_counted(tmp_path: Path) -> None:
+    with FlowLog(tmp_path, max_lines=10) as log:
+        with log._writing:
+            for number in range(15):
+                log.write({"at": number, "kind": "test"})
+        log.flush()
+        assert log.lost == 5
+    *kept, last = _lines(tmp_path)
+    assert (len(kept), last["kind"], last["lost"]) == (10, "lost", 5)
+
+
+def test_what_a_killed_process_left_is_finished_by_the_next_log_and_what_is_in_use_is_not(tmp_path: Path) -> None:
+    program = (
+        "import os, sys; from qflow_client import FlowLog; log = FlowLog(sys.argv[1]); "
+        "log.write({'at': 1, 'kind': 'test'}); log.flush(); os._exit(1)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=60, check=False)
+    assert len(list(tmp_path.glob("_flow-*.jsonl"))) == 1
+    with FlowLog(tmp_path):
+        assert [line["at"] for line in _lines(tmp_path, "flow-*.jsonl")] == [1]
+        with FlowLog(tmp_path):
+            assert len(list(tmp_path.glob("_flow-*.jsonl"))) == 2
+
+
+def test_a_forked_child_leaves_its_parents_file_alone(tmp_path: Path) -> None:
+    program = (
+        "import os, sys; from qflow_client import FlowLog; log = FlowLog(sys.argv[1]); "
+        "log.write({'at': 1, 'kind': 'test'}); child = os.fork()\n"
+        "if not child: sys.exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0; log.write({'at': 2, 'kind': 'test'}); log.close()"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=60, check=True)
+    assert [line["at"] for line in _lines(tmp_path, "flow-*.jsonl")] == [1, 2]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_any_thread_may_write(tmp_path: Path) -> None:
+    with FlowLog(tmp_path) as log:
+
+        def write() -> None:
+            for number in range(500):
+                log.write({"at": number, "kind": "test"})
+
+        threads = [threading.Thread(target=write) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(_lines(tmp_path)) == 2000
+
+
+def test_a_producer_that_is_closed_is_told_of_no_more(tmp_path: Path) -> None:
+    producer = Fake(A)
+    with FlowLog(tmp_path, period=0.01) as log:
+        log.watch(producer)
+        producer.closed = True
+        deadline = time.monotonic() + 20
+        while log._watches:
+            assert time.monotonic() < deadline
+            log.flush()
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"max_bytes": 0}, "max_bytes=0: it must be a whole number from 1 on"),
+        ({"keep": 0}, "keep=0: it must be a whole number from 1 on"),
+        ({"period": 0}, "period=0: it must be more than 0 seconds"),
+        ({"max_seconds": -1}, "max_seconds=-1: it must be more than 0 seconds"),
+    ],
+)
+def test_a_setting_that_is_not_allowed_is_refused(tmp_path: Path, setting, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        FlowLog(tmp_path, **setting)
+    assert list(tmp_path.iterdir()) == []

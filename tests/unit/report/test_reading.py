@@ -1,0 +1,64 @@
+"""Files of flow logs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from qflow_client.report import FlowLogError, FlowLogs, flow_report
+from tests.unit.simulation.telemetry import lines_of
+
+LINES = list(lines_of(range(4), 2000))
+
+
+def _write(path: Path, lines, *, end: str = "") -> None:
+    text = "".join(json.dumps(line) + "\n" for line in lines) + end
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+
+
+def test_a_folder_is_read_with_its_unfinished_and_its_compressed_files(tmp_path: Path) -> None:
+    whole = tmp_path / "whole.jsonl"
+    _write(whole, LINES)
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    _write(folder / "flow-1.jsonl.gz", LINES[:700])
+    _write(folder / "flow-2.jsonl", LINES[700:1500])
+    _write(folder / "_flow-3.jsonl", LINES[1500:])
+    (folder / "notes.txt").write_text("not a log")
+    assert flow_report(folder) == flow_report(whole)
+    assert flow_report([folder / "flow-1.jsonl.gz", folder / "flow-2.jsonl", folder / "_flow-3.jsonl"]) == flow_report(
+        whole
+    )
+    logs = FlowLogs([folder])
+    assert logs.span() == FlowLogs([whole]).span() == (LINES[0]["at"], LINES[-1]["at"])
+    assert [line["kind"] for line in logs.lines("off")] == [line["kind"] for line in LINES if line["kind"] == "off"]
+
+
+def test_a_line_that_a_killed_process_left_half_written_is_counted_and_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "torn.jsonl"
+    _write(path, LINES, end='{"at":17900000')
+    report = flow_report(path)
+    assert report.unreadable == 1
+    assert sum(report.lines.values()) == len(LINES)
+    _write(path, LINES, end='[1]\n{"kind":"raised"}\n')
+    assert flow_report(path).unreadable == 2
+
+
+def test_what_is_no_flow_log_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(FlowLogError, match="nowhere: there is no such file or folder"):
+        FlowLogs([tmp_path / "nowhere"])
+    with pytest.raises(FlowLogError, match=r"there is no flow log \(\.jsonl, \.jsonl\.gz, \.parquet\)"):
+        FlowLogs([tmp_path])
+    (tmp_path / "a.csv").touch()
+    with pytest.raises(FlowLogError, match=r"a\.csv: a flow log ends in"):
+        FlowLogs([tmp_path / "a.csv"])
+
+
+def test_an_empty_log_makes_an_empty_report(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").touch()
+    report = flow_report(tmp_path, maximum=10)
+    assert (report.lines, report.first, report.advice) == ({}, None, {})
+    assert all(rows == [] for rows in report.tables.values())

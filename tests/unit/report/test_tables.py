@@ -1,0 +1,113 @@
+"""The tables against a plain reference, and in any order."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qflow_client.report.histogram import bucket_of, percentile, top_of
+from qflow_client.report.tables import Tables, bin_width, sum_up
+from tests.unit.simulation.telemetry import lines_of
+
+from .reference import reference
+
+COUNT = 100_000
+
+
+@pytest.fixture(scope="module", name="lines")
+def _lines():
+    return list(lines_of(range(16), COUNT))
+
+
+def test_the_tables_of_100_000_lines_of_simulated_lives_equal_the_plain_reference_exactly(lines) -> None:
+    assert len(lines) == COUNT
+    width = bin_width(lines[0]["at"], lines[-1]["at"])
+    expected = reference(lines, width)
+    found = sum_up(lines, width).tables()
+    for name, rows in expected.items():
+        assert rows, name
+        assert found[name] == rows, name
+    assert found.keys() == expected.keys()
+    assert {row["reason"] for row in found["holds"]} >= {
+        *("channel_flow", "completion", "connection_blocked", "paused", "capacity", "transport")
+    }
+
+
+def test_the_order_of_the_lines_does_not_matter(lines) -> None:
+    shuffled = lines[:20_000]
+    before = sum_up(shuffled, 1_000_000).tables()
+    Random(1).shuffle(shuffled)
+    assert sum_up(shuffled, 1_000_000).tables() == before
+
+
+def test_what_was_summed_up_in_parts_is_the_same_when_added_up(lines) -> None:
+    some = [*lines[:30_000], {"at": lines[0]["at"], "kind": "lost", "lost": 3}]
+    whole = sum_up(some, 8_000_000)
+    whole.unreadable = 2
+    added = Tables(8_000_000)
+    for start in range(0, len(some), 7000):
+        part = sum_up(some[start : start + 7000], 1_000_000)
+        part.unreadable = int(start < 14_000)
+        for fact in part.facts():
+            added.merge(fact)
+    assert added.tables() == whole.tables()
+    for name in ("lines", "lost", "unreadable", "first", "last"):
+        assert getattr(added, name) == getattr(whole, name), name
+
+
+def test_memory_grows_with_producers_and_queues_not_with_lines(lines) -> None:
+    whole = sum_up(lines, 1_000_000)
+    # Sixteen lives: twelve producers of at most eight reasons, and four queues of three publishers and two.
+    assert len(whole.holds) <= 12 * 8 + 4 * 3 * 2
+    assert len(whole.waits) <= 4 * 3 * 3 * 2
+    for spread in (*(hold.ended for hold in whole.holds.values()), *whole.episodes.values()):
+        # However many there are: so many to every doubling of the time.
+        assert len(spread.buckets) <= 32 * max(2, spread.largest.bit_length() - 4)
+
+
+def test_a_hold_that_has_not_ended_counts_with_the_time_that_was_told() -> None:
+    who = {"origin": "producer", "producer": "p", "connection": "p", "queue": "q", "reason": "paused"}
+    tables = sum_up(
+        [
+            {"at": 1_000_000, "kind": "raised", **who, "since": 1_000_000},
+            {"at": 3_000_000, "kind": "held", **who, "since": 1_000_000, "begun": 1_000_000},
+            {"at": 4_000_000, "kind": "held", **who, "since": 1_000_000, "begun": 3_000_000},
+        ],
+        1_000_000,
+    )
+    (row,) = tables.tables()["holds"]
+    assert (row["episodes"], row["unfinished"], row["seconds"], row["seconds_max"]) == (1, 1, 3.0, 0.0)
+
+
+def test_a_hold_whose_beginning_was_rotated_away_counts_by_its_end() -> None:
+    who = {"origin": "producer", "producer": "p", "connection": "p", "queue": "q", "reason": "paused"}
+    line = {"at": 4_000_000, "kind": "lifted", **who, "since": 1_000_000, "begun": 3_000_000}
+    (row,) = sum_up([line], 1_000_000).tables()["holds"]
+    assert (row["episodes"], row["unfinished"], row["seconds"], row["seconds_max"]) == (1, 0, 1.0, 3.0)
+
+
+@given(st.integers(0, 10**13))
+def test_a_bucket_is_at_most_a_32nd_wide(value: int) -> None:
+    bucket = bucket_of(value)
+    assert value <= top_of(bucket) <= value + value // 32
+    assert bucket_of(top_of(bucket)) == bucket
+    assert bucket_of(top_of(bucket) + 1) == bucket + 1
+
+
+@given(st.lists(st.integers(0, 63), min_size=1), st.sampled_from([1, 50, 90, 99, 100]))
+def test_a_percentile_of_small_numbers_is_exact(values: list[int], percent: int) -> None:
+    buckets: dict[int, int] = {}
+    for value in values:
+        buckets[bucket_of(value)] = buckets.get(bucket_of(value), 0) + 1
+    found = percentile(buckets, percent, max(values))
+    assert found in values
+    assert sum(value <= found for value in values) * 100 >= percent * len(values)
+    assert sum(value < found for value in values) * 100 < percent * len(values)
+
+
+def test_series_have_no_more_points_than_a_page_can_show() -> None:
+    for seconds in (1, 1000, 10**6, 10**9):
+        assert seconds * 1_000_000 // bin_width(0, seconds * 1_000_000) <= 400

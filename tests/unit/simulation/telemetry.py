@@ -1,0 +1,142 @@
+"""Flow telemetry of simulated lives: what a `FlowLog` would have written, as fast as it can be lived."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
+
+from qflow_client.broker.recording import FlowRecorder
+from qflow_client.flow import StopResume
+from qflow_client.flowlog import ProducerLines, microseconds
+from qflow_client.report.replay import Replay
+
+from .life import Life
+
+__all__ = ["BusyLife", "QueueLife", "lines_of"]
+
+#: When all of it begins, in seconds since 1970.
+EPOCH = 1_790_000_000.0
+
+_PAYLOADS = (b"x", b"x" * 100, b"x" * 1000)
+
+Write = Callable[[dict[str, Any]], object]
+
+
+class BusyLife(Life):
+    """A producer whose broker and operator say stop and go on all the time. The model is not asked; it has its tests.
+
+    Args:
+        seed: of everything that happens.
+        write: called with each line.
+    """
+
+    #: Sends that wait at the most.
+    LINE = 2
+
+    def do_send(self) -> None:
+        if len(self.line) < self.LINE:
+            super().do_send()
+
+    STEPS = (
+        (do_send, 6),
+        (Life.do_drain, 3),
+        (Life.do_answer, 6),
+        (Life.do_flow, 24),
+        (Life.do_block, 20),
+        (Life.do_pause, 20),
+    )
+
+    def __init__(self, seed: int, write: Write) -> None:
+        super().__init__(seed)
+        self.protocol._wall_offset = EPOCH
+        self._actions = [do for do, _ in self.STEPS]
+        self._weights = [sum(weight for _, weight in self.STEPS[: at + 1]) for at in range(len(self.STEPS))]
+        self.lines = ProducerLines(f"producer-{seed:03}", f"queue-{seed % 7}", write, microseconds(self.now + EPOCH))
+
+    def payload(self) -> bytes:
+        return _PAYLOADS[self.random.randrange(3)]
+
+    def compare(self) -> None:
+        self.line_moves()
+
+    def step(self) -> None:
+        do = self.random.choices(self._actions, cum_weights=self._weights)[0]
+        do(self)
+        self.line_moves()
+        self.pass_time()
+        self.line_moves()
+        protocol = self.protocol
+        if protocol.events:
+            for event in protocol.events:
+                self.lines.event(event)
+            protocol.events.clear()
+        protocol.wake.clear()
+
+
+class QueueLife:
+    """A queue of the broker with publishers of bursts and a consumer whose rate changes, in simulated time.
+
+    Args:
+        seed: of everything that happens.
+        write: called with each line.
+        stop: the stop threshold.
+        resume: the resume threshold.
+        capacity: of each publisher.
+    """
+
+    def __init__(
+        self, seed: int, write: Write, *, stop: int = 12, resume: int = 6, capacity: int = 5, publishers: int = 3
+    ) -> None:
+        self.random = Random(seed)
+        names = [f"producer-{seed + at:03}" for at in range(publishers)]
+        self.replay = Replay(
+            StopResume(stop, resume),
+            dict.fromkeys(names, capacity),
+            name=f"queue-{seed % 7}",
+            recorder=lambda clock: FlowRecorder(write, clock, lambda: clock() + EPOCH),
+            begin=1000.0,
+            round_trip=0.05,
+        )
+        self.names = names
+        self.rate = 4.0
+        self.tick_at = self.replay.around.now
+
+    def step(self) -> None:
+        random = self.random
+        arrivals = {}
+        if random.random() < 0.2:
+            arrivals[random.choice(self.names)] = random.choice((1, 5, 10, 20))
+        if random.random() < 0.01:
+            self.rate = random.choice((0.5, 2.0, 4.0, 8.0))
+        self.replay.step(arrivals, self.rate)
+        recorder = self.replay.recorder
+        assert recorder is not None
+        if self.replay.around.now >= self.tick_at:
+            self.tick_at += recorder.period
+            recorder.tick(self.replay.around.now)
+
+
+def lines_of(seeds: range, count: int, *, queues: bool = True) -> Iterator[dict[str, Any]]:
+    """So many lines of lives that are lived side by side, every fourth of them a queue's.
+
+    Args:
+        seeds: one for each life.
+        count: of lines.
+        queues: whether there are queues among them.
+    """
+    lines: list[dict[str, Any]] = []
+    lives: list[BusyLife | QueueLife] = [
+        QueueLife(seed, lines.append) if queues and seed % 4 == 3 else BusyLife(seed, lines.append) for seed in seeds
+    ]
+    given = 0
+    while True:
+        for life in lives:
+            for _ in range(50):
+                life.step()
+        for line in lines:
+            if given == count:
+                return
+            given += 1
+            yield line
+        lines.clear()
