@@ -143,9 +143,7 @@ class LockFile:
         QflowError: that is, `error` or `in_use`.
     """
 
-    def __init__(
-        self, path: Path, *, error: type[QflowError], in_use: type[QflowError], told: tuple[str, str]
-    ) -> None:
+    def __init__(self, path: Path, *, error: type[QflowError], in_use: type[QflowError], told: tuple[str, str]) -> None:
         # One file has one lock, by whatever name it is opened.
         self.path = Path(f"{os.path.realpath(path)}-lock")
         self.released = False

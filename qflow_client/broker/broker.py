@@ -18,6 +18,8 @@ from qflow_client.broker.controls import Controls
 from qflow_client.broker.definitions import Definitions, export_definitions, load_definitions
 from qflow_client.broker.errors import ReplyCode
 from qflow_client.broker.exchange import Exchange
+from qflow_client.broker.journal import Journal
+from qflow_client.broker.keeper import Keeper
 from qflow_client.broker.marks import MARKS, steered
 from qflow_client.broker.policies import Policy
 from qflow_client.broker.queue import Queue
@@ -78,9 +80,14 @@ class Broker:
     def __init__(self, **options: Unpack[BrokerOptions]) -> None:
         #: What it was given, and the defaults.
         self.settings = BrokerSettings(**cast(dict[str, Any], options))
-        self._host = VirtualHost(self.settings)
+        journal = Journal(time.time) if self.settings.store is not None else None
+        self._host = VirtualHost(self.settings, journal=journal)
         self._controls = Controls(watches_publishes=self.settings.has_discipline)
-        self._server = Server(self.settings, self._host, self._controls, self._on_change)
+        self._server = Server(self.settings, self._host, self._controls, self._on_turn)
+        # Only set if there is a store.
+        self._keeper: Keeper | None = None
+        if journal is not None:
+            self._keeper = Keeper(self.settings, self._host, journal, self._server.touch, self._on_trouble)
         self._port: int | None = None
         # Only set if there is to be one.
         self._http: HttpServer | None = None
@@ -154,13 +161,17 @@ class Broker:
         asyncio.run(main())
 
     async def _start(self) -> None:
-        self._port = await self._server.start()
-        if self._http is not None:
-            try:
+        if self._keeper is not None:
+            await self._keeper.start()
+        try:
+            self._port = await self._server.start()
+            if self._http is not None:
                 await self._http.start()
-            except BaseException:
-                await self._server.stop()
-                raise
+        except BaseException:
+            await self._server.stop()
+            if self._keeper is not None:
+                await self._keeper.stop()
+            raise
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
 
@@ -170,6 +181,8 @@ class Broker:
         await self._server.stop()
         with self._loop_lock:
             self._loop = None
+        if self._keeper is not None:
+            await self._keeper.stop()
         self._on_change()
         if self._stopped is not None:
             self._stopped.set_result(None)
@@ -222,6 +235,8 @@ class Broker:
                     self._server.touch()
                 done.set_result(result)
 
+        if changes and self._keeper is not None and self._loop is None:
+            raise RuntimeError("a broker with a store can be changed only while it runs")
         with self._loop_lock:
             loop = self._loop if threading.get_ident() != self._loop_thread else None
             if loop is not None:
@@ -229,6 +244,17 @@ class Broker:
         if loop is None:
             run()
         return done.result()
+
+    def _on_turn(self) -> None:
+        if self._keeper is not None:
+            self._keeper.flush()
+        self._on_change()
+
+    def _on_trouble(self, reason: str | None) -> None:
+        if reason is None:
+            self.clear_alarm("disk")
+        else:
+            self.raise_alarm("disk", reason)
 
     def _on_change(self) -> None:
         with self._changed:

@@ -451,7 +451,8 @@ class Channel(FlowSource):
                 queue.enqueue(message, self)
                 touched[queue] = None
             self._count_rates(message, queues)
-        self._reply(commands.Tx.CommitOk())
+        commit_ok = wire.method(self.number, commands.Tx.CommitOk())
+        self.session.write_when_durable(commit_ok, topology_only=False)
         for queue in touched:
             queue.after_publish()
 

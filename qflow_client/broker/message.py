@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 import pamqp.commands
 
-from qflow_client.broker.wire import HAS_EXPIRATION, decode_properties, short, time_to_live
+from qflow_client.broker.wire import HAS_EXPIRATION, decode_properties, is_persistent, short, time_to_live
 
 if TYPE_CHECKING:
+    from qflow_client.broker.journal import Record
     from qflow_client.broker.queue import Queue
 
 __all__ = ["StoredMessage", "Target"]
@@ -43,7 +44,7 @@ class StoredMessage:
         body: the content.
     """
 
-    __slots__ = ("body", "header", "size", "target")
+    __slots__ = ("body", "header", "record", "size", "target")
 
     def __init__(self, target: Target, header: bytes, body: bytes) -> None:
         self.target = target
@@ -51,6 +52,13 @@ class StoredMessage:
         self.body = body
         # Body bytes, which is what thresholds and maxima are about.
         self.size = len(body)
+        # Its place in the message store; None if it has none.
+        self.record: Record | None = None
+
+    @property
+    def is_persistent(self) -> bool:
+        """Whether it is to survive the broker, in queues that do."""
+        return is_persistent(self.header)
 
     @property
     def ttl(self) -> int | None:

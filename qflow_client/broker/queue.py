@@ -11,6 +11,7 @@ from qflow_client.broker.arguments import QueueArguments, QueueLimits, QueueOpti
 from qflow_client.broker.conflation import LastValues
 from qflow_client.broker.entries import Completion, Consumer, DropReason, Owner, QueueEntry, Surroundings
 from qflow_client.broker.expiry import Expiry
+from qflow_client.broker.journal import Journal
 from qflow_client.broker.message import StoredMessage
 from qflow_client.broker.overflow import Conflate
 from qflow_client.broker.policies import PolicyDefinition
@@ -45,6 +46,8 @@ class Queue:
         flow_scope: whom its marks flow (D12).
         recent: seconds for which a publisher counts as recent.
         resume_interval: seconds between two channels that it unflows (F4); 0 for none.
+        journal: told of the persistent messages in it; ``None`` unless these are to survive the broker.
+        number: of the queue in the message store.
     """
 
     #: So many entries may be gone and still be among the ready ones, even if they are most of them.
@@ -65,8 +68,12 @@ class Queue:
         flow_scope: FlowScope = FlowScope.OFFENDER,
         recent: float = 10.0,
         resume_interval: float = 0.0,
+        journal: Journal | None = None,
+        number: int = 0,
     ) -> None:
         self.name = name
+        self.journal = journal
+        self.number = number
         self.limits = limits
         self.own = own
         # What an operator has set, which goes before policies and arguments.
@@ -153,6 +160,7 @@ class Queue:
             or self.options.message_ttl is not None
             or self.withheld is not None
             or self.has_line
+            or self.journal is not None
         )
 
     def refusal(self, size: int, count: int = 1, largest: int | None = None) -> str | None:
@@ -225,7 +233,27 @@ class Queue:
         entry = QueueEntry(self, message, self.published)
         self.ready.append(entry)
         if is_watched or message.header[12] & HAS_EXPIRATION:
+            if self.journal is not None and message.is_persistent:
+                self.journal.put(self, message, completion)
             self._check(entry, source, completion)
+
+    def recover(self, message: StoredMessage, age: float) -> None:
+        """Take back a message that was in it when the broker ended. Delivers nothing yet, and nobody is flowed.
+
+        Args:
+            message: which the store knows already.
+            age: seconds that it has been there.
+        """
+        self.published += 1
+        self.depth += 1
+        self.size += message.size
+        self.peak_depth = max(self.peak_depth, self.depth)
+        self.peak_size = max(self.peak_size, self.size)
+        entry = QueueEntry(self, message, self.published)
+        # Nobody knows whether it was.
+        entry.redelivered = True
+        self.ready.append(entry)
+        self._check(entry, None, None, age)
 
     def _conflate(self, key: str | None) -> None:
         """Drop the last message of a key for the one that comes, unless a consumer has it."""
@@ -236,11 +264,13 @@ class Queue:
             self._shrink(last)
             self.count_drop(DropReason.CONFLATED)
 
-    def _check(self, entry: QueueEntry, source: FlowSource | None, completion: Completion | None) -> None:
+    def _check(
+        self, entry: QueueEntry, source: FlowSource | None, completion: Completion | None, age: float = 0.0
+    ) -> None:
         """What follows an enqueue, if anything does."""
         message = entry.message
         if message.header[12] & HAS_EXPIRATION or self.options.message_ttl is not None:
-            self._let_expire(entry)
+            self._let_expire(entry, age)
         if self._values is not None:
             self._values.add(entry, self._values.key_of(message))
         if completion is not None and self.withheld is not None:
@@ -312,6 +342,8 @@ class Queue:
         self.size -= size
         if not self.is_watched:
             return
+        if self.journal is not None:
+            self.journal.remove(self, entry.message)
         for flow in self.flows:
             if entry.completion is not None and flow.held.pop(entry, None) is not None:
                 entry.completion.release()
@@ -617,11 +649,11 @@ class Queue:
 
     # Time.
 
-    def _let_expire(self, entry: QueueEntry) -> None:
-        """Give a new entry its time: the shorter of its own and the queue's."""
+    def _let_expire(self, entry: QueueEntry, age: float) -> None:
+        """Give a new entry, or one of an age in seconds, its time: the shorter of its own and the queue's."""
         own, everyones = entry.message.ttl, self.options.message_ttl
         seconds = min(each for each in (None if own is None else own / 1000, everyones) if each is not None)
-        self._expires(entry, self._clock() + seconds)
+        self._expires(entry, self._clock() + seconds - age)
 
     def _expires(self, entry: QueueEntry, at: float) -> None:
         if self._expiry is None:

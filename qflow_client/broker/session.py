@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
@@ -68,6 +69,25 @@ class State(Enum):
     ENDED = "nothing"
 
 
+class Promise:
+    """Bytes in what a session sends that are not there yet; nothing that is written after them is sent before.
+
+    Args:
+        session: whose.
+    """
+
+    __slots__ = ("_session", "data")
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.data: bytes | None = None
+
+    def keep(self, data: bytes) -> None:
+        """These are the bytes."""
+        self.data = data
+        self._session.promise_kept()
+
+
 class Session:
     """One connection.
 
@@ -93,6 +113,8 @@ class Session:
         self._on_output = on_output
         self._output_announced = False
         self._output: list[bytes] = []
+        # What was written before promises that are not kept, and these; all of it goes before `_output`.
+        self._promised: deque[tuple[list[bytes], Promise]] = deque()
         # Channels with confirms that are due.
         self._confirming: dict[Channel, None] = {}
         self._beginning = b""
@@ -402,6 +424,44 @@ class Session:
         if not self._output_announced:
             self._announce()
 
+    def write_when_durable(self, data: bytes, *, topology_only: bool = True) -> None:
+        """Put whole frames into what is to be sent, once that is on disk which they tell of.
+
+        Args:
+            data: the frames.
+            topology_only: whether they tell of nothing but changes of queues, exchanges and bindings.
+        """
+        journal = self.host.journal
+        if journal is not None:
+            promise = Promise(self)
+            if journal.when_durable(lambda: promise.keep(data), topology_only=topology_only):
+                self._promised.append((self._output, promise))
+                self._output = []
+                return
+        self.write(data)
+
+    def promise_kept(self) -> None:
+        """What has been waited for can be sent."""
+        if not self._output_announced:
+            self._announce()
+
+    def _sendable(self) -> list[bytes]:
+        """What need not wait for a promise."""
+        ready: list[bytes] = []
+        promised = self._promised
+        while promised:
+            before, promise = promised[0]
+            ready += before
+            before.clear()
+            if promise.data is None:
+                break
+            ready.append(promise.data)
+            promised.popleft()
+        if not promised:
+            ready += self._output
+            self._output.clear()
+        return ready
+
     def deliver(self, data: bytes) -> None:
         """Put a delivery into what is to be sent."""
         self._delivery_bytes += len(data)
@@ -436,11 +496,13 @@ class Session:
                 if not channel.is_closing and channel.confirms is not None:
                     self._output.append(channel.confirms.flush())
             self._confirming.clear()
-        if not self._output:
+        output = self._sendable() if self._promised else self._output
+        if not output:
             return b""
-        data = b"".join(self._output) if len(self._output) > 1 else self._output[0]
-        self._output.clear()
-        self._delivery_bytes = 0
+        data = b"".join(output) if len(output) > 1 else output[0]
+        output.clear()
+        if not self._promised:
+            self._delivery_bytes = 0
         self.last_sent = now
         self.bytes_sent += len(data)
         if self.settings.trace is not None:
@@ -505,10 +567,18 @@ class Session:
                 self.end()
                 return
             if now - self.last_sent >= self.heartbeat / 2:
-                self.write(HEARTBEAT)
+                self._beat()
                 self.last_sent = now
             times += [self.last_sent + self.heartbeat / 2, self.last_received + 2 * self.heartbeat]
         self.wake_at = min(times, default=float("inf"))
+
+    def _beat(self) -> None:
+        if self._promised:
+            # It need not wait for the disk.
+            self._promised[0][0].append(HEARTBEAT)
+            self.promise_kept()
+        else:
+            self.write(HEARTBEAT)
 
     # The end.
 

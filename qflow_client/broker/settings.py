@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 import ssl
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from importlib.util import find_spec
+from pathlib import Path
 from types import MappingProxyType
 from typing import TypedDict
 
@@ -16,7 +18,7 @@ from qflow_client.broker.policies import Enforcement, Policy
 from qflow_client.flow import Capacity, StopResume
 from qflow_client.frames import FRAME_MIN_SIZE
 
-__all__ = ["BrokerOptions", "BrokerSettings", "Enforcement", "FlowScope", "Trace", "is_loopback"]
+__all__ = ["BrokerOptions", "BrokerSettings", "Enforcement", "FlowScope", "Synchronous", "Trace", "is_loopback"]
 
 #: Called with the direction (``"in"`` or ``"out"``), the connection's name, the channel number and the method's name,
 #: such as ``"Basic.Publish"``.
@@ -30,6 +32,15 @@ class FlowScope(StrEnum):
     OFFENDER = "offender"
     #: Everyone who published to the queue recently (D12).
     PUBLISHERS = "publishers"
+
+
+class Synchronous(StrEnum):
+    """What a message on disk survives."""
+
+    #: The death of the process, however it comes.
+    NORMAL = "normal"
+    #: That of the machine, too; each commit waits for the disk.
+    FULL = "full"
 
 
 class BrokerOptions(TypedDict, total=False):
@@ -68,6 +79,8 @@ class BrokerOptions(TypedDict, total=False):
     tarpit_time: float
     close_channel_after: int
     close_connection_after: int
+    store: str | os.PathLike[str] | None
+    store_synchronous: Synchronous | str
 
 
 #: The users of a broker that is not told any.
@@ -125,6 +138,10 @@ class BrokerSettings:
         close_channel_after: messages past that on one channel, with more of which it is closed with 311; 0 for never.
         close_connection_after: messages past that on all channels of a connection, from its beginning, with more of
             which it is closed with 506; 0 for never.
+        store: the file of the message store, made if there is none: durable queues, exchanges and bindings, and
+            persistent messages in such queues survive the broker; ``None`` keeps everything in memory.
+        store_synchronous: what a confirmed message survives: ``"full"`` also the death of the machine, ``"normal"``
+            that of the process.
 
     Raises:
         TypeError: a value of the wrong type.
@@ -164,10 +181,17 @@ class BrokerSettings:
     tarpit_time: float = 1.0
     close_channel_after: int = 0
     close_connection_after: int = 0
+    store: Path | None = None
+    store_synchronous: Synchronous = Synchronous.FULL
 
     def __post_init__(self) -> None:
         self._choose("enforcement", Enforcement)
         self._choose("flow_scope", FlowScope)
+        self._choose("store_synchronous", Synchronous)
+        if self.store is not None:
+            if not isinstance(self.store, (str, os.PathLike)) or not os.fspath(self.store):
+                raise TypeError(f"store must be the path of a file or None, not {self.store!r}")
+            object.__setattr__(self, "store", Path(os.fspath(self.store)))
         self._whole("port", 0, 65535)
         self._whole("heartbeat", 0, 65535)
         self._whole("frame_max", FRAME_MIN_SIZE, 2**31 - 1)

@@ -19,6 +19,7 @@ from qflow_client.broker.deadletter import deaths_of, is_cycle, mourn
 from qflow_client.broker.entries import DropReason, Owner
 from qflow_client.broker.errors import ChannelException, ReplyCode
 from qflow_client.broker.exchange import Binding, DirectExchange, Exchange, ExchangeType, make_exchange
+from qflow_client.broker.journal import Found, FoundMessage, Journal
 from qflow_client.broker.message import StoredMessage, Target
 from qflow_client.broker.policies import Inheritance, Policies, Policy, PolicyDefinition
 from qflow_client.broker.queue import Queue
@@ -62,6 +63,7 @@ class VirtualHost:
         settings: the broker's.
         clock: monotonic seconds.
         wall_clock: seconds since 1970.
+        journal: told of what is to survive the broker; ``None`` if nothing is.
     """
 
     #: Distinct publish methods that are remembered; beyond that all are forgotten.
@@ -72,8 +74,10 @@ class VirtualHost:
         settings: BrokerSettings,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        journal: Journal | None = None,
     ) -> None:
         self.settings = settings
+        self.journal = journal
         self.clock = clock
         self._wall_clock = wall_clock
         self.queues: dict[str, Queue] = {}
@@ -94,6 +98,10 @@ class VirtualHost:
         # Messages that died and are not buried yet, and whether somebody is at it.
         self._dead: deque[tuple[Queue, StoredMessage, DropReason]] = deque()
         self._is_burying = False
+        # Whether what is declared is in the message store already.
+        self.is_recovering = False
+        # Durable queues by their numbers there, until all messages are back.
+        self._recovering: dict[int, Queue] = {}
 
     # Time.
 
@@ -146,6 +154,7 @@ class VirtualHost:
         auto_delete: bool = False,
         arguments: Mapping[str, object] | None = None,
         owner: Owner | None = None,
+        number: int = 0,
     ) -> Queue:
         """Make a queue, or find one that was declared alike.
 
@@ -156,6 +165,7 @@ class VirtualHost:
             auto_delete: whether it is deleted with its last consumer.
             arguments: see `QueueLimits.from_arguments`.
             owner: the connection that asks.
+            number: that it has in the message store already; 0 for a new one.
 
         Raises:
             ChannelException: 403; a name that is reserved. 405; it belongs to another connection. 406; it exists
@@ -177,18 +187,23 @@ class VirtualHost:
                     )
             queue.touch()
             return queue
-        if name.startswith("amq."):
+        if name.startswith("amq.") and not number:
             raise ChannelException(
                 ReplyCode.ACCESS_REFUSED, f"queue name '{name}' begins with 'amq.', which is reserved; choose another"
             )
         name = name or f"amq.gen-{secrets.token_urlsafe(16)}"
         own = QueueArguments.read(name, arguments)
+        options = QueueOptions.from_arguments(name, arguments)
+        limits = self._limits(name, own, lambda: Inheritance((("", name),), ("",)))
+        journal = self.journal if durable and not exclusive else None
+        if journal is not None and not number:
+            number = journal.number_of(name, auto_delete, arguments)
         queue = self.queues[name] = Queue(
             name,
-            self._limits(name, own, lambda: Inheritance((("", name),), ("",))),
+            limits,
             self,
             own=own,
-            options=QueueOptions.from_arguments(name, arguments),
+            options=options,
             durable=durable,
             exclusive_owner=owner if exclusive else None,
             auto_delete=auto_delete,
@@ -196,6 +211,8 @@ class VirtualHost:
             flow_scope=self.settings.flow_scope,
             recent=self.settings.recent,
             resume_interval=self.settings.resume_interval,
+            journal=journal,
+            number=number,
         )
         self.version += 1
         return queue
@@ -280,6 +297,8 @@ class VirtualHost:
             return 0
         del self.queues[queue.name]
         self.version += 1
+        if queue.journal is not None:
+            queue.journal.queue_gone(queue)
         self._unbind_everywhere(queue)
         return queue.delete()
 
@@ -352,9 +371,12 @@ class VirtualHost:
                 ReplyCode.ACCESS_REFUSED,
                 f"exchange name '{name}' is the default exchange's or begins with 'amq.', which is reserved",
             )
-        exchange = self.exchanges[name] = make_exchange(
+        exchange = make_exchange(
             name, kind, durable=durable, auto_delete=auto_delete, internal=internal, arguments=arguments or {}
         )
+        if self.journal is not None and durable and not self.is_recovering:
+            self.journal.exchange(exchange)
+        self.exchanges[name] = exchange
         self.version += 1
         return exchange
 
@@ -374,6 +396,8 @@ class VirtualHost:
                 ReplyCode.PRECONDITION_FAILED, f"exchange '{name}' has {len(exchange.bindings)} bindings"
             )
         del self.exchanges[name]
+        if self.journal is not None and exchange.durable:
+            self.journal.exchange_gone(exchange)
         self._unbind_everywhere(exchange)
         self._bindings_changed()
 
@@ -385,8 +409,32 @@ class VirtualHost:
         Raises:
             ChannelException: 403; the default exchange. 404; no such exchange. 406; arguments it cannot use.
         """
-        self.bindable_exchange(source).bind(Binding(destination, routing_key, dict(arguments or {})))
+        exchange = self.bindable_exchange(source)
+        binding = Binding(destination, routing_key, dict(arguments or {}))
+        if binding.key not in exchange.bindings:
+            exchange.bind(binding)
+            if self._survives(exchange, binding):
+                try:
+                    self._note_binding(exchange, binding)
+                except ChannelException:
+                    exchange.unbind(binding)
+                    raise
         self._bindings_changed(destination)
+
+    def _survives(self, exchange: Exchange, binding: Binding) -> bool:
+        """Whether a binding is to survive the broker: both of its ends do."""
+        if self.journal is None or self.is_recovering or not exchange.durable:
+            return False
+        destination = binding.destination
+        return destination.journal is not None if isinstance(destination, Queue) else destination.durable
+
+    def _note_binding(self, exchange: Exchange, binding: Binding, *, gone: bool = False) -> None:
+        assert self.journal is not None
+        destination = binding.destination
+        kind = "queue" if isinstance(destination, Queue) else "exchange"
+        self.journal.binding(
+            exchange.name, kind, destination.name, binding.routing_key, dict(binding.arguments), gone=gone
+        )
 
     def unbind(
         self, destination: Queue | Exchange, source: str, routing_key: str, arguments: Mapping[str, object] | None
@@ -397,7 +445,10 @@ class VirtualHost:
             ChannelException: 403; the default exchange. 404; no such exchange.
         """
         exchange = self.bindable_exchange(source)
-        if exchange.unbind(Binding(destination, routing_key, dict(arguments or {}))):
+        binding = Binding(destination, routing_key, dict(arguments or {}))
+        if exchange.unbind(binding):
+            if self._survives(exchange, binding):
+                self._note_binding(exchange, binding, gone=True)
             self._after_unbind(exchange)
         self._bindings_changed()
 
@@ -587,6 +638,45 @@ class VirtualHost:
                 reason = f"{reason}; waited {self.settings.max_producer_flow_control_wait} s"
             if not waiting.publisher.give_up(waiting, reason):
                 refused.queue.count_drop(DropReason.REFUSED)
+
+    # What was there when the broker ended.
+
+    def recover_topology(self, found: Found) -> None:
+        """Make the exchanges, queues and bindings that a message store has."""
+        self.is_recovering = True
+        try:
+            for name, kind, auto_delete, internal, arguments in found.exchanges:
+                self.declare_exchange(
+                    name, kind, durable=True, auto_delete=auto_delete, internal=internal, arguments=arguments
+                )
+            for number, name, auto_delete, arguments in found.queues:
+                queue = self.declare_queue(
+                    name, durable=True, auto_delete=auto_delete, arguments=arguments, number=number
+                )
+                self._recovering[number] = queue
+            for source, kind, name, routing_key, arguments in found.bindings:
+                destination = self.queue(name) if kind == "queue" else self.exchange(name)
+                self.bind(destination, source, routing_key, arguments)
+        finally:
+            self.is_recovering = False
+
+    def recover_messages(self, messages: Iterable[FoundMessage]) -> None:
+        """Put messages that a message store has where they were; they come in the order of their numbers."""
+        assert self.journal is not None
+        now = self._wall_clock()
+        for each in messages:
+            target = Target(each.exchange, each.routing_key)
+            message = StoredMessage(target, each.header, each.body)
+            self.journal.recovered(message, each.number, each.queues)
+            for number in each.queues:
+                self._recovering[number].recover(message, max(0.0, now - each.at))
+
+    def recovered(self) -> None:
+        """All messages are back: what has expired meanwhile, or is too much now, goes."""
+        queues = tuple(self._recovering.values())
+        self._recovering.clear()
+        for queue in queues:
+            queue.after_publish()
 
     # Dead letters.
 

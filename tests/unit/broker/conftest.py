@@ -122,10 +122,10 @@ class Client:
 class World:
     """A virtual host, its clock and its clients."""
 
-    def __init__(self, **options):
+    def __init__(self, *, journal=None, **options):
         self.now = 0.0
         self.settings = BrokerSettings(**options)
-        self.host = VirtualHost(self.settings, clock=lambda: self.now)
+        self.host = VirtualHost(self.settings, clock=lambda: self.now, wall_clock=lambda: self.now, journal=journal)
         self.controls = Controls(watches_publishes=self.settings.has_discipline)
         self.clients = 0
 
