@@ -236,8 +236,8 @@ def broker(
     """Run a broker for trials and tests, until Ctrl-C or SIGTERM.
 
     It speaks AMQP 0-9-1, keeps everything in memory unless it has a store, and holds producers by the thresholds of its
-    queues. Its URL is printed once it takes connections, and that of its HTTP API if there is one. Whoever stops it gets
-    exit code 0.
+    queues. Its URL is printed once it takes connections, and that of its HTTP API if there is one. Stopped, it ends
+    with exit code 0.
     """
     flags: dict[str, Any] = {
         "host": host,
