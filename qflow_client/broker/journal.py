@@ -1,8 +1,8 @@
-"""What is to be on disk, sans-I/O: noted as it happens, and taken in batches by who writes it."""
+"""What is in memory and what is to be on disk, sans-I/O: noted as it happens, written and read in batches by others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,22 +20,24 @@ __all__ = ["Batch", "Change", "Found", "FoundMessage", "Journal", "Put", "Record
 
 
 class Record:
-    """What the journal knows of a message that is, or is to be, on disk.
+    """What the journal knows of a message."""
 
-    Args:
-        number: of the message, above those of all that came before.
-        completion: its confirm, which waits for the disk; ``None`` if there is none.
-    """
+    __slots__ = ("completion", "holders", "is_evicting", "is_spooled", "is_taken", "is_written", "number", "queues")
 
-    __slots__ = ("completion", "is_taken", "number", "queues")
-
-    def __init__(self, number: int, completion: Completion | None = None) -> None:
-        self.number = number
-        self.completion = completion
-        # Numbers of the durable queues that it is in.
+    def __init__(self) -> None:
+        # Queues that it is in, and the numbers of those of them that survive the broker, if it does.
+        self.holders = 0
         self.queues: list[int] = []
-        # Whether a batch has it, or had.
+        # Its number on disk, above those of all that came before; 0 if it need not be there.
+        self.number = 0
+        # Whether a batch has it, or had; and whether it is on disk.
         self.is_taken = False
+        self.is_written = False
+        # Its confirm, which waits for the disk; None if there is none.
+        self.completion: Completion | None = None
+        # Whether it is to be on disk as long as any queue has it; and whether memory is to be rid of its body then.
+        self.is_spooled = False
+        self.is_evicting = False
 
 
 class Put(NamedTuple):
@@ -119,6 +121,7 @@ class Batch:
         moves: queues of messages that are there and have left some of them, by number.
         removals: numbers of messages that are there and in no queue any more.
         completions: confirms that wait for it.
+        messages: that the puts are of.
         callbacks: called when it is on disk.
     """
 
@@ -127,6 +130,7 @@ class Batch:
     moves: dict[int, list[int]] = field(default_factory=dict)
     removals: list[int] = field(default_factory=list)
     completions: list[Completion] = field(default_factory=list)
+    messages: list[StoredMessage] = field(default_factory=list)
     callbacks: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -136,16 +140,39 @@ class Batch:
 
 
 class Journal:
-    """What changes of durable queues and exchanges, and of persistent messages in durable queues.
+    """What changes of durable queues and exchanges, which messages are on disk, and what all of them take in memory.
 
     A message that leaves its queues before it was taken for writing never goes to disk.
 
     Args:
         wall_clock: seconds since 1970.
+        has_store: whether anybody writes; if not, it only counts what is in memory.
+        limit: bytes of messages in memory (A1); 0 for any number.
     """
 
-    def __init__(self, wall_clock: Callable[[], float]) -> None:
+    #: Bytes that a message takes in memory beside its body, about.
+    OVERHEAD = 512
+    #: Bytes of bodies that may wait to be written before nothing more is read from who publishes.
+    MAX_BACKLOG = 8 << 20
+
+    def __init__(self, wall_clock: Callable[[], float], *, has_store: bool = True, limit: int = 0) -> None:
         self._wall_clock = wall_clock
+        self.has_store = has_store
+        self.limit = limit
+        # Of all messages, bodies and what else they take; and of this, what is about to go.
+        self.memory = 0
+        self.peak_memory = 0
+        self.evicting = 0
+        # Above it bodies are evicted, so that there is room for what comes and what is read ahead.
+        self.evict_above = limit * 3 // 4
+        self.max_backlog = min(self.MAX_BACKLOG, limit // 8) if limit else self.MAX_BACKLOG
+        # Messages whose bodies are to be read, those that are just being read, and who waits for which.
+        self._wanted: dict[int, StoredMessage] = {}
+        self._reading: dict[int, StoredMessage] = {}
+        self._readers: list[Callable[[], bool]] = []
+        # So far: bodies that were evicted, and read again.
+        self.evicted = 0
+        self.loaded = 0
         self._numbers = count(1)
         self._queue_numbers = count(1)
         self._changes: list[Change] = []
@@ -170,46 +197,147 @@ class Journal:
 
     # Messages.
 
-    def put(self, queue: Queue, message: StoredMessage, completion: Completion | None) -> None:
-        """A persistent message is in a durable queue now.
+    def enter(self, queue: Queue, message: StoredMessage, completion: Completion | None) -> None:
+        """A message is in a queue now.
 
         Args:
-            queue: which has a number.
-            message: whose confirm waits until it is on disk.
+            queue: which.
+            message: if both are to survive, its confirm waits until it is on disk.
             completion: that confirm; ``None`` if there is none.
         """
         record = message.record
         if record is None:
-            record = message.record = Record(next(self._numbers), completion)
-            self._puts[record.number] = message, self._wall_clock()
-            self.backlog += 1
-            self.backlog_size += message.size
-            if completion is not None:
-                completion.holds += 1
-        record.queues.append(queue.number)
-        if record.is_taken:
-            self._moves[record.number] = record
-
-    def remove(self, queue: Queue, message: StoredMessage) -> None:
-        """A message has left a durable queue; one that was not put changes nothing."""
-        record = message.record
-        if record is None:
-            return
-        record.queues.remove(queue.number)
-        if record.is_taken:
-            if record.queues:
+            record = message.record = Record()
+            self._grow(self.OVERHEAD + (0 if message.body is None else message.size))
+        record.holders += 1
+        if queue.number and message.is_persistent:
+            record.queues.append(queue.number)
+            if not record.number:
+                self._put(message, record)
+            if record.is_taken:
                 self._moves[record.number] = record
-            else:
-                self._moves.pop(record.number, None)
-                self._removals.append(record.number)
-            return
-        if not record.queues:
-            del self._puts[record.number]
+            elif completion is not None and record.completion is None:
+                record.completion = completion
+                completion.holds += 1
+
+    def _put(self, message: StoredMessage, record: Record) -> None:
+        record.number = next(self._numbers)
+        self._puts[record.number] = message, self._wall_clock()
+        self.backlog += 1
+        self.backlog_size += message.size
+
+    def _grow(self, size: int) -> None:
+        self.memory += size
+        if self.memory > self.peak_memory:
+            self.peak_memory = self.memory
+
+    def hold(self, message: StoredMessage) -> None:
+        """Somebody else needs a message that is in a queue, until `leave` is called without one."""
+        assert message.record is not None
+        message.record.holders += 1
+        message.record.is_spooled = True
+
+    def leave(self, queue: Queue | None, message: StoredMessage) -> None:
+        """A message has left a queue; ``None`` takes `hold` back."""
+        record = message.record
+        assert record is not None
+        record.holders -= 1
+        if not record.holders:
+            self.memory -= self.OVERHEAD + (0 if message.body is None else message.size)
+            self._no_longer_evicting(message, record)
             message.record = None
+        if not record.number:
+            return
+        is_moved = queue is not None and queue.number in record.queues
+        if is_moved:
+            assert queue is not None
+            record.queues.remove(queue.number)
+        if record.queues or (record.is_spooled and record.holders):
+            if is_moved and record.is_taken:
+                self._moves[record.number] = record
+        elif record.is_taken:
+            self._moves.pop(record.number, None)
+            self._removals.append(record.number)
+            record.number = 0
+        else:
+            del self._puts[record.number]
+            record.number = 0
             self.backlog -= 1
             self.backlog_size -= message.size
             if record.completion is not None:
                 record.completion.release()
+                record.completion = None
+
+    # Bodies that are on disk and not in memory (A2).
+
+    def evict(self, message: StoredMessage) -> None:
+        """Let memory be rid of a message's body, as soon as it is on disk."""
+        record = message.record
+        assert record is not None
+        if message.body is None or record.is_evicting or not message.size:
+            return
+        record.is_spooled = True
+        if record.is_written:
+            self._drop_body(message)
+            return
+        record.is_evicting = True
+        self.evicting += message.size
+        if not record.number:
+            self._put(message, record)
+
+    def _drop_body(self, message: StoredMessage) -> None:
+        message.body = None
+        self.memory -= message.size
+        self.evicted += 1
+
+    def _no_longer_evicting(self, message: StoredMessage, record: Record) -> None:
+        if record.is_evicting:
+            record.is_evicting = False
+            self.evicting -= message.size
+
+    @property
+    def held(self) -> int:
+        """Bytes in memory but for what is about to go."""
+        return self.memory - self.evicting
+
+    def want(self, messages: Iterable[StoredMessage], reader: Callable[[], bool]) -> None:
+        """Have bodies read.
+
+        Args:
+            messages: which; those that are in memory, or are being read, are passed over.
+            reader: called whenever some have been read, until it says that it waits no more.
+        """
+        for message in messages:
+            record = message.record
+            if message.body is None and record is not None and record.number not in self._reading:
+                self._wanted[record.number] = message
+        self._readers.append(reader)
+
+    @property
+    def wants(self) -> bool:
+        """Whether there are bodies to be read, and none are being read."""
+        return bool(self._wanted) and not self._reading
+
+    def take_wanted(self) -> list[int]:
+        """The numbers of the messages whose bodies are to be read now; `came` tells them."""
+        wanted, self._wanted = self._wanted, {}
+        for number, message in wanted.items():
+            if message.record is not None and message.record.number == number:
+                self._reading[number] = message
+        return list(self._reading)
+
+    def came(self, bodies: Mapping[int, bytes]) -> None:
+        """Bodies have been read; what has left its queues meanwhile may be missing."""
+        reading, self._reading = self._reading, {}
+        for number, message in reading.items():
+            body = bodies.get(number)
+            record = message.record
+            if body is not None and message.body is None and record is not None:
+                message.body = body
+                self.loaded += 1
+                self._grow(message.size)
+        readers, self._readers = self._readers, []
+        self._readers += [reader for reader in readers if not reader()]
 
     def recovered(self, message: StoredMessage, number: int, queues: list[int]) -> None:
         """A message that is on disk is back in its queues.
@@ -219,9 +347,12 @@ class Journal:
             number: of the message.
             queues: their numbers.
         """
-        record = message.record = Record(number)
+        record = message.record = Record()
+        record.number = number
         record.queues = queues
-        record.is_taken = True
+        record.holders = len(queues)
+        record.is_taken = record.is_written = True
+        self._grow(self.OVERHEAD + (0 if message.body is None else message.size))
 
     # Topology.
 
@@ -342,6 +473,8 @@ class Journal:
             record = message.record
             assert record is not None
             record.is_taken = True
+            assert message.body is not None
+            taken.messages.append(message)
             if record.completion is not None:
                 taken.completions.append(record.completion)
                 record.completion = None
@@ -359,6 +492,14 @@ class Journal:
         self.written += len(taken.puts)
         self.backlog -= len(taken.puts)
         self.backlog_size -= sum(len(put.body) for put in taken.puts)
+        for message in taken.messages:
+            record = message.record
+            if record is None:
+                continue
+            record.is_written = True
+            if record.is_evicting:
+                self._no_longer_evicting(message, record)
+                self._drop_body(message)
         for completion in taken.completions:
             completion.release()
         for callback in taken.callbacks:

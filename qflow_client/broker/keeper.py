@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import TypeVar
@@ -12,7 +12,7 @@ from typing import TypeVar
 from qflow_client.broker.errors import AmqpError
 from qflow_client.broker.journal import Batch, Journal
 from qflow_client.broker.settings import BrokerSettings
-from qflow_client.broker.store import Store, StoreError
+from qflow_client.broker.store import BodyReader, Store, StoreError
 from qflow_client.broker.virtualhost import VirtualHost
 
 __all__ = ["Keeper"]
@@ -38,7 +38,7 @@ class Keeper:
     #: Seconds that a store which cannot be written has when the broker stops.
     STOP_GRACE = 2.0
     #: Messages that are put into queues in one turn of the loop when the broker starts.
-    _AT_ONCE = 1000
+    _AT_ONCE = 100
 
     def __init__(
         self,
@@ -56,6 +56,10 @@ class Keeper:
         self._store: Store | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._writing: asyncio.Task[None] | None = None
+        # Only there once anything was read back.
+        self._reading: asyncio.Task[None] | None = None
+        self._reader_thread: ThreadPoolExecutor | None = None
+        self._reader: BodyReader | None = None
         self._is_troubled = False
 
     async def start(self) -> None:
@@ -92,6 +96,7 @@ class Keeper:
         recovered = 0
         while page := await self._run(lambda: list(islice(messages, self._AT_ONCE))):
             host.recover_messages(page)
+            host.relieve()
             recovered += len(page)
         host.recovered()
         if recovered or found.queues:
@@ -101,6 +106,47 @@ class Keeper:
         """Write what is to be written, if nothing is being written; else that follows."""
         if self._writing is None and self._journal.is_dirty:
             self._writing = asyncio.get_running_loop().create_task(self._write())
+        if self._reading is None and self._journal.wants:
+            self._reading = asyncio.get_running_loop().create_task(self._read())
+
+    async def _read(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            if self._reader_thread is None:
+                # Of its own, so that no reader waits for a commit.
+                self._reader_thread = ThreadPoolExecutor(1, thread_name_prefix="qflow-reader")
+            while self._journal.wants:
+                numbers = self._journal.take_wanted()
+                try:
+                    bodies = await loop.run_in_executor(self._reader_thread, self._bodies, numbers)
+                except StoreError as error:
+                    _log.error("%s; messages wait until it can be read", error)
+                    bodies = {}
+                if numbers and not bodies:
+                    await asyncio.sleep(self.RETRY)
+                self._journal.came(bodies)
+                self._on_done()
+        finally:
+            self._reading = None
+
+    def _bodies(self, numbers: Sequence[int]) -> dict[int, bytes]:
+        if self._reader is None:
+            assert self._settings.store is not None
+            self._reader = BodyReader(self._settings.store)
+        return self._reader.read(numbers)
+
+    def read_now(self, numbers: Sequence[int]) -> dict[int, bytes]:
+        """Bodies of messages, by number, on the thread that asks.
+
+        Raises:
+            StoreError: they cannot be read.
+        """
+        assert self._settings.store is not None
+        reader = BodyReader(self._settings.store)
+        try:
+            return reader.read(numbers)
+        finally:
+            reader.close()
 
     async def _write(self) -> None:
         assert self._store is not None
@@ -147,6 +193,13 @@ class Keeper:
             await self._end()
 
     async def _end(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait([self._reading])
+        if self._reader_thread is not None:
+            self._reader_thread.shutdown(wait=False)
+        if self._reader is not None:
+            self._reader.close()
         if self._store is not None:
             await self._run(self._store.close)
             self._store = None

@@ -49,10 +49,11 @@ class StoredMessage:
     def __init__(self, target: Target, header: bytes, body: bytes) -> None:
         self.target = target
         self.header = header
-        self.body = body
+        # None while it is on disk only.
+        self.body: bytes | None = body
         # Body bytes, which is what thresholds and maxima are about.
         self.size = len(body)
-        # Its place in the message store; None if it has none.
+        # What the journal knows of it; None if there is no journal, or no queue has it.
         self.record: Record | None = None
 
     @property

@@ -142,6 +142,8 @@ class Session:
         self.blocks: dict[str, str] = {}
         # Only set if something is done about connections that do not listen (D7 D8).
         self.discipline = Discipline(self) if self.settings.has_discipline else None
+        # Whether the socket is not to be read because too much waits for the disk.
+        self.is_paused = False
         # Until when the socket is not to be read; None if it is.
         self.tarpit_until: float | None = None
         # Of channels that are gone: their messages, and how often they were flowed.
@@ -435,10 +437,19 @@ class Session:
         if journal is not None:
             promise = Promise(self)
             if journal.when_durable(lambda: promise.keep(data), topology_only=topology_only):
-                self._promised.append((self._output, promise))
-                self._output = []
+                self._wait_for(promise)
                 return
         self.write(data)
+
+    def promise(self) -> Promise:
+        """Put something into what is to be sent that is not there yet."""
+        promise = Promise(self)
+        self._wait_for(promise)
+        return promise
+
+    def _wait_for(self, promise: Promise) -> None:
+        self._promised.append((self._output, promise))
+        self._output = []
 
     def promise_kept(self) -> None:
         """What has been waited for can be sent."""
@@ -561,6 +572,8 @@ class Session:
                 times.append(self.tarpit_until)
             # Nothing could be heard of it.
             self.last_received = now
+        if self.is_paused:
+            self.last_received = now
         if self.heartbeat:
             if now - self.last_received >= 2 * self.heartbeat:
                 _log.info("%s: silent for two heartbeat intervals of %d s", self.name, self.heartbeat)
@@ -630,6 +643,12 @@ class Session:
     def is_running(self) -> bool:
         """Whether the connection is open and not closing."""
         return self.state is State.RUNNING
+
+    @property
+    def memory(self) -> int:
+        """Bytes of messages that are coming in, and of what waits to be taken for sending."""
+        waiting = sum(len(data) for part in (self._output, *(before for before, _ in self._promised)) for data in part)
+        return waiting + sum(channel.incoming for channel in self.channels.values())
 
     @property
     def published(self) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypedDict
 
-from qflow_client.broker.policies import Enforcement, Policy
+from qflow_client.broker.policies import Enforcement, Policy, QueuePolicy
 from qflow_client.flow import Capacity, StopResume
 from qflow_client.frames import FRAME_MIN_SIZE
 
@@ -81,10 +81,15 @@ class BrokerOptions(TypedDict, total=False):
     close_connection_after: int
     store: str | os.PathLike[str] | None
     store_synchronous: Synchronous | str
+    memory_limit: int
 
 
 #: The users of a broker that is not told any.
 DEFAULT_USERS: Mapping[str, str] = MappingProxyType({"guest": "guest"})
+
+
+#: The least that a limit of memory may be, in bytes.
+MIN_MEMORY = 1 << 20
 
 
 def is_loopback(host: str) -> bool:
@@ -142,6 +147,9 @@ class BrokerSettings:
             persistent messages in such queues survive the broker; ``None`` keeps everything in memory.
         store_synchronous: what a confirmed message survives: ``"full"`` also the death of the machine, ``"normal"``
             that of the process.
+        memory_limit: bytes of messages in memory, with about 512 more for each; above three quarters of it bodies are
+            evicted from queues whose policy is ``flow_to_disk`` (A2), and above all of it clients get
+            ``Connection.Blocked``; 0 for any number.
 
     Raises:
         TypeError: a value of the wrong type.
@@ -183,6 +191,7 @@ class BrokerSettings:
     close_connection_after: int = 0
     store: Path | None = None
     store_synchronous: Synchronous = Synchronous.FULL
+    memory_limit: int = 0
 
     def __post_init__(self) -> None:
         self._choose("enforcement", Enforcement)
@@ -214,6 +223,9 @@ class BrokerSettings:
         for name in ("default_flow_stop_threshold", "default_flow_resume_threshold"):
             self._whole(name, 0, 100)
         self._whole("capacity", 0, 2**63 - 1)
+        self._whole("memory_limit", 0, 2**63 - 1)
+        if 0 < self.memory_limit < MIN_MEMORY:
+            raise ValueError(f"memory_limit must be 0 or at least {MIN_MEMORY} bytes, not {self.memory_limit!r}")
         if self.flow_resume_capacity is not None:
             self._whole("flow_resume_capacity", 0, 2**63 - 1)
         if not isinstance(self.host, str):
@@ -236,6 +248,10 @@ class BrokerSettings:
             raise TypeError(f"policies must be Policy objects, not {self.policies!r}")
         if len(set(names)) < len(names):
             raise ValueError(f"policies must have different names, not {', '.join(map(str, names))}")
+        if self.store is None:
+            for policy in self.policies:
+                if policy.definition.policy is QueuePolicy.FLOW_TO_DISK:
+                    raise ValueError(f"policies: {policy.name!r} has policy=flow_to_disk: set a store too")
         object.__setattr__(self, "users", MappingProxyType(dict(self.users)))
         # Refuses a stop below its resume, with both values in the text.
         StopResume.from_limits(

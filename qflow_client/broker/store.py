@@ -6,13 +6,14 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from qflow_client.broker.journal import Batch, Change, Found, FoundMessage, Put
 from qflow_client.database import Database, LockFile
 from qflow_client.errors import QflowError
 from qflow_client.fields import decode_short_string, decode_table
 
-__all__ = ["Store", "StoreError"]
+__all__ = ["BodyReader", "Store", "StoreError"]
 
 # "qBrk", and the version of the tables.
 _APPLICATION_ID = 0x7142726B
@@ -78,8 +79,9 @@ _PUT = """INSERT INTO message
 _MOVE = """UPDATE message SET queues = json_extract(value, '$[1]')
     FROM json_each(?1) WHERE number = json_extract(value, '$[0]')"""
 _REMOVE = "DELETE FROM message WHERE number IN (SELECT value FROM json_each(?1))"
+_BODIES = "SELECT number, body FROM message WHERE number IN (SELECT value FROM json_each(?))"
 # Rows that are read at once.
-_PAGE = 500
+_PAGE = 100
 
 
 class StoreError(QflowError):
@@ -107,14 +109,9 @@ class Store:
             told=("another broker", "give each broker a store of its own"),
         )
         try:
-            self._file = Database(
-                self.path,
-                application_id=_APPLICATION_ID,
-                version=_VERSION,
-                tables=_TABLES,
-                error=StoreError,
-                synchronous=synchronous.upper(),
-            )
+            self._file = _open(self.path, synchronous=synchronous.upper())
+            # What was there for want of memory only.
+            self._file.execute("DELETE FROM message WHERE queues = '[]'")
         except BaseException:
             self._lock.release()
             raise
@@ -188,6 +185,36 @@ class Store:
         if not self._lock.released:
             self._file.close()
             self._lock.release()
+
+
+class BodyReader:
+    """Reads bodies from the file of a store, also while that is written. For one thread at a time.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        StoreError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = _open(path, read_only=True)
+
+    def read(self, numbers: Sequence[int]) -> dict[int, bytes]:
+        """Bodies of messages by their numbers; those that are gone are missing.
+
+        Raises:
+            StoreError: they cannot be read.
+        """
+        return dict(self._file.rows(_BODIES, json.dumps(numbers)))
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+
+def _open(path: Path, **options: Any) -> Database:
+    return Database(path, application_id=_APPLICATION_ID, version=_VERSION, tables=_TABLES, error=StoreError, **options)
 
 
 def _packed(puts: Sequence[Put]) -> tuple[str, bytes]:

@@ -21,7 +21,8 @@ from qflow_client.broker.errors import ChannelException, ReplyCode
 from qflow_client.broker.exchange import Binding, DirectExchange, Exchange, ExchangeType, make_exchange
 from qflow_client.broker.journal import Found, FoundMessage, Journal
 from qflow_client.broker.message import StoredMessage, Target
-from qflow_client.broker.policies import Inheritance, Policies, Policy, PolicyDefinition
+from qflow_client.broker.paging import level
+from qflow_client.broker.policies import Inheritance, Policies, Policy, PolicyDefinition, QueuePolicy
 from qflow_client.broker.queue import Queue
 from qflow_client.broker.rates import Rates, Timed
 from qflow_client.broker.settings import BrokerSettings, FlowScope
@@ -32,6 +33,8 @@ from qflow_client.flow import FlowSource
 __all__ = ["VirtualHost"]
 
 _log = logging.getLogger(__name__)
+
+NO_STORE = "policy=flow_to_disk: this broker has no message store; give it one, or use another policy"
 
 _PREDECLARED = (
     ("amq.direct", ExchangeType.DIRECT),
@@ -68,6 +71,8 @@ class VirtualHost:
 
     #: Distinct publish methods that are remembered; beyond that all are forgotten.
     MAX_TARGETS = 4096
+    #: Bytes of bodies that a queue reads ahead at most.
+    MAX_WINDOW = 1 << 20
 
     def __init__(
         self,
@@ -195,8 +200,8 @@ class VirtualHost:
         own = QueueArguments.read(name, arguments)
         options = QueueOptions.from_arguments(name, arguments)
         limits = self._limits(name, own, lambda: Inheritance((("", name),), ("",)))
-        journal = self.journal if durable and not exclusive else None
-        if journal is not None and not number:
+        journal = self.journal
+        if journal is not None and journal.has_store and durable and not exclusive and not number:
             number = journal.number_of(name, auto_delete, arguments)
         queue = self.queues[name] = Queue(
             name,
@@ -229,12 +234,25 @@ class VirtualHost:
         definition, policies = self.policies.definition_for(name, own.definition, inheritance, is_set=own.is_set)
         if steered is not None:
             definition = steered.over(definition)
+        if definition.policy is QueuePolicy.FLOW_TO_DISK and not self.has_store:
+            raise ChannelException(ReplyCode.PRECONDITION_FAILED, f"queue '{name}': {NO_STORE}")
         return QueueLimits.resolve(name, definition, self.settings, overflow=own.overflow, policies=policies)
 
     def set_policy(self, policy: Policy) -> None:
-        """Add a policy, or replace the one of its name, for the queues that there are, too (D4)."""
+        """Add a policy, or replace the one of its name, for the queues that there are, too (D4).
+
+        Raises:
+            ValueError: it needs a message store, and there is none.
+        """
+        if policy.definition.policy is QueuePolicy.FLOW_TO_DISK and not self.has_store:
+            raise ValueError(NO_STORE)
         self.policies.set(policy)
         self._apply_policies()
+
+    @property
+    def has_store(self) -> bool:
+        """Whether anything can be on disk."""
+        return self.journal is not None and self.journal.has_store
 
     def delete_policy(self, name: str) -> None:
         """Remove a policy; queues go back to what else applies to them.
@@ -297,7 +315,7 @@ class VirtualHost:
             return 0
         del self.queues[queue.name]
         self.version += 1
-        if queue.journal is not None:
+        if queue.number and queue.journal is not None:
             queue.journal.queue_gone(queue)
         self._unbind_everywhere(queue)
         return queue.delete()
@@ -374,7 +392,7 @@ class VirtualHost:
         exchange = make_exchange(
             name, kind, durable=durable, auto_delete=auto_delete, internal=internal, arguments=arguments or {}
         )
-        if self.journal is not None and durable and not self.is_recovering:
+        if self.journal is not None and self.has_store and durable and not self.is_recovering:
             self.journal.exchange(exchange)
         self.exchanges[name] = exchange
         self.version += 1
@@ -396,7 +414,7 @@ class VirtualHost:
                 ReplyCode.PRECONDITION_FAILED, f"exchange '{name}' has {len(exchange.bindings)} bindings"
             )
         del self.exchanges[name]
-        if self.journal is not None and exchange.durable:
+        if self.journal is not None and self.has_store and exchange.durable:
             self.journal.exchange_gone(exchange)
         self._unbind_everywhere(exchange)
         self._bindings_changed()
@@ -423,10 +441,10 @@ class VirtualHost:
 
     def _survives(self, exchange: Exchange, binding: Binding) -> bool:
         """Whether a binding is to survive the broker: both of its ends do."""
-        if self.journal is None or self.is_recovering or not exchange.durable:
+        if not self.has_store or self.is_recovering or not exchange.durable:
             return False
         destination = binding.destination
-        return destination.journal is not None if isinstance(destination, Queue) else destination.durable
+        return destination.number > 0 if isinstance(destination, Queue) else destination.durable
 
     def _note_binding(self, exchange: Exchange, binding: Binding, *, gone: bool = False) -> None:
         assert self.journal is not None
@@ -678,6 +696,36 @@ class VirtualHost:
         for queue in queues:
             queue.after_publish()
 
+    # Memory.
+
+    @property
+    def window(self) -> int:
+        """Bytes of bodies that each queue may read ahead: an eighth of the limit, in equal parts (A3)."""
+        limit = self.journal.limit if self.journal is not None else 0
+        if not limit:
+            return self.MAX_WINDOW
+        readers = sum(queue.pager is not None and bool(queue.consumers) for queue in self.queues.values())
+        return min(self.MAX_WINDOW, limit // 8 // max(1, readers))
+
+    def relieve(self) -> None:
+        """Keep the messages in memory within the limit: bodies go to disk, in equal parts; then others are dropped."""
+        journal = self.journal
+        if journal is None or not journal.limit:
+            return
+        if journal.held <= journal.evict_above:
+            return
+        pagers = [queue.pager for queue in self.queues.values() if queue.pager is not None]
+        while (excess := journal.held - journal.evict_above) > 0:
+            sizes = [pager.size for pager in pagers]
+            total = sum(sizes)
+            if not total:
+                break
+            # What several queues have is in memory once, and counts at each of them.
+            less = excess * max(total, journal.held) // journal.held
+            share = level(sizes, max(0, total - less))
+            for pager in pagers:
+                pager.evict(share)
+
     # Dead letters.
 
     def died(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
@@ -685,6 +733,10 @@ class VirtualHost:
 
         One that dies while another is buried waits for its turn, so that a chain of queues is no chain of calls.
         """
+        if message.body is None:
+            # It must be read before.
+            self.when_read(message, lambda: self.died(queue, message, reason))
+            return
         self._dead.append((queue, message, reason))
         if self._is_burying:
             return
@@ -694,6 +746,21 @@ class VirtualHost:
                 self._bury(*self._dead.popleft())
         finally:
             self._is_burying = False
+
+    def when_read(self, message: StoredMessage, callback: Callable[[], None]) -> None:
+        """Have something called when the body of a message that is held is in memory; it is let go after that."""
+        journal = self.journal
+        assert journal is not None
+
+        def look() -> bool:
+            if message.body is None:
+                journal.want((message,), look)
+            else:
+                callback()
+                journal.leave(None, message)
+            return True
+
+        look()
 
     def _bury(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
         options = queue.options

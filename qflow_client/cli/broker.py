@@ -210,6 +210,10 @@ def broker(
             help="What confirmed messages survive: full, also the death of the machine; normal, the broker's."
         ),
     ] = None,
+    memory_limit: Annotated[
+        int | None,
+        typer.Option(metavar="BYTES", help="Of messages in memory; policy flow_to_disk evicts bodies; 0, any number."),
+    ] = None,
     http_host: Annotated[str | None, typer.Option(help="The address on which the HTTP API listens; 127.0.0.1.")] = None,
     http_port: Annotated[int | None, typer.Option(help="Its port; 0 for a free one; no HTTP API unless given.")] = None,
     http_token: Annotated[
@@ -271,6 +275,7 @@ def broker(
         "resume_interval": resume_interval,
         "store": store,
         "store_synchronous": store_synchronous,
+        "memory_limit": memory_limit,
         "http_host": http_host,
         "http_port": http_port,
         "http_token": http_token or os.environ.get("QFLOW_HTTP_TOKEN"),

@@ -331,7 +331,7 @@ def survivors(world):
             ],
         )
         for name, queue in host.queues.items()
-        if queue.journal is not None
+        if queue.durable
     }
     exchanges = {
         (each.name, each.type, each.auto_delete, each.internal) for each in host.exchanges.values() if each.durable
