@@ -1,17 +1,19 @@
-"""A file of our own in SQLite: made, recognised, and with errors that name it."""
+"""A file of our own in SQLite: made, recognised, for one process at a time, and with errors that name it."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sqlite3
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from qflow_client.errors import QflowError
 
-__all__ = ["Database"]
+__all__ = ["Database", "LockFile"]
 
 # Seconds for which another process may keep the file.
 _BUSY = 10.0
@@ -126,3 +128,67 @@ class Database:
         """Close it; in a fork do nothing, because what is open is the parent's."""
         if os.getpid() == self._pid:
             self._file.close()
+
+
+class LockFile:
+    """Held by one process at a time, and let go by the system when that process ends, however it ends.
+
+    Args:
+        path: of the file that it stands for.
+        error: what is raised if there can be none.
+        in_use: what is raised if another has it.
+        told: for that error: what the other is, and the way out.
+
+    Raises:
+        QflowError: that is, `error` or `in_use`.
+    """
+
+    def __init__(self, path: Path, *, error: type[QflowError], in_use: type[QflowError], told: tuple[str, str]) -> None:
+        # One file has one lock, by whatever name it is opened.
+        self.path = Path(f"{os.path.realpath(path)}-lock")
+        self.released = False
+        try:
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as failure:
+            raise error(f"{path}: {failure.strerror}: {self.path}") from failure
+        try:
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(self._descriptor, 100, 0).decode(errors="replace").strip() or "unknown"
+                whose = "in this process" if holder == str(os.getpid()) else f"in process {holder}"
+                raise in_use(f"{path} is used by {told[0]} {whose}; {told[1]}") from None
+            except OSError as failure:
+                raise error(f"{path}: it cannot be locked: {failure.strerror}") from failure
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, str(os.getpid()).encode(), 0)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        _lock_files.add(self)
+
+    def release(self) -> None:
+        """Let go."""
+        if not self.released:
+            self.released = True
+            # A forked child shares the lock until it closes its copy, so that to close is not enough.
+            with suppress(OSError):
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            os.close(self._descriptor)
+
+    def forget(self) -> None:
+        """After a fork, in the child: close its copy; the lock stays the parent's."""
+        if not self.released:
+            self.released = True
+            os.close(self._descriptor)
+
+
+_lock_files: weakref.WeakSet[LockFile] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for lock_file in tuple(_lock_files):
+        lock_file.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

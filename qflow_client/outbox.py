@@ -22,19 +22,16 @@ It knows nothing of producers, threads' roles or event loops; a skin uses it so:
 
 from __future__ import annotations
 
-import fcntl
 import os
 import threading
 import time
-import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from qflow_client.database import Database
+from qflow_client.database import Database, LockFile
 from qflow_client.errors import QflowError
 from qflow_client.fields import encode_short_string
 from qflow_client.frames import FrameError, content_header, decode_message
@@ -148,7 +145,12 @@ class Outbox:
         # Around what is only noted; and around every use of the file, also while this process waits for the disk.
         self._lock = threading.Lock()
         self._file_lock = threading.Lock()
-        self._lock_file = _LockFile(self.path)
+        self._lock_file = LockFile(
+            self.path,
+            error=OutboxError,
+            in_use=OutboxInUse,
+            told=("another producer", "give each producer an outbox of its own"),
+        )
         try:
             self._file = _open(self.path, synchronous=synchronous)
             ((last, permitted),) = self._file.rows("SELECT last, permitted FROM state")
@@ -441,59 +443,3 @@ def _read(file: Database, after: int, limit: int, written: tuple[int, int]) -> l
         may_be = sequence <= last and (not held or sequence <= permitted)
         found.append(StoredMessage(sequence, at, exchange, routing_key, message, size, may_be))
     return found
-
-
-class _LockFile:
-    """Held by one process at a time, and let go by the system when that process ends, however it ends."""
-
-    def __init__(self, path: Path) -> None:
-        # One file has one lock, by whatever name it is opened.
-        self.path = Path(f"{os.path.realpath(path)}-lock")
-        self.released = False
-        try:
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise OutboxError(f"{path}: {error.strerror}: {self.path}") from error
-        try:
-            try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = os.pread(self._descriptor, 100, 0).decode(errors="replace").strip() or "unknown"
-                whose = "in this process" if holder == str(os.getpid()) else f"in process {holder}"
-                raise OutboxInUse(
-                    f"{path} is used by another producer {whose}; give each producer an outbox of its own"
-                ) from None
-            except OSError as error:
-                raise OutboxError(f"{path}: it cannot be locked: {error.strerror}") from error
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, str(os.getpid()).encode(), 0)
-        except BaseException:
-            os.close(self._descriptor)
-            raise
-        _lock_files.add(self)
-
-    def release(self) -> None:
-        """Let go."""
-        if not self.released:
-            self.released = True
-            # A forked child shares the lock until it closes its copy, so that to close is not enough.
-            with suppress(OSError):
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-            os.close(self._descriptor)
-
-    def forget(self) -> None:
-        """After a fork, in the child: close its copy; the lock stays the parent's."""
-        if not self.released:
-            self.released = True
-            os.close(self._descriptor)
-
-
-_lock_files: weakref.WeakSet[_LockFile] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for lock_file in tuple(_lock_files):
-        lock_file.forget()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

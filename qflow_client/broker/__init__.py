@@ -13,17 +13,19 @@ from qflow_client.broker.definitions import (
 from qflow_client.broker.errors import AmqpError, ChannelException, ConnectionException, ReplyCode
 from qflow_client.broker.policies import ApplyTo, Enforcement, Policy, PolicyDefinition, QueuePolicy
 from qflow_client.broker.rates import RateLimit, RateScope
-from qflow_client.broker.settings import BrokerSettings, FlowScope, Trace
+from qflow_client.broker.settings import BrokerSettings, FlowScope, Synchronous, Trace
 from qflow_client.broker.snapshots import (
     BindingSnapshot,
     BrokerMessage,
     ChannelSnapshot,
     ConnectionSnapshot,
     ExchangeSnapshot,
+    MemorySnapshot,
     QueueSnapshot,
     TargetSnapshot,
     ThresholdsSnapshot,
 )
+from qflow_client.broker.store import StoreError
 
 __all__ = [
     "AmqpError",
@@ -43,6 +45,7 @@ __all__ = [
     "ExchangeDefinition",
     "ExchangeSnapshot",
     "FlowScope",
+    "MemorySnapshot",
     "Policy",
     "PolicyDefinition",
     "QueueDefinition",
@@ -51,6 +54,8 @@ __all__ = [
     "RateLimit",
     "RateScope",
     "ReplyCode",
+    "StoreError",
+    "Synchronous",
     "TargetSnapshot",
     "ThresholdsSnapshot",
     "Trace",

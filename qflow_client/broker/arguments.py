@@ -263,10 +263,13 @@ class QueueLimits:
             )
         capacity = _capacity(queue, definition, settings)
         key = definition.conflate_key
-        if max_count or max_size or policy is QueuePolicy.CONFLATE:
+        if max_count or max_size or policy in (QueuePolicy.CONFLATE, QueuePolicy.FLOW_TO_DISK):
             overflow = make_overflow(policy, max_count or None, max_size or None, key)
         then = None
         if definition.max_flow_wait is not None:
+            if policy is QueuePolicy.FLOW_TO_DISK:
+                # Its maximum is what is in memory.
+                max_count = max_size = 0
             maxima = max_count or stop_resume.stop_count, max_size or stop_resume.stop_size or capacity.capacity
             then = make_overflow(definition.then or QueuePolicy.REJECT, maxima[0] or None, maxima[1] or None, None)
         return cls(

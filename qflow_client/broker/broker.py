@@ -16,8 +16,11 @@ import pamqp.commands
 from qflow_client.broker.channel import Channel
 from qflow_client.broker.controls import Controls
 from qflow_client.broker.definitions import Definitions, export_definitions, load_definitions
+from qflow_client.broker.entries import QueueEntry
 from qflow_client.broker.errors import ReplyCode
 from qflow_client.broker.exchange import Exchange
+from qflow_client.broker.journal import Journal
+from qflow_client.broker.keeper import Keeper
 from qflow_client.broker.marks import MARKS, steered
 from qflow_client.broker.policies import Policy
 from qflow_client.broker.queue import Queue
@@ -31,11 +34,13 @@ from qflow_client.broker.snapshots import (
     ChannelSnapshot,
     ConnectionSnapshot,
     ExchangeSnapshot,
+    MemorySnapshot,
     QueueSnapshot,
     binding_snapshots,
     channel_snapshot,
     connection_snapshot,
     exchange_snapshot,
+    memory_snapshot,
     message_copy,
     queue_snapshot,
 )
@@ -88,12 +93,20 @@ class Broker:
     def __init__(self, **options: Unpack[BrokerOptions]) -> None:
         #: What it was given, and the defaults.
         self.settings = BrokerSettings(**cast(dict[str, Any], options))
-        self._host = VirtualHost(self.settings)
+        has_store, limit = self.settings.store is not None, self.settings.memory_limit
+        journal = Journal(time.time, has_store=has_store, limit=limit) if has_store or limit else None
+        self._host = VirtualHost(self.settings, journal=journal)
         if self.settings.flow_log is not None:
             log = self.settings.flow_log
             self._host.record(FlowRecorder(log.write, self._host.clock, time.time, period=log.period, who=_who))
         self._controls = Controls(watches_publishes=self.settings.has_discipline)
-        self._server = Server(self.settings, self._host, self._controls, self._on_change)
+        self._server = Server(self.settings, self._host, self._controls, self._on_turn)
+        # Whether the alarm for memory is its own, and not an operator's.
+        self._has_memory_alarm = False
+        # Only set if there is a store.
+        self._keeper: Keeper | None = None
+        if has_store and journal is not None:
+            self._keeper = Keeper(self.settings, self._host, journal, self._server.touch, self._on_trouble)
         self._port: int | None = None
         # Only set if there is to be one.
         self._http: HttpServer | None = None
@@ -167,13 +180,17 @@ class Broker:
         asyncio.run(main())
 
     async def _start(self) -> None:
-        self._port = await self._server.start()
-        if self._http is not None:
-            try:
+        if self._keeper is not None:
+            await self._keeper.start()
+        try:
+            self._port = await self._server.start()
+            if self._http is not None:
                 await self._http.start()
-            except BaseException:
-                await self._server.stop()
-                raise
+        except BaseException:
+            await self._server.stop()
+            if self._keeper is not None:
+                await self._keeper.stop()
+            raise
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
 
@@ -184,6 +201,8 @@ class Broker:
         self._host.end_recording()
         with self._loop_lock:
             self._loop = None
+        if self._keeper is not None:
+            await self._keeper.stop()
         self._on_change()
         if self._stopped is not None:
             self._stopped.set_result(None)
@@ -236,6 +255,8 @@ class Broker:
                     self._server.touch()
                 done.set_result(result)
 
+        if changes and self._keeper is not None and self._loop is None:
+            raise RuntimeError("a broker with a store can be changed only while it runs")
         with self._loop_lock:
             loop = self._loop if threading.get_ident() != self._loop_thread else None
             if loop is not None:
@@ -243,6 +264,34 @@ class Broker:
         if loop is None:
             run()
         return done.result()
+
+    def _on_turn(self) -> None:
+        if self._keeper is not None:
+            self._keeper.flush()
+        journal = self._host.journal
+        if journal is not None and journal.limit:
+            self._check_memory(journal)
+        self._on_change()
+
+    def _check_memory(self, journal: Journal) -> None:
+        """Raise the alarm when the limit is passed, and clear it below 7/8 of that."""
+        size = journal.held
+        if "memory" not in self._controls.alarms:
+            if size > journal.limit:
+                self._has_memory_alarm = True
+                self.raise_alarm("memory", f"{size} bytes of messages are in memory, of at most {journal.limit}")
+        elif self._has_memory_alarm and size <= journal.limit // 8 * 7:
+            self._has_memory_alarm = False
+            self.clear_alarm("memory")
+
+    def _on_trouble(self, reason: str | None) -> None:
+        if self._loop is None:
+            # It ends, or has just begun: nobody is there to be told.
+            return
+        if reason is None:
+            self.clear_alarm("disk")
+        else:
+            self.raise_alarm("disk", reason)
 
     def _on_change(self) -> None:
         with self._changed:
@@ -294,6 +343,11 @@ class Broker:
         )
 
     @property
+    def memory(self) -> MemorySnapshot:
+        """What messages take in memory, and what went to disk, at this moment."""
+        return self._call(lambda: memory_snapshot(self._host.journal))
+
+    @property
     def producers_stopped(self) -> bool:
         """Whether an operator has stopped all producers, those to come too (D5)."""
         return self._controls.producers_stopped
@@ -312,7 +366,18 @@ class Broker:
         Raises:
             ChannelException: 404; there is no such queue.
         """
-        return self._call(lambda: tuple(message_copy(entry) for entry in self._host.queue(queue).oldest_first()))
+        return self._call(lambda: self._copies(self._host.queue(queue).oldest_first()))
+
+    def _copies(self, entries: Iterable[QueueEntry]) -> tuple[BrokerMessage, ...]:
+        """Copies of messages; the bodies that are not in memory are read here and now."""
+        found = tuple(entries)
+        records = [each.message.record for each in found if each.message.body is None]
+        numbers = [record.number for record in records if record is not None]
+        bodies = self._keeper.read_now(numbers) if numbers and self._keeper is not None else {}
+        return tuple(
+            message_copy(each, bodies.get(record.number) if (record := each.message.record) is not None else None)
+            for each in found
+        )
 
     def _channels(self) -> list[Channel]:
         return [
@@ -577,7 +642,12 @@ class Broker:
 
         def get() -> BrokerMessage | None:
             entry = self._host.queue(queue).take(no_ack=True)
-            return message_copy(entry) if entry is not None else None
+            if entry is None:
+                return None
+            (copy,) = self._copies((entry,))
+            if entry.message.body is None and self._host.journal is not None:
+                self._host.journal.leave(None, entry.message)
+            return copy
 
         return self._call(get, changes=True)
 

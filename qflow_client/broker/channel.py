@@ -344,6 +344,7 @@ class Channel(CountedSource):
                 self._released(size, count)
 
     def _return(self, message: StoredMessage) -> None:
+        assert message.body is not None
         self.returned += 1
         names = message.target.names
         self.session.write(wire.return_(self.number, ReplyCode.NO_ROUTE, ReplyCode.NO_ROUTE.title, names))
@@ -371,6 +372,11 @@ class Channel(CountedSource):
     def _has_confirms(self) -> None:
         if not self.is_closing:
             self.session.has_confirms(self)
+
+    @property
+    def incoming(self) -> int:
+        """Bytes of the message that is coming in."""
+        return sum(map(len, self._parts))
 
     @property
     def unconfirmed(self) -> int:
@@ -461,7 +467,8 @@ class Channel(CountedSource):
                 queue.enqueue(message, self)
                 touched[queue] = None
             self._count_rates(message, queues)
-        self._reply(commands.Tx.CommitOk())
+        commit_ok = wire.method(self.number, commands.Tx.CommitOk())
+        self.session.write_when_durable(commit_ok, topology_only=False)
         for queue in touched:
             queue.after_publish()
 
@@ -544,9 +551,22 @@ class Channel(CountedSource):
         if not method.no_ack:
             self.unacked[tag] = Delivery(tag, entry, None)
         self.delivered += 1
-        message = entry.message
-        self.session.write(wire.get_ok(self.number, tag, entry.redelivered, message.target.names, queue.ready_count))
-        self.session.write(wire.content_frames(self.number, message.header, message.body, self.session.frame_max))
+        message, session = entry.message, self.session
+        session.write(wire.get_ok(self.number, tag, entry.redelivered, message.target.names, queue.ready_count))
+        if message.body is not None:
+            session.write(wire.content_frames(self.number, message.header, message.body, session.frame_max))
+        else:
+            self._promise_content(message)
+
+    def _promise_content(self, message: StoredMessage) -> None:
+        """Send the content of a message, which is on disk and held, as soon as it is read, and all else after it."""
+        promise = self.session.promise()
+
+        def keep() -> None:
+            assert message.body is not None
+            promise.keep(wire.content_frames(self.number, message.header, message.body, self.session.frame_max))
+
+        self.host.when_read(message, keep)
 
     def wake(self) -> None:
         """Something changed that consumers may have waited for."""

@@ -73,6 +73,8 @@ class ChannelConsumer:
             channel.unacked[tag] = Delivery(tag, entry, self)
         channel.delivered += 1
         message = entry.message
+        body = message.body
+        assert body is not None
         payload = b"%b%b%b" % (self._prefix, _TAG_BIT.pack(tag, entry.redelivered), message.target.names)
         number, session = channel.number, channel.session
         session.deliver(
@@ -80,7 +82,7 @@ class ChannelConsumer:
             % (
                 _HEAD.pack(METHOD_FRAME, number, len(payload)),
                 payload,
-                wire.content_frames(number, message.header, message.body, session.frame_max),
+                wire.content_frames(number, message.header, body, session.frame_max),
             )
         )
 

@@ -55,6 +55,7 @@ def mourn(message: StoredMessage, queue: str, reason: DropReason, target: Target
     except (TypeError, ValueError):
         # What a client wrote there cannot be written again.
         headers = _headers(message, [], queue, reason, time)
+    assert message.body is not None
     return StoredMessage(target, with_headers(message.header, headers), message.body)
 
 

@@ -167,6 +167,7 @@ def load_definitions(host: VirtualHost, definitions: Definitions) -> None:
     queues, exchanges = set(host.queues), set(host.exchanges)
     bindings = {name: dict(exchange.bindings) for name, exchange in host.exchanges.items()}
     policies = tuple(host.policies)
+    mark = host.journal.mark if host.journal is not None else 0
     try:
         for where, what in _each(definitions):
             try:
@@ -177,6 +178,8 @@ def load_definitions(host: VirtualHost, definitions: Definitions) -> None:
                 raise DefinitionError(where, str(error)) from error
     except DefinitionError:
         # All of this is one turn of the loop: nobody has seen what is taken back.
+        if host.journal is not None:
+            host.journal.take_back(mark)
         for name, before in bindings.items():
             host.exchanges[name].bindings = before
         for name in set(host.queues) - queues:

@@ -40,6 +40,10 @@ class Owner(Protocol):
 class Surroundings(Protocol):
     """What a queue needs around it."""
 
+    @property
+    def window(self) -> int:
+        """Bytes of bodies that each queue may read ahead (A3)."""
+
     def clock(self) -> float:
         """Monotonic seconds."""
 

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 import pamqp.commands
 
-from qflow_client.broker.wire import HAS_EXPIRATION, decode_properties, short, time_to_live
+from qflow_client.broker.wire import HAS_EXPIRATION, decode_properties, is_persistent, short, time_to_live
 
 if TYPE_CHECKING:
+    from qflow_client.broker.journal import Record
     from qflow_client.broker.queue import Queue
 
 __all__ = ["StoredMessage", "Target"]
@@ -43,14 +44,22 @@ class StoredMessage:
         body: the content.
     """
 
-    __slots__ = ("body", "header", "size", "target")
+    __slots__ = ("body", "header", "record", "size", "target")
 
     def __init__(self, target: Target, header: bytes, body: bytes) -> None:
         self.target = target
         self.header = header
-        self.body = body
+        # None while it is on disk only.
+        self.body: bytes | None = body
         # Body bytes, which is what thresholds and maxima are about.
         self.size = len(body)
+        # What the journal knows of it; None if there is no journal, or no queue has it.
+        self.record: Record | None = None
+
+    @property
+    def is_persistent(self) -> bool:
+        """Whether it is to survive the broker, in queues that do."""
+        return is_persistent(self.header)
 
     @property
     def ttl(self) -> int | None:

@@ -20,7 +20,7 @@ __all__ = ["TOPOLOGY_METHODS"]
 
 def _reply(channel: Channel, method: Any, answer: Callable[[], pamqp.base.Frame]) -> None:
     if not method.nowait:
-        channel.session.write(wire.method(channel.number, answer()))
+        channel.session.write_when_durable(wire.method(channel.number, answer()))
 
 
 def _exchange_declare(channel: Channel, method: Any) -> None:
@@ -71,7 +71,9 @@ def _queue_declare(channel: Channel, method: Any) -> None:
         )
     channel.last_queue = queue.name
     if not method.nowait:
-        session.write(wire.queue_declare_ok(channel.number, queue.name, queue.ready_count, len(queue.consumers)))
+        session.write_when_durable(
+            wire.queue_declare_ok(channel.number, queue.name, queue.ready_count, len(queue.consumers))
+        )
 
 
 def named_queue(channel: Channel, name: str) -> Queue:
@@ -102,7 +104,7 @@ def _queue_bind(channel: Channel, method: Any) -> None:
 def _queue_unbind(channel: Channel, method: Any) -> None:
     queue = named_queue(channel, method.queue)
     channel.host.unbind(queue, method.exchange, _binding_key(queue, method), method.arguments)
-    channel.session.write(wire.method(channel.number, commands.Queue.UnbindOk()))
+    channel.session.write_when_durable(wire.method(channel.number, commands.Queue.UnbindOk()))
 
 
 def _queue_purge(channel: Channel, method: Any) -> None:

@@ -10,7 +10,7 @@ from qflow_client.broker.policies import QueuePolicy
 if TYPE_CHECKING:
     from qflow_client.broker.queue import Queue
 
-__all__ = ["Conflate", "DropHead", "Overflow", "Reject", "RejectPublish", "Ring", "Wait", "make_overflow"]
+__all__ = ["Conflate", "DropHead", "FlowToDisk", "Overflow", "Reject", "RejectPublish", "Ring", "Wait", "make_overflow"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,20 @@ class Overflow:
                 f"and {coming[1]} more do not fit"
             )
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class FlowToDisk(Overflow):
+    """Take everything, and keep no more than the maximum of it in memory: bodies go to disk (A2)."""
+
+    @property
+    def name(self) -> str:
+        return QueuePolicy.FLOW_TO_DISK
+
+    def trim(self, queue: Queue) -> None:
+        pager = queue.pager
+        if pager is not None and (self.max_size is not None or self.max_count is not None):
+            pager.evict(pager.size if self.max_size is None else self.max_size, self.max_count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +240,8 @@ def make_overflow(
         conflate_key: the header that has the key; ``None`` for the routing key.
     """
     match policy:
+        case QueuePolicy.FLOW_TO_DISK:
+            return FlowToDisk(max_count, max_size)
         case QueuePolicy.REJECT:
             return Reject(max_count, max_size)
         case QueuePolicy.WAIT:

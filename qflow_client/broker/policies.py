@@ -107,7 +107,7 @@ class PolicyDefinition:
 
     Attributes:
         policy: what a full queue does.
-        max_count: messages; beyond it a queue is full; 0 for no maximum.
+        max_count: messages; beyond it a queue is full; 0 for no maximum. What flows to disk has so much in memory.
         max_size: body bytes; as `max_count`.
         flow_stop_count: messages; above it the flow state turns ON (C1); 0 for none.
         flow_resume_count: messages; below it the state turns OFF; 7/8 of the stop unless given.
@@ -233,7 +233,7 @@ def _fitting(values: dict[str, Any]) -> PolicyDefinition:
     """What was put together from several definitions, which may not fit: a stop goes down to the maximum, and so on."""
     for unit in ("count", "size"):
         stop, maximum = values[f"flow_stop_{unit}"], values[f"max_{unit}"]
-        if stop and maximum:
+        if stop and maximum and values["policy"] is not QueuePolicy.FLOW_TO_DISK:
             values[f"flow_stop_{unit}"] = min(stop, maximum)
     for stop_name, resume_name in _GROUPS[:3]:
         stop, resume = values[stop_name], values[resume_name]
@@ -273,10 +273,6 @@ def _checked(values: Mapping[str, object], names: Mapping[str, str]) -> dict[str
         if name in found:
             found[name] = choose(told(name), found[name], kind)
     _check_then(found, told)
-    if found.get("policy") is QueuePolicy.FLOW_TO_DISK:
-        raise ValueError(
-            f"{told('policy')}: this broker has no message store; use flow, wait, reject, ring or conflate"
-        )
     if "conflate_key" in found:
         if not isinstance(found["conflate_key"], str) or not found["conflate_key"]:
             raise TypeError(f"{told('conflate_key')}: it must be the name of a header")
@@ -291,7 +287,8 @@ def _checked(values: Mapping[str, object], names: Mapping[str, str]) -> dict[str
         )
     for unit in ("count", "size"):
         stop_value, maximum = (cast(int, found.get(name, 0)) for name in (f"flow_stop_{unit}", f"max_{unit}"))
-        if maximum and stop_value > maximum:
+        # Of what flows to disk, the maximum is only what is in memory.
+        if maximum and stop_value > maximum and found.get("policy") is not QueuePolicy.FLOW_TO_DISK:
             raise ValueError(
                 f"{told(f'flow_stop_{unit}')} and {told(f'max_{unit}')}: the stop must not be above the maximum"
             )

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from qflow_client.broker.arguments import QueueArguments, QueueLimits, QueueOptions
 from qflow_client.broker.conflation import LastValues
 from qflow_client.broker.entries import Completion, Consumer, DropReason, Owner, QueueEntry, Surroundings
 from qflow_client.broker.expiry import Expiry
+from qflow_client.broker.journal import Journal
 from qflow_client.broker.message import StoredMessage
-from qflow_client.broker.overflow import Conflate
+from qflow_client.broker.overflow import Conflate, FlowToDisk
+from qflow_client.broker.paging import Pager, missing
 from qflow_client.broker.policies import PolicyDefinition
 from qflow_client.broker.queueflow import QueueFlow, Turns
 from qflow_client.broker.recording import FlowRecorder
@@ -47,6 +49,8 @@ class Queue:
         recent: seconds for which a publisher counts as recent.
         resume_interval: seconds between two channels that it unflows (F4); 0 for none.
         recorder: told of what comes, goes and is held; ``None`` for nobody.
+        journal: told of the messages in it; ``None`` if nobody wants to know.
+        number: of the queue in the message store, if it and its persistent messages are to survive the broker; else 0.
     """
 
     #: So many entries may be gone and still be among the ready ones, even if they are most of them.
@@ -68,8 +72,12 @@ class Queue:
         recent: float = 10.0,
         resume_interval: float = 0.0,
         recorder: FlowRecorder | None = None,
+        journal: Journal | None = None,
+        number: int = 0,
     ) -> None:
         self.name = name
+        self.journal = journal
+        self.number = number
         self.limits = limits
         self.own = own
         # What an operator has set, which goes before policies and arguments.
@@ -81,6 +89,8 @@ class Queue:
         self.arguments = arguments or {}
         # What keeps it within its maximum now; None if nothing does.
         self.overflow = limits.overflow
+        # Which bodies are in memory; None unless it flows to disk (A2).
+        self.pager: Pager | None = None
         # The last message of each key; None if it does not conflate.
         self._values = LastValues(limits.overflow.key) if isinstance(limits.overflow, Conflate) else None
         # One controller for each family of marks that is set, and how often those turned ON that are no longer.
@@ -133,11 +143,14 @@ class Queue:
         # Whether it ever had a consumer, without which auto-delete does nothing.
         self.was_consumed = False
         self.is_deleted = False
+        # Whether bodies are being read for it.
+        self._is_reading = False
         # Whether publishing here needs more than an append, whether it may be refused, and whether others wait.
         self.is_watched = self.may_refuse = self.has_line = False
         # Whether whoever publishes past a mark is flowed, and its confirms held.
         self._flows_channels = self._delays_completion = False
         self._watch()
+        self._page()
         # When it was last used: declared, got from, or consumed.
         self._used_at = 0.0
         self.touch()
@@ -158,7 +171,22 @@ class Queue:
             or self.withheld is not None
             or self.has_line
             or self._recorder is not None
+            or self.journal is not None
         )
+
+    def _page(self) -> None:
+        """Begin to look after the bodies in memory, or end."""
+        if not isinstance(self.limits.overflow, FlowToDisk) or self.journal is None:
+            self.pager = None
+        elif self.pager is None:
+            self.pager = Pager(self.journal)
+            for entry in self.oldest_first():
+                if entry.message.body is None:
+                    continue
+                if entry.is_unacked:
+                    self.pager.lend(entry)
+                else:
+                    self.pager.add(entry)
 
     def refusal(self, size: int, count: int = 1, largest: int | None = None) -> str | None:
         """Why messages may not enter now; ``None`` if they may.
@@ -230,7 +258,31 @@ class Queue:
         entry = QueueEntry(self, message, self.published)
         self.ready.append(entry)
         if is_watched or message.header[12] & HAS_EXPIRATION:
+            if self.journal is not None:
+                self.journal.enter(self, message, completion)
+                if self.pager is not None:
+                    self.pager.add(entry)
             self._check(entry, source, completion)
+
+    def recover(self, message: StoredMessage, age: float) -> None:
+        """Take back a message that was in it when the broker ended. Delivers nothing yet, and nobody is flowed.
+
+        Args:
+            message: which the store knows already.
+            age: seconds that it has been there.
+        """
+        self.published += 1
+        self.depth += 1
+        self.size += message.size
+        self.peak_depth = max(self.peak_depth, self.depth)
+        self.peak_size = max(self.peak_size, self.size)
+        entry = QueueEntry(self, message, self.published)
+        # Nobody knows whether it was.
+        entry.redelivered = True
+        self.ready.append(entry)
+        if self.pager is not None and message.body is not None:
+            self.pager.add(entry)
+        self._check(entry, None, None, age)
 
     def _conflate(self, key: str | None) -> None:
         """Drop the last message of a key for the one that comes, unless a consumer has it."""
@@ -241,13 +293,15 @@ class Queue:
             self._shrink(last)
             self.count_drop(DropReason.CONFLATED)
 
-    def _check(self, entry: QueueEntry, source: FlowSource | None, completion: Completion | None) -> None:
+    def _check(
+        self, entry: QueueEntry, source: FlowSource | None, completion: Completion | None, age: float = 0.0
+    ) -> None:
         """What follows an enqueue, if anything does."""
         message = entry.message
         if self._recorder is not None:
             self._recorder.arrived(self, source, message.size)
         if message.header[12] & HAS_EXPIRATION or self.options.message_ttl is not None:
-            self._let_expire(entry)
+            self._let_expire(entry, age)
         if self._values is not None:
             self._values.add(entry, self._values.key_of(message))
         if completion is not None and self.withheld is not None:
@@ -303,9 +357,15 @@ class Queue:
         """An entry that is in none of the containers any more is dropped."""
         # What is dropped for want of room does not end the want of room (D10).
         self._makes_room = self.is_overdue and reason is DropReason.MAXLEN
+        self._hold_letter(entry)
         self._shrink(entry)
         self._makes_room = False
         self._mourn(entry, reason)
+
+    def _hold_letter(self, entry: QueueEntry) -> None:
+        """An entry whose body is on disk is dropped, and what is sent as a dead letter must be read before it goes."""
+        if self.options.dead_letter_exchange is not None and entry.message.body is None and self.journal is not None:
+            self.journal.hold(entry.message)
 
     def _mourn(self, entry: QueueEntry, reason: DropReason) -> None:
         self.count_drop(reason)
@@ -326,6 +386,10 @@ class Queue:
             return
         if self._recorder is not None:
             self._recorder.left(self, size)
+        if self.journal is not None:
+            if self.pager is not None:
+                self.pager.forget(entry)
+            self.journal.leave(self, entry.message)
         for flow in self.flows:
             if entry.completion is not None and flow.held.pop(entry, None) is not None:
                 entry.completion.release()
@@ -380,6 +444,7 @@ class Queue:
             self.is_overdue = False
         self.overflow = limits.then if self.is_overdue else limits.overflow
         self._watch()
+        self._page()
         self._change_conflation()
         if self.overflow is not None:
             self.overflow.trim(self)
@@ -468,12 +533,16 @@ class Queue:
     def deliver(self) -> None:
         """`dispatch`, without a look at what may have expired."""
         ready, active = self.ready, self.active
+        may_lack = self.journal is not None and self.journal.has_store
         while ready and active:
             consumer = active[0]
             if not consumer.can_take:
                 active.popleft()
                 consumer.is_active = False
                 continue
+            if may_lack and ready[0].message.body is None and not ready[0].is_gone:
+                self._read_ahead()
+                break
             entry = ready.popleft()
             if entry.is_gone:
                 self._gaps -= 1
@@ -487,11 +556,39 @@ class Queue:
             else:
                 self._lend(entry)
                 consumer.deliver(entry)
+        if self.pager is not None and ready and active and self.pager.ahead_size < self._window() // 2:
+            self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        """Have the bodies read that are delivered next."""
+        if self._is_reading or self.journal is None:
+            return
+        entries = missing(self.ready, self._window())
+        if entries:
+            self._is_reading = True
+            self.journal.want((entry.message for entry in entries), lambda: self._has_read(entries))
+
+    def _window(self) -> int:
+        """Bytes of bodies that it may read ahead."""
+        maximum = self.overflow.max_size if isinstance(self.overflow, FlowToDisk) else None
+        return self._surroundings.window if maximum is None else min(self._surroundings.window, maximum)
+
+    def _has_read(self, entries: Sequence[QueueEntry]) -> bool:
+        self._is_reading = False
+        if self.pager is not None:
+            for entry in entries:
+                if not entry.is_gone and not entry.is_unacked and entry.message.body is not None:
+                    self.pager.came(entry)
+        if not self.is_deleted:
+            self.dispatch()
+        return True
 
     def _lend(self, entry: QueueEntry) -> None:
         entry.is_unacked = True
         self.unacked[entry] = None
         self.unacked_size += entry.message.size
+        if self.pager is not None and entry.message.body is not None:
+            self.pager.lend(entry)
 
     def take(self, *, no_ack: bool) -> QueueEntry | None:
         """Take the next ready entry, as ``Basic.Get`` does; with `no_ack` it has left the queue."""
@@ -502,6 +599,9 @@ class Queue:
             return None
         self.ready.popleft()
         self.delivered += 1
+        if entry.message.body is None and self.journal is not None:
+            # Whoever takes it has to read it first.
+            self.journal.hold(entry.message)
         if no_ack:
             self._shrink(entry)
         else:
@@ -533,6 +633,8 @@ class Queue:
             self._take_back(entry)
             entry.is_unacked = False
             entry.redelivered = True
+            if self.pager is not None:
+                self.pager.take_back(entry)
         if self._values is not None:
             back = self._without_outdated(self._values, back)
         for entry in back:
@@ -639,11 +741,11 @@ class Queue:
 
     # Time.
 
-    def _let_expire(self, entry: QueueEntry) -> None:
-        """Give a new entry its time: the shorter of its own and the queue's."""
+    def _let_expire(self, entry: QueueEntry, age: float) -> None:
+        """Give a new entry, or one of an age in seconds, its time: the shorter of its own and the queue's."""
         own, everyones = entry.message.ttl, self.options.message_ttl
         seconds = min(each for each in (None if own is None else own / 1000, everyones) if each is not None)
-        self._expires(entry, self._clock() + seconds)
+        self._expires(entry, self._clock() + seconds - age)
 
     def _expires(self, entry: QueueEntry, at: float) -> None:
         if self._expiry is None:
@@ -660,6 +762,7 @@ class Queue:
             due = self._expiry.take_due(now)
             for entry in due:
                 self._leave_gap(entry)
+                self._hold_letter(entry)
                 self._shrink(entry)
             for entry in due:
                 self._mourn(entry, DropReason.EXPIRED)

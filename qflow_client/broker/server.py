@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import cast
 
 from qflow_client.broker.controls import Controls
+from qflow_client.broker.journal import Journal
 from qflow_client.broker.session import Session, State
 from qflow_client.broker.settings import DEFAULT_USERS, BrokerSettings, is_loopback
 from qflow_client.broker.virtualhost import VirtualHost
@@ -59,6 +60,8 @@ class Server:
         # When the virtual host is looked at, and what does it.
         self._tick_at = math.inf
         self._ticker: asyncio.TimerHandle | None = None
+        # Whether connections that publish are not read, because too much waits for the disk.
+        self._is_paused = False
         # Set by `stop`: who comes now comes too late.
         self.is_stopping = False
 
@@ -153,7 +156,21 @@ class Server:
             connection.session.output_sent()
         if self.host.next_tick < self._tick_at:
             self._set_ticker()
+        if self.host.journal is not None:
+            self._check_memory(self.host.journal)
         self._on_change()
+
+    def _check_memory(self, journal: Journal) -> None:
+        """Keep within the limit, and let those wait who publish faster than the disk takes it."""
+        self.host.relieve()
+        if not self._is_paused:
+            if journal.backlog_size <= journal.max_backlog:
+                return
+            self._is_paused = True
+        elif journal.backlog_size <= journal.max_backlog // 2:
+            self._is_paused = False
+        for connection in self.connections:
+            connection.pause(self._is_paused)
 
     def _set_ticker(self) -> None:
         if self._ticker is not None:
@@ -266,13 +283,22 @@ class Connection(asyncio.Protocol):
 
     def _check_reading(self) -> None:
         """Read from the socket, unless too much waits for it or the session wants none (D8)."""
-        reads = not self._has_backlog and self.session.tarpit_until is None
+        session = self.session
+        reads = not self._has_backlog and session.tarpit_until is None and not session.is_paused
         if self._transport is not None and reads is not self._is_reading:
             self._is_reading = reads
             if reads:
                 self._transport.resume_reading()
             else:
                 self._transport.pause_reading()
+
+    def pause(self, on: bool) -> None:
+        """Read no more from the socket of who publishes, or read again."""
+        session = self.session
+        if on is not session.is_paused and (session.published or not on):
+            session.is_paused = on
+            session.last_received = self._server.clock()
+            self._check_reading()
 
     def abort(self) -> None:
         """Cut the connection without a word."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
@@ -68,6 +69,25 @@ class State(Enum):
     ENDED = "nothing"
 
 
+class Promise:
+    """Bytes in what a session sends that are not there yet; nothing that is written after them is sent before.
+
+    Args:
+        session: whose.
+    """
+
+    __slots__ = ("_session", "data")
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.data: bytes | None = None
+
+    def keep(self, data: bytes) -> None:
+        """These are the bytes."""
+        self.data = data
+        self._session.promise_kept()
+
+
 class Session:
     """One connection.
 
@@ -94,6 +114,8 @@ class Session:
         self._on_output = on_output
         self._output_announced = False
         self._output: list[bytes] = []
+        # What was written before promises that are not kept, and these; all of it goes before `_output`.
+        self._promised: deque[tuple[list[bytes], Promise]] = deque()
         # Channels with confirms that are due.
         self._confirming: dict[Channel, None] = {}
         self._beginning = b""
@@ -121,6 +143,8 @@ class Session:
         self.blocks: dict[str, str] = {}
         # Only set if something is done about connections that do not listen (D7 D8).
         self.discipline = Discipline(self) if self.settings.has_discipline else None
+        # Whether the socket is not to be read because too much waits for the disk.
+        self.is_paused = False
         # Until when the socket is not to be read; None if it is.
         self.tarpit_until: float | None = None
         # Of channels that are gone: their messages, and how often they were flowed.
@@ -408,6 +432,53 @@ class Session:
         self._output.append(data)
         self._announce()
 
+    def write_when_durable(self, data: bytes, *, topology_only: bool = True) -> None:
+        """Put whole frames into what is to be sent, once that is on disk which they tell of.
+
+        Args:
+            data: the frames.
+            topology_only: whether they tell of nothing but changes of queues, exchanges and bindings.
+        """
+        journal = self.host.journal
+        if journal is not None:
+            promise = Promise(self)
+            if journal.when_durable(lambda: promise.keep(data), topology_only=topology_only):
+                self._wait_for(promise)
+                return
+        self.write(data)
+
+    def promise(self) -> Promise:
+        """Put something into what is to be sent that is not there yet."""
+        promise = Promise(self)
+        self._wait_for(promise)
+        return promise
+
+    def _wait_for(self, promise: Promise) -> None:
+        self._promised.append((self._output, promise))
+        self._output = []
+
+    def promise_kept(self) -> None:
+        """What has been waited for can be sent."""
+        if not self._output_announced:
+            self._announce()
+
+    def _sendable(self) -> list[bytes]:
+        """What need not wait for a promise."""
+        ready: list[bytes] = []
+        promised = self._promised
+        while promised:
+            before, promise = promised[0]
+            ready += before
+            before.clear()
+            if promise.data is None:
+                break
+            ready.append(promise.data)
+            promised.popleft()
+        if not promised:
+            ready += self._output
+            self._output.clear()
+        return ready
+
     def deliver(self, data: bytes) -> None:
         """Put a delivery into what is to be sent."""
         self._delivery_bytes += len(data)
@@ -442,11 +513,13 @@ class Session:
                 if not channel.is_closing and channel.confirms is not None:
                     self._output.append(channel.confirms.flush())
             self._confirming.clear()
-        if not self._output:
+        output = self._sendable() if self._promised else self._output
+        if not output:
             return b""
-        data = b"".join(self._output) if len(self._output) > 1 else self._output[0]
-        self._output.clear()
-        self._delivery_bytes = 0
+        data = b"".join(output) if len(output) > 1 else output[0]
+        output.clear()
+        if not self._promised:
+            self._delivery_bytes = 0
         self.last_sent = now
         self.bytes_sent += len(data)
         if self.settings.trace is not None:
@@ -505,16 +578,26 @@ class Session:
                 times.append(self.tarpit_until)
             # Nothing could be heard of it.
             self.last_received = now
+        if self.is_paused:
+            self.last_received = now
         if self.heartbeat:
             if now - self.last_received >= 2 * self.heartbeat:
                 _log.info("%s: silent for two heartbeat intervals of %d s", self.name, self.heartbeat)
                 self.end()
                 return
             if now - self.last_sent >= self.heartbeat / 2:
-                self.write(HEARTBEAT)
+                self._beat()
                 self.last_sent = now
             times += [self.last_sent + self.heartbeat / 2, self.last_received + 2 * self.heartbeat]
         self.wake_at = min(times, default=float("inf"))
+
+    def _beat(self) -> None:
+        if self._promised:
+            # It need not wait for the disk.
+            self._promised[0][0].append(HEARTBEAT)
+            self.promise_kept()
+        else:
+            self.write(HEARTBEAT)
 
     # The end.
 
@@ -576,6 +659,12 @@ class Session:
     def is_running(self) -> bool:
         """Whether the connection is open and not closing."""
         return self.state is State.RUNNING
+
+    @property
+    def memory(self) -> int:
+        """Bytes of messages that are coming in, and of what waits to be taken for sending."""
+        waiting = sum(len(data) for part in (self._output, *(before for before, _ in self._promised)) for data in part)
+        return waiting + sum(channel.incoming for channel in self.channels.values())
 
     @property
     def published(self) -> int:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 import ssl
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from importlib.util import find_spec
+from pathlib import Path
 from types import MappingProxyType
 from typing import TypedDict
 
-from qflow_client.broker.policies import Enforcement, Policy
+from qflow_client.broker.policies import Enforcement, Policy, QueuePolicy
 from qflow_client.flow import Capacity, StopResume
 from qflow_client.flowlog import FlowLog
 from qflow_client.frames import FRAME_MIN_SIZE
 
-__all__ = ["BrokerOptions", "BrokerSettings", "Enforcement", "FlowScope", "Trace", "is_loopback"]
+__all__ = ["BrokerOptions", "BrokerSettings", "Enforcement", "FlowScope", "Synchronous", "Trace", "is_loopback"]
 
 #: Called with the direction (``"in"`` or ``"out"``), the connection's name, the channel number and the method's name,
 #: such as ``"Basic.Publish"``.
@@ -31,6 +33,15 @@ class FlowScope(StrEnum):
     OFFENDER = "offender"
     #: Everyone who published to the queue recently (D12).
     PUBLISHERS = "publishers"
+
+
+class Synchronous(StrEnum):
+    """What a message on disk survives."""
+
+    #: The death of the process, however it comes.
+    NORMAL = "normal"
+    #: That of the machine, too; each commit waits for the disk.
+    FULL = "full"
 
 
 class BrokerOptions(TypedDict, total=False):
@@ -70,10 +81,17 @@ class BrokerOptions(TypedDict, total=False):
     close_channel_after: int
     close_connection_after: int
     flow_log: FlowLog | None
+    store: str | os.PathLike[str] | None
+    store_synchronous: Synchronous | str
+    memory_limit: int
 
 
 #: The users of a broker that is not told any.
 DEFAULT_USERS: Mapping[str, str] = MappingProxyType({"guest": "guest"})
+
+
+#: The least that a limit of memory may be, in bytes.
+MIN_MEMORY = 1 << 20
 
 
 def is_loopback(host: str) -> bool:
@@ -129,6 +147,13 @@ class BrokerSettings:
             which it is closed with 506; 0 for never.
         flow_log: where it writes who is held by which queue, and how deep queues are, every `period` of the log;
             whoever made it closes it. ``None`` for nowhere.
+        store: the file of the message store, made if there is none: durable queues, exchanges and bindings, and
+            persistent messages in such queues survive the broker; ``None`` keeps everything in memory.
+        store_synchronous: what a confirmed message survives: ``"full"`` also the death of the machine, ``"normal"``
+            that of the process.
+        memory_limit: bytes of messages in memory, with about 512 more for each; above three quarters of it bodies are
+            evicted from queues whose policy is ``flow_to_disk`` (A2), and above all of it clients get
+            ``Connection.Blocked``; 0 for any number.
 
     Raises:
         TypeError: a value of the wrong type.
@@ -169,10 +194,18 @@ class BrokerSettings:
     close_channel_after: int = 0
     close_connection_after: int = 0
     flow_log: FlowLog | None = None
+    store: Path | None = None
+    store_synchronous: Synchronous = Synchronous.FULL
+    memory_limit: int = 0
 
     def __post_init__(self) -> None:
         self._choose("enforcement", Enforcement)
         self._choose("flow_scope", FlowScope)
+        self._choose("store_synchronous", Synchronous)
+        if self.store is not None:
+            if not isinstance(self.store, (str, os.PathLike)) or not os.fspath(self.store):
+                raise TypeError(f"store must be the path of a file or None, not {self.store!r}")
+            object.__setattr__(self, "store", Path(os.fspath(self.store)))
         self._whole("port", 0, 65535)
         self._whole("heartbeat", 0, 65535)
         self._whole("frame_max", FRAME_MIN_SIZE, 2**31 - 1)
@@ -195,6 +228,9 @@ class BrokerSettings:
         for name in ("default_flow_stop_threshold", "default_flow_resume_threshold"):
             self._whole(name, 0, 100)
         self._whole("capacity", 0, 2**63 - 1)
+        self._whole("memory_limit", 0, 2**63 - 1)
+        if 0 < self.memory_limit < MIN_MEMORY:
+            raise ValueError(f"memory_limit must be 0 or at least {MIN_MEMORY} bytes, not {self.memory_limit!r}")
         if self.flow_resume_capacity is not None:
             self._whole("flow_resume_capacity", 0, 2**63 - 1)
         if not isinstance(self.host, str):
@@ -219,6 +255,10 @@ class BrokerSettings:
             raise TypeError(f"policies must be Policy objects, not {self.policies!r}")
         if len(set(names)) < len(names):
             raise ValueError(f"policies must have different names, not {', '.join(map(str, names))}")
+        if self.store is None:
+            for policy in self.policies:
+                if policy.definition.policy is QueuePolicy.FLOW_TO_DISK:
+                    raise ValueError(f"policies: {policy.name!r} has policy=flow_to_disk: set a store too")
         object.__setattr__(self, "users", MappingProxyType(dict(self.users)))
         # Refuses a stop below its resume, with both values in the text.
         StopResume.from_limits(

@@ -13,6 +13,7 @@ from qflow_client.broker.channel import Channel
 from qflow_client.broker.discipline import Discipline
 from qflow_client.broker.entries import QueueEntry
 from qflow_client.broker.exchange import Exchange
+from qflow_client.broker.journal import Journal
 from qflow_client.broker.queue import Queue
 from qflow_client.broker.session import Session
 from qflow_client.flow import Capacity, StopResume
@@ -23,6 +24,7 @@ __all__ = [
     "ChannelSnapshot",
     "ConnectionSnapshot",
     "ExchangeSnapshot",
+    "MemorySnapshot",
     "QueueSnapshot",
     "TargetSnapshot",
     "ThresholdsSnapshot",
@@ -31,6 +33,7 @@ __all__ = [
     "connection_snapshot",
     "exchange_snapshot",
     "json_names",
+    "memory_snapshot",
     "message_copy",
     "queue_snapshot",
 ]
@@ -117,6 +120,7 @@ class QueueSnapshot:
         ready: messages to be delivered.
         unacked: messages that consumers have not settled.
         bytes: body bytes of all of them.
+        memory: how many of these bytes are in memory; the others are on disk only (A2).
         peak_depth: the most messages there ever were.
         peak_bytes: the most body bytes there ever were.
         flow_stopped: whether its flow state is ON (C7).
@@ -149,6 +153,7 @@ class QueueSnapshot:
     ready: int
     unacked: int
     bytes: int
+    memory: int
     peak_depth: int
     peak_bytes: int
     flow_stopped: bool
@@ -177,6 +182,37 @@ class QueueSnapshot:
     def to_json(self) -> dict[str, Any]:
         """The same, by the names of Qpid's management: ``flowStopped`` or ``flowState``, ``flowStoppedCount`` (C7)."""
         return _to_json(self, flow_stopped=self.flow_stopped, flow_stopped_count=self.flow_stopped_count)
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySnapshot:
+    """The memory and the store of a broker at one moment; what it does not count is 0.
+
+    Attributes:
+        limit: bytes of messages that may be in memory; 0 for any number.
+        bytes: of messages in memory.
+        peak: the most that there ever was.
+        evicted: bodies that left memory for the disk so far (A2).
+        loaded: bodies that were read back so far.
+        backlog: messages that are on their way to disk.
+        backlog_bytes: their body bytes.
+        written: messages that went to disk so far.
+        commits: how often something was committed so far.
+    """
+
+    limit: int = 0
+    bytes: int = 0
+    peak: int = 0
+    evicted: int = 0
+    loaded: int = 0
+    backlog: int = 0
+    backlog_bytes: int = 0
+    written: int = 0
+    commits: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The same in camel case."""
+        return _camelled(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +292,7 @@ class ConnectionSnapshot:
         client_properties: what the client said of itself.
         published: messages from it so far.
         delivered: messages to it so far.
+        memory: bytes that it takes in memory: of messages that are coming in, and of what waits to be sent.
         bytes_received: bytes from it so far.
         bytes_sent: bytes to it so far.
     """
@@ -276,6 +313,7 @@ class ConnectionSnapshot:
     client_properties: dict[str, Any]
     published: int
     delivered: int
+    memory: int
     bytes_received: int
     bytes_sent: int
 
@@ -361,6 +399,7 @@ def queue_snapshot(queue: Queue) -> QueueSnapshot:
         ready=queue.ready_count,
         unacked=len(queue.unacked),
         bytes=queue.size,
+        memory=queue.size if queue.pager is None else queue.pager.size,
         peak_depth=queue.peak_depth,
         peak_bytes=queue.peak_size,
         flow_stopped=queue.flow_stopped,
@@ -385,6 +424,23 @@ def queue_snapshot(queue: Queue) -> QueueSnapshot:
         exclusive=queue.exclusive_owner is not None,
         auto_delete=queue.auto_delete,
         arguments=dict(queue.arguments),
+    )
+
+
+def memory_snapshot(journal: Journal | None) -> MemorySnapshot:
+    """A picture of memory and store."""
+    if journal is None:
+        return MemorySnapshot()
+    return MemorySnapshot(
+        limit=journal.limit,
+        bytes=journal.memory,
+        peak=journal.peak_memory,
+        evicted=journal.evicted,
+        loaded=journal.loaded,
+        backlog=journal.backlog,
+        backlog_bytes=journal.backlog_size,
+        written=journal.written,
+        commits=journal.batches,
     )
 
 
@@ -448,6 +504,7 @@ def connection_snapshot(session: Session) -> ConnectionSnapshot:
         client_properties=dict(session.client_properties),
         published=session.published,
         delivered=session.delivered,
+        memory=session.memory,
         bytes_received=session.bytes_received,
         bytes_sent=session.bytes_sent,
     )
@@ -478,9 +535,12 @@ def binding_snapshots(exchange: Exchange) -> Iterator[BindingSnapshot]:
         )
 
 
-def message_copy(entry: QueueEntry) -> BrokerMessage:
-    """A copy of a message in a queue."""
+def message_copy(entry: QueueEntry, body: bytes | None = None) -> BrokerMessage:
+    """A copy of a message in a queue; with a body that was read from disk, or with its own."""
     message = entry.message
+    if body is None:
+        body = message.body
+        assert body is not None
     return BrokerMessage(
-        message.body, message.properties, message.target.exchange, message.target.routing_key, entry.redelivered
+        body, message.properties, message.target.exchange, message.target.routing_key, entry.redelivered
     )

@@ -19,8 +19,10 @@ from qflow_client.broker.deadletter import deaths_of, is_cycle, mourn
 from qflow_client.broker.entries import DropReason, Owner
 from qflow_client.broker.errors import ChannelException, ReplyCode
 from qflow_client.broker.exchange import Binding, DirectExchange, Exchange, ExchangeType, make_exchange
+from qflow_client.broker.journal import Found, FoundMessage, Journal
 from qflow_client.broker.message import StoredMessage, Target
-from qflow_client.broker.policies import Inheritance, Policies, Policy, PolicyDefinition
+from qflow_client.broker.paging import level
+from qflow_client.broker.policies import Inheritance, Policies, Policy, PolicyDefinition, QueuePolicy
 from qflow_client.broker.queue import Queue
 from qflow_client.broker.rates import Rates, Timed
 from qflow_client.broker.recording import FlowRecorder
@@ -32,6 +34,8 @@ from qflow_client.flow import FlowSource
 __all__ = ["VirtualHost"]
 
 _log = logging.getLogger(__name__)
+
+NO_STORE = "policy=flow_to_disk: this broker has no message store; give it one, or use another policy"
 
 _PREDECLARED = (
     ("amq.direct", ExchangeType.DIRECT),
@@ -63,18 +67,23 @@ class VirtualHost:
         settings: the broker's.
         clock: monotonic seconds.
         wall_clock: seconds since 1970.
+        journal: told of what is to survive the broker; ``None`` if nothing is.
     """
 
     #: Distinct publish methods that are remembered; beyond that all are forgotten.
     MAX_TARGETS = 4096
+    #: Bytes of bodies that a queue reads ahead at most.
+    MAX_WINDOW = 1 << 20
 
     def __init__(
         self,
         settings: BrokerSettings,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        journal: Journal | None = None,
     ) -> None:
         self.settings = settings
+        self.journal = journal
         self.clock = clock
         self._wall_clock = wall_clock
         self.queues: dict[str, Queue] = {}
@@ -97,6 +106,10 @@ class VirtualHost:
         # Messages that died and are not buried yet, and whether somebody is at it.
         self._dead: deque[tuple[Queue, StoredMessage, DropReason]] = deque()
         self._is_burying = False
+        # Whether what is declared is in the message store already.
+        self.is_recovering = False
+        # Durable queues by their numbers there, until all messages are back.
+        self._recovering: dict[int, Queue] = {}
 
     def record(self, recorder: FlowRecorder) -> None:
         """Have the queues that are declared from now on told of."""
@@ -159,6 +172,7 @@ class VirtualHost:
         auto_delete: bool = False,
         arguments: Mapping[str, object] | None = None,
         owner: Owner | None = None,
+        number: int = 0,
     ) -> Queue:
         """Make a queue, or find one that was declared alike.
 
@@ -169,6 +183,7 @@ class VirtualHost:
             auto_delete: whether it is deleted with its last consumer.
             arguments: see `QueueLimits.from_arguments`.
             owner: the connection that asks.
+            number: that it has in the message store already; 0 for a new one.
 
         Raises:
             ChannelException: 403; a name that is reserved. 405; it belongs to another connection. 406; it exists
@@ -190,18 +205,23 @@ class VirtualHost:
                     )
             queue.touch()
             return queue
-        if name.startswith("amq."):
+        if name.startswith("amq.") and not number:
             raise ChannelException(
                 ReplyCode.ACCESS_REFUSED, f"queue name '{name}' begins with 'amq.', which is reserved; choose another"
             )
         name = name or f"amq.gen-{secrets.token_urlsafe(16)}"
         own = QueueArguments.read(name, arguments)
+        options = QueueOptions.from_arguments(name, arguments)
+        limits = self._limits(name, own, lambda: Inheritance((("", name),), ("",)))
+        journal = self.journal
+        if journal is not None and journal.has_store and durable and not exclusive and not number:
+            number = journal.number_of(name, auto_delete, arguments)
         queue = self.queues[name] = Queue(
             name,
-            self._limits(name, own, lambda: Inheritance((("", name),), ("",))),
+            limits,
             self,
             own=own,
-            options=QueueOptions.from_arguments(name, arguments),
+            options=options,
             durable=durable,
             exclusive_owner=owner if exclusive else None,
             auto_delete=auto_delete,
@@ -210,6 +230,8 @@ class VirtualHost:
             recent=self.settings.recent,
             resume_interval=self.settings.resume_interval,
             recorder=self.recorder,
+            journal=journal,
+            number=number,
         )
         self.version += 1
         return queue
@@ -226,12 +248,25 @@ class VirtualHost:
         definition, policies = self.policies.definition_for(name, own.definition, inheritance, is_set=own.is_set)
         if steered is not None:
             definition = steered.over(definition)
+        if definition.policy is QueuePolicy.FLOW_TO_DISK and not self.has_store:
+            raise ChannelException(ReplyCode.PRECONDITION_FAILED, f"queue '{name}': {NO_STORE}")
         return QueueLimits.resolve(name, definition, self.settings, overflow=own.overflow, policies=policies)
 
     def set_policy(self, policy: Policy) -> None:
-        """Add a policy, or replace the one of its name, for the queues that there are, too (D4)."""
+        """Add a policy, or replace the one of its name, for the queues that there are, too (D4).
+
+        Raises:
+            ValueError: it needs a message store, and there is none.
+        """
+        if policy.definition.policy is QueuePolicy.FLOW_TO_DISK and not self.has_store:
+            raise ValueError(NO_STORE)
         self.policies.set(policy)
         self._apply_policies()
+
+    @property
+    def has_store(self) -> bool:
+        """Whether anything can be on disk."""
+        return self.journal is not None and self.journal.has_store
 
     def delete_policy(self, name: str) -> None:
         """Remove a policy; queues go back to what else applies to them.
@@ -294,6 +329,8 @@ class VirtualHost:
             return 0
         del self.queues[queue.name]
         self.version += 1
+        if queue.number and queue.journal is not None:
+            queue.journal.queue_gone(queue)
         self._unbind_everywhere(queue)
         return queue.delete()
 
@@ -368,9 +405,12 @@ class VirtualHost:
                 ReplyCode.ACCESS_REFUSED,
                 f"exchange name '{name}' is the default exchange's or begins with 'amq.', which is reserved",
             )
-        exchange = self.exchanges[name] = make_exchange(
+        exchange = make_exchange(
             name, kind, durable=durable, auto_delete=auto_delete, internal=internal, arguments=arguments or {}
         )
+        if self.journal is not None and self.has_store and durable and not self.is_recovering:
+            self.journal.exchange(exchange)
+        self.exchanges[name] = exchange
         self.version += 1
         return exchange
 
@@ -390,6 +430,8 @@ class VirtualHost:
                 ReplyCode.PRECONDITION_FAILED, f"exchange '{name}' has {len(exchange.bindings)} bindings"
             )
         del self.exchanges[name]
+        if self.journal is not None and self.has_store and exchange.durable:
+            self.journal.exchange_gone(exchange)
         self._unbind_everywhere(exchange)
         self._bindings_changed()
 
@@ -401,8 +443,32 @@ class VirtualHost:
         Raises:
             ChannelException: 403; the default exchange. 404; no such exchange. 406; arguments it cannot use.
         """
-        self.bindable_exchange(source).bind(Binding(destination, routing_key, dict(arguments or {})))
+        exchange = self.bindable_exchange(source)
+        binding = Binding(destination, routing_key, dict(arguments or {}))
+        if binding.key not in exchange.bindings:
+            exchange.bind(binding)
+            if self._survives(exchange, binding):
+                try:
+                    self._note_binding(exchange, binding)
+                except ChannelException:
+                    exchange.unbind(binding)
+                    raise
         self._bindings_changed(destination)
+
+    def _survives(self, exchange: Exchange, binding: Binding) -> bool:
+        """Whether a binding is to survive the broker: both of its ends do."""
+        if not self.has_store or self.is_recovering or not exchange.durable:
+            return False
+        destination = binding.destination
+        return destination.number > 0 if isinstance(destination, Queue) else destination.durable
+
+    def _note_binding(self, exchange: Exchange, binding: Binding, *, gone: bool = False) -> None:
+        assert self.journal is not None
+        destination = binding.destination
+        kind = "queue" if isinstance(destination, Queue) else "exchange"
+        self.journal.binding(
+            exchange.name, kind, destination.name, binding.routing_key, dict(binding.arguments), gone=gone
+        )
 
     def unbind(
         self, destination: Queue | Exchange, source: str, routing_key: str, arguments: Mapping[str, object] | None
@@ -413,7 +479,10 @@ class VirtualHost:
             ChannelException: 403; the default exchange. 404; no such exchange.
         """
         exchange = self.bindable_exchange(source)
-        if exchange.unbind(Binding(destination, routing_key, dict(arguments or {}))):
+        binding = Binding(destination, routing_key, dict(arguments or {}))
+        if exchange.unbind(binding):
+            if self._survives(exchange, binding):
+                self._note_binding(exchange, binding, gone=True)
             self._after_unbind(exchange)
         self._bindings_changed()
 
@@ -604,6 +673,75 @@ class VirtualHost:
             if not waiting.publisher.give_up(waiting, reason):
                 refused.queue.count_drop(DropReason.REFUSED)
 
+    # What was there when the broker ended.
+
+    def recover_topology(self, found: Found) -> None:
+        """Make the exchanges, queues and bindings that a message store has."""
+        self.is_recovering = True
+        try:
+            for name, kind, auto_delete, internal, arguments in found.exchanges:
+                self.declare_exchange(
+                    name, kind, durable=True, auto_delete=auto_delete, internal=internal, arguments=arguments
+                )
+            for number, name, auto_delete, arguments in found.queues:
+                queue = self.declare_queue(
+                    name, durable=True, auto_delete=auto_delete, arguments=arguments, number=number
+                )
+                self._recovering[number] = queue
+            for source, kind, name, routing_key, arguments in found.bindings:
+                destination = self.queue(name) if kind == "queue" else self.exchange(name)
+                self.bind(destination, source, routing_key, arguments)
+        finally:
+            self.is_recovering = False
+
+    def recover_messages(self, messages: Iterable[FoundMessage]) -> None:
+        """Put messages that a message store has where they were; they come in the order of their numbers."""
+        assert self.journal is not None
+        now = self._wall_clock()
+        for each in messages:
+            target = Target(each.exchange, each.routing_key)
+            message = StoredMessage(target, each.header, each.body)
+            self.journal.recovered(message, each.number, each.queues)
+            for number in each.queues:
+                self._recovering[number].recover(message, max(0.0, now - each.at))
+
+    def recovered(self) -> None:
+        """All messages are back: what has expired meanwhile, or is too much now, goes."""
+        queues = tuple(self._recovering.values())
+        self._recovering.clear()
+        for queue in queues:
+            queue.after_publish()
+
+    # Memory.
+
+    @property
+    def window(self) -> int:
+        """Bytes of bodies that each queue may read ahead: an eighth of the limit, in equal parts (A3)."""
+        limit = self.journal.limit if self.journal is not None else 0
+        if not limit:
+            return self.MAX_WINDOW
+        readers = sum(queue.pager is not None and bool(queue.consumers) for queue in self.queues.values())
+        return min(self.MAX_WINDOW, limit // 8 // max(1, readers))
+
+    def relieve(self) -> None:
+        """Keep the messages in memory within the limit: bodies go to disk, in equal parts; then others are dropped."""
+        journal = self.journal
+        if journal is None or not journal.limit:
+            return
+        if journal.held <= journal.evict_above:
+            return
+        pagers = [queue.pager for queue in self.queues.values() if queue.pager is not None]
+        while (excess := journal.held - journal.evict_above) > 0:
+            sizes = [pager.size for pager in pagers]
+            total = sum(sizes)
+            if not total:
+                break
+            # What several queues have is in memory once, and counts at each of them.
+            less = excess * max(total, journal.held) // journal.held
+            share = level(sizes, max(0, total - less))
+            for pager in pagers:
+                pager.evict(share)
+
     # Dead letters.
 
     def died(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
@@ -611,6 +749,10 @@ class VirtualHost:
 
         One that dies while another is buried waits for its turn, so that a chain of queues is no chain of calls.
         """
+        if message.body is None:
+            # It must be read before.
+            self.when_read(message, lambda: self.died(queue, message, reason))
+            return
         self._dead.append((queue, message, reason))
         if self._is_burying:
             return
@@ -620,6 +762,21 @@ class VirtualHost:
                 self._bury(*self._dead.popleft())
         finally:
             self._is_burying = False
+
+    def when_read(self, message: StoredMessage, callback: Callable[[], None]) -> None:
+        """Have something called when the body of a message that is held is in memory; it is let go after that."""
+        journal = self.journal
+        assert journal is not None
+
+        def look() -> bool:
+            if message.body is None:
+                journal.want((message,), look)
+            else:
+                callback()
+                journal.leave(None, message)
+            return True
+
+        look()
 
     def _bury(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
         options = queue.options

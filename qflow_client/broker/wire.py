@@ -32,6 +32,7 @@ __all__ = [
     "encode_header",
     "expiration_of",
     "get_ok",
+    "is_persistent",
     "method",
     "method_name",
     "nack",
@@ -148,6 +149,7 @@ def _check_fields(data: bytes, at: int, end: int, *, named: bool = True) -> None
 HAS_EXPIRATION = 1
 _HEADERS_FLAG = 1 << 13
 _EXPIRATION_FLAG = 1 << 8
+_DELIVERY_MODE_FLAG = 1 << 12
 _TIMESTAMP_FLAG = 1 << 6
 _USER_ID_FLAG = 1 << 4
 #: Flag and fixed size of each basic property, in the order of the wire; size 0 is a short string.
@@ -155,7 +157,7 @@ _PROPERTIES = (
     (1 << 15, 0),
     (1 << 14, 0),
     (_HEADERS_FLAG, -1),
-    (1 << 12, 1),
+    (_DELIVERY_MODE_FLAG, 1),
     (1 << 11, 1),
     (1 << 10, 0),
     (1 << 9, 0),
@@ -332,6 +334,21 @@ def time_to_live(header: bytes) -> int:
             f"invalid expiration {text!r}: it must be a whole number of milliseconds, as a string",
         )
     return int(text)
+
+
+def is_persistent(header: bytes) -> bool:
+    """Whether the property ``delivery_mode`` says so.
+
+    Args:
+        header: the payload of a content header frame that was found well-formed.
+    """
+    flags = header[12]
+    if not flags & _DELIVERY_MODE_FLAG >> 8:
+        return False
+    # Most have nothing before it but a content type, or nothing at all.
+    if not flags & 0xE0:
+        return header[14] == 2
+    return header[_offset(header, _DELIVERY_MODE_FLAG)] == 2
 
 
 def _property_size(header: bytes, at: int, size: int) -> int:

@@ -18,7 +18,16 @@ from rich.table import Table
 from rich.text import Text
 
 from qflow_client import FlowLog
-from qflow_client.broker import AmqpError, Broker, Enforcement, FlowScope, Policy, QueueSnapshot
+from qflow_client.broker import (
+    AmqpError,
+    Broker,
+    Enforcement,
+    FlowScope,
+    Policy,
+    QueueSnapshot,
+    StoreError,
+    Synchronous,
+)
 from qflow_client.cli.config import Config, read_config
 from qflow_client.cli.errors import CommandError, ExitCode
 from qflow_client.cli.stopping import Stopped, Stopping
@@ -189,6 +198,24 @@ def broker(
     resume_interval: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Between two channels that a queue lets go on; 0.")
     ] = None,
+    store: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The message store: durable queues and persistent messages survive; all is in memory unless given.",
+            dir_okay=False,
+        ),
+    ] = None,
+    store_synchronous: Annotated[
+        Synchronous | None,
+        typer.Option(
+            help="What confirmed messages survive: full, also the death of the machine; normal, the broker's."
+        ),
+    ] = None,
+    memory_limit: Annotated[
+        int | None,
+        typer.Option(metavar="BYTES", help="Of messages in memory; policy flow_to_disk evicts bodies; 0, any number."),
+    ] = None,
     http_host: Annotated[str | None, typer.Option(help="The address on which the HTTP API listens; 127.0.0.1.")] = None,
     http_port: Annotated[int | None, typer.Option(help="Its port; 0 for a free one; no HTTP API unless given.")] = None,
     http_token: Annotated[
@@ -218,8 +245,9 @@ def broker(
 ) -> None:
     """Run a broker for trials and tests, until Ctrl-C or SIGTERM.
 
-    It speaks AMQP 0-9-1, keeps everything in memory, and holds producers by the thresholds of its queues. Its URL is
-    printed once it takes connections, and that of its HTTP API if there is one. Whoever stops it gets exit code 0.
+    It speaks AMQP 0-9-1, keeps everything in memory unless it has a store, and holds producers by the thresholds of its
+    queues. Its URL is printed once it takes connections, and that of its HTTP API if there is one. Stopped, it ends
+    with exit code 0.
     """
     flags: dict[str, Any] = {
         "host": host,
@@ -251,6 +279,9 @@ def broker(
         "close_channel_after": close_channel_after,
         "close_connection_after": close_connection_after,
         "resume_interval": resume_interval,
+        "store": store,
+        "store_synchronous": store_synchronous,
+        "memory_limit": memory_limit,
         "http_host": http_host,
         "http_port": http_port,
         "http_token": http_token or os.environ.get("QFLOW_HTTP_TOKEN"),
@@ -284,6 +315,8 @@ def broker(
             running = stack.enter_context(embedded)
         except OSError as error:
             raise CommandError(error.strerror or str(error)) from error
+        except StoreError as error:
+            raise CommandError(str(error)) from error
         for name, its_marks in queues.items():
             arguments = {f"qpid.{mark}": value for mark, value in its_marks.items()}
             try:

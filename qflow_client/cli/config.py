@@ -21,7 +21,7 @@ _WORDS = tuple(name for name in SETTINGS if name != "policies")
 MARKS = ("flow_stop_count", "flow_resume_count", "flow_stop_size", "flow_resume_size")
 # What a policy has beside what it sets.
 _POLICY = ("pattern", "apply_to", "routing_key", "priority")
-_FILES = ("flow_log", "tls_certificate", "tls_key")
+_FILES = ("flow_log", "tls_certificate", "tls_key", "store")
 
 
 @dataclass(frozen=True)

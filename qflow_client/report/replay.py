@@ -109,6 +109,8 @@ class _Alone:
 
     now: float = 0.0
     alarms: list[float] = field(default_factory=list)
+    #: Nothing of it is read ahead.
+    window: int = 0
 
     def clock(self) -> float:
         return self.now

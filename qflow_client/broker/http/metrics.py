@@ -21,6 +21,7 @@ _QUEUE_GAUGES = (
     ("ready", "qflow_queue_ready_messages", "Messages to be delivered"),
     ("unacked", "qflow_queue_unacked_messages", "Messages that consumers have not settled"),
     ("bytes", "qflow_queue_bytes", "Body bytes in a queue"),
+    ("memory", "qflow_queue_memory_bytes", "Body bytes of a queue that are in memory"),
     ("flow_stopped", "qflow_queue_flow_stopped", "Whether a queue's flow state is ON"),
     ("held_confirms", "qflow_queue_held_confirms", "Messages whose confirms wait for OFF"),
     ("consumers", "qflow_queue_consumers", "Consumers of a queue"),
@@ -31,6 +32,17 @@ _QUEUE_COUNTERS = (
     ("delivered", "qflow_queue_delivered_messages", "Deliveries, repeated ones included"),
     ("acked", "qflow_queue_acked_messages", "Messages acked"),
     ("dropped", "qflow_queue_dropped_messages", "Messages rejected for good or dropped for want of room"),
+)
+_MEMORY_GAUGES = (
+    ("limit", "qflow_memory_limit_bytes", "Bytes of messages that may be in memory; 0 for any number"),
+    ("bytes", "qflow_memory_bytes", "Bytes of messages in memory; 0 if nobody counts"),
+    ("backlog_bytes", "qflow_store_backlog_bytes", "Body bytes on their way to disk"),
+)
+_MEMORY_COUNTERS = (
+    ("evicted", "qflow_memory_evicted_messages", "Bodies that left memory for the disk"),
+    ("loaded", "qflow_memory_loaded_messages", "Bodies that were read back from disk"),
+    ("written", "qflow_store_written_messages", "Messages that went to disk"),
+    ("commits", "qflow_store_commits", "Transactions of the message store"),
 )
 _THRESHOLDS = (
     "flow_stop_count",
@@ -63,6 +75,11 @@ class _BrokerCollector(Collector):
             for mark in _THRESHOLDS:
                 marks.add_metric([queue.name, mark], getattr(queue.thresholds, mark))
         yield marks
+        memory = self._broker.memory
+        for attribute, name, text in _MEMORY_GAUGES:
+            yield GaugeMetricFamily(name, text, value=getattr(memory, attribute))
+        for attribute, name, text in _MEMORY_COUNTERS:
+            yield CounterMetricFamily(name, text, value=getattr(memory, attribute))
         producers = [channel for channel in channels if channel.is_producer]
         for name, text, value in (
             ("qflow_connections", "Connections", len(self._broker.connections())),

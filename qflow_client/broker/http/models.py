@@ -27,6 +27,7 @@ from qflow_client.broker.snapshots import (
     ChannelSnapshot,
     ConnectionSnapshot,
     ExchangeSnapshot,
+    MemorySnapshot,
     QueueSnapshot,
     TargetSnapshot,
     ThresholdsSnapshot,
@@ -46,6 +47,7 @@ __all__ = [
     "FlowStates",
     "Health",
     "Loaded",
+    "Memory",
     "Name",
     "PolicyAnswer",
     "PolicyRequest",
@@ -104,6 +106,7 @@ Queue = _answer("Queue", QueueSnapshot, **_C7)
 Channel = _answer("Channel", ChannelSnapshot, **_C7)
 Connection = _answer("Connection", ConnectionSnapshot, **_C7)
 Exchange = _answer("Exchange", ExchangeSnapshot)
+Memory = _answer("Memory", MemorySnapshot)
 Binding = _answer("Binding", BindingSnapshot, id=(str, Field(description="by which it can be deleted")))
 
 
@@ -155,6 +158,7 @@ class Counters(_Answer):
     dropped: int = Field(description="messages rejected for good or dropped for want of room so far")
     consumers: int = Field(description="consumers")
     alarms: dict[str, str] = Field(description="what blocks all connections, and why")
+    memory: Memory = Field(description="what messages take in memory, and what went to disk")  # type: ignore[valid-type]
     sanctions: dict[str, int] = Field(description="how often clients that do not listen were held, by how (D8)")
 
 

@@ -27,6 +27,7 @@ from qflow_client.broker.http.models import (
     FlowStates,
     Health,
     Loaded,
+    Memory,
     Name,
     PolicyAnswer,
     PolicyRequest,
@@ -102,6 +103,7 @@ def counters(broker: Broker) -> Counters:
         dropped=sum(queue.dropped for queue in queues),
         consumers=sum(queue.consumers for queue in queues),
         alarms=broker.alarms,
+        memory=Memory(**broker.memory.to_json()),
         sanctions=broker.sanctions,
     )
 
@@ -302,13 +304,13 @@ def set_policy(
     definition = told.pop("definition")
     try:
         policy = Policy(name, PolicyDefinition(**definition), **told)
+        exists = any(each.name == name for each in broker.policies)
+        broker.set_policy(policy)
     except (TypeError, ValueError) as error:
         text = str(error)
         wrong = [f"definition.{to_camel(field)}" for field in definition if re.search(rf"\b{field}=", text)]
         wrong += [to_camel(field) for field in told if re.search(rf"\b{field}=", text)]
         raise Problem(400, text, [(field, text) for field in wrong or ["definition"]]) from error
-    exists = any(each.name == name for each in broker.policies)
-    broker.set_policy(policy)
     return 200 if exists else 201, _policy(policy)
 
 

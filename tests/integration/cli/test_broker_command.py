@@ -267,3 +267,28 @@ def test_the_garbage_collector_is_as_before_when_the_broker_has_ended() -> None:
         assert gc.get_threshold() != before[0]
         assert gc.get_freeze_count() > before[1]
     assert (gc.get_threshold(), gc.get_freeze_count()) == before
+
+
+def test_its_store_survives_a_kill_and_is_named_from_where_the_configuration_file_is(tmp_path: Path) -> None:
+    config = tmp_path / "broker.toml"
+    config.write_text('store = "messages"\nstore_synchronous = "normal"\n')
+    for _ in range(3):
+        process, url = start("--config", str(config), "--queue", "orders")
+        with Producer(url, routing_key="orders") as producer:
+            producer.send(b"one").result(10)
+        process.kill()
+        process.communicate(timeout=20)
+        assert (tmp_path / "messages").exists()
+    process, url = start("--store", str(tmp_path / "messages"))
+    with pika.BlockingConnection(pika.URLParameters(url)) as connection:
+        assert connection.channel().queue_declare("orders", passive=True).method.message_count == 3
+    other = subprocess.run(
+        [sys.executable, "-m", "qflow_client.cli", "broker", "--port", "0", "--store", str(tmp_path / "messages")],
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert other.returncode == 1
+    assert f"is used by another broker in process {process.pid}" in other.stderr
+    process.terminate()
+    process.communicate(timeout=20)

@@ -107,7 +107,15 @@ class Client:
 
     def deliveries(self):
         """(delivery tag, body, redelivered) of what was delivered, if nothing else came."""
+        return self._deliveries([each for _, each in self.received()])
+
+    def deliveries_after_ok(self):
+        """The same, if nothing but answers came before them."""
         received = [each for _, each in self.received()]
+        return self._deliveries([each for each in received if not getattr(each, "name", "").endswith("Ok")])
+
+    @staticmethod
+    def _deliveries(received):
         found = []
         while received:
             method = received.pop(0)
@@ -119,13 +127,60 @@ class Client:
         return found
 
 
+class Disk:
+    """What is written of a journal, and read again, without a file."""
+
+    def __init__(self, journal):
+        self.journal = journal
+        self.bodies: dict[int, bytes] = {}
+        # How many bodies each time.
+        self.reads: list[int] = []
+
+    def write(self):
+        """Everything that is noted is on disk now."""
+        batches = []
+        while self.journal.is_dirty:
+            batch = self.journal.take()
+            self.bodies |= {put.number: put.body for put in batch.puts}
+            for number in batch.removals:
+                del self.bodies[number]
+            self.journal.written_down()
+            batches.append(batch)
+        return batches
+
+    def read(self):
+        """Bodies that are wanted are in memory again."""
+        while self.journal.wants:
+            numbers = self.journal.take_wanted()
+            self.reads.append(len(numbers))
+            self.journal.came({number: self.bodies[number] for number in numbers})
+
+    def check(self, queues):
+        """What is counted is what there is; everything has been written."""
+        journal = self.journal
+        messages = {entry.message for queue in queues for entry in queue.oldest_first()}
+        records = {message.record for message in messages}
+        assert {record.number for record in records if record.number} == set(self.bodies)
+        assert journal.memory == sum(
+            journal.OVERHEAD + (message.size if message.body is not None else 0) for message in messages
+        )
+        assert (journal.evicting, journal.backlog, journal.backlog_size) == (0, 0, 0)
+        for message in messages:
+            assert message.body is None or len(message.body) == message.size
+        for queue in queues:
+            if queue.pager is not None:
+                # Of what is in several queues another may have evicted the body, or had it read.
+                assert len(queue.pager) <= queue.depth
+                assert 0 <= queue.pager.size <= queue.size
+
+
 class World:
     """A virtual host, its clock and its clients."""
 
-    def __init__(self, **options):
+    def __init__(self, *, journal=None, **options):
         self.now = 0.0
         self.settings = BrokerSettings(**options)
-        self.host = VirtualHost(self.settings, clock=lambda: self.now)
+        self.host = VirtualHost(self.settings, clock=lambda: self.now, wall_clock=lambda: self.now, journal=journal)
         self.controls = Controls(watches_publishes=self.settings.has_discipline)
         self.clients = 0
 

@@ -81,6 +81,9 @@ class ModelQueue:
     @property
     def maxima(self) -> tuple[int, int]:
         count, size = self.get("max_count") or 0, self.get("max_size") or 0
+        if self.base_policy == "flow_to_disk":
+            # What is in memory, and no matter for who publishes.
+            count = size = 0
         if self.overdue:
             stops = self.stops
             count = count or stops[0]
@@ -326,17 +329,25 @@ class Model:
         return {number for queue in self.queues.values() for family in queue.families for number in family.held}
 
 
+def body_of(number: int, size: int) -> bytes:
+    return bytes((number % 256,)) * size
+
+
 class Rig:
     """The broker and the model, given the same to do.
 
     Args:
         world: a virtual host and its clients, without sockets.
         draw: chooses among several values.
+        disk: which the world's journal is written to (A2); ``None`` if there is none.
     """
 
-    def __init__(self, world: Any, draw: Any) -> None:
+    def __init__(self, world: Any, draw: Any, disk: Any = None) -> None:
         self.world = world
+        self.disk = disk
         self.draw = draw
+        # Policies that need a disk; often drawn.
+        self.more = ("flow_to_disk",) * 4 if disk is not None else ()
         self.model = Model()
         self.consumer = world.client().channel()
         for name in QUEUES:
@@ -368,6 +379,12 @@ class Rig:
         getattr(self, f"_{operation}")()
         self._tick()
         self.compare()
+        if self.disk is not None and self.draw((True, False)):
+            self.disk.write()
+            if self.disk.journal.limit:
+                self.world.host.relieve()
+                self.disk.write()
+            self.disk.check(self.world.host.queues.values())
         return operation
 
     def _advance(self, seconds: float) -> None:
@@ -393,13 +410,16 @@ class Rig:
             headers={"k": key} if key is not None else None, expiration=None if ttl is None else str(ttl)
         )
         exchange = "amq.fanout" if to is None else ""
-        self.clients[who].publish(b"x" * size, to or "", exchange=exchange, properties=properties)
+        self.clients[who].publish(body_of(self.numbers, size), to or "", exchange=exchange, properties=properties)
         message = Message(self.numbers, who, size, None if ttl is None else ttl / 1000, key, to or "")
         self.model.publish(message, QUEUES if to is None else (to,))
 
     def _get(self) -> None:
         queue, no_ack = self.model.queues[self.draw(QUEUES)], self.draw((True, False))
         self.consumer.send(1, commands.Basic.Get(queue=queue.name, no_ack=no_ack))
+        if self.disk is not None:
+            # What was not written yet can still be given.
+            self.disk.read()
         frames = [each for _, each in self.consumer.received()]
         message = next((each for each in queue.messages if each.delivery is None), None)
         assert (message is None) == (frames[0].name == "Basic.GetEmpty"), (frames[0].name, message)
@@ -408,6 +428,7 @@ class Rig:
         self.delivery_tag += 1
         assert frames[0].delivery_tag == self.delivery_tag
         assert frames[1].body_size == message.size
+        assert b"".join(each.value for each in frames[2:]) == body_of(message.number, message.size)
         if no_ack:
             queue.left(message)
         else:
@@ -446,13 +467,14 @@ class Rig:
         name = self.draw(QUEUES)
         definition: dict[str, Any] = {}
         if self.draw((True, True, True, False)):
-            definition["policy"] = self.draw(("flow", "reject", "ring", "ring_strict", "wait", "conflate"))
+            definition["policy"] = self.draw(("flow", "reject", "ring", "ring_strict", "wait", "conflate", *self.more))
         for maximum in ("max_count", "max_size"):
             if self.draw((True, False)):
                 definition[maximum] = self.draw((1, 3, 6, 9))
         for unit in ("count", "size"):
             if self.draw((True, False)):
-                stop = min(self.draw((1, 2, 4, 5)), definition.get(f"max_{unit}", 9))
+                most = 9 if definition.get("policy") == "flow_to_disk" else definition.get(f"max_{unit}", 9)
+                stop = min(self.draw((1, 2, 4, 5)), most)
                 definition[f"flow_stop_{unit}"] = stop
                 if self.draw((True, False)):
                     definition[f"flow_resume_{unit}"] = self.draw(range(1, stop + 1))

@@ -40,7 +40,6 @@ def test_a_definition_takes_names_for_what_they_stand_for():
     [
         ({"polcy": "ring"}, ValueError, ("'polcy'", "nearest is 'policy'")),
         ({"policy": "drop"}, ValueError, ("policy='drop'", "reject")),
-        ({"policy": "flow_to_disk"}, ValueError, ("policy=", "flow_to_disk", "no message store")),
         ({"policy": 1}, ValueError, ("policy=1",)),
         ({"max_count": "1"}, TypeError, ("max_count='1'", "integer")),
         ({"max_count": True}, TypeError, ("max_count=True", "integer")),
@@ -215,7 +214,6 @@ def test_policies_have_an_order_of_strictness(policies, strictest):
     [
         ({"x-qflow-policy": "ring"}, ("x-qflow-policy=ring", "qpid.max_count", "qpid.max_size")),
         ({"x-qflow-policy": "wait", "qpid.max_count": 0}, ("x-qflow-policy=wait", "qpid.max_count")),
-        ({"x-qflow-policy": "flow_to_disk"}, ("x-qflow-policy=", "flow_to_disk", "no message store")),
         ({"x-qflow-policy": "x"}, ("x-qflow-policy='x'", "conflate")),
         ({"x-qflow-policy": "ring", "qpid.policy_type": "ring"}, ("x-qflow-policy", "qpid.policy_type", "one")),
         ({"x-qflow-policy": "ring", "x-max-length": 1}, ("x-max-", "one")),

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qflow_client.broker import overflow, queue, queueflow, virtualhost
+from qflow_client.broker import arguments, journal, overflow, queue, queueflow, virtualhost
 from qflow_client.broker.confirms import Confirms
 from qflow_client.broker.expiry import Expiry
+from qflow_client.broker.journal import Journal
 from qflow_client.flow import StopResume
 
-from .conftest import World
+from .conftest import Disk, World
 from .model import WAIT, Rig
 
 STEPS = 400
@@ -25,16 +26,21 @@ STEPS = 400
 SEEDS = range(max(1, int(os.environ.get("QFLOW_MODEL_STEPS", 4000)) // STEPS))
 
 
-def drive(draw, steps):
-    rig = Rig(World(max_producer_flow_control_wait=WAIT), draw)
+def drive(draw, steps, *, limit=None):
+    if limit is None:
+        rig = Rig(World(max_producer_flow_control_wait=WAIT), draw)
+    else:
+        kept = Journal(float, limit=limit)
+        kept.OVERHEAD = 0
+        rig = Rig(World(journal=kept, max_producer_flow_control_wait=WAIT), draw, Disk(kept))
     for _ in range(steps):
         rig.step()
 
 
-def drive_all(seeds):
+def drive_all(seeds, **options):
     for seed in seeds:
         try:
-            drive(random.Random(seed).choice, STEPS)
+            drive(random.Random(seed).choice, STEPS, **options)
         except Exception as error:
             error.add_note(f"seed {seed}")
             raise
@@ -42,6 +48,11 @@ def drive_all(seeds):
 
 def test_the_broker_and_the_model_agree_for_many_steps():
     drive_all(SEEDS)
+
+
+@pytest.mark.parametrize("limit", [0, 12, 40])
+def test_A2_what_flows_to_disk_is_decided_as_if_it_were_in_memory(limit):
+    drive_all(SEEDS, limit=limit)
 
 
 @given(st.data())
@@ -116,9 +127,37 @@ BUGS = [
 ]
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug[0])
+#: The same of what flows to disk.
+DISK_BUGS = [
+    (
+        "A2: what has left its queues stays on disk",
+        journal.Journal.leave,
+        "self._removals.append(record.number)",
+        "pass",
+    ),
+    ("A2: what is evicted is still counted", journal.Journal._drop_body, "self.memory -= message.size", "pass"),
+    ("A2: what is read again is not counted", journal.Journal.came, "self._grow(message.size)", "pass"),
+    (
+        "A2: a message that two queues have leaves the disk with the first",
+        journal.Journal.leave,
+        "record.is_spooled and record.holders",
+        "False",
+    ),
+    ("A2: what is on its way to disk and acked is evicted", journal.Journal.leave, "message.record = None", "pass"),
+    ("A2: Basic.Get does not wait for the disk", queue.Queue.take, "self.journal.hold(entry.message)", "pass"),
+    (
+        "D10: a queue that flows to disk is overdue at what it has in memory",
+        arguments.QueueLimits.resolve.__func__,  # type: ignore[attr-defined]
+        "max_count = max_size = 0",
+        "pass",
+    ),
+]
+
+
+@pytest.mark.parametrize("bug", [*BUGS, *DISK_BUGS], ids=lambda bug: bug[0])
 def test_the_model_catches_what_is_wrong(bug, monkeypatch):
     _, function, right, wrong = bug
+    options = {"limit": 12} if bug in DISK_BUGS else {}
     source = textwrap.dedent(inspect.getsource(function))
     assert right in source
     scope = function.__globals__
@@ -126,5 +165,5 @@ def test_the_model_catches_what_is_wrong(bug, monkeypatch):
     exec(compile(source.replace(right, wrong), "<mutant>", "exec"), scope, mutant)
     name = function.__qualname__.split(".")
     monkeypatch.setattr(scope[name[0]], name[1], mutant[name[1]])
-    with pytest.raises((AssertionError, KeyError, ValueError)):
-        drive_all(range(200))
+    with pytest.raises((AssertionError, AttributeError, KeyError, ValueError)):
+        drive_all(range(200), **options)

@@ -30,6 +30,8 @@ class Alone:
         self.dead = []
         self.is_unused = False
 
+    window = 1000
+
     def clock(self):
         return self.now
 

@@ -1,0 +1,208 @@
+"""The thread that has the message store: what the journal notes goes to disk there, and never on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import TypeVar
+
+from qflow_client.broker.errors import AmqpError
+from qflow_client.broker.journal import Batch, Journal
+from qflow_client.broker.settings import BrokerSettings
+from qflow_client.broker.store import BodyReader, Store, StoreError
+from qflow_client.broker.virtualhost import VirtualHost
+
+__all__ = ["Keeper"]
+
+_log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+
+
+class Keeper:
+    """Opens the store of a broker, and commits what its journal has, batch by batch: one for all that came meanwhile.
+
+    Args:
+        settings: the broker's; they name a store.
+        host: the virtual host.
+        journal: its journal.
+        on_done: called on the loop when something is on disk.
+        on_trouble: called on the loop with why nothing can be written; with ``None`` when it can again.
+    """
+
+    #: Seconds until what could not be written is tried again.
+    RETRY = 1.0
+    #: Seconds that a store which cannot be written has when the broker stops.
+    STOP_GRACE = 2.0
+    #: Messages that are put into queues in one turn of the loop when the broker starts.
+    _AT_ONCE = 100
+
+    def __init__(
+        self,
+        settings: BrokerSettings,
+        host: VirtualHost,
+        journal: Journal,
+        on_done: Callable[[], None],
+        on_trouble: Callable[[str | None], None],
+    ) -> None:
+        self._settings = settings
+        self._host = host
+        self._journal = journal
+        self._on_done = on_done
+        self._on_trouble = on_trouble
+        self._store: Store | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._writing: asyncio.Task[None] | None = None
+        # Only there once anything was read back.
+        self._reading: asyncio.Task[None] | None = None
+        self._reader_thread: ThreadPoolExecutor | None = None
+        self._reader: BodyReader | None = None
+        self._is_troubled = False
+
+    async def start(self) -> None:
+        """Open the store, and put what it has where it was.
+
+        Raises:
+            StoreError: it cannot be opened or read; the text says why.
+        """
+        assert self._settings.store is not None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="qflow-store")
+        try:
+            store = self._store = await self._run(self._open)
+            await self._recover(store)
+        except BaseException:
+            await self._end()
+            raise
+
+    async def _run(self, function: Callable[..., _Result], *values: object) -> _Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *values)
+
+    def _open(self) -> Store:
+        assert self._settings.store is not None
+        return Store(self._settings.store, synchronous=self._settings.store_synchronous)
+
+    async def _recover(self, store: Store) -> None:
+        found = await self._run(store.topology)
+        host, journal = self._host, self._journal
+        journal.go_on_from(found.last, max((queue[0] for queue in found.queues), default=0))
+        try:
+            host.recover_topology(found)
+        except AmqpError as error:
+            raise StoreError(f"{store.path}: what is declared there is refused now: {error}") from error
+        messages = store.messages()
+        recovered = 0
+        while page := await self._run(lambda: list(islice(messages, self._AT_ONCE))):
+            host.recover_messages(page)
+            host.relieve()
+            recovered += len(page)
+        host.recovered()
+        if recovered or found.queues:
+            _log.info("%s: %d durable queues and %d messages", store.path, len(found.queues), recovered)
+
+    def flush(self) -> None:
+        """Write what is to be written, if nothing is being written; else that follows."""
+        if self._writing is None and self._journal.is_dirty:
+            self._writing = asyncio.get_running_loop().create_task(self._write())
+        if self._reading is None and self._journal.wants:
+            self._reading = asyncio.get_running_loop().create_task(self._read())
+
+    async def _read(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            if self._reader_thread is None:
+                # Of its own, so that no reader waits for a commit.
+                self._reader_thread = ThreadPoolExecutor(1, thread_name_prefix="qflow-reader")
+            while self._journal.wants:
+                numbers = self._journal.take_wanted()
+                try:
+                    bodies = await loop.run_in_executor(self._reader_thread, self._bodies, numbers)
+                except StoreError as error:
+                    _log.error("%s; messages wait until it can be read", error)
+                    bodies = {}
+                if numbers and not bodies:
+                    await asyncio.sleep(self.RETRY)
+                self._journal.came(bodies)
+                self._on_done()
+        finally:
+            self._reading = None
+
+    def _bodies(self, numbers: Sequence[int]) -> dict[int, bytes]:
+        if self._reader is None:
+            assert self._settings.store is not None
+            self._reader = BodyReader(self._settings.store)
+        return self._reader.read(numbers)
+
+    def read_now(self, numbers: Sequence[int]) -> dict[int, bytes]:
+        """Bodies of messages, by number, on the thread that asks.
+
+        Raises:
+            StoreError: they cannot be read.
+        """
+        assert self._settings.store is not None
+        reader = BodyReader(self._settings.store)
+        try:
+            return reader.read(numbers)
+        finally:
+            reader.close()
+
+    async def _write(self) -> None:
+        assert self._store is not None
+        try:
+            while self._journal.is_dirty:
+                batch = self._journal.take()
+                delay = 0.0
+                while True:
+                    await asyncio.sleep(delay)
+                    if await self._try(self._store, batch):
+                        break
+                    delay = self.RETRY
+                self._journal.written_down()
+                self._on_done()
+        finally:
+            self._writing = None
+
+    async def _try(self, store: Store, batch: Batch) -> bool:
+        try:
+            await self._run(store.write, batch)
+        except StoreError as error:
+            if not self._is_troubled:
+                self._is_troubled = True
+                _log.error("%s; no confirm is given until it can be written", error)
+                self._on_trouble(str(error))
+            return False
+        if self._is_troubled:
+            self._is_troubled = False
+            _log.warning("%s: it can be written again", store.path)
+            self._on_trouble(None)
+        return True
+
+    async def stop(self) -> None:
+        """Write what is left, and close the store."""
+        try:
+            self.flush()
+            if self._writing is not None:
+                done, _ = await asyncio.wait([self._writing], timeout=self.STOP_GRACE if self._is_troubled else None)
+                if not done:
+                    _log.error("%s: what was not confirmed is lost: it cannot be written", self._settings.store)
+                    self._writing.cancel()
+                    await asyncio.wait([self._writing])
+        finally:
+            await self._end()
+
+    async def _end(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait([self._reading])
+        if self._reader_thread is not None:
+            self._reader_thread.shutdown(wait=False)
+        if self._reader is not None:
+            self._reader.close()
+        if self._store is not None:
+            await self._run(self._store.close)
+            self._store = None
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
+            self._thread = None

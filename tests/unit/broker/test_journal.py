@@ -1,0 +1,398 @@
+"""What goes to disk, and who waits for it; without a disk."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections import Counter
+from typing import Any
+
+import pytest
+from pamqp import commands
+
+from qflow_client.broker.definitions import (
+    DefinitionError,
+    Definitions,
+    ExchangeDefinition,
+    QueueDefinition,
+    load_definitions,
+)
+from qflow_client.broker.journal import Journal
+from qflow_client.broker.store import Store
+
+from .conftest import World
+
+OPERATIONS = ("declare", *["publish"] * 3, *["get"] * 2, "bind", "unbind", "delete", "exchange", "take")
+PERSISTENT = commands.Basic.Properties(delivery_mode=2)
+
+
+@pytest.fixture(name="world")
+def _world():
+    return durable_world()
+
+
+def durable_world(**options):
+    world = World(journal=Journal(lambda: world.now), **options)
+    return world
+
+
+def write(world):
+    """Everything that is noted is on disk now."""
+    journal = world.host.journal
+    batches = []
+    while journal.is_dirty:
+        batches.append(journal.take())
+        journal.written_down()
+    return batches
+
+
+def declared(world, *queues, confirms=True, **options):
+    client = world.client().channel(confirms=confirms)
+    for queue in queues:
+        client.send(1, commands.Queue.Declare(queue=queue, durable=True, **options))
+    write(world)
+    assert client.names() == ["Queue.DeclareOk"] * len(queues)
+    return client
+
+
+def test_a_confirm_is_given_only_once_the_message_is_on_disk(world):
+    client = declared(world, "q")
+    client.publish(properties=PERSISTENT)
+    assert client.received() == []
+    batch = world.host.journal.take()
+    assert [put.queues for put in batch.puts] == [[world.queue().number]]
+    client.publish(properties=PERSISTENT)
+    assert client.received() == []
+    world.host.journal.written_down()
+    assert client.only(commands.Basic.Ack).delivery_tag == 1
+    assert len(write(world)) == 1
+    assert client.only(commands.Basic.Ack).delivery_tag == 2
+
+
+def test_one_commit_takes_all_that_came_meanwhile(world):
+    client = declared(world, "q")
+    client.publish(properties=PERSISTENT)
+    world.host.journal.take()
+    for _ in range(50):
+        client.publish(properties=PERSISTENT)
+    world.host.journal.written_down()
+    client.received()
+    (batch,) = write(world)
+    assert len(batch.puts) == 50
+    ack = client.only(commands.Basic.Ack)
+    assert (ack.delivery_tag, ack.multiple) == (51, True)
+
+
+@pytest.mark.parametrize(
+    ("properties", "durable"),
+    [(None, True), (commands.Basic.Properties(delivery_mode=1), True), (PERSISTENT, False)],
+)
+def test_what_is_not_to_survive_waits_for_no_disk(world, properties, durable):
+    client = declared(world, "d")
+    if not durable:
+        client.declare("q")
+    client.publish(routing_key="d" if durable else "q", properties=properties)
+    assert client.only(commands.Basic.Ack).delivery_tag == 1
+    assert write(world) == []
+
+
+def test_a_persistent_message_is_one_whatever_stands_before_its_delivery_mode(world):
+    client = declared(world, "q")
+    for properties in (
+        commands.Basic.Properties(content_type="text/plain", content_encoding="x", headers={"a": 1}, delivery_mode=2),
+        commands.Basic.Properties(headers={"a": 1}, delivery_mode=1, priority=2),
+        commands.Basic.Properties(priority=2),
+    ):
+        client.publish(properties=properties)
+    (batch,) = write(world)
+    assert len(batch.puts) == 1
+
+
+def test_what_is_acked_before_it_is_taken_never_goes_to_disk_and_is_confirmed(world):
+    client = declared(world, "q")
+    client.consume(no_ack=True)
+    client.publish(properties=PERSISTENT)
+    assert "Basic.Ack" in client.names()
+    assert write(world) == []
+
+
+def test_a_message_in_two_durable_queues_is_written_once_and_leaves_with_the_last(world):
+    client = declared(world, "a", "b", "other")
+    for queue in ("a", "b"):
+        client.send(1, commands.Queue.Bind(queue=queue, exchange="amq.fanout"))
+    write(world)
+    client.publish(exchange="amq.fanout", properties=PERSISTENT)
+    (batch,) = write(world)
+    (put,) = batch.puts
+    assert put.queues == [world.queue("a").number, world.queue("b").number]
+    client.send(1, commands.Basic.Get(queue="a", no_ack=True))
+    (batch,) = write(world)
+    assert (batch.moves, batch.removals) == ({put.number: [world.queue("b").number]}, [])
+    client.send(1, commands.Basic.Get(queue="b", no_ack=True))
+    (batch,) = write(world)
+    assert (batch.moves, batch.removals) == ({}, [put.number])
+
+
+@pytest.mark.parametrize("how", ["purge", "delete", "ring", "expire", "reject"])
+def test_however_a_message_leaves_its_queue_it_leaves_the_disk(world, how):
+    arguments = {"qpid.max_count": 1, "qpid.policy_type": "ring", "x-message-ttl": 1000}
+    client = declared(world, "q", arguments=arguments)
+    client.publish(properties=PERSISTENT)
+    (batch,) = write(world)
+    match how:
+        case "purge":
+            client.send(1, commands.Queue.Purge(queue="q"))
+        case "delete":
+            client.send(1, commands.Queue.Delete(queue="q"))
+        case "ring":
+            client.publish(properties=PERSISTENT)
+        case "expire":
+            world.now = 2.0
+            world.host.tick(world.now)
+        case "reject":
+            client.send(1, commands.Basic.Get(queue="q"), commands.Basic.Reject(1, requeue=False))
+    assert write(world)[0].removals == [batch.puts[0].number]
+
+
+def test_a_dead_letter_goes_to_disk_with_the_end_of_what_died(world):
+    client = declared(world, "dead")
+    arguments: dict[str, Any] = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead"}
+    client.send(1, commands.Queue.Declare(queue="q", durable=True, arguments=arguments))
+    client.publish(properties=PERSISTENT)
+    (first,) = write(world)
+    client.send(1, commands.Basic.Get(queue="q"), commands.Basic.Reject(1, requeue=False))
+    (second,) = write(world)
+    assert second.removals == [first.puts[0].number]
+    assert [put.queues for put in second.puts] == [[world.queue("dead").number]]
+
+
+def test_a_durable_queue_is_said_to_be_there_when_it_is_on_disk(world):
+    client = world.client().channel()
+    client.send(1, commands.Queue.Declare(queue="q", durable=True), commands.Basic.Qos(prefetch_count=1))
+    assert client.received() == [], "what comes after it waits, too"
+    # Whoever declares it again is not told before either.
+    other = world.client().channel()
+    other.send(1, commands.Queue.Declare(queue="q", durable=True))
+    assert other.received() == []
+    (batch,) = write(world)
+    assert [change.kind for change in batch.changes] == ["queue"]
+    assert client.names() == ["Queue.DeclareOk", "Basic.QosOk"]
+    assert other.names() == ["Queue.DeclareOk"]
+    assert client.announced
+    client.declare("transient")
+
+
+def test_heartbeats_need_not_wait_for_the_disk(world):
+    client = world.client(heartbeat=10).channel()
+    client.send(1, commands.Queue.Declare(queue="q", durable=True))
+    world.now = 6.0
+    client.session.tick(world.now)
+    assert client.names() == ["Heartbeat"]
+    write(world)
+    assert client.names() == ["Queue.DeclareOk"]
+
+
+def test_a_commit_is_answered_when_all_of_it_is_on_disk(world):
+    client = declared(world, "q", confirms=False)
+    client.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
+    for _ in range(3):
+        client.publish(properties=PERSISTENT)
+    client.send(1, commands.Tx.Commit())
+    assert client.received() == []
+    (batch,) = write(world)
+    assert len(batch.puts) == 3
+    client.only(commands.Tx.CommitOk)
+    client.send(1, commands.Basic.Get(queue="q"), commands.Basic.Ack(1), commands.Tx.Commit())
+    client_names = client.names()
+    assert "Tx.CommitOk" not in client_names
+    assert len(write(world)[0].removals) == 1
+    client.only(commands.Tx.CommitOk)
+
+
+def test_a_commit_of_nothing_durable_waits_for_what_is_noted_already_and_for_nothing_else(world):
+    client = world.client().channel()
+    client.declare("q")
+    client.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
+    client.publish()
+    client.call(1, commands.Tx.Commit(), commands.Tx.CommitOk)
+
+
+def test_exclusive_queues_and_what_hangs_on_ends_that_do_not_survive_are_not_written(world):
+    client = world.client().channel()
+    client.declare("mine", durable=True, exclusive=True)
+    client.declare("transient")
+    client.call(1, commands.Exchange.Declare(exchange="e"), commands.Exchange.DeclareOk)
+    for queue in ("mine", "transient"):
+        for exchange in ("e", "amq.direct"):
+            client.call(1, commands.Queue.Bind(queue=queue, exchange=exchange), commands.Queue.BindOk)
+            client.call(1, commands.Queue.Unbind(queue=queue, exchange=exchange), commands.Queue.UnbindOk)
+    client.publish(routing_key="mine", properties=PERSISTENT)
+    client.call(1, commands.Queue.Delete(queue="mine"), commands.Queue.DeleteOk)
+    client.call(1, commands.Exchange.Delete(exchange="e"), commands.Exchange.DeleteOk)
+    assert write(world) == []
+
+
+def test_what_cannot_be_kept_cannot_be_durable(world):
+    client = world.client().channel()
+    arguments: dict[str, Any] = {"strange": float("inf")}
+    client.send(1, commands.Queue.Declare(queue="q", durable=True, arguments=arguments))
+    close = client.only(commands.Channel.Close)
+    assert close.reply_code == 406
+    assert "strange" in close.reply_text
+    assert world.host.queues == {}
+    for declare in (
+        lambda: world.host.declare_exchange("e", "direct", durable=True, arguments=arguments),
+        lambda: world.host.bind(world.host.declare_queue("d", durable=True), "amq.direct", "", arguments),
+    ):
+        with pytest.raises(Exception, match="cannot be durable"):
+            declare()
+    assert "e" not in world.host.exchanges
+    assert world.host.exchanges["amq.direct"].bindings == {}
+
+
+def test_definitions_that_are_refused_leave_nothing_on_disk(world):
+    wrong = Definitions(
+        exchanges=(ExchangeDefinition("e", "direct", durable=True),),
+        queues=(QueueDefinition("q", durable=True), QueueDefinition("r", arguments={"qpid.nonsense": 1})),
+    )
+    with pytest.raises(DefinitionError):
+        load_definitions(world.host, wrong)
+    with Stored(world) as stored:
+        assert stored.recovered().host.queues == {}
+
+
+class Stored:
+    """A world whose journal is written to a file, and what another finds there."""
+
+    def __init__(self, world):
+        self._folder = tempfile.TemporaryDirectory()
+        self.world = world
+        self.path = f"{self._folder.name}/store"
+        self.store = Store(self.path, synchronous="normal")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.store.close()
+        self._folder.cleanup()
+
+    def write(self):
+        journal = self.world.host.journal
+        if journal.is_dirty:
+            self.store.write(journal.take())
+            journal.written_down()
+
+    def recovered(self, **options):
+        self.write()
+        self.store.close()
+        self.store = Store(self.path, synchronous="normal")
+        world = durable_world(**options)
+        world.now = self.world.now
+        found = self.store.topology()
+        world.host.journal.go_on_from(found.last, max((queue[0] for queue in found.queues), default=0))
+        world.host.recover_topology(found)
+        world.host.recover_messages(self.store.messages())
+        world.host.recovered()
+        self.world = world
+        return world
+
+
+def test_a_time_to_live_goes_on_while_the_broker_is_away(world):
+    with Stored(world) as stored:
+        client = declared(world, "nothing")
+        world.host.declare_queue("q", durable=True, arguments={"x-message-ttl": 10_000})
+        for at in (0.0, 4.0):
+            world.now = at
+            client.publish(properties=PERSISTENT)
+        # The first batches were written nowhere but in the test's head.
+        world.host.delete_queue(world.queue("nothing"))
+        stored.write()
+        world.now = 11.0
+        after = stored.recovered()
+        assert after.queue().depth == 1
+        assert after.queue().drops == {"expired": 1}
+        after.now = 14.5
+        after.host.tick(after.now)
+        assert after.queue().depth == 0
+
+
+def survivors(world):
+    """What of a world is to survive."""
+    host = world.host
+    queues = {
+        name: (
+            queue.arguments,
+            queue.auto_delete,
+            [
+                (entry.message.body, entry.message.header, entry.message.target.names)
+                for entry in queue.oldest_first()
+                if entry.message.is_persistent
+            ],
+        )
+        for name, queue in host.queues.items()
+        if queue.durable
+    }
+    exchanges = {
+        (each.name, each.type, each.auto_delete, each.internal) for each in host.exchanges.values() if each.durable
+    }
+    bindings = Counter(
+        (source.name, binding.destination.name, binding.routing_key, repr(binding.arguments))
+        for source in host.exchanges.values()
+        for binding in source.bindings.values()
+        if source.durable and getattr(binding.destination, "durable", False)
+    )
+    return queues, exchanges, bindings
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_what_is_found_is_what_there_was_whatever_happened_before(world, seed):
+    """Whatever is done, in whatever order: a broker that ends between two commits comes back as of the last."""
+    chance = random.Random(seed)
+    names, exchanges = "abc", ("e", "amq.direct", "amq.fanout")
+    world = durable_world()
+    with Stored(world) as stored:
+        for _ in range(4):
+            client = world.client().channel(confirms=True)
+            snapshot = survivors(world)
+            for step in range(chance.randrange(80)):
+                queue, exchange = chance.choice(names), chance.choice(exchanges)
+                host = world.host
+                match chance.choice(OPERATIONS):
+                    case "declare":
+                        arguments = chance.choice(({}, {"x-max-length": 3}, {"x-custom": [1, {"a": b"\xff"}]}))
+                        if queue not in host.queues:
+                            host.declare_queue(queue, durable=chance.random() < 0.8, arguments=arguments)
+                    case "publish":
+                        properties = commands.Basic.Properties(delivery_mode=chance.choice((1, 2, 2)))
+                        target = chance.choice(("", *(name for name in exchanges if name in host.exchanges)))
+                        client.publish(b"%d" % step, queue, exchange=target, properties=properties)
+                    case "get" if queue in host.queues:
+                        entry = host.queues[queue].take(no_ack=False)
+                        if entry is not None and chance.random() < 0.7:
+                            host.queues[queue].settle(entry, acked=chance.random() < 0.5)
+                        elif entry is not None:
+                            host.queues[queue].requeue([entry])
+                    case "bind" if queue in host.queues and exchange in host.exchanges:
+                        host.bind(host.queues[queue], exchange, queue, chance.choice(({}, {"x": 1})))
+                    case "unbind" if queue in host.queues and exchange in host.exchanges:
+                        host.unbind(host.queues[queue], exchange, queue, {})
+                    case "delete" if queue in host.queues and chance.random() < 0.3:
+                        host.delete_queue(host.queues[queue])
+                    case "exchange":
+                        if "e" not in host.exchanges:
+                            host.declare_exchange("e", "fanout", durable=chance.random() < 0.8)
+                            host.bind(host.exchanges["e"], "amq.direct", "a", {})
+                        elif chance.random() < 0.3:
+                            host.delete_exchange("e")
+                    case "take":
+                        snapshot = survivors(world)
+                        stored.write()
+            # What was noted since is lost.
+            journal = world.host.journal
+            if journal.is_dirty and chance.random() < 0.5:
+                stored.world = durable_world()
+            else:
+                snapshot = survivors(world)
+            world = stored.recovered()
+            assert survivors(world) == snapshot
