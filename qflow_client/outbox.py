@@ -128,6 +128,18 @@ class StoredMessage:
         return replace(self.message, headers={**(self.message.headers or {}), REPUBLISHED: True})
 
 
+class _Turn:
+    """A thread that waits until its message is on disk."""
+
+    __slots__ = ("called", "sequence")
+
+    def __init__(self, sequence: int) -> None:
+        self.sequence = sequence
+        # Released once it is, or once it is for this thread to see to it.
+        self.called = threading.Lock()
+        self.called.acquire()
+
+
 # A message as it stands in the file.
 _Row = tuple[int, int, bool, float, str, str, bytes, bytes]
 
@@ -161,6 +173,12 @@ class Outbox:
         # Around what is only noted; and around every use of the file, also while this process waits for the disk.
         self._lock = threading.Lock()
         self._file_lock = threading.Lock()
+        # Who commits for all, and who waits for that. Not simply for the lock of the file: whoever comes just as that
+        # is free would take it, and commit for itself alone. And whether anybody waited for the last commit.
+        self._turns_lock = threading.Lock()
+        self._committer: _Turn | None = None
+        self._turns: list[_Turn] = []
+        self._is_shared = False
         self._lock_file = _LockFile(self.path)
         try:
             self._file = _open(self.path, synchronous=synchronous)
@@ -332,11 +350,54 @@ class Outbox:
         Raises:
             OutboxError: it could not be written. It stays noted, and the next commit tries again.
         """
-        if self._durable < sequence:
-            with self._file_lock:
-                # Another thread may have taken it along.
-                if self._durable < sequence:
-                    self._commit(all_of_it=self._settled_count >= _SETTLED_TOGETHER)
+        if self._durable >= sequence:
+            return
+        turn = _Turn(sequence)
+        try:
+            with self._turns_lock:
+                if self._committer is None:
+                    self._committer = turn
+                else:
+                    self._turns.append(turn)
+            if self._committer is not turn:
+                turn.called.acquire()
+            if self._is_shared and self._committer is turn:
+                self._gather()
+            # Another thread may have taken it along.
+            if self._durable < sequence:
+                with self._file_lock:
+                    if self._durable < sequence:
+                        self._commit(all_of_it=self._settled_count >= _SETTLED_TOGETHER)
+        finally:
+            self._leave(turn)
+
+    def _gather(self) -> None:
+        """Let threads that are about to put do so, as long as there are any."""
+        count = -1
+        while count != len(self._rows):
+            count = len(self._rows)
+            time.sleep(0)
+
+    def _leave(self, turn: _Turn) -> None:
+        """Wake those whose messages are on disk, and then who commits next."""
+        with self._turns_lock:
+            if self._committer is not turn:
+                # It had to wait; or Ctrl-C has come first.
+                if turn in self._turns:
+                    self._turns.remove(turn)
+                return
+            self._is_shared = bool(self._turns)
+            waiting = []
+            for each in self._turns:
+                if each.sequence <= self._durable:
+                    each.called.release()
+                else:
+                    waiting.append(each)
+            self._turns = waiting
+            # Last, so that what the others put next goes into its commit.
+            self._committer = waiting.pop(0) if waiting else None
+            if self._committer is not None:
+                self._committer.called.release()
 
     def commit(self) -> int:
         """Make everything durable that is noted.

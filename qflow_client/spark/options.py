@@ -159,8 +159,8 @@ class SinkOptions:
             )
         if settings.outbox is not None:
             raise SettingsError(
-                f"outbox={settings.outbox!r}: a task that dies is run again, with all that it had to send; and one outbox "
-                "cannot be used by several tasks; leave outbox out"
+                f"outbox={settings.outbox!r}: a task that dies is run again, with all that it had to send, and several "
+                "tasks cannot use one outbox; leave outbox out"
             )
         if not settings.confirms:
             raise SettingsError("confirms=False: a task ends when all it sent is confirmed; leave confirms on")
