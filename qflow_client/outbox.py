@@ -174,11 +174,10 @@ class Outbox:
         self._lock = threading.Lock()
         self._file_lock = threading.Lock()
         # Who commits for all, and who waits for that. Not simply for the lock of the file: whoever comes just as that
-        # is free would take it, and commit for itself alone. And whether anybody waited for the last commit.
+        # is free would take it, and commit for itself alone.
         self._turns_lock = threading.Lock()
         self._committer: _Turn | None = None
         self._turns: list[_Turn] = []
-        self._is_shared = False
         self._lock_file = _LockFile(self.path)
         try:
             self._file = _open(self.path, synchronous=synchronous)
@@ -361,8 +360,6 @@ class Outbox:
                     self._turns.append(turn)
             if self._committer is not turn:
                 turn.called.acquire()
-            if self._is_shared and self._committer is turn:
-                self._gather()
             # Another thread may have taken it along.
             if self._durable < sequence:
                 with self._file_lock:
@@ -370,13 +367,6 @@ class Outbox:
                         self._commit(all_of_it=self._settled_count >= _SETTLED_TOGETHER)
         finally:
             self._leave(turn)
-
-    def _gather(self) -> None:
-        """Let threads that are about to put do so, as long as there are any."""
-        count = -1
-        while count != len(self._rows):
-            count = len(self._rows)
-            time.sleep(0)
 
     def _leave(self, turn: _Turn) -> None:
         """Wake those whose messages are on disk, and then who commits next."""
@@ -386,7 +376,6 @@ class Outbox:
                 if turn in self._turns:
                     self._turns.remove(turn)
                 return
-            self._is_shared = bool(self._turns)
             waiting = []
             for each in self._turns:
                 if each.sequence <= self._durable:
