@@ -1,21 +1,35 @@
-"""What the outbox costs: messages that are put, made durable and settled, each second.
+"""What the outbox costs: a producer's throughput with one beside its throughput without, in the same run.
 
-``python -m benchmarks.outbox`` runs it in the current folder's file system; see ``--help``.
+``python -m benchmarks.outbox`` runs it in the current folder's file system; see ``--help``. With ``--store``
+it measures the store alone: messages that are put, made durable and settled, each second.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-from qflow_client import Outbox
+import pika
 
-__all__ = ["run"]
+from benchmarks.embedded import EMBEDDED, broker_url
+from qflow_client import AsyncProducer, Outbox, Producer
+
+__all__ = ["WAYS", "Comparison", "compare", "run"]
+
+_QUEUE = "qflow.outbox.benchmark"
+
+# What the throughput with an outbox is to be of that without, of senders that share commits.
+_SHARE = 0.25
 
 # Messages between two settlings, as acks come.
 _SETTLED_TOGETHER = 100
@@ -85,13 +99,150 @@ def _runs(messages: int) -> Iterator[dict[str, int | str]]:
             }
 
 
-def main() -> None:
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What the outbox costs one way of sending.
+
+    Attributes:
+        way: its name.
+        without: messages a second without an outbox, the median.
+        with_outbox: likewise with one.
+        share: the median of the rounds' ratios.
+    """
+
+    way: str
+    without: int
+    with_outbox: int
+    share: float
+
+
+def _threads(count: int, at_once: int = 1) -> Callable[..., float]:
+    def send(url: str, body: bytes, messages: int, **settings: Any) -> float:
+        with Producer(url, routing_key=_QUEUE, **settings) as producer:
+
+            def work() -> None:
+                for _ in range(messages // count // at_once):
+                    if at_once > 1:
+                        producer.send_many([body] * at_once)
+                    else:
+                        producer.send(body)
+
+            workers = [threading.Thread(target=work) for _ in range(count)]
+            began = time.perf_counter()
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+            producer.flush()
+            return time.perf_counter() - began
+
+    return send
+
+
+def _tasks(count: int) -> Callable[..., float]:
+    async def main(url: str, body: bytes, messages: int, **settings: Any) -> float:
+        async with AsyncProducer(url, routing_key=_QUEUE, **settings) as producer:
+
+            async def work() -> None:
+                for _ in range(messages // count):
+                    await producer.send(body)
+
+            began = time.perf_counter()
+            await asyncio.gather(*(work() for _ in range(count)))
+            await producer.flush()
+            return time.perf_counter() - began
+
+    def send(url: str, body: bytes, messages: int, **settings: Any) -> float:
+        return asyncio.run(main(url, body, messages, **settings))
+
+    return send
+
+
+#: Ways to send, and whether their senders share commits. One thread waits for a commit of its own each time.
+WAYS: dict[str, tuple[Callable[..., float], bool]] = {
+    "1 thread": (_threads(1), False),
+    "1 thread with send_many": (_threads(1, 100), True),
+    "8 threads": (_threads(8), True),
+    "64 threads": (_threads(64), True),
+    "1 task": (_tasks(1), False),
+    "200 tasks": (_tasks(200), True),
+}
+
+
+def compare(
+    folder: Path, url: str, way: str, *, messages: int, size: int, rounds: int, synchronous: str = "normal"
+) -> Comparison:
+    """Send with and without an outbox, in turn.
+
+    Args:
+        folder: where the outbox is.
+        url: of the broker, which is to have the queue.
+        way: one of `WAYS`.
+        messages: in each run.
+        size: bytes of a body.
+        rounds: of two runs each.
+        synchronous: of the outbox.
+    """
+    send, _ = WAYS[way]
+    rates: list[tuple[float, float]] = []
+    with tempfile.TemporaryDirectory(dir=folder) as place, pika.BlockingConnection(pika.URLParameters(url)) as control:
+        channel = control.channel()
+        channel.queue_declare(_QUEUE, durable=True)
+        for number in range(rounds):
+            pair = []
+            for outbox in (None, Path(place) / f"outbox-{number}"):
+                took = send(url, bytes(size), messages, outbox=outbox, outbox_synchronous=synchronous)
+                channel.queue_purge(_QUEUE)
+                pair.append(messages / took)
+            rates.append((pair[0], pair[1]))
+        channel.queue_delete(_QUEUE)
+    return Comparison(
+        way,
+        round(median(without for without, _ in rates)),
+        round(median(with_outbox for _, with_outbox in rates)),
+        round(median(with_outbox / without for without, with_outbox in rates), 3),
+    )
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.outbox", description=__doc__)
-    parser.add_argument("--messages", type=int, default=50_000)
+    parser.add_argument("--messages", type=int, default=20_000)
     parser.add_argument("--size", type=int, default=100, help="bytes of a body")
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="whose file system is measured")
+    parser.add_argument("--url", default=EMBEDDED, help=f"amqp:// URL of the broker, or {EMBEDDED}: ours (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="of which the median counts (%(default)s)")
+    parser.add_argument("--synchronous", choices=("normal", "full"), default="normal", help="(%(default)s)")
+    parser.add_argument("--ways", default=",".join(WAYS), help="separated by commas (%(default)s)")
+    parser.add_argument("--check", action="store_true", help=f"fail where senders share commits and get below {_SHARE}")
+    parser.add_argument("--store", action="store_true", help="measure the store alone")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    if arguments.store:
+        return _main_of_store(arguments)
+    comparisons = []
+    with broker_url(arguments.url) as url:
+        for way in arguments.ways.split(","):
+            comparisons.append(
+                compare(
+                    arguments.folder,
+                    url,
+                    way,
+                    messages=arguments.messages,
+                    size=arguments.size,
+                    rounds=arguments.rounds,
+                    synchronous=arguments.synchronous,
+                )
+            )
+            if not arguments.json:
+                each = comparisons[-1]
+                print(f"{each.way:28} {each.without:>9,}/s without  {each.with_outbox:>9,}/s with  {each.share:.2f}")
+    if arguments.json:
+        print(json.dumps([asdict(each) for each in comparisons]))
+    missed = [each.way for each in comparisons if WAYS[each.way][1] and each.share < _SHARE]
+    return 1 if arguments.check and missed else 0
+
+
+def _main_of_store(arguments: argparse.Namespace) -> int:
     results = []
     for options in _runs(arguments.messages):
         rate = run(arguments.folder, size=arguments.size, **options)  # type: ignore[arg-type]  # of one table
@@ -100,7 +251,8 @@ def main() -> None:
             print("  ".join(f"{name}={value}" for name, value in results[-1].items()))
     if arguments.json:
         print(json.dumps(results))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -14,6 +14,7 @@ from qflow_client.errors import (
     MessageNacked,
     MessageRejected,
     MessageReturned,
+    MessageStored,
     OutcomeUnknown,
     ProducerClosed,
     ProducerFlowed,
@@ -26,7 +27,7 @@ from qflow_client.flow import FlowManager
 from qflow_client.manager import flow_manager
 from qflow_client.message import DeliveryMode, Message
 from qflow_client.receipt import Outcome, Receipt
-from qflow_client.settings import OnDisconnect, OnRefused, ProducerSettings, WhenFlowed
+from qflow_client.settings import OnDisconnect, OnOutboxFull, OnRefused, OutboxSynchronous, ProducerSettings, WhenFlowed
 
 if TYPE_CHECKING:
     from qflow_client.aio import AsyncProducer, AsyncReceipt, connect_async
@@ -58,12 +59,15 @@ __all__ = [
     "MessageNacked",
     "MessageRejected",
     "MessageReturned",
+    "MessageStored",
     "OnDisconnect",
+    "OnOutboxFull",
     "OnRefused",
     "Outbox",
     "OutboxError",
     "OutboxFull",
     "OutboxInUse",
+    "OutboxSynchronous",
     "Outcome",
     "OutcomeUnknown",
     "Producer",

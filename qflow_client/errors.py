@@ -25,6 +25,7 @@ __all__ = [
     "MessageNacked",
     "MessageRejected",
     "MessageReturned",
+    "MessageStored",
     "OutcomeUnknown",
     "ProducerClosed",
     "ProducerFlowed",
@@ -159,21 +160,29 @@ class OutcomeUnknown(DeliveryError):
     """
 
 
+class MessageStored(DeliveryError):
+    """The message is in the outbox still, and its producer was closed. The next producer on that outbox sends it."""
+
+
 class UndeliveredMessages(QflowError):
     """Admitted messages were not delivered, and nobody has looked at their receipts.
 
     Attributes:
-        receipts: of all of them, in the order of admission.
+        receipts: of all of them, in the order of admission; but of those in the outbox only if there still are any.
+        stored: how many stay in the outbox. The next producer on it sends them, so nobody else is to.
     """
 
-    def __init__(self, receipts: Sequence[Receipt], text: str = "") -> None:
+    def __init__(self, receipts: Sequence[Receipt], text: str = "", *, stored: int = 0) -> None:
         self.receipts = tuple(receipts)
-        unknown = len(self.unknown)
+        self.stored = stored
+        ours = [receipt for receipt in self.receipts if not receipt.is_stored]
+        unknown = sum(receipt.may_have_arrived for receipt in ours)
         first = f"; the first: {self.receipts[0].describe()}" if self.receipts else ""
+        kept = f", {stored} that stay in the outbox, for the next producer on it (.stored)" if stored else ""
         super().__init__(
             text
-            or f"{len(self.receipts)} admitted messages were not delivered: {len(self.receipts) - unknown} safe to "
-            f"send again (.unsent), {unknown} that may have arrived (.unknown){first}"
+            or f"{len(ours) + stored} admitted messages were not delivered: {len(ours) - unknown} safe to "
+            f"send again (.unsent), {unknown} that may have arrived (.unknown){kept}{first}"
         )
 
     @property
@@ -184,4 +193,4 @@ class UndeliveredMessages(QflowError):
     @property
     def unknown(self) -> tuple[Message, ...]:
         """Messages that may have arrived: sending them again may make a second copy. They bear their message ids."""
-        return tuple(receipt.message for receipt in self.receipts if receipt.may_have_arrived)
+        return tuple(receipt.message for receipt in self.receipts if receipt.may_have_arrived and not receipt.is_stored)

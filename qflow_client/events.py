@@ -33,6 +33,8 @@ class HoldKind(StrEnum):
     RATE = "rate"
     #: `pause`, or the manager's `stop_all`.
     PAUSED = "paused"
+    #: What waits in the outbox goes first, or it is full.
+    OUTBOX = "outbox"
 
 
 class FlowEventKind(StrEnum):

@@ -57,6 +57,7 @@ __all__ = [
     "decode_message",
     "flow_ok",
     "frame",
+    "plain_content_header",
     "properties",
 ]
 
@@ -401,6 +402,16 @@ def content_header(message: Message, message_id: bytes = b"") -> bytes:
     """
     flags, values = properties(message, message_id)
     return _HEADER_HEAD.pack(_BASIC, 0, len(message.body), flags) + values
+
+
+def plain_content_header(length: int, message_id: bytes) -> bytes:
+    """As `content_header` of a persistent message whose only other property is its message id.
+
+    Args:
+        length: of its body.
+        message_id: as a short string.
+    """
+    return b"%b\2%b" % (_HEADER_HEAD.pack(_BASIC, 0, length, _DELIVERY_MODE | _MESSAGE_ID), message_id)
 
 
 def decode_message(header: bytes, body: bytes) -> Message:

@@ -27,16 +27,20 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from qflow_client.database import Database, LockFile
 from qflow_client.errors import QflowError
 from qflow_client.fields import encode_short_string
-from qflow_client.frames import FrameError, content_header, decode_message
+from qflow_client.frames import FrameError, content_header, decode_message, plain_content_header
 from qflow_client.message import Message
 from qflow_client.protocol import REPUBLISHED
+
+if TYPE_CHECKING:
+    from qflow_client.receipt import Receipt
 
 __all__ = ["Outbox", "OutboxError", "OutboxFull", "OutboxInUse", "StoredMessage"]
 
@@ -72,7 +76,16 @@ _MAX_BYTES = 1 << 30
 
 
 class OutboxError(QflowError):
-    """The outbox cannot be used; the text names the file."""
+    """The outbox cannot be used; the text names the file.
+
+    Attributes:
+        receipt: of the message that a `send` has admitted and could not make durable. It is on its way all the same,
+            and made durable as soon as that is possible. ``None`` if nothing was admitted.
+        receipts: of what the same `send_many` had admitted before.
+    """
+
+    receipt: Receipt | None = None
+    receipts: Sequence[Receipt] = ()
 
 
 class OutboxInUse(OutboxError):
@@ -112,6 +125,18 @@ class StoredMessage:
         return replace(self.message, headers={**(self.message.headers or {}), REPUBLISHED: True})
 
 
+class _Turn:
+    """A thread that waits until its message is on disk."""
+
+    __slots__ = ("called", "sequence")
+
+    def __init__(self, sequence: int) -> None:
+        self.sequence = sequence
+        # Released once it is, or once it is for this thread to see to it.
+        self.called = threading.Lock()
+        self.called.acquire()
+
+
 # A message as it stands in the file.
 _Row = tuple[int, int, bool, float, str, str, bytes, bytes]
 
@@ -145,6 +170,11 @@ class Outbox:
         # Around what is only noted; and around every use of the file, also while this process waits for the disk.
         self._lock = threading.Lock()
         self._file_lock = threading.Lock()
+        # Who commits for all, and who waits for that. Not simply for the lock of the file: whoever comes just as that
+        # is free would take it, and commit for itself alone.
+        self._turns_lock = threading.Lock()
+        self._committer: _Turn | None = None
+        self._turns: list[_Turn] = []
         self._lock_file = LockFile(
             self.path,
             error=OutboxError,
@@ -159,20 +189,24 @@ class Outbox:
         except BaseException:
             self._lock_file.release()
             raise
-        # Put and not durable yet, in order; the last that was put, and the last that is durable.
+        # Put and not durable yet, in order, and of that what a commit has taken, which one that fails leaves there; the
+        # last that was put, and the last that is durable.
         self._rows: list[_Row] = []
+        self._inserting: list[_Row] = []
         self._last: int = last
         self._durable: int = last
-        # Settled and still in the file: first and last of each run, and how many messages at the most.
+        # Settled and still in the file: first and last of each run, and how many messages at the most; and likewise
+        # what a commit has taken.
         self._settled: list[tuple[int, int]] = []
         self._settled_count = 0
+        self._deleting: list[tuple[int, int]] = []
         # Up to where held messages may be written: wanted, and on disk.
         self._permitted: int = permitted
         self._permitted_durable: int = permitted
         # The same two when it was opened: what might be written then is a second copy if it is sent now.
         self._written_before: tuple[int, int] = last, permitted
-        self._count: int = count
-        self._size: int = size
+        self._count = int(count)
+        self._size = int(size)
         # Set by a commit that failed, or was broken off: what it changed has to be counted anew.
         self._is_unsure = False
 
@@ -191,13 +225,49 @@ class Outbox:
         """Bytes of the messages in it: those that are put, and those whose settling is not committed."""
         return self._size
 
+    @property
+    def left(self) -> int:
+        """Messages in it that are not known to be settled; about, while others use it."""
+        left = self._count - self._settled_count
+        return left if left > 0 else 0
+
     def __len__(self) -> int:
         return self._count
 
     # In.
 
+    def has_room(self, size: int) -> bool:
+        """Whether there is room for a body of so many bytes; its properties may go beyond `max_bytes`."""
+        return self._size + size + _ROW <= self.max_bytes
+
+    def check_room(self, size: int, *, waits: bool) -> None:
+        """Refuse a message for which there is no room.
+
+        Args:
+            size: of its body.
+            waits: whether it can wait until there is.
+
+        Raises:
+            OutboxFull: there is none now, if it cannot wait; or there never will be.
+        """
+        if not self.has_room(size) and (not waits or size + _ROW > self.max_bytes):
+            raise self._full(size)
+
+    def _full(self, size: int) -> OutboxFull:
+        return OutboxFull(
+            f"{self.path}: no room for a message of {size} bytes: {self._size} of at most {self.max_bytes} bytes are "
+            f"taken by {self._count} messages"
+        )
+
     def put(
-        self, payload: bytes | Message, exchange: str, routing_key: str, message_id: str, *, permit: bool = True
+        self,
+        payload: bytes | Message,
+        exchange: str,
+        routing_key: str,
+        message_id: str,
+        *,
+        permit: bool = True,
+        overdraw: bool = False,
     ) -> int:
         """Note a message; it is durable with the next commit.
 
@@ -207,6 +277,7 @@ class Outbox:
             routing_key: with which key.
             message_id: for a message without.
             permit: whether it may be written to a broker from now on; else it is held until `permit`.
+            overdraw: take it even if there is no room, because `has_room` was asked.
 
         Returns:
             Its sequence.
@@ -215,21 +286,22 @@ class Outbox:
             OutboxFull: there is no room. With `commit`, what was settled makes some.
             TypeError, ValueError: what AMQP cannot carry.
         """
-        message = payload if isinstance(payload, Message) else Message(payload)
-        header = content_header(message, encode_short_string(message_id, "message_id"))
-        body = message.body
+        identity = encode_short_string(message_id, "message_id")
+        if type(payload) is bytes:
+            header, body = plain_content_header(len(payload), identity), payload
+        else:
+            message = payload if isinstance(payload, Message) else Message(payload)
+            header, body = content_header(message, identity), message.body
         size = len(header) + len(body) + len(exchange) + len(routing_key) + _ROW
         at = time.time()
         with self._lock:
-            if self._size + size > self.max_bytes:
-                raise OutboxFull(
-                    f"{self.path}: no room for a message of {size} bytes: {self._size} of at most {self.max_bytes} "
-                    f"bytes are taken by {self._count} messages"
-                )
+            if not overdraw and self._size + size > self.max_bytes:
+                raise self._full(size)
+            # In this order: Ctrl-C may leave a sequence without a message, but never give one to two.
             self._last = sequence = self._last + 1
+            self._rows.append((sequence, size, not permit, at, exchange, routing_key, header, body))
             self._size += size
             self._count += 1
-            self._rows.append((sequence, size, not permit, at, exchange, routing_key, header, body))
         return sequence
 
     def permit(self, sequence: int) -> None:
@@ -262,7 +334,13 @@ class Outbox:
     @property
     def dirty(self) -> bool:
         """Whether a commit would change anything on disk."""
-        return bool(self._rows or self._settled or self._permitted != self._permitted_durable)
+        return bool(
+            self._rows
+            or self._settled
+            or self._inserting
+            or self._deleting
+            or self._permitted != self._permitted_durable
+        )
 
     def wait_durable(self, sequence: int) -> None:
         """Return when a message is on disk: commit it with all that is noted, unless another thread just did.
@@ -273,11 +351,44 @@ class Outbox:
         Raises:
             OutboxError: it could not be written. It stays noted, and the next commit tries again.
         """
-        if self._durable < sequence:
-            with self._file_lock:
-                # Another thread may have taken it along.
-                if self._durable < sequence:
-                    self._commit(all_of_it=self._settled_count >= _SETTLED_TOGETHER)
+        if self._durable >= sequence:
+            return
+        turn = _Turn(sequence)
+        try:
+            with self._turns_lock:
+                if self._committer is None:
+                    self._committer = turn
+                else:
+                    self._turns.append(turn)
+            if self._committer is not turn:
+                turn.called.acquire()
+            # Another thread may have taken it along.
+            if self._durable < sequence:
+                with self._file_lock:
+                    if self._durable < sequence:
+                        self._commit(all_of_it=self._settled_count >= _SETTLED_TOGETHER)
+        finally:
+            self._leave(turn)
+
+    def _leave(self, turn: _Turn) -> None:
+        """Wake those whose messages are on disk, and then who commits next."""
+        with self._turns_lock:
+            if self._committer is not turn:
+                # It had to wait; or Ctrl-C has come first.
+                if turn in self._turns:
+                    self._turns.remove(turn)
+                return
+            waiting = []
+            for each in self._turns:
+                if each.sequence <= self._durable:
+                    each.called.release()
+                else:
+                    waiting.append(each)
+            self._turns = waiting
+            # Last, so that what the others put next goes into its commit.
+            self._committer = waiting.pop(0) if waiting else None
+            if self._committer is not None:
+                self._committer.called.release()
 
     def commit(self) -> int:
         """Make everything durable that is noted.
@@ -297,18 +408,23 @@ class Outbox:
         """Write what is noted; or only what is put."""
         file = self._file
         freed_count = freed_size = 0
-        settled: list[tuple[int, int]] = []
+        # Ctrl-C can break it off anywhere. What it has taken it takes again then: to insert or to delete a message for
+        # a second time changes nothing.
         with self._lock:
-            rows, self._rows = self._rows, []
+            self._inserting += self._rows
+            self._rows = []
             last = self._last
             permitted = self._permitted_durable
             if all_of_it:
-                settled, self._settled = self._settled, []
+                self._deleting += self._settled
+                self._settled = []
                 self._settled_count = 0
                 permitted = self._permitted
+        rows = self._inserting
+        settled = self._deleting if all_of_it else ()
         try:
             if len(rows) == 1 and not all_of_it:
-                # A statement is a transaction of its own. It may have been one that was broken off, too.
+                # A statement is a transaction of its own.
                 file.execute(_INSERT, *rows[0])
             else:
                 with file.transaction():
@@ -320,34 +436,34 @@ class Outbox:
                         file.execute("DELETE FROM message WHERE sequence BETWEEN ? AND ?", *run)
                     if settled or permitted != self._permitted_durable:
                         file.execute("UPDATE state SET last = ?, permitted = ?", last, permitted)
+            self._inserting = []
+            if all_of_it:
+                self._deleting = []
+            self._permitted_durable = permitted
+            if self._is_unsure:
+                ((count, size),) = file.rows(_TOTALS)
+                with self._lock:
+                    self._count = count + len(self._rows)
+                    self._size = size + sum(row[1] for row in self._rows)
+                self._is_unsure = False
+            elif freed_count:
+                with self._lock:
+                    self._count -= freed_count
+                    self._size -= freed_size
         except BaseException:
-            with self._lock:
-                self._rows[:0] = rows
-                self._settled[:0] = settled
-                self._settled_count += sum(run[1] - run[0] + 1 for run in settled)
-                self._is_unsure = True
+            self._is_unsure = True
             raise
-        self._permitted_durable = permitted
         self._durable = last
-        if self._is_unsure:
-            self._is_unsure = False
-            ((count, size),) = file.rows(_TOTALS)
-            with self._lock:
-                self._count = count + len(self._rows)
-                self._size = size + sum(row[1] for row in self._rows)
-        elif freed_count:
-            with self._lock:
-                self._count -= freed_count
-                self._size -= freed_size
 
     # Out.
 
-    def read(self, after: int = 0, limit: int = 1000) -> list[StoredMessage]:
+    def read(self, after: int = 0, limit: int = 1000, max_bytes: int | None = None) -> list[StoredMessage]:
         """Messages that are on disk and not known to be settled, in order.
 
         Args:
             after: a sequence; those behind it.
             limit: how many at the most.
+            max_bytes: how many bytes at the most, but always one message; ``None`` for no limit.
 
         Raises:
             OutboxError: one cannot be read; the text says which.
@@ -355,7 +471,15 @@ class Outbox:
         with self._file_lock:
             if self.dirty:
                 self._commit()
+            if max_bytes is not None:
+                limit = self._how_many(after, limit, max_bytes)
             return _read(self._file, after, limit, self._written_before)
+
+    def _how_many(self, after: int, limit: int, max_bytes: int) -> int:
+        """How many messages behind one have together so many bytes, but at least one."""
+        sizes = self._file.rows("SELECT size FROM message WHERE sequence > ? ORDER BY sequence LIMIT ?", after, limit)
+        totals = accumulate(size for (size,) in sizes)
+        return max(1, sum(1 for total in totals if total <= max_bytes))
 
     def expire(self, before: float) -> list[StoredMessage]:
         """Take out messages that are too old to be sent.
@@ -422,6 +546,22 @@ class Outbox:
             return _read(file, after, limit, (_EVER, file.one("SELECT permitted FROM state")))
         finally:
             file.close()
+
+    @staticmethod
+    def find(path: str | os.PathLike[str], sequence: int) -> StoredMessage:
+        """One message of an outbox, also while a producer uses it.
+
+        Args:
+            path: of the file.
+            sequence: of the message.
+
+        Raises:
+            OutboxError: it is not there, or cannot be read.
+        """
+        for found in Outbox.look(path, sequence - 1, 1):
+            if found.sequence == sequence:
+                return found
+        raise OutboxError(f"{path}: message {sequence} is not in it any more")
 
 
 def _open(path: Path, **options: Any) -> Database:

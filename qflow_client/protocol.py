@@ -535,6 +535,10 @@ class ProducerProtocol:
         Returns:
             False if it is already, and the waiter is not kept.
         """
+        return self.when_settled(waiter)
+
+    def when_settled(self, waiter: Any) -> bool:
+        """As `when_flushed`, but only what is in the window counts."""
         if not self._unsettled:
             return False
         self._flushes.append((self._next_tag - 1, waiter))

@@ -12,6 +12,7 @@ from qflow_client.errors import (
     MessageNacked,
     MessageRejected,
     MessageReturned,
+    MessageStored,
     OutcomeUnknown,
 )
 from qflow_client.message import Message
@@ -41,6 +42,8 @@ class Outcome(StrEnum):
     FAILED = "failed"
     #: Written, and the connection ended before the broker answered.
     UNKNOWN = "unknown"
+    #: In the outbox still, as its producer was closed: the next one on that outbox sends it.
+    STORED = "stored"
 
 
 class Receipt:
@@ -83,6 +86,11 @@ class Receipt:
         """Whether it is confirmed or, in a producer without confirms, sent. Who reads of a failure has been told."""
         self._look()
         return not self._failed and self._outcome is not None
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether it stays in the outbox of a producer that was closed."""
+        return self._outcome is Outcome.STORED
 
     @property
     def may_have_arrived(self) -> bool:
@@ -151,6 +159,8 @@ class Receipt:
                 return MessageRejected(text, self, code, words)
             case Outcome.FAILED:
                 return MessageFailed(text, self)
+            case Outcome.STORED:
+                return MessageStored(text, self)
         return OutcomeUnknown(text, self)
 
     def _way_out(self, code: int) -> str:

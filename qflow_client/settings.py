@@ -20,7 +20,9 @@ from qflow_client.errors import SettingsError
 
 __all__ = [
     "OnDisconnect",
+    "OnOutboxFull",
     "OnRefused",
+    "OutboxSynchronous",
     "ProducerSettings",
     "WhenFlowed",
     "check_argument",
@@ -47,6 +49,8 @@ class WhenFlowed(StrEnum):
     BLOCK = "block"
     #: Raise `ProducerFlowed` at once.
     RAISE = "raise"
+    #: Put the message into the outbox, to be sent later.
+    SPILL = "spill"
 
 
 class OnDisconnect(StrEnum):
@@ -67,6 +71,24 @@ class OnRefused(StrEnum):
     FAIL = "fail"
 
 
+class OnOutboxFull(StrEnum):
+    """What `send` does while the outbox has no room for the message."""
+
+    #: As while the producer is flowed: wait, at most `max_producer_flow_control_wait`.
+    BLOCK = "block"
+    #: Raise `OutboxFull` at once.
+    RAISE = "raise"
+
+
+class OutboxSynchronous(StrEnum):
+    """What the outbox survives."""
+
+    #: The death of the process, however it comes.
+    NORMAL = "normal"
+    #: Also that of the machine; every commit waits for the disk.
+    FULL = "full"
+
+
 def hide_password(url: str) -> str:
     """The URL as it may be shown."""
     return _PASSWORD.sub(r"\1***@", url)
@@ -82,6 +104,10 @@ def _capacity(text: str) -> int | str:
 
 def _comma_list(text: str) -> str | tuple[str, ...]:
     return tuple(each.strip() for each in text.split(",")) if "," in text else text
+
+
+def _optional_path(text: str) -> str | None:
+    return None if text.lower() in ("none", "") else text
 
 
 def _optional_int(text: str) -> int | None:
@@ -110,6 +136,13 @@ def _is_int(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_path(value: Any) -> bool:
+    try:
+        return value is None or bool(os.fspath(value))
+    except TypeError:
+        return False
 
 
 def _is_name(value: Any) -> bool:
@@ -142,7 +175,8 @@ class ProducerSettings:
         capacity_bytes: the most body bytes of unsettled messages; a message larger than that is admitted alone.
             ``None`` for no limit.
         max_producer_flow_control_wait: seconds that a `send` may stay blocked; ``None`` for ever, 0 not at all (A4).
-        when_flowed: ``"block"`` or ``"raise"`` (D1).
+        when_flowed: ``"block"``, ``"raise"`` or ``"spill"`` (D1): what `send` does while the producer is flowed. To
+            spill is to put the message into the `outbox`, from where it is sent later, in order.
         confirms: ask the broker for publisher confirms. Without, a receipt says ``sent`` once the message is written.
         mandatory: have the broker return what no queue takes, so that it is not lost in silence. A return is told by
             its message id, so ``None`` means: if `message_ids` is on. `is_mandatory` is what is in force.
@@ -168,6 +202,14 @@ class ProducerSettings:
         retry_for: seconds after its first refusal until such a message is settled, instead of leaving again.
         retry_delay: seconds before the first probe; each further pause is twice as long.
         retry_delay_max: the longest pause in seconds.
+        outbox: path of a file in which admitted messages are kept until they are settled, so that the death of the
+            process loses none; ``None`` for none. What an earlier producer has left in it is sent first. One producer
+            at a time may use it.
+        outbox_max_bytes: the most bytes of messages that may be in it.
+        outbox_max_age: seconds after which a message that waits on disk is settled instead of sent; ``None`` for none.
+        outbox_full: ``"block"`` or ``"raise"``: what `send` does while there is no room in it.
+        outbox_synchronous: ``"normal"``: what is in it survives the death of the process, however that comes;
+            ``"full"``: also that of the machine, for which every commit waits for the disk.
         tracing: make an OpenTelemetry span of every message, and put its context into the message's headers. Metrics
             need no setting.
         name: what flow events, logs and the broker's management show.
@@ -198,7 +240,7 @@ class ProducerSettings:
         60.0, _seconds, "None (for ever) or seconds, at least 0", lambda v: v is None or (_is_number(v) and v >= 0)
     )
     when_flowed: WhenFlowed = _setting(
-        WhenFlowed.BLOCK, str, "'block' or 'raise'", lambda v: v in list(WhenFlowed) and isinstance(v, str)
+        WhenFlowed.BLOCK, str, "'block', 'raise' or 'spill'", lambda v: v in list(WhenFlowed) and isinstance(v, str)
     )
     confirms: bool = _setting(True, *_BOOL)
     mandatory: bool | None = _setting(
@@ -236,6 +278,25 @@ class ProducerSettings:
     retry_for: float = _setting(60.0, float, "seconds, at least 0", lambda v: _is_number(v) and v >= 0)
     retry_delay: float = _setting(0.1, float, "seconds, more than 0", lambda v: _is_number(v) and v > 0)
     retry_delay_max: float = _setting(5.0, float, "seconds, more than 0", lambda v: _is_number(v) and v > 0)
+    outbox: str | os.PathLike[str] | None = _setting(None, _optional_path, "None or the path of a file", _is_path)
+    outbox_max_bytes: int = _setting(
+        1 << 30, int, "a whole number of bytes, at least 1", lambda v: _is_int(v) and v >= 1
+    )
+    outbox_max_age: float | None = _setting(
+        None, _seconds, "None (for ever) or seconds, more than 0", lambda v: v is None or (_is_number(v) and v > 0)
+    )
+    outbox_full: OnOutboxFull = _setting(
+        OnOutboxFull.BLOCK,
+        str,
+        "'block' or 'raise'",
+        lambda v: v in list(OnOutboxFull) and isinstance(v, str),
+    )
+    outbox_synchronous: OutboxSynchronous = _setting(
+        OutboxSynchronous.NORMAL,
+        str,
+        "'normal' or 'full'",
+        lambda v: v in list(OutboxSynchronous) and isinstance(v, str),
+    )
     tracing: bool = _setting(False, *_BOOL)
     name: str = _setting("producer", *_NAME)
     # The names of the settings that were given, whatever their values.
@@ -260,6 +321,9 @@ class ProducerSettings:
         object.__setattr__(self, "when_flowed", WhenFlowed(self.when_flowed))
         object.__setattr__(self, "on_disconnect", OnDisconnect(self.on_disconnect))
         object.__setattr__(self, "on_refused", OnRefused(self.on_refused))
+        object.__setattr__(self, "outbox_full", OnOutboxFull(self.outbox_full))
+        object.__setattr__(self, "outbox_synchronous", OutboxSynchronous(self.outbox_synchronous))
+        object.__setattr__(self, "outbox", None if self.outbox is None else os.fspath(self.outbox))
         object.__setattr__(self, "_kept", self._given)
         if self.capacity == "auto" and not self.confirms:
             raise SettingsError(
@@ -271,6 +335,15 @@ class ProducerSettings:
                 "mandatory=True with message_ids=False: a returned message can only be told by its message id; "
                 "leave mandatory out or set it to False, or leave message_ids on"
             )
+
+        if self.when_flowed is WhenFlowed.SPILL and self.outbox is None:
+            raise SettingsError(
+                "when_flowed='spill' with outbox=None: there is nothing to put messages into; set outbox"
+            )
+        if self.outbox is not None and not (self.confirms and self.message_ids):
+            lacking = "message_ids" if self.confirms else "confirms"
+            why = "second copies are told by their ids" if self.confirms else "only what is confirmed can leave it"
+            raise SettingsError(f"outbox={self.outbox!r} with {lacking}=False: {why}; leave {lacking} on")
 
     @property
     def is_mandatory(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -41,7 +41,7 @@ __all__ = [
     "no_confirms",
     "none_of",
     "silent",
-    "undone",
+    "undelivered_of",
 ]
 
 
@@ -245,16 +245,26 @@ def gives_up(protocol: ProducerProtocol, before: int, now: float) -> bool:
     return stopped or (late and protocol.unsettled == before)
 
 
-def leave_word(name: str, error: BaseException, failures: Sequence[Receipt]) -> None:
+def undelivered_of(failures: Sequence[Receipt], outbox: Sized | None) -> UndeliveredMessages | None:
+    """What a producer that has ended did not deliver; ``None`` if there is nothing to tell.
+
+    Args:
+        failures: what nobody has been told of.
+        outbox: its outbox, if it has one.
+    """
+    stored = 0 if outbox is None else len(outbox)
+    return UndeliveredMessages(failures, stored=stored) if failures or stored else None
+
+
+def leave_word(name: str, error: BaseException, undelivered: UndeliveredMessages | None) -> None:
     """Say what was not delivered without taking an exception's place.
 
     Args:
         name: the producer's.
         error: the exception that goes its way.
-        failures: what was lost by it, and nobody has been told of.
+        undelivered: what was lost by it, and nobody has been told of.
     """
-    if failures:
-        undelivered = UndeliveredMessages(failures)
+    if undelivered is not None:
         # Nobody reads the notes of a SystemExit.
         log(logging.ERROR, "%s: left by %s: %s", name, type(error).__name__, undelivered)
         # An exception may refuse attributes.
@@ -263,13 +273,12 @@ def leave_word(name: str, error: BaseException, failures: Sequence[Receipt]) -> 
             error.undelivered = undelivered  # type: ignore[attr-defined]
 
 
-def undone(protocol: ProducerProtocol) -> list[Receipt]:
-    """What was not delivered, or is not settled, and nobody has been told of."""
-    return [*protocol.take_failures(), *protocol.unsettled_receipts]
-
-
-def log_forgotten(name: str, receipts: Sequence[Receipt]) -> None:
-    """Say what is lost with a producer that the end of the process found open."""
-    if receipts:
+def log_forgotten(protocol: ProducerProtocol, outbox: Sized | None) -> None:
+    """Say what is lost, or left behind, with a producer that the end of the process found open."""
+    failures = protocol.take_failures()
+    if outbox is None:
+        failures += protocol.unsettled_receipts
+    undelivered = undelivered_of(failures, outbox)
+    if undelivered is not None:
         words = "%s: the process ends, and the producer was not closed: %s"
-        log(logging.ERROR, words, name, UndeliveredMessages(receipts))
+        log(logging.ERROR, words, protocol.settings.name, undelivered)

@@ -9,10 +9,11 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from uuid import uuid4
 
 import aio_pika
@@ -58,12 +59,24 @@ from qflow_client.skin import (
     leave_word,
     log_forgotten,
     none_of,
-    undone,
+    undelivered_of,
 )
+
+if TYPE_CHECKING:
+    from qflow_client.keeper import Storage, StoringStep
 
 __all__ = ["AsyncProducer"]
 
 _monotonic = time.monotonic
+
+# How many messages of a `send_many` are put into the outbox before it waits for the disk.
+_AT_ONCE = 500
+
+
+def _close_opened(opening: asyncio.Future[Storage]) -> None:
+    """Close an outbox that nobody waits for any more."""
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close(BRIEF)
 
 
 class _FlowEvents:
@@ -139,15 +152,21 @@ class AsyncProducer:
         check_argument("on_delivery", on_delivery, on_delivery is None or callable(on_delivery), "None or callable")
         check_argument("manager", manager, isinstance(manager, FlowManager), "a FlowManager")
         now = _monotonic()
-        self._protocol = ProducerProtocol(
-            self.settings,
-            id_prefix=f"{uuid4().hex[:16]}-",
-            receipt_type=AsyncReceipt,
-            now=now,
-            wall_offset=time.time() - now,
-            line=line,
-            retries=retries(self.settings),
-        )
+        self._options: dict[str, Any] = {
+            "id_prefix": f"{uuid4().hex[:16]}-",
+            "receipt_type": AsyncReceipt,
+            "now": now,
+            "wall_offset": time.time() - now,
+            "line": line,
+            "retries": retries(self.settings),
+        }
+        # With an outbox there is another, once that is open.
+        self._protocol = ProducerProtocol(self.settings, **self._options)
+        # None unless admitted messages are kept on disk; set by `connect`.
+        self._storage: Storage | None = None
+        # Who waits until a sequence is on disk, in order, and whether the commit is asked for.
+        self._undurable: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._is_commit_due = False
         self._exchange = self.settings.exchange
         self._routing_key = self.settings.routing_key
         # None if nobody is to be told of receipts.
@@ -184,6 +203,7 @@ class AsyncProducer:
 
         Raises:
             ConnectionFailed: no host could be connected to. The producer is closed then.
+            OutboxInUse, OutboxError: the outbox is used by another producer, or cannot be used; likewise.
             ProducerClosed: it was closed before.
             QflowError: it was called before.
         """
@@ -196,6 +216,8 @@ class AsyncProducer:
         self._dispatcher = Dispatcher(self._loop)
         _producers.add(self)
         try:
+            if self.settings.outbox is not None:
+                await self._open_outbox()
             link = await self._open()
         except BaseException as error:
             self._ended = True
@@ -207,11 +229,77 @@ class AsyncProducer:
             await link.close(BRIEF)
             raise ProducerClosed(CLOSED)
         self._link = link
+        if self._storage is not None:
+            self._storage.start()
         self._observer = telemetry.watch(self, self._protocol, self.settings, link.url)
         self._tracer = self._observer.tracer
         self._manager.register(self)
         self._kick()
         return self
+
+    async def _open_outbox(self) -> None:
+        # They bring SQLite with them.
+        from qflow_client.aio.storing import SpilledReceipt
+        from qflow_client.keeper import Storage
+
+        def open_storage() -> Storage:
+            options = {"spilled_type": SpilledReceipt} | self._options
+            return Storage(self.settings, self._take, self._committed, **options)
+
+        opening = asyncio.ensure_future(asyncio.to_thread(open_storage))
+        try:
+            # What has begun cannot be cancelled, and has to be closed.
+            storage = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(_close_opened)
+            raise
+        if self._ended:
+            await asyncio.to_thread(storage.close, BRIEF)
+            raise ProducerClosed(CLOSED)
+        before, self._protocol = self._protocol, storage.protocol
+        # What was asked of it before there was an outbox.
+        self._storage = storage
+        storage.protocol.settled, storage.protocol.events = before.settled, before.events
+        for hold in before.gate.holds:
+            storage.protocol.hold(hold.kind, hold.since, source=hold.source, detail=hold.detail)
+        if before.window.capacity != storage.protocol.window.capacity:
+            storage.protocol.set_capacity(before.window.capacity, _monotonic())
+
+    def _take(self, step: StoringStep) -> None:
+        """Have the loop take a step for the outbox's thread."""
+
+        def take() -> None:
+            storage = self._storage
+            if storage is None:
+                # A child of the process that this is of.
+                return
+            step(storage.protocol, _monotonic())
+            self._kick()
+            if self.settings.rate is not None and self._link is not None:
+                self._link.arm_timer()
+
+        assert self._loop is not None
+        # A loop that is closed sends nothing.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(take)
+
+    def _committed(self, durable: int, error: Exception | None) -> None:
+        """Have the loop wake who waits for a commit; called on the outbox's thread."""
+        assert self._loop is not None
+        if self._undurable:
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._wake_durable, durable, error)
+
+    def _wake_durable(self, durable: int, error: Exception | None) -> None:
+        waiting = self._undurable
+        while waiting and (error is not None or waiting[0][0] <= durable):
+            _, waiter = waiting.popleft()
+            if waiter.done():
+                continue
+            if error is None:
+                waiter.set_result(None)
+            else:
+                waiter.set_exception(error)
 
     async def _open(self) -> Link:
         errors = []
@@ -278,13 +366,54 @@ class AsyncProducer:
             if not tapped.awake:  # type: ignore[union-attr]  # likewise
                 tapped.wake()  # type: ignore[union-attr]  # likewise
             return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
+        if self._storage is not None:
+            stored = self._store(payload, exchange, routing_key, spills=True)
+            if stored is not None:
+                return await self._made_durable(stored)
         if self.settings.when_flowed is WhenFlowed.RAISE:
             return self._send_at_once(payload, exchange, routing_key, ProducerFlowed, "when_flowed='block' waits")
         if timeout is DEFAULT:
             timeout = self.settings.max_producer_flow_control_wait
         if timeout is not None and timeout <= 0:
             return self._send_at_once(payload, exchange, routing_key, FlowControlTimeout, "a longer timeout waits")
-        return await self._send_when_unflowed(payload, exchange, routing_key, timeout, source)
+        receipt = await self._send_when_unflowed(payload, exchange, routing_key, timeout, source)
+        return receipt if self._storage is None else await self._made_durable(receipt)
+
+    def _store(
+        self, payload: bytes | Message, exchange: str, routing_key: str, *, spills: bool = False
+    ) -> AsyncReceipt | None:
+        """With an outbox: admit a message, or put it there, if that can be done now. It is not durable yet."""
+        assert self._storage is not None
+        spills = spills and self.settings.when_flowed is WhenFlowed.SPILL
+        receipt = self._storage.protocol.store(payload, exchange, routing_key, _monotonic(), spills=spills)
+        if receipt is not None:
+            self._kick()
+        return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
+
+    async def _made_durable(self, receipt: AsyncReceipt) -> AsyncReceipt:
+        """The receipt, once its message is on disk."""
+        assert self._storage is not None
+        assert self._loop is not None
+        outbox = self._storage.outbox
+        sequence = outbox.last
+        if outbox.durable < sequence:
+            waiter: asyncio.Future[None] = self._loop.create_future()
+            self._undurable.append((sequence, waiter))
+            if not self._is_commit_due:
+                # Behind the tasks that run in this turn: what they send goes into the same commit.
+                self._is_commit_due = True
+                self._loop.call_soon(self._ask_for_commit)
+            try:
+                await waiter
+            except QflowError as error:
+                error.receipt = receipt  # type: ignore[attr-defined]  # an OutboxError has it
+                raise
+        return receipt
+
+    def _ask_for_commit(self) -> None:
+        self._is_commit_due = False
+        if self._storage is not None:
+            self._storage.keeper.commit_soon()
 
     def send_nowait(
         self,
@@ -295,6 +424,8 @@ class AsyncProducer:
         source: str = "",
     ) -> AsyncReceipt:
         """As `send`, but never wait; not to be awaited itself.
+
+        With an outbox it keeps the loop for as long as it takes to have the message on disk.
 
         Args:
             message: the body, or a `Message` with properties.
@@ -315,6 +446,11 @@ class AsyncProducer:
                 return self.send_nowait(traced, exchange=exchange, routing_key=routing_key)
         receipt = self._protocol.send(payload, exchange, routing_key, _monotonic())
         if receipt is None:
+            if self._storage is not None:
+                stored = self._store(payload, exchange, routing_key)
+                if stored is not None:
+                    self._storage.wait_durable(stored)
+                    return stored
             return self._send_at_once(payload, exchange, routing_key, ProducerFlowed, "send() waits")
         self._kick()
         return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
@@ -352,6 +488,9 @@ class AsyncProducer:
         to = self._exchange if exchange is None else exchange
         key = self._routing_key if routing_key is None else routing_key
         with keeping(receipts):
+            if self._storage is not None:
+                await self._store_many(messages, receipts, to, key, timeout, source)
+                return receipts
             for message in messages:
                 receipt: Any = None
                 if type(message) is bytes and self._tracer is None:
@@ -366,6 +505,32 @@ class AsyncProducer:
                         tapped.wake()  # type: ignore[union-attr]  # likewise
                 receipts.append(receipt)
         return receipts
+
+    async def _store_many(
+        self,
+        messages: Iterable[bytes | str | Message],
+        receipts: list[AsyncReceipt],
+        exchange: str,
+        routing_key: str,
+        timeout: float | None,
+        source: str,
+    ) -> None:
+        """`send_many` with an outbox, which waits for the disk once for many of them."""
+        try:
+            for message in messages:
+                receipt = None
+                if type(message) is bytes and self._tracer is None:
+                    receipt = self._store(message, exchange, routing_key)
+                if receipt is None:
+                    receipt = await self.send(
+                        message, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source
+                    )
+                receipts.append(receipt)
+                if len(receipts) % _AT_ONCE == 0:
+                    await self._made_durable(receipt)
+        finally:
+            if receipts:
+                await self._made_durable(receipts[-1])
 
     def _send_at_once(
         self, payload: bytes | Message, exchange: str, routing_key: str, kind: type[ProducerFlowed], advice: str
@@ -392,7 +557,10 @@ class AsyncProducer:
             self._kick()
             if self.settings.rate is not None and self._link is not None:
                 self._link.arm_timer()
-        return self._admitted(ticket)
+        receipt = self._admitted(ticket)
+        if self._storage is not None:
+            self._storage.wait_durable(receipt)
+        return receipt
 
     @staticmethod
     def _admitted(ticket: SendTicket) -> AsyncReceipt:
@@ -488,7 +656,7 @@ class AsyncProducer:
         if timeout is DEFAULT:
             timeout = self.settings.max_producer_flow_control_wait
         if not await self._wait(self._protocol.when_flushed, timeout):
-            unsettled = self.unsettled
+            unsettled = self.unsettled if self._storage is None else len(self._storage)
             assert timeout is not None
             raise ConfirmTimeout(f"{unsettled} messages are not settled after {timeout:.3g} s", unsettled)
         failures = self._protocol.take_failures()
@@ -533,6 +701,11 @@ class AsyncProducer:
     def unsettled(self) -> int:
         """Messages that are admitted and not settled."""
         return self._protocol.unsettled
+
+    @property
+    def stored(self) -> int:
+        """Messages in the outbox: those that are unsettled, and those that wait on disk; 0 without one."""
+        return 0 if self._storage is None else len(self._storage)
 
     @property
     def in_flight(self) -> int:
@@ -691,11 +864,11 @@ class AsyncProducer:
         """
         if timeout is DEFAULT:
             timeout = self.settings.max_producer_flow_control_wait
-        failures = await self._close(timeout)
-        if failures:
-            raise UndeliveredMessages(failures)
+        undelivered = await self._close(timeout)
+        if undelivered is not None:
+            raise undelivered
 
-    async def _close(self, timeout: float | None, *, waits_for_holds: bool = True) -> list[Receipt]:
+    async def _close(self, timeout: float | None, *, waits_for_holds: bool = True) -> UndeliveredMessages | None:
         """Close it, and return what was not delivered and nobody has been told of."""
         check_timeout(timeout)
         deadline = math.inf if timeout is None else _monotonic() + timeout
@@ -706,7 +879,7 @@ class AsyncProducer:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout):
                     await self._all_ended.wait()
-            return []
+            return None
         try:
             self._kick()
             self._manager.unregister(self)
@@ -726,10 +899,10 @@ class AsyncProducer:
         before = -1
         while (now := _monotonic()) < deadline and not gives_up(self._protocol, before, now):
             before = self._protocol.unsettled
-            if await self._wait(self._protocol.when_flushed, min(deadline - now, LULL)):
+            if await self._wait(self._protocol.when_settled, min(deadline - now, LULL)):
                 return
 
-    async def _end(self, patience: float) -> list[Receipt]:
+    async def _end(self, patience: float) -> UndeliveredMessages | None:
         left = self._protocol.unsettled_receipts
         try:
             if self._link is not None:
@@ -744,8 +917,14 @@ class AsyncProducer:
                 self._notice.cancel()
             if self._dispatcher is not None:
                 await self._dispatcher.stop()
-            self._all_ended.set()
-        return failures if self._deliveries is None else self._deliveries.undelivered(left)
+            try:
+                if self._storage is not None:
+                    await asyncio.to_thread(self._storage.close, BRIEF)
+            finally:
+                self._all_ended.set()
+        if self._deliveries is not None:
+            failures = self._deliveries.undelivered(left)
+        return undelivered_of(failures, self._storage)
 
     async def __aenter__(self) -> Self:
         if self._loop is None:
@@ -824,6 +1003,7 @@ class AsyncProducer:
         self._is_copy = self._ended = True
         self._all_ended = asyncio.Event()
         self._all_ended.set()
+        self._storage = None
         self._protocol.close(forked(self._pid), _monotonic())
         # Nobody in this process will hear of what the parent has in flight, and no task that waits runs in it.
         self._protocol.connection_lost("the process forked", _monotonic())
@@ -832,7 +1012,9 @@ class AsyncProducer:
     def _forgotten(self) -> None:
         """At the end of the process: say what is lost if it was not closed. No loop runs any more that could wait."""
         if not self._ended:
-            log_forgotten(self.settings.name, undone(self._protocol))
+            if self._storage is not None:
+                self._storage.close(BRIEF)
+            log_forgotten(self._protocol, self._storage)
 
 
 _producers: weakref.WeakSet[AsyncProducer] = weakref.WeakSet()

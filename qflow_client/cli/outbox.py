@@ -147,7 +147,8 @@ def drain(
     Exit codes: 0, it is empty now. 1, something is left. 2, the command line or a setting is wrong. 3, flowed for
     longer than the setting max_producer_flow_control_wait. 130 and 143, interrupted.
     """
-    given: dict[str, Any] = {"when_flowed": WhenFlowed.BLOCK}
+    # Whatever else producers are set to do: the outbox is in our hands.
+    given: dict[str, Any] = {"when_flowed": WhenFlowed.BLOCK, "outbox": None}
     if rate is not None:
         given["rate"] = rate
     if not ProducerSettings.load(url, **given).confirms:

@@ -495,7 +495,7 @@ class FlowController:
         Returns:
             Whether the next one to come, of the smallest size above 0, could enter now.
         """
-        return self._look(self._next_size(), now) and not self.waiting
+        return self._look(self.next_size, now) and not self.waiting
 
     def ready_at(self, now: float) -> float | None:
         """When to call `grant` and `resume` again if nothing else happens.
@@ -508,12 +508,14 @@ class FlowController:
         """
         times = []
         if self._limited:
-            times.append(self.limiter.ready_at(self._next_size(), now))
+            times.append(self.limiter.ready_at(self.next_size, now))
         if self._blocked and not self._is_held:
             times.append(self.limiter.resumes_at(now))
         return min((at for at in times if at is not None), default=None)
 
-    def _next_size(self) -> int:
+    @property
+    def next_size(self) -> int:
+        """The size of whose turn is next; if nobody waits, the smallest above 0."""
         head = self._head()
         # Nothing always fits, and would say of a limiter that is exactly full that it has room.
         return head.size if head is not None else 1

@@ -157,6 +157,11 @@ class SinkOptions:
                 "a task that does not wait fails at its first full window: leave whenFlowed at 'block', and "
                 "maxProducerFlowControlWait above 0"
             )
+        if settings.outbox is not None:
+            raise SettingsError(
+                f"outbox={settings.outbox!r}: a task that dies is run again, with all that it had to send, and several "
+                "tasks cannot use one outbox; leave outbox out"
+            )
         if not settings.confirms:
             raise SettingsError("confirms=False: a task ends when all it sent is confirmed; leave confirms on")
         per_task = values.get("capacityPerTask")

@@ -10,8 +10,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 from uuid import uuid4
 
 import pika
@@ -51,13 +52,16 @@ from qflow_client.skin import (
     leave_word,
     log_forgotten,
     none_of,
-    undone,
+    undelivered_of,
 )
 from qflow_client.sync.connection import SharedLink, TappedConnection
 from qflow_client.sync.dispatcher import Dispatcher
 from qflow_client.sync.latch import Latch
 from qflow_client.sync.link import Link, parameters
 from qflow_client.sync.receipt import SyncReceipt
+
+if TYPE_CHECKING:
+    from qflow_client.keeper import Storage, StoringStep
 
 __all__ = ["Producer"]
 
@@ -66,6 +70,9 @@ _T = TypeVar("_T")
 
 # How many messages are admitted in one go at the most: others want the lock, too.
 _AT_ONCE = 64
+
+# A timeout of 0 that is told by its identity: not to wait, and not to spill either.
+_NOT_AT_ALL = float("0")
 
 # Seconds that the end of the process waits for a producer that was not closed.
 _AT_EXIT = 1.0
@@ -152,18 +159,11 @@ class Producer:
         # As that, before anything is connected.
         check_argument("on_delivery", on_delivery, on_delivery is None or callable(on_delivery), "None or callable")
         check_argument("manager", manager, isinstance(manager, FlowManager), "a FlowManager")
-        now = _monotonic()
         # Guards the protocol, the link's `awake`, and who listens; one for all producers on a connection.
         self._lock = threading.Lock() if connection is None else connection.carrier.lock
-        self._protocol = ProducerProtocol(
-            self.settings,
-            id_prefix=f"{uuid4().hex[:16]}-",
-            receipt_type=SyncReceipt,
-            now=now,
-            wall_offset=time.time() - now,
-            line=line,
-            retries=retries(self.settings),
-        )
+        # None unless admitted messages are kept on disk.
+        self._storage: Storage | None = None
+        self._protocol = self._make_protocol(line)
         self._exchange = self.settings.exchange
         self._routing_key = self.settings.routing_key
         # None if nobody is to be told of receipts.
@@ -184,9 +184,16 @@ class Producer:
         self._dispatcher = Dispatcher(f"qflow-callbacks {self.settings.name}")
         self._observer: telemetry.Observer | None = None
         self._manager = manager
-        self._link = self._connect(connection)
+        try:
+            self._link = self._connect(connection)
+        except BaseException:
+            if self._storage is not None:
+                self._storage.close(BRIEF)
+            raise
         try:
             self._services = self._link.services
+            if self._storage is not None:
+                self._storage.start()
             self._observer = telemetry.watch(self, self._protocol, self.settings, self._link.url)
             self._tracer = self._observer.tracer
             if self._deliveries is not None:
@@ -197,6 +204,33 @@ class Producer:
         except BaseException:
             self._end(BRIEF)
             raise
+
+    def _make_protocol(self, line: Line | None) -> ProducerProtocol:
+        now = _monotonic()
+        options: dict[str, Any] = {
+            "id_prefix": f"{uuid4().hex[:16]}-",
+            "receipt_type": SyncReceipt,
+            "now": now,
+            "wall_offset": time.time() - now,
+            "line": line,
+            "retries": retries(self.settings),
+        }
+        if self.settings.outbox is None:
+            return ProducerProtocol(self.settings, **options)
+        # They bring SQLite with them.
+        from qflow_client.keeper import Storage
+        from qflow_client.sync.storing import SpilledReceipt
+
+        self._storage = Storage(self.settings, self._take, spilled_type=SpilledReceipt, **options)
+        return self._storage.protocol
+
+    def _take(self, step: StoringStep) -> None:
+        """Take a step for the outbox's thread."""
+        storage = self._storage
+        assert storage is not None
+        self._step(lambda _protocol: step(storage.protocol, _monotonic()))
+        if self.settings.rate is not None:
+            self._link.arm_timer()
 
     def _connect(self, connection: TappedConnection | None) -> Link | SharedLink:
         if connection is not None:
@@ -274,17 +308,44 @@ class Producer:
             # Ctrl-C may have come before the wake.
             self._look_anew()
             raise
+        if self._storage is not None:
+            stored = self._store(payload, exchange, routing_key, spills=timeout is not _NOT_AT_ALL)
+            if stored is not None:
+                return self._made_durable(stored)
         raises = self.settings.when_flowed is WhenFlowed.RAISE
         if timeout is DEFAULT:
             timeout = self.settings.max_producer_flow_control_wait
         if raises or (timeout is not None and timeout < 0):
             timeout = 0
         try:
-            return self._send_when_unflowed(payload, exchange, routing_key, timeout, source)
+            receipt = self._send_when_unflowed(payload, exchange, routing_key, timeout, source)
         except FlowControlTimeout as error:
             if raises:
                 raise ProducerFlowed(error.holds, 0.0, error.message, "when_flowed='block' waits") from None
             raise
+        return receipt if self._storage is None else self._made_durable(receipt)
+
+    def _store(
+        self, payload: bytes | Message, exchange: str, routing_key: str, *, spills: bool = False
+    ) -> SyncReceipt | None:
+        """With an outbox: admit a message, or put it there, if that can be done now. It is not durable yet."""
+        storage = self._storage
+        assert storage is not None
+        # A callback's, too: others may wait for its end.
+        spills = spills and (
+            self.settings.when_flowed is WhenFlowed.SPILL
+            or (self._deliveries is not None and self._dispatcher.is_current_thread)
+        )
+        receipt = self._step(
+            lambda _protocol: storage.protocol.store(payload, exchange, routing_key, _monotonic(), spills=spills)
+        )
+        return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
+
+    def _made_durable(self, receipt: SyncReceipt) -> SyncReceipt:
+        """The receipt, once its message is on disk."""
+        assert self._storage is not None
+        self._storage.wait_durable(receipt)
+        return receipt
 
     def send_nowait(
         self,
@@ -312,7 +373,7 @@ class Producer:
             ValueError: it cannot be encoded.
         """
         try:
-            return self.send(message, exchange=exchange, routing_key=routing_key, timeout=0, source=source)
+            return self.send(message, exchange=exchange, routing_key=routing_key, timeout=_NOT_AT_ALL, source=source)
         except FlowControlTimeout as error:
             raise ProducerFlowed(error.holds, 0.0, error.message, "send() waits") from None
 
@@ -375,14 +436,19 @@ class Producer:
 
         def admit(protocol: ProducerProtocol) -> None:
             now = _monotonic()
+            take = protocol.send if self._storage is None else partial(self._storage.protocol.store, spills=False)
             for message in messages[begin : begin + _AT_ONCE]:
                 payload = message if type(message) is bytes or isinstance(message, Message) else as_body(message)
-                receipt = protocol.send(payload, to, routing_key, now)
+                receipt = take(payload, to, routing_key, now)
                 if receipt is None:
                     return
                 receipts.append(receipt)  # type: ignore[arg-type]  # the protocol makes what it was told to make
 
-        self._step(admit)
+        try:
+            self._step(admit)
+        finally:
+            if self._storage is not None and len(receipts) > begin:
+                self._made_durable(receipts[-1])
         return len(receipts) > begin
 
     def _flowed(self, payload: Any) -> FlowControlTimeout:
@@ -487,7 +553,7 @@ class Producer:
         if timeout is DEFAULT:
             timeout = self.settings.max_producer_flow_control_wait
         if not self._wait(self._protocol.when_flushed, _deadline(timeout)):
-            unsettled = self.unsettled
+            unsettled = self.unsettled if self._storage is None else len(self._storage)
             assert timeout is not None
             raise ConfirmTimeout(f"{unsettled} messages are not settled after {timeout:.3g} s", unsettled)
         with self._lock:
@@ -538,6 +604,11 @@ class Producer:
     def unsettled(self) -> int:
         """Messages that are admitted and not settled."""
         return self._protocol.unsettled
+
+    @property
+    def stored(self) -> int:
+        """Messages in the outbox: those that are unsettled, and those that wait on disk; 0 without one."""
+        return 0 if self._storage is None else len(self._storage)
 
     @property
     def in_flight(self) -> int:
@@ -692,11 +763,11 @@ class Producer:
         """
         if timeout is DEFAULT:
             timeout = self.settings.max_producer_flow_control_wait
-        failures = self._close(timeout)
-        if failures:
-            raise UndeliveredMessages(failures)
+        undelivered = self._close(timeout)
+        if undelivered is not None:
+            raise undelivered
 
-    def _close(self, timeout: float | None, *, waits_for_holds: bool = True) -> list[Receipt]:
+    def _close(self, timeout: float | None, *, waits_for_holds: bool = True) -> UndeliveredMessages | None:
         """Close it, and return what was not delivered and nobody has been told of."""
         deadline = _deadline(timeout)
         first = False
@@ -721,7 +792,7 @@ class Producer:
         # A callback must not wait for the end of the callbacks.
         if not self._dispatcher.is_current_thread:
             self._all_ended.wait(deadline - _monotonic())
-        return []
+        return None
 
     def _flush_unheld(self, deadline: float) -> None:
         """Wait until all is settled, but for no hold."""
@@ -731,10 +802,10 @@ class Producer:
                 if gives_up(self._protocol, before, now):
                     return
                 before = self._protocol.unsettled
-            if self._wait(self._protocol.when_flushed, min(deadline, now + LULL)):
+            if self._wait(self._protocol.when_settled, min(deadline, now + LULL)):
                 return
 
-    def _end(self, patience: float, deadline: float | None = None) -> list[Receipt]:
+    def _end(self, patience: float, deadline: float | None = None) -> UndeliveredMessages | None:
         """End the connection and the callbacks, and return what nobody has been told of.
 
         Args:
@@ -761,12 +832,18 @@ class Producer:
                     patience = min(max(BRIEF, deadline - _monotonic()), threading.TIMEOUT_MAX)
                 self._dispatcher.stop(patience)
         finally:
-            # Others wait for no more than that.
-            self._all_ended.set()
+            try:
+                if self._storage is not None:
+                    self._storage.close(BRIEF)
+            finally:
+                # Others wait for no more than that.
+                self._all_ended.set()
         if self._deliveries is not None:
-            return self._deliveries.undelivered(self._left)
-        with self._lock:
-            return self._protocol.take_failures()
+            failures = self._deliveries.undelivered(self._left)
+        else:
+            with self._lock:
+                failures = self._protocol.take_failures()
+        return undelivered_of(failures, self._storage)
 
     def __enter__(self) -> Self:
         return self
@@ -846,6 +923,7 @@ class Producer:
             receipt._reply = (0, f"process {os.getpid()} is a child of process {self._pid}, which sent it")
             receipt._outcome = Outcome.UNKNOWN
         now = _monotonic()
+        self._storage = None
         self._protocol = ProducerProtocol(self.settings, id_prefix="", now=now, wall_offset=time.time() - now)
         self._protocol.close(forked(self._pid), now)
         self._listeners.clear()
@@ -858,9 +936,10 @@ class Producer:
         if self._ended:
             return
         self._flush_unheld(_monotonic() + _AT_EXIT)
+        if self._storage is not None:
+            self._storage.close(BRIEF)
         with self._lock:
-            lost = undone(self._protocol)
-        log_forgotten(self.settings.name, lost)
+            log_forgotten(self._protocol, self._storage)
 
 
 _producers: weakref.WeakSet[Producer] = weakref.WeakSet()

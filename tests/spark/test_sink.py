@@ -127,6 +127,7 @@ def test_body_format_json_puts_all_other_columns_into_the_body(spark: SparkSessi
         ("body string", {"capacityBytes": "1"}, "capacityBytes=1: it is the whole job's, and 2 tasks run at once"),
         ("body string", {"capacity": "10", "capacityPerTask": "5"}, "set one"),
         ("body string", {"confirms": "false"}, "leave confirms on"),
+        ("body string", {"outbox": "orders.outbox"}, "leave outbox out"),
         ("body string", {"whenFlowed": "raise"}, "leave whenFlowed at 'block'"),
         ("body string", {"maxProducerFlowControlWait": "0"}, "maxProducerFlowControlWait above 0"),
         ("body string", {"messageId": "random"}, "messageId='random': it must be 'column' or 'hash'"),

@@ -10,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
+from benchmarks.kills import audit, run
 from qflow_client import Outbox
 
 PATIENCE = 20.0
@@ -91,3 +92,28 @@ def test_whatever_the_moment_of_a_kill_nothing_durable_is_lost_and_the_order_sta
             assert all(stored.may_be_second_copy for stored in outbox.read(limit=10**9))
     assert len(durable) > 100
     assert settled
+
+
+def test_whatever_the_moment_of_a_kill_a_producer_loses_nothing_keeps_the_order_and_marks_copies(
+    tmp_path: Path,
+) -> None:
+    verdict = run(tmp_path, kills=20)
+    assert verdict.is_good, verdict
+    assert verdict.told > 100
+    # There was something to lose.
+    assert verdict.left_behind > 0
+
+
+def test_the_audit_finds_what_is_wrong() -> None:
+    told = {(0, 0): 2, (0, 1): 1, (1, 0): 2}
+    right = [(b"0 0 0", False), (b"0 1 0", False), (b"0 0 1", False), (b"1 0 0", False), (b"0 0 1", True)]
+    assert audit(told, [*right, (b"1 0 1", False), (b"1 0 2", False)]) == {
+        "told": 5,
+        "first_copies": 6,
+        "second_copies": 1,
+        "lost": 0,
+        "out_of_order": 0,
+        "unmarked": 0,
+    }
+    wrong = audit(told, [right[2], right[0], right[3], right[1], (b"1 0 0", False)])
+    assert (wrong["lost"], wrong["out_of_order"], wrong["unmarked"]) == (1, 2, 1)

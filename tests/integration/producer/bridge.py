@@ -9,6 +9,7 @@ from concurrent.futures import wait
 from typing import Any
 
 from qflow_client import AsyncProducer, AsyncReceipt, FlowEvent, FlowState
+from qflow_client.aio.storing import SpilledReceipt
 
 from .tools import PATIENCE
 
@@ -104,10 +105,13 @@ class Bridged:
         self._loop = _Loop(new_loop)
         try:
             self._producer = self._loop.ask(lambda: AsyncProducer(url, **settings))
-            self._protocol = self._producer._protocol
-            # Each loop has a class of its own.
-            self._protocol._receipt_type = type("BridgedReceipt", (_Receipt,), {"__slots__": (), "run": self._loop})
+            # Each loop has classes of its own.
+            common = {"__slots__": (), "run": self._loop}
+            self._producer._options["receipt_type"] = type("BridgedReceipt", (_Receipt,), common)
+            self._producer._options["spilled_type"] = type("BridgedSpilled", (_Receipt, SpilledReceipt), common)
+            self._producer._protocol._receipt_type = self._producer._options["receipt_type"]
             self._loop(self._producer.connect())
+            self._protocol = self._producer._protocol
         except BaseException:
             self._loop.stop()
             raise
@@ -178,6 +182,10 @@ class Bridged:
     @property
     def unsettled(self) -> int:
         return int(self._loop.ask(lambda: self._producer.unsettled))
+
+    @property
+    def stored(self) -> int:
+        return int(self._loop.ask(lambda: self._producer.stored))
 
     @property
     def in_flight(self) -> int:

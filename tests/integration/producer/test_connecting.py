@@ -226,7 +226,7 @@ def test_a_producer_that_cannot_be_registered_leaves_no_connection(broker: Broke
     [
         ({"capacity": 0}, "capacity=0: it must be a whole number"),
         ({"capacity": "many"}, "capacity='many'"),
-        ({"when_flowed": "shout"}, "when_flowed='shout': it must be 'block' or 'raise'"),
+        ({"when_flowed": "shout"}, "when_flowed='shout': it must be 'block', 'raise' or 'spill'"),
         ({"connect_timeout": -1}, "connect_timeout=-1"),
         ({"no_such_setting": 1}, "no_such_setting=1"),
     ],

@@ -4,10 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.outbox import run
+from benchmarks.embedded import EMBEDDED, broker_url
+from benchmarks.outbox import WAYS, compare, run
 
 
 @pytest.mark.parametrize(("batch", "threads"), [(1, 1), (7, 1), (1, 4)])
 def test_everything_is_put_and_settled(tmp_path: Path, batch: int, threads: int) -> None:
     assert run(tmp_path, messages=200, batch=batch, threads=threads) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_producers_with_and_without_an_outbox_are_put_side_by_side(tmp_path: Path, way: str) -> None:
+    with broker_url(EMBEDDED) as url:
+        comparison = compare(tmp_path, url, way, messages=400, size=10, rounds=1)
+    assert comparison.without > 0
+    assert comparison.with_outbox > 0
     assert list(tmp_path.iterdir()) == []

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from qflow_client import OnDisconnect, OnRefused, ProducerSettings, SettingsError, WhenFlowed
+from qflow_client import (
+    OnDisconnect,
+    OnOutboxFull,
+    OnRefused,
+    OutboxSynchronous,
+    ProducerSettings,
+    SettingsError,
+    WhenFlowed,
+)
 from qflow_client.settings import hide_password
 
 URL = "amqp://guest:guest@localhost:5672/%2F"
@@ -27,6 +37,11 @@ TEXTS: list[tuple[str, str, Any]] = [
     ("message_ids", "0", False),
     ("rate", "12.5", 12.5),
     ("rate_burst", "3", 3),
+    ("outbox", "orders.outbox", "orders.outbox"),
+    ("outbox_max_bytes", "1000", 1000),
+    ("outbox_max_age", "60", 60.0),
+    ("outbox_full", "raise", OnOutboxFull.RAISE),
+    ("outbox_synchronous", "full", OutboxSynchronous.FULL),
     ("max_unwritten_bytes", "100", 100),
     ("flow_control_wait_notify_period", "0.5", 0.5),
     ("connect_timeout", "3", 3.0),
@@ -216,8 +231,14 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("max_producer_flow_control_wait", float("inf"), "None (for ever) or seconds, at least 0"),
     ("max_producer_flow_control_wait", float("nan"), "None (for ever) or seconds, at least 0"),
     ("max_producer_flow_control_wait", True, "None (for ever) or seconds, at least 0"),
-    ("when_flowed", "spill", "'block' or 'raise'"),
-    ("when_flowed", None, "'block' or 'raise'"),
+    ("when_flowed", "shed", "'block', 'raise' or 'spill'"),
+    ("when_flowed", None, "'block', 'raise' or 'spill'"),
+    ("outbox", "", "None or the path of a file"),
+    ("outbox", 1, "None or the path of a file"),
+    ("outbox_max_bytes", 0, "a whole number of bytes, at least 1"),
+    ("outbox_max_age", 0.0, "None (for ever) or seconds, more than 0"),
+    ("outbox_full", "spill", "'block' or 'raise'"),
+    ("outbox_synchronous", "off", "'normal' or 'full'"),
     ("confirms", 1, "True or False"),
     ("mandatory", "yes", "None (as message_ids), True or False"),
     ("message_ids", None, "True or False"),
@@ -249,7 +270,7 @@ def test_a_refused_value_is_named_with_its_setting_and_what_is_allowed(name: str
         ("capacity_bytes", "1.5", "None or a whole number of bytes, at least 1"),
         ("confirms", "maybe", "True or False"),
         ("rate", "nan", "None or messages per second, more than 0"),
-        ("when_flowed", "spill", "'block' or 'raise'"),
+        ("when_flowed", "shed", "'block', 'raise' or 'spill'"),
         ("connect_timeout", "", "seconds, more than 0"),
         ("routing_key", "k" * 256, "a str of at most 255 bytes"),
     ],
@@ -429,3 +450,25 @@ def test_settings_are_values() -> None:
     assert len({ProducerSettings(url=[URL]), ProducerSettings(url=[URL])}) == 1
     with pytest.raises(AttributeError):
         ProducerSettings().capacity = 5  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"when_flowed": "spill"},
+            "when_flowed='spill' with outbox=None: there is nothing to put messages into; set outbox",
+        ),
+        ({"outbox": "o", "confirms": False}, "outbox='o' with confirms=False: only what is confirmed can leave it"),
+        ({"outbox": "o", "message_ids": False}, "outbox='o' with message_ids=False: second copies are told by their"),
+    ],
+)
+def test_an_outbox_needs_confirms_and_message_ids_and_spilling_needs_an_outbox(
+    given: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(SettingsError, match=re.escape(words)):
+        load(**given)
+
+
+def test_the_outbox_may_be_a_path_object() -> None:
+    assert load(outbox=Path("orders.outbox")).outbox == "orders.outbox"

@@ -1,0 +1,256 @@
+"""Producers with an outbox that are killed with -9 at random moments: what is lost, out of order, or not marked.
+
+Each life of a producer sends numbered messages from several senders, and tells of each when `send` has returned. The
+next one goes on with the same outbox. At the end the queue is read back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pika
+
+from benchmarks.embedded import EMBEDDED, broker_url
+from qflow_client import Outbox, Producer
+
+__all__ = ["Verdict", "audit", "run"]
+
+_QUEUE = "qflow.kills"
+_MARK = "x-qflow-republished"
+# Seconds after its start before which a producer is killed.
+_LONGEST = 0.3
+# Seconds that anything may take.
+_PATIENCE = 60.0
+_SENDERS = 4
+
+# Forks once for each life, so that nobody waits for imports. The life and all that it does is drawn from its number.
+_LIVES = f"""
+import asyncio, os, random, sys, threading
+from qflow_client import AsyncProducer, Producer
+
+url, path = sys.argv[1:]
+
+def tell(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+def live(life):
+    chance = random.Random(life)
+    settings = dict(
+        routing_key="{_QUEUE}",
+        outbox=path,
+        capacity=chance.choice([1, 20, 1000]),
+        when_flowed=chance.choice(["block", "spill"]),
+        max_producer_flow_control_wait=None,
+    )
+    many = chance.choice([1, 1, 7])
+    bodies = lambda sender, number: [b"%d %d %d" % (life, sender, each) for each in range(number, number + many)]
+    if chance.random() < 0.5:
+        with Producer(url, **settings) as producer:
+            def send(sender):
+                number = 0
+                while True:
+                    producer.send_many(bodies(sender, number))
+                    number += many
+                    tell(life, sender, number)
+            for sender in range(1, {_SENDERS}):
+                threading.Thread(target=send, args=(sender,), daemon=True).start()
+            send(0)
+    async def main():
+        async with AsyncProducer(url, **settings) as producer:
+            async def send(sender):
+                number = 0
+                while True:
+                    await producer.send_many(bodies(sender, number))
+                    number += many
+                    tell(life, sender, number)
+            await asyncio.gather(*map(send, range({_SENDERS})))
+    asyncio.run(main())
+
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        live(int(line))
+    tell("child", child)
+    _, status = os.waitpid(child, 0)
+    tell("ended", os.WTERMSIG(status) if os.WIFSIGNALED(status) else "by itself")
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of the messages.
+
+    Attributes:
+        kills: producers that were killed.
+        told: messages of which `send` had returned.
+        first_copies: messages in the queue, each counted once.
+        second_copies: how many more there were.
+        lost: messages of which `send` had returned, and that are not in the queue.
+        out_of_order: first copies that came after a later one of the same sender, or of a later life.
+        unmarked: second copies that do not say that they are.
+        left: messages in the outbox at the end.
+        left_behind: messages that the producers found in the outbox, all together.
+        seconds: what it took.
+    """
+
+    kills: int
+    told: int
+    first_copies: int
+    second_copies: int
+    lost: int
+    out_of_order: int
+    unmarked: int
+    left: int
+    left_behind: int
+    seconds: float
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing is lost, out of order, or not marked."""
+        return not (self.lost or self.out_of_order or self.unmarked or self.left)
+
+
+def audit(told: dict[tuple[int, int], int], queue: Iterable[tuple[bytes, bool]]) -> dict[str, int]:
+    """Compare what was sent with what is in the queue.
+
+    Args:
+        told: by life and sender, how many messages it sent at least.
+        queue: bodies in their order, and whether each is marked.
+
+    Returns:
+        The counts of a `Verdict`.
+    """
+    seen: set[tuple[int, int, int]] = set()
+    last: dict[int, int] = {}
+    life_now = -1
+    out_of_order = second_copies = unmarked = 0
+    for body, is_marked in queue:
+        life, sender, number = map(int, body.split())
+        if (life, sender, number) in seen:
+            second_copies += 1
+            unmarked += not is_marked
+            continue
+        seen.add((life, sender, number))
+        if life > life_now:
+            life_now = life
+            last.clear()
+        out_of_order += life < life_now or number < last.get(sender, -1)
+        last[sender] = max(number, last.get(sender, -1))
+    sent = {(*who, number) for who, count in told.items() for number in range(count)}
+    return {
+        "told": len(sent),
+        "first_copies": len(seen),
+        "second_copies": second_copies,
+        "lost": len(sent - seen),
+        "out_of_order": out_of_order,
+        "unmarked": unmarked,
+    }
+
+
+def run(folder: Path, *, kills: int = 200, url: str = EMBEDDED, seed: int = 1) -> Verdict:
+    """Kill producers, one after the other.
+
+    Args:
+        folder: where the outbox is.
+        kills: how many.
+        url: of the broker; `EMBEDDED` for ours.
+        seed: of the moments.
+    """
+    began = time.monotonic()
+    chance = random.Random(seed)
+    told: dict[tuple[int, int], int] = {}
+    left_behind = 0
+    with ExitStack() as stack:
+        url = stack.enter_context(broker_url(url))
+        path = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder))) / "outbox"
+        connection = stack.enter_context(pika.BlockingConnection(pika.URLParameters(url)))
+        channel = connection.channel()
+        channel.queue_declare(_QUEUE, durable=True)
+        channel.queue_purge(_QUEUE)
+        stack.callback(channel.queue_delete, _QUEUE)
+        lives = stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-c", _LIVES, url, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+        )
+        stack.callback(lives.kill)
+        for life in range(kills):
+            for sender, number in _one_life(lives, life, chance.uniform(0, _LONGEST)):
+                told[life, sender] = number
+            # Keeps the connection alive.
+            connection.process_data_events(0)
+            if path.exists():
+                left_behind += sum(1 for _ in _stored(path))
+        with Producer(url, routing_key=_QUEUE, outbox=path) as producer:
+            producer.flush(timeout=_PATIENCE)
+        left = sum(1 for _ in _stored(path))
+        counts = audit(told, _read(channel))
+    return Verdict(kills=kills, left=left, left_behind=left_behind, seconds=time.monotonic() - began, **counts)
+
+
+def _stored(path: Path) -> Iterator[int]:
+    after = 0
+    while batch := Outbox.look(path, after, 10_000):
+        after = batch[-1].sequence
+        yield from (each.sequence for each in batch)
+
+
+def _one_life(lives: subprocess.Popen[str], life: int, seconds: float) -> Iterator[tuple[int, int]]:
+    """Kill a producer after so many seconds; what it told of its senders."""
+    assert lives.stdin is not None
+    assert lives.stdout is not None
+    print(life, file=lives.stdin, flush=True)
+    # What the child tells may come first.
+    told = []
+    while (words := lives.stdout.readline().split())[0] != "child":
+        told.append(words)
+    # The moment is drawn by lot; nothing waits for it.
+    time.sleep(seconds)
+    os.kill(int(words[1]), signal.SIGKILL)
+    while (words := lives.stdout.readline().split())[0] != "ended":
+        told.append(words)
+    if words[1] != str(int(signal.SIGKILL)):
+        raise RuntimeError(f"the producer of life {life} ended {words[1]}")
+    for _, sender, number in told:
+        yield int(sender), int(number)
+
+
+def _read(channel: pika.adapters.blocking_connection.BlockingChannel) -> Iterator[tuple[bytes, bool]]:
+    channel.basic_qos(prefetch_count=0)
+    for method, properties, body in channel.consume(_QUEUE, auto_ack=True, inactivity_timeout=1.0):
+        if method is None or properties is None or body is None:
+            break
+        yield body, bool((properties.headers or {}).get(_MARK))
+    channel.cancel()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kills", description=__doc__)
+    parser.add_argument("--kills", type=int, default=200, help="%(default)s unless given")
+    parser.add_argument("--url", default=EMBEDDED, help=f"amqp:// URL of the broker, or {EMBEDDED}: ours (%(default)s)")
+    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="whose file system has the outbox")
+    parser.add_argument("--seed", type=int, default=1, help="of the moments (%(default)s)")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    verdict = run(arguments.folder, kills=arguments.kills, url=arguments.url, seed=arguments.seed)
+    if arguments.json:
+        print(json.dumps(asdict(verdict)))
+    else:
+        print("\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in asdict(verdict).items()))
+    return 0 if verdict.is_good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

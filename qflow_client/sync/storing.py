@@ -1,0 +1,14 @@
+"""What a `Producer` with an outbox has besides."""
+
+from __future__ import annotations
+
+from qflow_client.storing import Spilled
+from qflow_client.sync.receipt import SyncReceipt
+
+__all__ = ["SpilledReceipt"]
+
+
+class SpilledReceipt(Spilled, SyncReceipt):
+    """The fate of one message that a `Producer` put into its outbox, to send it later."""
+
+    __slots__ = ("__weakref__", "_id", "_path", "_sequence")

@@ -1,0 +1,475 @@
+"""Producers with an outbox: what is admitted is on disk, and leaves it once it is settled (issue 4, point 5)."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sqlite3
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qflow_client import (
+    ConnectionFailed,
+    FlowControlTimeout,
+    Message,
+    MessageFailed,
+    MessageStored,
+    Outbox,
+    OutboxError,
+    OutboxFull,
+    OutboxInUse,
+    Outcome,
+    Producer,
+    ProducerFlowed,
+    UndeliveredMessages,
+)
+from qflow_client.broker import Broker
+from qflow_client.storing import StoringProtocol
+
+from .tools import PATIENCE, Proxy, bodies, eventually, holds, start, wait_done, wait_held, wait_in_line
+
+MARK = "x-qflow-republished"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "orders.outbox"
+
+
+def store(producer: Producer) -> Outbox:
+    assert isinstance(producer._protocol, StoringProtocol)
+    return producer._protocol.outbox
+
+
+def on_disk(path: Path) -> list[bytes]:
+    return [stored.message.body for stored in Outbox.look(path)]
+
+
+def marked(broker: Broker) -> list[bytes]:
+    return [each.body for each in broker.messages("q") if (each.properties.headers or {}).get(MARK)]
+
+
+def second_copies(broker: Broker) -> list[tuple[bytes, bool]]:
+    """What came before, and whether it is marked."""
+    seen: set[bytes] = set()
+    found = []
+    for each in broker.messages("q"):
+        if each.body in seen:
+            found.append((each.body, bool((each.properties.headers or {}).get(MARK))))
+        seen.add(each.body)
+    return found
+
+
+def leave(producer: Producer, timeout: float = 0) -> UndeliveredMessages:
+    with pytest.raises(UndeliveredMessages) as told:
+        producer.close(timeout=timeout)
+    return told.value
+
+
+def rename(path: Path, table: str, to: str) -> None:
+    with closing(sqlite3.connect(path)) as file, file:
+        file.execute(f"ALTER TABLE {table} RENAME TO {to}")
+
+
+def leave_behind(make_producer: Callable[..., Producer], path: Path, count: int, **settings: Any) -> None:
+    """Have a producer leave messages in its outbox that were not written."""
+    producer = make_producer(outbox=path, when_flowed="spill", **settings)
+    producer.pause()
+    for number in range(count):
+        producer.send(b"left %d" % number)
+    assert leave(producer).stored == count
+
+
+def test_what_is_admitted_is_on_disk_when_send_returns_and_gone_once_it_is_confirmed(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
+    producer = make_producer(outbox=path)
+    broker.withhold_confirms()
+    message = Message(b"two", headers={"k": 1}, message_id="own")
+    receipts = [producer.send(b"one"), producer.send(message), *producer.send_many([b"three", b"four"])]
+    stored = Outbox.look(path)
+    assert [each.message.body for each in stored] == [b"one", b"two", b"three", b"four"]
+    assert [each.message.message_id for each in stored] == [receipt.message_id for receipt in receipts]
+    assert stored[1].message == message
+    assert (producer.stored, producer.unsettled) == (4, 4)
+    broker.release_confirms()
+    producer.flush(timeout=PATIENCE)
+    eventually(lambda: on_disk(path) == [], "an empty outbox")
+    assert producer.stored == 0
+    assert bodies(broker) == [b"one", b"two", b"three", b"four"]
+    assert marked(broker) == []
+
+
+def test_without_a_wait_it_is_on_disk_just_the_same(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
+    producer = make_producer(outbox=path)
+    broker.withhold_confirms()
+    receipt = producer.send_nowait(b"one")
+    assert on_disk(path) == [b"one"]
+    broker.release_confirms()
+    wait_done([receipt])
+
+
+def test_many_senders_share_their_commits(make_producer: Callable[..., Producer], path: Path) -> None:
+    producer = make_producer(outbox=path, outbox_synchronous="full")
+    file = store(producer)._file
+    lock = threading.Lock()
+    commits = 0
+    execute = file.execute
+
+    def count(statement: str, *values: Any) -> Any:
+        nonlocal commits
+        if statement.startswith(("COMMIT", "INSERT")):
+            with lock:
+                commits += 1
+        return execute(statement, *values)
+
+    file.execute = count  # type: ignore[method-assign]
+    jobs = [start(lambda: [producer.send(b"x") for _ in range(25)]) for _ in range(16)]
+    for job in jobs:
+        job.result()
+    producer.flush(timeout=PATIENCE)
+    assert 0 < commits < 400
+
+
+def test_a_second_producer_is_told_who_uses_the_outbox(make_producer: Callable[..., Producer], path: Path) -> None:
+    producer = make_producer(outbox=path)
+    with pytest.raises(OutboxInUse, match="is used by another producer in this process; give each producer"):
+        make_producer(outbox=path)
+    producer.close(timeout=PATIENCE)
+    make_producer(outbox=path).close(timeout=PATIENCE)
+
+
+def test_a_producer_that_cannot_connect_lets_go_of_the_outbox(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
+    with pytest.raises(ConnectionFailed):
+        make_producer("amqp://guest:wrong@" + broker.url.partition("@")[2], outbox=path)
+    Outbox(path).close()
+
+
+def test_what_close_does_not_get_confirmed_stays_and_is_said_to_stay(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
+    producer = make_producer(outbox=path)
+    broker.withhold_confirms()
+    receipts = producer.send_many([b"one", b"two"])
+    told = leave(producer)
+    assert told.stored == 2
+    # Nobody is to send them again but the next producer on the outbox.
+    assert (told.unsent, told.unknown) == ((), ())
+    assert told.receipts == tuple(receipts)
+    assert "2 that stay in the outbox, for the next producer on it (.stored)" in str(told)
+    assert {receipt.outcome for receipt in receipts} == {Outcome.STORED}
+    assert isinstance(receipts[0].error(), MessageStored)
+    assert on_disk(path) == [b"one", b"two"]
+    broker.release_confirms()
+    # They were written, so these are second copies.
+    make_producer(outbox=path).close(timeout=PATIENCE)
+    assert bodies(broker) == [b"one", b"two"] * 2
+    assert marked(broker) == [b"one", b"two"]
+    assert on_disk(path) == []
+
+
+def test_what_was_left_goes_first_and_in_order(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
+    leave_behind(make_producer, path, 1200)
+    assert len(Outbox.look(path, limit=2000)) == 1200
+    # Less than what was left, so that it is taken up part by part.
+    producer = make_producer(outbox=path, capacity=7)
+    producer.send(b"new")
+    producer.flush(timeout=PATIENCE)
+    assert bodies(broker) == [b"left %d" % number for number in range(1200)] + [b"new"]
+    # Nobody had written them.
+    assert marked(broker) == []
+    assert holds(producer) == []
+
+
+def test_a_flush_waits_for_what_was_left(broker: Broker, make_producer: Callable[..., Producer], path: Path) -> None:
+    leave_behind(make_producer, path, 30)
+    producer = make_producer(outbox=path, capacity=5)
+    producer.flush(timeout=PATIENCE)
+    assert len(bodies(broker)) == 30
+
+
+def test_while_what_was_left_cannot_leave_new_messages_wait_and_are_told_why(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
+    leave_behind(make_producer, path, 3)
+    broker.withhold_confirms()
+    producer = make_producer(outbox=path, capacity=2)
+    wait_held(producer, "outbox")
+    with pytest.raises(FlowControlTimeout, match=r"outbox \(backlog: 3 messages were left in"):
+        producer.send(b"new", timeout=0)
+    with pytest.raises(ProducerFlowed):
+        producer.send_nowait(b"new")
+    broker.release_confirms()
+    assert producer.wait_unflowed(PATIENCE)
+    producer.send(b"new", timeout=0).result(timeout=PATIENCE)
+    assert bodies(broker) == [b"left 0", b"left 1", b"left 2", b"new"]
+
+
+def test_a_flowed_producer_spills_and_sends_it_in_order_when_it_is_unflowed(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
+    producer = make_producer(outbox=path, when_flowed="spill", capacity=10)
+    first = producer.send(b"0")
+    first.result(timeout=PATIENCE)
+    producer.pause("lunch")
+    spilled = [producer.send(Message(b"%d" % number, type="t")) for number in range(1, 1001)]
+    # No place in the window, and not to be lost.
+    assert (producer.unsettled, producer.available) == (0, 10)
+    assert len(Outbox.look(path, limit=2000)) >= 1000
+    assert not spilled[0].done
+    assert spilled[4].message == Message(b"5", type="t", message_id=spilled[4].message_id)
+    with pytest.raises(ProducerFlowed):
+        producer.send_nowait(b"never")
+    producer.resume()
+    last = producer.send(b"1001")
+    producer.flush(timeout=PATIENCE)
+    assert bodies(broker) == [b"%d" % number for number in range(1002)]
+    assert {receipt.outcome for receipt in (*spilled, last)} == {Outcome.CONFIRMED}
+    assert len({receipt.message_id for receipt in (first, *spilled, last)}) == 1002
+    assert marked(broker) == []
+    assert holds(producer) == []
+
+
+def test_of_a_spilled_message_nothing_is_kept_in_memory(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
+    producer = make_producer(outbox=path, when_flowed="spill")
+    producer.pause()
+    receipt: Any = producer.send(Message(b"kept", message_id="own"))
+    for _ in range(100):
+        producer.send(bytes(10_000))
+    gc.collect()
+    protocol = producer._protocol
+    assert isinstance(protocol, StoringProtocol)
+    assert list(protocol._spilled.values()) == [receipt]
+    assert receipt._payload is None
+    assert (receipt.message_id, receipt.size) == ("own", 4)
+    assert store(producer)._rows == []
+    producer.resume()
+    producer.flush(timeout=PATIENCE)
+    assert receipt.result(timeout=0) is Outcome.CONFIRMED
+    assert len(bodies(broker)) == 101
+
+
+def test_what_is_spilled_when_the_producer_closes_is_settled_as_stored(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
+    producer = make_producer(outbox=path, when_flowed="spill")
+    producer.pause()
+    receipt = producer.send(b"one")
+    producer.send(b"two")
+    told = leave(producer)
+    assert (told.stored, told.receipts) == (2, (receipt,))
+    with pytest.raises(MessageStored, match="stored"):
+        receipt.result(timeout=0)
+    assert receipt.message.body == b"one"
+    make_producer(outbox=path).close(timeout=PATIENCE)
+    assert bodies(broker) == [b"one", b"two"]
+    with pytest.raises(OutboxError, match="message 1 is not in it any more"):
+        receipt.message  # noqa: B018  # it is what raises
+
+
+def test_an_exception_that_leaves_the_block_says_what_stays(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
+    producer = make_producer(outbox=path, when_flowed="spill")
+    producer.pause()
+    producer.send(b"one")
+    with pytest.raises(KeyError) as left, producer:
+        raise KeyError
+    assert left.value.undelivered.stored == 1  # type: ignore[attr-defined]  # it is given one
+    assert on_disk(path) == [b"one"]
+
+
+def test_a_lost_connection_republishes_from_memory_and_spills_the_rest(
+    broker: Broker, make_producer: Callable[..., Producer], proxy: Proxy, path: Path
+) -> None:
+    producer = make_producer(proxy.url(broker), outbox=path, when_flowed="spill", reconnect_delay=0.01)
+    broker.withhold_confirms()
+    receipts = producer.send_many([b"0", b"1", b"2"])
+    eventually(lambda: producer.in_flight == 3, "all in flight")
+    eventually(lambda: len(bodies(broker)) == 3, "all in the queue")
+    broker.release_confirms()
+    broker.withhold_confirms()
+    receipts += [producer.send(b"3")]
+    eventually(lambda: len(bodies(broker)) == 4, "the fourth in the queue")
+    proxy.cut()
+    receipts += [producer.send(b"%d" % number) for number in range(4, 50)]
+    broker.release_confirms()
+    producer.flush(timeout=PATIENCE)
+    assert list(dict.fromkeys(bodies(broker))) == [b"%d" % number for number in range(50)]
+    assert second_copies(broker) == [(b"3", True)]
+    assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
+    eventually(lambda: on_disk(path) == [], "an empty outbox")
+
+
+def test_what_is_returned_or_rejected_leaves_the_outbox(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
+    producer = make_producer(outbox=path)
+    returned = producer.send(b"one", routing_key="nowhere")
+    rejected = producer.send(b"two", exchange="missing")
+    fine = producer.send(b"three")
+    wait_done([returned, rejected, fine])
+    assert [each.outcome for each in (returned, rejected, fine)] == ["returned", "rejected", "confirmed"]
+    eventually(lambda: on_disk(path) == [], "an empty outbox")
+
+
+def test_what_was_left_and_is_not_delivered_comes_up_in_flush(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
+    leave_behind(make_producer, path, 2, routing_key="nowhere")
+    producer = make_producer(outbox=path)
+    with pytest.raises(UndeliveredMessages) as told:
+        producer.flush(timeout=PATIENCE)
+    assert [message.body for message in told.value.unsent] == [b"left 0", b"left 1"]
+    assert told.value.stored == 0
+
+
+def test_a_full_outbox_raises_if_it_is_to(broker: Broker, make_producer: Callable[..., Producer], path: Path) -> None:
+    producer = make_producer(outbox=path, outbox_max_bytes=2000, outbox_full="raise")
+    broker.withhold_confirms()
+    with pytest.raises(OutboxFull, match="no room for a message of 500 bytes: ") as full:
+        producer.send_many([bytes(500)] * 10)
+    assert len(full.value.receipts) == 3
+    assert producer.unsettled == producer.stored == len(Outbox.look(path)) == 3
+    broker.release_confirms()
+    producer.flush(timeout=PATIENCE)
+    eventually(lambda: on_disk(path) == [], "an empty outbox")
+    producer.send(bytes(500)).result(timeout=PATIENCE)
+
+
+def test_a_full_outbox_holds_until_there_is_room(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
+    producer = make_producer(outbox=path, outbox_max_bytes=2000)
+    broker.withhold_confirms()
+    sent = [producer.send(bytes(500), timeout=0) for _ in range(3)]
+    with pytest.raises(FlowControlTimeout, match="outbox"):
+        producer.send(bytes(500), timeout=0)
+    with pytest.raises(OutboxFull):
+        # It never would fit.
+        producer.send(bytes(5000))
+    job = start(lambda: producer.send(bytes(500), timeout=PATIENCE))
+    wait_in_line(producer, 1)
+    assert holds(producer) == ["outbox"]
+    broker.release_confirms()
+    sent.append(job.result())
+    producer.flush(timeout=PATIENCE)
+    assert {receipt.outcome for receipt in sent} == {Outcome.CONFIRMED}
+    assert producer.wait_unflowed(PATIENCE)
+
+
+def test_f4_who_waits_for_room_to_spill_is_served_in_turn(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
+    producer = make_producer(outbox=path, outbox_max_bytes=2000, when_flowed="spill")
+    broker.withhold_confirms()
+    for number in range(3):
+        producer.send(b"%d" % number * 500)
+    producer.pause()
+    jobs = []
+    for number in range(3, 6):
+        jobs.append(start(lambda number=number: producer.send(b"%d" % number * 500, timeout=PATIENCE)))
+        wait_in_line(producer, len(jobs))
+    with pytest.raises(FlowControlTimeout):
+        producer.send(bytes(500), timeout=0)
+    # What is confirmed makes room, though the producer stays flowed.
+    broker.release_confirms()
+    for job in jobs:
+        job.result()
+    assert (producer.unsettled, producer.stored) == (0, 3)
+    producer.resume()
+    producer.flush(timeout=PATIENCE)
+    assert [body[:1] for body in bodies(broker)] == [b"0", b"1", b"2", b"3", b"4", b"5"]
+
+
+def test_what_waits_on_disk_for_too_long_is_settled_instead_of_sent(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
+    producer = make_producer(outbox=path, when_flowed="spill", outbox_max_age=0.2)
+    producer.pause()
+    receipt = producer.send(b"old")
+    producer.send(b"old, too")
+    wait_done([receipt])
+    with pytest.raises(MessageFailed, match=r"it was in the outbox for more than outbox_max_age=0\.2 s"):
+        receipt.result(timeout=0)
+    eventually(lambda: on_disk(path) == [], "an empty outbox")
+    with pytest.raises(UndeliveredMessages) as told:
+        producer.flush(timeout=PATIENCE)
+    assert [message.body for message in told.value.unsent] == [b"old, too"]
+    producer.resume()
+    producer.send(b"young").result(timeout=PATIENCE)
+    assert bodies(broker) == [b"young"]
+
+
+def test_a_disk_that_fails_is_told_to_who_sends_and_tried_again(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
+    producer = make_producer(outbox=path)
+    broker.withhold_confirms()
+    producer.send(b"one")
+    rename(path, "message", "gone")
+    with pytest.raises(OutboxError, match="no such table: message") as told:
+        producer.send(b"two")
+    # It is admitted, and may arrive.
+    assert told.value.receipt is not None
+    assert told.value.receipt.message.body == b"two"
+    rename(path, "gone", "message")
+    producer.send(b"three")
+    assert on_disk(path) == [b"one", b"two", b"three"]
+    broker.release_confirms()
+    producer.flush(timeout=PATIENCE)
+    assert bodies(broker) == [b"one", b"two", b"three"]
+
+
+def test_on_delivery_is_told_of_what_was_spilled_and_left(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
+    leave_behind(make_producer, path, 3)
+    told: list[tuple[bytes, str]] = []
+    producer = make_producer(
+        outbox=path,
+        when_flowed="spill",
+        on_delivery=lambda receipt: told.append((receipt.message.body, str(receipt.outcome))),
+    )
+    producer.send(b"new")
+    producer.flush(timeout=PATIENCE)
+    producer.close(timeout=PATIENCE)
+    assert told == [(body, "confirmed") for body in (b"left 0", b"left 1", b"left 2", b"new")]
+
+
+def test_a_rate_holds_for_what_was_left(broker: Broker, make_producer: Callable[..., Producer], path: Path) -> None:
+    leave_behind(make_producer, path, 20)
+    producer = make_producer(outbox=path, rate=100.0, rate_burst=1)
+    producer.send(b"new", timeout=PATIENCE)
+    producer.flush(timeout=PATIENCE)
+    assert len(bodies(broker)) == 21
+    assert producer.flow_state.seconds_flowed["outbox"] >= 0.15
+
+
+def test_a_child_process_leaves_the_outbox_to_its_parent(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
+    producer = make_producer(outbox=path)
+    producer.send(b"one").result(timeout=PATIENCE)
+    child = os.fork()
+    if child == 0:  # pragma: no cover
+        # Nothing of pytest's may run here.
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    producer.send(b"two").result(timeout=PATIENCE)
+    with pytest.raises(OutboxInUse):
+        Outbox(path)
+    assert bodies(broker) == [b"one", b"two"]
