@@ -127,12 +127,16 @@ class Channel(pyamqp.Channel):
     def settle(self) -> OperationalError | None:
         """Wait for the confirms of pipelined messages, before a good-bye; what is not delivered, as an error."""
         connection = self.connection
-        if not self.is_open or self._flow is None or connection is None or connection.confirm_publish != PIPELINED:
+        flow = self._flow
+        if not self.is_open or flow is None or connection is None or connection.confirm_publish != PIPELINED:
+            return None
+        if flow.has_given_up:
+            # Somebody has waited in vain already. kombu's pools close a connection on which anything was raised.
             return None
         try:
             self.wait_for_confirms()
         except OperationalError as error:
-            log(logging.WARNING, "%s: %s", self._flow.name, error)
+            log(logging.WARNING, "%s: %s", flow.name, error)
             return error
         except connection.connection_errors + connection.channel_errors:
             pass
@@ -312,6 +316,7 @@ class Channel(pyamqp.Channel):
             refuse(flow.flowed(encoded))
         if timeout is None:
             timeout = settings.max_producer_flow_control_wait
+        flow.has_given_up = True
         ticket = protocol.stand_in_line(encoded, exchange, routing_key, _monotonic(), timeout=timeout)
         try:
             while (look_at := protocol.look_at(ticket, _monotonic())) is not None:
@@ -327,6 +332,7 @@ class Channel(pyamqp.Channel):
             flow.after()
         if ticket.receipt is None:
             self._raise_closed()
+        flow.has_given_up = False
         return ticket.receipt
 
     def _turn(self, flow: ChannelFlow, deadline: float) -> None:
@@ -343,7 +349,8 @@ class Channel(pyamqp.Channel):
         if is_full and is_writable and not connection.transport.unwritten:
             protocol.lift(HoldKind.TRANSPORT, _monotonic())
         protocol.on_timer(_monotonic())
-        flow.write()
+        if protocol.outbound.size:
+            flow.write()
 
     def _deadline(self, timeout: float | None) -> float:
         if timeout is None:
@@ -380,11 +387,14 @@ class Channel(pyamqp.Channel):
             deadline = self._deadline(wait)
             while not receipt.done:
                 is_up = _monotonic() >= deadline
-                if is_up or (connection.must_not_wait and flow.protocol.gate.is_held_by(HoldKind.CONNECTION_BLOCKED)):
+                if is_up or (flow.protocol.gate.is_held_by(HoldKind.CONNECTION_BLOCKED) and connection.must_not_wait):
                     waited = f"within {wait:.3g} s" if is_up else "yet"
                     flow.after()
                     refuse(ConfirmTimeout(f"no answer of the broker {waited} for {receipt.describe()}{_held(flow)}"))
-                self._turn(flow, deadline)
+                # Nobody stands in line: whoever publishes waits here.
+                connection.turn(deadline, False)
+                if flow.protocol.closed is not None:
+                    self._raise_closed()
             flow.after()
         if receipt._outcome is Outcome.UNKNOWN:
             self._raise_closed()

@@ -24,7 +24,7 @@ __all__ = ["Connection"]
 
 _monotonic = time.monotonic
 
-# Seconds between two looks at whether the broker is to hear from us.
+# The most seconds between two looks at whether the broker is to hear from us.
 _HEARTBEAT_LOOK = 1.0
 
 # Which process and thread an event loop of kombu's runs in.
@@ -62,6 +62,8 @@ class Connection(pyamqp.Connection):
             raise SettingsError(f"confirm_publish={confirms!r}: it must be True, False or {PIPELINED!r}")
         # Whether something waits for the answer to a method.
         self._awaits = 0
+        # When it was last looked at whether the broker is to hear from us.
+        self._looked_at = 0.0
         #: What tells a connection like it; set by who makes it.
         self.made_of = ""
         #: Channels that were closed while the broker blocked the connection, of which it has not heard.
@@ -148,11 +150,12 @@ class Connection(pyamqp.Connection):
         self.bytes_recv += 1
         wire = self._transport
         assert wire is not None
-        # What the broker has said of the flow is to be answered.
-        wire.flush()
         for channel in tuple((self.channels or {}).values()):
             flow = getattr(channel, "_flow", None)
             if flow is not None:
+                if flow.protocol.outbound.size:
+                    # What the broker has said of the flow is to be answered, and what it held may go.
+                    wire.flush()
                 flow.look()
 
     def blocking_read(self, timeout: float | None = None) -> Any:
@@ -204,16 +207,17 @@ class Connection(pyamqp.Connection):
         """Let I/O go on, until something happens or a time comes; whether the socket takes bytes."""
         wire: Wire = self.transport
         now = _monotonic()
+        look = math.inf
         if self.heartbeat:
-            deadline = min(deadline, now + _HEARTBEAT_LOOK)
-        wire.wait(max(0.0, deadline - now), writable=wants_room)
-        is_writable = wire.look()
-        if is_writable:
+            # py-amqp wants to be asked several times in an interval.
+            look = min(_HEARTBEAT_LOOK, self.heartbeat / 4)
+            deadline = min(deadline, now + look)
+        is_writable = wire.wait(max(0.0, deadline - now), writable=wants_room)
+        if is_writable and wire.unwritten:
             wire.flush()
-            if self.heartbeat:
-                self.bytes_sent += wire.sent
-                wire.sent = 0
-                self.heartbeat_tick()
+        if self.heartbeat and now >= self._looked_at + look and wire.look():
+            self._looked_at = now
+            self.heartbeat_tick()
         if wire.has_news:
             self.hear()
         if wire.has_frames:

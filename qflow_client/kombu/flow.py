@@ -124,6 +124,8 @@ class ChannelFlow(DropInFlow):
         super().__init__(settings, f"kombu channel {number}", protocol=_Protocol, max_unwritten_bytes=_UNLIMITED)
         #: The channel.
         self.channel = channel
+        #: Whether the last publish has waited in vain.
+        self.has_given_up = False
         self._number = number
         self._wire = wire
         self._calls: deque[Callable[[], None]] = deque()

@@ -62,17 +62,25 @@ class _Poll:
                 return found
         return 0
 
-    def wait(self, seconds: float, *, writable: bool) -> None:
-        """Wait for bytes, and for room if that is wanted; or for a call."""
+    def wait(self, seconds: float, *, writable: bool) -> int:
+        """Wait for bytes, and for room if that is wanted; or for a call.
+
+        Returns:
+            What the socket is ready for, of these.
+        """
         if self._pipe is None:
             self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else _pipe()
             for each in self._for_input, self._for_both:
                 each.register(self._pipe[0], select.POLLIN)
         poll = self._for_both if writable else self._for_input
-        for fd, _ in poll.poll(None if seconds == math.inf else max(0, math.ceil(seconds * 1000))):
-            if fd != self._fd:
+        ready = 0
+        for fd, found in poll.poll(None if seconds == math.inf else max(0, math.ceil(seconds * 1000))):
+            if fd == self._fd:
+                ready = found
+            else:
                 with suppress(BlockingIOError):
                     os.read(self._pipe[0], 4096)
+        return ready
 
     def wake(self) -> None:
         """End the wait, from any thread."""
@@ -119,8 +127,10 @@ class Wire:
         self.later: deque[Callable[[], object]] = deque()
         #: Called after bytes have come.
         self.on_received: Callable[[], object] = _nothing
-        #: How often bytes have come and gone, by which py-amqp tells whether there have to be heartbeats.
-        self.received = self.sent = 0
+        #: How often a publish was written, by which py-amqp tells whether there have to be heartbeats.
+        self.sent = 0
+        #: How many bytes have come.
+        self.bytes_received = 0
         # Whole frames that py-amqp is to see, and how many bytes of them it has seen.
         self._frames = b""
         self._at = 0
@@ -191,7 +201,7 @@ class Wire:
                 start = at + _HEAD.size
                 self._at = start + size + 1
                 return kind, number, frames[start : start + size]
-            if self.receive():
+            if end is None and self.receive():
                 continue
             if end is None:
                 if timeout is None:
@@ -230,7 +240,7 @@ class Wire:
         if not data:
             self.connected = False
             raise OSError("Server unexpectedly closed connection")
-        self.received += 1
+        self.bytes_received += len(data)
         try:
             passed = self.tap.received(data, _monotonic())
         except FrameError as error:
@@ -249,19 +259,32 @@ class Wire:
             raise RecoverableConnectionError("connection already closed")
         ready = poll.now()
         if ready & ~select.POLLOUT or self._has_pending():
-            while self.receive():
-                pass
+            self._receive_all()
         return ready & select.POLLOUT != 0
+
+    def _receive_all(self) -> None:
+        received = self.bytes_received
+        while self.receive():
+            if self.bytes_received - received < _READ and not self._has_pending():
+                break
+            received = self.bytes_received
 
     def _has_pending(self) -> bool:
         """Whether bytes have come that the socket does not show."""
         return False
 
-    def wait(self, seconds: float, *, writable: bool = False) -> None:
-        """Wait until there are bytes, or another thread calls; also for room if there is something to write."""
+    def wait(self, seconds: float, *, writable: bool = False) -> bool:
+        """Wait until there are bytes, or another thread calls; also for room if there is something to write.
+
+        Returns:
+            Whether there is room; if that was not waited for, nobody knows.
+        """
         if self._poll is None:
             raise RecoverableConnectionError("connection already closed")
-        self._poll.wait(seconds, writable=writable or self.unwritten)
+        ready = self._poll.wait(seconds, writable=writable or self.unwritten)
+        if ready & ~select.POLLOUT:
+            self._receive_all()
+        return ready & select.POLLOUT != 0
 
     # Outwards.
 
@@ -317,7 +340,6 @@ class Wire:
                     break
                 self._await_room(end)
             self._is_torn = self._is_midway = False
-            self.sent += 1
 
     def _await_room(self, end: float) -> None:
         left = end - _monotonic()

@@ -169,6 +169,20 @@ def test_pipelined_messages_are_waited_for_when_their_connection_is_closed(broke
     job.result()
 
 
+def test_pipelined_messages_are_not_waited_for_twice(broker, connect):
+    """kombu's pools close a connection on which anything was raised, and that is to take no time of its own."""
+    connection = connect(confirm_publish="pipelined", max_producer_flow_control_wait=0.3, capacity=1)
+    publish(connection.default_channel)
+    connection.default_channel.wait_for_confirms()
+    broker.withhold_confirms()
+    publish(connection.default_channel)
+    with Stopwatch() as watch:
+        with pytest.raises(OperationalError, match="capacity"):
+            publish(connection.default_channel)
+        connection.release()
+    assert watch.seconds < 0.6
+
+
 def test_a_blocked_connection_holds_all_its_channels_until_it_is_unblocked(broker, connect):
     connection = connect(max_producer_flow_control_wait=0.2)
     one, two = connection.channel(), connection.channel()
