@@ -32,6 +32,7 @@ __all__ = [
 #: The peers that others are compared with.
 PLAIN = "plain"
 PIKA_SELECT = "pika_select"
+AIO_PIKA = "aiopika"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class Row:
         fastest: messages per second in the best round.
         to_plain: its rate over the plain socket's of the same round; ``None`` if that did not run.
         to_pika_select: its rate over that of pika's `SelectConnection` of the same round, likewise.
+        to_aiopika: its rate over that of aio-pika with a full window of the same round, likewise.
         cpu_per_100k: CPU seconds of the client process for 100,000 messages.
         latency_p50: milliseconds from publish to confirm, of the messages of all rounds that were sampled.
         latency_p99: likewise.
@@ -65,6 +67,7 @@ class Row:
     fastest: float | None = None
     to_plain: float | None = None
     to_pika_select: float | None = None
+    to_aiopika: float | None = None
     cpu_per_100k: float | None = None
     latency_p50: float | None = None
     latency_p99: float | None = None
@@ -106,7 +109,7 @@ def summarize(names: Sequence[str], peers: Mapping[str, Peer], measurements: Seq
     """A row for each peer that was asked for, whether or not it is installed, and each size."""
     rows = []
     for size in dict.fromkeys(each.size for each in measurements):
-        plain, select = (rates(measurements, each, size) for each in (PLAIN, PIKA_SELECT))
+        plain, select, aiopika = (rates(measurements, each, size) for each in (PLAIN, PIKA_SELECT, AIO_PIKA))
         for name in names:
             if name not in peers:
                 rows.append(Row(name, name, size, installed=False))
@@ -128,6 +131,7 @@ def summarize(names: Sequence[str], peers: Mapping[str, Peer], measurements: Seq
                     fastest=max(mine),
                     to_plain=_ratio(mine, plain),
                     to_pika_select=_ratio(mine, select),
+                    to_aiopika=_ratio(mine, aiopika),
                     cpu_per_100k=median(each.cpu_seconds / each.count for each in own) * 100_000,
                     latency_p50=_percentile(own, 0.50),
                     latency_p99=_percentile(own, 0.99),

@@ -183,9 +183,10 @@ class ChannelFlow(DropInFlow):
         protocol = self.protocol
         data = protocol.data_to_write(_UNLIMITED)
         if data:
-            self._channel.connection._output_marshaled_frames([data])
+            # First, because pika may write at once, and have us called again by what that lets go.
             now = _monotonic()
             protocol.advance(len(data), now)
+            self._channel.connection._output_marshaled_frames([data])
             if self._before_confirms is None:
                 # Nobody will answer.
                 protocol.on_ack(0, True, now)

@@ -9,33 +9,24 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import logging
 import os
 import secrets
 import shutil
-import signal
 import subprocess
 import tempfile
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
-from qflow_client.testing.rabbitmq import _free_port, _wait_until
-
-if TYPE_CHECKING:
-    from types import TracebackType
-    from typing import Self
+from qflow_client.testing.node import HOST, Node, free_port
 
 __all__ = ["VERSIONS", "BrokerJ", "BrokerJError", "BrokerJNode", "BrokerJNotInstalled"]
-
-logger = logging.getLogger(__name__)
 
 #: The latest release of each line.
 VERSIONS = ("9.2.1", "10.1.0")
 
-_HOST = "127.0.0.1"
 _USER = "guest"
 _VIRTUAL_HOST = "default"
 _READY = "BRK-1004"
@@ -163,7 +154,7 @@ class BrokerJ:
         return json.loads(text) if text else None
 
 
-class BrokerJNode(BrokerJ):
+class BrokerJNode(Node, BrokerJ):
     """A private Broker-J, with one virtual host, ``default``, in memory.
 
     As a context manager it starts on entry and is closed on exit::
@@ -182,6 +173,8 @@ class BrokerJNode(BrokerJ):
         BrokerJNotInstalled: Java is missing, or the jars, and Maven cannot fetch them.
     """
 
+    _error = BrokerJError
+
     def __init__(
         self,
         version: str = VERSIONS[-1],
@@ -191,132 +184,62 @@ class BrokerJNode(BrokerJ):
     ) -> None:
         self._java = _find_java()
         self._jars = _fetch(version)
-        self._start_timeout = start_timeout
         taken: set[int] = set()
-        port = _free_port(taken)
+        port = free_port(taken)
         taken.add(port)
-        self._http_port = _free_port(taken)
+        self._http_port = free_port(taken)
         self._password = secrets.token_hex(16)
-        super().__init__(
-            f"amqp://{_USER}:{self._password}@{_HOST}:{port}/{_VIRTUAL_HOST}", f"http://{_HOST}:{self._http_port}"
+        BrokerJ.__init__(
+            self, f"amqp://{_USER}:{self._password}@{HOST}:{port}/{_VIRTUAL_HOST}", f"http://{HOST}:{self._http_port}"
         )
         #: The release that runs.
         self.version = version
         self._context: dict[str, str] = {}
         if flow_enforcement_timeout is not None:
             self._context["channel.flowControlEnforcementTimeout"] = str(round(flow_enforcement_timeout * 1000))
-        self._temporary = tempfile.TemporaryDirectory(prefix="qflow-brokerj-", ignore_cleanup_errors=True)
-        self._directory = Path(self._temporary.name)
+        temporary = tempfile.TemporaryDirectory(prefix="qflow-brokerj-", ignore_cleanup_errors=True)
+        Node.__init__(self, f"Broker-J {version} on port {port}", Path(temporary.name), temporary, start_timeout)
         self._log_file = self._directory / "qpid.log"
-        # Set while the broker runs, and after it has died by itself until stop() or kill().
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the broker; None while it does not run."""
-        return self._process.pid if self._process is not None and self._process.poll() is None else None
-
-    @property
-    def running(self) -> bool:
-        """Whether the broker's process is alive."""
-        return self.pid is not None
+        self._configuration_file = self._directory / "configuration.json"
 
     @property
     def log(self) -> str:
         """What it has logged since it was started, as that a queue is overfull (``QUE-1003``) or not (``QUE-1004``)."""
         return self._log_file.read_text(encoding="utf-8", errors="replace") if self._log_file.exists() else ""
 
-    def start(self) -> None:
-        """Start the broker and return when it is ready. Does nothing if it runs already.
-
-        Raises:
-            BrokerJError: it ends or is not ready within `start_timeout`; its last lines are in the message.
-        """
-        if self.running:
-            return
-        self.kill()
+    def _prepare(self) -> None:
         self._log_file.unlink(missing_ok=True)
-        configuration = self._directory / "configuration.json"
-        configuration.touch(mode=0o600)
-        configuration.write_text(json.dumps(self._configuration()), encoding="utf-8")
-        try:
-            with (self._directory / "console.log").open("wb") as console:
-                # A session of its own, so that Ctrl-C in the terminal ends the tests and not the broker under them.
-                self._process = subprocess.Popen(
-                    [
-                        self._java,
-                        "-Xmx256m",
-                        "-XX:TieredStopAtLevel=1",
-                        f"-DQPID_HOME={self._directory}",
-                        f"-DQPID_WORK={self._directory}",
-                        "-cp",
-                        f"{self._jars}/*",
-                        "org.apache.qpid.server.Main",
-                        "--store-type",
-                        "Memory",
-                        "--initial-config-path",
-                        str(configuration),
-                    ],
-                    cwd=self._directory,
-                    # Settings meant for another broker must not reach this one.
-                    env={name: value for name, value in os.environ.items() if not name.startswith("QPID_")},
-                    stdin=subprocess.DEVNULL,
-                    stdout=console,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            self._await_ready(self._process)
-        except BaseException:
-            self.kill()
-            raise
+        self._configuration_file.touch(mode=0o600)
+        self._configuration_file.write_text(json.dumps(self._configuration()), encoding="utf-8")
 
-    def stop(self, timeout: float = 30.0) -> None:
-        """Stop the broker in order. What it held is gone. Does nothing if it does not run.
+    def _command(self) -> list[str]:
+        return [
+            self._java,
+            "-Xmx256m",
+            "-XX:TieredStopAtLevel=1",
+            f"-DQPID_HOME={self._directory}",
+            f"-DQPID_WORK={self._directory}",
+            "-cp",
+            f"{self._jars}/*",
+            "org.apache.qpid.server.Main",
+            "--store-type",
+            "Memory",
+            "--initial-config-path",
+            str(self._configuration_file),
+        ]
 
-        Args:
-            timeout: seconds it may take; after that it is killed, and a warning logged.
-        """
-        process = self._process
-        if process is not None and process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                logger.warning("Broker-J on port %d did not stop within %g s: killing it", self.port, timeout)
-        self.kill()
+    def _environment(self) -> dict[str, str]:
+        # Settings meant for another broker must not reach this one.
+        return {name: value for name, value in os.environ.items() if not name.startswith("QPID_")}
 
-    def kill(self) -> None:
-        """End the broker at once, as a crash would (SIGKILL). Does nothing if it does not run."""
-        if self._process is not None:
-            if self._process.poll() is None:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            self._process = None
+    def _is_ready(self) -> bool:
+        return _READY in self._said()
 
-    def close(self) -> None:
-        """Stop the broker for good, and remove its folder."""
-        self.stop()
-        self._temporary.cleanup()
-
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        state = f"pid {self.pid}" if self.running else "not running"
-        return f"<BrokerJNode {self.version} port {self.port}, {state}>"
+    def _said(self) -> str:
+        return self.log + (self._directory / "console.log").read_text(encoding="utf-8", errors="replace")
 
     def _configuration(self) -> dict[str, Any]:
-        port = {"bindingAddress": _HOST, "authenticationProvider": "plain"}
+        port = {"bindingAddress": HOST, "authenticationProvider": "plain"}
         rules = [
             {"name": name, "type": "NameAndLevel", "loggerName": logs, "level": level}
             for name, logs, level in (("root", "ROOT", "WARN"), ("operational", "qpid.message.*", "INFO"))
@@ -357,25 +280,6 @@ class BrokerJNode(BrokerJ):
             ],
             "plugins": [{"name": "management", "type": "MANAGEMENT-HTTP", "httpBasicAuthenticationEnabled": True}],
         }
-
-    def _await_ready(self, process: subprocess.Popen[bytes]) -> None:
-        ready = _wait_until(lambda: process.poll() is not None or _READY in self._said(), self._start_timeout)
-        if process.poll() is not None:
-            raise BrokerJError(
-                f"Broker-J {self.version} on port {self.port} ended with exit code {process.returncode} as it "
-                f"started:\n{self._last_words()}"
-            )
-        if not ready:
-            raise BrokerJError(
-                f"Broker-J {self.version} on port {self.port} was not ready within {self._start_timeout:g} s "
-                f"(start_timeout):\n{self._last_words()}"
-            )
-
-    def _said(self) -> str:
-        return self.log + (self._directory / "console.log").read_text(encoding="utf-8", errors="replace")
-
-    def _last_words(self) -> str:
-        return "\n".join(f"  {line}" for line in self._said().splitlines()[-30:])
 
 
 def _find_java() -> str:

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 import pamqp.base
 import pamqp.frame
 
-from qflow_client.testing.rabbitmq import _free_port
+from qflow_client.testing.node import free_port
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -674,7 +674,7 @@ class FaultProxy:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER)
             # Not one that the system gives to outgoing connections: while it refuses, a client that connects again and
             # again could be given that port, and so be connected to itself.
-            self._port = self._port or _free_port(set())
+            self._port = self._port or free_port(set())
             listener.bind((_HOST, self._port))
             listener.listen(128)
             listener.setblocking(False)

@@ -8,30 +8,20 @@ nor disturbs any other node. RabbitMQ is never installed or configured by this m
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import pwd
-import random
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import TracebackType
-    from typing import Self
+from qflow_client.testing.node import HOST, Node, free_port, wait_until
 
 __all__ = ["RabbitMQError", "RabbitMQNode", "RabbitMQNotInstalled"]
 
-logger = logging.getLogger(__name__)
-
-_HOST = "127.0.0.1"
 # The same name for every node: each is alone with its own epmd, and a data folder is tied to the name.
 _NODE_NAME = "qflow@localhost"
 
@@ -93,7 +83,7 @@ class _Credentials(TypedDict, total=False):
     extra_groups: list[int]
 
 
-class RabbitMQNode:
+class RabbitMQNode(Node):
     """A private RabbitMQ node.
 
     As a context manager it starts on entry and is closed on exit::
@@ -115,6 +105,8 @@ class RabbitMQNode:
         RabbitMQNotInstalled: If the machine has no RabbitMQ.
     """
 
+    _error = RabbitMQError
+
     def __init__(
         self,
         directory: str | os.PathLike[str] | None = None,
@@ -124,25 +116,20 @@ class RabbitMQNode:
     ) -> None:
         self._tools = _Tools.find()
         self._account = _Account.find()
-        self._start_timeout = start_timeout
         # Only set while the data folder is ours to remove.
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        temporary: tempfile.TemporaryDirectory[str] | None = None
         if directory is None:
             # A TMPDIR of root's own, as test runners like to set, is closed to the user rabbitmq.
             parent = "/var/tmp" if self._account is not None and Path("/var/tmp").is_dir() else None
-            self._temporary = tempfile.TemporaryDirectory(
-                prefix="qflow-rabbitmq-", dir=parent, ignore_cleanup_errors=True
-            )
-            directory = self._temporary.name
-        self._directory = Path(directory).absolute()
+            temporary = tempfile.TemporaryDirectory(prefix="qflow-rabbitmq-", dir=parent, ignore_cleanup_errors=True)
+            directory = temporary.name
         taken: set[int] = set()
-        self._port = _free_port(taken) if port is None else port
+        self._port = free_port(taken) if port is None else port
         taken.add(self._port)
-        self._distribution_port = _free_port(taken)
-        self._epmd_port = _free_port(taken)
-        # Both are set while the node runs, and after it has died by itself until stop() or kill().
-        self._process: subprocess.Popen[bytes] | None = None
+        self._distribution_port = free_port(taken)
+        self._epmd_port = free_port(taken)
         self._epmd: subprocess.Popen[bytes] | None = None
+        super().__init__(f"RabbitMQ node on port {self._port}", Path(directory).absolute(), temporary, start_timeout)
 
     @property
     def directory(self) -> Path:
@@ -157,96 +144,7 @@ class RabbitMQNode:
     @property
     def url(self) -> str:
         """AMQP URL of the node's default virtual host, for its default user."""
-        return f"amqp://guest:guest@{_HOST}:{self._port}/%2F"
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the node's Erlang machine; None while it does not run."""
-        return self._process.pid if self._process is not None and self._process.poll() is None else None
-
-    @property
-    def running(self) -> bool:
-        """Whether the node's process is alive; a suspended one is."""
-        return self.pid is not None
-
-    def start(self) -> None:
-        """Start the node and return when it answers on its AMQP port. Does nothing if it runs already.
-
-        Raises:
-            RabbitMQError: If it ends or does not answer within `start_timeout`; the last lines of its log are in the
-                message.
-        """
-        if self.running:
-            return
-        self._reap()
-        self._prepare_directory()
-        try:
-            self._start_epmd()
-            with (self._directory / "console.log").open("wb") as console:
-                # A session of its own, so that Ctrl-C in the terminal ends the tests and not the node under them.
-                self._process = subprocess.Popen(
-                    [self._tools.server],
-                    cwd=self._directory,
-                    env=self._environment(),
-                    stdin=subprocess.DEVNULL,
-                    stdout=console,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    **self._credentials(),
-                )
-            self._await_amqp(self._process)
-        except BaseException:
-            self.kill()
-            raise
-
-    def stop(self, timeout: float = 30.0) -> None:
-        """Stop the node in order. Its data are kept. Does nothing if it does not run.
-
-        Args:
-            timeout: Seconds it may take; after that it is killed, and a warning logged.
-        """
-        process = self._process
-        if process is not None and process.poll() is None:
-            self.resume()
-            process.terminate()
-            try:
-                process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                logger.warning("RabbitMQ node on port %d did not stop within %g s: killing it", self._port, timeout)
-        self.kill()
-
-    def kill(self) -> None:
-        """End the node at once, as a crash would (SIGKILL). Its data are kept. Does nothing if it does not run."""
-        if self._process is not None and self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._reap()
-
-    def close(self) -> None:
-        """Stop the node for good, and remove its data unless it was given a folder to keep them in."""
-        self.stop()
-        if self._temporary is not None:
-            self._temporary.cleanup()
-
-    def pause(self) -> None:
-        """Suspend the node (SIGSTOP): its connections stay open, and nothing is read or answered until `resume`.
-
-        Raises:
-            RabbitMQError: If it does not run.
-        """
-        pid = self.pid
-        if pid is None:
-            raise RabbitMQError(
-                f"cannot pause the RabbitMQ node on port {self._port}: it does not run: start() it first"
-            )
-        os.killpg(pid, signal.SIGSTOP)
-        # The signal works at some time after kill() returns; the caller wants to know it done.
-        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-
-    def resume(self) -> None:
-        """Let a suspended node go on (SIGCONT). Does nothing if it is not suspended or does not run."""
-        pid = self.pid
-        if pid is not None:
-            os.killpg(pid, signal.SIGCONT)
+        return f"amqp://guest:guest@{HOST}:{self._port}/%2F"
 
     def ctl(self, *args: str, timeout: float = 60.0) -> str:
         """Run ``rabbitmqctl`` against this node.
@@ -272,7 +170,7 @@ class RabbitMQNode:
                 text=True,
                 timeout=timeout,
                 check=False,
-                **self._credentials(),
+                **self._account_of_process(),
             )
         except subprocess.TimeoutExpired:
             raise RabbitMQError(f"rabbitmqctl {words} did not end within {timeout:g} s") from None
@@ -297,24 +195,7 @@ class RabbitMQNode:
         """
         self.ctl("set_vm_memory_high_watermark", "0.4")
 
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        state = f"pid {self.pid}" if self.running else "not running"
-        return f"<RabbitMQNode port {self._port}, {state}, {self._directory}>"
-
-    def _credentials(self) -> _Credentials:
+    def _account_of_process(self) -> _Credentials:
         if self._account is None:
             return {}
         return {"user": self._account.uid, "group": self._account.gid, "extra_groups": []}
@@ -327,10 +208,10 @@ class RabbitMQNode:
             # The Erlang cookie lies in the home folder.
             "HOME": folder,
             "LC_ALL": "C.UTF-8",
-            "ERL_EPMD_ADDRESS": _HOST,
+            "ERL_EPMD_ADDRESS": HOST,
             "ERL_EPMD_PORT": str(self._epmd_port),
             "RABBITMQ_NODENAME": _NODE_NAME,
-            "RABBITMQ_NODE_IP_ADDRESS": _HOST,
+            "RABBITMQ_NODE_IP_ADDRESS": HOST,
             "RABBITMQ_NODE_PORT": str(self._port),
             "RABBITMQ_DIST_PORT": str(self._distribution_port),
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1}",
@@ -348,7 +229,7 @@ class RabbitMQNode:
             "RUNNING_UNDER_SYSTEMD": "true",
         }
 
-    def _prepare_directory(self) -> None:
+    def _prepare(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
         (self._directory / "conf.d").mkdir(exist_ok=True)
         (self._directory / "enabled_plugins").write_text("[].\n", encoding="ascii")
@@ -363,7 +244,7 @@ class RabbitMQNode:
             cwd="/",
             stderr=subprocess.DEVNULL,
             check=False,
-            **self._credentials(),
+            **self._account_of_process(),
         )
         if reached.returncode != 0:
             raise RabbitMQError(
@@ -371,49 +252,39 @@ class RabbitMQNode:
                 f"choose a directory all of whose parents that user may enter"
             )
 
-    def _start_epmd(self) -> None:
+    def _start_helpers(self) -> None:
         self._epmd = epmd = subprocess.Popen(
-            [self._tools.epmd, "-port", str(self._epmd_port), "-address", _HOST],
+            [self._tools.epmd, "-port", str(self._epmd_port), "-address", HOST],
             cwd=self._directory,
             env=self._environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            **self._credentials(),
+            **self._account_of_process(),
         )
         # The node starts one of its own, which would outlive it, unless this one listens already.
-        if not _wait_until(lambda: epmd.poll() is not None or _accepts(self._epmd_port), _EPMD_TIMEOUT):
+        if not wait_until(lambda: epmd.poll() is not None or _accepts(self._epmd_port), _EPMD_TIMEOUT):
             raise RabbitMQError(f"epmd did not listen on port {self._epmd_port} within {_EPMD_TIMEOUT:g} s")
         if epmd.poll() is not None:
             raise RabbitMQError(f"epmd ended with exit code {epmd.returncode}; is port {self._epmd_port} taken?")
 
-    def _await_amqp(self, process: subprocess.Popen[bytes]) -> None:
-        # Listeners are the last thing that a node starts: one that answers is ready.
-        answered = _wait_until(lambda: process.poll() is not None or _speaks_amqp(self._port), self._start_timeout)
-        if process.poll() is not None:
-            raise RabbitMQError(
-                f"the RabbitMQ node on port {self._port} ended with exit code {process.returncode} as it started:\n"
-                f"{self._last_words()}"
-            )
-        if not answered:
-            raise RabbitMQError(
-                f"the RabbitMQ node did not answer on port {self._port} within {self._start_timeout:g} s "
-                f"(start_timeout):\n{self._last_words()}"
-            )
+    def _command(self) -> list[Path]:
+        return [self._tools.server]
 
-    def _last_words(self) -> str:
-        text = "".join(
+    def _is_ready(self) -> bool:
+        # Listeners are the last thing that a node starts: one that answers is ready.
+        return _speaks_amqp(self._port)
+
+    def _said(self) -> str:
+        return "".join(
             log.read_text(encoding="utf-8", errors="replace")
             for log in (self._directory / "log" / f"{_NODE_NAME}.log", self._directory / "console.log")
             if log.exists()
         )
-        return "\n".join(f"  {line}" for line in text.splitlines()[-30:])
 
     def _reap(self) -> None:
-        if self._process is not None:
-            self._process.wait()
-            self._process = None
+        super()._reap()
         if self._epmd is not None:
             # It keeps nothing, and refuses to end in order while it remembers a name.
             self._epmd.kill()
@@ -432,37 +303,14 @@ def _find_tool(name: str) -> Path:
     return wrapped if Path(found).parent in _WRAPPER_FOLDERS and wrapped.exists() else Path(found)
 
 
-def _free_port(taken: set[int]) -> int:
-    """Return a port that nobody listens on, and that is not in `taken`."""
-    # Below the range from which systems take the ports of outgoing connections. Out of that range, a client that
-    # reconnects while the node is down can be given the node's port, and so connect to itself.
-    while True:
-        port = random.randrange(20_000, 32_000)
-        if port not in taken:
-            with socket.socket() as probe, contextlib.suppress(OSError):
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind((_HOST, port))
-                return port
-
-
-def _wait_until(condition: Callable[[], bool], timeout: float) -> bool:
-    """Return whether `condition` came true within `timeout` seconds."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(_POLL_INTERVAL)
-    return True
-
-
 def _accepts(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection((_HOST, port), timeout=1.0):
+    with contextlib.suppress(OSError), socket.create_connection((HOST, port), timeout=1.0):
         return True
     return False
 
 
 def _speaks_amqp(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection((_HOST, port), timeout=1.0) as connection:
+    with contextlib.suppress(OSError), socket.create_connection((HOST, port), timeout=1.0) as connection:
         connection.sendall(_PROTOCOL_HEADER)
         return connection.recv(1) == _METHOD_FRAME
     return False

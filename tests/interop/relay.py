@@ -50,10 +50,11 @@ class Relay:
             enough = self._grown.wait_for(lambda: self.count(way, kind) >= count, PATIENCE)
         assert enough, f"not {count} frames {way} of type {kind}"
 
-    def wait_for_method(self, way: str, method: bytes) -> None:
-        """Wait until a method has gone that way."""
+    def wait_for_method(self, way: str, method: bytes, count: int = 1) -> None:
+        """Wait until a method has gone that way so often."""
         with self._grown:
-            assert self._grown.wait_for(lambda: self.methods(way, method), PATIENCE), f"no {method!r} {way}"
+            enough = self._grown.wait_for(lambda: len(self.methods(way, method)) >= count, PATIENCE)
+        assert enough, f"not {count} times {method!r} {way}"
 
     def __enter__(self) -> Self:
         self._threads[0].start()

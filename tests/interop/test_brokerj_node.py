@@ -57,7 +57,7 @@ def test_a_broker_is_there_from_start_to_stop_and_again_and_leaves_nothing(own_b
     pika.BlockingConnection(pika.URLParameters(node.url)).close()
     node.kill()
     assert node.pid is None
-    assert repr(node) == f"<BrokerJNode {VERSIONS[-1]} port {node.port}, not running>"
+    assert repr(node).startswith(f"<BrokerJNode: Broker-J {VERSIONS[-1]} on port {node.port}, not running, ")
     node.close()
     assert not directory.exists()
 
@@ -100,7 +100,7 @@ def test_a_broker_that_is_never_ready_is_given_up_and_ended(cache: Path) -> None
     (cache / "1.2.3").mkdir(parents=True)
     tool(cache.parent / "java", f"exec {shutil.which('sleep', path=os.defpath)} 60")
     node = BrokerJNode("1.2.3", start_timeout=0.2)
-    with pytest.raises(BrokerJError, match=r"not ready within 0\.2 s"):
+    with pytest.raises(BrokerJError, match=r"did not answer within 0\.2 s"):
         node.start()
     assert not node.running
     node.close()

@@ -81,9 +81,9 @@ def test_a_program_that_forgets_to_close_ends_all_the_same(
 ) -> None:
     process = program("forgotten", broker.url)
     assert process.stdout is not None
-    # aio-pika may have something to say about it, too.
+    # aio-pika and the log may have something to say about it, too, in the middle of a line.
     said = process.stdout.read()
-    assert "fine\n" in said
+    assert "fine" in said
     assert "not closed" not in said
     assert process.wait(PATIENCE) == 0
     assert bodies(broker) == [b""]

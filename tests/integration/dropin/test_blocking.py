@@ -134,6 +134,16 @@ def test_a_late_return_is_not_taken_for_the_next_messages(broker, connect, proxy
     assert bodies(broker) == [b"arrives"]
 
 
+def test_a_message_leaves_once_where_the_socket_has_just_become_writable(broker, connect):
+    channel = connect(broker.url).channel()
+    # Written at once, it ends the wait for the socket, and who waited for that writes what there is.
+    channel._turns.when_writable()
+    channel.basic_publish("", "q", b"once")
+    channel.basic_publish("", "q", b"last")
+    broker.wait_until(lambda broker: bodies(broker)[-1:] == [b"last"])
+    assert bodies(broker) == [b"once", b"last"]
+
+
 def test_J8_an_unconfirmed_publish_does_not_sit_in_a_socket_that_takes_nothing(broker, connect, proxy):
     channel = connect(proxy.url(broker), max_producer_flow_control_wait=0.5).channel()
     proxy.stop_reading()

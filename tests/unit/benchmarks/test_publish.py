@@ -125,13 +125,13 @@ class Stub:
         raise AssertionError(f"nobody runs {job}")
 
 
-STUBS: dict[str, peers.Peer] = {"plain": Stub(), "qflow": Stub(), "pika_select": Stub()}
+STUBS: dict[str, peers.Peer] = {name: Stub() for name in ("plain", "qflow", "pika_select", "aiopika")}
 
 # The machine gets slower by half from the first round to the second, and then faster again.
 MEASUREMENTS = [
     Measurement(peer, 100, at, 1000, 1000 / (rate * speed), 0.1)
     for at, speed in enumerate((1.0, 0.5, 1.1))
-    for peer, rate in (("plain", 1000.0), ("qflow", 800.0), ("pika_select", 400.0))
+    for peer, rate in (("plain", 1000.0), ("qflow", 800.0), ("pika_select", 400.0), ("aiopika", 50.0))
 ]
 
 
@@ -142,6 +142,7 @@ def test_ratios_are_of_the_same_round() -> None:
     assert rows["qflow"].fastest == pytest.approx(880)
     assert rows["qflow"].to_plain == pytest.approx(0.8)
     assert rows["qflow"].to_pika_select == pytest.approx(2.0)
+    assert rows["qflow"].to_aiopika == pytest.approx(16.0)
     assert rows["qflow"].cpu_per_100k == pytest.approx(10.0)
     assert not rows["amqpstorm"].installed
 
@@ -159,7 +160,7 @@ def test_the_document_is_json_and_holds_every_measurement_and_no_password() -> N
     text = json.dumps(document(plan, STUBS, rows, MEASUREMENTS, {"product": "RabbitMQ", "version": "3.10"}))
     made = json.loads(text)
     assert "secret" not in text
-    assert len(made["measurements"]) == 9
+    assert len(made["measurements"]) == 12
     assert made["broker"] == {"product": "RabbitMQ", "version": "3.10"}
     assert {"python", "qflow_client", "pika"} <= set(made["versions"])
     assert made["machine"]["cpus"] >= 1

@@ -131,7 +131,7 @@ def test_what_is_no_archive_is_refused(tmp_path: Path) -> None:
         RecordSource(str(path), None, io.BytesIO())
 
 
-@pytest.mark.parametrize("damaged", [b"plain text\n", gzip.compress(b"x\n" * 10_000)[:-9]])
+@pytest.mark.parametrize("damaged", [b"plain text\n", gzip.compress(b"x\n" * 10_000)[:-9]], ids=["plain", "cut"])
 def test_damaged_compressed_data_is_an_error_that_names_the_file(tmp_path: Path, damaged: bytes) -> None:
     path = tmp_path / "damaged.gz"
     path.write_bytes(damaged)
