@@ -78,7 +78,7 @@ class Client:
             return int(connection.default_channel.queue_declare("orders", passive=True).message_count)
 
     def close(self) -> None:
-        self.kombu.pools.reset()
+        self.app.pool.force_close_all()
         self.app.close()
 
 
