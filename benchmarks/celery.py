@@ -1,0 +1,116 @@
+"""What a Celery application's ``apply_async`` costs on kombu's transport for py-amqp, and on ours."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import celery
+import kombu.pools
+from celery import Celery
+
+from benchmarks.embedded import DEFAULT_URL, EMBEDDED, broker_url
+
+__all__ = ["LOOPS", "main", "measure", "ratios"]
+
+_QUEUE = "qflow-benchmark-celery"
+
+
+def _take(number: int) -> None:
+    raise AssertionError("no worker is there to run it")
+
+
+def _loop(url: str, scheme: str, confirms: Any, count: int) -> float:
+    """Calls per second, until the last one is confirmed if it is to be."""
+    app = Celery("benchmark", broker=url.replace("amqp", scheme, 1))
+    app.conf.update(
+        task_ignore_result=True,
+        task_default_delivery_mode="transient",
+        broker_transport_options={"confirm_publish": confirms},
+    )
+    task = app.task(_take, name="take", shared=False)
+    try:
+        # The queue, the connection, and what else is made on first use.
+        task.apply_async((0,), queue=_QUEUE)
+        began = time.perf_counter()
+        for number in range(count):
+            task.apply_async((number,), queue=_QUEUE)
+        if confirms == "pipelined":
+            with app.producer_or_acquire() as producer:
+                producer.channel.wait_for_confirms()
+        seconds = time.perf_counter() - began
+        with app.connection_for_write() as connection:
+            end = time.monotonic() + 30
+            queue = connection.default_channel
+            while (depth := queue.queue_declare(_QUEUE, passive=True).message_count) != count + 1:
+                if time.monotonic() > end:
+                    raise RuntimeError(f"{depth} of {count + 1} messages are in the queue")
+                time.sleep(0.05)
+            queue.queue_delete(_QUEUE)
+    finally:
+        app.close()
+        kombu.pools.reset()
+    return count / seconds
+
+
+#: By name: the URL's scheme, and ``confirm_publish``.
+LOOPS: dict[str, tuple[str, Any]] = {
+    "pyamqp, unconfirmed": ("pyamqp", False),
+    "qflow, unconfirmed": ("qflow", False),
+    "pyamqp, confirm each": ("pyamqp", True),
+    "qflow, confirm each": ("qflow", True),
+    "qflow, pipelined": ("qflow", "pipelined"),
+}
+
+#: What is compared with what, and what it is to be at least.
+_RATIOS = {
+    "unconfirmed": ("qflow, unconfirmed", "pyamqp, unconfirmed", 1.0),
+    "confirm each": ("qflow, confirm each", "pyamqp, confirm each", 1.0),
+    "pipelined": ("qflow, pipelined", "pyamqp, confirm each", 1.0),
+}
+
+
+def measure(url: str, count: int, rounds: int) -> list[dict[str, float]]:
+    """Calls per second of every loop, for each round, in which all run in turn."""
+    found = []
+    for _ in range(rounds):
+        found.append({name: _loop(url, scheme, confirms, count) for name, (scheme, confirms) in LOOPS.items()})
+    return found
+
+
+def ratios(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The medians of the rounds' ratios: what disturbs a round disturbs both."""
+    return {name: median(rates[one] / rates[other] for rates in rounds) for name, (one, other, _) in _RATIOS.items()}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the rates and the ratios; 1 if one is lower than it is to be."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"or {EMBEDDED!r}")
+    parser.add_argument("--messages", type=int, default=2000, help="per run")
+    parser.add_argument("--repeat", type=int, default=7, help="rounds")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args(argv)
+    with broker_url(arguments.url) as url:
+        rounds = measure(url, arguments.messages, arguments.repeat)
+    found = ratios(rounds)
+    if arguments.json:
+        versions = {"celery": celery.__version__, "kombu": kombu.__version__}
+        json.dump(versions | {"rounds": rounds, "ratios": found}, sys.stdout, indent=2)
+        print()
+    else:
+        print(f"Celery {celery.__version__}, kombu {kombu.__version__}, medians of {arguments.repeat} rounds")
+        for name in LOOPS:
+            print(f"{name:30} {median(rates[name] for rates in rounds):10,.0f} calls/s")
+        for name, (one, other, least) in _RATIOS.items():
+            print(f"{name:30} {found[name]:10.2f}  ({one} / {other}; at least {least})")
+    return int(any(found[name] < least for name, (_, _, least) in _RATIOS.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""A Celery application under flow control: ``qflow://`` in the broker's URL, and nothing else.
+
+It runs against a broker of its own, which stops the producer once the queue is full.
+"""
+
+from __future__ import annotations
+
+from celery import Celery
+from kombu import Queue
+from kombu.exceptions import OperationalError
+
+from qflow_client import FlowControlTimeout
+from qflow_client.broker import Broker
+
+with Broker() as broker:
+    # Before: broker=broker.url, which is amqp://…
+    app = Celery("shop", broker=broker.url.replace("amqp://", "qflow://"))
+    app.conf.task_ignore_result = True
+    app.conf.task_queues = [Queue("orders", queue_arguments={"qpid.flow_stop_count": 10})]
+    app.conf.broker_transport_options = {"confirm_publish": "pipelined", "max_producer_flow_control_wait": 0.5}
+
+    @app.task(name="shop.ship")
+    def ship(number: int) -> None:
+        """A worker would run it: ``celery -A celery_app worker``."""
+
+    sent = 0
+    try:
+        for number in range(100):
+            ship.apply_async((number,), queue="orders")
+            sent += 1
+    except OperationalError as error:
+        # Not sent, and never will be. A ConfirmTimeout would mean that nobody knows.
+        if not isinstance(error.__cause__, FlowControlTimeout):
+            raise
+        print(f"after {sent} tasks: {error.__cause__}")
+
+    # A worker takes them, and the calls go on.
+    broker.purge("orders")
+    ship.apply_async((sent,), queue="orders")
+    broker.wait_until(lambda broker: broker.queue("orders").depth == 1)
+    print("a worker has taken them, and it goes on")
+    app.close()

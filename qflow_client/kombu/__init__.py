@@ -1,0 +1,37 @@
+"""kombu with flow control, and so Celery: ``broker_url = "qflow://…"`` instead of ``"pyamqp://…"``.
+
+The transport is kombu's own for py-amqp with flow control added. Where this package is installed, kombu finds it by
+itself with its serializers, which it loads for whoever declares, publishes or consumes, as every Celery application
+does; who only connects imports ``qflow_client.kombu``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kombu.transport import TRANSPORT_ALIASES
+
+if TYPE_CHECKING:
+    from qflow_client.kombu.channel import Channel
+    from qflow_client.kombu.connection import Connection
+    from qflow_client.kombu.transport import SSLTransport, Transport
+
+__all__ = ["Channel", "Connection", "SSLTransport", "Transport"]
+
+# kombu has no entry point for transports. What it loads from that for serializers is registered under the entry
+# point's name: this encodes nothing, decodes nothing, and has no content type that any message has.
+NO_SERIALIZER = (None, None, "application/x-qflow-transport", "binary")
+
+TRANSPORT_ALIASES["qflow"] = "qflow_client.kombu:Transport"
+TRANSPORT_ALIASES["qflows"] = "qflow_client.kombu:SSLTransport"
+
+# kombu is still being imported when it loads this, so what needs more of it comes when it is asked for.
+_LATER = {"Channel": "channel", "Connection": "connection", "SSLTransport": "transport", "Transport": "transport"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+    return value

@@ -1,0 +1,502 @@
+"""kombu's channel for py-amqp, under flow control: who publishes waits, at most for a time."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from amqp import spec
+from amqp.exceptions import MessageNacked, RecoverableConnectionError
+from kombu.exceptions import OperationalError
+from kombu.transport import pyamqp
+
+from qflow_client.dropin import EncodedMessage
+from qflow_client.errors import ConfirmTimeout, FlowControlTimeout
+from qflow_client.events import FlowEvent, FlowState, HoldKind
+from qflow_client.kombu.flow import ChannelFlow
+from qflow_client.kombu.wire import Unanswered
+from qflow_client.logs import log
+from qflow_client.receipt import Outcome, Receipt
+from qflow_client.settings import WhenFlowed, check_timeout
+
+__all__ = ["PIPELINED", "Channel"]
+
+#: What ``confirm_publish`` may be, besides true and false.
+PIPELINED = "pipelined"
+
+_monotonic = time.monotonic
+
+# What needs no answer, and is written also while the broker does not read.
+_UNANSWERED = frozenset(
+    (spec.Basic.Ack, spec.Basic.Nack, spec.Basic.Reject, spec.Basic.RecoverAsync, spec.Channel.CloseOk)
+)
+# Whoever says good-bye gets the errors of a lost connection, which kombu expects there.
+_GOOD_BYES = frozenset((spec.Basic.Cancel, spec.Basic.CancelOk, spec.Channel.Close, spec.Channel.CloseOk))
+
+
+class _Default:
+    def __repr__(self) -> str:
+        return "<the setting>"
+
+
+_DEFAULT: Any = _Default()
+
+
+def refuse(cause: BaseException) -> NoReturn:
+    """Raise what kombu's users expect, and what its retries leave alone."""
+    raise OperationalError(str(cause)) from cause
+
+
+class Channel(pyamqp.Channel):
+    """kombu's `Channel` for py-amqp, which publishes nothing while the broker has stopped it.
+
+    ``Channel.Flow`` is answered, and has `basic_publish` wait, as ``Connection.Blocked``, a full window of unconfirmed
+    messages, a rate limit and a socket that takes no more bytes do; at most `max_producer_flow_control_wait` seconds.
+    """
+
+    # py-amqp's.
+    connection: Any
+    channel_id: Any
+    is_open: bool
+    _confirm_selected: bool
+
+    def __init__(self, connection: Any, channel_id: Any = None, auto_decode: bool = True, on_open: Any = None) -> None:
+        # The flow of the channel while it is open.
+        self._flow: ChannelFlow | None = None
+        super().__init__(connection, channel_id, auto_decode, on_open)
+        # Where the connection is to confirm, py-amqp puts another method in its place.
+        self.__dict__.pop("basic_publish", None)
+
+    # Opening and closing.
+
+    def open(self) -> Any:
+        if not self.is_open:
+            self.connection.transport.tap.expect(self.channel_id)
+        return super().open()
+
+    def _on_open_ok(self) -> None:
+        connection = self.connection
+        self._end_flow("the channel is opened anew")
+        self._flow = ChannelFlow(self, connection.flow_settings, connection.transport)
+        super()._on_open_ok()
+
+    def collect(self) -> None:
+        self._end_flow("the channel is closed")
+        super().collect()
+
+    def _end_flow(self, reason: str) -> None:
+        flow, self._flow = self._flow, None
+        if flow is not None:
+            unsettled = flow.protocol.unsettled
+            flow.end(reason)
+            if unsettled:
+                text = "%s: %d messages are not confirmed, and nobody waits for them any more: %s"
+                log(logging.WARNING, text, flow.name, unsettled, reason)
+
+    def close(
+        self, reply_code: int = 0, reply_text: str = "", method_sig: tuple[int, int] = (0, 0), argsig: str = "BsBB"
+    ) -> Any:
+        """As py-amqp's, after the unconfirmed messages of pipelined confirms are settled.
+
+        A broker that blocks the connection hears of it when it reads again.
+
+        Raises:
+            OperationalError: as `wait_for_confirms`, after it is closed.
+        """
+        connection = self.connection
+        if self.is_open and connection is not None and connection.is_blocked:
+            self.is_open = False
+            self._end_flow("the channel is closed while the broker blocks the connection")
+            connection.left.append(self)
+            return None
+        error = self.settle()
+        result = super().close(reply_code, reply_text, method_sig, argsig)
+        if error is not None:
+            raise error
+        return result
+
+    def close_left(self) -> None:
+        """Close it, which the program has done while the broker would not have heard of it."""
+        self.is_open = True
+        super().close()
+
+    def settle(self) -> OperationalError | None:
+        """Wait for the confirms of pipelined messages, before a good-bye; what is not delivered, as an error."""
+        connection = self.connection
+        flow = self._flow
+        if not self.is_open or flow is None or connection is None or connection.confirm_publish != PIPELINED:
+            return None
+        if flow.has_given_up:
+            # Somebody has waited in vain already. kombu's pools close a connection on which anything was raised.
+            return None
+        try:
+            self.wait_for_confirms()
+        except OperationalError as error:
+            log(logging.WARNING, "%s: %s", flow.name, error)
+            return error
+        except connection.connection_errors + connection.channel_errors:
+            pass
+        return None
+
+    # py-amqp's methods that wait for an answer.
+
+    def send_method(
+        self,
+        sig: Any,
+        format: Any = None,
+        args: Any = None,
+        content: Any = None,
+        wait: Any = None,
+        callback: Any = None,
+        returns_tuple: bool = False,
+    ) -> Any:
+        """As py-amqp's; what a broker that blocks the connection would not read is held back, at most for a time."""
+        connection = self.connection
+        if sig not in _UNANSWERED and connection is not None:
+            try:
+                connection.await_unblocked()
+            except FlowControlTimeout as error:
+                if sig in _GOOD_BYES:
+                    raise
+                refuse(error)
+            if sig == spec.Confirm.Select and self._flow is not None:
+                self._flow.confirms_begin()
+        return super().send_method(sig, format, args, content, wait, callback, returns_tuple)
+
+    def wait(self, method: Any, callback: Any = None, timeout: Any = None, returns_tuple: bool = False) -> Any:
+        """As py-amqp's; a broker that blocks the connection, and so may not have read the question, has a limit."""
+        connection = self.connection
+        if connection is None:
+            raise RecoverableConnectionError("connection already closed")
+        try:
+            with connection.awaiting():
+                return super().wait(method, callback, timeout, returns_tuple)
+        except Unanswered as error:
+            # A late answer would be taken for that to another method.
+            connection.collect()
+            if method in _GOOD_BYES:
+                raise
+            refuse(error)
+
+    # Publishing.
+
+    def basic_publish(
+        self,
+        msg: Any,
+        exchange: str = "",
+        routing_key: str = "",
+        mandatory: bool = False,
+        immediate: bool = False,
+        timeout: float | None = None,
+        confirm_timeout: float | None = None,
+        argsig: str = "Bssbb",
+    ) -> None:
+        """As py-amqp's, after waiting while the channel is flowed (J7 A4).
+
+        Args:
+            msg: the message.
+            exchange: where to publish.
+            routing_key: with which key.
+            mandatory: have the broker return what no queue takes.
+            immediate: obsolete.
+            timeout: seconds to wait while the channel is flowed, instead of `max_producer_flow_control_wait`.
+            confirm_timeout: seconds to wait for the confirm, likewise.
+            argsig: py-amqp's.
+
+        Raises:
+            OperationalError: its ``__cause__`` says what became of the message.
+                FlowControlTimeout: still flowed when the time was up; it was not sent and never will be.
+                ProducerFlowed: flowed, and nobody may wait here; likewise.
+                ConfirmTimeout: it was written, in part at least, and its outcome is not known.
+                MessageNacked: with pipelined confirms, earlier messages; this one was not sent.
+            MessageNacked: with a confirm for each: the broker did not take the message.
+        """
+        connection = self.connection
+        if not connection:
+            raise RecoverableConnectionError("basic_publish: connection closed")
+        confirms = connection.confirm_publish
+        if confirms:
+            self._select_confirms()
+        receipt = self._send(msg, exchange, routing_key, (mandatory, immediate), timeout, argsig)
+        if confirms and confirms != PIPELINED:
+            self._confirm(receipt, confirm_timeout or timeout)
+
+    def basic_publish_confirm(self, msg: Any, *arguments: Any, **keywords: Any) -> None:
+        """As py-amqp's: as `basic_publish`, and always with a confirm."""
+        confirm_timeout = keywords.pop("confirm_timeout", None)
+        connection = self.connection
+        if not connection:
+            raise RecoverableConnectionError("basic_publish: connection closed")
+        self._select_confirms()
+        receipt = self._publish_as_told(msg, *arguments, **keywords)
+        self._confirm(receipt, confirm_timeout or keywords.get("timeout"))
+
+    def _publish_as_told(
+        self,
+        msg: Any,
+        exchange: str = "",
+        routing_key: str = "",
+        mandatory: bool = False,
+        immediate: bool = False,
+        timeout: float | None = None,
+        argsig: str = "Bssbb",
+    ) -> Receipt:
+        return self._send(msg, exchange, routing_key, (mandatory, immediate), timeout, argsig)
+
+    def _select_confirms(self) -> None:
+        if not self._confirm_selected:
+            self._confirm_selected = True
+            try:
+                self.confirm_select()
+            except BaseException:
+                self._confirm_selected = False
+                raise
+
+    def _send(
+        self,
+        message: Any,
+        exchange: str,
+        routing_key: str,
+        bits: tuple[Any, Any],
+        timeout: float | None,
+        argsig: str,
+    ) -> Receipt:
+        connection = self.connection
+        wire = connection.transport
+        is_writable = wire.look()
+        if wire.has_news:
+            connection.hear()
+        flow = self._open_flow()
+        flow.look()
+        if flow.protocol.failures:
+            self._raise_failures("earlier messages; the message of this call was not sent")
+        protocol = flow.protocol
+        encoded = flow.encode(message, exchange, routing_key, bits, argsig, connection.frame_max)
+        if protocol.outbound.size:
+            # What an earlier call could not wait for.
+            flow.write()
+        if not is_writable or wire.unwritten:
+            protocol.hold(HoldKind.TRANSPORT, _monotonic(), detail="the socket takes no more bytes")
+        elif not protocol.gate.is_open:
+            protocol.lift(HoldKind.TRANSPORT, _monotonic())
+        receipt = protocol.send(encoded, exchange or "", routing_key or "", _monotonic())
+        if receipt is None:
+            receipt = self._when_unflowed(flow, encoded, exchange or "", routing_key or "", timeout)
+        flow.write()
+        if protocol.outbound.size:
+            self._write_all(flow, encoded)
+        if wire.has_frames:
+            connection.told_later()
+        return receipt
+
+    def _open_flow(self) -> ChannelFlow:
+        flow = self._flow
+        if flow is None or flow.protocol.closed is not None:
+            # py-amqp is to say why, where it knows.
+            self._raise_closed()
+        return flow
+
+    def _raise_closed(self) -> NoReturn:
+        connection = self.connection
+        while connection is not None and connection.connected and connection.transport.has_frames:
+            with suppress(TimeoutError):
+                connection.drain_events(timeout=0)
+            connection = self.connection
+        raise RecoverableConnectionError("basic_publish: the channel or its connection is closed")
+
+    def _when_unflowed(
+        self, flow: ChannelFlow, encoded: EncodedMessage, exchange: str, routing_key: str, timeout: float | None
+    ) -> Receipt:
+        protocol, settings = flow.protocol, flow.settings
+        if settings.when_flowed is WhenFlowed.RAISE or self.connection.must_not_wait:
+            refuse(flow.flowed(encoded))
+        if timeout is None:
+            timeout = settings.max_producer_flow_control_wait
+        flow.has_given_up = True
+        ticket = protocol.stand_in_line(encoded, exchange, routing_key, _monotonic(), timeout=timeout)
+        try:
+            while (look_at := protocol.look_at(ticket, _monotonic())) is not None:
+                self._turn(flow, look_at)
+        except FlowControlTimeout as error:
+            refuse(
+                FlowControlTimeout(
+                    error.holds, error.waited, encoded.body, "a longer max_producer_flow_control_wait waits"
+                )
+            )
+        finally:
+            protocol.give_up(ticket, _monotonic())
+            flow.after()
+        if ticket.receipt is None:
+            self._raise_closed()
+        flow.has_given_up = False
+        return ticket.receipt
+
+    def _turn(self, flow: ChannelFlow, deadline: float) -> None:
+        """Let I/O go on, until something happens or a time comes."""
+        protocol = flow.protocol
+        flow.look()
+        at = protocol.next_timer(_monotonic())
+        is_full = protocol.gate.is_held_by(HoldKind.TRANSPORT)
+        connection = self.connection
+        is_writable = connection.turn(deadline if at is None else min(deadline, at), is_full)
+        if protocol.closed is not None:
+            self._raise_closed()
+        flow.look()
+        if is_full and is_writable and not connection.transport.unwritten:
+            protocol.lift(HoldKind.TRANSPORT, _monotonic())
+        protocol.on_timer(_monotonic())
+        if protocol.outbound.size:
+            flow.write()
+
+    def _deadline(self, timeout: float | None) -> float:
+        if timeout is None:
+            return math.inf
+        return _monotonic() + timeout
+
+    def _limit(self) -> float | None:
+        wait: float | None = self.connection.flow_settings.max_producer_flow_control_wait
+        return wait
+
+    def _write_all(self, flow: ChannelFlow, encoded: EncodedMessage) -> None:
+        wait = self._limit()
+        deadline = self._deadline(wait)
+        outbound = flow.protocol.outbound
+        size = len(encoded.frames)
+        while outbound.size:
+            if _monotonic() >= deadline:
+                assert wait is not None
+                refuse(
+                    ConfirmTimeout(
+                        f"{max(0, size - outbound.size)} of {size} bytes of the message are written after "
+                        f"{wait:.3g} s, and the broker takes no more; what is left stays first in line, so the "
+                        "message may still arrive"
+                    )
+                )
+            self._turn(flow, deadline)
+
+    def _confirm(self, receipt: Receipt, timeout: float | None) -> None:
+        """Wait for a message's confirm, and raise as py-amqp does."""
+        connection = self.connection
+        if not receipt.done:
+            flow = self._open_flow()
+            wait = self._limit() if timeout is None else timeout
+            deadline = self._deadline(wait)
+            while not receipt.done:
+                is_up = _monotonic() >= deadline
+                if is_up or (flow.protocol.gate.is_held_by(HoldKind.CONNECTION_BLOCKED) and connection.must_not_wait):
+                    waited = f"within {wait:.3g} s" if is_up else "yet"
+                    flow.after()
+                    refuse(ConfirmTimeout(f"no answer of the broker {waited} for {receipt.describe()}{_held(flow)}"))
+                # Nobody stands in line: whoever publishes waits here.
+                connection.turn(deadline, False)
+                if flow.protocol.closed is not None:
+                    self._raise_closed()
+            flow.after()
+        if receipt._outcome is Outcome.UNKNOWN:
+            self._raise_closed()
+        if connection.transport.has_news:
+            # That it was returned.
+            connection.hear()
+        if receipt._outcome is Outcome.NACKED:
+            if self._flow is not None:
+                self._flow.protocol.failures.clear()
+            raise MessageNacked()
+
+    def _raise_failures(self, about: str) -> None:
+        assert self._flow is not None
+        failures = self._flow.protocol.take_failures()
+        refuse(MessageNacked(f"{len(failures)} messages were not taken by the broker: {about}"))
+
+    def wait_for_confirms(self, timeout: float | None = _DEFAULT) -> None:
+        """Wait until all that was published is confirmed.
+
+        Args:
+            timeout: seconds; ``None`` for ever; the setting `max_producer_flow_control_wait` unless given.
+
+        Raises:
+            OperationalError: its ``__cause__`` says why.
+                ConfirmTimeout: some is not confirmed; its outcome is not known yet.
+                MessageNacked: the broker did not take some.
+            TypeError, ValueError: `timeout` is no number.
+        """
+        if timeout is _DEFAULT:
+            timeout = self._limit()
+        check_timeout(timeout)
+        flow = self._open_flow()
+        deadline = self._deadline(timeout)
+        while unsettled := flow.protocol.unsettled:
+            if _monotonic() >= deadline:
+                flow.after()
+                refuse(
+                    ConfirmTimeout(
+                        f"{unsettled} messages are not confirmed after {timeout:.3g} s{_held(flow)}", unsettled
+                    )
+                )
+            self._turn(flow, deadline)
+        flow.after()
+        if self.connection.transport.has_news:
+            self.connection.hear()
+        if flow.protocol.failures:
+            self._raise_failures("messages that were published before")
+
+    # Flow.
+
+    def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]:
+        """Have a callback called with every flow event, in order, until the channel is closed.
+
+        Args:
+            callback: is called where kombu reads or publishes, and may do neither. If it raises, that is logged.
+
+        Returns:
+            What to call to have it called no more.
+        """
+        return self._open_flow().listen(callback)
+
+    @property
+    def flow_state(self) -> FlowState:
+        """Whether the channel is flowed, by what, since when and how often."""
+        flow = self._open_flow()
+        self._look(flow)
+        state = flow.protocol.flow_state(_monotonic())
+        flow.after()
+        return state
+
+    def _look(self, flow: ChannelFlow) -> None:
+        wire = self.connection.transport
+        is_writable = wire.look()
+        flow.look()
+        protocol = flow.protocol
+        if is_writable and not protocol.gate.is_open:
+            flow.write()
+        if is_writable and not protocol.gate.is_open and not wire.unwritten:
+            protocol.lift(HoldKind.TRANSPORT, _monotonic())
+
+    def wait_unflowed(self, timeout: float | None = None) -> bool:
+        """Wait until no hold is left.
+
+        Args:
+            timeout: seconds; ``None`` for ever.
+
+        Returns:
+            Whether none is.
+
+        Raises:
+            TypeError, ValueError: `timeout` is no number.
+        """
+        check_timeout(timeout)
+        deadline = self._deadline(timeout)
+        while self.flow_state.flowed:
+            if _monotonic() >= deadline:
+                return False
+            self._turn(self._open_flow(), deadline)
+        return True
+
+
+def _held(flow: ChannelFlow) -> str:
+    """What may be the reason why nothing comes, to be appended to an error."""
+    holds = flow.protocol.holds
+    return f"; held by {', '.join(map(str, holds))}" if holds else ""

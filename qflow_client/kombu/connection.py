@@ -1,0 +1,275 @@
+"""kombu's connection for py-amqp, under flow control."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from kombu.transport import pyamqp
+
+from qflow_client.errors import FlowControlTimeout, SettingsError
+from qflow_client.events import HoldKind
+from qflow_client.flow import Hold
+from qflow_client.kombu.channel import PIPELINED, Channel, refuse
+from qflow_client.kombu.flow import KOMBU
+from qflow_client.kombu.wire import PlainWire, TLSWire, Unanswered, Wire
+
+__all__ = ["Connection"]
+
+_monotonic = time.monotonic
+
+# The most seconds between two looks at whether the broker is to hear from us.
+_HEARTBEAT_LOOK = 1.0
+
+# Which process and thread an event loop of kombu's runs in.
+_loops = threading.local()
+
+
+class Connection(pyamqp.Connection):
+    """kombu's `Connection` for py-amqp, whose channels follow the flow.
+
+    Args:
+        arguments: py-amqp's.
+        keywords: py-amqp's, and settings by the names of `ProducerSettings`, but for those that kombu's methods say.
+            ``confirm_publish`` may also be ``"pipelined"``.
+
+    Raises:
+        SettingsError: a setting has a value that is not allowed.
+        TypeError: a setting that a connection of kombu's does not take.
+    """
+
+    Channel = Channel
+
+    # py-amqp's.
+    connected: Any
+    channels: Any
+    heartbeat: Any
+    _transport: Wire | None
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        # py-amqp has that, too.
+        names = KOMBU.NAMES & keywords.keys() - {"connect_timeout"}
+        #: The settings of flow control.
+        self.flow_settings = KOMBU.settings(**{name: keywords.pop(name) for name in names})
+        confirms = keywords.get("confirm_publish", False)
+        if isinstance(confirms, str) and confirms != PIPELINED:
+            raise SettingsError(f"confirm_publish={confirms!r}: it must be True, False or {PIPELINED!r}")
+        # Whether something waits for the answer to a method.
+        self._awaits = 0
+        # When it was last looked at whether the broker is to hear from us.
+        self._looked_at = 0.0
+        #: What tells a connection like it; set by who makes it.
+        self.made_of = ""
+        #: Channels that were closed while the broker blocked the connection, of which it has not heard.
+        self.left: list[Any] = []
+        #: Called when something is left to be heard by who has an event loop.
+        self.told_later: Callable[[], object] = _nothing
+        super().__init__(*arguments, **keywords)
+
+    def Transport(
+        self,
+        host: str,
+        connect_timeout: float | None,
+        ssl: Any = False,
+        read_timeout: float | None = None,
+        write_timeout: float | None = None,
+        socket_settings: Any = None,
+        **keywords: Any,
+    ) -> Wire:
+        """As py-amqp's: the transport of a new connection."""
+        wire = (TLSWire if ssl else PlainWire)(
+            host,
+            connect_timeout=connect_timeout,
+            ssl=ssl,
+            read_timeout=read_timeout,
+            write_timeout=write_timeout,
+            socket_settings=socket_settings,
+            **keywords,
+        )
+        wire.limit = self.flow_settings.max_producer_flow_control_wait
+        wire.on_received = self._received
+        return wire
+
+    def _on_tune(self, *arguments: Any, **keywords: Any) -> None:
+        super()._on_tune(*arguments, **keywords)
+        assert self._transport is not None
+        self._transport.tap.frame_max = self.frame_max
+
+    # Opening and closing.
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether the broker blocks the connection, as far as it has said."""
+        wire = self._transport
+        return wire is not None and wire.tap.is_blocked
+
+    def channel(self, channel_id: Any = None, callback: Any = None) -> Any:
+        if self.left and self.connected:
+            try:
+                self.await_unblocked()
+            except FlowControlTimeout as error:
+                refuse(error)
+            while self.left:
+                self.left.pop().close_left()
+        return super().channel(channel_id, callback)
+
+    def close(
+        self, reply_code: int = 0, reply_text: str = "", method_sig: tuple[int, int] = (0, 0), argsig: str = "BsBB"
+    ) -> Any:
+        """As py-amqp's; while the broker blocks the connection, and so would not hear of it, it is cut."""
+        if self.is_blocked:
+            self.collect()
+            return None
+        for channel in tuple((self.channels or {}).values()):
+            if channel is not self:
+                # What it has not delivered it has logged.
+                channel.settle()
+        return super().close(reply_code, reply_text, method_sig, argsig)
+
+    @property
+    def may_be_kept(self) -> bool:
+        """Whether the connection, which the program has closed, tells when the broker takes messages again.
+
+        It may not have consumers: what was delivered to them would be theirs.
+        """
+        return (
+            self.is_blocked
+            and self.connected
+            and not any(getattr(each, "callbacks", ()) for each in self.channels.values())
+        )
+
+    # What comes.
+
+    def _received(self) -> None:
+        self.bytes_recv += 1
+        wire = self._transport
+        assert wire is not None
+        for channel in tuple((self.channels or {}).values()):
+            flow = getattr(channel, "_flow", None)
+            if flow is not None:
+                if flow.protocol.outbound.size:
+                    # What the broker has said of the flow is to be answered, and what it held may go.
+                    wire.flush()
+                flow.look()
+
+    def blocking_read(self, timeout: float | None = None) -> Any:
+        """As py-amqp's; who waits for the answer to a method does not wait for ever if the broker does not read."""
+        wire: Wire = self.transport
+        if timeout is not None or not self._awaits:
+            frame = wire.next_frame(timeout)
+        else:
+            frame = self._next_answer(wire)
+        if frame is None:
+            wire.later.popleft()()
+            return True
+        return self.on_inbound_frame(frame)
+
+    def _next_answer(self, wire: Wire) -> tuple[int, int, bytes] | None:
+        limit = self.flow_settings.max_producer_flow_control_wait
+        while True:
+            try:
+                return wire.next_frame(limit if wire.read_timeout is None else None)
+            except TimeoutError:
+                if wire.read_timeout is not None:
+                    raise
+                if wire.tap.is_blocked or wire.unwritten:
+                    raise Unanswered(
+                        "the broker blocks the connection, or takes no bytes, and has not answered within "
+                        f"{limit:.3g} s"
+                    ) from None
+
+    @contextmanager
+    def awaiting(self) -> Iterator[None]:
+        """Within, reads are for the answer to a method."""
+        self._awaits += 1
+        try:
+            yield
+        finally:
+            self._awaits -= 1
+
+    def wait(self, *arguments: Any, **keywords: Any) -> Any:
+        with self.awaiting():
+            return super().wait(*arguments, **keywords)
+
+    def hear(self) -> None:
+        """Have py-amqp deal with what has come and is no delivery, up to the first delivery."""
+        while self.connected and self._transport is not None and self._transport.has_news:
+            with suppress(TimeoutError):
+                self.drain_events(timeout=0)
+
+    def turn(self, deadline: float, wants_room: bool) -> bool:
+        """Let I/O go on, until something happens or a time comes; whether the socket takes bytes."""
+        wire: Wire = self.transport
+        now = _monotonic()
+        look = math.inf
+        if self.heartbeat:
+            # py-amqp wants to be asked several times in an interval.
+            look = min(_HEARTBEAT_LOOK, self.heartbeat / 4)
+            deadline = min(deadline, now + look)
+        is_writable = wire.wait(max(0.0, deadline - now), writable=wants_room)
+        if is_writable and wire.unwritten:
+            wire.flush()
+        if self.heartbeat and now >= self._looked_at + look and wire.look():
+            self._looked_at = now
+            self.heartbeat_tick()
+        if wire.has_news:
+            self.hear()
+        if wire.has_frames:
+            self.told_later()
+        return is_writable
+
+    def heartbeat_tick(self, rate: int = 2) -> None:
+        """As py-amqp's, which counts what it writes itself."""
+        wire = self._transport
+        if wire is not None:
+            self.bytes_sent += wire.sent
+            wire.sent = 0
+        super().heartbeat_tick(rate)
+
+    # Who may wait.
+
+    @property
+    def must_not_wait(self) -> bool:
+        """Whether the thread runs an event loop, and would keep all else from going on: that of a worker.
+
+        A task that a worker runs in that thread may wait: it keeps all else from going on anyway.
+        """
+        if getattr(_loops, "pid", None) != os.getpid():
+            return False
+        celery = sys.modules.get("celery")
+        return celery is None or not celery.current_task
+
+    @staticmethod
+    def loop_runs_here() -> None:
+        """Take note that this thread runs an event loop."""
+        _loops.pid = os.getpid()
+
+    def await_unblocked(self) -> None:
+        """Wait while the broker blocks the connection, and so reads nothing.
+
+        Raises:
+            FlowControlTimeout: it still does after `max_producer_flow_control_wait`.
+        """
+        wire: Wire = self.transport
+        if not wire.tap.is_blocked:
+            return
+        wire.look()
+        limit = 0.0 if self.must_not_wait else self.flow_settings.max_producer_flow_control_wait
+        began = _monotonic()
+        end = math.inf if limit is None else began + limit
+        while wire.tap.is_blocked:
+            now = _monotonic()
+            if now >= end:
+                hold = Hold(HoldKind.CONNECTION_BLOCKED, since=time.time() - (now - began))
+                raise FlowControlTimeout([hold], now - began, None, "a longer max_producer_flow_control_wait waits")
+            self.turn(end, wants_room=False)
+
+
+def _nothing() -> None:
+    pass

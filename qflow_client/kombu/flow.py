@@ -1,0 +1,221 @@
+"""The flow of a channel of py-amqp's."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from struct import Struct
+from typing import Any
+
+from amqp import spec
+from amqp.basic_message import Message
+from amqp.serialization import dumps
+
+from qflow_client.dropin import DropIn, DropInFlow, EncodedMessage, EncodedProtocol
+from qflow_client.events import HoldKind
+from qflow_client.frames import PublishEncoder
+from qflow_client.kombu.wire import Wire
+from qflow_client.manager import flow_manager
+from qflow_client.settings import ProducerSettings
+
+__all__ = ["KOMBU", "ChannelFlow"]
+
+#: The settings that a connection of kombu's takes among its transport options.
+KOMBU = DropIn(
+    "kombu",
+    dict.fromkeys(("exchange", "routing_key", "mandatory"), "publish() says it")
+    | {
+        "confirms": "confirm_publish says it",
+        "message_ids": "messages leave as they are given; a task has its id",
+        **dict.fromkeys(
+            ("on_disconnect", "reconnect_timeout", "reconnect_delay", "reconnect_delay_max", "reconnect_jitter"),
+            "kombu connects again",
+        ),
+        **dict.fromkeys(
+            ("on_refused", "retry_for", "retry_delay", "retry_delay_max"), "kombu publishes again, by its retry_policy"
+        ),
+        "tracing": "instrument Celery itself: opentelemetry-instrumentation-celery",
+        "url": "broker_url says it",
+    },
+)
+_UNLIMITED = 1 << 62
+
+_monotonic = time.monotonic
+
+_FRAME = Struct(">BHI")
+_CONTENT = Struct(">HHQ")
+_PUBLISH = b"\0\x3c\0\x28"
+# Bytes of a frame besides its payload.
+_OVERHEAD = 8
+
+
+class _Protocol(EncodedProtocol):
+    """A publishing channel of py-amqp's, between the tap and what decides."""
+
+    __slots__ = ("before", "flow")
+
+    # Set at once by who makes it.
+    flow: ChannelFlow
+    #: How many messages were written before the broker began to count them; None while it does not confirm.
+    before: int | None
+
+    def on_ack(self, tag: int, multiple: bool, now: float) -> None:
+        if self.flow.tells_confirms:
+            self.flow.tell(spec.Basic.Ack, "Lb", (tag, multiple))
+        super().on_ack(tag and tag + (self.before or 0), multiple, now)
+
+    def on_ack_run(self, first: int, count: int, now: float) -> None:
+        if self.flow.tells_confirms:
+            for tag in range(first, first + count):
+                self.flow.tell(spec.Basic.Ack, "Lb", (tag, False))
+        super().on_ack_run(first + (self.before or 0), count, now)
+
+    def on_nack(self, tag: int, multiple: bool, now: float) -> None:
+        if self.flow.tells_confirms:
+            self.flow.tell(spec.Basic.Nack, "Lb", (tag, multiple))
+        super().on_nack(tag and tag + (self.before or 0), multiple, now)
+
+    def on_return(self, code: int, text: str, exchange: str, routing_key: str, header: bytes, body: bytes) -> None:
+        # Whose it is, py-amqp does not ask.
+        content = Message(frame_method=spec.Basic.Return)
+        content.inbound_header(header)
+        if body:
+            content.inbound_body(body)
+        self.flow.tell(spec.Basic.Return, "Bsss", (code, text, exchange, routing_key), content)
+
+    def advance(self, count: int, now: float) -> bool:
+        # Who is admitted is written at once, so nobody is before all is written.
+        outbound = self.outbound
+        outbound.advance(count)
+        if not self.gate.is_open and not outbound.size:
+            self.lift(HoldKind.TRANSPORT, now)
+        return not outbound.mid_frame
+
+    def on_flow(self, active: bool, now: float) -> None:
+        self.flow.channel.active = active
+        super().on_flow(active, now)
+
+    def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
+        # py-amqp opens it anew, and that is another one.
+        self.end(f"the channel is closed: {code} {text}", now)
+
+    def end(self, reason: str, now: float) -> None:
+        """Admit nothing any more, and settle what is there; that is no flow control."""
+        if self.closed is None:
+            self.close(reason, now)
+            self.connection_lost(reason, now)
+
+
+class ChannelFlow(DropInFlow):
+    """The flow of one channel, from when it is opened until it is closed.
+
+    Args:
+        channel: py-amqp's.
+        settings: of the connection.
+        wire: the connection's transport.
+    """
+
+    protocol: _Protocol
+
+    def __init__(self, channel: Any, settings: ProducerSettings, wire: Wire) -> None:
+        number = channel.channel_id
+        # What the socket takes is written at once, and while it takes nothing, nothing is admitted.
+        super().__init__(settings, f"kombu channel {number}", protocol=_Protocol, max_unwritten_bytes=_UNLIMITED)
+        #: The channel.
+        self.channel = channel
+        #: Whether the last publish has waited in vain.
+        self.has_given_up = False
+        self._number = number
+        self._wire = wire
+        self._calls: deque[Callable[[], None]] = deque()
+        # By exchange, routing key and bits, how a message begins.
+        self._heads: dict[tuple[Any, ...], bytes] = {}
+        now = _monotonic()
+        self.protocol.flow = self
+        self.protocol.before = None
+        self.protocol.channel_opened(number, 0, now)
+        wire.tap.attach(number, self.protocol, now)
+        flow_manager.register(self)
+
+    def end(self, reason: str) -> None:
+        """The channel is closed."""
+        self._wire.tap.detach(self._number)
+        flow_manager.unregister(self)
+        self.protocol.end(reason, _monotonic())
+        self.after()
+
+    def confirms_begin(self) -> None:
+        """``Confirm.Select`` is sent: the next message has delivery tag 1."""
+        self.protocol.before = self.protocol.outbound.finished
+
+    @property
+    def tells_confirms(self) -> bool:
+        """Whether py-amqp is to hear of confirms."""
+        pending, events = self.channel._pending, self.channel.events
+        return bool(
+            (pending and (spec.Basic.Ack in pending or spec.Basic.Nack in pending))
+            or (events and (events.get("basic_ack") or events.get("basic_nack")))
+        )
+
+    def tell(self, method: Any, format: str, arguments: tuple[Any, ...], content: Any = None) -> None:
+        """Have py-amqp hear of a method that the tap has taken, as if it had read it."""
+        payload = bytes(4) + dumps(format, arguments)
+        self._wire.later.append(lambda: self.channel.dispatch_method(method, payload, content))
+
+    # What the manager of all producers says, on any thread.
+
+    def _call(self, function: Callable[[], None]) -> None:
+        self._calls.append(function)
+        self._wire.wake()
+
+    def look(self) -> None:
+        """Do what other threads have asked for, and tell whom there is to tell."""
+        while self._calls:
+            self._calls.popleft()()
+        protocol = self.protocol
+        if protocol.logs or protocol.events or protocol.wake:
+            self.after()
+
+    def after(self) -> None:
+        """Log what there is to log, and tell whom there is to tell."""
+        # Whoever waits looks by itself.
+        self.protocol.wake.clear()
+        super().after()
+
+    # Publishing.
+
+    def encode(
+        self, message: Any, exchange: str, routing_key: str, bits: tuple[Any, Any], argsig: str, frame_max: int
+    ) -> EncodedMessage:
+        """The frames that py-amqp makes of a publish."""
+        body = message.body
+        if isinstance(body, str):
+            body = body.encode(message.properties.setdefault("content_encoding", "utf-8"))
+        elif type(body) is not bytes:
+            body = bytes(body)
+        number = self._number
+        key = (exchange, routing_key, bits, argsig)
+        head = self._heads.get(key)
+        if head is None:
+            if len(self._heads) >= PublishEncoder.MAX_ROUTES:
+                self._heads.clear()
+            method = _PUBLISH + dumps(argsig, (0, exchange, routing_key, *bits))
+            head = self._heads[key] = b"%b%b\xce" % (_FRAME.pack(1, number, len(method)), method)
+        properties = message._serialize_properties()
+        size = len(body)
+        content = _CONTENT.size + len(properties)
+        pieces = [head, _FRAME.pack(2, number, content), _CONTENT.pack(60, 0, size), properties, b"\xce"]
+        step = frame_max - _OVERHEAD
+        for at in range(0, size, step):
+            chunk = body if size <= step else body[at : at + step]
+            pieces += (_FRAME.pack(3, number, len(chunk)), chunk, b"\xce")
+        return EncodedMessage(b"".join(pieces), body)
+
+    def write(self) -> None:
+        """Give what may leave to the socket."""
+        self._wire.flush()
+        protocol = self.protocol
+        if protocol.before is None and protocol.unsettled:
+            # Nobody will answer.
+            EncodedProtocol.on_ack(protocol, 0, True, _monotonic())

@@ -1,0 +1,98 @@
+"""kombu's transport for py-amqp, under flow control."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+from kombu.transport import pyamqp
+
+from qflow_client.kombu.connection import Connection
+
+__all__ = ["SSLTransport", "Transport"]
+
+
+class _Kept:
+    """Connections that were closed while the broker blocked them, by what they were made of.
+
+    kombu's pools close a connection when anything is raised, and connect again for the next message. RabbitMQ tells no
+    new connection that it takes no messages, before one is sent on it; so each would send one, whose outcome nobody
+    knows. The old connection does know, and hears when that is over: who connects next gets it back.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._of: dict[str, list[Connection]] = {}
+
+    def put(self, connection: Connection) -> None:
+        with self._lock:
+            self._of.setdefault(connection.made_of, []).append(connection)
+
+    def take(self, made_of: str) -> Connection | None:
+        """One that is still there."""
+        while True:
+            with self._lock:
+                kept = self._of.get(made_of)
+                if not kept:
+                    self._of.pop(made_of, None)
+                    return None
+                connection = kept.pop()
+            try:
+                connection.transport.look()
+                connection.hear()
+            except Connection.connection_errors:
+                pass
+            if connection.connected:
+                return connection
+            connection.collect()
+
+    def cut(self) -> None:
+        """End them all."""
+        with self._lock:
+            kept, self._of = self._of, {}
+        for connections in kept.values():
+            for connection in connections:
+                connection.collect()
+
+
+#: Those of the process; for the package.
+kept = _Kept()
+
+
+class Transport(pyamqp.Transport):
+    """kombu's transport for py-amqp, under flow control: ``qflow://``."""
+
+    def Connection(self, **options: Any) -> Connection:  # type: ignore[override]  # as kombu calls it
+        """A connection, to be connected; for kombu."""
+        made_of = f"{os.getpid()} {sorted(options.items())!r}"
+        connection = kept.take(made_of)
+        if connection is None:
+            connection = Connection(**options)
+            connection.made_of = made_of
+        return connection
+
+    def close_connection(self, connection: Any) -> None:
+        """As kombu's."""
+        if connection.may_be_kept:
+            connection.client = None
+            kept.put(connection)
+        else:
+            super().close_connection(connection)  # type: ignore[no-untyped-call]  # kombu's
+
+    def register_with_event_loop(self, connection: Any, loop: Any) -> None:
+        """As kombu's. In this thread nobody waits while a channel is flowed: all else would wait, too."""
+        super().register_with_event_loop(connection, loop)  # type: ignore[no-untyped-call]  # kombu's
+        connection.loop_runs_here()
+
+        def told_later() -> None:
+            # The event loop watches the socket only, and this has been read from it.
+            loop.call_soon(self.on_readable, connection, loop)
+
+        connection.told_later = told_later
+        if connection.transport.has_frames:
+            told_later()
+
+
+class SSLTransport(Transport, pyamqp.SSLTransport):
+    """The same with TLS: ``qflows://``."""

@@ -1,0 +1,379 @@
+"""py-amqp's transports, with the tap at their socket.
+
+The socket never blocks: whoever waits, waits here, and says for how long.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from struct import Struct
+from typing import Any
+
+from amqp.exceptions import RecoverableConnectionError, UnexpectedFrame
+from amqp.transport import SSLTransport, TCPTransport
+
+from qflow_client.frames import METHOD_FRAME, FrameError
+from qflow_client.tap import Tap
+
+__all__ = ["PlainWire", "TLSWire", "Unanswered", "Wire"]
+
+_monotonic = time.monotonic
+
+_HEAD = Struct(">BHI")
+_DELIVER = b"\0\x3c\0\x3c"
+# Bytes that are asked of the socket at a time, and given to it.
+_READ = 1 << 16
+_WRITE = 1 << 18
+
+_TCP_USER_TIMEOUT: int | None = getattr(socket, "TCP_USER_TIMEOUT", None)
+
+_MUST_WAIT = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class Unanswered(TimeoutError):
+    """The broker, which blocks the connection or takes no bytes, has not answered in time."""
+
+
+class _Poll:
+    """Waits for one socket, and for a call from another thread."""
+
+    def __init__(self, sock: Any) -> None:
+        self._fd = sock.fileno()
+        self._for_input = select.poll()
+        self._for_input.register(self._fd, select.POLLIN)
+        self._for_both = select.poll()
+        self._for_both.register(self._fd, select.POLLIN | select.POLLOUT)
+        # What another thread writes to in order to end a wait; there once there was one.
+        self._pipe: tuple[int, int] | None = None
+
+    def now(self) -> int:
+        """What the socket is ready for."""
+        for fd, found in self._for_both.poll(0):
+            if fd == self._fd:
+                return found
+        return 0
+
+    def wait(self, seconds: float, *, writable: bool) -> int:
+        """Wait for bytes, and for room if that is wanted; or for a call.
+
+        Returns:
+            What the socket is ready for, of these.
+        """
+        if self._pipe is None:
+            self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else _pipe()
+            for each in self._for_input, self._for_both:
+                each.register(self._pipe[0], select.POLLIN)
+        poll = self._for_both if writable else self._for_input
+        ready = 0
+        for fd, found in poll.poll(None if seconds == math.inf else max(0, math.ceil(seconds * 1000))):
+            if fd == self._fd:
+                ready = found
+            else:
+                with suppress(BlockingIOError):
+                    os.read(self._pipe[0], 4096)
+        return ready
+
+    def wake(self) -> None:
+        """End the wait, from any thread."""
+        if self._pipe is not None:
+            with suppress(OSError):
+                os.write(self._pipe[1], b"\0")
+
+    def close(self) -> None:
+        if self._pipe is not None:
+            for fd in self._pipe:
+                os.close(fd)
+            self._pipe = None
+
+
+def _pipe() -> tuple[int, int]:
+    both = os.pipe()
+    for fd in both:
+        os.set_blocking(fd, False)
+    return both
+
+
+class Wire:
+    """What stands between a connection of py-amqp's and its socket; before one of its transports among the bases.
+
+    Inwards it reads as much as there is, where py-amqp reads a frame in three pieces, and keeps what py-amqp is to see
+    until it asks. Outwards it puts the channels' publishes and py-amqp's methods one after the other, at frame borders.
+    """
+
+    # py-amqp's.
+    sock: Any
+    connected: bool
+    connect_timeout: float | None
+    read_timeout: float | None
+    write_timeout: float | None
+    _quick_recv: Callable[[int], bytes]
+
+    #: Seconds that the broker may take to take bytes; None for ever.
+    limit: float | None = None
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.tap = Tap()
+        #: What is to be told to py-amqp's channels, besides frames.
+        self.later: deque[Callable[[], object]] = deque()
+        #: Called after bytes have come.
+        self.on_received: Callable[[], object] = _nothing
+        #: How often a publish was written, by which py-amqp tells whether there have to be heartbeats.
+        self.sent = 0
+        #: How many bytes have come.
+        self.bytes_received = 0
+        # Whole frames that py-amqp is to see, and how many bytes of them it has seen.
+        self._frames = b""
+        self._at = 0
+        # Seconds that py-amqp's next read may take.
+        self._patience: float | None = None
+        # Threads of a pool acknowledge on a connection that another one reads.
+        self._writing = threading.RLock()
+        # Whether a write began and it was not noted what became of it, which an exception of a signal handler does.
+        self._is_torn = False
+        # Whether a frame of py-amqp's has begun and not ended.
+        self._is_midway = False
+        self._poll: _Poll | None = None
+
+    def _setup_transport(self) -> None:
+        super()._setup_transport()  # type: ignore[misc]  # py-amqp's
+        self.sock.settimeout(0.0)
+        self._poll = _Poll(self.sock)
+        self._write = self._write_all
+
+    def _get_tcp_socket_defaults(self, sock: Any) -> dict[int, int]:
+        found: dict[int, int] = super()._get_tcp_socket_defaults(sock)  # type: ignore[misc]  # py-amqp's
+        if _TCP_USER_TIMEOUT is not None:
+            # py-amqp has Linux end a connection whose peer has not taken bytes for a second. To wait for that is what
+            # we are for, and what waits behind a message that is half written has as much time again.
+            found[_TCP_USER_TIMEOUT] = 0 if self.limit is None else min(int(2000 * self.limit) + 1000, 1 << 30)
+        return found
+
+    def close(self) -> None:
+        super().close()  # type: ignore[misc]  # py-amqp's
+        if self._poll is not None:
+            self._poll.close()
+
+    def wake(self) -> None:
+        """End a wait, from any thread."""
+        if self._poll is not None:
+            self._poll.wake()
+
+    # Inwards.
+
+    @contextmanager
+    def having_timeout(self, timeout: float | None) -> Iterator[Any]:
+        """As py-amqp's, for reads."""
+        before, self._patience = self._patience, timeout
+        try:
+            yield self.sock
+        finally:
+            self._patience = before
+
+    def read_frame(self, unpack: Any = None) -> tuple[int, int, bytes]:
+        """As py-amqp's."""
+        while (found := self.next_frame(self._patience)) is None:
+            self.later.popleft()()
+        return found
+
+    def next_frame(self, timeout: float | None) -> tuple[int, int, bytes] | None:
+        """The next frame for py-amqp: its type, channel and payload; ``None`` if something of `later` comes first.
+
+        Raises:
+            TimeoutError: none came in time.
+        """
+        end: float | None = None
+        while True:
+            if self.later:
+                return None
+            at, frames = self._at, self._frames
+            if at < len(frames):
+                kind, number, size = _HEAD.unpack_from(frames, at)
+                start = at + _HEAD.size
+                self._at = start + size + 1
+                return kind, number, frames[start : start + size]
+            if end is None and self.receive():
+                continue
+            if end is None:
+                if timeout is None:
+                    timeout = self.read_timeout
+                end = math.inf if timeout is None else _monotonic() + timeout
+            left = end - _monotonic()
+            if left <= 0:
+                raise TimeoutError("timed out")
+            self.wait(left)
+
+    @property
+    def has_frames(self) -> bool:
+        """Whether there is something for py-amqp."""
+        return self._at < len(self._frames) or bool(self.later)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something for py-amqp that is no delivery."""
+        if self.later:
+            return True
+        at, frames = self._at, self._frames
+        return at < len(frames) and (frames[at] != METHOD_FRAME or frames[at + 7 : at + 11] != _DELIVER)
+
+    def receive(self) -> bool:
+        """Take what has come, without waiting; whether anything had."""
+        sock = self.sock
+        if sock is None:
+            raise RecoverableConnectionError("connection already closed")
+        try:
+            data = self._quick_recv(_READ)
+        except _MUST_WAIT:
+            return False
+        except OSError:
+            self.connected = False
+            raise
+        if not data:
+            self.connected = False
+            raise OSError("Server unexpectedly closed connection")
+        self.bytes_received += len(data)
+        try:
+            passed = self.tap.received(data, _monotonic())
+        except FrameError as error:
+            self.connected = False
+            raise UnexpectedFrame(str(error)) from error
+        if passed:
+            self._frames = self._frames[self._at :] + passed
+            self._at = 0
+        self.on_received()
+        return True
+
+    def look(self) -> bool:
+        """Take all that has come, without waiting; whether the socket takes bytes."""
+        poll = self._poll
+        if poll is None or not self.connected:
+            raise RecoverableConnectionError("connection already closed")
+        ready = poll.now()
+        if ready & ~select.POLLOUT or self._has_pending():
+            self._receive_all()
+        return ready & select.POLLOUT != 0
+
+    def _receive_all(self) -> None:
+        received = self.bytes_received
+        while self.receive():
+            if self.bytes_received - received < _READ and not self._has_pending():
+                break
+            received = self.bytes_received
+
+    def _has_pending(self) -> bool:
+        """Whether bytes have come that the socket does not show."""
+        return False
+
+    def wait(self, seconds: float, *, writable: bool = False) -> bool:
+        """Wait until there are bytes, or another thread calls; also for room if there is something to write.
+
+        Returns:
+            Whether there is room; if that was not waited for, nobody knows.
+        """
+        if self._poll is None:
+            raise RecoverableConnectionError("connection already closed")
+        ready = self._poll.wait(seconds, writable=writable or self.unwritten)
+        if ready & ~select.POLLOUT:
+            self._receive_all()
+        return ready & select.POLLOUT != 0
+
+    # Outwards.
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether a frame of ours has begun and not ended."""
+        return not self.tap.at_border
+
+    def flush(self) -> None:
+        """Write what the channels have, as far as the socket takes it."""
+        tap = self.tap
+        with self._writing:
+            if self._is_midway:
+                return
+            self._check()
+            while data := tap.data_to_write(_WRITE):
+                self._is_torn = True
+                try:
+                    count = self._some(data)
+                except OSError:
+                    self.connected = False
+                    raise
+                tap.advance(count, _monotonic())
+                self._is_torn = False
+                self.sent += 1
+                if count < len(data):
+                    break
+
+    def _check(self) -> None:
+        if self._is_torn:
+            self.connected = False
+            raise RecoverableConnectionError("a write was interrupted, and nobody knows how much of it is written")
+
+    def _write_all(self, data: bytes) -> None:
+        """Write a frame of py-amqp's."""
+        limit = self.limit if self.write_timeout is None else self.write_timeout
+        with self._writing:
+            end = math.inf if limit is None else _monotonic() + limit
+            self._check()
+            while not self.tap.at_border:
+                rest = self.tap.unfinished
+                self._is_torn = True
+                count = self._some(rest)
+                self.tap.advance(count, _monotonic())
+                self._is_torn = False
+                if count < len(rest):
+                    self._await_room(end)
+            view = memoryview(data)
+            self._is_torn = self._is_midway = True
+            while True:
+                view = view[self._some(view) :]
+                if not view:
+                    break
+                self._await_room(end)
+            self._is_torn = self._is_midway = False
+
+    def _await_room(self, end: float) -> None:
+        left = end - _monotonic()
+        if left <= 0:
+            # What is cut off in mid-frame cannot be gone on with.
+            self.connected = False
+            raise Unanswered("the broker takes no more bytes")
+        poll = select.poll()
+        poll.register(self.sock, select.POLLOUT)
+        poll.poll(None if left == math.inf else math.ceil(left * 1000))
+
+    def _some(self, data: Any) -> int:
+        """Write as much as the socket takes."""
+        try:
+            return int(self.sock.send(data))
+        except _MUST_WAIT:
+            return 0
+
+
+def _nothing() -> None:
+    pass
+
+
+class PlainWire(Wire, TCPTransport):  # type: ignore[misc]  # py-amqp has no types
+    """TCP."""
+
+
+class TLSWire(Wire, SSLTransport):  # type: ignore[misc]  # py-amqp has no types
+    """TLS."""
+
+    def _has_pending(self) -> bool:
+        return bool(self.sock.pending())
+
+    def _shutdown_transport(self) -> None:
+        # Not for ever.
+        self.sock.settimeout(self.connect_timeout or 1.0)
+        super()._shutdown_transport()

@@ -1,0 +1,63 @@
+"""A Celery application like any other. It says nothing of qflow_client: the transport is in the URL."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from celery import Celery
+
+#: What tells two of them apart on one broker.
+NAME = os.environ.get("PROGRAM_NAME", "program")
+FOLDER = Path(os.environ.get("PROGRAM_FOLDER", "."))
+
+app = Celery(
+    NAME,
+    broker=os.environ.get("PROGRAM_BROKER", "memory://"),
+    backend=os.environ.get("PROGRAM_RESULTS", "rpc://"),
+)
+app.conf.update(
+    task_default_queue=NAME,
+    control_exchange=f"{NAME}-control",
+    event_exchange=f"{NAME}-events",
+    broker_connection_retry_on_startup=True,
+    broker_transport_options={"confirm_publish": True},
+    task_send_sent_event=True,
+    worker_send_task_events=True,
+    result_chord_retry_interval=0.1,
+    beat_schedule={"tick": {"task": f"{NAME}.tick", "schedule": 0.5}},
+    beat_schedule_filename=str(FOLDER / "schedule"),
+    # A worker that goes away has not to leave its queues behind.
+    control_queue_expires=60.0,
+    event_queue_expires=60.0,
+)
+
+
+@app.task(name=f"{NAME}.add")
+def add(one: int, other: int) -> int:
+    return one + other
+
+
+@app.task(name=f"{NAME}.total")
+def total(numbers: list[int]) -> int:
+    return sum(numbers)
+
+
+@app.task(name=f"{NAME}.third_time", bind=True, max_retries=5)
+def third_time(self: Any) -> int:
+    if self.request.retries < 2:
+        raise self.retry(countdown=0.1)
+    return int(self.request.retries)
+
+
+@app.task(name=f"{NAME}.spread")
+def spread(count: int) -> list[str]:
+    """Publishes from within a task."""
+    return [add.delay(number, number).id for number in range(count)]
+
+
+@app.task(name=f"{NAME}.tick", ignore_result=True)
+def tick() -> None:
+    with (FOLDER / "ticks").open("a") as ticks:
+        ticks.write("tick\n")

@@ -1,0 +1,529 @@
+"""Publishing through kombu under flow control."""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+import sys
+import threading
+import time
+from typing import Any
+
+import amqp
+import pytest
+from amqp.exceptions import MessageNacked
+from kombu import Connection, Consumer, Producer, Queue
+from kombu.asynchronous import Hub
+from kombu.exceptions import OperationalError
+
+from qflow_client import (
+    ConfirmTimeout,
+    FlowControlTimeout,
+    FlowEventKind,
+    HoldKind,
+    ProducerFlowed,
+    SettingsError,
+    flow_manager,
+)
+from qflow_client.broker import Broker
+from qflow_client.kombu.transport import kept
+from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, eventually, start
+
+
+def held(channel: Any, *kinds: str) -> None:
+    """Wait until a channel is held by exactly these."""
+    eventually(lambda: sorted(str(hold.kind) for hold in channel.flow_state.holds) == sorted(kinds), f"{kinds}")
+
+
+def stop(channel: Any, broker: Broker) -> None:
+    """Have the broker stop a channel, and wait until it knows."""
+    (name,) = (each.name for each in broker.channels() if each.number == channel.channel_id)
+    broker.flow(False, name)
+    held(channel, HoldKind.CHANNEL_FLOW)
+
+
+def publish(channel: Any, body: bytes = b"body", **keywords: Any) -> None:
+    channel.basic_publish(channel.prepare_message(body), exchange="", routing_key="q", **keywords)
+
+
+def test_J7_a_stop_is_answered_and_nothing_is_published_until_it_ends(broker, connect, wire):
+    channel = connect(max_producer_flow_control_wait=PATIENCE).default_channel
+    stop(channel, broker)
+    wire.wait_for("in", "Channel.FlowOk")
+    stopped = wire.where("in", "Channel.FlowOk")[0]
+    assert channel.active is False
+    job = start(publish, channel, b"after")
+    eventually(lambda: channel._flow.protocol.controller.waiting == 1)
+    assert wire.came_between(stopped) == []
+    broker.flow(True)
+    job.result()
+    broker.wait_until(lambda broker: broker.queue("q").depth == 1)
+    assert not channel.flow_state.flowed
+    assert channel.active is True
+
+
+@pytest.mark.parametrize("confirms", [False, True, "pipelined"])
+def test_A4_a_publish_that_stays_blocked_raises_in_time_and_is_never_sent(broker, connect, confirms):
+    connection = connect(max_producer_flow_control_wait=0.3, confirm_publish=confirms)
+    producer = Producer(connection)
+    stop(producer.channel, broker)
+    with Stopwatch() as watch, pytest.raises(OperationalError, match="channel_flow") as caught:
+        producer.publish("never", routing_key="q", retry=True, retry_policy={"max_retries": 3})
+    assert watch.kept(0.3), "kombu has not tried again"
+    cause = caught.value.__cause__
+    assert isinstance(cause, FlowControlTimeout)
+    assert cause.message == b"never"
+    assert [hold.kind for hold in cause.holds] == [HoldKind.CHANNEL_FLOW]
+    broker.flow(True)
+    assert producer.channel.wait_unflowed(PATIENCE)
+    producer.publish("later", routing_key="q")
+    broker.wait_until(lambda broker: broker.queue("q").depth)
+    assert bodies(broker) == [b"later"]
+
+
+def test_A4_the_publish_itself_can_say_how_long_it_waits(broker, connect):
+    channel = connect(max_producer_flow_control_wait=PATIENCE).default_channel
+    stop(channel, broker)
+    with Stopwatch() as watch, pytest.raises(OperationalError):
+        publish(channel, timeout=0.3)
+    assert watch.kept(0.3)
+
+
+def test_D1_with_when_flowed_raise_it_does_not_wait(broker, connect):
+    channel = connect(when_flowed="raise").default_channel
+    stop(channel, broker)
+    with pytest.raises(OperationalError) as caught:
+        publish(channel)
+    assert type(caught.value.__cause__) is ProducerFlowed
+
+
+def test_a_confirm_that_does_not_come_is_unknown_and_not_tried_again(broker, connect):
+    producer = Producer(connect(max_producer_flow_control_wait=0.3, confirm_publish=True))
+    broker.withhold_confirms()
+    with Stopwatch() as watch, pytest.raises(OperationalError, match="no answer of the broker") as caught:
+        producer.publish("once", routing_key="q", retry=True)
+    assert watch.kept(0.3)
+    assert isinstance(caught.value.__cause__, ConfirmTimeout)
+    with Stopwatch() as watch, pytest.raises(OperationalError):
+        producer.publish("twice", routing_key="q", confirm_timeout=0.6)
+    assert watch.kept(0.6)
+    broker.release_confirms()
+    producer.publish("thrice", routing_key="q")
+    assert bodies(broker) == [b"once", b"twice", b"thrice"]
+
+
+def test_that_the_broker_refuses_a_message_is_raised_as_py_amqp_does(broker, connect):
+    channel = connect(confirm_publish=True).default_channel
+    broker.nack_publishes()
+    with pytest.raises(MessageNacked):
+        publish(channel)
+    broker.nack_publishes(False)
+    publish(channel)
+
+
+def test_pipelined_confirms_fill_the_window_and_no_more(broker, connect):
+    channel = connect(max_producer_flow_control_wait=0.3, confirm_publish="pipelined", capacity=5).default_channel
+    publish(channel)
+    channel.wait_for_confirms()
+    broker.withhold_confirms()
+    for _ in range(5):
+        publish(channel)
+    with pytest.raises(OperationalError, match="capacity") as caught:
+        publish(channel)
+    assert isinstance(caught.value.__cause__, FlowControlTimeout)
+    with pytest.raises(OperationalError, match="5 messages are not confirmed") as caught:
+        channel.wait_for_confirms(0.1)
+    assert isinstance(caught.value.__cause__, ConfirmTimeout)
+    broker.release_confirms()
+    channel.wait_for_confirms()
+    publish(channel)
+
+
+def test_what_the_broker_refuses_of_pipelined_messages_is_raised_by_the_next(broker, connect):
+    producer = Producer(connect(confirm_publish="pipelined"))
+    producer.publish("taken", routing_key="q")
+    producer.channel.wait_for_confirms()
+    broker.nack_publishes()
+    producer.publish("refused", routing_key="q")
+    eventually(lambda: producer.channel.flow_state and producer.channel._flow.protocol.failures)
+    broker.nack_publishes(False)
+    with pytest.raises(OperationalError, match="1 messages were not taken by the broker: earlier") as caught:
+        producer.publish("not sent", routing_key="q", retry=True)
+    assert isinstance(caught.value.__cause__, MessageNacked)
+    producer.publish("sent", routing_key="q")
+    producer.channel.wait_for_confirms()
+    assert bodies(broker) == [b"taken", b"sent"]
+
+
+def test_pipelined_messages_are_waited_for_when_their_connection_is_closed(broker, connect):
+    connection = connect(confirm_publish="pipelined", max_producer_flow_control_wait=PATIENCE)
+    publish(connection.default_channel)
+    connection.default_channel.wait_for_confirms()
+    broker.withhold_confirms()
+    publish(connection.default_channel)
+    job = start(connection.release)
+    job.join(0.2)
+    assert job.is_alive()
+    broker.release_confirms()
+    job.result()
+
+
+def test_pipelined_messages_are_not_waited_for_twice(broker, connect):
+    """kombu's pools close a connection on which anything was raised, and that is to take no time of its own."""
+    connection = connect(confirm_publish="pipelined", max_producer_flow_control_wait=0.3, capacity=1)
+    publish(connection.default_channel)
+    connection.default_channel.wait_for_confirms()
+    broker.withhold_confirms()
+    publish(connection.default_channel)
+    with Stopwatch() as watch:
+        with pytest.raises(OperationalError, match="capacity"):
+            publish(connection.default_channel)
+        connection.release()
+    assert watch.seconds < 0.6
+
+
+def test_a_blocked_connection_holds_all_its_channels_until_it_is_unblocked(broker, connect):
+    connection = connect(max_producer_flow_control_wait=0.2)
+    one, two = connection.channel(), connection.channel()
+    broker.block("no memory")
+    held(one, HoldKind.CONNECTION_BLOCKED)
+    for channel in one, two:
+        with pytest.raises(OperationalError, match="no memory"):
+            publish(channel)
+    # What the broker would not read does not hang, either.
+    for method in connection.channel, lambda: one.queue_declare("other"), lambda: one.basic_get("q"):
+        with Stopwatch() as watch, pytest.raises(OperationalError, match="connection_blocked") as caught:
+            method()
+        assert watch.kept(0.2)
+        assert isinstance(caught.value.__cause__, FlowControlTimeout)
+    broker.unblock()
+    for channel in one, two:
+        assert channel.wait_unflowed(PATIENCE)
+    assert one.queue_declare("other").queue == "other"
+
+
+def test_a_connection_that_is_closed_while_blocked_comes_back_until_it_is_unblocked(broker, connect):
+    """As kombu's pools do when anything was raised."""
+    connection = connect(max_producer_flow_control_wait=0.2)
+    channel = connection.default_channel
+    publish(channel)
+    broker.block("no memory")
+    held(channel, HoldKind.CONNECTION_BLOCKED)
+    (name,) = (each.name for each in broker.connections())
+    with Stopwatch() as watch:
+        connection.release()
+    assert watch.seconds < 0.2, "nobody waits for a broker that does not read"
+    again = connect(max_producer_flow_control_wait=0.2)
+    assert [each.name for each in broker.connections()] == [name]
+    with pytest.raises(OperationalError, match="connection_blocked"):
+        publish(again.default_channel)
+    broker.unblock()
+    eventually(lambda: not again.connection.transport.look() or not again.connection.is_blocked)
+    publish(again.default_channel)
+    broker.wait_until(lambda broker: broker.queue("q").depth == 2)
+    # The channel that was closed meanwhile is closed.
+    assert len(broker.channels()) == 1
+    again.release()
+    broker.wait_until(lambda broker: not broker.connections())
+
+
+def test_a_kept_connection_that_was_lost_is_made_anew(broker, connect):
+    connection = connect()
+    broker.block("no memory")
+    held(connection.default_channel, HoldKind.CONNECTION_BLOCKED)
+    connection.release()
+    broker.close_connections()
+    broker.wait_until(lambda broker: not broker.connections())
+    broker.unblock()
+    again = connect()
+    publish(again.default_channel)
+    broker.wait_until(lambda broker: broker.queue("q").depth == 1)
+
+
+def test_a_blocked_connection_with_a_consumer_is_cut_when_it_is_closed(broker, connect):
+    connection = connect()
+    broker.publish(b"one", "q")
+    consumer = Consumer(connection, [Queue("q", durable=False)], on_message=lambda message: None)
+    consumer.consume()
+    broker.block("no memory")
+    held(connection.default_channel, HoldKind.CONNECTION_BLOCKED)
+    connection.release()
+    broker.wait_until(lambda broker: not broker.connections())
+    broker.wait_until(lambda broker: broker.queue("q").depth == 1)
+
+
+def test_a_socket_that_takes_nothing_holds_and_nothing_is_sent(broker, connect, proxy):
+    channel = connect(proxy.url(broker), max_producer_flow_control_wait=0.5).default_channel
+    publish(channel)
+    proxy.stop_reading()
+    big = bytes(1 << 24)
+    with Stopwatch() as watch, pytest.raises(OperationalError, match="the message may still arrive") as caught:
+        publish(channel, big)
+    assert watch.kept(0.5)
+    assert isinstance(caught.value.__cause__, ConfirmTimeout)
+    with Stopwatch() as watch, pytest.raises(OperationalError, match="the socket takes no more bytes") as caught:
+        publish(channel, b"never")
+    assert watch.kept(0.5)
+    assert isinstance(caught.value.__cause__, FlowControlTimeout)
+    proxy.go_on_reading()
+    assert channel.wait_unflowed(PATIENCE)
+    publish(channel, b"last")
+    broker.wait_until(lambda broker: broker.queue("q").depth == 3)
+    assert bodies(broker) == [b"body", big, b"last"]
+
+
+def test_the_close_of_a_connection_that_takes_nothing_does_not_hang(broker, connect, proxy):
+    connection = connect(proxy.url(broker), max_producer_flow_control_wait=0.3)
+    channel = connection.default_channel
+    proxy.stop_reading()
+    with pytest.raises(OperationalError):
+        publish(channel, bytes(1 << 24))
+    with Stopwatch() as watch:
+        connection.release()
+    assert watch.kept(0.6), "the channel's good-bye and that of the connection"
+
+
+def test_an_operator_stops_and_starts_it_with_all_other_producers(broker, connect):
+    channel = connect(max_producer_flow_control_wait=PATIENCE).default_channel
+    events: list[Any] = []
+    channel.on_flow(events.append)
+    flow_manager.stop_all("maintenance")
+    try:
+        job = start(publish, channel)
+        eventually(lambda: FlowEventKind.FLOWED in [event.kind for event in events])
+    finally:
+        flow_manager.start_all()
+    job.result()
+    assert [event.kind for event in events] == [FlowEventKind.FLOWED, FlowEventKind.UNFLOWED]
+    assert events[0].hold.detail == "maintenance"
+
+
+def test_heartbeats_go_on_while_a_publish_waits(broker, connect, wire):
+    connection = connect(heartbeat=1, max_producer_flow_control_wait=PATIENCE)
+    channel = connection.default_channel
+    stop(channel, broker)
+    job = start(publish, channel)
+    wire.wait_for("in", "Heartbeat", 3)
+    broker.flow(True)
+    job.result()
+
+
+def test_a_lost_connection_ends_a_wait_with_the_error_of_kombu(broker, connect):
+    connection = connect(max_producer_flow_control_wait=PATIENCE)
+    channel = connection.default_channel
+    stop(channel, broker)
+    job = start(publish, channel)
+    eventually(lambda: channel._flow.protocol.controller.waiting == 1)
+    broker.close_connections()
+    assert isinstance(job.wait(), connection.recoverable_connection_errors)
+
+
+def test_kombus_retry_connects_again_and_publishes(broker, connect):
+    producer = Producer(connect(confirm_publish=True))
+    producer.publish("one", routing_key="q")
+    broker.close_connections()
+    broker.wait_until(lambda broker: not broker.connections())
+    producer.publish("two", routing_key="q", retry=True, retry_policy={"interval_start": 0.01})
+    assert bodies(broker) == [b"one", b"two"]
+
+
+def test_a_channel_that_the_broker_closes_is_opened_anew_with_a_flow_of_its_own(broker, connect):
+    channel = connect(confirm_publish=True).default_channel
+    publish(channel)
+    with pytest.raises(amqp.NotFound):
+        channel.basic_publish(channel.prepare_message(b"lost"), exchange="nowhere", routing_key="q")
+    publish(channel)
+    stop(channel, broker)
+    broker.flow(True)
+    assert channel.wait_unflowed(PATIENCE)
+    assert len(bodies(broker)) == 2
+
+
+def test_deliveries_that_come_while_a_publish_waits_are_kept_for_their_time(broker, connect):
+    """kombu's callbacks are called where it reads, not in the middle of a publish."""
+    connection = connect(max_producer_flow_control_wait=0.3, confirm_publish=True)
+    channel = connection.default_channel
+    heard: list[Any] = []
+    consumer = Consumer(channel, [Queue("q", durable=False)], on_message=lambda message: heard.append(message.body))
+    consumer.consume()
+    publish(channel, b"one")
+    stop(channel, broker)
+    with pytest.raises(OperationalError):
+        publish(channel, b"two")
+    assert heard == []
+    connection.drain_events(timeout=PATIENCE)
+    assert heard == [b"one"]
+    with pytest.raises(TimeoutError):
+        connection.drain_events(timeout=0.01)
+
+
+def test_deliveries_that_a_publish_has_read_are_told_by_the_event_loop(broker, connect):
+    connection = connect(max_producer_flow_control_wait=PATIENCE)
+    heard: list[Any] = []
+    consumer = Consumer(connection, [Queue("q", durable=False)], on_message=lambda message: heard.append(message.body))
+    consumer.consume()
+    hub = Hub()
+    job = start(_loop, connection, hub, broker, heard)
+    job.result()
+    assert heard == [b"one"]
+
+
+def _loop(connection: Connection, hub: Hub, broker: Broker, heard: list[Any]) -> None:
+    connection.register_with_event_loop(hub)
+    channel = connection.default_channel
+    broker.publish(b"one", "q")
+    wire = channel.connection.transport
+    # The event loop's poll does not see what has been read.
+    eventually(lambda: wire.look() and wire.has_frames)
+    publish(channel, b"two")
+    end = time.monotonic() + PATIENCE
+    while not heard:
+        assert time.monotonic() < end
+        hub.run_once()
+    hub.close()
+    del heard[1:]
+
+
+def test_who_runs_an_event_loop_does_not_wait(broker, connect):
+    """Neither at the gate, nor for an answer that a broker which blocks will not give. But a task does."""
+    connection = connect(max_producer_flow_control_wait=PATIENCE, confirm_publish=True)
+
+    def run() -> list[Any]:
+        hub = Hub()
+        connection.register_with_event_loop(hub)
+        channel = connection.default_channel
+        publish(channel)
+        broker.block("no memory")
+        held(channel, HoldKind.CONNECTION_BLOCKED)
+        causes: list[Any] = []
+        for method in (lambda: publish(channel)), (lambda: channel.queue_declare("other")):
+            with pytest.raises(OperationalError) as caught:
+                method()
+            causes.append(type(caught.value.__cause__))
+        hub.close()
+        return causes
+
+    assert start(run).result() == [ProducerFlowed, FlowControlTimeout]
+
+
+@pytest.mark.parametrize("confirms", [False, True])
+def test_tls(stack, certificate, confirms):
+    ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    ours.load_cert_chain(*certificate)
+    broker = stack.enter_context(Broker(ssl_context=ours))
+    broker.declare_queue("q")
+    options = {"confirm_publish": confirms, "max_producer_flow_control_wait": 0.3}
+    tls = {"ca_certs": str(certificate[0]), "server_hostname": "127.0.0.1", "cert_reqs": ssl.CERT_REQUIRED}
+    with Connection(broker.url.replace("amqps", "qflows"), ssl=tls, transport_options=options) as connection:
+        channel = connection.default_channel
+        for number in range(100):
+            publish(channel, b"%d" % number)
+        publish(channel, bytes(1 << 20))
+        heard: list[bytes] = []
+
+        def hear(message: Any) -> None:
+            heard.append(bytes(message.body))
+            message.ack()
+
+        with Consumer(channel, [Queue("q", durable=False)], on_message=hear):
+            while len(heard) < 101:
+                connection.drain_events(timeout=PATIENCE)
+        assert heard[:-1] == [b"%d" % number for number in range(100)]
+        stop(channel, broker)
+        with pytest.raises(OperationalError, match="channel_flow"):
+            publish(channel)
+
+
+def test_settings_are_transport_options(broker, connect, monkeypatch):
+    monkeypatch.setenv("QFLOW_CAPACITY", "7")
+    connection = connect(name="mine", rate=1000.0)
+    settings = connection.connection.flow_settings
+    assert (settings.name, settings.rate, settings.capacity) == ("mine", 1000.0, 7)
+    with pytest.raises(TypeError, match="confirms is no setting of a connection of kombu's: confirm_publish says it"):
+        connect(confirms=True)
+    with pytest.raises(SettingsError, match="capacity=0"):
+        connect(capacity=0)
+    with pytest.raises(SettingsError, match="confirm_publish='each'"):
+        connect(confirm_publish="each")
+
+
+def test_F2_a_rate_limits_it(broker, connect):
+    channel = connect(rate=50.0, rate_burst=1, max_producer_flow_control_wait=PATIENCE).default_channel
+    began = time.monotonic()
+    for _ in range(11):
+        publish(channel)
+    assert time.monotonic() - began >= 0.2
+
+
+def test_no_log_says_more_than_there_is_to_say(broker, connect, caplog):
+    with caplog.at_level(logging.INFO, "qflow_client"):
+        connection = connect(confirm_publish=True)
+        publish(connection.default_channel)
+        connection.release()
+    assert [record.message for record in caplog.records if record.name == "qflow_client"] == []
+
+
+def test_a_child_process_does_not_take_what_its_parent_has_kept(broker, connect):
+    connection = connect()
+    broker.block("no memory")
+    held(connection.default_channel, HoldKind.CONNECTION_BLOCKED)
+    connection.release()
+    made_of = next(iter(kept._of))
+    assert made_of.startswith(f"{os.getpid()} ")
+
+
+def test_an_interrupted_write_ends_the_connection(broker, connect, monkeypatch):
+    """As that of a task whose soft time limit is up: nobody knows how much of it is written."""
+    connection = connect()
+    channel = connection.default_channel
+    publish(channel)
+    wire = channel.connection.transport
+    send = wire._some
+
+    def interrupted(data: bytes) -> int:
+        send(data)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(wire, "_some", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        publish(channel)
+    monkeypatch.setattr(wire, "_some", send)
+    with pytest.raises(connection.recoverable_connection_errors):
+        publish(channel)
+    assert not wire.connected
+    wire.close()
+
+
+def test_two_threads_of_a_pool_acknowledge_while_another_reads(broker, connect):
+    connection = connect()
+    count = 300
+    messages: list[Any] = []
+    for number in range(count):
+        broker.publish(b"%d" % number, "q")
+    consumer = Consumer(connection, [Queue("q", durable=False)], on_message=messages.append)
+    consumer.qos(prefetch_count=0)
+    consumer.consume()
+    acked = threading.Event()
+
+    def acknowledge() -> None:
+        done = 0
+        while done < count // 2:
+            try:
+                messages.pop().ack()
+            except IndexError:
+                time.sleep(0.001)
+                continue
+            done += 1
+        acked.set()
+
+    jobs = [start(acknowledge) for _ in range(2)]
+    while any(job.is_alive() for job in jobs):
+        try:
+            connection.drain_events(timeout=0.05)
+        except TimeoutError:
+            pass
+    for job in jobs:
+        job.result()
+    assert sys.exc_info() == (None, None, None)
+    broker.wait_until(lambda broker: broker.queue("q").unacked == 0 and broker.queue("q").depth == 0)

@@ -1,0 +1,160 @@
+"""A Celery application on a real RabbitMQ, with kombu's own transport and with ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from kombu.exceptions import OperationalError
+
+from qflow_client import ConfirmTimeout, FlowControlTimeout, HoldKind
+from qflow_client.testing.rabbitmq import RabbitMQNode
+from tests.integration.kombu.scenarios import Application, a_chord, all_scenarios, application, ends_when_told
+from tests.integration.producer.tools import Stopwatch, eventually, start
+
+pytestmark = pytest.mark.rabbitmq
+
+# Seconds that our transport waits, and after which a call that has not returned counts as one that hangs.
+WAIT = 1.0
+HANGS = 3 * WAIT
+PATIENCE = 60.0
+
+SCHEMES = ["pyamqp", "qflow"]
+
+
+def url(node: RabbitMQNode, scheme: str) -> str:
+    return node.url.replace("amqp://", f"{scheme}://")
+
+
+@pytest.fixture(scope="module", params=SCHEMES)
+def of(
+    request: pytest.FixtureRequest, rabbitmq: RabbitMQNode, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Application]:
+    with application(url(rabbitmq, request.param), tmp_path_factory.mktemp("rpc"), "rpc://") as made:
+        yield made
+        ends_when_told(made)
+
+
+@all_scenarios
+def test_a_celery_application_works_as_ever(of: Application, scenario: Callable[[Application], None]) -> None:
+    scenario(of)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_chords(rabbitmq: RabbitMQNode, scheme: str, tmp_path: Path) -> None:
+    with application(url(rabbitmq, scheme), tmp_path, f"file://{tmp_path}", "-c", "2") as of:
+        a_chord(of)
+        ends_when_told(of)
+
+
+def take(body: str) -> None:
+    raise AssertionError("no worker is there to run it")
+
+
+class Client:
+    """Whoever calls ``apply_async``. The same for both, but for the URL."""
+
+    def __init__(self, node: RabbitMQNode, scheme: str, **transport_options: Any) -> None:
+        ours = {"max_producer_flow_control_wait": WAIT} if scheme == "qflow" else {}
+        self.app = Celery("client", broker=url(node, scheme))
+        self.app.conf.update(task_ignore_result=True, broker_transport_options=transport_options | ours)
+        self.task = self.app.task(take, name="take", shared=False)
+        self.called = 0
+        self.call()
+
+    def call(self, **options: Any) -> None:
+        self.task.apply_async(("x" * 100_000,), queue="orders", **options)
+        self.called += 1
+
+    def run(self, count: int) -> None:
+        for _ in range(count):
+            self.call()
+
+    def depth(self) -> int:
+        with self.app.connection_for_read() as connection:
+            return int(connection.default_channel.queue_declare("orders", passive=True).message_count)
+
+    def close(self) -> None:
+        self.app.pool.force_close_all()
+        self.app.close()
+
+
+def goes_on(client: Client) -> bool:
+    """Whether a call is taken again; one that is not is not sent."""
+    try:
+        client.call()
+    except OperationalError as error:
+        if not isinstance(error.__cause__, FlowControlTimeout):
+            raise
+        return False
+    return True
+
+
+def test_under_a_memory_alarm_confirms_hang_with_pyamqp_and_not_with_the_transport(own_rabbitmq: RabbitMQNode) -> None:
+    theirs, ours = (Client(own_rabbitmq, scheme, confirm_publish=True) for scheme in SCHEMES)
+    own_rabbitmq.raise_memory_alarm()
+    job = start(theirs.call)
+    with Stopwatch() as watch, pytest.raises(OperationalError, match="no answer of the broker") as caught:
+        ours.call()
+    assert watch.kept(WAIT)
+    assert isinstance(caught.value.__cause__, ConfirmTimeout), "nobody knows what became of it"
+    # The first of them has made the broker say that it blocks the connection.
+    with Stopwatch() as watch, pytest.raises(OperationalError, match="was not sent") as caught:
+        ours.call()
+    assert watch.kept(WAIT), "Celery's own retries do not wait again"
+    cause = caught.value.__cause__
+    assert isinstance(cause, FlowControlTimeout)
+    assert [hold.kind for hold in cause.holds] == [HoldKind.CONNECTION_BLOCKED]
+    with Stopwatch() as watch, pytest.raises(OperationalError) as caught:
+        ours.call(declare=[ours.app.amqp.queues.select_add("another")])
+    assert watch.kept(WAIT), "the declaration of a queue would hang, too"
+    assert isinstance(caught.value.__cause__, FlowControlTimeout)
+    job.join(HANGS)
+    assert job.is_alive(), "pyamqp hangs"
+    own_rabbitmq.clear_memory_alarm()
+    job.result(PATIENCE)
+    eventually(lambda: goes_on(ours))
+    # What was unknown has arrived, what was refused has not.
+    assert ours.depth() == theirs.called + ours.called + 1
+    for client in theirs, ours:
+        client.close()
+
+
+def test_under_a_memory_alarm_unconfirmed_messages_hang_with_pyamqp_and_not_with_the_transport(
+    own_rabbitmq: RabbitMQNode,
+) -> None:
+    theirs, ours = (Client(own_rabbitmq, scheme) for scheme in SCHEMES)
+    own_rabbitmq.raise_memory_alarm()
+    # Until the broker says that it blocks the connection, which it does once this has published.
+    ended = start(ours.run, 1000).wait(PATIENCE)
+    assert isinstance(ended, OperationalError)
+    assert isinstance(ended.__cause__, FlowControlTimeout)
+    job = start(theirs.run, 1000)
+    job.join(HANGS)
+    assert job.is_alive(), "pyamqp hangs"
+    assert theirs.called > ours.called, "pyamqp has gone on"
+    with Stopwatch() as watch:
+        ours.close()
+    assert watch.seconds < HANGS, "the end of the program does not hang"
+    own_rabbitmq.clear_memory_alarm()
+    job.result(PATIENCE)
+    theirs.close()
+
+
+def test_under_a_memory_alarm_a_worker_goes_on(own_rabbitmq: RabbitMQNode, tmp_path: Path) -> None:
+    """Its events and replies have nowhere to go, and hold nothing up."""
+    with application(url(own_rabbitmq, "qflow"), tmp_path, f"file://{tmp_path}", "-c", "2") as of:
+        add = of.task("add")
+        results = [add.apply_async((number, 1), countdown=3.0) for number in range(20)]
+        assert add.delay(1, 1).get(timeout=PATIENCE) == 2
+        own_rabbitmq.raise_memory_alarm()
+        with Stopwatch() as watch:
+            assert [result.get(timeout=PATIENCE) for result in results] == list(range(1, 21))
+        assert watch.seconds < 20.0, "no task waits for what its worker has to say"
+        own_rabbitmq.clear_memory_alarm()
+        assert add.delay(2, 2).get(timeout=PATIENCE) == 4
+        of.app.control.shutdown()
+        assert of.process.wait(PATIENCE) == 0
