@@ -5,12 +5,26 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from kombu import Connection
+from kombu import Connection, pools
 
+from qflow_client import flow_manager
 from qflow_client.broker import Broker
+from qflow_client.kombu.flow import ChannelFlow
 from qflow_client.kombu.transport import kept
 from tests.integration.producer.conftest import certificate as certificate
 from tests.integration.producer.tools import Proxy, Wire
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_connection_is_left() -> Iterator[None]:
+    yield
+    pools.reset()
+    for flow in flow_manager.resources:
+        # Celery leaves open what its result backend and its pools have connected.
+        assert isinstance(flow, ChannelFlow)
+        if flow.channel.connection is not None:
+            flow.channel.connection.collect()
+    assert flow_manager.resources == ()
 
 
 @pytest.fixture
