@@ -40,8 +40,10 @@ def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, Any]], 
 
 @pytest.fixture(autouse=True)
 def _no_producer_is_left() -> Iterator[None]:
+    # One that a test which failed has left is not held against the next.
+    before = set(flow_manager.resources)
     yield
-    assert flow_manager.resources == ()
+    assert set(flow_manager.resources) <= before
 
 
 @pytest.fixture

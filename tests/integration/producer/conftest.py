@@ -27,12 +27,13 @@ def _ours() -> list[threading.Thread]:
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Iterator[None]:
-    assert _ours() == []
+    # One that a test which failed has left is not held against the next.
+    threads, resources = set(_ours()), set(flow_manager.resources)
     yield
-    for thread in _ours():
+    for thread in set(_ours()) - threads:
         thread.join(PATIENCE)
         assert not thread.is_alive()
-    assert flow_manager.resources == ()
+    assert set(flow_manager.resources) <= resources
 
 
 @pytest.fixture
