@@ -120,8 +120,10 @@ class Database:
             yield
             self.execute("COMMIT")
         except BaseException:
-            if self._file.in_transaction:
-                self._file.execute("ROLLBACK")
+            # Of what went wrong, the first is to be told.
+            with suppress(sqlite3.Error):
+                if self._file.in_transaction:
+                    self._file.execute("ROLLBACK")
             raise
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -105,11 +106,15 @@ class Keeper:
             self._thread.join(timeout)
 
     def _run(self) -> None:
+        look_at = time.monotonic() + self._period
         while not self._end.is_set():
-            rung = self._bell.acquire(timeout=self._period)
+            left = -1.0 if self._period < 0 else max(0.0, look_at - time.monotonic())
+            rung = self._bell.acquire(timeout=left)
             protocol = self._protocol
-            if not rung:
+            if self._period >= 0 and time.monotonic() >= look_at:
+                look_at = time.monotonic() + self._period
                 self._deliver(StoringProtocol.look_for_old)
+            if not rung:
                 continue
             if not self._urgent and protocol.plan is None and not protocol.controller.waiting:
                 # Unless somebody has it that soon.

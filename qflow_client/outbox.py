@@ -67,6 +67,8 @@ _INSERT = "INSERT OR IGNORE INTO message VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 # Messages that are settled before `wait_durable` takes them out, too.
 _SETTLED_TOGETHER = 500
 _TOTALS = "SELECT count(*), coalesce(sum(size), 0) FROM message"
+# Seconds after which a thread looks whether it is still to be called.
+_LOST = 1.0
 # Above every sequence.
 _EVER = 1 << 62
 # Bytes that a message takes besides its own.
@@ -361,7 +363,14 @@ class Outbox:
                 else:
                     self._turns.append(turn)
             if self._committer is not turn:
-                turn.called.acquire()
+                while not turn.called.acquire(timeout=_LOST):
+                    with self._turns_lock:
+                        if self._durable >= sequence or not self._file_lock.locked():
+                            # Ctrl-C has taken away who was to call.
+                            if turn in self._turns:
+                                self._turns.remove(turn)
+                            self._committer = turn
+                            break
             # Another thread may have taken it along.
             if self._durable < sequence:
                 with self._file_lock:

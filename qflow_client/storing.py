@@ -345,7 +345,7 @@ class StoringProtocol(ProducerProtocol):
             self._ring(Plan(*plan))
 
     def _grant(self, now: float) -> None:
-        if self.has_backlog:
+        if self.has_backlog or self.gate.is_held_by(HoldKind.OUTBOX):
             try:
                 self._take_up(now)
             except BaseException:

@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
+from copy import copy
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from uuid import uuid4
@@ -293,13 +294,14 @@ class AsyncProducer:
     def _wake_durable(self, durable: int, error: Exception | None) -> None:
         waiting = self._undurable
         while waiting and (error is not None or waiting[0][0] <= durable):
-            _, waiter = waiting.popleft()
+            sequence, waiter = waiting.popleft()
             if waiter.done():
                 continue
-            if error is None:
+            if error is None or sequence <= durable:
                 waiter.set_result(None)
             else:
-                waiter.set_exception(error)
+                # One for each, because each is given its receipt.
+                waiter.set_exception(copy(error))
 
     async def _open(self) -> Link:
         errors = []
@@ -528,9 +530,12 @@ class AsyncProducer:
                 receipts.append(receipt)
                 if len(receipts) % _AT_ONCE == 0:
                     await self._made_durable(receipt)
-        finally:
+        except Exception:
             if receipts:
                 await self._made_durable(receipts[-1])
+            raise
+        if receipts:
+            await self._made_durable(receipts[-1])
 
     def _send_at_once(
         self, payload: bytes | Message, exchange: str, routing_key: str, kind: type[ProducerFlowed], advice: str
@@ -921,6 +926,13 @@ class AsyncProducer:
                 if self._storage is not None:
                     await asyncio.to_thread(self._storage.close, BRIEF)
             finally:
+                if self._undurable and self._storage is not None:
+                    # Its thread, which would have told them, has ended.
+                    from qflow_client.outbox import OutboxError
+
+                    outbox = self._storage.outbox
+                    ended = OutboxError(f"{outbox.path}: the producer was closed before the message was on disk")
+                    self._wake_durable(outbox.durable, ended)
                 self._all_ended.set()
         if self._deliveries is not None:
             failures = self._deliveries.undelivered(left)

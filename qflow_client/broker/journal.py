@@ -259,6 +259,8 @@ class Journal:
             self._moves.pop(record.number, None)
             self._removals.append(record.number)
             record.number = 0
+            # If a queue that does not survive has it still, it is on disk no more.
+            record.is_taken = record.is_written = False
         else:
             del self._puts[record.number]
             record.number = 0
@@ -492,9 +494,9 @@ class Journal:
         self.written += len(taken.puts)
         self.backlog -= len(taken.puts)
         self.backlog_size -= sum(len(put.body) for put in taken.puts)
-        for message in taken.messages:
+        for message, put in zip(taken.messages, taken.puts, strict=True):
             record = message.record
-            if record is None:
+            if record is None or record.number != put.number:
                 continue
             record.is_written = True
             if record.is_evicting:

@@ -284,7 +284,10 @@ class Wire:
         ready = self._poll.wait(seconds, writable=writable or self.unwritten)
         if ready & ~select.POLLOUT:
             self._receive_all()
-        return ready & select.POLLOUT != 0
+        is_writable = ready & select.POLLOUT != 0
+        if is_writable and self.unwritten:
+            self.flush()
+        return is_writable
 
     # Outwards.
 

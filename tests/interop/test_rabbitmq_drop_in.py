@@ -112,7 +112,8 @@ def test_under_a_memory_alarm_unconfirmed_messages_pile_up_with_pika_and_not_wit
     # Until the broker says that it blocks the connection, which it does once this has published.
     ended = start(ours.run, 1000).wait(PATIENCE)
     assert isinstance(ended, FlowControlTimeout)
-    assert [hold.kind for hold in ended.holds] == [HoldKind.CONNECTION_BLOCKED]
+    # The socket may be full as well.
+    assert HoldKind.CONNECTION_BLOCKED in [hold.kind for hold in ended.holds]
     job = start(theirs.run, 1000)
     job.join(HANGS)
     assert job.is_alive(), "pika hangs"

@@ -133,3 +133,30 @@ def test_an_alarm_of_an_operators_is_his_to_clear():
         broker.publish(b"x", "q")
         broker.get("q")
         assert broker.alarms == {"memory": "because"}
+
+
+def test_A5_what_a_durable_queue_has_let_go_of_stays_whole_in_a_transient_one(tmp_path):
+    persistent = pika.BasicProperties(delivery_mode=2)
+    with Broker(store=tmp_path / "store") as broker:
+        with pika.BlockingConnection(pika.URLParameters(broker.url)) as connection:
+            channel = connection.channel()
+            channel.exchange_declare("fan", "fanout")
+            channel.queue_declare("durable", durable=True)
+            spool = {"x-qflow-policy": "flow_to_disk", "qpid.max_size": 1000}
+            channel.queue_declare("transient", arguments=spool)
+            for queue in ("durable", "transient"):
+                channel.queue_bind(queue, "fan")
+            channel.confirm_delivery()
+            channel.basic_publish("fan", "", b"1" * 600, persistent)
+            channel.basic_get("transient")
+            method, _, _ = channel.basic_get("durable")
+            assert method is not None and method.delivery_tag is not None
+            channel.basic_ack(method.delivery_tag)
+            broker.wait_until(lambda broker: not broker.queue("durable").depth and not broker.memory.backlog)
+            # More than there may be in memory, so that what is unacked goes to disk first.
+            channel.basic_publish("", "transient", b"2" * 600, persistent)
+            broker.wait_until(lambda broker: broker.memory.evicted)
+        with pika.BlockingConnection(pika.URLParameters(broker.url)) as connection:
+            channel = connection.channel()
+            assert [channel.basic_get("transient", auto_ack=True)[2] for _ in range(2)] == [b"1" * 600, b"2" * 600]
+            channel.queue_declare("the store still works", durable=True)

@@ -233,6 +233,7 @@ def forked_while_disconnected(url: str) -> None:
     # It may have been raised before.
     while HoldKind.DISCONNECTED not in {hold.kind for hold in producer.flow_state.holds}:
         time.sleep(0.01)
+    copies = 0
     for _ in range(20):
         pid = os.fork()
         if pid == 0:
@@ -241,7 +242,11 @@ def forked_while_disconnected(url: str) -> None:
             assert isinstance(receipt.error(), OutcomeUnknown)
             os._exit(_child(producer))
         _, status = os.waitpid(pid, 0)
-        assert os.waitstatus_to_exitcode(status) == 0, status
+        code = os.waitstatus_to_exitcode(status)
+        assert code in {0, 9}, code
+        copies += code == 9
+    # Nobody has a name yet for the socket that another thread is making in that instant.
+    assert copies <= 2, copies
     _say("forked")
     assert receipt.result(timeout=20) is Outcome.CONFIRMED
     producer.send(b"parent").result(timeout=20)
