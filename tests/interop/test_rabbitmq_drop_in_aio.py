@@ -204,7 +204,7 @@ def test_under_a_memory_alarm_blocks_are_left_in_time(alarmed: RabbitMQNode, kin
 def test_a_robust_channel_waits_over_a_crash_of_the_node(own_rabbitmq: RabbitMQNode) -> None:
     async def main() -> None:
         # It waits for a whole node to start.
-        url = f"{own_rabbitmq.url}?reconnect_interval=1&max_producer_flow_control_wait={2 * PATIENCE}&capacity=1"
+        url = f"{own_rabbitmq.url}?reconnect_interval=1&max_producer_flow_control_wait={1.5 * PATIENCE}&capacity=1"
         async with await drop_in.connect_robust(url) as connection:
             channel = await connection.channel()
             await channel.declare_queue("orders", durable=True)

@@ -150,7 +150,8 @@ def test_A5_what_a_durable_queue_has_let_go_of_stays_whole_in_a_transient_one(tm
             channel.basic_publish("fan", "", b"1" * 600, persistent)
             channel.basic_get("transient")
             method, _, _ = channel.basic_get("durable")
-            assert method is not None and method.delivery_tag is not None
+            assert method is not None
+            assert method.delivery_tag is not None
             channel.basic_ack(method.delivery_tag)
             broker.wait_until(lambda broker: not broker.queue("durable").depth and not broker.memory.backlog)
             # More than there may be in memory, so that what is unacked goes to disk first.
