@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import aio_pika.robust_channel as _aio_pika
+from aio_pika.channel import Channel
+from aiormq.exceptions import AMQPConnectionError
 
 from qflow_client.aio_pika.channel import FlowedChannel
 
@@ -19,6 +22,17 @@ class RobustChannel(FlowedChannel, _aio_pika.RobustChannel):
     """
 
     _restores = True
+
+    # aio-pika's.
+    __restored: asyncio.Event
+
+    async def _on_close(self, closing: asyncio.Future[Any]) -> BaseException | None:
+        if not closing.cancelled() and isinstance(closing.exception(), AMQPConnectionError):
+            # The connection restores its channels. aio-pika's channel begins that, too, and may wait for the connection
+            # with the lock in hand that the connection waits for: neither would ever go on.
+            self.__restored.clear()
+            return await Channel._on_close(self, closing)
+        return await super()._on_close(closing)
 
 
 def __getattr__(name: str) -> Any:
