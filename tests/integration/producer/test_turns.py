@@ -36,7 +36,7 @@ def test_f4_who_gives_up_leaves_the_order_of_the_others(producer: Producer, brok
     wait_held(producer, "channel_flow")
     jobs = []
     for number in range(30):
-        jobs.append(start(producer.send, b"%d" % number, timeout=0.5 if number % 3 == 0 else None))
+        jobs.append(start(producer.send, b"%d" % number, timeout=3.0 if number % 3 == 0 else None))
         wait_in_line(producer, number + 1)
     wait_in_line(producer, 20)
     assert all(isinstance(job.wait(), FlowControlTimeout) for job in jobs[::3])
