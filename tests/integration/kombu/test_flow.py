@@ -171,7 +171,7 @@ def test_pipelined_messages_are_waited_for_when_their_connection_is_closed(broke
 
 def test_pipelined_messages_are_not_waited_for_twice(broker, connect):
     """kombu's pools close a connection on which anything was raised, and that is to take no time of its own."""
-    connection = connect(confirm_publish="pipelined", max_producer_flow_control_wait=0.3, capacity=1)
+    connection = connect(confirm_publish="pipelined", max_producer_flow_control_wait=1.5, capacity=1)
     publish(connection.default_channel)
     connection.default_channel.wait_for_confirms()
     broker.withhold_confirms()
@@ -180,7 +180,7 @@ def test_pipelined_messages_are_not_waited_for_twice(broker, connect):
         with pytest.raises(OperationalError, match="capacity"):
             publish(connection.default_channel)
         connection.release()
-    assert watch.seconds < 0.6
+    assert watch.seconds < 3.0
 
 
 def test_a_blocked_connection_holds_all_its_channels_until_it_is_unblocked(broker, connect):
@@ -205,7 +205,7 @@ def test_a_blocked_connection_holds_all_its_channels_until_it_is_unblocked(broke
 
 def test_a_connection_that_is_closed_while_blocked_comes_back_until_it_is_unblocked(broker, connect):
     """As kombu's pools do when anything was raised."""
-    connection = connect(max_producer_flow_control_wait=0.2)
+    connection = connect(max_producer_flow_control_wait=1.0)
     channel = connection.default_channel
     publish(channel)
     broker.block("no memory")
@@ -213,8 +213,8 @@ def test_a_connection_that_is_closed_while_blocked_comes_back_until_it_is_unbloc
     (name,) = (each.name for each in broker.connections())
     with Stopwatch() as watch:
         connection.release()
-    assert watch.seconds < 0.2, "nobody waits for a broker that does not read"
-    again = connect(max_producer_flow_control_wait=0.2)
+    assert watch.seconds < 1.0, "nobody waits for a broker that does not read"
+    again = connect(max_producer_flow_control_wait=1.0)
     assert [each.name for each in broker.connections()] == [name]
     with pytest.raises(OperationalError, match="connection_blocked"):
         publish(again.default_channel)
