@@ -121,7 +121,9 @@ async def publish(module: Any, channel: Any, *bodies: bytes, key: str = "q") -> 
 
 
 async def depth(channel: Any, name: str = "q") -> Any:
-    return (await channel.declare_queue(name, passive=True)).declaration_result.message_count
+    # A robust channel answers a second time from memory.
+    underlay = await channel.get_underlay_channel()
+    return (await underlay.queue_declare(name, passive=True)).message_count
 
 
 async def tried(log: list[Any], what: Awaitable[Any]) -> None:
