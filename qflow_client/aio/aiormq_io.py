@@ -294,12 +294,8 @@ class TapTransport(asyncio.Transport):
         """In a child process after a fork: close its copies of the socket; the loop's records are the parent's."""
         self._broken = True
         self._socket.close()
-        theirs = self._raw.get_extra_info("socket").fileno()
-        if theirs >= 0:
-            # The loop's transport closes it when it is dropped, so it must stay a descriptor of something.
-            nothing = os.open(os.devnull, os.O_RDWR)
-            os.dup2(nothing, theirs, inheritable=False)
-            os.close(nothing)
+        # The loop's transport closes it when it is dropped, so it must stay a descriptor of something.
+        _replace(self._raw.get_extra_info("socket").fileno())
 
     # For the library: asyncio's interface.
 
@@ -381,7 +377,11 @@ class TapTransportFactory(TransportFactory):
         protocol = _TapProtocol(reader, loop, self._is_open)
         try:
             transport: Any
-            transport, _ = await loop.create_connection(lambda: protocol, url.host or "", url.port or 0, **kwargs)
+            if kwargs:
+                transport, _ = await loop.create_connection(lambda: protocol, url.host or "", url.port or 0, **kwargs)
+            else:
+                sock = await _connected(loop, url.host or "", url.port or 0)
+                transport, _ = await loop.create_connection(lambda: protocol, sock=sock)
             if context is not None:
                 transport = await loop.start_tls(transport, protocol, context, server_hostname=url.host)
             tapped = protocol.tap(transport, loop)
@@ -392,11 +392,44 @@ class TapTransportFactory(TransportFactory):
         return reader, writer
 
 
-# Also those of connections that are still being made, which no producer knows yet.
+async def _connected(loop: asyncio.AbstractEventLoop, host: str, port: int) -> socket.socket:
+    """A socket, connected as the loop does it itself: address by address. A fork at any time finds it."""
+    failures = []
+    for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        _untapped.add(sock)
+        try:
+            sock.setblocking(False)
+            await loop.sock_connect(sock, address)
+        except OSError as error:
+            sock.close()
+            failures.append(error)
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    if len(failures) == 1:
+        raise failures[0]
+    raise OSError(f"no address of {host} takes a connection: {'; '.join(map(str, failures)) or 'it has none'}")
+
+
+def _replace(descriptor: int) -> None:
+    """Close this process's copy of a socket, and leave a descriptor of nothing to whoever is going to close it."""
+    if descriptor >= 0:
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, descriptor, inheritable=False)
+        os.close(nothing)
+
+
+# Also those of connections that are still being made, which no producer knows yet, and before that their sockets.
 _transports: weakref.WeakSet[TapTransport] = weakref.WeakSet()
+_untapped: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
+    for sock in tuple(_untapped):
+        _replace(sock.fileno())
     for transport in tuple(_transports):
         transport.forget()
 

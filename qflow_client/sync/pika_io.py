@@ -139,14 +139,18 @@ class _TapSocket:
 
     def forget(self) -> None:
         """Close this process's descriptor and nothing else."""
-        with suppress(OSError):
-            os.close(self._sock.detach())
+        _close_copy(self._sock)
 
     def close(self) -> None:
         """Close it, and stop watching it."""
         if self._services.tapped is self:
             self._services.untap()
         self._sock.close()
+
+
+def _close_copy(sock: socket.socket) -> None:
+    with suppress(OSError):
+        os.close(sock.detach())
 
 
 class _TapContext(ssl.SSLContext):
@@ -184,6 +188,8 @@ class TapIOServices(SelectorIOServicesAdapter):
         self._after = after
         # The socket, once it is connected and until it is closed.
         self.tapped: _TapSocket | None = None
+        # The last one that was to be connected.
+        self._connecting: socket.socket | None = None
         # pika's own interest in the socket taking bytes, and ours.
         self._library_writer: Callable[[], None] | None = None
         self._ours = False
@@ -250,6 +256,11 @@ class TapIOServices(SelectorIOServicesAdapter):
 
     # pika's interface.
 
+    def connect_socket(self, sock: socket.socket, resolved_addr: Any, on_done: Any) -> Any:
+        """As pika's; a fork finds the socket from here on."""
+        self._connecting = sock
+        return super().connect_socket(sock, resolved_addr, on_done)
+
     def create_streaming_connection(
         self,
         protocol_factory: Any,
@@ -292,6 +303,8 @@ class TapIOServices(SelectorIOServicesAdapter):
 
     def forget(self) -> None:
         """After a fork, in the child: close its copy of the socket. The connection itself is the parent's."""
+        if self._connecting is not None:
+            _close_copy(self._connecting)
         if self.tapped is not None:
             self.tapped.forget()
 

@@ -43,7 +43,9 @@ def program() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 def _say(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
-    return process.stdout.readline().strip()
+    line = process.stdout.readline().strip()
+    # If it failed, the test that failed with it is to say how.
+    return line + process.stdout.read() if line.startswith("Traceback") else line
 
 
 def _ends_well(process: subprocess.Popen[str]) -> None:
