@@ -84,7 +84,10 @@ class Channel(CountedSource):
         # Prefetch counts: of the whole channel, and of consumers that come.
         self.prefetch = 0
         self._consumer_prefetch = 0
-        # Whether the client wants deliveries, which its own Channel.Flow says.
+        # Whether the client wants deliveries, which its own Channel.Flow says; whether what it is told waits for the
+        # disk; and so, whether its consumers take anything.
+        self._wants_deliveries = True
+        self._is_waiting = False
         self.delivers = True
         # Being flowed: since when, how often, seconds that are over.
         self.flowed_since: float | None = None
@@ -552,19 +555,26 @@ class Channel(CountedSource):
             self.unacked[tag] = Delivery(tag, entry, None)
         self.delivered += 1
         message, session = entry.message, self.session
-        session.write(wire.get_ok(self.number, tag, entry.redelivered, message.target.names, queue.ready_count))
+        get_ok = wire.get_ok(self.number, tag, entry.redelivered, message.target.names, queue.ready_count)
         if message.body is not None:
+            session.write(get_ok)
             session.write(wire.content_frames(self.number, message.header, message.body, session.frame_max))
         else:
-            self._promise_content(message)
+            self._promise_message(get_ok, message)
 
-    def _promise_content(self, message: StoredMessage) -> None:
-        """Send the content of a message, which is on disk and held, as soon as it is read, and all else after it."""
-        promise = self.session.promise()
+    def _promise_message(self, get_ok: bytes, message: StoredMessage) -> None:
+        """Answer with a message, which is on disk and held, as soon as it is read.
+
+        The method waits, too: nothing may come between it and the content.
+        """
+        promise = self.session.promise(self.number)
 
         def keep() -> None:
             assert message.body is not None
-            promise.keep(wire.content_frames(self.number, message.header, message.body, self.session.frame_max))
+            assert self.host.journal is not None
+            content = wire.content_frames(self.number, message.header, message.body, self.session.frame_max)
+            self.host.journal.leave(None, message)
+            promise.keep(get_ok + content)
 
         self.host.when_read(message, keep)
 
@@ -576,8 +586,17 @@ class Channel(CountedSource):
                 consumer.queue.dispatch()
 
     def _client_flow(self, method: commands.Channel.Flow) -> None:
-        self.delivers = bool(method.active)
-        self._reply(commands.Channel.FlowOk(active=self.delivers))
+        self._wants_deliveries = bool(method.active)
+        self._reply(commands.Channel.FlowOk(active=self._wants_deliveries))
+        self._check_delivers()
+
+    def wait(self, on: bool) -> None:
+        """What it is told waits for the disk, or no longer: deliveries go elsewhere, or stay in their queues."""
+        self._is_waiting = on
+        self._check_delivers()
+
+    def _check_delivers(self) -> None:
+        self.delivers = self._wants_deliveries and not self._is_waiting
         if self.delivers:
             self.wake()
 

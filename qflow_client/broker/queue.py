@@ -120,6 +120,8 @@ class Queue:
         # Entries with consumers, in the order of delivery, and their body bytes.
         self.unacked: dict[QueueEntry, None] = {}
         self.unacked_size = 0
+        # Messages whose dead letters are not where they go yet: until then the journal has them here.
+        self._letters: dict[StoredMessage, None] = {}
         # Entries that expire; None until there is one.
         self._expiry: Expiry | None = None
         # When `tick` is to be called.
@@ -357,27 +359,28 @@ class Queue:
         """An entry that is in none of the containers any more is dropped."""
         # What is dropped for want of room does not end the want of room (D10).
         self._makes_room = self.is_overdue and reason is DropReason.MAXLEN
-        self._hold_letter(entry)
-        self._shrink(entry)
+        self._shrink(entry, has_letter=self.options.dead_letter_exchange is not None)
         self._makes_room = False
         self._mourn(entry, reason)
-
-    def _hold_letter(self, entry: QueueEntry) -> None:
-        """An entry whose body is on disk is dropped, and what is sent as a dead letter must be read before it goes."""
-        if self.options.dead_letter_exchange is not None and entry.message.body is None and self.journal is not None:
-            self.journal.hold(entry.message)
 
     def _mourn(self, entry: QueueEntry, reason: DropReason) -> None:
         self.count_drop(reason)
         if self.options.dead_letter_exchange is not None:
             self._surroundings.died(self, entry.message, reason)
 
+    def buried(self, message: StoredMessage) -> None:
+        """The dead letter of a message is where it goes, or nowhere: so the message may leave the disk."""
+        if message in self._letters:
+            del self._letters[message]
+            assert self.journal is not None
+            self.journal.leave(None if self.is_deleted else self, message)
+
     def count_drop(self, reason: DropReason) -> None:
         """Take note of a message that is dropped here."""
         self.drops[reason] = self.drops.get(reason, 0) + 1
 
-    def _shrink(self, entry: QueueEntry) -> None:
-        """Take note that an entry has left, however it did (J6)."""
+    def _shrink(self, entry: QueueEntry, *, has_letter: bool = False) -> None:
+        """Take note that an entry has left, however it did (J6); with a dead letter the journal is told by `buried`."""
         entry.is_gone = True
         size = entry.message.size
         self.depth -= 1
@@ -389,7 +392,10 @@ class Queue:
         if self.journal is not None:
             if self.pager is not None:
                 self.pager.forget(entry)
-            self.journal.leave(self, entry.message)
+            if has_letter:
+                self._letters[entry.message] = None
+            else:
+                self.journal.leave(self, entry.message)
         for flow in self.flows:
             if entry.completion is not None and flow.held.pop(entry, None) is not None:
                 entry.completion.release()
@@ -724,6 +730,11 @@ class Queue:
         for entry in tuple(self.unacked):
             self._take_back(entry)
             self._shrink(entry)
+        if self.journal is not None:
+            # The store knows the queue no longer, but what is to be read of it must stay until it is.
+            for message in self._letters:
+                self.journal.hold(message)
+                self.journal.leave(self, message)
         for flow in self.flows:
             flow.let_go()
         if self._recorder is not None:
@@ -762,8 +773,7 @@ class Queue:
             due = self._expiry.take_due(now)
             for entry in due:
                 self._leave_gap(entry)
-                self._hold_letter(entry)
-                self._shrink(entry)
+                self._shrink(entry, has_letter=self.options.dead_letter_exchange is not None)
             for entry in due:
                 self._mourn(entry, DropReason.EXPIRED)
 

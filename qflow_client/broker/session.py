@@ -70,22 +70,26 @@ class State(Enum):
 
 
 class Promise:
-    """Bytes in what a session sends that are not there yet; nothing that is written after them is sent before.
+    """Frames of a channel that are not there yet; what is written after them on this channel is sent after them.
 
     Args:
         session: whose.
+        number: of the channel.
     """
 
-    __slots__ = ("_session", "data")
+    __slots__ = ("_number", "_session", "behind", "data")
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, number: int) -> None:
         self._session = session
+        self._number = number
         self.data: bytes | None = None
+        # What was written after it, up to the next one.
+        self.behind: list[bytes] = []
 
     def keep(self, data: bytes) -> None:
-        """These are the bytes."""
+        """These are the frames, all that were promised."""
         self.data = data
-        self._session.promise_kept()
+        self._session.promise_kept(self._number)
 
 
 class Session:
@@ -114,8 +118,8 @@ class Session:
         self._on_output = on_output
         self._output_announced = False
         self._output: list[bytes] = []
-        # What was written before promises that are not kept, and these; all of it goes before `_output`.
-        self._promised: deque[tuple[list[bytes], Promise]] = deque()
+        # Channels with promises, which wait for the disk, in their order. Others do not wait, nor does channel 0.
+        self._promises: dict[int, deque[Promise]] = {}
         # Channels with confirms that are due.
         self._confirming: dict[Channel, None] = {}
         self._beginning = b""
@@ -422,15 +426,29 @@ class Session:
         self.write(wire.method(0, method))
 
     def write(self, data: bytes) -> None:
-        """Put whole frames into what is to be sent."""
+        """Put whole frames of one channel into what is to be sent, behind the promises of that channel."""
+        if self._promises and self._waits(data):
+            return
         self._output.append(data)
         if not self._output_announced:
             self._announce()
 
     def write_in_turn(self, data: bytes) -> None:
-        """`write`, to be sent after what other connections have to send by now: for what several race for (F4)."""
+        """Put whole frames before all promises, to be sent after what other connections have to send by now.
+
+        For what several race for (F4), and what is no answer to anything: a stop must not wait for the disk, because
+        the time of grace (D8) runs.
+        """
         self._output.append(data)
         self._announce()
+
+    def _waits(self, data: bytes) -> bool:
+        """Put frames behind the promises of their channel, if it has any."""
+        promises = self._promises.get(int.from_bytes(data[1:3], "big"))
+        if promises is None:
+            return False
+        promises[-1].behind.append(data)
+        return True
 
     def write_when_durable(self, data: bytes, *, topology_only: bool = True) -> None:
         """Put whole frames into what is to be sent, once that is on disk which they tell of.
@@ -441,43 +459,40 @@ class Session:
         """
         journal = self.host.journal
         if journal is not None:
-            promise = Promise(self)
+            number = int.from_bytes(data[1:3], "big")
+            promise = Promise(self, number)
             if journal.when_durable(lambda: promise.keep(data), topology_only=topology_only):
-                self._wait_for(promise)
+                self._wait_for(promise, number)
                 return
         self.write(data)
 
-    def promise(self) -> Promise:
-        """Put something into what is to be sent that is not there yet."""
-        promise = Promise(self)
-        self._wait_for(promise)
+    def promise(self, number: int) -> Promise:
+        """Put something into what is to be sent on a channel that is not there yet."""
+        promise = Promise(self, number)
+        self._wait_for(promise, number)
         return promise
 
-    def _wait_for(self, promise: Promise) -> None:
-        self._promised.append((self._output, promise))
-        self._output = []
+    def _wait_for(self, promise: Promise, number: int) -> None:
+        self._promises.setdefault(number, deque()).append(promise)
+        channel = self.channels.get(number)
+        if channel is not None:
+            channel.wait(True)
 
-    def promise_kept(self) -> None:
-        """What has been waited for can be sent."""
-        if not self._output_announced:
+    def promise_kept(self, number: int) -> None:
+        """What a channel has waited for can be sent, with what is behind it."""
+        promises = self._promises.get(number)
+        if promises is None:
+            # The connection is over.
+            return
+        while promises and (data := promises[0].data) is not None:
+            self._output += (data, *promises.popleft().behind)
+        if not promises:
+            del self._promises[number]
+        if self._output and not self._output_announced:
             self._announce()
-
-    def _sendable(self) -> list[bytes]:
-        """What need not wait for a promise."""
-        ready: list[bytes] = []
-        promised = self._promised
-        while promised:
-            before, promise = promised[0]
-            ready += before
-            before.clear()
-            if promise.data is None:
-                break
-            ready.append(promise.data)
-            promised.popleft()
-        if not promised:
-            ready += self._output
-            self._output.clear()
-        return ready
+        channel = self.channels.get(number)
+        if channel is not None and not promises:
+            channel.wait(False)
 
     def deliver(self, data: bytes) -> None:
         """Put a delivery into what is to be sent."""
@@ -511,15 +526,16 @@ class Session:
         if self._confirming and not self.controls.withhold_confirms:
             for channel in self._confirming:
                 if not channel.is_closing and channel.confirms is not None:
-                    self._output.append(channel.confirms.flush())
+                    confirms = channel.confirms.flush()
+                    if not (self._promises and self._waits(confirms)):
+                        self._output.append(confirms)
             self._confirming.clear()
-        output = self._sendable() if self._promised else self._output
+        output = self._output
         if not output:
             return b""
         data = b"".join(output) if len(output) > 1 else output[0]
         output.clear()
-        if not self._promised:
-            self._delivery_bytes = 0
+        self._delivery_bytes = 0
         self.last_sent = now
         self.bytes_sent += len(data)
         if self.settings.trace is not None:
@@ -586,18 +602,10 @@ class Session:
                 self.end()
                 return
             if now - self.last_sent >= self.heartbeat / 2:
-                self._beat()
+                self.write(HEARTBEAT)
                 self.last_sent = now
             times += [self.last_sent + self.heartbeat / 2, self.last_received + 2 * self.heartbeat]
         self.wake_at = min(times, default=float("inf"))
-
-    def _beat(self) -> None:
-        if self._promised:
-            # It need not wait for the disk.
-            self._promised[0][0].append(HEARTBEAT)
-            self.promise_kept()
-        else:
-            self.write(HEARTBEAT)
 
     # The end.
 
@@ -646,6 +654,7 @@ class Session:
             channel.confirms = None
         self.channels.clear()
         self._confirming.clear()
+        self._promises.clear()
         self.discipline = None
 
     def _end_channels(self) -> None:
@@ -663,7 +672,8 @@ class Session:
     @property
     def memory(self) -> int:
         """Bytes of messages that are coming in, and of what waits to be taken for sending."""
-        waiting = sum(len(data) for part in (self._output, *(before for before, _ in self._promised)) for data in part)
+        promised = (promise.behind for promises in self._promises.values() for promise in promises)
+        waiting = sum(len(data) for part in (self._output, *promised) for data in part)
         return waiting + sum(channel.incoming for channel in self.channels.values())
 
     @property

@@ -749,22 +749,26 @@ class VirtualHost:
 
         One that dies while another is buried waits for its turn, so that a chain of queues is no chain of calls.
         """
-        if message.body is None:
-            # It must be read before.
-            self.when_read(message, lambda: self.died(queue, message, reason))
-            return
         self._dead.append((queue, message, reason))
         if self._is_burying:
             return
         self._is_burying = True
         try:
             while self._dead:
-                self._bury(*self._dead.popleft())
+                self._bury_next(*self._dead.popleft())
         finally:
             self._is_burying = False
 
+    def _bury_next(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
+        if message.body is None:
+            # It must be read before.
+            self.when_read(message, lambda: self.died(queue, message, reason))
+        else:
+            self._bury(queue, message, reason)
+            queue.buried(message)
+
     def when_read(self, message: StoredMessage, callback: Callable[[], None]) -> None:
-        """Have something called when the body of a message that is held is in memory; it is let go after that."""
+        """Have something called when the body of a message, which the journal knows, is in memory."""
         journal = self.journal
         assert journal is not None
 
@@ -773,7 +777,6 @@ class VirtualHost:
                 journal.want((message,), look)
             else:
                 callback()
-                journal.leave(None, message)
             return True
 
         look()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +19,9 @@ from qflow_client.broker.definitions import (
     load_definitions,
 )
 from qflow_client.broker.journal import Journal
-from qflow_client.broker.store import Store
+from qflow_client.broker.store import BodyReader, Store
 
-from .conftest import World
+from .conftest import Disk, World
 
 OPERATIONS = ("declare", *["publish"] * 3, *["get"] * 2, "bind", "unbind", "delete", "exchange", "take")
 PERSISTENT = commands.Basic.Properties(delivery_mode=2)
@@ -315,6 +316,106 @@ def test_a_time_to_live_goes_on_while_the_broker_is_away(world):
         after.now = 14.5
         after.host.tick(after.now)
         assert after.queue().depth == 0
+
+
+def read(stored):
+    """Bodies that are wanted are read from the file."""
+    reader = BodyReader(Path(stored.path))
+    journal = stored.world.host.journal
+    while journal.wants:
+        journal.came(reader.read(journal.take_wanted()))
+    reader.close()
+
+
+def depths(world):
+    return {name: queue.depth for name, queue in world.host.queues.items()}
+
+
+@pytest.mark.parametrize("how", ["reject", "expire", "maxlen"])
+@pytest.mark.parametrize("when", ["before its letter is read", "after that", "when its queue is deleted", "with that"])
+def test_a_confirmed_message_that_is_dead_lettered_from_disk_survives_a_kill_at_any_moment(how, when):
+    # Every body is evicted.
+    world = World(journal=Journal(lambda: world.now, limit=1))
+    with Stored(world) as stored:
+        client = world.client().channel(confirms=True)
+        world.host.declare_queue("dead", durable=True)
+        world.host.declare_queue(
+            "q",
+            durable=True,
+            arguments={
+                "x-qflow-policy": "flow_to_disk",
+                "x-dead-letter-exchange": "",
+                "x-dead-letter-routing-key": "dead",
+                "x-message-ttl": 1000,
+            },
+        )
+        client.publish(b"confirmed", properties=PERSISTENT)
+        world.host.relieve()
+        stored.write()
+        client.only(commands.Basic.Ack)
+        assert [entry.message.body for entry in world.queue().oldest_first()] == [None]
+        match how:
+            case "expire":
+                world.now = 2.0
+                world.host.tick(world.now)
+            case "maxlen":
+                world.queue().drop_head()
+            case "reject":
+                client.consume()
+                read(stored)
+                world.host.relieve()
+                client.send(1, commands.Basic.Reject(1, requeue=False))
+        if when == "after that":
+            read(stored)
+        if when.startswith(("when", "with")):
+            world.host.delete_queue(world.queue())
+        stored.write()
+        if when == "when its queue is deleted":
+            read(stored)
+        after = stored.recovered()
+        match when:
+            case "before its letter is read" if how == "expire":
+                # It has died once more, in memory.
+                assert depths(after) == {"dead": 1, "q": 0}
+            case "before its letter is read":
+                assert depths(after) == {"dead": 0, "q": 1}
+            case "after that":
+                assert depths(after) == {"dead": 1, "q": 0}
+            case "when its queue is deleted":
+                assert depths(after) == {"dead": 1}
+            case _:
+                # Who deletes a queue deletes what is in it.
+                assert depths(after) == {"dead": 0}
+        stored.write()
+        assert len(list(stored.store.messages())) == sum(depths(after).values())
+
+
+def test_a_letter_that_fills_memory_does_not_take_the_body_from_one_that_is_to_be_buried_with_it():
+    world = World(journal=Journal(lambda: world.now))
+    client = world.client().channel()
+    host, disk = world.host, Disk(world.host.journal)
+    letters = {"x-dead-letter-exchange": "amq.direct", "x-message-ttl": 1000}
+    q = host.declare_queue("q", durable=True, arguments=letters)
+    spool = host.declare_queue("spool", arguments={"x-qflow-policy": "flow_to_disk", "qpid.max_count": 3})
+    for queue in (q, spool):
+        host.bind(queue, "amq.fanout", "", {})
+    host.bind(spool, "amq.direct", "a", {})
+    disk.write()
+    client.call(1, commands.Basic.Qos(prefetch_count=3), commands.Basic.QosOk)
+    client.consume("spool")
+    for content in (b"1", b"2", b"3"):
+        client.publish(content, "a", exchange="amq.fanout", properties=PERSISTENT)
+    disk.write()
+    assert [entry.message.body for entry in q.oldest_first()] == [b"1", b"2", b"3"]
+    # The first letter needs the place of one that follows it.
+    world.now = 2.0
+    host.tick(world.now)
+    assert q.depth == 0
+    for _ in range(3):
+        disk.write()
+        disk.read()
+    assert spool.depth == 6
+    disk.check(host.queues.values())
 
 
 def survivors(world):
