@@ -149,11 +149,7 @@ class Channel(CountedSource):
                 ReplyCode.PRECONDITION_FAILED,
                 f"user_id property is '{user_id}', but the connection's user is '{self.session.user}'",
             )
-        if size > self.session.settings.max_message_size:
-            raise ChannelException(
-                ReplyCode.PRECONDITION_FAILED,
-                f"a message of {size} bytes is larger than the broker takes ({self.session.settings.max_message_size})",
-            )
+        self.host.check_size(size)
         if size:
             self._header = payload
             self._missing = size
@@ -267,6 +263,8 @@ class Channel(CountedSource):
             self._owe(message.size, tag)
         for queue in queues:
             queue.after_publish()
+        if self.host.journal is not None:
+            self.host.journal.divide()
         return is_held
 
     def admit(self, waiting: WaitingPublish) -> None:
@@ -474,6 +472,9 @@ class Channel(CountedSource):
         self.session.write_when_durable(commit_ok, topology_only=False)
         for queue in touched:
             queue.after_publish()
+        if self.host.journal is not None:
+            # All of it is one batch, however much that is.
+            self.host.journal.divide()
 
     def _tx_rollback(self, method: commands.Tx.Rollback) -> None:
         self._roll_back(self._open_transaction())

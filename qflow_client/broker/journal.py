@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qflow_client.broker.errors import ChannelException, ReplyCode
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from qflow_client.broker.queue import Queue
 
 __all__ = ["Batch", "Change", "Found", "FoundMessage", "Journal", "Put", "Record"]
+
+_log = logging.getLogger(__name__)
 
 
 class Record:
@@ -142,7 +146,8 @@ class Batch:
 class Journal:
     """What changes of durable queues and exchanges, which messages are on disk, and what all of them take in memory.
 
-    A message that leaves its queues before it was taken for writing never goes to disk.
+    A message that leaves its queues before it was taken for writing never goes to disk. What comes to much is divided
+    into batches as it is noted, between two operations, so that each batch is what happened after the one before.
 
     Args:
         wall_clock: seconds since 1970.
@@ -154,6 +159,8 @@ class Journal:
     OVERHEAD = 512
     #: Bytes of bodies that may wait to be written before nothing more is read from who publishes.
     MAX_BACKLOG = 8 << 20
+    #: Bytes of messages, with what they take beside their bodies, at which a batch is full.
+    MAX_BATCH = 16 << 20
 
     def __init__(self, wall_clock: Callable[[], float], *, has_store: bool = True, limit: int = 0) -> None:
         self._wall_clock = wall_clock
@@ -181,6 +188,9 @@ class Journal:
         self._moves: dict[int, Record] = {}
         self._removals: list[int] = []
         self._callbacks: list[Callable[[], None]] = []
+        # What the puts are together, as of `MAX_BATCH`; and full batches, which go to disk before all of these.
+        self._pending = 0
+        self._full: deque[Batch] = deque()
         # What is being written; None if nothing is.
         self._taken: Batch | None = None
         # Messages and body bytes that are to be written, or just are.
@@ -225,6 +235,7 @@ class Journal:
         self._puts[record.number] = message, self._wall_clock()
         self.backlog += 1
         self.backlog_size += message.size
+        self._pending += message.size + self.OVERHEAD
 
     def _grow(self, size: int) -> None:
         self.memory += size
@@ -266,6 +277,7 @@ class Journal:
             record.number = 0
             self.backlog -= 1
             self.backlog_size -= message.size
+            self._pending -= message.size + self.OVERHEAD
             if record.completion is not None:
                 record.completion.release()
                 record.completion = None
@@ -440,7 +452,7 @@ class Journal:
     @property
     def is_dirty(self) -> bool:
         """Whether there is anything to be taken."""
-        return bool(self._puts or self._removals or self._moves or self._changes or self._callbacks)
+        return bool(self._full or self._puts or self._removals or self._moves or self._changes or self._callbacks)
 
     @property
     def is_idle(self) -> bool:
@@ -457,19 +469,29 @@ class Journal:
         Returns:
             Whether it will be; if not, there is nothing to wait for.
         """
-        taken = self._taken
         if self._changes or (not topology_only and (self._puts or self._removals or self._moves)):
             self._callbacks.append(callback)
-        elif taken is not None and (taken.changes or not topology_only):
-            taken.callbacks.append(callback)
-        else:
-            return False
-        return True
+            return True
+        for batch in (*reversed(self._full), self._taken):
+            if batch is not None and (batch.changes or not topology_only):
+                batch.callbacks.append(callback)
+                return True
+        return False
+
+    def divide(self) -> None:
+        """An operation is over: all that was noted may go to disk without what comes, and does if that is much."""
+        if self._pending >= self.MAX_BATCH:
+            self._full.append(self._collect())
 
     def take(self) -> Batch:
-        """What is to be written now; nothing else is taken until `written_down` or `put_back`."""
+        """What is to be written now; nothing else is taken until `written_down`."""
         assert self._taken is None
-        taken = self._taken = Batch(changes=self._changes, removals=self._removals, callbacks=self._callbacks)
+        self._taken = self._full.popleft() if self._full else self._collect()
+        return self._taken
+
+    def _collect(self) -> Batch:
+        """All that was noted and is in no batch."""
+        taken = Batch(changes=self._changes, removals=self._removals, callbacks=self._callbacks)
         self._changes, self._removals, self._callbacks = [], [], []
         for number, (message, at) in self._puts.items():
             record = message.record
@@ -484,6 +506,7 @@ class Journal:
         taken.moves = {number: record.queues.copy() for number, record in self._moves.items()}
         self._puts = {}
         self._moves = {}
+        self._pending = 0
         return taken
 
     def written_down(self) -> None:
@@ -502,7 +525,9 @@ class Journal:
             if record.is_evicting:
                 self._no_longer_evicting(message, record)
                 self._drop_body(message)
-        for completion in taken.completions:
-            completion.release()
-        for callback in taken.callbacks:
-            callback()
+        for told in chain((completion.release for completion in taken.completions), taken.callbacks):
+            try:
+                told()
+            except Exception:
+                # One connection's bad luck must not be another's.
+                _log.exception("who waited for the disk could not be told")

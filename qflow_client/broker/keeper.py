@@ -119,8 +119,8 @@ class Keeper:
                 numbers = self._journal.take_wanted()
                 try:
                     bodies = await loop.run_in_executor(self._reader_thread, self._bodies, numbers)
-                except StoreError as error:
-                    _log.error("%s; messages wait until it can be read", error)
+                except Exception as error:
+                    self._log_error(error, "messages wait until it can be read")
                     bodies = {}
                 if numbers and not bodies:
                     await asyncio.sleep(self.RETRY)
@@ -167,17 +167,28 @@ class Keeper:
     async def _try(self, store: Store, batch: Batch) -> bool:
         try:
             await self._run(store.write, batch)
-        except StoreError as error:
+        except Exception as error:
+            # Whatever it is: who waits for a confirm must not wait for a thread that nobody has.
             if not self._is_troubled:
                 self._is_troubled = True
-                _log.error("%s; no confirm is given until it can be written", error)
-                self._on_trouble(str(error))
+                self._on_trouble(self._log_error(error, "no confirm is given until it can be written"))
             return False
         if self._is_troubled:
             self._is_troubled = False
             _log.warning("%s: it can be written again", store.path)
             self._on_trouble(None)
         return True
+
+    def _log_error(self, error: Exception, consequence: str) -> str:
+        """Log what went wrong with the store, with the place in the code if nobody has thought of it.
+
+        Returns:
+            What it was.
+        """
+        is_known = isinstance(error, StoreError)
+        reason = str(error) if is_known else f"{self._settings.store}: {error!r}"
+        _log.error("%s; %s", reason, consequence, exc_info=None if is_known else error)
+        return reason
 
     async def stop(self) -> None:
         """Write what is left, and close the store."""

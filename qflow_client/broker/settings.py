@@ -93,6 +93,9 @@ DEFAULT_USERS: Mapping[str, str] = MappingProxyType({"guest": "guest"})
 #: The least that a limit of memory may be, in bytes.
 MIN_MEMORY = 1 << 20
 
+#: The most body bytes of a message that a store takes, so that its header has room in the 10**9 bytes of a row.
+MAX_STORED = 900_000_000
+
 
 def is_loopback(host: str) -> bool:
     """Whether an address, or the name ``localhost``, is reached from this machine only."""
@@ -125,7 +128,7 @@ class BrokerSettings:
         frame_max: bytes of the largest frame, as proposed to clients.
         channel_max: channels of a connection.
         max_connections: connections at once; more are closed as soon as they are accepted.
-        max_message_size: body bytes; a larger message closes its channel with 406.
+        max_message_size: body bytes; a larger message closes its channel with 406; with a store at most 900,000,000.
         unauthenticated_timeout: seconds that a connection may take to be opened.
         close_timeout: seconds that a peer may take to answer ``Connection.Close``.
         trace: called for every frame in and out, in the order of the wire, on the broker's thread; must not raise.
@@ -212,6 +215,11 @@ class BrokerSettings:
         self._whole("channel_max", 1, 65535)
         self._whole("max_connections", 1, 2**31 - 1)
         self._whole("max_message_size", 1, 2**63 - 1)
+        if self.store is not None and self.max_message_size > MAX_STORED:
+            raise ValueError(
+                f"max_message_size must be at most {MAX_STORED} with a store, which takes no more in one piece, not "
+                f"{self.max_message_size!r}"
+            )
         for name in (
             "recent",
             "unauthenticated_timeout",

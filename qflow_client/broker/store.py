@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,8 @@ _MOVE = """UPDATE message SET queues = json_extract(value, '$[1]')
     FROM json_each(?1) WHERE number = json_extract(value, '$[0]')"""
 _REMOVE = "DELETE FROM message WHERE number IN (SELECT value FROM json_each(?1))"
 _BODIES = "SELECT number, body FROM message WHERE number IN (SELECT value FROM json_each(?))"
+# Bytes of messages that are written by one statement; SQLite takes 1,000,000,000 in one value, and no more.
+_PORTION = 16 << 20
 # Rows that are read at once.
 _PAGE = 100
 
@@ -128,8 +130,8 @@ class Store:
         with file.transaction():
             for change in batch.changes:
                 self._change(change)
-            if batch.puts:
-                file.execute(_PUT, *_packed(batch.puts))
+            for puts in _portions(batch.puts):
+                file.execute(_PUT, *_packed(puts))
             if batch.moves:
                 file.execute(_MOVE, json.dumps(list(batch.moves.items())))
             if batch.removals:
@@ -215,6 +217,20 @@ class BodyReader:
 
 def _open(path: Path, **options: Any) -> Database:
     return Database(path, application_id=_APPLICATION_ID, version=_VERSION, tables=_TABLES, error=StoreError, **options)
+
+
+def _portions(puts: Iterable[Put]) -> Iterator[list[Put]]:
+    """Messages by what is written at once, at least one."""
+    portion: list[Put] = []
+    size = 0
+    for put in puts:
+        size += len(put.names) + len(put.header) + len(put.body)
+        if portion and size > _PORTION:
+            yield portion
+            portion, size = [], len(put.names) + len(put.header) + len(put.body)
+        portion.append(put)
+    if portion:
+        yield portion
 
 
 def _packed(puts: Sequence[Put]) -> tuple[str, bytes]:

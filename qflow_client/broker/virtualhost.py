@@ -140,6 +140,8 @@ class VirtualHost:
         """
         while self._timers and self._timers[0][0] <= now:
             heapq.heappop(self._timers)[2].tick(now)
+            if self.journal is not None:
+                self.journal.divide()
 
     # Queues.
 
@@ -547,8 +549,10 @@ class VirtualHost:
             In how many queues it is now.
 
         Raises:
-            ChannelException: 404; no such exchange. 406; an impossible ``expiration``. 506; a queue refused it.
+            ChannelException: 404; no such exchange. 406; an impossible ``expiration``, or it is too large. 506; a queue
+                refused it.
         """
+        self.check_size(len(body))
         target = Target(exchange, routing_key)
         self.resolve(target)
         header = encode_header(len(body), properties)
@@ -562,7 +566,21 @@ class VirtualHost:
             queue.enqueue(message)
         for queue in queues:
             queue.after_publish()
+        if self.journal is not None:
+            self.journal.divide()
         return len(queues)
+
+    def check_size(self, size: int) -> None:
+        """Whether a message may have so many body bytes.
+
+        Raises:
+            ChannelException: 406; it may not.
+        """
+        if size > self.settings.max_message_size:
+            raise ChannelException(
+                ReplyCode.PRECONDITION_FAILED,
+                f"a message of {size} bytes is larger than the broker takes ({self.settings.max_message_size})",
+            )
 
     def destinations(self, message: StoredMessage) -> tuple[Queue, ...]:
         """The queues that a message goes to; its target is up to date."""
@@ -737,10 +755,11 @@ class VirtualHost:
             if not total:
                 break
             # What several queues have is in memory once, and counts at each of them.
-            less = excess * max(total, journal.held) // journal.held
+            less = min(excess, journal.MAX_BATCH) * max(total, journal.held) // journal.held
             share = level(sizes, max(0, total - less))
             for pager in pagers:
                 pager.evict(share)
+            journal.divide()
 
     # Dead letters.
 

@@ -13,7 +13,7 @@ from pamqp import commands
 from qflow_client import Producer
 from qflow_client.broker import Broker, StoreError
 from qflow_client.broker.keeper import Keeper
-from qflow_client.broker.store import Store
+from qflow_client.broker.store import BodyReader, Store
 
 PERSISTENT = pika.BasicProperties(delivery_mode=2)
 
@@ -118,13 +118,16 @@ def test_a_broker_with_a_store_is_changed_only_while_it_runs(tmp_path):
         broker.purge("q")
 
 
-def test_while_nothing_can_be_written_clients_are_blocked_and_nothing_is_confirmed(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("error", [StoreError, MemoryError, RuntimeError])
+def test_while_nothing_can_be_written_clients_are_blocked_and_nothing_is_confirmed(
+    tmp_path, monkeypatch, caplog, error
+):
     is_full = threading.Event()
     write = Store.write
 
     def fail(self, batch):
         if is_full.is_set():
-            raise StoreError(f"{self.path}: database or disk is full")
+            raise error(f"{self.path}: database or disk is full")
         write(self, batch)
 
     monkeypatch.setattr(Store, "write", fail)
@@ -146,6 +149,27 @@ def test_while_nothing_can_be_written_clients_are_blocked_and_nothing_is_confirm
     assert "no confirm is given until it can be written" in caplog.text
     with Broker(store=tmp_path / "store") as broker:
         assert broker.queue("q").depth == 2
+
+
+def test_what_cannot_be_read_for_whatever_reason_is_read_later(tmp_path, monkeypatch, caplog):
+    failures = [StoreError("not now"), MemoryError("no room")]
+    read = BodyReader.read
+
+    def fail(self, numbers):
+        if failures:
+            raise failures.pop()
+        return read(self, numbers)
+
+    monkeypatch.setattr(BodyReader, "read", fail)
+    monkeypatch.setattr(Keeper, "RETRY", 0.02)
+    with Broker(store=tmp_path / "store", memory_limit=1 << 20) as broker:
+        broker.declare_queue("q", arguments={"x-qflow-policy": "flow_to_disk", "qpid.max_size": 1})
+        broker.publish(b"x" * 100, "q")
+        broker.wait_until(lambda broker: broker.memory.evicted, timeout=30)
+        with pika.BlockingConnection(pika.URLParameters(broker.url)) as connection:
+            assert connection.channel().basic_get("q")[2] == b"x" * 100
+    assert "MemoryError('no room'); messages wait until it can be read" in caplog.text
+    assert "not now; messages wait until it can be read" in caplog.text
 
 
 def test_a_broker_that_cannot_write_ends_all_the_same(tmp_path, monkeypatch, caplog):

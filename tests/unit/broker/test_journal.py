@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sqlite3
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from pamqp import commands
 
+from qflow_client.broker import store
 from qflow_client.broker.definitions import (
     DefinitionError,
     Definitions,
@@ -18,7 +20,9 @@ from qflow_client.broker.definitions import (
     QueueDefinition,
     load_definitions,
 )
+from qflow_client.broker.errors import ChannelException
 from qflow_client.broker.journal import Journal
+from qflow_client.broker.settings import BrokerSettings
 from qflow_client.broker.store import BodyReader, Store
 
 from .conftest import Disk, World
@@ -316,6 +320,197 @@ def test_a_time_to_live_goes_on_while_the_broker_is_away(world):
         after.now = 14.5
         after.host.tick(after.now)
         assert after.queue().depth == 0
+
+
+# What is much goes to disk in several batches.
+
+
+def small_batches(size, **options):
+    world = World(journal=Journal(lambda: world.now, **options))
+    world.host.journal.OVERHEAD = 0
+    world.host.journal.MAX_BATCH = size
+    return world
+
+
+def test_what_is_much_goes_to_disk_in_order_in_batches_each_with_its_confirms():
+    world = small_batches(1000)
+    journal = world.host.journal
+    client = declared(world, "q")
+    for size in (400, 400, 400, 5000, 10, 0, 20):
+        client.publish(b"x" * size, properties=PERSISTENT)
+    found, tags = [], []
+    while journal.is_dirty:
+        found.append([len(put.body) for put in journal.take().puts])
+        assert client.received() == []
+        journal.written_down()
+        tags.append([(ack.delivery_tag, ack.multiple) for _, ack in client.received()])
+    assert found == [[400, 400, 400], [5000], [10, 0, 20]]
+    assert tags == [[(3, True)], [(4, False)], [(7, True)]]
+    assert journal.is_idle
+    assert (journal.backlog, journal.backlog_size, journal.written, journal.batches) == (0, 0, 7, 3 + 1)
+
+
+def test_a_batch_holds_about_16_MiB_unless_told_otherwise():
+    world = durable_world()
+    world.host.declare_queue("q", durable=True)
+    for _ in range(40):
+        world.host.publish("", "q", bytes(1 << 20), PERSISTENT)
+    batches = write(world)
+    assert [len(batch.puts) for batch in batches] == [16, 16, 8]
+    assert [len(batch.changes) for batch in batches] == [1, 0, 0]
+
+
+def test_what_leaves_before_its_batch_is_written_leaves_the_disk_in_a_later_one():
+    world = small_batches(10)
+    client = declared(world, "q", "r")
+    for queue in ("q", "r"):
+        world.host.bind(world.queue(queue), "amq.fanout", "", {})
+    write(world)
+    client.publish(b"x" * 10, properties=PERSISTENT)
+    client.publish(b"y" * 10, exchange="amq.fanout", properties=PERSISTENT)
+    client.publish(b"z", properties=PERSISTENT)
+    world.queue().purge()
+    client.publish(b"last", properties=PERSISTENT)
+    first, second, third = write(world)
+    (x,), (y,) = first.puts, second.puts
+    assert (x.body, y.body, [put.body for put in third.puts]) == (b"x" * 10, b"y" * 10, [b"last"])
+    assert (first.removals, second.removals, third.removals) == ([], [], [x.number])
+    assert (first.moves, second.moves, third.moves) == ({}, {}, {y.number: [world.queue("r").number]})
+
+
+def test_an_answer_waits_for_all_that_was_noted_before():
+    world = small_batches(10)
+    client = declared(world, "q")
+    journal = world.host.journal
+    told = []
+    for name in "abc":
+        world.host.declare_queue(name, durable=True)
+        world.host.publish("", "q", b"x" * 10, PERSISTENT)
+        journal.when_durable(lambda name=name: told.append(name), topology_only=True)
+    assert not journal.when_durable(lambda: None, topology_only=True) or told == []
+    while journal.is_dirty:
+        (change,) = journal.take().changes
+        assert change.values[1] not in told
+        journal.written_down()
+        assert told[-1] == change.values[1]
+    assert client.received() == []
+
+
+def test_a_transaction_is_one_batch_and_so_is_a_message_in_all_of_its_queues():
+    world = small_batches(10)
+    client = declared(world, "q", confirms=False)
+    client.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
+    for _ in range(5):
+        client.publish(b"x" * 10, properties=PERSISTENT)
+    client.send(1, commands.Tx.Commit())
+    world.host.publish("", "q", b"then", PERSISTENT)
+    assert [len(batch.puts) for batch in write(world)] == [5, 1]
+    client.only(commands.Tx.CommitOk)
+
+
+def test_who_cannot_be_told_that_it_is_on_disk_keeps_nobody_else_from_being_told(world, caplog):
+    client = declared(world, "q")
+    world.host.declare_queue("other", durable=True)
+    told: list[int] = []
+    world.host.journal.when_durable(lambda: told.append(1 // 0))
+    world.host.journal.when_durable(lambda: told.append(2))
+    client.publish(properties=PERSISTENT)
+    write(world)
+    assert told == [2]
+    client.only(commands.Basic.Ack)
+    assert "who waited for the disk could not be told" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_A2_what_is_evicted_goes_to_disk_in_batches_too():
+    world = small_batches(1000, limit=100)
+    world.host.declare_queue("q", arguments={"x-qflow-policy": "flow_to_disk"})
+    for _ in range(100):
+        world.host.publish("", "q", bytes(100))
+    world.host.relieve()
+    assert [len(batch.puts) for batch in write(world)] == [10] * 10
+    assert world.host.journal.memory == 0
+
+
+def test_sqlite_is_given_no_value_that_is_larger_than_it_takes(world, monkeypatch):
+    monkeypatch.setattr(store, "_PORTION", 50_000)
+    client = declared(world, confirms=False)
+    client.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
+    world.host.declare_queue("q", durable=True)
+    with Stored(world) as stored:
+        # Instead of 10**9.
+        stored.store._file._file.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 100_000)
+        for _ in range(20):
+            client.publish(bytes(20_000), properties=PERSISTENT)
+        client.publish(bytes(80_000), properties=PERSISTENT)
+        client.send(1, commands.Tx.Commit())
+        stored.write()
+        client.only(commands.Tx.CommitOk)
+        assert [len(each.body) for each in stored.store.messages()] == [20_000] * 20 + [80_000]
+
+
+def test_with_a_store_no_message_may_be_larger_than_a_row(tmp_path):
+    with pytest.raises(ValueError, match=r"max_message_size must be at most 900000000 with a store.*, not 900000001"):
+        BrokerSettings(store=tmp_path / "store", max_message_size=900_000_001)
+    BrokerSettings(max_message_size=900_000_001)
+    host = World(max_message_size=10).host
+    with pytest.raises(ChannelException, match="a message of 11 bytes is larger than the broker takes"):
+        host.publish("", "q", b"x" * 11)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_a_broker_that_ends_between_two_batches_has_lost_nothing_that_was_confirmed_and_has_nothing_twice(seed):
+    chance = random.Random(seed)
+    world = small_batches(50)
+    confirmed, acked = set[int](), list[int]()
+    acked_before: dict[int, int] = {}
+    settled_for_sure = 0
+    with Stored(world) as stored:
+        client = world.client().channel(confirms=True)
+        host = world.host
+        letters = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead"}
+        ring = {"qpid.max_count": 5, "qpid.policy_type": "ring"}
+        for queue, arguments in (("q", letters | ring), ("kept", {}), ("dead", {})):
+            host.declare_queue(queue, durable=True, arguments=arguments)
+        for queue in ("q", "kept"):
+            host.bind(host.queues[queue], "amq.fanout", "", {})
+        for number in range(1, 200):
+            acked_before[number] = len(acked)
+            client.publish(b"%d " % number + bytes(chance.choice((0, 10, 70))), exchange="amq.fanout",
+                           properties=PERSISTENT)  # fmt: skip
+            for queue in ("q", "dead"):
+                if chance.random() < 0.2 and (entry := host.queues[queue].take(no_ack=False)) is not None:
+                    rejected = chance.random() < 0.5
+                    if not rejected or queue == "dead":
+                        acked.append(number_of(entry.message.body))
+                    host.queues[queue].settle(entry, acked=not rejected)
+            while host.journal.is_dirty and chance.random() < 0.3:
+                stored.store.write(host.journal.take())
+                host.journal.written_down()
+                for _, ack in client.received():
+                    last = ack.delivery_tag
+                    confirmed |= set(range(max(confirmed, default=0) + 1, last + 1)) if ack.multiple else {last}
+                    settled_for_sure = max(settled_for_sure, acked_before[last])
+        # What was noted since is lost.
+        stored.world = durable_world()
+        after = stored.recovered().host
+        kept, q, dead = (
+            [number_of(entry.message.body) for entry in after.queues[name].oldest_first()]
+            for name in ("kept", "q", "dead")
+        )
+        assert confirmed
+        assert confirmed <= set(kept)
+        assert kept == sorted(set(kept))
+        assert len(q + dead) == len(set(q + dead)), "a letter and what died are both there"
+        assert confirmed - set(acked) <= set(q + dead)
+        assert not set(acked[:settled_for_sure]) & set(q + dead), "what was acked before something confirmed is back"
+
+
+def number_of(content):
+    return int(content.split(b" ")[0])
+
+
+# What dies on disk.
 
 
 def read(stored):
