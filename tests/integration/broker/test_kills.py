@@ -55,9 +55,10 @@ class Load:
 
     def run(self):
         """Until the broker is gone."""
-        self.client.send(1, commands.Basic.Consume(queue="consumed", consumer_tag="c"))
-        self.client.expect(commands.Basic.ConsumeOk)
         try:
+            # It may be gone before it has answered.
+            self.client.send(1, commands.Basic.Consume(queue="consumed", consumer_tag="c"))
+            self.client.expect(commands.Basic.ConsumeOk)
             while True:
                 if len(self.tags) < WINDOW:
                     self._publish(self.rng.randrange(1, 60))
