@@ -29,6 +29,7 @@ POLICY = "x-qflow-policy"
 MAX_FLOW_WAIT = "x-qflow-max-flow-wait"
 THEN = "x-qflow-then"
 CONFLATE_KEY = "x-qflow-conflate-key"
+DROP_TRANSIENT = "x-qflow-drop-transient"
 
 # The names of what a policy can set, too.
 _FIELDS = {
@@ -45,6 +46,7 @@ _FIELDS = {
     "max_flow_wait": MAX_FLOW_WAIT,
     "then": THEN,
     "conflate_key": CONFLATE_KEY,
+    "drop_transient": DROP_TRANSIENT,
 }
 _OURS = (*_FIELDS.values(), POLICY_TYPE)
 # What Qpid C++ calls those that it has.
@@ -202,6 +204,7 @@ class QueueLimits:
         max_flow_wait: seconds that it may be ON; ``None`` for any number.
         then: what keeps it within its maximum after that.
         policies: the names of the policies that apply to it.
+        drop_transient: whether messages that are not persistent may be dropped when memory is beyond its limit (A1).
     """
 
     stop_resume: StopResume
@@ -212,6 +215,7 @@ class QueueLimits:
     max_flow_wait: float | None = None
     then: Overflow | None = None
     policies: tuple[str, ...] = ()
+    drop_transient: bool = False
 
     @classmethod
     def from_arguments(cls, queue: str, arguments: Mapping[str, object], settings: BrokerSettings) -> QueueLimits:
@@ -281,6 +285,7 @@ class QueueLimits:
             definition.max_flow_wait,
             then,
             policies,
+            bool(definition.drop_transient),
         )
 
     def to_json(self) -> dict[str, object]:
@@ -300,6 +305,8 @@ class QueueLimits:
         }
         told: dict[str, object] = {name: value for name, value in numbers.items() if value}
         told |= {"policy": str(self.policy), "enforcement": self.enforcement.value}
+        if self.drop_transient:
+            told["drop_transient"] = True
         return told if self.then is None else told | {"then": str(self.then.name)}
 
     @property

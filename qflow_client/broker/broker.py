@@ -193,6 +193,8 @@ class Broker:
             raise
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
+        if self._keeper is not None:
+            await self._keeper.watch()
 
     async def _stop(self) -> None:
         if self._http is not None:
@@ -284,14 +286,14 @@ class Broker:
             self._has_memory_alarm = False
             self.clear_alarm("memory")
 
-    def _on_trouble(self, reason: str | None) -> None:
+    def _on_trouble(self, name: str, reason: str | None) -> None:
         if self._loop is None:
             # It ends, or has just begun: nobody is there to be told.
             return
         if reason is None:
-            self.clear_alarm("disk")
+            self.clear_alarm(name)
         else:
-            self.raise_alarm("disk", reason)
+            self.raise_alarm(name, reason)
 
     def _on_change(self) -> None:
         with self._changed:

@@ -25,6 +25,8 @@ class DropReason(StrEnum):
     MAXLEN = "maxlen"
     #: A later message of its key has come.
     CONFLATED = "conflated"
+    #: Memory was beyond its limit, and the policy said so (A1).
+    MEMORY = "memory"
     #: The queue was full, and whoever sent it was not told: a dead letter, or a publish without confirms.
     REFUSED = "refused"
 

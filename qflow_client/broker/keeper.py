@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
+from pathlib import Path
 from typing import TypeVar
 
 from qflow_client.broker.errors import AmqpError
@@ -22,6 +24,11 @@ _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 
+def free_space(folder: Path) -> int:
+    """Bytes that are free in a folder."""
+    return shutil.disk_usage(folder).free
+
+
 class Keeper:
     """Opens the store of a broker, and commits what its journal has, batch by batch: one for all that came meanwhile.
 
@@ -30,11 +37,14 @@ class Keeper:
         host: the virtual host.
         journal: its journal.
         on_done: called on the loop when something is on disk.
-        on_trouble: called on the loop with why nothing can be written; with ``None`` when it can again.
+        on_trouble: called on the loop with the name of an alarm and the reason: that nothing can be written, or that
+            there is little room; with ``None`` when it is over.
     """
 
     #: Seconds until what could not be written is tried again.
     RETRY = 1.0
+    #: Seconds between two looks at how much of the disk is free.
+    LOOK = 1.0
     #: Seconds that a store which cannot be written has when the broker stops.
     STOP_GRACE = 2.0
     #: Messages that are put into queues in one turn of the loop when the broker starts.
@@ -46,7 +56,7 @@ class Keeper:
         host: VirtualHost,
         journal: Journal,
         on_done: Callable[[], None],
-        on_trouble: Callable[[str | None], None],
+        on_trouble: Callable[[str, str | None], None],
     ) -> None:
         self._settings = settings
         self._host = host
@@ -61,6 +71,9 @@ class Keeper:
         self._reader_thread: ThreadPoolExecutor | None = None
         self._reader: BodyReader | None = None
         self._is_troubled = False
+        # Only there if a limit is set: who looks at the free space; and whether there is too little.
+        self._looking: asyncio.Task[None] | None = None
+        self._lacks_space = False
 
     async def start(self) -> None:
         """Open the store, and put what it has where it was.
@@ -101,6 +114,34 @@ class Keeper:
         host.recovered()
         if recovered or found.queues:
             _log.info("%s: %d durable queues and %d messages", store.path, len(found.queues), recovered)
+
+    async def watch(self) -> None:
+        """Look at how much of the disk is free, now and time and again, if there is a limit."""
+        if self._settings.disk_free_limit:
+            await self._look()
+            self._looking = asyncio.get_running_loop().create_task(self._go_on_looking())
+
+    async def _go_on_looking(self) -> None:
+        while True:
+            await asyncio.sleep(self.LOOK)
+            await self._look()
+
+    async def _look(self) -> None:
+        assert self._settings.store is not None
+        folder, limit = self._settings.store.absolute().parent, self._settings.disk_free_limit
+        try:
+            free = await self._run(free_space, folder)
+        except OSError as error:
+            reason = f"{folder}: nobody knows how much is free: {error.strerror}"
+            lacks_space = True
+        else:
+            reason = f"{free} bytes are free in {folder}, of at least {limit}"
+            # What goes back and forth around the limit is not told each time.
+            lacks_space = free < (limit + limit // 8 if self._lacks_space else limit)
+        if lacks_space is not self._lacks_space:
+            self._lacks_space = lacks_space
+            _log.warning("%s; clients are %s", reason, "blocked" if lacks_space else "blocked for that no more")
+            self._on_trouble("disk_space", reason if lacks_space else None)
 
     def flush(self) -> None:
         """Write what is to be written, if nothing is being written; else that follows."""
@@ -171,12 +212,12 @@ class Keeper:
             # Whatever it is: who waits for a confirm must not wait for a thread that nobody has.
             if not self._is_troubled:
                 self._is_troubled = True
-                self._on_trouble(self._log_error(error, "no confirm is given until it can be written"))
+                self._on_trouble("disk", self._log_error(error, "no confirm is given until it can be written"))
             return False
         if self._is_troubled:
             self._is_troubled = False
             _log.warning("%s: it can be written again", store.path)
-            self._on_trouble(None)
+            self._on_trouble("disk", None)
         return True
 
     def _log_error(self, error: Exception, consequence: str) -> str:
@@ -192,6 +233,9 @@ class Keeper:
 
     async def stop(self) -> None:
         """Write what is left, and close the store."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.wait([self._looking])
         try:
             self.flush()
             if self._writing is not None:

@@ -97,6 +97,7 @@ _GROUPS = (
     ("policy", "conflate_key"),
     ("enforcement",),
     ("max_flow_wait", "then"),
+    ("drop_transient",),
 )
 _NUMBERS = (*_GROUPS[0], *_GROUPS[1], *_GROUPS[2], *_GROUPS[3], *_GROUPS[4])
 
@@ -119,6 +120,8 @@ class PolicyDefinition:
         max_flow_wait: seconds; a queue that is ON for longer turns to `then` (D10).
         then: `reject` unless given, `ring` or `wait`, by the maximum or, without one, by the stop thresholds.
         conflate_key: the header that has the key, for `conflate`; the routing key unless given.
+        drop_transient: whether messages that are not persistent and that no consumer has may be dropped when memory is
+            beyond its limit (A1); they may not unless given.
 
     Raises:
         TypeError: a value of the wrong type.
@@ -138,6 +141,7 @@ class PolicyDefinition:
     max_flow_wait: float | None = None
     then: QueuePolicy | None = None
     conflate_key: str | None = None
+    drop_transient: bool | None = None
 
     def __post_init__(self) -> None:
         for name, value in _checked({field.name: getattr(self, field.name) for field in fields(self)}, {}).items():
@@ -209,6 +213,8 @@ class PolicyDefinition:
         values["conflate_key"] = next(
             (each.conflate_key for each in definitions if each.policy is values["policy"] and each.conflate_key), None
         )
+        drops = {each.drop_transient for each in definitions if each.drop_transient is not None}
+        values["drop_transient"] = any(drops) if drops else None
         ways = {each.enforcement for each in definitions if each.enforcement is not None}
         values["enforcement"] = ways.pop() if len(ways) == 1 else Enforcement.BOTH if ways else None
         return _fitting(values)
@@ -272,6 +278,8 @@ def _checked(values: Mapping[str, object], names: Mapping[str, str]) -> dict[str
     for name, kind in kinds:
         if name in found:
             found[name] = choose(told(name), found[name], kind)
+    if not isinstance(found.get("drop_transient", False), bool):
+        raise TypeError(f"{told('drop_transient')}: it must be true or false")
     _check_then(found, told)
     if "conflate_key" in found:
         if not isinstance(found["conflate_key"], str) or not found["conflate_key"]:
@@ -422,6 +430,11 @@ class Policy:
                     values[key] = kind(values[key])
                 except ValueError:
                     raise ValueError(f"{key}={values[key]!r}: it must be a number") from None
+        if "drop_transient" in values:
+            # What is neither is refused by its name.
+            values["drop_transient"] = {"true": True, "false": False}.get(
+                values["drop_transient"], values["drop_transient"]
+            )
         own = {key: values.pop(key) for key in ("pattern", "apply_to", "routing_key", "priority") if key in values}
         return cls(name, PolicyDefinition.from_mapping(values), **own)
 

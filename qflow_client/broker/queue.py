@@ -705,6 +705,12 @@ class Queue:
         self.ready.popleft()
         self._drop(entry, DropReason.MAXLEN)
 
+    def drop_for_memory(self, entry: QueueEntry) -> None:
+        """Drop a ready entry whose memory is needed (A1); no dead letter takes its place."""
+        self._leave_gap(entry)
+        self._shrink(entry)
+        self.count_drop(DropReason.MEMORY)
+
     def purge(self) -> int:
         """Remove all ready entries.
 

@@ -84,6 +84,7 @@ class BrokerOptions(TypedDict, total=False):
     store: str | os.PathLike[str] | None
     store_synchronous: Synchronous | str
     memory_limit: int
+    disk_free_limit: int
 
 
 #: The users of a broker that is not told any.
@@ -157,6 +158,8 @@ class BrokerSettings:
         memory_limit: bytes of messages in memory, with about 512 more for each; above three quarters of it bodies are
             evicted from queues whose policy is ``flow_to_disk`` (A2), and above all of it clients get
             ``Connection.Blocked``; 0 for any number.
+        disk_free_limit: bytes that have to be free in the folder of the store; with less, clients get
+            ``Connection.Blocked`` until there is an eighth more; 0 for any number.
 
     Raises:
         TypeError: a value of the wrong type.
@@ -200,6 +203,7 @@ class BrokerSettings:
     store: Path | None = None
     store_synchronous: Synchronous = Synchronous.FULL
     memory_limit: int = 0
+    disk_free_limit: int = 0
 
     def __post_init__(self) -> None:
         self._choose("enforcement", Enforcement)
@@ -239,6 +243,11 @@ class BrokerSettings:
         self._whole("memory_limit", 0, 2**63 - 1)
         if 0 < self.memory_limit < MIN_MEMORY:
             raise ValueError(f"memory_limit must be 0 or at least {MIN_MEMORY} bytes, not {self.memory_limit!r}")
+        self._whole("disk_free_limit", 0, 2**63 - 1)
+        if self.disk_free_limit and self.store is None:
+            raise ValueError(
+                f"disk_free_limit={self.disk_free_limit!r} is about the folder of the store: set a store too"
+            )
         if self.flow_resume_capacity is not None:
             self._whole("flow_resume_capacity", 0, 2**63 - 1)
         if not isinstance(self.host, str):

@@ -16,7 +16,7 @@ import pamqp.commands
 
 from qflow_client.broker.arguments import QueueArguments, QueueLimits, QueueOptions
 from qflow_client.broker.deadletter import deaths_of, is_cycle, mourn
-from qflow_client.broker.entries import DropReason, Owner
+from qflow_client.broker.entries import DropReason, Owner, QueueEntry
 from qflow_client.broker.errors import ChannelException, ReplyCode
 from qflow_client.broker.exchange import Binding, DirectExchange, Exchange, ExchangeType, make_exchange
 from qflow_client.broker.journal import Found, FoundMessage, Journal
@@ -742,12 +742,17 @@ class VirtualHost:
         return min(self.MAX_WINDOW, limit // 8 // max(1, readers))
 
     def relieve(self) -> None:
-        """Keep the messages in memory within the limit: bodies go to disk, in equal parts; then others are dropped."""
+        """Keep the messages in memory within the limit: bodies go to disk (A2 A3); beyond it some are dropped (A1)."""
         journal = self.journal
         if journal is None or not journal.limit:
             return
-        if journal.held <= journal.evict_above:
-            return
+        if journal.held > journal.evict_above:
+            self._evict(journal)
+        if journal.held > journal.limit:
+            self._drop_transient(journal)
+
+    def _evict(self, journal: Journal) -> None:
+        """Let bodies go to disk, in equal parts."""
         pagers = [queue.pager for queue in self.queues.values() if queue.pager is not None]
         while (excess := journal.held - journal.evict_above) > 0:
             sizes = [pager.size for pager in pagers]
@@ -760,6 +765,31 @@ class VirtualHost:
             for pager in pagers:
                 pager.evict(share)
             journal.divide()
+
+    def _drop_transient(self, journal: Journal) -> None:
+        """Drop what is not persistent and no consumer has, where the policy says so, until the limit is kept (A1).
+
+        The queue with most to be delivered gives first, the oldest first. What is in other queues too goes only if all
+        of them give it: else nothing would be gained.
+        """
+        queues = [queue for queue in self.queues.values() if queue.limits.drop_transient and queue.ready_count]
+        givers = [(-queue.ready_size, number, queue, iter(tuple(queue.ready))) for number, queue in enumerate(queues)]
+        heapq.heapify(givers)
+        offered: dict[StoredMessage, list[QueueEntry]] = {}
+        while givers and journal.held > journal.limit:
+            _, number, queue, entries = givers[0]
+            entry = next((each for each in entries if not each.is_gone and not each.message.is_persistent), None)
+            if entry is None:
+                heapq.heappop(givers)
+                continue
+            message = entry.message
+            shared = offered.setdefault(message, [])
+            shared.append(entry)
+            assert message.record is not None
+            if len(shared) == message.record.holders:
+                for each in offered.pop(message):
+                    each.queue.drop_for_memory(each)
+            heapq.heapreplace(givers, (-queue.ready_size, number, queue, entries))
 
     # Dead letters.
 

@@ -216,6 +216,10 @@ def broker(
         int | None,
         typer.Option(metavar="BYTES", help="Of messages in memory; policy flow_to_disk evicts bodies; 0, any number."),
     ] = None,
+    disk_free_limit: Annotated[
+        int | None,
+        typer.Option(metavar="BYTES", help="Clients are blocked when less is free where the store is; 0, never."),
+    ] = None,
     http_host: Annotated[str | None, typer.Option(help="The address on which the HTTP API listens; 127.0.0.1.")] = None,
     http_port: Annotated[int | None, typer.Option(help="Its port; 0 for a free one; no HTTP API unless given.")] = None,
     http_token: Annotated[
@@ -282,6 +286,7 @@ def broker(
         "store": store,
         "store_synchronous": store_synchronous,
         "memory_limit": memory_limit,
+        "disk_free_limit": disk_free_limit,
         "http_host": http_host,
         "http_port": http_port,
         "http_token": http_token or os.environ.get("QFLOW_HTTP_TOKEN"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import shutil
 import sqlite3
 import threading
 
@@ -11,7 +13,7 @@ import pytest
 from pamqp import commands
 
 from qflow_client import Producer
-from qflow_client.broker import Broker, StoreError
+from qflow_client.broker import Broker, StoreError, keeper
 from qflow_client.broker.keeper import Keeper
 from qflow_client.broker.store import BodyReader, Store
 
@@ -149,6 +151,61 @@ def test_while_nothing_can_be_written_clients_are_blocked_and_nothing_is_confirm
     assert "no confirm is given until it can be written" in caplog.text
     with Broker(store=tmp_path / "store") as broker:
         assert broker.queue("q").depth == 2
+
+
+def test_D8_while_too_little_of_the_disk_is_free_clients_are_blocked(tmp_path, monkeypatch, caplog):
+    free: list[int | OSError] = [999]
+    folders = set()
+    looks = threading.Semaphore(0)
+
+    def look(folder):
+        folders.add(folder)
+        looks.release()
+        if isinstance(free[0], OSError):
+            raise free[0]
+        return free[0]
+
+    monkeypatch.setattr(keeper, "free_space", look)
+    monkeypatch.setattr(Keeper, "LOOK", 0.01)
+
+    def has_looked():
+        """What was set before has been looked at by the second look, and told of by the third."""
+        while looks.acquire(blocking=False):
+            pass
+        for _ in range(3):
+            assert looks.acquire(timeout=30)
+
+    with Broker(store=tmp_path / "store", disk_free_limit=1000) as broker:
+        words = f"999 bytes are free in {tmp_path}, of at least 1000"
+        assert broker.alarms == {"disk_space": words}, "already when it starts"
+        with Producer(broker.url, routing_key="q") as producer:
+            broker.wait_until(lambda broker: any(each.blocked for each in broker.connections()), timeout=30)
+            # Not enough to say that it is over.
+            free[0] = 1124
+            has_looked()
+            assert broker.alarms == {"disk_space": words}
+            free[0] = 1125
+            broker.wait_until(lambda broker: not broker.alarms, timeout=30)
+            broker.declare_queue("q", durable=True)
+            producer.send(b"x").result(30)
+            free[0] = 1000
+            has_looked()
+            assert broker.alarms == {}
+            free[0] = OSError(errno.EIO, "Input/output error")
+            broker.wait_until(lambda broker: broker.alarms, timeout=30)
+            assert "nobody knows how much is free: Input/output error" in broker.alarms["disk_space"]
+            free[0] = 2000
+            broker.wait_until(lambda broker: not broker.alarms, timeout=30)
+    assert folders == {tmp_path}
+    assert "blocked for that no more" in caplog.text
+
+
+def test_the_free_space_is_that_of_the_folder_of_the_store(tmp_path):
+    assert 0 < keeper.free_space(tmp_path) <= shutil.disk_usage(tmp_path).total
+    with Broker(store=tmp_path / "store", disk_free_limit=1) as broker:
+        assert broker.alarms == {}
+    with pytest.raises(ValueError, match="disk_free_limit=1 is about the folder of the store: set a store too"):
+        Broker(disk_free_limit=1)
 
 
 def test_what_cannot_be_read_for_whatever_reason_is_read_later(tmp_path, monkeypatch, caplog):

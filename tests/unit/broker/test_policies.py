@@ -59,6 +59,8 @@ def test_a_definition_takes_names_for_what_they_stand_for():
         ({"conflate_key": "k"}, ValueError, ("conflate_key='k'", "policy=conflate")),
         ({"conflate_key": "", "policy": "conflate"}, TypeError, ("conflate_key=''", "header")),
         ({"enforcement": "no"}, ValueError, ("enforcement='no'", "both")),
+        ({"drop_transient": "yes"}, TypeError, ("drop_transient='yes'", "true or false")),
+        ({"drop_transient": 1}, TypeError, ("drop_transient=1", "true or false")),
     ],
 )
 def test_a_definition_that_cannot_be_is_refused_and_says_why(definition, error, words):
@@ -195,6 +197,30 @@ def test_the_strictest_of_each_thing_that_is_set():
 
 
 @pytest.mark.parametrize(
+    ("said", "strictest"),
+    [
+        ((None, None), None),
+        ((False, None), False),
+        ((True, None), True),
+        ((True, False), True),
+        ((False, False), False),
+    ],
+)
+def test_A1_a_policy_that_lets_messages_be_dropped_is_the_stricter(said, strictest):
+    found = Definition.strictest(Definition(policy=QueuePolicy.FLOW, drop_transient=each) for each in said)
+    assert found.drop_transient is strictest
+
+
+@pytest.mark.parametrize(("word", "value"), [("true", True), ("false", False)])
+def test_A1_dropping_is_typed_as_true_or_false(word, value):
+    policy = Policy.parse(f"p drop_transient={word}")
+    assert policy.definition == Definition(drop_transient=value)
+    assert policy.to_json()["definition"] == {"drop_transient": value}
+    with pytest.raises(TypeError, match="drop_transient='maybe'"):
+        Policy.parse("p drop_transient=maybe")
+
+
+@pytest.mark.parametrize(
     ("policies", "strictest"),
     [
         (["flow", "conflate", "ring", "ring_strict", "wait", "reject"], "reject"),
@@ -221,6 +247,7 @@ def test_policies_have_an_order_of_strictness(policies, strictest):
         ({"x-qflow-max-flow-wait": "1"}, ("x-qflow-max-flow-wait='1'", "seconds")),
         ({"x-qflow-then": "ring"}, ("x-qflow-then=", "max_flow_wait")),
         ({"x-qflow-conflate-key": "k"}, ("x-qflow-conflate-key='k'", "x-qflow-policy=conflate")),
+        ({"x-qflow-drop-transient": "true"}, ("x-qflow-drop-transient='true'", "true or false")),
         ({"x-qflow-polcy": "ring"}, ("x-qflow-polcy", "nearest is x-qflow-policy")),
     ],
 )

@@ -1,0 +1,183 @@
+"""Beyond the limit of memory, messages are dropped where the policy says so, and nowhere else (A1)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from pamqp import commands
+
+from qflow_client.broker.entries import DropReason
+from qflow_client.broker.journal import Journal
+from qflow_client.broker.policies import Policy, PolicyDefinition
+from qflow_client.broker.snapshots import queue_snapshot
+
+from .conftest import World
+from .test_flow import STOP_2, flows
+
+PERSISTENT = commands.Basic.Properties(delivery_mode=2)
+DROPS = {"x-qflow-drop-transient": True}
+
+
+@pytest.fixture(name="world")
+def _world():
+    """A broker without a store, whose messages may take 100 bytes."""
+    return small_world()
+
+
+def small_world(limit=100, *, has_store=False, **options):
+    world = World(journal=Journal(float, has_store=has_store, limit=limit), **options)
+    world.host.journal.OVERHEAD = 0
+    return world
+
+
+def bodies(world, queue="q"):
+    return [int(entry.message.body) for entry in world.queue(queue).oldest_first()]
+
+
+def publish(world, numbers, queue="q", *, exchange="", properties=None):
+    for number in numbers:
+        world.host.publish(exchange, queue, b"%010d" % number, properties)
+
+
+def test_A1_beyond_the_limit_the_oldest_messages_are_dropped_and_counted_until_it_is_kept(world):
+    world.host.declare_queue("q", arguments=DROPS)
+    publish(world, range(10))
+    world.host.relieve()
+    assert bodies(world) == list(range(10)), "at the limit nothing is dropped"
+    publish(world, range(10, 13))
+    world.host.relieve()
+    assert bodies(world) == list(range(3, 13))
+    assert world.queue().drops == {DropReason.MEMORY: 3}
+    assert queue_snapshot(world.queue()).to_json()["drops"] == {"memory": 3}
+    assert (world.host.journal.memory, world.queue().depth, world.queue().size) == (100, 10, 100)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"x-qflow-drop-transient": False}, {"x-qflow-policy": "flow"}])
+def test_A1_where_no_policy_says_so_nothing_is_dropped(world, arguments):
+    world.host.declare_queue("q", arguments=arguments)
+    publish(world, range(20))
+    world.host.relieve()
+    assert (bodies(world), world.queue().drops) == (list(range(20)), {})
+
+
+def test_A1_persistent_messages_and_those_that_a_consumer_has_are_not_dropped(world):
+    world.host.declare_queue("q", arguments=DROPS)
+    client = world.client().channel()
+    client.call(1, commands.Basic.Qos(prefetch_count=2), commands.Basic.QosOk)
+    publish(world, range(3))
+    client.consume()
+    publish(world, range(3, 6), properties=PERSISTENT)
+    publish(world, range(6, 15))
+    world.host.relieve()
+    # 0 and 1 are with the consumer, 3 to 5 persistent.
+    assert bodies(world) == [0, 1, 3, 4, 5, 10, 11, 12, 13, 14]
+    client.received()
+    client.send(1, commands.Basic.Ack(2, multiple=True))
+    assert [int(content) for _, content, _ in client.deliveries()] == [3, 4]
+    publish(world, range(15, 40), properties=PERSISTENT)
+    world.host.relieve()
+    assert bodies(world) == [3, 4, 5, *range(15, 40)], "no more can be dropped"
+
+
+def test_A1_the_queue_with_most_gives_first(world):
+    for queue, count in (("small", 4), ("q", 9), ("large", 12)):
+        world.host.declare_queue(queue, arguments=DROPS)
+        publish(world, range(count), queue)
+    world.host.relieve()
+    assert [world.queue(name).depth for name in ("small", "q", "large")] == [3, 3, 4]
+
+
+def test_A1_what_another_queue_keeps_is_not_dropped_for_nothing(world):
+    for queue, arguments in (("q", DROPS), ("r", DROPS), ("keeps", {})):
+        world.host.declare_queue(queue, arguments=arguments)
+        world.host.bind(world.queue(queue), "amq.fanout", "", {})
+    world.host.unbind(world.queue("keeps"), "amq.fanout", "", {})
+    publish(world, range(12), exchange="amq.fanout")
+    world.host.bind(world.queue("keeps"), "amq.fanout", "", {})
+    publish(world, range(12, 15), exchange="amq.fanout")
+    world.host.relieve()
+    assert bodies(world, "q") == bodies(world, "r") == list(range(5, 15))
+    assert world.queue("q").drops == world.queue("r").drops == {DropReason.MEMORY: 5}
+    publish(world, range(15, 30), exchange="amq.fanout")
+    world.host.relieve()
+    assert bodies(world, "keeps") == bodies(world, "q") == list(range(12, 30))
+    assert world.queue("keeps").drops == {}
+
+
+def test_A1_a_policy_may_say_so_while_the_broker_runs_and_no_longer(world):
+    world.host.declare_queue("q")
+    publish(world, range(12))
+    world.host.set_policy(Policy("p", PolicyDefinition(drop_transient=True), "^amq.fanout$", "exchanges"))  # type: ignore[arg-type]
+    world.host.relieve()
+    assert world.queue().depth == 12
+    world.host.bind(world.queue(), "amq.fanout", "", {})
+    assert world.queue().limits.to_json()["drop_transient"] is True
+    world.host.relieve()
+    assert world.queue().depth == 10
+    world.host.delete_policy("p")
+    publish(world, range(5))
+    world.host.relieve()
+    assert world.queue().depth == 15
+
+
+def test_A1_what_goes_to_disk_is_not_dropped_while_the_disk_takes_it():
+    world = small_world(has_store=True)
+    world.host.declare_queue("q", arguments=DROPS)
+    world.host.declare_queue("spool", arguments={"x-qflow-policy": "flow_to_disk"})
+    publish(world, range(8))
+    publish(world, range(20), "spool")
+    world.host.relieve()
+    assert (world.queue().drops, world.queue("spool").drops) == ({}, {})
+    assert world.host.journal.held <= 100
+
+
+def test_A1_a_drop_lets_go_whom_the_queue_holds_and_is_no_dead_letter(world):
+    client = world.client().channel(confirms=True)
+    client.declare("dead")
+    letters = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead"}
+    client.declare(arguments=STOP_2 | DROPS | letters)
+    for _ in range(3):
+        client.publish(b"x" * 50)
+    assert flows(client) == [False]
+    world.host.relieve()
+    assert world.queue().depth == 2
+    client.publish(b"x" * 100)
+    world.host.relieve()
+    assert (world.queue().depth, world.queue("dead").depth) == (1, 0)
+    names = client.names()
+    assert names.count("Channel.Flow") == 1
+    assert "Basic.Ack" in names
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_A1_whatever_comes_and_goes_the_limit_is_kept_if_it_can_be_and_every_message_is_accounted_for(seed):
+    chance = random.Random(seed)
+    world = small_world(300)
+    names = ("a", "b", "keeps")
+    for queue in names:
+        world.host.declare_queue(queue, arguments={} if queue == "keeps" else DROPS)
+        world.host.bind(world.queue(queue), "amq.fanout" if queue != "keeps" else "amq.direct", "", {})
+    came, taken = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+    for number in range(300):
+        exchange = chance.choice(("", "amq.fanout", "amq.direct"))
+        queue = chance.choice(names)
+        properties = PERSISTENT if chance.random() < 0.1 else None
+        publish(world, [number], queue if not exchange else "", exchange=exchange, properties=properties)
+        for each in {"": (queue,), "amq.fanout": ("a", "b"), "amq.direct": ("keeps",)}[exchange]:
+            came[each] += 1
+        queue = chance.choice(names)
+        if chance.random() < 0.4 and world.queue(queue).take(no_ack=True) is not None:
+            taken[queue] += 1
+        world.host.relieve()
+        droppable = {
+            entry.message
+            for name in ("a", "b")
+            for entry in world.queue(name).oldest_first()
+            if not entry.message.is_persistent
+        }
+        assert world.host.journal.held <= 300 or not droppable
+        for name in names:
+            assert came[name] == taken[name] + world.queue(name).dropped + world.queue(name).depth
+    assert world.queue("keeps").drops == {}
+    assert world.queue("a").drops[DropReason.MEMORY] > 5
