@@ -1,7 +1,8 @@
 """What the broker of this repository can do, beside RabbitMQ, in one run: rates, latency, connections, policies.
 
 The clients are plain sockets whose frames were made before the clock started, the same for both brokers: what is
-measured is the broker. Messages are transient unless it says otherwise.
+measured is the broker. Messages are transient unless it says otherwise; those that are persistent are on the disk when
+they are confirmed, on both sides.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from struct import Struct
+from tempfile import TemporaryDirectory
 from typing import Any
 from uuid import uuid4
 
@@ -41,6 +44,7 @@ OURS, RABBITMQ = "ours", "rabbitmq"
 BARS: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
     ("published, of RabbitMQ's", ">= 0.4", lambda value: value >= 0.4),
     ("published and consumed, of RabbitMQ's", ">= 0.4", lambda value: value >= 0.4),
+    ("published, persistent, of RabbitMQ's", ">= 0.3", lambda value: value >= 0.3),
     ("p99 ms of a confirm at half load", "<= 5", lambda value: value <= 5),
     ("KiB of an idle connection", "<= 64", lambda value: value <= 64),
     ("connections held", ">= 2000", lambda value: value >= 2000),
@@ -69,9 +73,9 @@ _PATIENCE = 60.0
 
 
 @contextmanager
-def broker_process() -> Iterator[tuple[str, int]]:
+def broker_process(*options: str) -> Iterator[tuple[str, int]]:
     """The URL and the process id of a `qflow broker` that runs until the block is left."""
-    command = [sys.executable, "-m", "qflow_client.cli", "broker", "--port", "0", "--quiet"]
+    command = [sys.executable, "-m", "qflow_client.cli", "broker", "--port", "0", "--quiet", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -82,20 +86,20 @@ def broker_process() -> Iterator[tuple[str, int]]:
 
 
 @contextmanager
-def fresh_queue(wire: Wire, arguments: Mapping[str, Any] | None = None) -> Iterator[str]:
+def fresh_queue(wire: Wire, arguments: Mapping[str, Any] | None = None, *, durable: bool = False) -> Iterator[str]:
     """A queue that goes with the block, or with its connection."""
     queue = f"qflow-benchmark-{uuid4().hex[:12]}"
-    wire.call(commands.Queue.Declare(queue=queue, arguments=dict(arguments or {})))
+    wire.call(commands.Queue.Declare(queue=queue, durable=durable, arguments=dict(arguments or {})))
     try:
         yield queue
     finally:
         wire.call(commands.Queue.Delete(queue=queue))
 
 
-def published(url: str, count: int, arguments: Mapping[str, Any] | None = None) -> float:
-    """Transient messages per second that are confirmed, a window of them under way."""
-    with Wire(url) as wire, fresh_queue(wire, arguments) as queue:
-        job = Job(url, queue, BODY, count, WINDOW, confirmed=True, persistent=False)
+def published(url: str, count: int, arguments: Mapping[str, Any] | None = None, *, persistent: bool = False) -> float:
+    """Messages per second that are confirmed, a window of them under way; persistent ones in a durable queue."""
+    with Wire(url) as wire, fresh_queue(wire, arguments, durable=persistent) as queue:
+        job = Job(url, queue, BODY, count, WINDOW, confirmed=True, persistent=persistent)
         rate = count / PlainSocket().run(job).seconds
         if wire.depth(queue) != count:
             raise RuntimeError(f"{count} messages were published, and the queue holds {wire.depth(queue)}")
@@ -245,14 +249,29 @@ def policies(url: str, count: int, rounds: int) -> dict[str, float]:
     }
 
 
-def compare(url: str, ours: str, count: int, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
+def compare(
+    runs: Mapping[str, Callable[[str, int], float]],
+    url: str,
+    ours: str,
+    count: int,
+    rounds: int,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
     """Both brokers in turn, round by round.
+
+    Args:
+        runs: what is done and measured, by name, with a URL and a number of messages.
+        url: of RabbitMQ.
+        ours: the URL of ours.
+        count: messages of a run.
+        rounds: after the one that warms up.
+        say: told how far it is.
 
     Returns:
         Rates by what was done and by broker, and the ratios of ours, each the median of the rounds'.
     """
     found: dict[str, Any] = {}
-    for name, run in (("published", published), ("published and consumed", consumed)):
+    for name, run in runs.items():
         rates: dict[str, list[float]] = {RABBITMQ: [], OURS: []}
         for at in range(rounds + 1):
             for broker, where in ((RABBITMQ, url), (OURS, ours)):
@@ -283,7 +302,8 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, An
         if "rates" in parts:
             with Wire(options.url) as wire:
                 found["RabbitMQ"] = broker_name(wire.server_properties)
-            found |= compare(options.url, ours, count, rounds, say)
+            runs = {"published": published, "published and consumed": consumed}
+            found |= compare(runs, options.url, ours, count, rounds, say)
             rates = found["published, per second"]
             for broker, url in ((RABBITMQ, options.url), (OURS, ours)):
                 say(f"latency at half load: {broker}")
@@ -294,6 +314,10 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, An
         if "policies" in parts:
             say("policies")
             found["of the rate without a policy"] = policies(ours, count, rounds)
+    if "persistent" in parts:
+        with TemporaryDirectory() as folder, broker_process("--store", f"{folder}/store") as (ours, _):
+            runs = {"published, persistent": partial(published, persistent=True)}
+            found |= compare(runs, options.url, ours, count, rounds, say)
     if "connections" in parts:
         say(f"{number} connections")
         found |= connections(number)
@@ -306,7 +330,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--url", default=DEFAULT_URL, help="amqp:// URL of RabbitMQ (%(default)s)")
     parser.add_argument("--messages", type=int, default=100_000, help="of a run (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="of which the median counts (%(default)s)")
-    parser.add_argument("--parts", default="rates,policies,connections", help="separated by commas (%(default)s)")
+    parser.add_argument(
+        "--parts", default="rates,persistent,policies,connections", help="separated by commas (%(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--check", action="store_true", help=f"fail unless {'; '.join(f'{n} {w}' for n, w, _ in BARS)}")
     parser.add_argument("--quick", action="store_true", help="few messages: its figures mean nothing")

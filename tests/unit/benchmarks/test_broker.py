@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,12 @@ def test_every_message_is_published_consumed_and_confirmed_and_no_queue_is_left(
         assert all(milliseconds >= 0 for milliseconds in benchmark.latency(broker.url, 1000, 0.05))
         assert set(benchmark.policies(broker.url, 20, 1)) == set(benchmark.POLICIES) - {"none"}
         assert not broker.queues()
+
+
+def test_persistent_messages_are_on_disk_when_they_are_confirmed(tmp_path: Path) -> None:
+    with Broker(store=tmp_path / "store") as broker:
+        assert benchmark.published(broker.url, 50, persistent=True) > 0
+        assert broker.memory.written == 50
 
 
 def test_connections_are_held_and_a_bar_that_was_not_measured_is_missed(capsys: pytest.CaptureFixture[str]) -> None:

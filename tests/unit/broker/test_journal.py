@@ -326,10 +326,10 @@ def test_a_time_to_live_goes_on_while_the_broker_is_away(world):
 
 
 def small_batches(size, **options):
-    world = World(journal=Journal(lambda: world.now, **options))
-    world.host.journal.OVERHEAD = 0
-    world.host.journal.MAX_BATCH = size
-    return world
+    journal = Journal(float, **options)
+    journal.OVERHEAD = 0
+    journal.MAX_BATCH = size
+    return World(journal=journal)
 
 
 def test_what_is_much_goes_to_disk_in_order_in_batches_each_with_its_confirms():

@@ -26,9 +26,9 @@ def _world():
 
 
 def small_world(limit=100, *, has_store=False, **options):
-    world = World(journal=Journal(float, has_store=has_store, limit=limit), **options)
-    world.host.journal.OVERHEAD = 0
-    return world
+    journal = Journal(float, has_store=has_store, limit=limit)
+    journal.OVERHEAD = 0
+    return World(journal=journal, **options)
 
 
 def bodies(world, queue="q"):
