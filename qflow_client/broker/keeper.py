@@ -131,8 +131,8 @@ class Keeper:
         folder, limit = self._settings.store.absolute().parent, self._settings.disk_free_limit
         try:
             free = await self._run(free_space, folder)
-        except OSError as error:
-            reason = f"{folder}: nobody knows how much is free: {error.strerror}"
+        except Exception as error:
+            reason = f"{folder}: nobody knows how much is free: {error}"
             lacks_space = True
         else:
             reason = f"{free} bytes are free in {folder}, of at least {limit}"
