@@ -8,17 +8,24 @@ import pytest
 
 from qflow_client.testing.brokerj import VERSIONS, BrokerJ, BrokerJNode, BrokerJNotInstalled
 from qflow_client.testing.rabbitmq import RabbitMQNode, RabbitMQNotInstalled
+from tests.interop.toolchains import ToolchainNotInstalled
 
-Node = TypeVar("Node")
+Made = TypeVar("Made")
 
 
-def _make(make: Callable[[], Node]) -> Node:
+def _make(make: Callable[[], Made]) -> Made:
     try:
         return make()
-    except (BrokerJNotInstalled, RabbitMQNotInstalled) as missing:
+    except (BrokerJNotInstalled, RabbitMQNotInstalled, ToolchainNotInstalled) as missing:
         if os.environ.get("QFLOW_REQUIRE_BROKERS") == "1":
             pytest.fail(f"{missing} (QFLOW_REQUIRE_BROKERS=1 forbids to skip)", pytrace=False)
         pytest.skip(str(missing))
+
+
+@pytest.fixture
+def installed() -> Callable[[Callable[[], Made]], Made]:
+    """Makes something, or skips the test, or is an error, where the machine lacks what it takes."""
+    return _make
 
 
 @pytest.fixture(scope="session")
