@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from typing import TypeVar
 
 import pytest
@@ -29,10 +31,41 @@ def installed() -> Callable[[Callable[[], Made]], Made]:
 
 
 @pytest.fixture(scope="session")
-def rabbitmq() -> Iterator[RabbitMQNode]:
+def nodes() -> Iterator[ExitStack]:
+    """What is stopped after all tests."""
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def session_rabbitmq(nodes: ExitStack) -> Callable[[], RabbitMQNode]:
+    """Starts a RabbitMQ node for all tests when it is first asked for."""
+    return cache(lambda: nodes.enter_context(_make(RabbitMQNode)))
+
+
+@pytest.fixture(scope="session")
+def session_brokerj(nodes: ExitStack) -> Callable[[str], BrokerJ]:
+    """Starts a Broker-J of a release for all tests when it is first asked for, or takes that of the environment.
+
+    It closes channels that go on publishing after one second instead of five, where it is started here.
+    """
+
+    @cache
+    def brokerj(version: str) -> BrokerJ:
+        url, management_url = (os.environ.get(f"QFLOW_BROKERJ_{name}") for name in ("URL", "MANAGEMENT_URL"))
+        if url and management_url:
+            if version != VERSIONS[-1]:
+                pytest.skip("QFLOW_BROKERJ_URL names one broker, which is tested once")
+            return BrokerJ(url, management_url)
+        return nodes.enter_context(_make(lambda: BrokerJNode(version, flow_enforcement_timeout=1.0)))
+
+    return brokerj
+
+
+@pytest.fixture(scope="session")
+def rabbitmq(session_rabbitmq: Callable[[], RabbitMQNode]) -> RabbitMQNode:
     """A running RabbitMQ node for all tests: leave it running, without alarms, and use queues of your own."""
-    with _make(RabbitMQNode) as node:
-        yield node
+    return session_rabbitmq()
 
 
 @pytest.fixture
@@ -43,19 +76,9 @@ def own_rabbitmq() -> Iterator[RabbitMQNode]:
 
 
 @pytest.fixture(scope="session", params=VERSIONS)
-def brokerj(request: pytest.FixtureRequest) -> Iterator[BrokerJ]:
-    """A running Broker-J for all tests of each release, or the one that the environment names: use queues of your own.
-
-    It closes channels that go on publishing after one second instead of five, where it is started here.
-    """
-    url, management_url = (os.environ.get(f"QFLOW_BROKERJ_{name}") for name in ("URL", "MANAGEMENT_URL"))
-    if url and management_url:
-        if request.param != VERSIONS[-1]:
-            pytest.skip("QFLOW_BROKERJ_URL names one broker, which is tested once")
-        yield BrokerJ(url, management_url)
-        return
-    with _make(lambda: BrokerJNode(request.param, flow_enforcement_timeout=1.0)) as node:
-        yield node
+def brokerj(request: pytest.FixtureRequest, session_brokerj: Callable[[str], BrokerJ]) -> BrokerJ:
+    """A running Broker-J of each release for all tests: use queues of your own."""
+    return session_brokerj(request.param)
 
 
 @pytest.fixture
