@@ -4,15 +4,39 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
 from qflow_client.testing.brokerj import VERSIONS, BrokerJ, BrokerJNode, BrokerJNotInstalled
 from qflow_client.testing.rabbitmq import RabbitMQNode, RabbitMQNotInstalled
+from tests.interop import matrix
 from tests.interop.toolchains import ToolchainNotInstalled
 
 Made = TypeVar("Made")
+
+# What tests have shown, in the order in which they ran.
+_shown: dict[str, list[dict[str, Any]]] = {matrix.CONTRACT: [], matrix.CLIENT: []}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" or report.outcome != "passed":
+        for name, shown in report.user_properties:
+            if name in _shown and isinstance(shown, dict):
+                told = {**shown, "outcome": report.outcome} if name == matrix.CONTRACT else shown
+                # A test that is tried again shows what it shows at last.
+                _shown[name] = [each for each in _shown[name] if _of(each) != _of(told)] + [told]
+
+
+def _of(shown: dict[str, Any]) -> list[Any]:
+    return [shown.get(name) for name in ("broker", "producer", "capability", "client")]
+
+
+def pytest_sessionfinish() -> None:
+    path = os.environ.get("QFLOW_COMPATIBILITY")
+    if path and any(_shown.values()):
+        matrix.dump(matrix.document(_shown[matrix.CONTRACT], _shown[matrix.CLIENT]), Path(path))
 
 
 def _make(make: Callable[[], Made]) -> Made:

@@ -16,6 +16,7 @@ import pytest
 
 from qflow_client.broker import Broker, ChannelSnapshot
 from tests.integration.producer.tools import Wire, eventually
+from tests.interop import matrix
 from tests.interop.clients.script import FIRST, GO, ORDERS, PATIENCE, SECOND, TOLD, body
 from tests.interop.toolchains import built, tool
 
@@ -148,7 +149,10 @@ def publisher(broker: Broker) -> ChannelSnapshot:
 
 @pytest.mark.parametrize("expected", EXPECTED, ids=lambda each: each.name)
 def test_a_client_of_another_hand_is_confirmed_served_blocked_and_stopped(
-    expected: Expected, installed: Callable[..., list[str]], tmp_path: Path
+    expected: Expected,
+    installed: Callable[..., list[str]],
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
     command = installed(expected.command)
     wire = Wire()
@@ -207,3 +211,7 @@ def test_a_client_of_another_hand_is_confirmed_served_blocked_and_stopped(
         assert published == []
         assert wire.count("in", "Connection.Close") == 0
         assert report["lost"], "it was not told that the connection is lost"
+    shown = {name: report[name] for name in ("version", "blocked", "flow", "request")}
+    record_property(
+        matrix.CLIENT, {"client": expected.name, "stopped": expected.stopped, "answers": expected.answers, **shown}
+    )

@@ -15,7 +15,7 @@ import amqp
 import pika
 from pika import BasicProperties
 
-from qflow_client import Outcome
+from qflow_client import Outcome, __version__
 from qflow_client.broker import Broker
 from qflow_client.testing.brokerj import BrokerJ
 from qflow_client.testing.rabbitmq import RabbitMQNode
@@ -34,6 +34,7 @@ class Provider:
     """A running broker."""
 
     url: str
+    version: str
     #: Stop who publishes with `Connection.Blocked`, and let them go. None: nobody can from here.
     block: Callable[[], object] | None = None
     unblock: Callable[[], object] | None = None
@@ -55,17 +56,6 @@ class Provider:
         """The property by which a message expires after so many seconds."""
         # What is a time to live in the standard is a point in time to it.
         return str(((int(time.time()) if self.brokerj is not None else 0) + seconds) * 1_000)
-
-    def version(self) -> str:
-        """What it says of itself as a client connects."""
-        parts = urlsplit(self.url)
-        with amqp.Connection(
-            f"{parts.hostname}:{parts.port or 5672}",
-            userid=unquote(parts.username or "guest"),
-            password=unquote(parts.password or "guest"),
-            virtual_host=unquote(parts.path[1:]),
-        ) as connection:
-            return str(connection.server_properties["version"])
 
     @contextmanager
     def blocked(self) -> Iterator[None]:
@@ -89,6 +79,18 @@ class Provider:
     def stopping(self, inbox: Inbox) -> str:
         """A queue that stops its producers with `Channel.Flow` beyond `STOP` bytes, until `RESUME` are left."""
         return inbox.declare({"x-qpid-capacity": STOP, "x-qpid-flow-resume-capacity": RESUME})
+
+
+def version_of(url: str) -> str:
+    """What a broker says of itself as a client connects."""
+    parts = urlsplit(url)
+    with amqp.Connection(
+        f"{parts.hostname}:{parts.port or 5672}",
+        userid=unquote(parts.username or "guest"),
+        password=unquote(parts.password or "guest"),
+        virtual_host=unquote(parts.path[1:]),
+    ) as connection:
+        return str(connection.server_properties.get("version", "of an unknown version"))
 
 
 class Inbox:
@@ -174,12 +176,12 @@ class Providers:
         product, _, release = name.partition(" ")
         if product == "Broker-J":
             brokerj = self._brokerj(release)
-            return Provider(brokerj.url, brokerj=brokerj)
+            return Provider(brokerj.url, version_of(brokerj.url), brokerj=brokerj)
         url = os.environ.get({"qflow": "QFLOW_BROKER_URL", "RabbitMQ": "QFLOW_RABBITMQ_URL"}[product])
         if url:
-            return Provider(url)
+            return Provider(url, version_of(url))
         if product == "qflow":
             broker = self._stack.enter_context(Broker())
-            return Provider(broker.url, broker.block, broker.unblock)
+            return Provider(broker.url, __version__, broker.block, broker.unblock)
         node = self._rabbitmq()
-        return Provider(node.url, node.raise_memory_alarm, node.clear_memory_alarm)
+        return Provider(node.url, version_of(node.url), node.raise_memory_alarm, node.clear_memory_alarm)
