@@ -2,30 +2,94 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
 from qflow_client.testing.brokerj import VERSIONS, BrokerJ, BrokerJNode, BrokerJNotInstalled
 from qflow_client.testing.rabbitmq import RabbitMQNode, RabbitMQNotInstalled
+from tests.interop import matrix
+from tests.interop.toolchains import ToolchainNotInstalled
 
-Node = TypeVar("Node")
+Made = TypeVar("Made")
+
+# What tests have shown, in the order in which they ran.
+_shown: dict[str, list[dict[str, Any]]] = {matrix.CONTRACT: [], matrix.CLIENT: []}
 
 
-def _make(make: Callable[[], Node]) -> Node:
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" or report.outcome != "passed":
+        for name, shown in report.user_properties:
+            if name in _shown and isinstance(shown, dict):
+                told = {**shown, "outcome": report.outcome} if name == matrix.CONTRACT else shown
+                # A test that is tried again shows what it shows at last.
+                _shown[name] = [each for each in _shown[name] if _of(each) != _of(told)] + [told]
+
+
+def _of(shown: dict[str, Any]) -> list[Any]:
+    return [shown.get(name) for name in ("broker", "producer", "capability", "client")]
+
+
+def pytest_sessionfinish() -> None:
+    path = os.environ.get("QFLOW_COMPATIBILITY")
+    if path and any(_shown.values()):
+        matrix.dump(matrix.document(_shown[matrix.CONTRACT], _shown[matrix.CLIENT]), Path(path))
+
+
+def _make(make: Callable[[], Made]) -> Made:
     try:
         return make()
-    except (BrokerJNotInstalled, RabbitMQNotInstalled) as missing:
+    except (BrokerJNotInstalled, RabbitMQNotInstalled, ToolchainNotInstalled) as missing:
         if os.environ.get("QFLOW_REQUIRE_BROKERS") == "1":
             pytest.fail(f"{missing} (QFLOW_REQUIRE_BROKERS=1 forbids to skip)", pytrace=False)
         pytest.skip(str(missing))
 
 
+@pytest.fixture
+def installed() -> Callable[[Callable[[], Made]], Made]:
+    """Makes something, or skips the test, or is an error, where the machine lacks what it takes."""
+    return _make
+
+
 @pytest.fixture(scope="session")
-def rabbitmq() -> Iterator[RabbitMQNode]:
+def nodes() -> Iterator[ExitStack]:
+    """What is stopped after all tests."""
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def session_rabbitmq(nodes: ExitStack) -> Callable[[], RabbitMQNode]:
+    """Starts a RabbitMQ node for all tests when it is first asked for."""
+    return cache(lambda: nodes.enter_context(_make(RabbitMQNode)))
+
+
+@pytest.fixture(scope="session")
+def session_brokerj(nodes: ExitStack) -> Callable[[str], BrokerJ]:
+    """Starts a Broker-J of a release for all tests when it is first asked for, or takes that of the environment.
+
+    It closes channels that go on publishing after one second instead of five, where it is started here.
+    """
+
+    @cache
+    def brokerj(version: str) -> BrokerJ:
+        url, management_url = (os.environ.get(f"QFLOW_BROKERJ_{name}") for name in ("URL", "MANAGEMENT_URL"))
+        if url and management_url:
+            if version != VERSIONS[-1]:
+                pytest.skip("QFLOW_BROKERJ_URL names one broker, which is tested once")
+            return BrokerJ(url, management_url)
+        return nodes.enter_context(_make(lambda: BrokerJNode(version, flow_enforcement_timeout=1.0)))
+
+    return brokerj
+
+
+@pytest.fixture(scope="session")
+def rabbitmq(session_rabbitmq: Callable[[], RabbitMQNode]) -> RabbitMQNode:
     """A running RabbitMQ node for all tests: leave it running, without alarms, and use queues of your own."""
-    with _make(RabbitMQNode) as node:
-        yield node
+    return session_rabbitmq()
 
 
 @pytest.fixture
@@ -36,19 +100,9 @@ def own_rabbitmq() -> Iterator[RabbitMQNode]:
 
 
 @pytest.fixture(scope="session", params=VERSIONS)
-def brokerj(request: pytest.FixtureRequest) -> Iterator[BrokerJ]:
-    """A running Broker-J for all tests of each release, or the one that the environment names: use queues of your own.
-
-    It closes channels that go on publishing after one second instead of five, where it is started here.
-    """
-    url, management_url = (os.environ.get(f"QFLOW_BROKERJ_{name}") for name in ("URL", "MANAGEMENT_URL"))
-    if url and management_url:
-        if request.param != VERSIONS[-1]:
-            pytest.skip("QFLOW_BROKERJ_URL names one broker, which is tested once")
-        yield BrokerJ(url, management_url)
-        return
-    with _make(lambda: BrokerJNode(request.param, flow_enforcement_timeout=1.0)) as node:
-        yield node
+def brokerj(request: pytest.FixtureRequest, session_brokerj: Callable[[str], BrokerJ]) -> BrokerJ:
+    """A running Broker-J of each release for all tests: use queues of your own."""
+    return session_brokerj(request.param)
 
 
 @pytest.fixture

@@ -120,17 +120,6 @@ def take(channel: BlockingChannel, queue: str, count: int, *, pause: float = 0.0
     return bodies
 
 
-def test_every_message_is_confirmed_and_arrives_in_order(
-    brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str]
-) -> None:
-    name = queue()
-    with Producer(brokerj.url, routing_key=name) as producer:
-        receipts = [producer.send(body(number)) for number in range(2_000)]
-        producer.flush(timeout=PATIENCE)
-        assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
-    assert take(channel, name, 2_000) == [body(number) for number in range(2_000)]
-
-
 def test_J7_a_slow_consumer_flows_the_producer_and_every_message_arrives(
     brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str]
 ) -> None:
@@ -176,25 +165,6 @@ def test_J7_a_slow_consumer_flows_the_producer_and_every_message_arrives(
         words = [line for line in brokerj.log.splitlines() if f"qu({name})" in line]
         assert sum("QUE-1003" in line for line in words) >= said.count(False)
         assert sum("QUE-1004" in line for line in words) >= said.count(True)
-
-
-def test_A4_a_send_that_is_flowed_past_its_deadline_is_in_no_queue(
-    brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str]
-) -> None:
-    name = queue(x_qpid_capacity=20_000, x_qpid_flow_resume_capacity=10_000)
-    with Producer(brokerj.url, routing_key=name, capacity=10) as producer:
-        count = fill(producer)
-        began = time.monotonic()
-        with pytest.raises(FlowControlTimeout) as caught:
-            producer.send(b"never sent", timeout=0.5)
-        assert 0.5 <= time.monotonic() - began < 5.0
-        assert caught.value.holds[0].kind is FLOW
-        assert depth_of(brokerj, name) <= count
-        # What was admitted as the stop came leaves when it is lifted.
-        assert take(channel, name, count) == [body(number) for number in range(count)]
-        assert producer.wait_unflowed(PATIENCE)
-        producer.send(b"sent later").result(PATIENCE)
-    assert take(channel, name, 1) == [b"sent later"]
 
 
 def test_where_ours_waits_plain_pika_goes_on_publishing_and_loses_its_channel(
@@ -280,18 +250,6 @@ def test_the_overflow_policy_producer_flow_control_flows_the_producer(
         flows.wait_for(2)
         assert flows.seen == [False, True]
     channel.queue_delete(name)
-
-
-@pytest.mark.usefixtures("no_retries")
-def test_a_mandatory_message_that_no_queue_takes_fails(brokerj: BrokerJ, queue: Callable[..., str]) -> None:
-    name = queue()
-    with Producer(brokerj.url) as producer:
-        lost = producer.send(b"nobody's", routing_key=f"{name}-not")
-        kept = producer.send(b"somebody's", routing_key=name)
-        kept.result(PATIENCE)
-        # It nacks at once, and returns when it has taken all that came.
-        with pytest.raises(MessageNacked):
-            lost.result(PATIENCE)
 
 
 @pytest.mark.usefixtures("no_retries")

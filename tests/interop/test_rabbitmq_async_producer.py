@@ -15,10 +15,7 @@ import pytest
 
 from qflow_client import (
     AsyncProducer,
-    ConfirmTimeout,
-    FlowControlTimeout,
     HoldKind,
-    MessageNacked,
     MessageRejected,
     MessageReturned,
     Outcome,
@@ -108,42 +105,6 @@ def test_a_thousand_tasks_on_a_shared_connection_await_each_receipt(rabbitmq: Ra
     asyncio.run(main())
 
 
-def test_a_memory_alarm_flows_the_producer_and_nothing_is_lost(own_rabbitmq: RabbitMQNode) -> None:
-    async def main() -> None:
-        # Its publishing is blocked, so what consumes has a connection of its own.
-        async with (
-            own_queue(own_rabbitmq.url) as (_connection, queue),
-            AsyncProducer(own_rabbitmq.url, routing_key=queue.name) as producer,
-        ):
-            await (await producer.send(b"before")).result(10)
-            await asyncio.to_thread(own_rabbitmq.raise_memory_alarm)
-            # RabbitMQ blocks a connection when it publishes: this one is admitted, and its confirm is withheld.
-            first = await producer.send(b"first under the alarm")
-            await held(producer, HoldKind.CONNECTION_BLOCKED)
-            assert "memory" in producer.flow_state.holds[0].detail
-
-            began = time.monotonic()
-            with pytest.raises(FlowControlTimeout) as caught:
-                await producer.send(b"never sent", timeout=0.5)
-            assert 0.5 <= time.monotonic() - began < 1.5
-            assert [hold.kind for hold in caught.value.holds] == [HoldKind.CONNECTION_BLOCKED]
-            with pytest.raises(ConfirmTimeout):
-                await first.result(timeout=0.1)
-            with pytest.raises(ConfirmTimeout):
-                await producer.flush(timeout=0.1)
-
-            later = [asyncio.create_task(producer.send(b"later %d" % number, timeout=60)) for number in range(100)]
-            await asyncio.to_thread(own_rabbitmq.clear_memory_alarm)
-            assert await producer.wait_unflowed(timeout=30)
-            assert [await (await task) for task in later] == [Outcome.CONFIRMED] * 100
-            assert await first.result(10) is Outcome.CONFIRMED
-            assert producer.flow_state.seconds_flowed[HoldKind.CONNECTION_BLOCKED] >= 0.5
-            bodies = await drain(queue, 102)
-            assert bodies == [b"before", b"first under the alarm", *(b"later %d" % number for number in range(100))]
-
-    asyncio.run(main())
-
-
 def test_closing_under_a_memory_alarm_ends_in_time_and_hands_the_messages_back(own_rabbitmq: RabbitMQNode) -> None:
     async def main() -> None:
         producer = await AsyncProducer(own_rabbitmq.url, routing_key="orders", mandatory=False).connect()
@@ -181,27 +142,6 @@ def test_a_connection_at_heartbeat_2_outlives_30_seconds_of_load(rabbitmq: Rabbi
     asyncio.run(main())
 
 
-@pytest.mark.usefixtures("no_retries")
-def test_a_full_queue_that_rejects_is_told_by_nacks(rabbitmq: RabbitMQNode) -> None:
-    async def main() -> None:
-        arguments = {"x-max-length": 5, "x-overflow": "reject-publish"}
-        async with own_queue(rabbitmq.url, arguments=arguments) as (connection, queue):
-            producer = await AsyncProducer(connection=connection, routing_key=queue.name).connect()
-            receipts = [await producer.send(b"%d" % number) for number in range(50)]
-            for receipt in receipts:
-                assert await receipt.wait(10)
-            with pytest.raises(UndeliveredMessages) as caught:
-                await producer.close()
-            nacked = [receipt for receipt in receipts if receipt.outcome is Outcome.NACKED]
-            assert list(caught.value.receipts) == nacked
-            assert len(caught.value.unknown) == len(nacked)
-            with pytest.raises(MessageNacked):
-                await nacked[0]
-            assert (await queue.declare()).message_count == 50 - len(nacked)
-
-    asyncio.run(main())
-
-
 def test_returns_and_a_missing_exchange_cost_the_shared_connection_nothing(rabbitmq: RabbitMQNode) -> None:
     async def main() -> None:
         async with own_queue(rabbitmq.url) as (connection, queue):
@@ -217,20 +157,6 @@ def test_returns_and_a_missing_exchange_cost_the_shared_connection_nothing(rabbi
             async with AsyncProducer(connection=connection, routing_key=queue.name) as another:
                 assert await (await another.send(b"another")) is Outcome.CONFIRMED
             assert await drain(queue, 3) == [b"kept", b"goes on", b"another"]
-
-    asyncio.run(main())
-
-
-def test_bodies_of_every_size_arrive(rabbitmq: RabbitMQNode) -> None:
-    frame_body = 131_072 - 8
-    bodies = [bytes([size % 251]) * size for size in (0, 1, frame_body - 1, frame_body, frame_body + 1, 10_000_000)]
-
-    async def main() -> None:
-        async with own_queue(rabbitmq.url) as (connection, queue):
-            async with AsyncProducer(connection=connection, routing_key=queue.name) as producer:
-                receipts = [await producer.send(body) for body in bodies]
-                assert [await receipt.result(30) for receipt in receipts] == [Outcome.CONFIRMED] * len(bodies)
-            assert await drain(queue, len(bodies)) == bodies
 
     asyncio.run(main())
 

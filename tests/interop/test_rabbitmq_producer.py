@@ -21,8 +21,6 @@ from qflow_client import (
     ConfirmTimeout,
     FlowControlTimeout,
     HoldKind,
-    Message,
-    MessageNacked,
     MessageRejected,
     MessageReturned,
     Outcome,
@@ -175,37 +173,6 @@ def test_a_connection_at_heartbeat_2_outlives_30_seconds_of_load(
     assert channel.queue_declare(queue, passive=True).method.message_count == sent
 
 
-@pytest.mark.usefixtures("no_retries")
-def test_a_full_queue_that_rejects_is_told_by_nacks(rabbitmq: RabbitMQNode, channel: BlockingChannel) -> None:
-    name = f"qflow-{uuid4().hex}"
-    channel.queue_declare(name, arguments={"x-max-length": 5, "x-overflow": "reject-publish"})
-    with Producer(rabbitmq.url, routing_key=name) as producer:
-        receipts = [producer.send(b"%d" % number) for number in range(50)]
-        for receipt in receipts:
-            assert receipt.wait(10)
-        with pytest.raises(UndeliveredMessages) as caught:
-            producer.flush()
-        nacked = [receipt for receipt in receipts if receipt.outcome is Outcome.NACKED]
-        assert list(caught.value.receipts) == nacked
-        assert len(caught.value.unknown) == len(nacked)
-        with pytest.raises(MessageNacked):
-            nacked[0].result()
-    assert channel.queue_declare(name, passive=True).method.message_count == 50 - len(nacked)
-    channel.queue_delete(name)
-
-
-def test_a_message_that_no_queue_takes_is_returned(rabbitmq: RabbitMQNode, queue: str) -> None:
-    with Producer(rabbitmq.url, routing_key=queue) as producer:
-        lost = producer.send(b"lost", routing_key="no such queue")
-        own = producer.send(Message(b"lost too", message_id="mine"), routing_key="no such queue")
-        kept = producer.send(b"kept")
-        assert kept.result(10) is Outcome.CONFIRMED
-        for receipt in (lost, own):
-            with pytest.raises(MessageReturned) as caught:
-                receipt.result(10)
-            assert caught.value.reply_code == 312
-
-
 def test_a_missing_exchange_rejects_the_lone_message_with_the_brokers_words(rabbitmq: RabbitMQNode) -> None:
     with Producer(rabbitmq.url) as producer:
         receipt = producer.send(b"x", exchange="no such exchange")
@@ -214,35 +181,6 @@ def test_a_missing_exchange_rejects_the_lone_message_with_the_brokers_words(rabb
         assert caught.value.reply_code == 404
         with pytest.raises(MessageReturned):
             producer.send(b"y", timeout=10).result(10)
-
-
-def test_a_message_to_a_missing_exchange_among_a_thousand_harms_only_itself(
-    rabbitmq: RabbitMQNode, channel: BlockingChannel, queue: str
-) -> None:
-    with Producer(rabbitmq.url, routing_key=queue) as producer:
-        receipts = [
-            producer.send(b"%d" % number, exchange="no such exchange" if number == 500 else None, timeout=None)
-            for number in range(1000)
-        ]
-        with pytest.raises(MessageRejected, match=r"404.*no such exchange"):
-            receipts.pop(500).result(30)
-        producer.flush(30)
-        assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
-    numbers = []
-    for _method, _properties, body in channel.consume(queue, auto_ack=True, inactivity_timeout=2):
-        if body is None:
-            break
-        numbers.append(int(body))
-    assert list(dict.fromkeys(numbers)) == [number for number in range(1000) if number != 500]
-
-
-def test_bodies_of_every_size_arrive(rabbitmq: RabbitMQNode, channel: BlockingChannel, queue: str) -> None:
-    frame_body = 131_072 - 8
-    bodies = [bytes([size % 251]) * size for size in (0, 1, frame_body - 1, frame_body, frame_body + 1, 10_000_000)]
-    with Producer(rabbitmq.url, routing_key=queue) as producer:
-        receipts = [producer.send(body) for body in bodies]
-        assert [receipt.result(30) for receipt in receipts] == [Outcome.CONFIRMED] * len(bodies)
-    assert drain(channel, queue, len(bodies)) == bodies
 
 
 def test_eight_threads_lose_nothing_and_keep_their_order(

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from qflow_client.testing.brokerj import BrokerJ
+from qflow_client.testing.rabbitmq import RabbitMQNode
+from tests.interop import matrix
+from tests.interop.contract.producers import PRODUCERS
+from tests.interop.contract.providers import Inbox, Provider, Providers
+
+
+@pytest.fixture(scope="session")
+def providers(
+    session_rabbitmq: Callable[[], RabbitMQNode], session_brokerj: Callable[[str], BrokerJ]
+) -> Iterator[Providers]:
+    made = Providers(session_rabbitmq, session_brokerj)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def provider(request: pytest.FixtureRequest, providers: Providers) -> Provider:
+    """The broker of the test."""
+    return providers[request.param]
+
+
+@pytest.fixture
+def make(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Makes the producer of the test."""
+    return PRODUCERS[request.param]
+
+
+@pytest.fixture(autouse=True)
+def numbers(
+    request: pytest.FixtureRequest, provider: Provider, record_property: Callable[[str, object], None]
+) -> dict[str, Any]:
+    """Numbers that the test has found, by what they count; they stand in the matrix."""
+    found: dict[str, Any] = {}
+    of = request.node.callspec.params
+    (capability,) = request.node.get_closest_marker("capability").args
+    shown = {"broker": of["provider"], "version": provider.version, "producer": of["make"], "capability": capability}
+    record_property(matrix.CONTRACT, {**shown, "numbers": found})
+    return found
+
+
+@pytest.fixture
+def inbox(provider: Provider) -> Iterator[Inbox]:
+    """For queues of the test's own, which it deletes."""
+    made = Inbox(provider.url)
+    yield made
+    made.close()

@@ -1,0 +1,237 @@
+"""What sections 3 and 4 of the specification promise, for every producer on every broker that has it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Container, Iterable
+from typing import Any
+
+import pytest
+
+from qflow_client import FlowControlTimeout, HoldKind, Message, MessageRejected, Outcome
+from qflow_client.protocol import REPUBLISHED
+from qflow_client.testing.brokerj import VERSIONS
+from qflow_client.testing.proxy import FaultProxy
+from tests.interop.contract.producers import PRODUCERS
+from tests.interop.contract.providers import PATIENCE, ROOM, STOP, Inbox, Provider
+
+# The first test of each broker starts it, and a busy machine takes half a minute to run rabbitmqctl.
+pytestmark = pytest.mark.timeout(400)
+
+# Seconds that a send may wait in tests of deadlines.
+WAIT = 0.5
+
+OURS = "qflow"
+RABBITMQ = "RabbitMQ"
+BROKERJ = tuple(f"Broker-J {version}" for version in VERSIONS)
+ALL = (OURS, RABBITMQ, *BROKERJ)
+# They reconnect, and send again what was lost.
+RECOVERING = ("Producer", "AsyncProducer")
+
+# pika has no confirms there, and its drop-in, which has no tap, neither.
+UNCONFIRMED = frozenset((broker, "pika drop-in") for broker in BROKERJ)
+
+Make = Callable[..., Any]
+Numbers = dict[str, Any]
+
+
+def capability(
+    title: str,
+    *,
+    on: Iterable[str] = ALL,
+    of: Iterable[str] = tuple(PRODUCERS),
+    without: Container[tuple[str, str]] = UNCONFIRMED,
+) -> Any:
+    """What a test shows of which producers on which brokers, but for some pairs."""
+    marks = {RABBITMQ: pytest.mark.rabbitmq} | dict.fromkeys(BROKERJ, pytest.mark.brokerj)
+
+    def decorate(test: Any) -> Any:
+        pairs = [
+            pytest.param(broker, producer, marks=marks.get(broker, ()), id=f"{broker}, {producer}")
+            for broker in on
+            for producer in of
+            if (broker, producer) not in without
+        ]
+        return pytest.mark.parametrize(("provider", "make"), pairs, indirect=True)(pytest.mark.capability(title)(test))
+
+    return decorate
+
+
+def if_it_has(make: Make, **settings: object) -> dict[str, object]:
+    """Settings that the drop-ins have not: they try nothing again, and each publish waits for its confirm."""
+    return settings if make in (PRODUCERS[name] for name in RECOVERING) else {}
+
+
+def body(number: int) -> bytes:
+    return b"%06d" % number + bytes(994)
+
+
+def send_until_held(producer: Any, kind: HoldKind, numbers: Numbers) -> list[bytes]:
+    """Send until the broker holds the producer, and return what was admitted before; tell how long the last waited."""
+    admitted: list[bytes] = []
+    end = time.monotonic() + PATIENCE
+    for number in range(1_000_000):
+        assert time.monotonic() < end, f"not held by {kind}"
+        began = time.monotonic()
+        try:
+            producer.send(body(number), timeout=WAIT)
+        except FlowControlTimeout as error:
+            # It waited no shorter than it may, and did not hang.
+            waited = time.monotonic() - began
+            assert WAIT <= waited < PATIENCE
+            # On a slow machine confirms alone may be late.
+            if kind in {hold.kind for hold in error.holds}:
+                numbers[f"s for {WAIT:g} s"] = round(waited, 3)
+                break
+        else:
+            admitted.append(body(number))
+    return admitted
+
+
+@capability("confirmed, in order")
+def test_what_is_confirmed_arrives_in_order(provider: Provider, make: Make, inbox: Inbox, numbers: Numbers) -> None:
+    count = 500
+    queue = inbox.declare()
+    with make(provider.url, routing_key=queue) as producer:
+        receipts = [producer.send(body(number)) for number in range(count)]
+        producer.flush(timeout=PATIENCE)
+        assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED] * count
+    assert inbox.bodies(queue, count) == [body(number) for number in range(count)]
+    numbers["messages"] = count
+
+
+@capability("bodies from empty to 10 MB")
+def test_bodies_of_every_size_arrive(provider: Provider, make: Make, inbox: Inbox) -> None:
+    frame = 131_072 - 8
+    bodies = [bytes([size % 251]) * size for size in (0, 1, frame - 1, frame, frame + 1, 10_000_000)]
+    queue = inbox.declare()
+    with make(provider.url, routing_key=queue) as producer:
+        receipts = [producer.send(each) for each in bodies]
+        assert [receipt.result(PATIENCE) for receipt in receipts] == [Outcome.CONFIRMED] * len(bodies)
+    assert inbox.bodies(queue, len(bodies)) == bodies
+
+
+@capability("all properties and headers")
+def test_all_properties_arrive_whole(provider: Provider, make: Make, inbox: Inbox) -> None:
+    headers = {"text": "größer", "number": 1 << 40, "truth": True, "nothing": None, "list": [1, "two"], "in": {"a": 1}}
+    properties: dict[str, Any] = {
+        "content_type": "application/json",
+        "content_encoding": "identity",
+        "headers": headers,
+        "delivery_mode": 1,
+        "priority": 3,
+        "correlation_id": "correlation",
+        "reply_to": "answers",
+        "expiration": provider.expiration(600),
+        "message_id": "mine",
+        "timestamp": 1_700_000_000,
+        "type": "order",
+        "user_id": "guest",
+        "app_id": "shop",
+    }
+    queue = inbox.declare()
+    with make(provider.url, routing_key=queue) as producer:
+        assert producer.send(Message(b"{}", **properties)).result(PATIENCE) is Outcome.CONFIRMED
+    ((taken, content),) = inbox.take(queue, 1)
+    assert content == b"{}"
+    assert {name: getattr(taken, name) for name in properties} == properties
+
+
+@capability("a mandatory message without a queue is told")
+def test_a_mandatory_message_that_no_queue_takes_is_told(provider: Provider, make: Make, inbox: Inbox) -> None:
+    queue = inbox.declare()
+    with make(provider.url, routing_key=queue, **if_it_has(make, on_refused="fail")) as producer:
+        lost = producer.send(b"nobody's", routing_key=f"{queue}-not")
+        kept = producer.send(b"somebody's")
+        assert kept.result(PATIENCE) is Outcome.CONFIRMED
+        assert lost.wait(PATIENCE)
+        assert lost.outcome in provider.unroutable
+    assert inbox.bodies(queue, 1) == [b"somebody's"]
+
+
+@capability("a full queue's nacks are told")
+def test_a_full_queue_that_rejects_is_told_by_nacks(provider: Provider, make: Make, inbox: Inbox) -> None:
+    queue = provider.rejecting(inbox)
+    with make(provider.url, routing_key=queue, **if_it_has(make, on_refused="fail")) as producer:
+        outcomes = []
+        for number in range(ROOM + 3):
+            receipt = producer.send(body(number))
+            assert receipt.wait(PATIENCE)
+            outcomes.append(receipt.outcome)
+    assert outcomes[:ROOM] == [Outcome.CONFIRMED] * ROOM
+    assert set(outcomes[ROOM:]) <= provider.refused
+    assert inbox.bodies(queue, ROOM) == [body(number) for number in range(ROOM)]
+
+
+@capability("Channel.Flow holds, in time", on=(OURS, *BROKERJ), without=())
+def test_J7_A4_who_is_stopped_by_a_queue_keeps_its_deadlines_and_goes_on_when_it_is_emptied(
+    provider: Provider, make: Make, inbox: Inbox, numbers: Numbers
+) -> None:
+    queue = provider.stopping(inbox)
+    wait = {"max_producer_flow_control_wait": WAIT}
+    with make(provider.url, routing_key=queue, **wait, **if_it_has(make, capacity=10)) as producer:
+        admitted = send_until_held(producer, HoldKind.CHANNEL_FLOW, numbers)
+        assert len(admitted) * len(body(0)) > STOP / 2
+        numbers["kB admitted"] = len(admitted) * len(body(0)) // 1_000
+        # What was told to be not sent is in no queue; what was admitted is, or follows.
+        assert inbox.bodies(queue, len(admitted)) == admitted
+        assert producer.wait_unflowed(PATIENCE)
+        assert producer.send(b"later", timeout=PATIENCE).result(PATIENCE) in (Outcome.CONFIRMED, Outcome.SENT)
+        assert inbox.bodies(queue, 1) == [b"later"]
+
+
+@capability("Connection.Blocked holds, in time", on=(OURS, RABBITMQ))
+def test_A4_who_is_blocked_keeps_its_deadlines_and_goes_on_when_it_is_unblocked(
+    provider: Provider, make: Make, inbox: Inbox, numbers: Numbers
+) -> None:
+    if provider.block is None:
+        pytest.skip("a broker that the environment names cannot be blocked from here")
+    queue = inbox.declare()
+    with make(provider.url, routing_key=queue, max_producer_flow_control_wait=WAIT) as producer:
+        with provider.blocked():
+            admitted = send_until_held(producer, HoldKind.CONNECTION_BLOCKED, numbers)
+        assert producer.wait_unflowed(PATIENCE)
+        assert producer.send(b"later", timeout=PATIENCE).result(PATIENCE) is Outcome.CONFIRMED
+    assert inbox.bodies(queue, len(admitted) + 1) == [*admitted, b"later"]
+
+
+@capability("a lost connection: sent again, and marked", of=RECOVERING)
+def test_what_was_not_confirmed_when_the_connection_is_cut_is_sent_again_and_marked(
+    provider: Provider, make: Make, inbox: Inbox
+) -> None:
+    queue = inbox.declare()
+    with (
+        FaultProxy(provider.url) as proxy,
+        make(proxy.url, routing_key=queue, reconnect_delay=0.05) as producer,
+    ):
+        assert producer.send(b"before").result(PATIENCE) is Outcome.CONFIRMED
+        proxy.black_hole("to_client", connection=proxy.accepted)
+        receipt = producer.send(b"twice")
+        inbox.wait_depth(queue, 2)
+        proxy.cut()
+        assert receipt.result(PATIENCE) is Outcome.CONFIRMED
+        assert producer.send(b"after").result(PATIENCE) is Outcome.CONFIRMED
+    taken = inbox.take(queue, 4)
+    assert [content for _, content in taken] == [b"before", b"twice", b"twice", b"after"]
+    assert [(properties.headers or {}).get(REPUBLISHED) for properties, _ in taken] == [None, None, True, None]
+    first, second = (properties.message_id for properties, _ in taken[1:3])
+    assert first == second
+
+
+@capability("a closed channel costs only the message that closed it", of=RECOVERING)
+def test_a_message_to_a_missing_exchange_is_rejected_and_harms_no_other(
+    provider: Provider, make: Make, inbox: Inbox
+) -> None:
+    queue = inbox.declare()
+    count = 100
+    with make(provider.url, routing_key=queue) as producer:
+        receipts = [
+            producer.send(body(number), exchange="no such exchange" if number == 50 else None)
+            for number in range(count)
+        ]
+        with pytest.raises(MessageRejected, match=r"404|no such exchange"):
+            receipts.pop(50).result(PATIENCE)
+        producer.flush(timeout=PATIENCE)
+        assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
+    found = inbox.bodies(queue, inbox.depth(queue))
+    assert list(dict.fromkeys(found)) == [body(number) for number in range(count) if number != 50]

@@ -1,0 +1,136 @@
+"""What the tests have shown of brokers, producers and clients, as the page ``docs/compatibility.md``.
+
+``QFLOW_COMPATIBILITY=docs/compatibility.json tox -e interop`` writes down what the tests show, and
+``python -m tests.interop.matrix`` makes the page of it.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterable, Mapping
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parents[2] / "docs"
+RESULTS = DOCS / "compatibility.json"
+PAGE = DOCS / "compatibility.md"
+
+#: What a test records about itself (``record_property``).
+CONTRACT = "qflow-contract"
+CLIENT = "qflow-client"
+
+_LIBRARIES = ("pika", "aio-pika", "aiormq")
+_OUTCOMES = {"passed": "yes", "failed": "**no**", "skipped": "not tried"}
+
+_HEAD = """\
+# Compatibility
+
+What was tried of which producer on which broker, on {date} with Python {python},
+{libraries}. This page is made of what the tests in `tests/interop/` showed (`docs/compatibility.json`), never by hand:
+
+```sh
+QFLOW_COMPATIBILITY=docs/compatibility.json tox -e interop
+python -m tests.interop.matrix
+```
+
+## Producers
+
+Every line is one test, which is the same for all. A dash: that broker does not have it, or not for that producer.
+pika asks for confirms only where the broker announces them, and Broker-J does not; `Producer`, `AsyncProducer` and the
+drop-in for aio-pika have a [tap](decisions.md#broker-js-confirms-are-announced-by-the-tap), which mends that. The
+drop-ins do not send again after a lost connection: they do what pika and aio-pika do.
+
+*0.51 s for 0.5 s* is how long a send took that might wait for half a second, and was then refused with
+`FlowControlTimeout`; that message is in no queue. *kB admitted* is what was sent until then to a queue that stops its
+producers beyond 20 kB; `capacity` was 10 messages of 1 kB, and the drop-ins wait for each confirm where they have them.
+"""
+_CLIENTS = """
+## Other clients on the broker of this repository
+
+Each runs a program of its own (`tests/interop/clients/`) that declares, publishes with confirms, consumes, is blocked
+and stopped. All of them had every message confirmed, and got it in order, as far as they got.
+
+| client | version | when stopped | `Flow-Ok` | tells of the stop | a request then | tells of `Connection.Blocked` |
+|---|---|---|---|---|---|---|
+"""
+_STOPPED = {"went on": "goes on", "held": "**waits**", "ended": "loses its connection"}
+
+
+def document(results: Iterable[Mapping[str, Any]], clients: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What is kept of a run."""
+    return {
+        "date": date.today().isoformat(),
+        "python": platform.python_version(),
+        "libraries": {name: version(name) for name in _LIBRARIES},
+        "results": list(results),
+        "clients": list(clients),
+    }
+
+
+def render(kept: Mapping[str, Any]) -> str:
+    """The page."""
+    libraries = [f"{name} {release}" for name, release in kept["libraries"].items()]
+    parts = [
+        _HEAD.format(
+            date=kept["date"], python=kept["python"], libraries=", ".join(libraries[:-1]) + f" and {libraries[-1]}"
+        )
+    ]
+    results = kept["results"]
+    producers = list(dict.fromkeys(result["producer"] for result in results))
+    capabilities = list(dict.fromkeys(result["capability"] for result in results))
+    found = {(result["broker"], result["producer"], result["capability"]): result for result in results}
+    for broker, release in dict.fromkeys((result["broker"], result["version"]) for result in results):
+        parts.append(
+            f"\n### {_title(broker, release)}\n\n| | {' | '.join(producers)} |\n{'|---' * (len(producers) + 1)}|\n"
+        )
+        for capability in capabilities:
+            cells = [_cell(found.get((broker, producer, capability))) for producer in producers]
+            if set(cells) != {"–"}:
+                parts.append(f"| {capability} | {' | '.join(cells)} |\n")
+    parts.append(_CLIENTS)
+    parts += [_client(client) for client in kept["clients"]]
+    return "".join(parts)
+
+
+def _title(broker: str, release: str) -> str:
+    if broker == "qflow":
+        return f"The broker of this repository, {release}"
+    return f"{broker.partition(' ')[0]} {release}"
+
+
+def _cell(result: Mapping[str, Any] | None) -> str:
+    if result is None:
+        return "–"
+    numbers = ", ".join(f"{value} {unit}" for unit, value in result["numbers"].items())
+    return _OUTCOMES[result["outcome"]] + (f": {numbers}" if numbers and result["outcome"] == "passed" else "")
+
+
+def _client(client: Mapping[str, Any]) -> str:
+    cells = [
+        client["client"],
+        client["version"],
+        _STOPPED[client["stopped"]],
+        "yes" if client["answers"] else "no",
+        "no" if client["flow"] is None else "yes",
+        {"ok": "is answered", "": "–"}.get(client["request"], f"raises `{client['request']}`"),
+        "yes" if client["blocked"] else "no",
+    ]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def load() -> dict[str, Any]:
+    """What is kept of the last run that was written down."""
+    kept: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
+    return kept
+
+
+def dump(kept: Mapping[str, Any], path: Path) -> None:
+    """Keep it."""
+    path.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(load()), encoding="utf-8")

@@ -1,0 +1,41 @@
+"""How programs in other languages are built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.interop.toolchains import BuildFailed, ToolchainNotInstalled, built, tool
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with one file, and an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "program"
+    folder.mkdir()
+    (folder / "main").write_text("one", encoding="utf-8")
+    return folder
+
+
+def test_what_is_not_there_is_named_with_its_package() -> None:
+    with pytest.raises(ToolchainNotInstalled, match=r"no-such-tool was not found: .*apt-get install the-package"):
+        tool("no-such-tool", "the-package")
+
+
+def test_a_program_is_built_once_and_again_when_it_changes(sources: Path) -> None:
+    steps = [["sh", "-c", "cat main >> made"], ["sh", "-c", "cat main >> made"]]
+    folder = built(sources, steps)
+    assert (folder / "made").read_text(encoding="utf-8") == "oneone"
+    assert built(sources, steps) == folder
+    assert (folder / "made").read_text(encoding="utf-8") == "oneone"
+    (sources / "main").write_text("two", encoding="utf-8")
+    assert (built(sources, steps) / "made").read_text(encoding="utf-8") == "twotwo"
+    assert not (sources / "made").exists()
+
+
+def test_what_a_failed_step_said_is_told_and_nothing_is_kept(sources: Path, tmp_path: Path) -> None:
+    with pytest.raises(BuildFailed, match=r"sh -c echo .* failed in a copy of .*program:\n  no such release"):
+        built(sources, [["sh", "-c", "echo no such release >&2; exit 1"]])
+    assert list((tmp_path / "cache" / "qflow-client" / "clients").iterdir()) == []

@@ -1,0 +1,53 @@
+"""The page of compatibility is what the tests against other brokers and clients showed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qflow_client.testing.brokerj import VERSIONS
+from tests.interop import matrix
+from tests.interop.clients.test_clients import EXPECTED
+from tests.interop.contract import test_contract
+
+
+def pairs() -> set[tuple[str, str, str]]:
+    """Broker, producer and capability of every test of the contract."""
+    found = set()
+    for name in dir(test_contract):
+        marks = {mark.name: mark for mark in getattr(getattr(test_contract, name), "pytestmark", ())}
+        if "capability" in marks:
+            (title,) = marks["capability"].args
+            found |= {(*each.values, title) for each in marks["parametrize"].args[1]}
+    return found
+
+
+def test_the_page_is_what_is_made_of_the_results() -> None:
+    assert matrix.PAGE.read_text(encoding="utf-8") == matrix.render(matrix.load()), (
+        "it was changed by hand, or not made again: python -m tests.interop.matrix"
+    )
+
+
+def test_the_results_are_those_of_the_tests_that_there_are() -> None:
+    kept = matrix.load()
+    shown = {(result["broker"], result["producer"], result["capability"]) for result in kept["results"]}
+    assert shown == pairs(), "run QFLOW_COMPATIBILITY=docs/compatibility.json tox -e interop"
+    assert {f"Broker-J {version}" for version in VERSIONS} < {broker for broker, _, _ in shown}
+    assert [client["client"] for client in kept["clients"]] == [each.name for each in EXPECTED]
+
+
+def test_what_failed_or_was_not_tried_is_told() -> None:
+    def result(producer: str, outcome: str) -> dict[str, Any]:
+        of = {"broker": "RabbitMQ", "version": "4.0", "producer": producer, "capability": "all of it"}
+        return {**of, "outcome": outcome, "numbers": {"s": 0.5}}
+
+    page = matrix.render(
+        {
+            "date": "2026-11-01",
+            "python": "3.11.1",
+            "libraries": {"pika": "1", "aio-pika": "2"},
+            "results": [result("A", "passed"), result("B", "failed"), result("C", "skipped")],
+            "clients": [],
+        }
+    )
+    assert "### RabbitMQ 4.0\n\n| | A | B | C |\n" in page
+    assert "| all of it | yes: 0.5 s | **no** | not tried |\n" in page
