@@ -432,6 +432,21 @@ def test_A2_what_is_evicted_goes_to_disk_in_batches_too():
     assert world.host.journal.memory == 0
 
 
+def test_A2_what_leaves_while_its_body_is_read_takes_no_memory(world):
+    client = declared(world, "q")
+    client.publish(b"body", properties=PERSISTENT)
+    journal = world.host.journal
+    (entry,) = world.queue().oldest_first()
+    journal.evict(entry.message)
+    write(world)
+    assert entry.message.body is None
+    journal.want([entry.message], lambda: True)
+    (number,) = journal.take_wanted()
+    client.send(1, commands.Queue.Purge(queue="q"))
+    journal.came({number: b"body"})
+    assert (entry.message.body, journal.memory) == (None, 0)
+
+
 def test_sqlite_is_given_no_value_that_is_larger_than_it_takes(world, monkeypatch):
     monkeypatch.setattr(store, "_PORTION", 50_000)
     client = declared(world, confirms=False)

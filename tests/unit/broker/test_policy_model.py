@@ -143,7 +143,6 @@ DISK_BUGS = [
         "record.is_spooled and record.holders",
         "False",
     ),
-    ("A2: what is on its way to disk and acked is evicted", journal.Journal.leave, "message.record = None", "pass"),
     ("A2: Basic.Get does not wait for the disk", queue.Queue.take, "self.journal.hold(entry.message)", "pass"),
     (
         "D10: a queue that flows to disk is overdue at what it has in memory",
