@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pika import spec
+from pika import exceptions, spec
 
 from qflow_client.dropin import DropIn, DropInFlow, EncodedMessage
 from qflow_client.events import FlowState, HoldKind
@@ -41,6 +41,9 @@ PIKA = DropIn(
     },
 )
 _UNLIMITED = 1 << 62
+
+# Why a channel is closed that the program closes.
+_BY_PROGRAM = exceptions.ChannelClosedByClient, exceptions.ConnectionClosedByClient
 
 # Seconds after which a transport that was full is looked at again where nothing tells that it takes bytes.
 _LOOK_AGAIN = 0.01
@@ -153,6 +156,8 @@ class ChannelFlow(DropInFlow):
     def _on_close(self, channel: Any, reason: BaseException) -> None:
         ConnectionFlow.of(channel.connection).channels.pop(channel.channel_number, None)
         flow_manager.unregister(self)
+        if isinstance(reason, _BY_PROGRAM):
+            self.protocol.forget_past()
         self.protocol.connection_lost(f"the channel is closed: {reason}", _monotonic())
         self.after()
 
