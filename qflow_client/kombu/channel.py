@@ -13,6 +13,7 @@ from amqp import spec
 from amqp.exceptions import MessageNacked, RecoverableConnectionError
 from kombu.exceptions import OperationalError
 from kombu.transport import pyamqp
+from vine import promise
 
 from qflow_client.dropin import EncodedMessage
 from qflow_client.errors import ConfirmTimeout, FlowControlTimeout
@@ -194,7 +195,7 @@ class Channel(pyamqp.Channel):
         timeout: float | None = None,
         confirm_timeout: float | None = None,
         argsig: str = "Bssbb",
-    ) -> None:
+    ) -> promise:
         """As py-amqp's, after waiting while the channel is flowed (J7 A4).
 
         Args:
@@ -214,6 +215,9 @@ class Channel(pyamqp.Channel):
                 ConfirmTimeout: it was written, in part at least, and its outcome is not known.
                 MessageNacked: with pipelined confirms, earlier messages; this one was not sent.
             MessageNacked: with a confirm for each: the broker did not take the message.
+
+        Returns:
+            As py-amqp's: a promise that is kept already.
         """
         connection = self.connection
         if not connection:
@@ -224,16 +228,18 @@ class Channel(pyamqp.Channel):
         receipt = self._send(msg, exchange, routing_key, (mandatory, immediate), timeout, argsig)
         if confirms and confirms != PIPELINED:
             self._confirm(receipt, confirm_timeout or timeout)
+        return _kept()
 
-    def basic_publish_confirm(self, msg: Any, *arguments: Any, **keywords: Any) -> None:
+    def basic_publish_confirm(self, *args: Any, **kwargs: Any) -> promise:
         """As py-amqp's: as `basic_publish`, and always with a confirm."""
-        confirm_timeout = keywords.pop("confirm_timeout", None)
+        confirm_timeout = kwargs.pop("confirm_timeout", None)
         connection = self.connection
         if not connection:
             raise RecoverableConnectionError("basic_publish: connection closed")
         self._select_confirms()
-        receipt = self._publish_as_told(msg, *arguments, **keywords)
-        self._confirm(receipt, confirm_timeout or keywords.get("timeout"))
+        receipt = self._publish_as_told(*args, **kwargs)
+        self._confirm(receipt, confirm_timeout or kwargs.get("timeout"))
+        return _kept()
 
     def _publish_as_told(
         self,
@@ -494,6 +500,12 @@ class Channel(pyamqp.Channel):
                 return False
             self._turn(self._open_flow(), deadline)
         return True
+
+
+def _kept() -> promise:
+    made = promise()
+    made()
+    return made
 
 
 def _held(flow: ChannelFlow) -> str:
