@@ -162,8 +162,9 @@ class ChannelFlow(DropInFlow):
         self.after()
 
     def confirms_begin(self) -> None:
-        """``Confirm.Select`` is sent: the next message has delivery tag 1."""
-        self._before_confirms = self.protocol.outbound.finished
+        """``Confirm.Select`` is sent: the next message has delivery tag 1, if it is the first of them."""
+        if self._before_confirms is None:
+            self._before_confirms = self.protocol.outbound.finished
 
     def on_confirm(self, answer: Any) -> None:
         """``Basic.Ack`` or ``Basic.Nack``."""

@@ -149,6 +149,10 @@ class _Connection(SelectConnection):
         super()._process_frame(frame_value)  # type: ignore[misc]  # private
 
 
+# By which pika's errors call it.
+_Connection.__name__ = SelectConnection.__name__
+
+
 class _Turns:
     """The I/O of one `BlockingConnection`, a turn at a time, without pika's wait for its whole output.
 
@@ -300,7 +304,7 @@ def good_bye(connection: Any) -> Iterator[None]:
                 )
             )
 
-    if wait is not None:
+    if wait is not None and not impl.is_closed:
         timer = impl.ioloop.call_later(wait, give_up)
     try:
         yield

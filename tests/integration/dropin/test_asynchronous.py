@@ -237,6 +237,15 @@ def test_what_pika_refuses_is_refused_as_before(running):
     eventually(lambda: running.do(lambda: running.channel.flow_control.protocol.unsettled) == 0)
 
 
+def test_confirms_that_are_asked_for_twice_are_counted_from_the_first_time(running):
+    running.publish(b"unconfirmed")
+    for number in range(2):
+        running.do(lambda: running.channel.confirm_delivery(print))
+        running.publish(b"%d" % number)
+        running.publish(b"%d" % number)
+    eventually(lambda: running.do(lambda: running.channel.flow_control.protocol.unsettled) == 0)
+
+
 def test_what_a_program_closes_itself_is_nothing_to_warn_of(running, caplog):
     running.publish()
     running.close()

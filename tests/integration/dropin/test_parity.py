@@ -12,7 +12,7 @@ from pika.adapters.asyncio_connection import AsyncioConnection as OriginalAsynci
 
 import qflow_client.pika as drop_in
 
-from .scenarios import SCENARIOS, all_scenarios, of, outcome
+from .scenarios import all_scenarios, members_of, outcome, recorder, until
 
 # What is new, by class and method: parameters that pika's do not have.
 NEW = {("BlockingChannel", "confirm_delivery"): ["pipelined"]}
@@ -66,15 +66,36 @@ def test_every_name_of_pikas_is_there() -> None:
     assert drop_in.adapters.blocking_connection.ReturnedMessage is original_blocking.ReturnedMessage
 
 
-def test_every_public_member_of_the_blocking_channel_has_a_scenario() -> None:
-    public = {name for name in members(original_blocking.BlockingChannel) if not name.startswith("_")}
-    assert public == {of(name) for name in SCENARIOS}
+@pytest.mark.parametrize("name", ["BlockingChannel", "BlockingConnection"])
+def test_every_public_member_has_a_scenario(name: str) -> None:
+    public = {member for member in members(CLASSES[name][0]) if not member.startswith("_")}
+    assert public == members_of(name)
 
 
 @all_scenarios
 def test_the_same_result_exception_and_order_of_callbacks(broker: Any, name: str) -> None:
     broker.delete_queue("q")
     assert outcome(drop_in, broker.url, name) == outcome(original, broker.url, name)
+
+
+@pytest.mark.parametrize("module", [original, drop_in], ids=["pika", "drop-in"])
+def test_what_blocks_a_connection_is_told_to_its_callbacks_in_order(broker: Any, module: Any) -> None:
+    told: list[Any] = []
+    with module.BlockingConnection(module.URLParameters(broker.url)) as connection:
+        channel = connection.channel()
+        connection.add_on_connection_blocked_callback(recorder(told, "one"))
+        connection.add_on_connection_blocked_callback(recorder(told, "two"))
+        connection.add_on_connection_unblocked_callback(recorder(told, "three"))
+        broker.block("no memory")
+        until(channel, lambda: len(told) == 2)
+        broker.unblock()
+        until(channel, lambda: len(told) == 3)
+    blocked, unblocked = ["Blocked", {"reason": "no memory"}], ["Unblocked", {}]
+    assert told == [
+        ["one", "BlockingConnection", ["frame", 0, blocked]],
+        ["two", "BlockingConnection", ["frame", 0, blocked]],
+        ["three", "BlockingConnection", ["frame", 0, unblocked]],
+    ]
 
 
 BODIES = [b"", b"x", b"x" * 1000, b"x" * 131_064, b"x" * 131_065, b"x" * 400_000, "text"]
