@@ -23,6 +23,7 @@ from qflow_client.kombu.wire import Unanswered
 from qflow_client.logs import log
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import WhenFlowed, check_timeout
+from qflow_client.skin import DEFAULT
 
 __all__ = ["PIPELINED", "Channel"]
 
@@ -37,14 +38,6 @@ _UNANSWERED = frozenset(
 )
 # Whoever says good-bye gets the errors of a lost connection, which kombu expects there.
 _GOOD_BYES = frozenset((spec.Basic.Cancel, spec.Basic.CancelOk, spec.Channel.Close, spec.Channel.CloseOk))
-
-
-class _Default:
-    def __repr__(self) -> str:
-        return "<the setting>"
-
-
-_DEFAULT: Any = _Default()
 
 
 def refuse(cause: BaseException) -> NoReturn:
@@ -396,7 +389,7 @@ class Channel(pyamqp.Channel):
                 if is_up or (flow.protocol.gate.is_held_by(HoldKind.CONNECTION_BLOCKED) and connection.must_not_wait):
                     waited = f"within {wait:.3g} s" if is_up else "yet"
                     flow.after()
-                    refuse(ConfirmTimeout(f"no answer of the broker {waited} for {receipt.describe()}{_held(flow)}"))
+                    refuse(ConfirmTimeout(f"no answer of the broker {waited} for {receipt.describe()}{flow.held}"))
                 # Nobody stands in line: whoever publishes waits here.
                 connection.turn(deadline, False)
                 if flow.protocol.closed is not None:
@@ -417,7 +410,7 @@ class Channel(pyamqp.Channel):
         failures = self._flow.protocol.take_failures()
         refuse(MessageNacked(f"{len(failures)} messages were not taken by the broker: {about}"))
 
-    def wait_for_confirms(self, timeout: float | None = _DEFAULT) -> None:
+    def wait_for_confirms(self, timeout: float | None = DEFAULT) -> None:
         """Wait until all that was published is confirmed.
 
         Args:
@@ -429,7 +422,7 @@ class Channel(pyamqp.Channel):
                 MessageNacked: the broker did not take some.
             TypeError, ValueError: `timeout` is no number.
         """
-        if timeout is _DEFAULT:
+        if timeout is DEFAULT:
             timeout = self._limit()
         check_timeout(timeout)
         flow = self._open_flow()
@@ -439,7 +432,7 @@ class Channel(pyamqp.Channel):
                 flow.after()
                 refuse(
                     ConfirmTimeout(
-                        f"{unsettled} messages are not confirmed after {timeout:.3g} s{_held(flow)}", unsettled
+                        f"{unsettled} messages are not confirmed after {timeout:.3g} s{flow.held}", unsettled
                     )
                 )
             self._turn(flow, deadline)
@@ -506,9 +499,3 @@ def _kept() -> promise:
     made = promise()
     made()
     return made
-
-
-def _held(flow: ChannelFlow) -> str:
-    """What may be the reason why nothing comes, to be appended to an error."""
-    holds = flow.protocol.holds
-    return f"; held by {', '.join(map(str, holds))}" if holds else ""

@@ -12,7 +12,7 @@ from amqp import spec
 from amqp.basic_message import Message
 from amqp.serialization import dumps
 
-from qflow_client.dropin import DropIn, DropInFlow, EncodedMessage, EncodedProtocol
+from qflow_client.dropin import ADDRESSING, RECONNECTING, RETRYING, DropIn, DropInFlow, EncodedMessage, EncodedProtocol
 from qflow_client.events import HoldKind
 from qflow_client.frames import PublishEncoder, properties
 from qflow_client.kombu.wire import Wire
@@ -24,17 +24,15 @@ __all__ = ["KOMBU", "ChannelFlow"]
 #: The settings that a connection of kombu's takes among its transport options.
 KOMBU = DropIn(
     "kombu",
-    dict.fromkeys(("exchange", "routing_key", "mandatory"), "publish() says it")
+    dict.fromkeys(ADDRESSING, "publish() says it")
     | {
         "confirms": "confirm_publish says it",
         "message_ids": "messages leave as they are given; a task has its id",
         **dict.fromkeys(
-            ("on_disconnect", "reconnect_timeout", "reconnect_delay", "reconnect_delay_max", "reconnect_jitter"),
+            RECONNECTING,
             "kombu connects again",
         ),
-        **dict.fromkeys(
-            ("on_refused", "retry_for", "retry_delay", "retry_delay_max"), "kombu publishes again, by its retry_policy"
-        ),
+        **dict.fromkeys(RETRYING, "kombu publishes again, by its retry_policy"),
         "tracing": "instrument Celery itself: opentelemetry-instrumentation-celery",
         "url": "broker_url says it",
     },

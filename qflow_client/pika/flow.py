@@ -12,7 +12,7 @@ from typing import Any
 
 from pika import exceptions, spec
 
-from qflow_client.dropin import DropIn, DropInFlow, EncodedMessage
+from qflow_client.dropin import ADDRESSING, RECONNECTING, RETRYING, DropIn, DropInFlow, EncodedMessage
 from qflow_client.events import FlowState, HoldKind
 from qflow_client.manager import flow_manager
 from qflow_client.receipt import Receipt
@@ -24,18 +24,16 @@ __all__ = ["PIKA", "ChannelFlow", "ConnectionFlow", "Publish"]
 #: is written counts as confirmed.
 PIKA = DropIn(
     "pika",
-    dict.fromkeys(("exchange", "routing_key", "mandatory"), "basic_publish() says it")
+    dict.fromkeys(ADDRESSING, "basic_publish() says it")
     | {
         "confirms": "confirm_delivery() says it",
         "message_ids": "messages leave as they are given; set message_id in their properties",
         "connect_timeout": "use pika's socket_timeout and stack_timeout",
         **dict.fromkeys(
-            ("on_disconnect", "reconnect_timeout", "reconnect_delay", "reconnect_delay_max", "reconnect_jitter"),
+            RECONNECTING,
             "the program connects again, as with pika",
         ),
-        **dict.fromkeys(
-            ("on_refused", "retry_for", "retry_delay", "retry_delay_max"), "the program publishes again, as with pika"
-        ),
+        **dict.fromkeys(RETRYING, "the program publishes again, as with pika"),
         "tracing": "instrument pika itself: opentelemetry-instrumentation-pika",
         "url": "use URLParameters",
     },

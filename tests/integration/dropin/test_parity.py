@@ -11,6 +11,7 @@ from pika.adapters import blocking_connection as original_blocking
 from pika.adapters.asyncio_connection import AsyncioConnection as OriginalAsyncioConnection
 
 import qflow_client.pika as drop_in
+from tests.integration.parity import members, parameters, public
 
 from .scenarios import all_scenarios, members_of, outcome, recorder, until
 
@@ -28,23 +29,11 @@ CLASSES = {
 }
 
 
-def members(kind: type) -> dict[str, Any]:
-    return {
-        name: inspect.getattr_static(kind, name)
-        for name in dir(kind)
-        if not name.startswith("_") or name in ("__init__", "__enter__", "__exit__")
-    }
-
-
-def parameters(function: Any) -> list[tuple[str, Any, Any]]:
-    return [(each.name, each.kind, each.default) for each in inspect.signature(function).parameters.values()]
-
-
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_signature_is_pikas(name: str) -> None:
     theirs, ours = CLASSES[name]
     assert issubclass(ours, theirs)
-    for member, of_pika in members(theirs).items():
+    for member, of_pika in members(theirs, "__init__", "__enter__", "__exit__").items():
         of_ours = inspect.getattr_static(ours, member)
         if inspect.isfunction(of_pika):
             new = NEW.get((name, member), [])
@@ -68,8 +57,7 @@ def test_every_name_of_pikas_is_there() -> None:
 
 @pytest.mark.parametrize("name", ["BlockingChannel", "BlockingConnection"])
 def test_every_public_member_has_a_scenario(name: str) -> None:
-    public = {member for member in members(CLASSES[name][0]) if not member.startswith("_")}
-    assert public == members_of(name)
+    assert public(CLASSES[name][0]) == members_of(name)
 
 
 @all_scenarios

@@ -32,11 +32,6 @@ def scenario(function: Scenario) -> Scenario:
     return function
 
 
-def members() -> set[str]:
-    """The members that scenarios are about."""
-    return {name.partition("__")[0] for name in SCENARIOS}
-
-
 def normal(value: Any) -> Any:
     """A value as it can be compared between two connections."""
     if isinstance(value, BaseException):

@@ -9,32 +9,24 @@ import pytest
 from kombu.transport import pyamqp
 
 from qflow_client import kombu as ours
+from tests.integration.parity import members, parameters, public
 
-from .parity import all_scenarios, members, outcome
+from .parity import SCENARIOS, all_scenarios, outcome
 
 CLASSES = {name: (getattr(pyamqp, name), getattr(ours, name)) for name in ("Channel", "Connection", "Transport")}
-
-
-def public(kind: type) -> list[str]:
-    return [name for name in dir(kind) if not name.startswith("_")]
-
-
-def parameters(function: Any) -> list[tuple[str, Any, Any]]:
-    return [(each.name, each.kind, each.default) for each in inspect.signature(function).parameters.values()]
 
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_signature_is_kombus(name: str) -> None:
     theirs, ours = CLASSES[name]
     assert issubclass(ours, theirs)
-    for member in public(theirs):
-        of_theirs, of_ours = (inspect.getattr_static(kind, member) for kind in (theirs, ours))
+    for member, of_theirs in members(theirs).items():
         if inspect.isfunction(of_theirs):
-            assert parameters(of_ours) == parameters(of_theirs), member
+            assert parameters(inspect.getattr_static(ours, member)) == parameters(of_theirs), member
 
 
 def test_every_public_member_of_the_channel_has_a_scenario() -> None:
-    assert set(public(pyamqp.Channel)) == members()
+    assert public(pyamqp.Channel) == {name.partition("__")[0] for name in SCENARIOS}
 
 
 @all_scenarios
