@@ -108,7 +108,12 @@ class Channel(pyamqp.Channel):
             connection.left.append(self)
             return None
         error = self.settle()
-        result = super().close(reply_code, reply_text, method_sig, argsig)
+        try:
+            result = super().close(reply_code, reply_text, method_sig, argsig)
+        finally:
+            if self.connection is None:
+                # Also if the good-bye failed: py-amqp does not come back to it.
+                self._end_flow("the channel is closed")
         if error is not None:
             raise error
         return result

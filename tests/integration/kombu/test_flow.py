@@ -570,6 +570,10 @@ def test_an_interrupted_write_ends_the_connection(broker, connect, monkeypatch):
         publish(channel)
     assert not wire.connected
     wire.close()
+    flow = channel._flow
+    assert flow in flow_manager.resources
+    connection.release()
+    assert flow not in flow_manager.resources
 
 
 def test_two_threads_of_a_pool_acknowledge_while_another_reads(broker, connect):
