@@ -597,6 +597,11 @@ def closes(channel: Any) -> list[Any]:
 
 
 @scenario
+def connection__accept_consumer_cancel_ok_supported(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    return getattr(channel.connection, "accept_consumer_cancel_ok_supported", "not in this release")
+
+
+@scenario
 def connection__add_callback_threadsafe(_pika: Any, channel: Any, log: list[Any]) -> Any:
     connection = channel.connection
     result = connection.add_callback_threadsafe(recorder(log, "one"))

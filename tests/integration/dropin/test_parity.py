@@ -17,6 +17,8 @@ from .scenarios import all_scenarios, members_of, outcome, recorder, until
 
 # What is new, by class and method: parameters that pika's do not have.
 NEW = {("BlockingChannel", "confirm_delivery"): ["pipelined"]}
+# Members that not every release of pika has that is admitted.
+NEWER = {"accept_consumer_cancel_ok_supported"}
 
 CLASSES = {
     "BlockingChannel": (original_blocking.BlockingChannel, drop_in.BlockingChannel),
@@ -57,7 +59,8 @@ def test_every_name_of_pikas_is_there() -> None:
 
 @pytest.mark.parametrize("name", ["BlockingChannel", "BlockingConnection"])
 def test_every_public_member_has_a_scenario(name: str) -> None:
-    assert public(CLASSES[name][0]) == members_of(name)
+    of_pika = public(CLASSES[name][0])
+    assert of_pika == members_of(name) - (NEWER - of_pika)
 
 
 @all_scenarios
