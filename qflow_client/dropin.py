@@ -24,7 +24,20 @@ from qflow_client.protocol import ProducerProtocol
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import ProducerSettings
 
-__all__ = ["DropIn", "DropInFlow", "EncodedMessage", "EncodedProtocol"]
+__all__ = [
+    "ADDRESSING",
+    "RECONNECTING",
+    "RETRYING",
+    "DropIn",
+    "DropInFlow",
+    "EncodedMessage",
+    "EncodedProtocol",
+]
+
+#: Settings that every library says in another way: of where a message goes, of connecting again, of trying again.
+ADDRESSING = ("exchange", "routing_key", "mandatory")
+RECONNECTING = ("on_disconnect", "reconnect_timeout", "reconnect_delay", "reconnect_delay_max", "reconnect_jitter")
+RETRYING = ("on_refused", "retry_for", "retry_delay", "retry_delay_max")
 
 # What a library's own methods say of every message, or a program that is not changed leaves to them.
 _FIXED: dict[str, Any] = {
@@ -239,6 +252,12 @@ class DropInFlow:
                 self._listeners.remove(listener)
 
         return stop
+
+    @property
+    def held(self) -> str:
+        """What may be the reason why nothing comes, to be appended to an error."""
+        holds = self.protocol.holds
+        return f"; held by {', '.join(map(str, holds))}" if holds else ""
 
     def flowed(self, message: EncodedMessage) -> ProducerFlowed:
         """The error for a message that is refused."""

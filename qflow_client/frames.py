@@ -6,7 +6,7 @@ key with the same properties and the same length, nothing differs but the messag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from struct import Struct
 from struct import error as struct_error
 from typing import Any
@@ -213,11 +213,11 @@ _PROPERTIES: dict[str, _Property] = {
 }
 
 
-def properties(message: Message, message_id: bytes = b"") -> tuple[int, bytes]:
+def properties(given: Mapping[str, Any], message_id: bytes = b"") -> tuple[int, bytes]:
     """A message's properties, encoded.
 
     Args:
-        message: whose properties.
+        given: the properties by name, in the order of the wire; what is no property is passed over.
         message_id: an id as a short string, for a message that has none; empty to leave it without.
 
     Returns:
@@ -230,7 +230,7 @@ def properties(message: Message, message_id: bytes = b"") -> tuple[int, bytes]:
     values = []
     # How many values come before the message id.
     before = 0
-    for name, value in message.__dict__.items():
+    for name, value in given.items():
         known = _PROPERTIES.get(name)
         if known is None or value is None:
             continue
@@ -371,7 +371,7 @@ class PublishEncoder:
             if number >> 8 != self._hundreds:
                 self._next_hundreds(number >> 8)
             message_id = self._id_start + _LAST_DIGITS[number & 255]
-        flags, values = properties(message, message_id)
+        flags, values = properties(message.__dict__, message_id)
         header = _HEADER_HEAD.size + len(values)
         body = message.body
         length = len(body)
@@ -400,7 +400,7 @@ def content_header(message: Message, message_id: bytes = b"") -> bytes:
     Raises:
         TypeError, ValueError: headers that AMQP cannot carry.
     """
-    flags, values = properties(message, message_id)
+    flags, values = properties(message.__dict__, message_id)
     return _HEADER_HEAD.pack(_BASIC, 0, len(message.body), flags) + values
 
 

@@ -387,7 +387,7 @@ class ProducerProtocol:
         # Names and properties that cannot be encoded are refused before the wait, not after it.
         self._encoder.route(exchange, routing_key)
         if isinstance(payload, Message):
-            properties(payload)
+            properties(payload.__dict__)
             size = len(payload.body)
         else:
             size = len(payload)

@@ -30,7 +30,7 @@ from pamqp.header import ContentHeader
 from qflow_client.aio.aiormq_io import TapTransport
 from qflow_client.aio.dispatcher import Dispatcher, refuse_coroutine_function
 from qflow_client.aio.turn import Turn
-from qflow_client.dropin import DropIn, DropInFlow, EncodedMessage, EncodedProtocol
+from qflow_client.dropin import ADDRESSING, RECONNECTING, RETRYING, DropIn, DropInFlow, EncodedMessage, EncodedProtocol
 from qflow_client.errors import ConfirmTimeout, FlowControlTimeout
 from qflow_client.events import FlowEvent, FlowState, HoldKind
 from qflow_client.flow import Hold
@@ -46,18 +46,18 @@ __all__ = ["AIO_PIKA", "ChannelFlow"]
 #: The settings that a connection of aio-pika's takes.
 AIO_PIKA = DropIn(
     "aio-pika",
-    dict.fromkeys(("exchange", "routing_key", "mandatory"), "publish() says it")
+    dict.fromkeys(ADDRESSING, "publish() says it")
     | {
         "confirms": "channel(publisher_confirms=…) says it",
         "message_ids": "aio-pika gives every message that has none a message id",
         "connect_timeout": "use aio-pika's connect(timeout=…)",
         **dict.fromkeys(
-            ("on_disconnect", "reconnect_timeout", "reconnect_delay", "reconnect_delay_max", "reconnect_jitter"),
+            RECONNECTING,
             "connect_robust() connects again, after its reconnect_interval, and what was not confirmed raises, as with "
             "aio-pika",
         ),
         **dict.fromkeys(
-            ("on_refused", "retry_for", "retry_delay", "retry_delay_max"),
+            RETRYING,
             "the program publishes again, as with aio-pika",
         ),
         "tracing": "instrument aio-pika itself: opentelemetry-instrumentation-aio-pika",
@@ -431,13 +431,12 @@ class ChannelFlow(DropInFlow):
             return FlowControlTimeout(
                 holds or (socket,), waited, body, "a longer timeout, or max_producer_flow_control_wait, waits"
             )
-        held = f"; held by {', '.join(map(str, holds))}" if holds else ""
         if self.protocol._tag(receipt._number) > self.protocol.outbound.finished:
             return ConfirmTimeout(
                 f"a part of the message is written after {waited:.3g} s, and the broker takes no more; what is left "
-                f"stays first in line, so the message may still arrive: {receipt.describe()}{held}"
+                f"stays first in line, so the message may still arrive: {receipt.describe()}{self.held}"
             )
-        return ConfirmTimeout(f"no answer of the broker within {waited:.3g} s for {receipt.describe()}{held}")
+        return ConfirmTimeout(f"no answer of the broker within {waited:.3g} s for {receipt.describe()}{self.held}")
 
     def _tell_returns(self) -> None:
         """As aiormq does."""

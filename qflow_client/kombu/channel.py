@@ -13,6 +13,7 @@ from amqp import spec
 from amqp.exceptions import MessageNacked, RecoverableConnectionError
 from kombu.exceptions import OperationalError
 from kombu.transport import pyamqp
+from vine import promise
 
 from qflow_client.dropin import EncodedMessage
 from qflow_client.errors import ConfirmTimeout, FlowControlTimeout
@@ -22,6 +23,7 @@ from qflow_client.kombu.wire import Unanswered
 from qflow_client.logs import log
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import WhenFlowed, check_timeout
+from qflow_client.skin import DEFAULT
 
 __all__ = ["PIPELINED", "Channel"]
 
@@ -36,14 +38,6 @@ _UNANSWERED = frozenset(
 )
 # Whoever says good-bye gets the errors of a lost connection, which kombu expects there.
 _GOOD_BYES = frozenset((spec.Basic.Cancel, spec.Basic.CancelOk, spec.Channel.Close, spec.Channel.CloseOk))
-
-
-class _Default:
-    def __repr__(self) -> str:
-        return "<the setting>"
-
-
-_DEFAULT: Any = _Default()
 
 
 def refuse(cause: BaseException) -> NoReturn:
@@ -114,7 +108,12 @@ class Channel(pyamqp.Channel):
             connection.left.append(self)
             return None
         error = self.settle()
-        result = super().close(reply_code, reply_text, method_sig, argsig)
+        try:
+            result = super().close(reply_code, reply_text, method_sig, argsig)
+        finally:
+            if self.connection is None:
+                # Also if the good-bye failed: py-amqp does not come back to it.
+                self._end_flow("the channel is closed")
         if error is not None:
             raise error
         return result
@@ -194,7 +193,7 @@ class Channel(pyamqp.Channel):
         timeout: float | None = None,
         confirm_timeout: float | None = None,
         argsig: str = "Bssbb",
-    ) -> None:
+    ) -> promise:
         """As py-amqp's, after waiting while the channel is flowed (J7 A4).
 
         Args:
@@ -214,6 +213,9 @@ class Channel(pyamqp.Channel):
                 ConfirmTimeout: it was written, in part at least, and its outcome is not known.
                 MessageNacked: with pipelined confirms, earlier messages; this one was not sent.
             MessageNacked: with a confirm for each: the broker did not take the message.
+
+        Returns:
+            As py-amqp's: a promise that is kept already.
         """
         connection = self.connection
         if not connection:
@@ -224,16 +226,18 @@ class Channel(pyamqp.Channel):
         receipt = self._send(msg, exchange, routing_key, (mandatory, immediate), timeout, argsig)
         if confirms and confirms != PIPELINED:
             self._confirm(receipt, confirm_timeout or timeout)
+        return _kept()
 
-    def basic_publish_confirm(self, msg: Any, *arguments: Any, **keywords: Any) -> None:
+    def basic_publish_confirm(self, *args: Any, **kwargs: Any) -> promise:
         """As py-amqp's: as `basic_publish`, and always with a confirm."""
-        confirm_timeout = keywords.pop("confirm_timeout", None)
+        confirm_timeout = kwargs.pop("confirm_timeout", None)
         connection = self.connection
         if not connection:
             raise RecoverableConnectionError("basic_publish: connection closed")
         self._select_confirms()
-        receipt = self._publish_as_told(msg, *arguments, **keywords)
-        self._confirm(receipt, confirm_timeout or keywords.get("timeout"))
+        receipt = self._publish_as_told(*args, **kwargs)
+        self._confirm(receipt, confirm_timeout or kwargs.get("timeout"))
+        return _kept()
 
     def _publish_as_told(
         self,
@@ -390,7 +394,7 @@ class Channel(pyamqp.Channel):
                 if is_up or (flow.protocol.gate.is_held_by(HoldKind.CONNECTION_BLOCKED) and connection.must_not_wait):
                     waited = f"within {wait:.3g} s" if is_up else "yet"
                     flow.after()
-                    refuse(ConfirmTimeout(f"no answer of the broker {waited} for {receipt.describe()}{_held(flow)}"))
+                    refuse(ConfirmTimeout(f"no answer of the broker {waited} for {receipt.describe()}{flow.held}"))
                 # Nobody stands in line: whoever publishes waits here.
                 connection.turn(deadline, False)
                 if flow.protocol.closed is not None:
@@ -411,7 +415,7 @@ class Channel(pyamqp.Channel):
         failures = self._flow.protocol.take_failures()
         refuse(MessageNacked(f"{len(failures)} messages were not taken by the broker: {about}"))
 
-    def wait_for_confirms(self, timeout: float | None = _DEFAULT) -> None:
+    def wait_for_confirms(self, timeout: float | None = DEFAULT) -> None:
         """Wait until all that was published is confirmed.
 
         Args:
@@ -423,7 +427,7 @@ class Channel(pyamqp.Channel):
                 MessageNacked: the broker did not take some.
             TypeError, ValueError: `timeout` is no number.
         """
-        if timeout is _DEFAULT:
+        if timeout is DEFAULT:
             timeout = self._limit()
         check_timeout(timeout)
         flow = self._open_flow()
@@ -433,7 +437,7 @@ class Channel(pyamqp.Channel):
                 flow.after()
                 refuse(
                     ConfirmTimeout(
-                        f"{unsettled} messages are not confirmed after {timeout:.3g} s{_held(flow)}", unsettled
+                        f"{unsettled} messages are not confirmed after {timeout:.3g} s{flow.held}", unsettled
                     )
                 )
             self._turn(flow, deadline)
@@ -496,7 +500,7 @@ class Channel(pyamqp.Channel):
         return True
 
 
-def _held(flow: ChannelFlow) -> str:
-    """What may be the reason why nothing comes, to be appended to an error."""
-    holds = flow.protocol.holds
-    return f"; held by {', '.join(map(str, holds))}" if holds else ""
+def _kept() -> promise:
+    made = promise()
+    made()
+    return made

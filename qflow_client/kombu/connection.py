@@ -80,7 +80,7 @@ class Connection(pyamqp.Connection):
         read_timeout: float | None = None,
         write_timeout: float | None = None,
         socket_settings: Any = None,
-        **keywords: Any,
+        **kwargs: Any,
     ) -> Wire:
         """As py-amqp's: the transport of a new connection."""
         wire = (TLSWire if ssl else PlainWire)(
@@ -90,7 +90,7 @@ class Connection(pyamqp.Connection):
             read_timeout=read_timeout,
             write_timeout=write_timeout,
             socket_settings=socket_settings,
-            **keywords,
+            **kwargs,
         )
         wire.limit = self.flow_settings.max_producer_flow_control_wait
         wire.on_received = self._received
@@ -193,9 +193,9 @@ class Connection(pyamqp.Connection):
         finally:
             self._awaits -= 1
 
-    def wait(self, *arguments: Any, **keywords: Any) -> Any:
+    def wait(self, method: Any, callback: Any = None, timeout: Any = None, returns_tuple: bool = False) -> Any:
         with self.awaiting():
-            return super().wait(*arguments, **keywords)
+            return super().wait(method, callback, timeout, returns_tuple)
 
     def hear(self) -> None:
         """Have py-amqp deal with what has come and is no delivery, up to the first delivery."""

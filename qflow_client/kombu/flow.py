@@ -12,9 +12,9 @@ from amqp import spec
 from amqp.basic_message import Message
 from amqp.serialization import dumps
 
-from qflow_client.dropin import DropIn, DropInFlow, EncodedMessage, EncodedProtocol
+from qflow_client.dropin import ADDRESSING, RECONNECTING, RETRYING, DropIn, DropInFlow, EncodedMessage, EncodedProtocol
 from qflow_client.events import HoldKind
-from qflow_client.frames import PublishEncoder
+from qflow_client.frames import PublishEncoder, properties
 from qflow_client.kombu.wire import Wire
 from qflow_client.manager import flow_manager
 from qflow_client.settings import ProducerSettings
@@ -24,17 +24,15 @@ __all__ = ["KOMBU", "ChannelFlow"]
 #: The settings that a connection of kombu's takes among its transport options.
 KOMBU = DropIn(
     "kombu",
-    dict.fromkeys(("exchange", "routing_key", "mandatory"), "publish() says it")
+    dict.fromkeys(ADDRESSING, "publish() says it")
     | {
         "confirms": "confirm_publish says it",
         "message_ids": "messages leave as they are given; a task has its id",
         **dict.fromkeys(
-            ("on_disconnect", "reconnect_timeout", "reconnect_delay", "reconnect_delay_max", "reconnect_jitter"),
+            RECONNECTING,
             "kombu connects again",
         ),
-        **dict.fromkeys(
-            ("on_refused", "retry_for", "retry_delay", "retry_delay_max"), "kombu publishes again, by its retry_policy"
-        ),
+        **dict.fromkeys(RETRYING, "kombu publishes again, by its retry_policy"),
         "tracing": "instrument Celery itself: opentelemetry-instrumentation-celery",
         "url": "broker_url says it",
     },
@@ -42,6 +40,11 @@ KOMBU = DropIn(
 _UNLIMITED = 1 << 62
 
 _monotonic = time.monotonic
+
+# The basic properties as py-amqp calls them and as we do, in the order of the wire.
+_NAMES = [(name, "headers" if name == "application_headers" else name) for name, _ in Message.PROPERTIES]
+_FLAGS = Struct(">H")
+_ALIKE = frozenset((str, bool, float, type(None)))
 
 _FRAME = Struct(">BHI")
 _CONTENT = Struct(">HHQ")
@@ -88,6 +91,9 @@ class _Protocol(EncodedProtocol):
         # Who is admitted is written at once, so nobody is before all is written.
         outbound = self.outbound
         outbound.advance(count)
+        if self.before is None:
+            # Nobody will answer.
+            super().on_ack(0, True, now)
         if not self.gate.is_open and not outbound.size:
             self.lift(HoldKind.TRANSPORT, now)
         return not outbound.mid_frame
@@ -146,8 +152,11 @@ class ChannelFlow(DropInFlow):
         self.after()
 
     def confirms_begin(self) -> None:
-        """``Confirm.Select`` is sent: the next message has delivery tag 1."""
-        self.protocol.before = self.protocol.outbound.finished
+        """``Confirm.Select`` is to be sent: the next message has delivery tag 1, if it is the first of them."""
+        if self.protocol.before is None:
+            # One that is half written comes before.
+            self._wire.finish()
+            self.protocol.before = self.protocol.outbound.finished
 
     @property
     def tells_confirms(self) -> bool:
@@ -193,7 +202,8 @@ class ChannelFlow(DropInFlow):
         if isinstance(body, str):
             body = body.encode(message.properties.setdefault("content_encoding", "utf-8"))
         elif type(body) is not bytes:
-            body = bytes(body)
+            # Not what only looks like bytes to `bytes`, as a number does.
+            body = bytes(memoryview(body)) if len(body) else b""
         number = self._number
         key = (exchange, routing_key, bits, argsig)
         head = self._heads.get(key)
@@ -202,10 +212,10 @@ class ChannelFlow(DropInFlow):
                 self._heads.clear()
             method = _PUBLISH + dumps(argsig, (0, exchange, routing_key, *bits))
             head = self._heads[key] = b"%b%b\xce" % (_FRAME.pack(1, number, len(method)), method)
-        properties = message._serialize_properties()
+        encoded = encode_properties(message)
         size = len(body)
-        content = _CONTENT.size + len(properties)
-        pieces = [head, _FRAME.pack(2, number, content), _CONTENT.pack(60, 0, size), properties, b"\xce"]
+        content = _CONTENT.size + len(encoded)
+        pieces = [head, _FRAME.pack(2, number, content), _CONTENT.pack(60, 0, size), encoded, b"\xce"]
         step = frame_max - _OVERHEAD
         for at in range(0, size, step):
             chunk = body if size <= step else body[at : at + step]
@@ -215,7 +225,32 @@ class ChannelFlow(DropInFlow):
     def write(self) -> None:
         """Give what may leave to the socket."""
         self._wire.flush()
-        protocol = self.protocol
-        if protocol.before is None and protocol.unsettled:
-            # Nobody will answer.
-            EncodedProtocol.on_ack(protocol, 0, True, _monotonic())
+
+
+def encode_properties(message: Any) -> bytes:
+    """The property flags and values of a message, to the byte as py-amqp encodes them.
+
+    Ours takes a third of the time, and what it would encode in another way, or not at all, is left to py-amqp.
+    """
+    given = message.properties
+    if "timestamp" not in given and _is_alike(given.get("application_headers")):
+        try:
+            flags, values = properties({ours: given[theirs] for theirs, ours in _NAMES if theirs in given})
+        except (IndexError, TypeError, ValueError):
+            pass
+        else:
+            return _FLAGS.pack(flags) + values
+    encoded: bytes = message._serialize_properties()
+    return encoded
+
+
+def _is_alike(value: Any) -> bool:
+    """Whether a header is of a kind that py-amqp and we encode in the same way."""
+    kind = type(value)
+    if kind is dict:
+        return all(map(_is_alike, value.values()))
+    if kind is list or kind is tuple:
+        return all(map(_is_alike, value))
+    if kind is int:
+        return bool(-0x8000_0000 < value < 0x8000_0000)
+    return kind in _ALIKE

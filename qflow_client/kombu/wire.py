@@ -321,8 +321,8 @@ class Wire:
             self.connected = False
             raise RecoverableConnectionError("a write was interrupted, and nobody knows how much of it is written")
 
-    def _write_all(self, data: bytes) -> None:
-        """Write a frame of py-amqp's."""
+    def finish(self) -> float:
+        """Write the rest of a frame of ours that has begun; when the time for it, and for one of py-amqp's, is up."""
         limit = self.limit if self.write_timeout is None else self.write_timeout
         with self._writing:
             end = math.inf if limit is None else _monotonic() + limit
@@ -335,6 +335,12 @@ class Wire:
                 self._is_torn = False
                 if count < len(rest):
                     self._await_room(end)
+            return end
+
+    def _write_all(self, data: bytes) -> None:
+        """Write a frame of py-amqp's."""
+        with self._writing:
+            end = self.finish()
             view = memoryview(data)
             self._is_torn = self._is_midway = True
             while True:

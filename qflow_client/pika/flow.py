@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pika import spec
+from pika import exceptions, spec
 
-from qflow_client.dropin import DropIn, DropInFlow, EncodedMessage
+from qflow_client.dropin import ADDRESSING, RECONNECTING, RETRYING, DropIn, DropInFlow, EncodedMessage
 from qflow_client.events import FlowState, HoldKind
 from qflow_client.manager import flow_manager
 from qflow_client.receipt import Receipt
@@ -24,23 +24,24 @@ __all__ = ["PIKA", "ChannelFlow", "ConnectionFlow", "Publish"]
 #: is written counts as confirmed.
 PIKA = DropIn(
     "pika",
-    dict.fromkeys(("exchange", "routing_key", "mandatory"), "basic_publish() says it")
+    dict.fromkeys(ADDRESSING, "basic_publish() says it")
     | {
         "confirms": "confirm_delivery() says it",
         "message_ids": "messages leave as they are given; set message_id in their properties",
         "connect_timeout": "use pika's socket_timeout and stack_timeout",
         **dict.fromkeys(
-            ("on_disconnect", "reconnect_timeout", "reconnect_delay", "reconnect_delay_max", "reconnect_jitter"),
+            RECONNECTING,
             "the program connects again, as with pika",
         ),
-        **dict.fromkeys(
-            ("on_refused", "retry_for", "retry_delay", "retry_delay_max"), "the program publishes again, as with pika"
-        ),
+        **dict.fromkeys(RETRYING, "the program publishes again, as with pika"),
         "tracing": "instrument pika itself: opentelemetry-instrumentation-pika",
         "url": "use URLParameters",
     },
 )
 _UNLIMITED = 1 << 62
+
+# Why a channel is closed that the program closes.
+_BY_PROGRAM = exceptions.ChannelClosedByClient, exceptions.ConnectionClosedByClient
 
 # Seconds after which a transport that was full is looked at again where nothing tells that it takes bytes.
 _LOOK_AGAIN = 0.01
@@ -153,12 +154,15 @@ class ChannelFlow(DropInFlow):
     def _on_close(self, channel: Any, reason: BaseException) -> None:
         ConnectionFlow.of(channel.connection).channels.pop(channel.channel_number, None)
         flow_manager.unregister(self)
+        if isinstance(reason, _BY_PROGRAM):
+            self.protocol.forget_past()
         self.protocol.connection_lost(f"the channel is closed: {reason}", _monotonic())
         self.after()
 
     def confirms_begin(self) -> None:
-        """``Confirm.Select`` is sent: the next message has delivery tag 1."""
-        self._before_confirms = self.protocol.outbound.finished
+        """``Confirm.Select`` is sent: the next message has delivery tag 1, if it is the first of them."""
+        if self._before_confirms is None:
+            self._before_confirms = self.protocol.outbound.finished
 
     def on_confirm(self, answer: Any) -> None:
         """``Basic.Ack`` or ``Basic.Nack``."""

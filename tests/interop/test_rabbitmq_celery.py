@@ -12,6 +12,7 @@ from kombu.exceptions import OperationalError
 
 from qflow_client import ConfirmTimeout, FlowControlTimeout, HoldKind
 from qflow_client.testing.rabbitmq import RabbitMQNode
+from tests.integration.kombu import parity
 from tests.integration.kombu.scenarios import Application, a_chord, all_scenarios, application, ends_when_told
 from tests.integration.producer.tools import Stopwatch, eventually, start
 
@@ -27,6 +28,13 @@ SCHEMES = ["pyamqp", "qflow"]
 
 def url(node: RabbitMQNode, scheme: str) -> str:
     return node.url.replace("amqp://", f"{scheme}://")
+
+
+@parity.all_scenarios
+@pytest.mark.parametrize("confirms", [False, True], ids=["unconfirmed", "confirmed"])
+def test_the_same_result_exception_and_order_of_callbacks(rabbitmq: RabbitMQNode, name: str, confirms: bool) -> None:
+    theirs, ours = (parity.outcome(rabbitmq.url, scheme, name, confirms=confirms) for scheme in SCHEMES)
+    assert ours == theirs
 
 
 @pytest.fixture(scope="module", params=SCHEMES)

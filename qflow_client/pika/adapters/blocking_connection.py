@@ -25,6 +25,7 @@ from qflow_client.pika.channel import Channel
 from qflow_client.pika.flow import ChannelFlow, ConnectionFlow, Publish
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import WhenFlowed, check_timeout
+from qflow_client.skin import DEFAULT
 
 __all__ = ["BlockingChannel", "BlockingConnection", "ReturnedMessage"]
 
@@ -37,14 +38,6 @@ _ANSWERS = (spec.Basic.Ack, spec.Basic.Nack)
 _TCP_CORK: int | None = getattr(socket, "TCP_CORK", None)
 # With pipelined confirms, from how many unconfirmed messages on throughput is worth more than the time of one.
 _MANY = 16
-
-
-class _Default:
-    def __repr__(self) -> str:
-        return "<the setting>"
-
-
-_DEFAULT: Any = _Default()
 
 
 class _Services(SelectorIOServicesAdapter):
@@ -147,6 +140,10 @@ class _Connection(SelectConnection):
                 channel.flow_control.on_confirm(frame_value)
                 return
         super()._process_frame(frame_value)  # type: ignore[misc]  # private
+
+
+# By which pika's errors call it.
+_Connection.__name__ = SelectConnection.__name__
 
 
 class _Turns:
@@ -300,7 +297,7 @@ def good_bye(connection: Any) -> Iterator[None]:
                 )
             )
 
-    if wait is not None:
+    if wait is not None and not impl.is_closed:
         timer = impl.ioloop.call_later(wait, give_up)
     try:
         yield
@@ -481,9 +478,9 @@ class BlockingChannel(_pika.BlockingChannel):
         protocol.on_timer(_monotonic())
         self._flow.write()
 
-    def _deadline(self, timeout: float | None = _DEFAULT) -> tuple[float | None, float]:
+    def _deadline(self, timeout: float | None = DEFAULT) -> tuple[float | None, float]:
         """A time to wait, and when it is up."""
-        if timeout is _DEFAULT:
+        if timeout is DEFAULT:
             timeout = self._flow.settings.max_producer_flow_control_wait
         check_timeout(timeout)
         return timeout, math.inf if timeout is None else _monotonic() + timeout
@@ -506,7 +503,7 @@ class BlockingChannel(_pika.BlockingChannel):
             while not receipt.done and not self.is_closed:
                 if _monotonic() >= deadline:
                     raise ConfirmTimeout(
-                        f"no answer of the broker within {wait:.3g} s for {receipt.describe()}{self._held()}"
+                        f"no answer of the broker within {wait:.3g} s for {receipt.describe()}{self._flow.held}"
                     )
                 self._turns.until(deadline)
             self._flow.after()
@@ -519,11 +516,6 @@ class BlockingChannel(_pika.BlockingChannel):
             raise exceptions.NackError(returned)
         if returned:
             raise exceptions.UnroutableError(returned)
-
-    def _held(self) -> str:
-        """What may be the reason why nothing comes, to be appended to an error."""
-        holds = self._flow.protocol.holds
-        return f"; held by {', '.join(map(str, holds))}" if holds else ""
 
     def _on_puback_message_returned(self, channel: Any, method: Any, properties: Any, body: bytes) -> None:
         super()._on_puback_message_returned(channel, method, properties, body)  # type: ignore[misc]  # private
@@ -544,7 +536,7 @@ class BlockingChannel(_pika.BlockingChannel):
         super().confirm_delivery()
         self._is_pipelined = pipelined
 
-    def wait_for_confirms(self, timeout: float | None = _DEFAULT) -> None:
+    def wait_for_confirms(self, timeout: float | None = DEFAULT) -> None:
         """Wait until all that was published is confirmed.
 
         Args:
@@ -564,7 +556,7 @@ class BlockingChannel(_pika.BlockingChannel):
             if _monotonic() >= deadline:
                 assert wait is not None
                 raise ConfirmTimeout(
-                    f"{protocol.unsettled} messages are not confirmed after {wait:.3g} s{self._held()}",
+                    f"{protocol.unsettled} messages are not confirmed after {wait:.3g} s{self._flow.held}",
                     protocol.unsettled,
                 )
             self._turn(deadline)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -8,36 +8,12 @@ import pytest
 
 import qflow_client.pika as pika
 from qflow_client.broker import Broker
+from tests.integration.producer.conftest import broker as broker
 from tests.integration.producer.conftest import certificate as certificate
-from tests.integration.producer.tools import Proxy, Wire
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
-def wire() -> Wire:
-    """What `broker` saw and said."""
-    return Wire()
-
-
-@pytest.fixture
-def broker(stack: ExitStack, wire: Wire) -> Broker:
-    """A fresh broker with an empty queue ``q``."""
-    broker = stack.enter_context(Broker(trace=wire))
-    broker.declare_queue("q")
-    return broker
-
-
-@pytest.fixture
-def proxy(broker: Broker, stack: ExitStack) -> Proxy:
-    """A relay in front of `broker`."""
-    proxy = Proxy(broker.port)
-    stack.callback(proxy.close)
-    return proxy
+from tests.integration.producer.conftest import make_broker as make_broker
+from tests.integration.producer.conftest import proxy as proxy
+from tests.integration.producer.conftest import stack as stack
+from tests.integration.producer.conftest import wire as wire
 
 
 @pytest.fixture

@@ -1,18 +1,22 @@
-"""What programs do with a `BlockingChannel`: run with pika and with the drop-in, and compared.
+"""What programs do with a `BlockingConnection` and its channels: run with pika and with the drop-in, and compared.
 
-Each scenario is named by the public member of pika's `BlockingChannel` that it is about, and may have a second part to
-its name. It gets the module (pika, or the drop-in), a channel with an empty queue ``q`` and a list, into which it
-writes what happened; what it returns or raises counts, too.
+Each scenario is named by the public member of pika's `BlockingChannel` that it is about, after ``connection__`` of its
+`BlockingConnection`, and may have another part to its name. It gets the module (pika, or the drop-in), a channel with
+an empty queue ``q`` and a list, into which it writes what happened; what it returns or raises counts, too.
 """
 
 from __future__ import annotations
 
 import re
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pika as original
 import pytest
+
+from tests.integration.producer.tools import PATIENCE
 
 Scenario = Callable[[Any, Any, list[Any]], Any]
 
@@ -27,9 +31,12 @@ def scenario(function: Scenario) -> Scenario:
     return function
 
 
-def of(name: str) -> str:
-    """The member that a scenario is about."""
-    return name.partition("__")[0]
+def members_of(kind: str) -> set[str]:
+    """The members that scenarios are about."""
+    of_connection = [name.split("__") for name in SCENARIOS if name.startswith("connection__")]
+    if kind == "BlockingConnection":
+        return {member for _, member, *_ in of_connection}
+    return {name.split("__")[0] for name in SCENARIOS if not name.startswith("connection__")}
 
 
 def normal(value: Any) -> Any:
@@ -42,7 +49,7 @@ def normal(value: Any) -> Any:
         slots = [name for each in type(value).__mro__ for name in getattr(each, "__slots__", ())]
         fields = dict.fromkeys(slots) | getattr(value, "__dict__", {})
         return [type(value).__name__, {name: normal(getattr(value, name)) for name in sorted(fields)}]
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, (tuple, list, set)):
         return [normal(each) for each in value]
     if isinstance(value, dict):
         return {key: normal(each) for key, each in value.items()}
@@ -75,19 +82,36 @@ def outcome(module: Any, url: str, name: str) -> Any:
     return [result, normal(log), state]
 
 
+def until(channel: Any, condition: Callable[[], object]) -> None:
+    """Let a connection do its I/O until something has become true."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, "it does not come"
+        channel.connection.process_data_events(0.02)
+
+
 def publish(channel: Any, *bodies: bytes) -> None:
     for body in bodies:
         channel.basic_publish("", "q", body)
 
 
+def publish_all(channel: Any, *bodies: bytes) -> None:
+    """Publish to an empty queue, and wait until it has them; RabbitMQ may answer while they are on the way to it."""
+    publish(channel, *bodies)
+    until(channel, lambda: channel.queue_declare("q", passive=True).method.message_count == len(bodies))
+
+
 def get(channel: Any) -> Any:
     """A message that is on its way."""
-    for _ in range(100):
+    found: Any = None, None, None
+
+    def got() -> bool:
+        nonlocal found
         found = channel.basic_get("q", auto_ack=True)
-        if found[0] is not None:
-            return found
-        channel.connection.sleep(0.02)
-    return None
+        return found[0] is not None
+
+    until(channel, got)
+    return found
 
 
 def recorder(log: list[Any], name: str) -> Callable[..., None]:
@@ -126,8 +150,7 @@ def add_on_return_callback__with_confirms(pika: Any, channel: Any, log: list[Any
 
 @scenario
 def basic_ack(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    publish(channel, b"one", b"two")
-    channel.connection.sleep(0.1)
+    publish_all(channel, b"one", b"two")
     method, _, _ = channel.basic_get("q")
     return channel.basic_ack(method.delivery_tag), channel.queue_declare("q", passive=True)
 
@@ -142,7 +165,7 @@ def basic_ack__of_an_unknown_tag(_pika: Any, channel: Any, _log: list[Any]) -> A
 def basic_cancel(_pika: Any, channel: Any, log: list[Any]) -> Any:
     publish(channel, b"one", b"two")
     channel.basic_consume("q", recorder(log, "message"), auto_ack=True, consumer_tag="tag")
-    channel.connection.sleep(0.1)
+    until(channel, lambda: len(log) == 2)
     return channel.basic_cancel("tag"), channel.basic_cancel("unknown"), channel.consumer_tags
 
 
@@ -187,8 +210,7 @@ def basic_get(_pika: Any, channel: Any, _log: list[Any]) -> Any:
 
 @scenario
 def basic_nack(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    publish(channel, b"one")
-    channel.connection.sleep(0.1)
+    publish_all(channel, b"one")
     method, _, _ = channel.basic_get("q")
     return channel.basic_nack(method.delivery_tag, requeue=True), get(channel)
 
@@ -252,7 +274,7 @@ def basic_publish__that_is_nacked(_pika: Any, channel: Any, _log: list[Any]) -> 
 @scenario
 def basic_publish__to_no_exchange(_pika: Any, channel: Any, _log: list[Any]) -> Any:
     channel.basic_publish("missing", "q", b"body")
-    channel.connection.sleep(0.2)
+    until(channel, lambda: channel.is_closed)
     channel.basic_publish("", "q", b"body")
 
 
@@ -316,24 +338,22 @@ def basic_publish__in_a_callback(_pika: Any, channel: Any, log: list[Any]) -> An
 @scenario
 def basic_qos(_pika: Any, channel: Any, log: list[Any]) -> Any:
     result = channel.basic_qos(prefetch_count=1)
-    publish(channel, b"one", b"two")
+    publish_all(channel, b"one", b"two")
     channel.basic_consume("q", recorder(log, "message"), consumer_tag="tag")
-    channel.connection.sleep(0.2)
-    return result
+    until(channel, lambda: log)
+    return result, channel.queue_declare("q", passive=True), channel.connection.process_data_events()
 
 
 @scenario
 def basic_recover(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    publish(channel, b"one")
-    channel.connection.sleep(0.1)
+    publish_all(channel, b"one")
     channel.basic_get("q")
     return channel.basic_recover(requeue=True), get(channel)
 
 
 @scenario
 def basic_reject(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    publish(channel, b"one")
-    channel.connection.sleep(0.1)
+    publish_all(channel, b"one")
     method, _, _ = channel.basic_get("q")
     return channel.basic_reject(method.delivery_tag, requeue=False), channel.queue_declare("q", passive=True)
 
@@ -387,8 +407,8 @@ def connection(pika: Any, channel: Any, _log: list[Any]) -> Any:
 
 @scenario
 def consume(_pika: Any, channel: Any, log: list[Any]) -> Any:
-    publish(channel, b"one", b"two")
-    for method, properties, body in channel.consume("q", auto_ack=True, inactivity_timeout=0.3):
+    publish_all(channel, b"one", b"two")
+    for method, properties, body in channel.consume("q", auto_ack=True, inactivity_timeout=1.0):
         log.append(normal([method, properties, body]))
         if method is None:
             break
@@ -459,7 +479,7 @@ def get_waiting_message_count(_pika: Any, channel: Any, _log: list[Any]) -> Any:
     publish(channel, b"one", b"two")
     messages = channel.consume("q")
     next(messages)
-    channel.connection.sleep(0.2)
+    until(channel, channel.get_waiting_message_count)
     return channel.get_waiting_message_count()
 
 
@@ -487,8 +507,7 @@ def queue_bind(_pika: Any, channel: Any, _log: list[Any]) -> Any:
 
 @scenario
 def queue_declare(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    publish(channel, b"one")
-    channel.connection.sleep(0.1)
+    publish_all(channel, b"one")
     return channel.queue_declare("q"), channel.queue_declare("q", passive=True)
 
 
@@ -499,15 +518,13 @@ def queue_declare__of_none(_pika: Any, channel: Any, _log: list[Any]) -> Any:
 
 @scenario
 def queue_delete(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    publish(channel, b"one")
-    channel.connection.sleep(0.1)
+    publish_all(channel, b"one")
     return channel.queue_delete("q"), channel.queue_delete("q")
 
 
 @scenario
 def queue_purge(_pika: Any, channel: Any, _log: list[Any]) -> Any:
-    publish(channel, b"one", b"two")
-    channel.connection.sleep(0.1)
+    publish_all(channel, b"one", b"two")
     return channel.queue_purge("q")
 
 
@@ -569,6 +586,264 @@ def tx_rollback(_pika: Any, channel: Any, _log: list[Any]) -> Any:
     channel.tx_select()
     publish(channel, b"one", b"two")
     return channel.tx_rollback(), channel.queue_declare("q", passive=True)
+
+
+# The connection.
+
+
+def closes(channel: Any) -> list[Any]:
+    connection = channel.connection
+    return [connection.is_open, connection.is_closed, channel.is_open, channel.is_closed]
+
+
+@scenario
+def connection__accept_consumer_cancel_ok_supported(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    return getattr(channel.connection, "accept_consumer_cancel_ok_supported", "not in this release")
+
+
+@scenario
+def connection__add_callback_threadsafe(_pika: Any, channel: Any, log: list[Any]) -> Any:
+    connection = channel.connection
+    result = connection.add_callback_threadsafe(recorder(log, "one"))
+    thread = threading.Thread(target=connection.add_callback_threadsafe, args=[recorder(log, "two")])
+    thread.start()
+    thread.join()
+    called_at_once = list(log)
+    until(channel, lambda: len(log) == 2)
+    return result, called_at_once
+
+
+@scenario
+def connection__add_callback_threadsafe__of_a_closed_one(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    channel.connection.close()
+    channel.connection.add_callback_threadsafe(print)
+
+
+@scenario
+def connection__add_on_connection_blocked_callback(_pika: Any, channel: Any, log: list[Any]) -> Any:
+    return channel.connection.add_on_connection_blocked_callback(recorder(log, "blocked"))
+
+
+@scenario
+def connection__add_on_connection_unblocked_callback(_pika: Any, channel: Any, log: list[Any]) -> Any:
+    return channel.connection.add_on_connection_unblocked_callback(recorder(log, "unblocked"))
+
+
+@scenario
+def connection__basic_nack(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    return channel.connection.basic_nack
+
+
+@scenario
+def connection__basic_nack_supported(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    return channel.connection.basic_nack_supported
+
+
+@scenario
+def connection__call_later(_pika: Any, channel: Any, log: list[Any]) -> Any:
+    connection = channel.connection
+    timers = [
+        connection.call_later(0.2, recorder(log, "last")),
+        connection.call_later(0.1, recorder(log, "second")),
+        connection.call_later(0, recorder(log, "first")),
+    ]
+    until(channel, lambda: len(log) == 3)
+    return timers
+
+
+@scenario
+def connection__call_later__into_the_past(_pika: Any, channel: Any, log: list[Any]) -> Any:
+    channel.connection.call_later(-1, recorder(log, "late"))
+
+
+@scenario
+def connection__call_later__that_publishes(_pika: Any, channel: Any, log: list[Any]) -> Any:
+    def call() -> None:
+        channel.confirm_delivery()
+        log.append(normal(channel.basic_publish("", "q", b"later")))
+
+    channel.connection.call_later(0, call)
+    until(channel, lambda: log)
+    return get(channel)
+
+
+@scenario
+def connection__channel(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    connection = channel.connection
+    numbers = [connection.channel().channel_number, connection.channel(9).channel_number]
+    return numbers, connection.channel().channel_number, isinstance(connection.channel(), type(channel))
+
+
+@scenario
+def connection__channel__with_a_number_that_is_taken(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    channel.connection.channel(channel.channel_number)
+
+
+@scenario
+def connection__channel__with_a_number_that_is_free_again(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    other = channel.connection.channel(5)
+    other.close()
+    again = channel.connection.channel(5)
+    return again.basic_publish("", "q", b"body"), again.channel_number, get(channel)
+
+
+@scenario
+def connection__channel__of_a_closed_one(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    channel.connection.close()
+    channel.connection.channel()
+
+
+@scenario
+def connection__close(_pika: Any, channel: Any, log: list[Any]) -> Any:
+    channel.basic_consume("q", recorder(log, "message"), consumer_tag="tag")
+    publish(channel, b"to nobody")
+    return channel.connection.close(), closes(channel)
+
+
+@scenario
+def connection__close__twice(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    channel.connection.close(200, "good-bye")
+    channel.connection.close()
+
+
+@scenario
+def connection__close__before_its_channel(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    channel.connection.close()
+    channel.close()
+
+
+@scenario
+def connection__close__in_a_callback(_pika: Any, channel: Any, log: list[Any]) -> Any:
+    def close(channel: Any, *_message: Any) -> None:
+        log.append(normal(channel.connection.close()))
+
+    channel.basic_consume("q", close, auto_ack=True)
+    publish(channel, b"enough")
+    channel.start_consuming()
+    return closes(channel)
+
+
+@scenario
+def connection__close__by_a_with_block(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    with channel.connection as connection:
+        inside = connection is channel.connection
+    return inside, closes(channel)
+
+
+@scenario
+def connection__close__by_an_error_in_a_with_block(_pika: Any, channel: Any, log: list[Any]) -> Any:
+    try:
+        with channel.connection:
+            raise LookupError("the program's own")
+    except LookupError:
+        log.append(closes(channel))
+
+
+@scenario
+def connection__consumer_cancel_notify(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    return channel.connection.consumer_cancel_notify
+
+
+@scenario
+def connection__consumer_cancel_notify_supported(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    return channel.connection.consumer_cancel_notify_supported
+
+
+@scenario
+def connection__exchange_exchange_bindings(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    return channel.connection.exchange_exchange_bindings
+
+
+@scenario
+def connection__exchange_exchange_bindings_supported(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    return channel.connection.exchange_exchange_bindings_supported
+
+
+@scenario
+def connection__is_closed(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    before = channel.connection.is_closed
+    channel.connection.close()
+    return before, channel.connection.is_closed
+
+
+@scenario
+def connection__is_open(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    before = channel.connection.is_open
+    channel.connection.close()
+    return before, channel.connection.is_open
+
+
+@scenario
+def connection__process_data_events(_pika: Any, channel: Any, log: list[Any]) -> Any:
+    connection = channel.connection
+    connection.call_later(0, recorder(log, "timer"))
+    channel.basic_consume("q", recorder(log, "message"), auto_ack=True, consumer_tag="tag")
+    publish(channel, b"one")
+    results = [connection.process_data_events(0)]
+    until(channel, lambda: len(log) == 2)
+    # Which of the two comes first is chance.
+    log.sort(key=lambda each: each[0])
+    return results
+
+
+@scenario
+def connection__process_data_events__in_a_callback(_pika: Any, channel: Any, log: list[Any]) -> Any:
+    def call(channel: Any, _method: Any, _properties: Any, body: bytes) -> None:
+        log.append(["begin", body])
+        if len(log) == 1:
+            # Until the second is there, which must not be called in here.
+            channel.connection.process_data_events(0.2)
+        log.append(["end", body])
+
+    channel.basic_consume("q", call, auto_ack=True)
+    publish(channel, b"one", b"two")
+    until(channel, lambda: len(log) == 4)
+
+
+@scenario
+def connection__process_data_events__of_a_closed_one(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    channel.connection.close()
+    channel.connection.process_data_events()
+
+
+@scenario
+def connection__publisher_confirms(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    return channel.connection.publisher_confirms
+
+
+@scenario
+def connection__publisher_confirms_supported(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    return channel.connection.publisher_confirms_supported
+
+
+@scenario
+def connection__remove_timeout(_pika: Any, channel: Any, log: list[Any]) -> Any:
+    connection = channel.connection
+    timer = connection.call_later(0, recorder(log, "never"))
+    result = connection.remove_timeout(timer)
+    connection.call_later(0.05, recorder(log, "later"))
+    until(channel, lambda: log)
+    return result, connection.remove_timeout(timer)
+
+
+@scenario
+def connection__sleep(_pika: Any, channel: Any, log: list[Any]) -> Any:
+    channel.basic_consume("q", recorder(log, "message"), auto_ack=True, consumer_tag="tag")
+    publish(channel, b"one")
+    results = []
+    while not log:
+        results.append(channel.connection.sleep(0.05))
+    return set(map(normal, results))
+
+
+@scenario
+def connection__sleep__less_than_nothing(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    channel.connection.sleep(-1)
+
+
+@scenario
+def connection__update_secret(_pika: Any, channel: Any, _log: list[Any]) -> Any:
+    return channel.connection.update_secret("guest", "time")
 
 
 all_scenarios = pytest.mark.parametrize("name", SCENARIOS)

@@ -199,7 +199,7 @@ def test_what_pikas_transport_holds_is_bounded(adapter, broker, proxy):
     running.close()
 
 
-@settings("rate=20&rate_burst=1")
+@settings("rate=1&rate_burst=1")
 def test_a_rate_limit_says_when_to_go_on(running):
     unflowed = threading.Event()
     running.do(running.channel.on_flow, lambda event: None if event.flowed else unflowed.set())
@@ -235,6 +235,22 @@ def test_what_pika_refuses_is_refused_as_before(running):
     running.do(lambda: running.channel.confirm_delivery(print))
     running.publish()
     eventually(lambda: running.do(lambda: running.channel.flow_control.protocol.unsettled) == 0)
+
+
+def test_confirms_that_are_asked_for_twice_are_counted_from_the_first_time(running):
+    running.publish(b"unconfirmed")
+    for number in range(2):
+        running.do(lambda: running.channel.confirm_delivery(print))
+        running.publish(b"%d" % number)
+        running.publish(b"%d" % number)
+    eventually(lambda: running.do(lambda: running.channel.flow_control.protocol.unsettled) == 0)
+
+
+def test_what_a_program_closes_itself_is_nothing_to_warn_of(running, caplog):
+    running.publish()
+    running.close()
+    assert flush_logs(PATIENCE)
+    assert [record.message for record in caplog.records if record.name == "qflow_client"] == []
 
 
 def test_a_channel_that_was_made_elsewhere_can_be_wrapped(broker):

@@ -14,6 +14,7 @@ import pytest
 import qflow_client.pika as pika
 from qflow_client import ConfirmTimeout, FlowControlTimeout, FlowEventKind, HoldKind, ProducerFlowed, flow_manager
 from qflow_client.broker import Broker
+from qflow_client.logs import flush_logs
 from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, eventually, start
 
 from .tools import held, pump, stop
@@ -445,3 +446,28 @@ def test_J7_however_often_the_broker_stops_it_nothing_comes_after_a_flow_ok(brok
         assert wire.came_between(answers[2 * number], says[2 * number + 1]) == []
     broker.wait_until(lambda broker: broker.queue("q").published == sent)
     assert bodies(broker) == [b"%d" % number for number in range(sent)]
+
+
+@pytest.mark.parametrize("closed", ["channel", "connection", "both"])
+def test_what_a_program_closes_itself_is_nothing_to_warn_of(broker, connect, caplog, closed):
+    connection = connect()
+    channel = connection.channel()
+    channel.basic_publish("", "q", b"")
+    if closed != "connection":
+        channel.close()
+    if closed != "channel":
+        connection.close()
+    assert flush_logs(PATIENCE)
+    assert [record.message for record in caplog.records if record.name == "qflow_client"] == []
+
+
+def test_a_connection_that_is_lost_is_warned_of(broker, connect, caplog):
+    connection = connect()
+    connection.channel()
+    broker.drop_connections()
+    with pytest.raises(pika.exceptions.AMQPConnectionError):
+        pump(connection, lambda: connection.is_closed)
+    assert flush_logs(PATIENCE)
+    (record,) = (record for record in caplog.records if record.name == "qflow_client")
+    assert record.levelname == "WARNING"
+    assert "pika channel 1: held: disconnected" in record.message

@@ -9,7 +9,7 @@ import pytest
 
 import qflow_client.pika as pika
 from qflow_client import FlowControlTimeout
-from tests.integration.producer.tools import PATIENCE, bodies, start
+from tests.integration.producer.tools import PATIENCE, bodies, eventually, start
 
 from .tools import pump
 
@@ -130,14 +130,10 @@ def test_D11_where_the_broker_does_not_read_a_deadline_ends_it(broker, connect, 
 
     def consume(channel: Any, method: Any, _properties: Any, _body: bytes) -> None:
         channel.basic_ack(method.delivery_tag)
-        pump_until_blocked(channel)
+        eventually(lambda: channel.flow_state.flowed)
         with pytest.raises(FlowControlTimeout, match="no memory") as caught:
             channel.basic_publish("", "q", b"")
         raised.append(caught.value)
-
-    def pump_until_blocked(channel: Any) -> None:
-        while not channel.flow_state.flowed:
-            pass
 
     proxy.go_on_reading()
     channel.basic_consume("in", consume)
@@ -146,3 +142,51 @@ def test_D11_where_the_broker_does_not_read_a_deadline_ends_it(broker, connect, 
     proxy.go_on_reading()
     broker.unblock()
     broker.wait_until(lambda broker: broker.queue("in").depth == 0)
+
+
+def test_D11_where_the_broker_reads_neither_of_two_that_feed_each_other_deadlines_end_it(broker, proxy):
+    """Each holds the message that the other waits for, and no byte of either is read, not even an ack."""
+    for name in "a", "b":
+        broker.declare_queue(name)
+        broker.publish(b"first", routing_key=name)
+    in_hand = threading.Barrier(3)
+    is_stopped, goes_on = threading.Event(), threading.Event()
+    raised: list[str] = []
+
+    def program(takes: str, feeds: str) -> list[bytes]:
+        taken: list[bytes] = []
+
+        def pass_on(channel: Any, method: Any, _properties: Any, body: bytes) -> None:
+            taken.append(body)
+            if body == b"first":
+                in_hand.wait(PATIENCE)
+                assert is_stopped.wait(PATIENCE)
+                eventually(lambda: channel.flow_state.flowed)
+                with pytest.raises(FlowControlTimeout, match="no memory"):
+                    channel.basic_publish("", feeds, b"never")
+                raised.append(takes)
+            channel.basic_ack(method.delivery_tag)
+
+        url = f"{proxy.url(broker)}?max_producer_flow_control_wait=0.3"
+        with pika.BlockingConnection(pika.URLParameters(url)) as connection:
+            channel = connection.channel()
+            channel.basic_consume(takes, pass_on)
+            pump(connection, lambda: taken)
+            assert goes_on.wait(PATIENCE)
+            assert channel.wait_unflowed(PATIENCE)
+            channel.basic_publish("", feeds, b"second")
+            pump(connection, lambda: len(taken) == 2)
+        return taken
+
+    jobs = [start(program, "a", "b"), start(program, "b", "a")]
+    in_hand.wait(PATIENCE)
+    proxy.stop_reading()
+    broker.block("no memory")
+    is_stopped.set()
+    eventually(lambda: sorted(raised) == ["a", "b"])
+    proxy.go_on_reading()
+    broker.unblock()
+    goes_on.set()
+    for job in jobs:
+        assert job.result() == [b"first", b"second"]
+    broker.wait_until(lambda broker: not any(queue.depth for queue in broker.queues()))

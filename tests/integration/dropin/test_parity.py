@@ -11,11 +11,14 @@ from pika.adapters import blocking_connection as original_blocking
 from pika.adapters.asyncio_connection import AsyncioConnection as OriginalAsyncioConnection
 
 import qflow_client.pika as drop_in
+from tests.integration.parity import members, parameters, public
 
-from .scenarios import SCENARIOS, all_scenarios, of, outcome
+from .scenarios import all_scenarios, members_of, outcome, recorder, until
 
 # What is new, by class and method: parameters that pika's do not have.
 NEW = {("BlockingChannel", "confirm_delivery"): ["pipelined"]}
+# Members that not every release of pika has that is admitted.
+NEWER = {"accept_consumer_cancel_ok_supported"}
 
 CLASSES = {
     "BlockingChannel": (original_blocking.BlockingChannel, drop_in.BlockingChannel),
@@ -28,23 +31,11 @@ CLASSES = {
 }
 
 
-def members(kind: type) -> dict[str, Any]:
-    return {
-        name: inspect.getattr_static(kind, name)
-        for name in dir(kind)
-        if not name.startswith("_") or name in ("__init__", "__enter__", "__exit__")
-    }
-
-
-def parameters(function: Any) -> list[tuple[str, Any, Any]]:
-    return [(each.name, each.kind, each.default) for each in inspect.signature(function).parameters.values()]
-
-
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_signature_is_pikas(name: str) -> None:
     theirs, ours = CLASSES[name]
     assert issubclass(ours, theirs)
-    for member, of_pika in members(theirs).items():
+    for member, of_pika in members(theirs, "__init__", "__enter__", "__exit__").items():
         of_ours = inspect.getattr_static(ours, member)
         if inspect.isfunction(of_pika):
             new = NEW.get((name, member), [])
@@ -66,15 +57,36 @@ def test_every_name_of_pikas_is_there() -> None:
     assert drop_in.adapters.blocking_connection.ReturnedMessage is original_blocking.ReturnedMessage
 
 
-def test_every_public_member_of_the_blocking_channel_has_a_scenario() -> None:
-    public = {name for name in members(original_blocking.BlockingChannel) if not name.startswith("_")}
-    assert public == {of(name) for name in SCENARIOS}
+@pytest.mark.parametrize("name", ["BlockingChannel", "BlockingConnection"])
+def test_every_public_member_has_a_scenario(name: str) -> None:
+    of_pika = public(CLASSES[name][0])
+    assert of_pika == members_of(name) - (NEWER - of_pika)
 
 
 @all_scenarios
 def test_the_same_result_exception_and_order_of_callbacks(broker: Any, name: str) -> None:
     broker.delete_queue("q")
     assert outcome(drop_in, broker.url, name) == outcome(original, broker.url, name)
+
+
+@pytest.mark.parametrize("module", [original, drop_in], ids=["pika", "drop-in"])
+def test_what_blocks_a_connection_is_told_to_its_callbacks_in_order(broker: Any, module: Any) -> None:
+    told: list[Any] = []
+    with module.BlockingConnection(module.URLParameters(broker.url)) as connection:
+        channel = connection.channel()
+        connection.add_on_connection_blocked_callback(recorder(told, "one"))
+        connection.add_on_connection_blocked_callback(recorder(told, "two"))
+        connection.add_on_connection_unblocked_callback(recorder(told, "three"))
+        broker.block("no memory")
+        until(channel, lambda: len(told) == 2)
+        broker.unblock()
+        until(channel, lambda: len(told) == 3)
+    blocked, unblocked = ["Blocked", {"reason": "no memory"}], ["Unblocked", {}]
+    assert told == [
+        ["one", "BlockingConnection", ["frame", 0, blocked]],
+        ["two", "BlockingConnection", ["frame", 0, blocked]],
+        ["three", "BlockingConnection", ["frame", 0, unblocked]],
+    ]
 
 
 BODIES = [b"", b"x", b"x" * 1000, b"x" * 131_064, b"x" * 131_065, b"x" * 400_000, "text"]

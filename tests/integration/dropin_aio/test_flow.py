@@ -28,6 +28,7 @@ from qflow_client import (
     flow_manager,
 )
 from qflow_client.broker import Broker
+from qflow_client.logs import flush_logs
 from tests.integration.aio.tools import soon
 from tests.integration.producer.tools import PATIENCE, Proxy, Stopwatch, Wire, bodies
 
@@ -478,6 +479,20 @@ def test_a_channel_that_is_dropped_is_forgotten(run: Run, broker: Broker) -> Non
             assert len(connection.flows) == 1
 
     run(main())
+
+
+@pytest.mark.parametrize("closed", ["channel", "connection"])
+def test_what_a_program_closes_itself_is_nothing_to_warn_of(run: Run, connect: Any, caplog: Any, closed: str) -> None:
+    async def main() -> None:
+        async with await connect() as connection:
+            channel = await connection.channel()
+            await publish(channel, b"")
+            if closed == "channel":
+                await channel.close()
+
+    run(main())
+    assert flush_logs(PATIENCE)
+    assert [record.message for record in caplog.records if record.name == "qflow_client"] == []
 
 
 def test_a_channel_of_ours_needs_a_connection_of_ours(run: Run, broker: Broker) -> None:

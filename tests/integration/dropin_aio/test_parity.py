@@ -14,6 +14,7 @@ import pytest
 
 import qflow_client.aio_pika as drop_in
 from qflow_client.aio_pika.flow import ChannelFlow
+from tests.integration.parity import members, parameters
 
 from .scenarios import SCENARIOS, all_scenarios, of, outcome
 
@@ -29,18 +30,6 @@ SAME = ("Exchange", "Queue", "RobustExchange", "RobustQueue", "Message", "Incomi
 NEW = {("Connection", "__init__"): ["client_properties"]}
 
 
-def members(kind: type) -> dict[str, Any]:
-    return {
-        name: inspect.getattr_static(kind, name)
-        for name in dir(kind)
-        if not name.startswith("_") or name in ("__init__", "__aenter__", "__aexit__", "__await__")
-    }
-
-
-def parameters(function: Any) -> list[tuple[str, Any, Any]]:
-    return [(each.name, each.kind, each.default) for each in inspect.signature(function).parameters.values()]
-
-
 def without(found: list[tuple[str, Any, Any]], new: list[str]) -> list[tuple[str, Any, Any]]:
     return [each for each in found if each[0] not in new]
 
@@ -49,7 +38,7 @@ def without(found: list[tuple[str, Any, Any]], new: list[str]) -> list[tuple[str
 def test_every_signature_is_aio_pikas(name: str) -> None:
     theirs, ours = CLASSES[name]
     assert issubclass(ours, theirs)
-    for member, of_theirs in members(theirs).items():
+    for member, of_theirs in members(theirs, "__init__", "__aenter__", "__aexit__", "__await__").items():
         of_ours = inspect.getattr_static(ours, member)
         if inspect.isfunction(of_theirs):
             if of_ours is of_theirs:
@@ -94,12 +83,10 @@ def test_modules_of_aio_pikas_can_be_imported_from_it(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["Channel", "Exchange", "Queue", "Connection"])
 def test_every_public_method_has_a_scenario(kind: str) -> None:
-    public = {name for name in members(getattr(original, kind)) if not name.startswith("_")}
-    described = {
-        name for name in public if inspect.ismemberdescriptor(inspect.getattr_static(getattr(original, kind), name))
-    }
+    found = members(getattr(original, kind))
+    described = {name for name, member in found.items() if inspect.ismemberdescriptor(member)}
     covered = {of(name).split(".")[1] for name in SCENARIOS if of(name).startswith(f"{kind}.")}
-    assert public - described == covered
+    assert found.keys() - described == covered
 
 
 @all_scenarios

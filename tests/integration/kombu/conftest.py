@@ -11,8 +11,12 @@ from qflow_client import flow_manager
 from qflow_client.broker import Broker
 from qflow_client.kombu.flow import ChannelFlow
 from qflow_client.kombu.transport import kept
+from tests.integration.producer.conftest import broker as broker
 from tests.integration.producer.conftest import certificate as certificate
-from tests.integration.producer.tools import Proxy, Wire
+from tests.integration.producer.conftest import make_broker as make_broker
+from tests.integration.producer.conftest import proxy as proxy
+from tests.integration.producer.conftest import stack as stack
+from tests.integration.producer.conftest import wire as wire
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -27,33 +31,10 @@ def _no_connection_is_left() -> Iterator[None]:
     assert flow_manager.resources == ()
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        stack.callback(kept.cut)
-        yield stack
-
-
-@pytest.fixture
-def wire() -> Wire:
-    """What `broker` saw and said."""
-    return Wire()
-
-
-@pytest.fixture
-def broker(stack: ExitStack, wire: Wire) -> Broker:
-    """A fresh broker with an empty queue ``q``."""
-    broker = stack.enter_context(Broker(trace=wire))
-    broker.declare_queue("q")
-    return broker
-
-
-@pytest.fixture
-def proxy(broker: Broker, stack: ExitStack) -> Proxy:
-    """A relay in front of `broker`."""
-    proxy = Proxy(broker.port)
-    stack.callback(proxy.close)
-    return proxy
+@pytest.fixture(autouse=True)
+def _nothing_is_kept() -> Iterator[None]:
+    yield
+    kept.cut()
 
 
 @pytest.fixture

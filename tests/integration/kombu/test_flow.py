@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import ssl
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import amqp
@@ -28,7 +30,14 @@ from qflow_client import (
 )
 from qflow_client.broker import Broker
 from qflow_client.kombu.transport import kept
+from qflow_client.logs import flush_logs
+from qflow_client.testing.proxy import Direction, FaultProxy
 from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, eventually, start
+
+# Of a connection whose socket takes nothing for longer than two waits, on a busy machine: Linux is not to end it.
+LASTING: dict[str, Any] = {}
+if hasattr(socket, "TCP_USER_TIMEOUT"):
+    LASTING["socket_settings"] = {socket.TCP_USER_TIMEOUT: int(3000 * PATIENCE)}
 
 
 def held(channel: Any, *kinds: str) -> None:
@@ -254,7 +263,7 @@ def test_a_blocked_connection_with_a_consumer_is_cut_when_it_is_closed(broker, c
 
 
 def test_a_socket_that_takes_nothing_holds_and_nothing_is_sent(broker, connect, proxy):
-    channel = connect(proxy.url(broker), max_producer_flow_control_wait=0.5).default_channel
+    channel = connect(proxy.url(broker), max_producer_flow_control_wait=0.5, **LASTING).default_channel
     publish(channel)
     proxy.stop_reading()
     big = bytes(1 << 24)
@@ -273,8 +282,76 @@ def test_a_socket_that_takes_nothing_holds_and_nothing_is_sent(broker, connect, 
     assert bodies(broker) == [b"body", big, b"last"]
 
 
+@pytest.fixture
+def faulty(broker: Broker, stack: ExitStack) -> FaultProxy:
+    return stack.enter_context(FaultProxy(broker.url))
+
+
+def half_written(channel: Any) -> bool:
+    outbound = channel._flow.protocol.outbound
+    return bool(outbound.begun > outbound.finished)
+
+
+@pytest.mark.parametrize("confirms", [False, True, "pipelined"])
+@pytest.mark.parametrize("healed", ["while it waits", "after it has waited"])
+def test_J8_a_message_that_stalls_half_way_goes_on_and_a_consumer_gets_it(
+    broker, connect, faulty, confirms, healed, caplog
+):
+    """Whoever has the connection does its I/O: the publish while it waits, and then who drains events."""
+    in_time = healed == "while it waits"
+    wait = PATIENCE if in_time else 0.3
+    connection = connect(faulty.url, max_producer_flow_control_wait=wait, confirm_publish=confirms, **LASTING)
+    channel = connection.default_channel
+    sent = [b"first", bytes(1 << 24)]
+    heard: list[bytes] = []
+
+    def hear(message: Any) -> None:
+        heard.append(bytes(message.body))
+        message.ack()
+
+    def consume() -> None:
+        with Consumer(connection, [Queue("q", durable=False)], on_message=hear):
+            while len(heard) < len(sent):
+                connection.drain_events(timeout=PATIENCE)
+        connection.release()
+
+    publish(channel, sent[0])
+    faulty.stall(Direction.TO_BROKER)
+    job = start(publish, channel, sent[1])
+    eventually(lambda: half_written(channel))
+    if in_time:
+        faulty.heal()
+        job.result()
+    else:
+        error = job.wait()
+        assert isinstance(error, OperationalError)
+        assert isinstance(error.__cause__, ConfirmTimeout)
+        faulty.heal()
+    start(consume).result()
+    assert heard == sent
+    assert flush_logs(PATIENCE)
+    assert [record.message for record in caplog.records if record.name == "qflow_client"] == []
+    broker.wait_until(lambda broker: broker.queue("q").depth == 0)
+
+
+def test_confirms_that_begin_behind_a_message_that_is_half_written_are_counted_from_the_next(broker, connect, faulty):
+    channel = connect(faulty.url, max_producer_flow_control_wait=0.3, **LASTING).default_channel
+    publish(channel)
+    faulty.stall(Direction.TO_BROKER)
+    with pytest.raises(OperationalError, match="the message may still arrive"):
+        publish(channel, bytes(1 << 24))
+    assert half_written(channel)
+    # The rest is written before anything else is, and the broker reads it.
+    channel.connection.transport.limit = PATIENCE
+    faulty.heal()
+    job = start(channel.basic_publish_confirm, channel.prepare_message(b"last"), "", "q", confirm_timeout=PATIENCE)
+    job.result()
+    assert [len(body) for body in bodies(broker)] == [4, 1 << 24, 4]
+    assert channel._flow.protocol.unsettled == 0
+
+
 def test_the_close_of_a_connection_that_takes_nothing_does_not_hang(broker, connect, proxy):
-    connection = connect(proxy.url(broker), max_producer_flow_control_wait=0.3)
+    connection = connect(proxy.url(broker), max_producer_flow_control_wait=0.3, **LASTING)
     channel = connection.default_channel
     proxy.stop_reading()
     with pytest.raises(OperationalError):
@@ -493,6 +570,10 @@ def test_an_interrupted_write_ends_the_connection(broker, connect, monkeypatch):
         publish(channel)
     assert not wire.connected
     wire.close()
+    flow = channel._flow
+    assert flow in flow_manager.resources
+    connection.release()
+    assert flow not in flow_manager.resources
 
 
 def test_two_threads_of_a_pool_acknowledge_while_another_reads(broker, connect):

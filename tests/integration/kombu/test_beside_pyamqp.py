@@ -1,0 +1,148 @@
+"""The same program with kombu's transport for py-amqp and with ours, against a broker that says ``Channel.Flow``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import kombu
+import pytest
+from celery import Celery
+from kombu.exceptions import OperationalError
+
+from qflow_client import ConfirmTimeout, FlowControlTimeout, HoldKind
+from qflow_client.broker import Broker
+from tests.integration.producer.tools import PATIENCE, Job, eventually, start
+
+MARK = 10
+ARGUMENTS = {"qpid.flow_stop_count": MARK, "qpid.flow_resume_count": 5}
+COUNT = 50
+# Seconds that the transport waits, and more than a broker on a busy machine takes for a confirm.
+WAIT = 1.0
+
+Send = Callable[[int], object]
+
+
+@contextmanager
+def of_kombu(url: str, queue: str, options: dict[str, Any]) -> Iterator[Send]:
+    with kombu.Connection(url, transport_options=options) as connection:
+        producer = connection.Producer(serializer="json")
+        yield lambda number: producer.publish(number, routing_key=queue)
+
+
+def ship(number: int) -> None:
+    raise AssertionError("no worker is there to run it")
+
+
+@contextmanager
+def of_celery(url: str, queue: str, options: dict[str, Any]) -> Iterator[Send]:
+    app = Celery("shop", broker=url)
+    app.conf.update(task_ignore_result=True, broker_transport_options=options)
+    app.conf.task_queues = [kombu.Queue(queue, durable=False, queue_arguments=ARGUMENTS)]
+    task = app.task(ship, name="ship", shared=False)
+    try:
+        yield lambda number: task.apply_async((number,), queue=queue)
+    finally:
+        # Its connections are in a pool, which the next program at this URL has, too.
+        app.close()
+
+
+PROGRAMS = pytest.mark.parametrize("program", [of_kombu, of_celery], ids=["kombu", "celery"])
+
+
+@pytest.fixture
+def queues(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The scheme in the URL is all that changes.
+    monkeypatch.setenv("QFLOW_MAX_PRODUCER_FLOW_CONTROL_WAIT", str(WAIT))
+    for queue in "theirs", "ours":
+        broker.declare_queue(queue, arguments=ARGUMENTS)
+
+
+def has_taken(broker: Broker, queue: str, count: int) -> bool:
+    return broker.queue(queue).published >= count
+
+
+def publish_all(program: Any, broker: Broker, scheme: str, queue: str, count: int = COUNT, **options: Any) -> None:
+    """Publish, each message when the broker has the one before it."""
+    with program(broker.url.replace("amqp", scheme), queue, options) as send:
+        for number in range(count):
+            send(number)
+            broker.wait_until(partial(has_taken, queue=queue, count=number + 1), PATIENCE)
+
+
+@PROGRAMS
+@pytest.mark.usefixtures("queues")
+def test_C3_pyamqp_overruns_a_stop_that_the_transport_obeys_until_it_raises(broker, program):
+    publish_all(program, broker, "pyamqp", "theirs")
+    assert broker.queue("theirs").depth == COUNT
+    with pytest.raises(OperationalError, match="channel_flow") as caught:
+        publish_all(program, broker, "qflow", "ours")
+    assert isinstance(caught.value.__cause__, FlowControlTimeout)
+    # One more than the mark, and what was under way until the client had read the stop.
+    assert MARK < broker.queue("ours").peak_depth < COUNT
+
+
+@PROGRAMS
+@pytest.mark.usefixtures("queues")
+def test_C3_the_transport_goes_on_when_it_may(broker, monkeypatch, program):
+    monkeypatch.setenv("QFLOW_MAX_PRODUCER_FLOW_CONTROL_WAIT", str(PATIENCE))
+    job: Job = start(publish_all, program, broker, "qflow", "ours")
+    taken = 0
+    eventually(lambda: broker.queue("ours").flow_stopped)
+
+    def take() -> bool:
+        nonlocal taken
+        taken += broker.get("ours") is not None
+        return taken == COUNT
+
+    eventually(take)
+    job.result()
+    assert broker.queue("ours").flow_stopped_count >= 1
+    assert broker.queue("ours").peak_depth < COUNT
+
+
+@PROGRAMS
+@pytest.mark.usefixtures("queues")
+def test_C5_pyamqp_hangs_for_a_confirm_that_is_held_back_and_the_transport_raises(broker, program):
+    hanging = start(publish_all, program, broker, "pyamqp", "theirs", MARK + 2, confirm_publish=True)
+    broker.wait_until(lambda broker: broker.queue("theirs").flow_stopped)
+    with pytest.raises(OperationalError, match="held by channel_flow") as caught:
+        publish_all(program, broker, "qflow", "ours", confirm_publish=True)
+    assert isinstance(caught.value.__cause__, ConfirmTimeout), "it was written, and nobody knows what became of it"
+    assert broker.queue("ours").peak_depth == MARK + 1
+    hanging.join(WAIT)
+    assert hanging.is_alive(), "pyamqp hangs"
+    for queue in "theirs", "ours":
+        broker.purge(queue)
+    hanging.result()
+    publish_all(program, broker, "qflow", "ours", MARK, confirm_publish=True)
+
+
+@pytest.mark.usefixtures("queues")
+def test_A4_after_an_unknown_message_the_next_is_not_sent_until_it_may(broker):
+    with of_kombu(broker.url.replace("amqp", "qflow"), "ours", {"confirm_publish": True}) as send:
+        for number in range(MARK):
+            send(number)
+        with pytest.raises(OperationalError) as caught:
+            send(MARK)
+        assert isinstance(caught.value.__cause__, ConfirmTimeout)
+        with pytest.raises(OperationalError) as caught:
+            send(MARK)
+        cause = caught.value.__cause__
+        assert isinstance(cause, FlowControlTimeout)
+        assert [hold.kind for hold in cause.holds] == [HoldKind.CHANNEL_FLOW]
+        assert broker.purge("ours") == MARK + 1
+        # Until it has read that it may.
+        eventually(lambda: goes_on(send))
+
+
+def goes_on(send: Send) -> bool:
+    try:
+        send(0)
+    except OperationalError as error:
+        if not isinstance(error.__cause__, FlowControlTimeout):
+            raise
+        return False
+    return True

@@ -1,0 +1,37 @@
+"""What our transport does beside kombu's for py-amqp, on the same broker."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+from kombu.transport import pyamqp
+
+from qflow_client import kombu as ours
+from tests.integration.parity import members, parameters, public
+
+from .parity import SCENARIOS, all_scenarios, outcome
+
+CLASSES = {name: (getattr(pyamqp, name), getattr(ours, name)) for name in ("Channel", "Connection", "Transport")}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_signature_is_kombus(name: str) -> None:
+    theirs, ours = CLASSES[name]
+    assert issubclass(ours, theirs)
+    for member, of_theirs in members(theirs).items():
+        if inspect.isfunction(of_theirs):
+            assert parameters(inspect.getattr_static(ours, member)) == parameters(of_theirs), member
+
+
+def test_every_public_member_of_the_channel_has_a_scenario() -> None:
+    assert public(pyamqp.Channel) == {name.partition("__")[0] for name in SCENARIOS}
+
+
+@all_scenarios
+@pytest.mark.parametrize("confirms", [False, True], ids=["unconfirmed", "confirmed"])
+def test_the_same_result_exception_and_order_of_callbacks(broker: Any, name: str, confirms: bool) -> None:
+    broker.delete_queue("q")
+    expected = outcome(broker.url, "pyamqp", name, confirms=confirms)
+    assert outcome(broker.url, "qflow", name, confirms=confirms) == expected

@@ -1,0 +1,63 @@
+"""A message's properties leave as py-amqp encodes them, by whom ever they are encoded."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from amqp.basic_message import Message
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qflow_client.kombu.flow import encode_properties
+
+TEXTS = st.text(max_size=300)
+# What Celery sends, and what it does not.
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(1 << 65), 1 << 65),
+    st.sampled_from([-(1 << 31), (1 << 31) - 1, -(1 << 31) + 1, float("nan"), Decimal("1.5"), Decimal("-0.07")]),
+    st.floats(),
+    TEXTS,
+    st.binary(max_size=9),
+    st.datetimes(min_value=datetime(1970, 1, 1), max_value=datetime(2100, 1, 1)),
+    st.just(datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)),
+    st.builds(object),
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.tuples(inner) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=8,
+)
+SHORT = st.one_of(st.text(max_size=300), st.just(""), st.none(), st.binary(max_size=5), st.integers(0, 9))
+OCTETS = st.one_of(st.integers(-1, 256), st.none(), st.booleans(), st.just(1.0))
+KINDS: dict[str, st.SearchStrategy[Any]] = {"s": SHORT, "o": OCTETS, "F": st.dictionaries(TEXTS, VALUES, max_size=4)}
+KINDS["L"] = st.one_of(st.integers(-1, 1 << 64), st.none(), st.datetimes())
+PROPERTIES = st.fixed_dictionaries({}, optional={name: KINDS[kind] for name, kind in Message.PROPERTIES})
+
+
+def outcome(encode: Any, properties: dict[str, Any]) -> Any:
+    try:
+        return encode(Message(b"", **properties))
+    except Exception as error:
+        return type(error), error.args
+
+
+@given(PROPERTIES, st.randoms(use_true_random=False))
+def test_they_are_py_amqps_to_the_byte_or_raise_as_there(properties: dict[str, Any], random: Any) -> None:
+    # In whatever order they are given.
+    items = list(properties.items())
+    random.shuffle(items)
+    given = dict(items)
+    assert outcome(encode_properties, given) == outcome(Message._serialize_properties, given)
+
+
+def test_what_celery_sends_py_amqp_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    headers = {"lang": "py", "retries": 0, "eta": None, "timelimit": [None, 1.5], "stamps": {}, "ignore_result": True}
+    message = Message(b"", application_headers=headers, content_type="application/json", delivery_mode=2, priority=0)
+    expected = message._serialize_properties()
+    monkeypatch.setattr(Message, "_serialize_properties", None)
+    assert encode_properties(message) == expected
