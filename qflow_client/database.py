@@ -115,8 +115,8 @@ class Database:
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """All that is done in the block, or nothing of it."""
-        self.execute("BEGIN IMMEDIATE")
         try:
+            self.execute("BEGIN IMMEDIATE")
             yield
             self.execute("COMMIT")
         except BaseException:

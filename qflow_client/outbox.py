@@ -224,7 +224,7 @@ class Outbox:
         self._size = int(size)
         # By sequence, why it was set aside.
         self._damaged: dict[int, str] = dict.fromkeys((sequence for (sequence,) in aside), "it was set aside before")
-        # Set by a commit that failed, or was broken off: what it changed has to be counted anew.
+        # Set by what failed, or was broken off: the next commit counts anew.
         self._is_unsure = False
 
     @property
@@ -319,14 +319,22 @@ class Outbox:
             header, body = content_header(message, identity), message.body
         size = len(header) + len(body) + len(exchange) + len(routing_key) + _ROW
         at = time.time()
-        with self._lock:
-            if not overdraw and self._size + size > self.max_bytes:
-                raise self._full(size)
-            # In this order: Ctrl-C may leave a sequence without a message, but never give one to two.
-            self._last = sequence = self._last + 1
-            self._rows.append((sequence, size, 0 if permit else _HELD, at, exchange, routing_key, header, body))
-            self._size += size
-            self._count += 1
+        row = 0 if permit else _HELD, at, exchange, routing_key, header, body
+        try:
+            with self._lock:
+                sequence = 0
+                if overdraw or self._size + size <= self.max_bytes:
+                    # In this order: Ctrl-C may leave a sequence without a message, but never give one to two.
+                    self._last = sequence = self._last + 1
+                    self._rows.append((sequence, size, *row))
+                    self._size += size
+                    self._count += 1
+        except BaseException:
+            # It may have come between the message and its count.
+            self._is_unsure = True
+            raise
+        if not sequence:
+            raise self._full(size)
         return sequence
 
     def permit(self, sequence: int) -> None:

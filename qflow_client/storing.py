@@ -235,8 +235,16 @@ class StoringProtocol(ProducerProtocol):
             return receipt
         return self._spill(payload, exchange, routing_key, now)
 
-    def _spill(self, payload: bytes | Message, exchange: str, routing_key: str, now: float) -> Spilled:
-        outbox = self.outbox
+    def _spill(
+        self,
+        payload: bytes | Message,
+        exchange: str,
+        routing_key: str,
+        now: float,
+        ticket: SendTicket | None = None,
+    ) -> Spilled:
+        """Put a message into the outbox, and its receipt into the ticket with which it stood in line."""
+        outbox, backlog_last = self.outbox, self._backlog_last
         # Names that cannot be encoded are refused.
         route = self._encoder.route(exchange, routing_key)
         try:
@@ -246,14 +254,24 @@ class StoringProtocol(ProducerProtocol):
             message_id = f"{self._spill_prefix}{sequence:012x}"
             outbox.put(payload, exchange, routing_key, message_id, permit=False, overdraw=True)
             self._spilled[sequence] = receipt
+            self.gate.hold(HoldKind.OUTBOX, now=now, source=BACKLOG, detail=f"messages wait in {outbox.path}")
             if not self.has_backlog:
                 # What is before it is in the window.
                 self._read_to = sequence - 1
-            self._backlog_last = self._last_sequence = sequence
+            self._backlog_last = sequence
+            if ticket is not None:
+                ticket.receipt = receipt
+            # That it is there counts from here on, also if Ctrl-C comes.
+            self._last_sequence = sequence
         except BaseException:
+            if self._last_sequence < outbox.last:
+                self._backlog_last = backlog_last
+                if ticket is not None:
+                    ticket.receipt = None
             self._forget_orphans()
+            if not self.has_backlog:
+                self.gate.lift(HoldKind.OUTBOX, now=now, source=BACKLOG)
             raise
-        self.gate.hold(HoldKind.OUTBOX, now=now, source=BACKLOG, detail=f"messages wait in {outbox.path}")
         self._look_for_more()
         return receipt
 
@@ -265,7 +283,7 @@ class StoringProtocol(ProducerProtocol):
                 ticket = controller.dismiss()
                 assert isinstance(ticket, SendTicket)
                 try:
-                    ticket.receipt = self._spill(ticket.payload, ticket.exchange, ticket.routing_key, now)
+                    self._spill(ticket.payload, ticket.exchange, ticket.routing_key, now, ticket)
                 except Exception as error:
                     # Headers that are changed while they wait can raise anything.
                     ticket.error = error

@@ -14,6 +14,8 @@ from qflow_client import AsyncProducer, Outbox, Producer
 from qflow_client.broker import Broker
 from tests.interrupting import interrupted
 
+# Each begins hundreds of times, however busy the machine is.
+pytestmark = pytest.mark.timeout(600)
 PATIENCE = 20.0
 # Where the producers and their outboxes are made.
 MAKERS = ("producer.py", "link.py", "keeper.py", "storing.py", "outbox.py", "database.py")

@@ -49,6 +49,8 @@ class Kept:
         #: What was said of commits.
         self.committed: list[tuple[int, Exception | None]] = []
         self.keeper = Keeper(self.outbox, self.protocol, self.step, lambda *said: self.committed.append(said))
+        # Whether the keeper is to try again what it could not commit.
+        self._again = False
         #: Who was woken besides the keeper.
         self.woken: list[Any] = []
         if opened:
@@ -59,12 +61,14 @@ class Kept:
         step(self.protocol, self.now)
 
     def turn(self) -> None:
-        """Have the keeper do what there is to do, and take what it has done."""
-        while self.protocol.wake:
+        """Have the keeper do what there is to do, and take what it has done; what fails it tries in the next turn."""
+        rung, self._again = self._again, False
+        while self.protocol.wake or rung:
             wake, self.protocol.wake = self.protocol.wake, []
             self.woken += [waiter for waiter in wake if waiter is not self.keeper]
-            if self.keeper in wake:
-                self.keeper.work()
+            if self.keeper in wake or rung:
+                self._again = not self.keeper.work() or self._again
+            rung = False
 
     def store(self, payload: bytes | Message, key: str = "q", *, spills: bool = False) -> Receipt | None:
         """As the skins do until the message is on disk."""
