@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,69 +10,35 @@ import pytest
 
 from qflow_client.broker import Broker
 from qflow_client.testing.proxy import FaultProxy
+from tests.integration.producer.processes import Start, ends_well, says, starting
 from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies
-
-_ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def program() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def program() -> Iterator[Start]:
     """Starts one of `programs`."""
-    processes: list[subprocess.Popen[str]] = []
-
-    def start(*arguments: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-m", "tests.integration.aio.programs", *arguments],
-            cwd=_ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        processes.append(process)
-        return process
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.wait(PATIENCE)
-        assert process.stdout is not None
-        process.stdout.close()
-
-
-def _say(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    line = process.stdout.readline().strip()
-    # If it failed, the test that failed with it is to say how.
-    return line + process.stdout.read() if line.startswith("Traceback") else line
-
-
-def _ends_well(process: subprocess.Popen[str]) -> None:
-    assert process.stdout is not None
-    # To the end of what it says; a program that hangs is ended by the timeout of the test.
-    said = process.stdout.read()
-    assert (said, process.wait(PATIENCE)) == ("fine\n", 0)
+    with starting("tests.integration.aio.programs") as start:
+        yield start
 
 
 @pytest.mark.parametrize("call", ["send", "flush", "result", "wait_unflowed", "close"])
-def test_ctrl_c_gets_out_of_every_wait(program: Callable[..., subprocess.Popen[str]], call: str) -> None:
+def test_ctrl_c_gets_out_of_every_wait(program: Start, call: str) -> None:
     process = program("interrupted", call)
-    assert _say(process) == "waiting"
+    assert says(process) == "waiting"
     with Stopwatch() as watch:
         process.send_signal(signal.SIGINT)
-        said = _say(process)
+        said = says(process)
         assert "left by CancelledError: 1 admitted messages were not delivered" in said
-        assert _say(process) == "interrupted"
+        assert says(process) == "interrupted"
     assert watch.seconds < 1.0
-    _ends_well(process)
+    ends_well(process)
 
 
-def test_a_forked_child_gets_a_clear_error_and_its_parent_goes_on(
-    program: Callable[..., subprocess.Popen[str]], broker: Broker
-) -> None:
+def test_a_forked_child_gets_a_clear_error_and_its_parent_goes_on(program: Start, broker: Broker) -> None:
     broker.declare_queue("r")
     process = program("forked", broker.url)
-    sent = int(_say(process))
-    _ends_well(process)
+    sent = int(says(process))
+    ends_well(process)
     assert bodies(broker) == [b"parent"] * sent
     assert bodies(broker, "r") == [b"child"] * 5
 
@@ -82,27 +46,25 @@ def test_a_forked_child_gets_a_clear_error_and_its_parent_goes_on(
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks at descriptors by way of /proc")
 @pytest.mark.parametrize("fault", [FaultProxy.refuse, FaultProxy.black_hole])
 def test_a_fork_while_it_waits_for_a_connection_or_makes_one_leaves_parent_and_child_to_themselves(
-    program: Callable[..., subprocess.Popen[str]], broker: Broker, fault: Callable[[FaultProxy], object]
+    program: Start, broker: Broker, fault: Callable[[FaultProxy], object]
 ) -> None:
     broker.declare_queue("r")
     broker.withhold_confirms("q")
     with FaultProxy(broker.url) as proxy:
         process = program("forked_while_disconnected", proxy.url, broker.url)
-        assert _say(process) == "sent"
+        assert says(process) == "sent"
         broker.wait_until(lambda b: b.queue("q").depth == 1)
         fault(proxy)
         proxy.cut()
-        assert _say(process) == "forked"
+        assert says(process) == "forked"
         broker.release_confirms("q")
         proxy.heal()
-        _ends_well(process)
+        ends_well(process)
     assert bodies(broker) == [b"unsettled", b"unsettled", b"parent"]
     assert bodies(broker, "r") == [b"child"] * 20
 
 
-def test_a_program_that_forgets_to_close_ends_all_the_same(
-    program: Callable[..., subprocess.Popen[str]], broker: Broker
-) -> None:
+def test_a_program_that_forgets_to_close_ends_all_the_same(program: Start, broker: Broker) -> None:
     process = program("forgotten", broker.url)
     assert process.stdout is not None
     # aio-pika and the log may have something to say about it, too, in the middle of a line.
@@ -113,9 +75,7 @@ def test_a_program_that_forgets_to_close_ends_all_the_same(
     assert bodies(broker) == [b""]
 
 
-def test_messages_that_are_lost_with_a_producer_that_was_not_closed_are_logged(
-    program: Callable[..., subprocess.Popen[str]], broker: Broker
-) -> None:
+def test_messages_that_are_lost_with_a_producer_that_was_not_closed_are_logged(program: Start, broker: Broker) -> None:
     broker.withhold_confirms()
     process = program("forgotten", broker.url, "unconfirmed")
     assert process.stdout is not None
