@@ -115,8 +115,8 @@ class Database:
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """All that is done in the block, or nothing of it."""
-        self.execute("BEGIN IMMEDIATE")
         try:
+            self.execute("BEGIN IMMEDIATE")
             yield
             self.execute("COMMIT")
         except BaseException:
@@ -145,10 +145,11 @@ class LockFile:
         QflowError: that is, `error` or `in_use`.
     """
 
+    released = True
+
     def __init__(self, path: Path, *, error: type[QflowError], in_use: type[QflowError], told: tuple[str, str]) -> None:
         # One file has one lock, by whatever name it is opened.
         self.path = Path(f"{os.path.realpath(path)}-lock")
-        self.released = False
         try:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as failure:
@@ -164,19 +165,26 @@ class LockFile:
                 raise error(f"{path}: it cannot be locked: {failure.strerror}") from failure
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, str(os.getpid()).encode(), 0)
+            self.released = False
+            _lock_files.add(self)
         except BaseException:
+            self.released = True
             os.close(self._descriptor)
             raise
-        _lock_files.add(self)
 
     def release(self) -> None:
         """Let go."""
         if not self.released:
-            self.released = True
-            # A forked child shares the lock until it closes its copy, so that to close is not enough.
+            # A forked child shares the lock until it closes its copy, so that to close is not enough. It comes first,
+            # because to do it twice does no harm, and Ctrl-C may come in between.
             with suppress(OSError):
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            self.released = True
             os.close(self._descriptor)
+
+    def __del__(self) -> None:
+        # Ctrl-C may have come before anybody had it.
+        self.release()
 
     def forget(self) -> None:
         """After a fork, in the child: close its copy; the lock stays the parent's."""

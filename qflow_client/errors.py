@@ -161,7 +161,10 @@ class OutcomeUnknown(DeliveryError):
 
 
 class MessageStored(DeliveryError):
-    """The message is in the outbox still, and its producer was closed. The next producer on that outbox sends it."""
+    """The message is in the outbox still, and its producer was closed. The next producer on that outbox sends it.
+
+    Or it is damaged there, as the text says: then it stays until ``qflow outbox drop``.
+    """
 
 
 class UndeliveredMessages(QflowError):
@@ -174,8 +177,9 @@ class UndeliveredMessages(QflowError):
 
     def __init__(self, receipts: Sequence[Receipt], text: str = "", *, stored: int = 0) -> None:
         self.receipts = tuple(receipts)
-        self.stored = stored
         ours = [receipt for receipt in self.receipts if not receipt.is_stored]
+        # Of what is set aside in an outbox as damaged only its receipt tells.
+        self.stored = stored = max(stored, len(self.receipts) - len(ours))
         unknown = sum(receipt.may_have_arrived for receipt in ours)
         first = f"; the first: {self.receipts[0].describe()}" if self.receipts else ""
         kept = f", {stored} that stay in the outbox, for the next producer on it (.stored)" if stored else ""

@@ -94,6 +94,7 @@ _FRAME_HEAD = Struct(">BHI")
 # Class, weight, body size and property flags; and before them the head of the frame.
 _HEADER_HEAD = Struct(">HHQH")
 _HEADER_FRAME_HEAD = Struct(">BHIHHQH")
+_BODY_SIZE = Struct(">Q")
 _BASIC = 60
 
 
@@ -412,6 +413,15 @@ def plain_content_header(length: int, message_id: bytes) -> bytes:
         message_id: as a short string.
     """
     return b"%b\2%b" % (_HEADER_HEAD.pack(_BASIC, 0, length, _DELIVERY_MODE | _MESSAGE_ID), message_id)
+
+
+def body_size(header: bytes) -> int:
+    """How long the content is, by the payload of its content header frame.
+
+    Raises:
+        struct.error: it is too short.
+    """
+    return int(_BODY_SIZE.unpack_from(header, 4)[0])
 
 
 def decode_message(header: bytes, body: bytes) -> Message:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from qflow_client.logs import log
-from qflow_client.outbox import Outbox, OutboxError, StoredMessage
+from qflow_client.outbox import Outbox, OutboxError
 from qflow_client.receipt import Receipt
 from qflow_client.settings import ProducerSettings
 from qflow_client.storing import Plan, StoringProtocol
@@ -64,6 +64,8 @@ class Keeper:
         self._urgent = False
         # Likewise a bell, for the end alone.
         self._end = threading.Event()
+        # When a read that has failed is tried again; None if none has.
+        self._retry_at: float | None = None
         age = protocol.settings.outbox_max_age
         self._period = -1.0 if age is None else min(_LOOK_AT_MOST, max(_LOOK_AT_LEAST, age / _LOOKS))
         protocol.keeper = self
@@ -108,91 +110,133 @@ class Keeper:
     def _run(self) -> None:
         look_at = time.monotonic() + self._period
         while not self._end.is_set():
-            left = -1.0 if self._period < 0 else max(0.0, look_at - time.monotonic())
+            times = [at for at in (look_at if self._period >= 0 else None, self._retry_at) if at is not None]
+            left = max(0.0, min(times) - time.monotonic()) if times else -1.0
             rung = self._bell.acquire(timeout=left)
             protocol = self._protocol
             if self._period >= 0 and time.monotonic() >= look_at:
                 look_at = time.monotonic() + self._period
                 self._deliver(StoringProtocol.look_for_old)
+            if self._retry_at is not None and time.monotonic() >= self._retry_at:
+                self._retry_at = None
+                self._deliver(lambda protocol, _now: protocol.refuse_plan())
             if not rung:
                 continue
             if not self._urgent and protocol.plan is None and not protocol.controller.waiting:
                 # Unless somebody has it that soon.
                 self._bell.acquire(timeout=_GATHER)
-            # Whoever notes anything from now on rings again.
-            self._urgent = protocol.called = False
-            try:
-                self._work()
-            except Exception as error:
-                if self._end.is_set():
-                    return
-                known = None if isinstance(error, OutboxError) else error
-                words = "%s: %s; it is tried again in %.3g s"
-                log(logging.ERROR, words, protocol.settings.name, error, _PAUSE, error=known)
-                if self._committed is not None:
-                    self._committed(self._outbox.durable, error)
+            if not self.work():
                 self._end.wait(_PAUSE)
-                self._deliver(lambda protocol, _now: protocol.refuse_plan())
                 self.set()
 
-    def _work(self) -> None:
-        outbox, plan = self._outbox, self._protocol.plan
-        if plan is self._tried:
-            # It is on its way to the protocol.
-            plan = None
-        durable = outbox.commit()
+    def work(self) -> bool:
+        """What is to be done once it was rung.
+
+        Returns:
+            False if nothing could be committed, and it is to be tried again.
+        """
+        protocol = self._protocol
+        # Whoever notes anything from now on rings again.
+        self._urgent = protocol.called = False
+        try:
+            durable = self._outbox.commit()
+        except Exception as error:
+            if not self._end.is_set():
+                self._tell(error)
+                if self._committed is not None:
+                    self._committed(self._outbox.durable, error)
+            return False
         if self._committed is not None:
             self._committed(durable, None)
-        if plan is not None:
+        plan = protocol.plan
+        # What was tried before is on its way to the protocol.
+        if plan is not None and plan is not self._tried:
             self._tried = plan
-            batch = self._read(plan)
-            self._deliver(lambda protocol, now: protocol.feed(plan, batch, now))
-        elif not self._protocol.gate.is_open:
+            self._read(plan)
+        elif not protocol.gate.is_open:
             # What has left may have made room.
             self._deliver(StoringProtocol.on_timer)
+        return True
 
-    def _read(self, plan: Plan) -> list[StoredMessage]:
+    def _read(self, plan: Plan) -> None:
+        """Have the protocol fed, or asked once more in a while."""
         outbox = self._outbox
-        batch = outbox.read(plan.after, _AT_ONCE, _BYTES_AT_ONCE)
-        if plan.sends and batch:
-            outbox.permit(batch[-1].sequence)
-            outbox.commit()
-        return batch
+        known = outbox.damaged
+        try:
+            batch = outbox.read(plan.after, _AT_ONCE, _BYTES_AT_ONCE)
+            if plan.sends and batch:
+                outbox.permit(batch[-1].sequence)
+                outbox.commit()
+        except Exception as error:
+            # Whoever waits for a commit has nothing to do with it: those go on.
+            if not self._end.is_set():
+                self._tell(error)
+                self._retry_at = time.monotonic() + _PAUSE
+            return
+        damaged = {sequence: why for sequence, why in outbox.damaged.items() if sequence not in known}
+        for sequence, why in damaged.items():
+            words = "%s: %s: message %d is damaged, and set aside: %s; see qflow outbox ls, and drop"
+            log(logging.ERROR, words, self._protocol.settings.name, outbox.path, sequence, why)
+        self._deliver(lambda protocol, now: protocol.feed(plan, batch, now, damaged))
+
+    def _tell(self, error: Exception) -> None:
+        known = None if isinstance(error, OutboxError) else error
+        words = "%s: %s; it is tried again in %.3g s"
+        log(logging.ERROR, words, self._protocol.settings.name, error, _PAUSE, error=known)
 
 
 class Storage:
-    """The outbox of a producer, the state that goes with it, and its thread.
+    """The outbox of a producer, the state that goes with it, and its thread; to be opened.
+
+    It is made before there is anything to close, so that whoever is interrupted while it is opened has what to close.
 
     Args:
         settings: the producer's settings.
-        take: has a step of the protocol taken where such steps are taken.
-        committed: as for `Keeper`.
-        options: as for `StoringProtocol`.
-
-    Raises:
-        OutboxInUse, OutboxError: as `Outbox`.
     """
 
-    def __init__(
+    #: Set by `open`.
+    outbox: Outbox
+    protocol: StoringProtocol
+    keeper: Keeper
+
+    def __init__(self, settings: ProducerSettings) -> None:
+        self._settings = settings
+        # Guards the two below: it may be closed while another thread opens it.
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._opened: Outbox | None = None
+
+    def open(
         self,
-        settings: ProducerSettings,
         take: Callable[[StoringStep], None],
         committed: Callable[[int, Exception | None], None] | None = None,
         **options: Any,
     ) -> None:
+        """Open the outbox; on any thread, once.
+
+        Args:
+            take: has a step of the protocol taken where such steps are taken.
+            committed: as for `Keeper`.
+            options: as for `StoringProtocol`.
+
+        Raises:
+            OutboxInUse, OutboxError: as `Outbox`; or it was closed meanwhile.
+        """
+        settings = self._settings
         assert settings.outbox is not None
-        self.outbox = Outbox(
-            settings.outbox, max_bytes=settings.outbox_max_bytes, synchronous=settings.outbox_synchronous
-        )
-        try:
-            self.protocol = StoringProtocol(settings, outbox=self.outbox, **options)
-            self.keeper = Keeper(self.outbox, self.protocol, take, committed)
-        except BaseException:
-            self.outbox.close()
-            raise
+        outbox = Outbox(settings.outbox, max_bytes=settings.outbox_max_bytes, synchronous=settings.outbox_synchronous)
+        with self._lock:
+            self._opened = outbox
+            is_closed = self._is_closed
+        if is_closed:
+            outbox.close()
+            raise OutboxError(f"{outbox.path}: its producer was closed")
+        self.outbox = outbox
+        self.protocol = StoringProtocol(settings, outbox=outbox, **options)
+        self.keeper = Keeper(outbox, self.protocol, take, committed)
 
     def __len__(self) -> int:
-        return self.outbox.left
+        return 0 if self._opened is None else self._opened.left
 
     def start(self) -> None:
         """Begin with what was left."""
@@ -214,14 +258,22 @@ class Storage:
             raise
 
     def close(self, timeout: float) -> None:
-        """Commit, and let others have the outbox.
+        """Commit, and let others have the outbox; also before it is opened, and again.
 
         Args:
             timeout: seconds that what goes on may take to end.
         """
-        self.keeper.stop(timeout)
+        with self._lock:
+            self._is_closed = True
+            outbox = self._opened
+        if outbox is None:
+            return
         try:
-            self.outbox.close()
-        except OutboxError as error:
-            # What is settled and stays in the file is sent once more, and marked.
-            log(logging.ERROR, "%s: %s", self.protocol.settings.name, error)
+            if hasattr(self, "keeper"):
+                self.keeper.stop(timeout)
+        finally:
+            try:
+                outbox.close()
+            except OutboxError as error:
+                # What is settled and stays in the file is sent once more, and marked.
+                log(logging.ERROR, "%s: %s", self._settings.name, error)

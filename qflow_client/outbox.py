@@ -18,6 +18,8 @@ It knows nothing of producers, threads' roles or event loops; a skin uses it so:
    whether it may have been written, and so be a second copy.
 5. After a start, before anything new: `Outbox.read` what is left, batch by batch, in order; send each with
    `StoredMessage.to_send`, which bears its message id and, if it may be a second copy, the mark; `settle` as ever.
+6. A message that cannot be read any more is set aside by whoever meets it first: it stays in the file and keeps its
+   room, `Outbox.damaged` names it, and all others go on without it until `Outbox.drop` takes it out.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -35,7 +38,7 @@ from typing import TYPE_CHECKING, Any, Self
 from qflow_client.database import Database, LockFile
 from qflow_client.errors import QflowError
 from qflow_client.fields import encode_short_string
-from qflow_client.frames import FrameError, content_header, decode_message, plain_content_header
+from qflow_client.frames import FrameError, body_size, content_header, decode_message, plain_content_header
 from qflow_client.message import Message
 from qflow_client.protocol import REPUBLISHED
 
@@ -63,10 +66,19 @@ _TABLES = (
     "CREATE TABLE state (last INTEGER NOT NULL, permitted INTEGER NOT NULL)",
     "INSERT INTO state VALUES (0, 0)",
 )
+# In the column `held`: it waits for `permit`; it is damaged, and is not read any more.
+_HELD, _SET_ASIDE = 1, 2
 _INSERT = "INSERT OR IGNORE INTO message VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 # Messages that are settled before `wait_durable` takes them out, too.
 _SETTLED_TOGETHER = 500
 _TOTALS = "SELECT count(*), coalesce(sum(size), 0) FROM message"
+# Text as bytes: SQLite gives no row at all if one text among them is no UTF-8.
+_READ = """SELECT sequence, size, held, at, CAST(exchange AS BLOB), CAST(routing_key AS BLOB), header, body
+    FROM message WHERE sequence > ? {} ORDER BY sequence LIMIT ?"""
+_TYPES = ((int,), (int,), (int,), (float,), (bytes,), (bytes,), (bytes,), (bytes,))
+_NOT_SET_ASIDE = f"AND NOT held & {_SET_ASIDE}"
+# Rows that are looked through at once.
+_LOOKED_AT = 1000
 # Seconds after which a thread looks whether it is still to be called.
 _LOST = 1.0
 # Above every sequence.
@@ -140,7 +152,7 @@ class _Turn:
 
 
 # A message as it stands in the file.
-_Row = tuple[int, int, bool, float, str, str, bytes, bytes]
+_Row = tuple[int, int, int, float, str, str, bytes, bytes]
 
 
 class Outbox:
@@ -188,6 +200,7 @@ class Outbox:
             ((last, permitted),) = self._file.rows("SELECT last, permitted FROM state")
             last = max(last, self._file.one("SELECT max(sequence) FROM message") or 0)
             ((count, size),) = self._file.rows(_TOTALS)
+            aside = self._file.rows("SELECT sequence FROM message WHERE held & ? ORDER BY sequence", _SET_ASIDE)
         except BaseException:
             self._lock_file.release()
             raise
@@ -209,7 +222,9 @@ class Outbox:
         self._written_before: tuple[int, int] = last, permitted
         self._count = int(count)
         self._size = int(size)
-        # Set by a commit that failed, or was broken off: what it changed has to be counted anew.
+        # By sequence, why it was set aside.
+        self._damaged: dict[int, str] = dict.fromkeys((sequence for (sequence,) in aside), "it was set aside before")
+        # Set by what failed, or was broken off: the next commit counts anew.
         self._is_unsure = False
 
     @property
@@ -229,12 +244,20 @@ class Outbox:
 
     @property
     def left(self) -> int:
-        """Messages in it that are not known to be settled; about, while others use it."""
-        left = self._count - self._settled_count
+        """Messages in it that are not known to be settled, damaged ones apart; about, while others use it."""
+        left = len(self) - self._settled_count
         return left if left > 0 else 0
 
+    @property
+    def damaged(self) -> dict[int, str]:
+        """The messages that were found damaged, and why, by sequence. They take their room, and count for nothing else.
+
+        See `drop`.
+        """
+        return self._damaged.copy()
+
     def __len__(self) -> int:
-        return self._count
+        return self._count - len(self._damaged)
 
     # In.
 
@@ -296,14 +319,22 @@ class Outbox:
             header, body = content_header(message, identity), message.body
         size = len(header) + len(body) + len(exchange) + len(routing_key) + _ROW
         at = time.time()
-        with self._lock:
-            if not overdraw and self._size + size > self.max_bytes:
-                raise self._full(size)
-            # In this order: Ctrl-C may leave a sequence without a message, but never give one to two.
-            self._last = sequence = self._last + 1
-            self._rows.append((sequence, size, not permit, at, exchange, routing_key, header, body))
-            self._size += size
-            self._count += 1
+        row = 0 if permit else _HELD, at, exchange, routing_key, header, body
+        try:
+            with self._lock:
+                sequence = 0
+                if overdraw or self._size + size <= self.max_bytes:
+                    # In this order: Ctrl-C may leave a sequence without a message, but never give one to two.
+                    self._last = sequence = self._last + 1
+                    self._rows.append((sequence, size, *row))
+                    self._size += size
+                    self._count += 1
+        except BaseException:
+            # It may have come between the message and its count.
+            self._is_unsure = True
+            raise
+        if not sequence:
+            raise self._full(size)
         return sequence
 
     def permit(self, sequence: int) -> None:
@@ -469,24 +500,36 @@ class Outbox:
     def read(self, after: int = 0, limit: int = 1000, max_bytes: int | None = None) -> list[StoredMessage]:
         """Messages that are on disk and not known to be settled, in order.
 
+        One that is damaged is not among them, and never will be: it is set aside, see `damaged`.
+
         Args:
             after: a sequence; those behind it.
             limit: how many at the most.
             max_bytes: how many bytes at the most, but always one message; ``None`` for no limit.
 
         Raises:
-            OutboxError: one cannot be read; the text says which.
+            OutboxError: the file cannot be read.
         """
         with self._file_lock:
             if self.dirty:
                 self._commit()
             if max_bytes is not None:
                 limit = self._how_many(after, limit, max_bytes)
-            return _read(self._file, after, limit, self._written_before)
+            found, damaged = _read(self._file, after, limit, self._written_before, _NOT_SET_ASIDE)
+            if damaged:
+                aside = [(_SET_ASIDE, sequence) for sequence in damaged]
+                with self._file.transaction():
+                    self._file.execute_many("UPDATE message SET held = held | ? WHERE sequence = ?", aside)
+                self._damaged |= damaged
+            return found
 
     def _how_many(self, after: int, limit: int, max_bytes: int) -> int:
         """How many messages behind one have together so many bytes, but at least one."""
-        sizes = self._file.rows("SELECT size FROM message WHERE sequence > ? ORDER BY sequence LIMIT ?", after, limit)
+        sizes = self._file.rows(
+            f"SELECT CAST(size AS INTEGER) FROM message WHERE sequence > ? {_NOT_SET_ASIDE} ORDER BY sequence LIMIT ?",
+            after,
+            limit,
+        )
         totals = accumulate(size for (size,) in sizes)
         return max(1, sum(1 for total in totals if total <= max_bytes))
 
@@ -500,7 +543,7 @@ class Outbox:
             What was taken out, in order, for whoever has to be told. It leaves the disk with the next commit.
 
         Raises:
-            OutboxError: one cannot be read; the text says which.
+            OutboxError: the file cannot be read.
         """
         found: list[StoredMessage] = []
         while batch := [each for each in self.read(found[-1].sequence if found else 0) if each.at < before]:
@@ -508,6 +551,23 @@ class Outbox:
         for each in found:
             self.settle(each.sequence)
         return found
+
+    def drop(self, sequence: int) -> None:
+        """Take a message out, whatever it is; it is gone with the next commit.
+
+        Args:
+            sequence: of the message.
+
+        Raises:
+            OutboxError: it is not there, or the file cannot be read.
+        """
+        with self._file_lock:
+            if self.dirty:
+                self._commit()
+            if self._file.one("SELECT 1 FROM message WHERE sequence = ?", sequence) is None:
+                raise _not_there(self.path, sequence)
+        self.settle(sequence)
+        self._damaged.pop(sequence, None)
 
     # The end.
 
@@ -524,8 +584,10 @@ class Outbox:
                 if self.dirty:
                     self._commit()
             finally:
-                self._file.close()
-                self._lock_file.release()
+                try:
+                    self._file.close()
+                finally:
+                    self._lock_file.release()
 
     def __enter__(self) -> Self:
         return self
@@ -539,6 +601,8 @@ class Outbox:
     def look(path: str | os.PathLike[str], after: int = 0, limit: int = 1000) -> list[StoredMessage]:
         """What is in an outbox, also while a producer uses it: as `read`, and nothing is changed or locked.
 
+        Of what is damaged `look_damaged` tells.
+
         Args:
             path: of the file.
             after: a sequence; those behind it.
@@ -547,14 +611,33 @@ class Outbox:
         Raises:
             OutboxError: there is none, or it cannot be read.
         """
-        path = Path(os.fspath(path))
-        if not path.exists():
-            raise OutboxError(f"{path}: there is no such outbox")
-        file = _open(path, read_only=True)
-        try:
-            return _read(file, after, limit, (_EVER, file.one("SELECT permitted FROM state")))
-        finally:
-            file.close()
+        with _looking(path) as file:
+            return _read(file, after, limit, (_EVER, file.one("SELECT permitted FROM state")))[0]
+
+    @staticmethod
+    def look_damaged(path: str | os.PathLike[str]) -> dict[int, str]:
+        """The damaged messages in an outbox, and what is wrong with each, by sequence; also while a producer uses it.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            OutboxError: there is none, or it cannot be read.
+        """
+        damaged: dict[int, str] = {}
+        with _looking(path) as file:
+            after = -1
+            while rows := file.rows(_READ.format(""), after, _LOOKED_AT):
+                after = rows[-1][0]
+                for row in rows:
+                    try:
+                        _decode(row)
+                    except FrameError as error:
+                        damaged[row[0]] = str(error)
+                    else:
+                        if row[2] & _SET_ASIDE:
+                            damaged[row[0]] = "it was found damaged, and can be read now"
+        return damaged
 
     @staticmethod
     def find(path: str | os.PathLike[str], sequence: int) -> StoredMessage:
@@ -567,10 +650,13 @@ class Outbox:
         Raises:
             OutboxError: it is not there, or cannot be read.
         """
-        for found in Outbox.look(path, sequence - 1, 1):
-            if found.sequence == sequence:
-                return found
-        raise OutboxError(f"{path}: message {sequence} is not in it any more")
+        with _looking(path) as file:
+            found, damaged = _read(file, sequence - 1, 1, (_EVER, file.one("SELECT permitted FROM state")))
+        if sequence in damaged:
+            raise OutboxError(f"{os.fspath(path)}: message {sequence} is damaged: {damaged[sequence]}")
+        if not found or found[0].sequence != sequence:
+            raise _not_there(path, sequence)
+        return found[0]
 
 
 def _open(path: Path, **options: Any) -> Database:
@@ -579,16 +665,65 @@ def _open(path: Path, **options: Any) -> Database:
     )
 
 
-def _read(file: Database, after: int, limit: int, written: tuple[int, int]) -> list[StoredMessage]:
-    """Messages from the file; those up to the first number, and held ones up to the second, may have been written."""
+@contextmanager
+def _looking(path: str | os.PathLike[str]) -> Iterator[Database]:
+    """A file that somebody else may be using."""
+    path = Path(os.fspath(path))
+    if not path.exists():
+        raise OutboxError(f"{path}: there is no such outbox")
+    file = _open(path, read_only=True)
+    try:
+        yield file
+    finally:
+        file.close()
+
+
+def _not_there(path: str | os.PathLike[str], sequence: int) -> OutboxError:
+    return OutboxError(f"{os.fspath(path)}: message {sequence} is not in it any more")
+
+
+def _decode(row: Sequence[Any]) -> tuple[str, str, Message]:
+    """Exchange, routing key and message of a row.
+
+    Raises:
+        FrameError: it is damaged.
+    """
+    if any(type(value) not in types for value, types in zip(row, _TYPES, strict=True)):
+        raise FrameError("a column that holds something else")
+    exchange, routing_key, header, body = row[4:]
+    message = decode_message(header, body)
+    if body_size(header) != len(body):
+        raise FrameError(f"a body of {len(body)} bytes, and its content header says {body_size(header)}")
+    try:
+        names = exchange.decode(), routing_key.decode()
+    except UnicodeDecodeError as error:
+        raise FrameError(f"its exchange or routing key: {error}") from error
+    return (*names, message)
+
+
+def _read(
+    file: Database, after: int, limit: int, written: tuple[int, int], only: str = ""
+) -> tuple[list[StoredMessage], dict[int, str]]:
+    """Messages from the file, and by sequence why others that were met on the way cannot be had.
+
+    Those up to the first number, and held ones up to the second, may have been written.
+    """
     last, permitted = written
-    rows: Sequence[_Row] = file.rows("SELECT * FROM message WHERE sequence > ? ORDER BY sequence LIMIT ?", after, limit)
-    found = []
-    for sequence, size, held, at, exchange, routing_key, header, body in rows:
-        try:
-            message = decode_message(header, body)
-        except FrameError as error:
-            raise OutboxError(f"{file.path}: message {sequence} is damaged: {error}") from error
-        may_be = sequence <= last and (not held or sequence <= permitted)
-        found.append(StoredMessage(sequence, at, exchange, routing_key, message, size, may_be))
-    return found
+    found: list[StoredMessage] = []
+    damaged: dict[int, str] = {}
+    while (wanted := limit - len(found)) > 0:
+        rows = file.rows(_READ.format(only), after, wanted)
+        for row in rows:
+            sequence, size, held, at = row[:4]
+            try:
+                exchange, routing_key, message = _decode(row)
+            except FrameError as error:
+                damaged[sequence] = str(error)
+                continue
+            if not held & _SET_ASIDE:
+                may_be = sequence <= last and (not held or sequence <= permitted)
+                found.append(StoredMessage(sequence, at, exchange, routing_key, message, size, may_be))
+        if len(rows) < wanted:
+            break
+        after = rows[-1][0]
+    return found, damaged

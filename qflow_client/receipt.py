@@ -42,7 +42,7 @@ class Outcome(StrEnum):
     FAILED = "failed"
     #: Written, and the connection ended before the broker answered.
     UNKNOWN = "unknown"
-    #: In the outbox still, as its producer was closed: the next one on that outbox sends it.
+    #: In the outbox still, as its producer was closed: the next one on that outbox sends it. Or damaged there.
     STORED = "stored"
 
 

@@ -12,7 +12,7 @@ Sequences, which are the outbox's, and numbers, which are the protocol's, both r
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -134,6 +134,7 @@ class StoringProtocol(ProducerProtocol):
         "_backlog_flushes",
         "_backlog_last",
         "_blocks",
+        "_failing",
         "_inner",
         "_is_over",
         "_last_sequence",
@@ -171,6 +172,8 @@ class StoringProtocol(ProducerProtocol):
         self._backlog_last = outbox.last if len(outbox) else 0
         self._read_to = 0
         self._ready: deque[StoredMessage] = deque()
+        # A message of it that is not sent, while that is being noted: its sequence, its receipt, and how it ends.
+        self._failing: tuple[int, Receipt, Outcome] | None = None
         # The receipts of messages that were spilled and are not taken up, as long as anybody has them.
         self._spilled: WeakValueDictionary[int, Spilled] = WeakValueDictionary()
         self._spilled_type = spilled_type
@@ -232,8 +235,16 @@ class StoringProtocol(ProducerProtocol):
             return receipt
         return self._spill(payload, exchange, routing_key, now)
 
-    def _spill(self, payload: bytes | Message, exchange: str, routing_key: str, now: float) -> Spilled:
-        outbox = self.outbox
+    def _spill(
+        self,
+        payload: bytes | Message,
+        exchange: str,
+        routing_key: str,
+        now: float,
+        ticket: SendTicket | None = None,
+    ) -> Spilled:
+        """Put a message into the outbox, and its receipt into the ticket with which it stood in line."""
+        outbox, backlog_last = self.outbox, self._backlog_last
         # Names that cannot be encoded are refused.
         route = self._encoder.route(exchange, routing_key)
         try:
@@ -243,14 +254,24 @@ class StoringProtocol(ProducerProtocol):
             message_id = f"{self._spill_prefix}{sequence:012x}"
             outbox.put(payload, exchange, routing_key, message_id, permit=False, overdraw=True)
             self._spilled[sequence] = receipt
+            self.gate.hold(HoldKind.OUTBOX, now=now, source=BACKLOG, detail=f"messages wait in {outbox.path}")
             if not self.has_backlog:
                 # What is before it is in the window.
                 self._read_to = sequence - 1
-            self._backlog_last = self._last_sequence = sequence
+            self._backlog_last = sequence
+            if ticket is not None:
+                ticket.receipt = receipt
+            # That it is there counts from here on, also if Ctrl-C comes.
+            self._last_sequence = sequence
         except BaseException:
+            if self._last_sequence < outbox.last:
+                self._backlog_last = backlog_last
+                if ticket is not None:
+                    ticket.receipt = None
             self._forget_orphans()
+            if not self.has_backlog:
+                self.gate.lift(HoldKind.OUTBOX, now=now, source=BACKLOG)
             raise
-        self.gate.hold(HoldKind.OUTBOX, now=now, source=BACKLOG, detail=f"messages wait in {outbox.path}")
         self._look_for_more()
         return receipt
 
@@ -262,7 +283,7 @@ class StoringProtocol(ProducerProtocol):
                 ticket = controller.dismiss()
                 assert isinstance(ticket, SendTicket)
                 try:
-                    ticket.receipt = self._spill(ticket.payload, ticket.exchange, ticket.routing_key, now)
+                    self._spill(ticket.payload, ticket.exchange, ticket.routing_key, now, ticket)
                 except Exception as error:
                     # Headers that are changed while they wait can raise anything.
                     ticket.error = error
@@ -306,8 +327,10 @@ class StoringProtocol(ProducerProtocol):
         ):
             self._ring(Plan(self._read_to, self._backlog_last, sends=True))
 
-    def look_for_old(self, _now: float) -> None:
+    def look_for_old(self, now: float) -> None:
         """Have the backlog looked through for messages that are too old, whether or not it could leave."""
+        if self._ready:
+            self._grant(now)
         if self.plan is None and self._read_to < self._backlog_last and not self._is_over:
             self._ring(Plan(self._read_to, self._backlog_last, sends=False))
 
@@ -315,16 +338,29 @@ class StoringProtocol(ProducerProtocol):
         self.plan = plan
         self.wake.append(self.keeper)
 
-    def feed(self, plan: Plan, batch: Sequence[StoredMessage], now: float) -> None:
-        """Take what was read by a plan; if it is to be sent, the outbox has it on disk that this is permitted."""
+    def feed(
+        self, plan: Plan, batch: Sequence[StoredMessage], now: float, damaged: Mapping[int, str] | None = None
+    ) -> None:
+        """Take what was read by a plan; if it is to be sent, the outbox has it on disk that this is permitted.
+
+        Args:
+            plan: the plan.
+            batch: what was read.
+            now: seconds.
+            damaged: by sequence, why others were set aside.
+        """
         self.plan = None
         if self._is_over:
             return
-        age = self.settings.outbox_max_age
-        before = -1.0 if age is None else now + self._wall_offset - age
+        for sequence, why in (damaged or {}).items():
+            receipt = self._spilled.pop(sequence, None)
+            if receipt is not None:
+                receipt._reply = (0, f"it is damaged there, and set aside: {why}")
+                self._settle(receipt, Outcome.STORED)
+        oldest = self._oldest_sent(now)
         for stored in batch:
-            if stored.at < before:
-                self._fail(stored, f"it was in the outbox for more than outbox_max_age={age:g} s", now)
+            if stored.at < oldest:
+                self._fail_as_old(stored)
             elif plan.sends:
                 self._ready.append(stored)
             else:
@@ -359,10 +395,16 @@ class StoringProtocol(ProducerProtocol):
             self.controller.look(now)
 
     def _take_up(self, now: float) -> None:
-        """Have what is read of the backlog leave, as far as it may."""
+        """Have what is read of the backlog leave, as far as it may; what has got too old in memory never does."""
         ready = self._ready
-        while ready and not any(map(self._keeps_back, self.gate.holds)):
+        oldest = self._oldest_sent(now)
+        while ready:
             stored = ready[0]
+            if stored.at < oldest:
+                self._fail_as_old(stored)
+                continue
+            if any(map(self._keeps_back, self.gate.holds)):
+                break
             if self._inner.try_add(len(stored.message.body), now) is not None:
                 break
             self._admit_stored(stored, now)
@@ -390,23 +432,46 @@ class StoringProtocol(ProducerProtocol):
         except Exception as error:
             # This broker takes smaller frames than the one that it was put for.
             self._undo_admission()
-            self._fail(stored, f"it cannot be encoded: {error}", now)
+            self._fail(stored, f"it cannot be encoded: {error}")
         finally:
             self._taken = None
         self._spilled.pop(stored.sequence, None)
 
-    def _fail(self, stored: StoredMessage, why: str, now: float) -> None:
+    def _oldest_sent(self, now: float) -> float:
+        """Before when a message must not have been put to be sent, in seconds since 1970."""
+        age = self.settings.outbox_max_age
+        return -1.0 if age is None else now + self._wall_offset - age
+
+    def _fail_as_old(self, stored: StoredMessage) -> None:
+        self._fail(stored, f"it was in the outbox for more than outbox_max_age={self.settings.outbox_max_age:g} s")
+
+    def _fail(self, stored: StoredMessage, why: str) -> None:
         """Settle a message of the backlog that is not sent."""
         route = self._encoder.route(stored.exchange, stored.routing_key)
-        receipt: Receipt | None = self._spilled.pop(stored.sequence, None)
+        receipt: Receipt | None = self._spilled.get(stored.sequence)
         if receipt is None:
             receipt = self._plain_type(stored.message, route, None, 0)
         else:
             receipt._payload = stored.message
         receipt._reply = (0, why)
-        self.outbox.settle(stored.sequence)
+        outcome = Outcome.UNKNOWN if stored.may_be_second_copy else Outcome.FAILED
+        self._failing = stored.sequence, receipt, outcome
+        self._end_failing()
+
+    def _end_failing(self) -> None:
+        """Bring to its end what Ctrl-C may have interrupted."""
+        if self._failing is None:
+            return
+        sequence, receipt, outcome = self._failing
+        self.outbox.settle(sequence)
         self._call()
-        self._settle(receipt, Outcome.UNKNOWN if stored.may_be_second_copy else Outcome.FAILED)
+        told = self.failures if self.settled is None else self.settled
+        if not told or told[-1] is not receipt:
+            self._settle(receipt, outcome)
+        self._spilled.pop(sequence, None)
+        if self._ready and self._ready[0].sequence == sequence:
+            self._ready.popleft()
+        self._failing = None
 
     def _look_at_backlog_flushes(self) -> None:
         if not self._backlog_flushes:
@@ -447,6 +512,7 @@ class StoringProtocol(ProducerProtocol):
 
     def _undo_admission(self) -> None:
         super()._undo_admission()
+        self._end_failing()
         self._sequences.pop(self._next_number, None)
         self._forget_orphans()
         # What was admitted, and only that was not noted any more.

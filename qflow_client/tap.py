@@ -32,6 +32,7 @@ from qflow_client.frames import (
     RETURN,
     FrameError,
     FrameSplitter,
+    body_size,
     frame,
 )
 
@@ -39,7 +40,6 @@ __all__ = ["Tap", "TapChannel"]
 
 _TAG_AND_BITS = Struct(">QB")
 _CLOSE_IDS = Struct(">HH")
-_BODY_SIZE = Struct(">Q")
 
 # A whole Basic.Ack frame: what all of one channel have in common, the delivery tag, and which of two ends it has.
 _ACK_FRAME = Struct(">11sQ2s")
@@ -176,6 +176,8 @@ class Tap:
         self._fed_at = 0.0
         # The channel that has a frame on the wire which has not ended.
         self._writer: TapChannel | None = None
+        # Whether that is all that it may write.
+        self._writes_last = False
         # The end of such a frame whose channel is gone.
         self._remains = b""
         # The channel number that writes next, so that each gets its turn.
@@ -215,9 +217,9 @@ class Tap:
         What the broker still says of the messages that are written is told.
         """
         channel = self._writers.pop(number, None)
+        # The channel has to know that its last message is written, or it would not take the answer.
         if channel is not None and channel is self._writer:
-            self._remains = channel.unfinished
-            self._writer = None
+            self._writes_last = True
 
     def own(self, number: int, on_method: Callable[[bytes], None]) -> None:
         """Keep a channel that the library has not opened from it, until `disown`.
@@ -243,6 +245,7 @@ class Tap:
         if channel is not None and channel is self._writer:
             self._remains = channel.unfinished
             self._writer = None
+            self._writes_last = False
 
     @property
     def is_blocked(self) -> bool:
@@ -432,7 +435,7 @@ class Tap:
         returned = self._returns[number]
         if kind == HEADER_FRAME and not returned.header:
             returned.header = data[start:stop]
-            returned.left = _BODY_SIZE.unpack_from(returned.header, 4)[0]
+            returned.left = body_size(returned.header)
         elif kind == BODY_FRAME and returned.header and stop - start <= returned.left:
             returned.body.append(data[start:stop])
             returned.left -= stop - start
@@ -494,7 +497,7 @@ class Tap:
         channels = self._writers
         if self._writer is not None:
             # To the next border and no further, or one whose every write ends in mid-frame would never let go.
-            rest = self._writer.unfinished if len(channels) > 1 else b""
+            rest = self._writer.unfinished if self._writes_last or len(channels) > 1 else b""
             return rest or self._writer.data_to_write(limit)
         # From the channel after the one that wrote last.
         turns = channels if len(channels) == 1 else sorted(channels, key=lambda each: (each <= self._turn, each))
@@ -514,3 +517,4 @@ class Tap:
         assert self._writer is not None
         if self._writer.advance(count, now):
             self._writer = None
+            self._writes_last = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import sys
 from collections.abc import Callable
@@ -14,8 +15,13 @@ import qflow_client
 _PACKAGE = str(Path(qflow_client.__file__).parent)
 
 
-def interrupted(call: Callable[[], Any], at: int) -> bool:
+def interrupted(call: Callable[[], Any], at: int, *, only: tuple[str, ...] = ()) -> bool:
     """Call, with Ctrl-C before the so many-th line of ours that is run on this thread.
+
+    Args:
+        call: what to call.
+        at: before which line.
+        only: the ends of the names of the files whose lines count; empty for all.
 
     Returns:
         Whether it came to that.
@@ -29,6 +35,7 @@ def interrupted(call: Callable[[], Any], at: int) -> bool:
         if (
             event == "line"
             and file.startswith(_PACKAGE)
+            and (not only or file.endswith(only))
             and not linecache.getline(file, frame.f_lineno).lstrip().startswith("with ")
         ):
             lines += 1
@@ -37,6 +44,8 @@ def interrupted(call: Callable[[], Any], at: int) -> bool:
         return trace
 
     before = sys.gettrace()
+    # What other calls have left behind is not to be interrupted instead.
+    gc.disable()
     sys.settrace(trace)
     try:
         call()
@@ -44,4 +53,5 @@ def interrupted(call: Callable[[], Any], at: int) -> bool:
         return True
     finally:
         sys.settrace(before)
+        gc.enable()
     return False

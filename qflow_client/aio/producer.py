@@ -74,12 +74,6 @@ _monotonic = time.monotonic
 _AT_ONCE = 500
 
 
-def _close_opened(opening: asyncio.Future[Storage]) -> None:
-    """Close an outbox that nobody waits for any more."""
-    if not opening.cancelled() and opening.exception() is None:
-        opening.result().close(BRIEF)
-
-
 class _FlowEvents:
     """The flow events of a producer, as they come."""
 
@@ -220,51 +214,54 @@ class AsyncProducer:
             if self.settings.outbox is not None:
                 await self._open_outbox()
             link = await self._open()
+            if self._ended:
+                # Closed while it was connecting.
+                await link.close(BRIEF)
+                raise ProducerClosed(CLOSED)
+            self._link = link
+            if self._storage is not None:
+                self._storage.start()
+            self._observer = telemetry.watch(self, self._protocol, self.settings, link.url)
+            self._tracer = self._observer.tracer
+            self._manager.register(self)
+            self._kick()
+            return self
         except BaseException as error:
             self._ended = True
-            self._protocol.close(f"it could not connect: {error}", _monotonic())
-            await self._end(BRIEF)
+            try:
+                self._protocol.close(f"it could not connect: {error}", _monotonic())
+                self._manager.unregister(self)
+                # Whoever has taken the loop away, by Ctrl-C, lets nobody wait any more.
+                if not isinstance(error, GeneratorExit):
+                    await self._end(BRIEF)
+            finally:
+                if self._storage is not None:
+                    self._storage.close(0.0)
             raise
-        if self._ended:
-            # Closed while it was connecting.
-            await link.close(BRIEF)
-            raise ProducerClosed(CLOSED)
-        self._link = link
-        if self._storage is not None:
-            self._storage.start()
-        self._observer = telemetry.watch(self, self._protocol, self.settings, link.url)
-        self._tracer = self._observer.tracer
-        self._manager.register(self)
-        self._kick()
-        return self
 
     async def _open_outbox(self) -> None:
         # They bring SQLite with them.
         from qflow_client.aio.storing import SpilledReceipt
         from qflow_client.keeper import Storage
 
-        def open_storage() -> Storage:
-            options = {"spilled_type": SpilledReceipt} | self._options
-            return Storage(self.settings, self._take, self._committed, **options)
-
-        opening = asyncio.ensure_future(asyncio.to_thread(open_storage))
+        storage = Storage(self.settings)
+        options = {"spilled_type": SpilledReceipt} | self._options
         try:
-            # What has begun cannot be cancelled, and has to be closed.
-            storage = await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            opening.add_done_callback(_close_opened)
+            await asyncio.to_thread(storage.open, self._take, self._committed, **options)
+            if self._ended:
+                raise ProducerClosed(CLOSED)
+            before, self._protocol = self._protocol, storage.protocol
+            # What was asked of it before there was an outbox.
+            self._storage = storage
+            storage.protocol.settled, storage.protocol.events = before.settled, before.events
+            for hold in before.gate.holds:
+                storage.protocol.hold(hold.kind, hold.since, source=hold.source, detail=hold.detail)
+            if before.window.capacity != storage.protocol.window.capacity:
+                storage.protocol.set_capacity(before.window.capacity, _monotonic())
+        except BaseException:
+            # Also what its thread has begun, and nobody waits for any more.
+            storage.close(0.0)
             raise
-        if self._ended:
-            await asyncio.to_thread(storage.close, BRIEF)
-            raise ProducerClosed(CLOSED)
-        before, self._protocol = self._protocol, storage.protocol
-        # What was asked of it before there was an outbox.
-        self._storage = storage
-        storage.protocol.settled, storage.protocol.events = before.settled, before.events
-        for hold in before.gate.holds:
-            storage.protocol.hold(hold.kind, hold.since, source=hold.source, detail=hold.detail)
-        if before.window.capacity != storage.protocol.window.capacity:
-            storage.protocol.set_capacity(before.window.capacity, _monotonic())
 
     def _take(self, step: StoringStep) -> None:
         """Have the loop take a step for the outbox's thread."""

@@ -6,7 +6,7 @@ import base64
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
@@ -82,8 +82,16 @@ def list_(
         Console(soft_wrap=True).print(table)
     if limit and count > limit:
         print(f"and {text.count(count - limit, 'more message')}")
+    damaged = Outbox.look_damaged(path)
+    for sequence, why in damaged.items():
+        print(f"message {sequence} is damaged, and not sent: {why}")
     written = f", of which {marked:,} may have been written before" if marked else ""
-    print(f"{text.count(count, 'message')}, {text.count(size, 'byte')}{written}")
+    besides = f"; {_damaged(damaged)} besides" if damaged else ""
+    print(f"{text.count(count, 'message')}, {text.count(size, 'byte')}{written}{besides}")
+
+
+def _damaged(damaged: Sized) -> str:
+    return f"{len(damaged):,} damaged"
 
 
 @outbox.command()
@@ -94,6 +102,9 @@ def export(
     ] = None,
 ) -> None:
     """Write what is in an outbox as JSON, one line for each message. A producer may be using it."""
+    damaged = Outbox.look_damaged(path)
+    if damaged:
+        print(f"qflow: {_damaged(damaged)}, and left out: see qflow outbox ls", file=sys.stderr)
     with ExitStack() as stack:
         file = sys.stdout if output is None else stack.enter_context(output.open("w", encoding="utf-8"))
         for stored in _stored(path):
@@ -142,10 +153,10 @@ def drain(
     """Send what is in an outbox, in order, and take out what the broker has confirmed.
 
     What may have been sent before bears the header x-qflow-republished, and its message id. What is not confirmed
-    stays. No producer may be using the outbox.
+    stays, and so does what is damaged. No producer may be using the outbox.
 
-    Exit codes: 0, it is empty now. 1, something is left. 2, the command line or a setting is wrong. 3, flowed for
-    longer than the setting max_producer_flow_control_wait. 130 and 143, interrupted.
+    Exit codes: 0, it is empty now. 1, something is left, or damaged. 2, the command line or a setting is wrong. 3,
+    flowed for longer than the setting max_producer_flow_control_wait. 130 and 143, interrupted.
     """
     # Whatever else producers are set to do: the outbox is in our hands.
     given: dict[str, Any] = {"when_flowed": WhenFlowed.BLOCK, "outbox": None}
@@ -181,6 +192,36 @@ def drain(
             raise CommandError(f"{left} left: {draining.error}", code) from draining.error
         if len(store):
             raise CommandError(f"{left} left, which the broker did not confirm")
+        if store.damaged:
+            raise CommandError(f"{_damaged(store.damaged)}, and left: see qflow outbox ls, and drop")
+
+
+@outbox.command()
+def drop(
+    path: _File,
+    sequences: Annotated[list[int], typer.Argument(metavar="SEQUENCE...", help="As ls shows them.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Take messages out of an outbox for good, damaged ones or any others. No producer may be using it.
+
+    Exit codes: 0, they are gone. 1, one is not there, or the answer was no: then none is taken out.
+    """
+    # It makes no outbox where there is none.
+    damaged = Outbox.look_damaged(path)
+    with Outbox(path) as store:
+        wanted = sorted(set(sequences))
+        for sequence in wanted:
+            if sequence in damaged:
+                print(f"message {sequence}, damaged: {damaged[sequence]}")
+                continue
+            stored = Outbox.find(path, sequence)
+            size = text.count(len(stored.message.body), "byte")
+            print(f"message {sequence} to {stored.exchange!r}/{stored.routing_key!r}, {size}")
+        if not yes and not typer.confirm(f"Take {text.count(len(wanted), 'message')} out for good?"):
+            raise CommandError("nothing was taken out")
+        for sequence in wanted:
+            store.drop(sequence)
+    print(f"{text.count(len(wanted), 'message')} taken out")
 
 
 def _leave(producer: Producer) -> None:

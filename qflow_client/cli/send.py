@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -53,9 +53,11 @@ class Tally:
     Attributes:
         admitted: records that were taken for sending.
         outcomes: how many of them ended how.
-        confirmed_up_to: the number of the last record before which, itself included, all are confirmed.
+        confirmed_up_to: the number of the last record before which, itself included, all are confirmed or stay in an
+            outbox.
         confirmed_later: how many are confirmed behind one that is not.
         failures: the first records that were not delivered, as told to people.
+        left_failed: messages of an earlier run, from the outbox, that were not delivered.
         times_flowed: how often the producer became flowed.
         seconds_flowed: seconds that it was, by hold kind.
     """
@@ -65,6 +67,7 @@ class Tally:
     confirmed_up_to: int = 0
     confirmed_later: int = 0
     failures: list[str] = field(default_factory=list)
+    left_failed: int = 0
     times_flowed: int = 0
     seconds_flowed: dict[str, float] = field(default_factory=dict)
 
@@ -74,20 +77,25 @@ class Tally:
         return self.outcomes[Outcome.CONFIRMED]
 
     @property
+    def stored(self) -> int:
+        """Records that stay in the outbox: the next producer on it sends them."""
+        return self.outcomes[Outcome.STORED]
+
+    @property
     def not_confirmed(self) -> dict[str, int]:
         """How many records ended otherwise, by outcome."""
         return {outcome.value: n for outcome, n in self.outcomes.items() if outcome is not Outcome.CONFIRMED}
 
     @property
     def failed(self) -> int:
-        """Records that were taken and not confirmed."""
-        return self.outcomes.total() - self.confirmed
+        """Records that were taken, and are neither confirmed nor in the outbox."""
+        return self.outcomes.total() - self.confirmed - self.stored
 
     def settle(self, record: Record, receipt: Receipt) -> None:
         """Take note of a record's outcome, in the order of the records."""
         outcome = receipt.outcome
         assert outcome is not None
-        if outcome is Outcome.CONFIRMED:
+        if outcome in (Outcome.CONFIRMED, Outcome.STORED):
             if self.failed:
                 self.confirmed_later += 1
             else:
@@ -95,8 +103,16 @@ class Tally:
         self.outcomes[outcome] += 1
         # Asking for the error is what tells the producer that somebody has looked.
         error = receipt.error()
-        if error is not None and len(self.failures) < _TOLD:
+        if error is not None and outcome is not Outcome.STORED and len(self.failures) < _TOLD:
             self.failures.append(f"record {record.number} (line {record.line}): {error}")
+
+    def left(self, receipts: Iterable[Receipt]) -> None:
+        """Take note of what an earlier run had left in the outbox and was not delivered now: it is there no longer."""
+        for receipt in receipts:
+            if not receipt.is_stored:
+                self.left_failed += 1
+                if len(self.failures) < _TOLD:
+                    self.failures.append(f"of an earlier run: {receipt.error()}")
 
 
 class Sending:
@@ -113,6 +129,8 @@ class Sending:
         self._skip = skip
         # What is not accounted for, in the order of the records.
         self._pending: deque[tuple[Record, Receipt]] = deque()
+        # What is accounted for and was not delivered.
+        self._failed: list[Receipt] = []
         # Held while the producer is being closed, so that a second close waits for the first.
         self._closing = threading.Lock()
 
@@ -182,22 +200,31 @@ class Sending:
         """Account for what is settled.
 
         Returns:
-            How many records were not delivered so far.
+            How many messages were not delivered so far.
         """
         pending = self._pending
         while pending and pending[0][1].done:
+            receipt = pending[0][1]
+            if not receipt.delivered:
+                self._failed.append(receipt)
             self.tally.settle(*pending.popleft())
-        return self.tally.failed
+        return self.tally.failed + self.tally.stored + self.tally.left_failed
 
     def _flush(self) -> ConfirmTimeout | None:
         try:
             self.producer.flush()
         except ConfirmTimeout as error:
             return error
-        except UndeliveredMessages:
-            # The tally tells of each.
-            pass
+        except UndeliveredMessages as error:
+            self._undelivered(error)
         return None
+
+    def _undelivered(self, error: UndeliveredMessages) -> None:
+        """The tally tells of each of ours; of others here."""
+        # In this order, because the other thread moves them from the one to the other.
+        ours = {id(receipt) for _, receipt in tuple(self._pending)}
+        ours.update(map(id, self._failed))
+        self.tally.left(receipt for receipt in error.receipts if id(receipt) not in ours)
 
     def close(self) -> None:
         """Give what is on its way a moment, and end the connection. For any thread."""
@@ -210,9 +237,8 @@ class Sending:
             self.tally.seconds_flowed = dict(state.seconds_flowed)
             try:
                 self.producer.close(timeout=_GRACE)
-            except UndeliveredMessages:
-                # The tally tells of each.
-                pass
+            except UndeliveredMessages as error:
+                self._undelivered(error)
 
 
 class _FlowColumn(ProgressColumn):
@@ -324,6 +350,12 @@ def send(
         int | None,
         typer.Option(help="How many may go at once after a rest; what the rate gives in 50 ms unless given."),
     ] = None,
+    outbox: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keep what is not confirmed in this file: what a run leaves there, the next one with it sends first."
+        ),
+    ] = None,
     skip: Annotated[
         int, typer.Option(min=0, help="Leave out so many records at the beginning: to go on where a run ended.")
     ] = 0,
@@ -346,6 +378,7 @@ def send(
         "capacity": capacity,
         "rate": rate,
         "rate_burst": rate_burst,
+        "outbox": outbox,
     }
     given = {name: value for name, value in given.items() if value is not None}
     if wait is not None:
@@ -380,12 +413,14 @@ def send(
             sending.close()
         sending.account()
         took = time.monotonic() - started
-        _summarise(sending.tally, took, failure, as_json=as_json, quiet=quiet)
+        _summarise(sending.tally, took, failure, settings.outbox, as_json=as_json, quiet=quiet)
     if failure is not None:
         raise failure
 
 
-def _summarise(tally: Tally, took: float, failure: CommandError | None, *, as_json: bool, quiet: bool) -> None:
+def _summarise(
+    tally: Tally, took: float, failure: CommandError | None, outbox: object = None, *, as_json: bool, quiet: bool
+) -> None:
     if as_json:
         print(
             json.dumps(
@@ -395,6 +430,7 @@ def _summarise(tally: Tally, took: float, failure: CommandError | None, *, as_js
                     "sent": tally.admitted,
                     "confirmed": tally.confirmed,
                     "not_confirmed": tally.not_confirmed,
+                    "stored": tally.stored,
                     "confirmed_up_to_record": tally.confirmed_up_to,
                     "confirmed_behind_a_gap": tally.confirmed_later,
                     "seconds": round(took, 3),
@@ -406,8 +442,9 @@ def _summarise(tally: Tally, took: float, failure: CommandError | None, *, as_js
         )
     for line in tally.failures:
         print(f"qflow: {line}", file=sys.stderr)
-    if tally.failed > len(tally.failures):
-        print(f"qflow: and {text.count(tally.failed - len(tally.failures), 'more record')}", file=sys.stderr)
+    more = tally.failed + tally.left_failed - len(tally.failures)
+    if more > 0:
+        print(f"qflow: and {text.count(more, 'more record')}", file=sys.stderr)
     if as_json or quiet:
         return
     confirmed = text.count(tally.confirmed, "record")
@@ -420,7 +457,12 @@ def _summarise(tally: Tally, took: float, failure: CommandError | None, *, as_js
         if tally.failed:
             print(f"not confirmed: {', '.join(f'{n:,} {outcome}' for outcome, n in tally.not_confirmed.items())}")
         last, later = tally.confirmed_up_to, tally.confirmed_later
-        if last:
+        if tally.stored:
+            stored = text.count(tally.stored, "record")
+            print(f"{stored} in {outbox}: the next run with it sends them, or qflow outbox drain")
+            if last:
+                print(f"confirmed or there without a gap up to record {last:,}: --skip {last} goes on behind them")
+        elif last:
             print(f"confirmed without a gap up to record {last:,}: --skip {last} goes on there")
         if later:
             print(

@@ -193,6 +193,10 @@ class Link(ChannelIO):
         Args:
             timeout: seconds that the broker may take to answer.
         """
+        if self._thread.ident is None:
+            # Ctrl-C has come before it was opened.
+            self.services.close()
+            return
         self.services.add_callback_threadsafe(self._leave)
         try:
             self._thread.join(timeout)

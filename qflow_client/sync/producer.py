@@ -163,7 +163,6 @@ class Producer:
         self._lock = threading.Lock() if connection is None else connection.carrier.lock
         # None unless admitted messages are kept on disk.
         self._storage: Storage | None = None
-        self._protocol = self._make_protocol(line)
         self._exchange = self.settings.exchange
         self._routing_key = self.settings.routing_key
         # None if nobody is to be told of receipts.
@@ -184,13 +183,10 @@ class Producer:
         self._dispatcher = Dispatcher(f"qflow-callbacks {self.settings.name}")
         self._observer: telemetry.Observer | None = None
         self._manager = manager
+        # Ctrl-C can come anywhere, and must not leave a lock or a connection behind.
         try:
+            self._protocol = self._make_protocol(line)
             self._link = self._connect(connection)
-        except BaseException:
-            if self._storage is not None:
-                self._storage.close(BRIEF)
-            raise
-        try:
             self._services = self._link.services
             if self._storage is not None:
                 self._storage.start()
@@ -202,7 +198,12 @@ class Producer:
             manager.register(self)
             _producers.add(self)
         except BaseException:
-            self._end(BRIEF)
+            try:
+                if hasattr(self, "_link"):
+                    self._end(BRIEF)
+            finally:
+                if self._storage is not None:
+                    self._storage.close(BRIEF)
             raise
 
     def _make_protocol(self, line: Line | None) -> ProducerProtocol:
@@ -221,7 +222,8 @@ class Producer:
         from qflow_client.keeper import Storage
         from qflow_client.sync.storing import SpilledReceipt
 
-        self._storage = Storage(self.settings, self._take, spilled_type=SpilledReceipt, **options)
+        self._storage = Storage(self.settings)
+        self._storage.open(self._take, spilled_type=SpilledReceipt, **options)
         return self._storage.protocol
 
     def _take(self, step: StoringStep) -> None:
@@ -244,10 +246,12 @@ class Producer:
             link = Link(hosts, host, self._protocol, self._lock, self._after)
             try:
                 link.open(self.settings.connect_timeout)
+                return link
             except ConnectionFailed as error:
                 errors.append(error)
-            else:
-                return link
+            except BaseException:
+                link.close(BRIEF)
+                raise
         raise none_of(errors)
 
     # Sending.

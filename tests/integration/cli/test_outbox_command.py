@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -158,4 +161,67 @@ def test_drain_that_is_interrupted_keeps_what_is_not_confirmed(path: Path, broke
         assert drain.stderr is not None
         assert "interrupted by SIGTERM; 3 messages left" in drain.stderr.read()
         assert drain.wait(20) == 128 + signal.SIGTERM
+    assert len(left(path)) == 3
+
+
+# Damaged messages, and such as nobody wants.
+
+
+@pytest.fixture
+def damaged(path: Path) -> Path:
+    """As `path`, and what is in the middle cannot be read."""
+    with closing(sqlite3.connect(path)) as file, file:
+        file.execute("UPDATE message SET header = x'00' WHERE sequence = 2")
+    return path
+
+
+def test_ls_and_export_show_what_is_damaged(damaged: Path, capsys: Capture) -> None:
+    assert main(["outbox", "ls", str(damaged)]) == 0
+    *_, told, total = capsys.readouterr().out.splitlines()
+    assert told.startswith("message 2 is damaged, and not sent: a content header that cannot be decoded")
+    assert total.startswith("2 messages, ")
+    assert total.endswith("; 1 damaged besides")
+    assert main(["outbox", "export", str(damaged)]) == 0
+    out, err = capsys.readouterr()
+    assert [json.loads(line)["sequence"] for line in out.splitlines()] == [1, 3]
+    assert err == "qflow: 1 damaged, and left out: see qflow outbox ls\n"
+
+
+def test_drain_sends_what_is_not_damaged_and_says_what_is(damaged: Path, broker: Broker, capsys: Capture) -> None:
+    for confirmed in (2, 0):
+        assert main(["outbox", "drain", str(damaged), "--url", broker.url]) == 1
+        out, err = capsys.readouterr()
+        assert out == f"{confirmed} messages confirmed, 0 messages left\n"
+        assert err == "qflow: 1 damaged, and left: see qflow outbox ls, and drop\n"
+    assert [message.body for message in broker.messages("orders")] == [b"one", "três".encode()]
+    assert main(["outbox", "drop", str(damaged), "2", "--yes"]) == 0
+    assert main(["outbox", "drain", str(damaged), "--url", broker.url]) == 0
+
+
+def test_drop_takes_out_what_is_named_and_nothing_else(damaged: Path, capsys: Capture) -> None:
+    assert main(["outbox", "drop", str(damaged), "3", "2", "3", "--yes"]) == 0
+    two, three, total = capsys.readouterr().out.splitlines()
+    assert two.startswith("message 2, damaged: a content header that cannot be decoded")
+    assert three == "message 3 to ''/'orders', 5 bytes"
+    assert total == "2 messages taken out"
+    assert left(damaged) == ["id-1"]
+    assert Outbox.look_damaged(damaged) == {}
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 1), ("", 1)], ids=["yes", "no", "none"])
+def test_drop_asks(path: Path, answer: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
+    assert main(["outbox", "drop", str(path), "1", "3"]) == code
+    assert "Take 2 messages out for good?" in capsys.readouterr().out
+    assert left(path) == (["id-1", "id-2", "id-3"] if code else ["id-2"])
+
+
+def test_drop_of_what_is_not_there_takes_nothing_out(path: Path, tmp_path: Path, capsys: Capture) -> None:
+    assert main(["outbox", "drop", str(path), "1", "7", "--yes"]) == 1
+    assert "message 7 is not in it any more" in capsys.readouterr().err
+    with Outbox(path):
+        assert main(["outbox", "drop", str(path), "1", "--yes"]) == 1
+    assert "is used by another producer" in capsys.readouterr().err
+    assert main(["outbox", "drop", str(tmp_path / "nothing"), "1", "--yes"]) == 1
+    assert not (tmp_path / "nothing").exists()
     assert len(left(path)) == 3

@@ -6,14 +6,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
 
+from qflow_client import Outbox
 from qflow_client.broker import Broker
 from qflow_client.cli import main
+from qflow_client.protocol import REPUBLISHED
 from qflow_client.testing.proxy import FaultProxy
 
 Capture = pytest.CaptureFixture[str]
@@ -251,10 +253,12 @@ def unused_url() -> str:
         return broker.url
 
 
-def start(broker: Broker, records: bytes, url: str = "") -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+def start(
+    broker: Broker, records: bytes, url: str = "", *, options: Sequence[str] = ("--json",)
+) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
     """A run that has sent some records and waits for more, and where to write them."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "qflow_client.cli", "send", "-u", url or broker.url, "-k", "orders", "--json"],
+        [sys.executable, "-m", "qflow_client.cli", "send", "-u", url or broker.url, "-k", "orders", *options],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -262,7 +266,7 @@ def start(broker: Broker, records: bytes, url: str = "") -> tuple[subprocess.Pop
     assert process.stdin is not None
     process.stdin.write(records)
     process.stdin.flush()
-    broker.wait_until(lambda b: b.queue("orders").depth == records.count(b"\n"))
+    broker.wait_until(lambda b: b.queue("orders").depth == records.count(b"\n"), timeout=60)
     return process, process.stdin
 
 
@@ -333,3 +337,62 @@ def test_a_lost_connection_ends_the_run_and_says_how_far_it_got(broker: Broker) 
     assert told["confirmed_up_to_record"] == told["confirmed"] <= 1
     assert told["confirmed"] + sum(told["not_confirmed"].values()) == told["sent"]
     assert err.decode().startswith("qflow: record ")
+
+
+# With an outbox.
+
+
+def send_with(path: Path, broker: Broker, *more: str) -> int:
+    return main(["send", "-u", broker.url, "-k", "orders", "--outbox", str(path), *more])
+
+
+def test_with_an_outbox_what_is_confirmed_is_not_in_it(
+    broker: Broker, stdin: Callable[[bytes], None], tmp_path: Path, capsys: Capture
+) -> None:
+    stdin(b"one\ntwo\n")
+    assert send_with(tmp_path / "outbox", broker, "--json") == 0
+    told = summary(capsys)
+    assert (told["complete"], told["confirmed"], told["stored"]) == (True, 2, 0)
+    assert Outbox.look(tmp_path / "outbox") == []
+    assert bodies(broker) == [b"one", b"two"]
+
+
+def test_what_sigterm_leaves_stays_in_the_outbox_and_the_next_run_sends_it_first(
+    broker: Broker, stdin: Callable[[bytes], None], tmp_path: Path, capsys: Capture
+) -> None:
+    path = tmp_path / "outbox"
+    broker.withhold_confirms()
+    process, _ = start(broker, b"one\ntwo\nthree\n", options=("--outbox", str(path)))
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert err.endswith(b"qflow: interrupted by SIGTERM\n")
+    told = out.decode().splitlines()
+    assert f"3 records in {path}: the next run with it sends them, or qflow outbox drain" in told
+    assert told[-1] == "confirmed or there without a gap up to record 3: --skip 3 goes on behind them"
+    assert [stored.message.body for stored in Outbox.look(path)] == [b"one", b"two", b"three"]
+
+    broker.release_confirms()
+    broker.purge("orders")
+    stdin(b"one\ntwo\nthree\nfour\n")
+    assert send_with(path, broker, "--skip", "3", "--json") == 0
+    assert summary(capsys)["confirmed"] == 1
+    messages = broker.messages("orders")
+    assert [message.body for message in messages] == [b"one", b"two", b"three", b"four"]
+    marks = [REPUBLISHED in (message.properties.headers or {}) for message in messages]
+    assert marks == [True, True, True, False]
+    assert Outbox.look(path) == []
+
+
+def test_what_an_earlier_run_left_and_nobody_takes_is_told(
+    broker: Broker, stdin: Callable[[bytes], None], tmp_path: Path, capsys: Capture
+) -> None:
+    path = tmp_path / "outbox"
+    with Outbox(path) as outbox:
+        outbox.put(b"left", "", "nowhere", "id-left")
+    stdin(b"one\n")
+    assert send_with(path, broker) == 1
+    out, err = capsys.readouterr()
+    assert "of an earlier run: message id-left to ''/'nowhere': returned" in err
+    assert "1 record confirmed" in out
+    assert Outbox.look(path) == []

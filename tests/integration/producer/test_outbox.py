@@ -29,6 +29,7 @@ from qflow_client import (
     UndeliveredMessages,
 )
 from qflow_client.broker import Broker
+from qflow_client.logs import flush_logs
 from qflow_client.storing import StoringProtocol
 
 from .tools import PATIENCE, Proxy, bodies, eventually, holds, start, wait_done, wait_held, wait_in_line
@@ -432,6 +433,52 @@ def test_a_disk_that_fails_is_told_to_who_sends_and_tried_again(
     broker.release_confirms()
     producer.flush(timeout=PATIENCE)
     assert bodies(broker) == [b"one", b"two", b"three"]
+
+
+def test_a_damaged_message_stays_and_keeps_nobody_back(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    leave_behind(make_producer, path, 3)
+    with closing(sqlite3.connect(path)) as file, file:
+        file.execute("UPDATE message SET header = x'00' WHERE sequence = 2")
+    producer = make_producer(outbox=path)
+    producer.send(b"new")
+    producer.flush(timeout=PATIENCE)
+    assert producer.stored == 0
+    producer.close(timeout=PATIENCE)
+    assert bodies(broker) == [b"left 0", b"left 2", b"new"]
+    assert list(Outbox.look_damaged(path)) == [2]
+    assert flush_logs(PATIENCE)
+    (told,) = (record for record in caplog.records if "message 2 is damaged, and set aside: " in record.message)
+    assert told.levelname == "ERROR"
+
+
+def test_a_backlog_that_cannot_be_read_harms_no_commit_and_is_tried_again(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, fails = Outbox.read, threading.Event()
+    fails.set()
+    tried = threading.Event()
+
+    def reads(self: Outbox, *arguments: Any, **options: Any) -> Any:
+        if fails.is_set():
+            tried.set()
+            raise OutboxError("disk I/O error")
+        return read(self, *arguments, **options)
+
+    monkeypatch.setattr(Outbox, "read", reads)
+    producer = make_producer(outbox=path, when_flowed="spill")
+    producer.pause()
+    receipts = [producer.send(b"0")]
+    producer.resume()
+    assert tried.wait(PATIENCE)
+    # They are on disk, whatever becomes of the other.
+    receipts += [producer.send(b"%d" % number, timeout=PATIENCE) for number in range(1, 20)]
+    assert len(on_disk(path)) == 20
+    fails.clear()
+    producer.flush(timeout=PATIENCE)
+    assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
+    assert bodies(broker) == [b"%d" % number for number in range(20)]
 
 
 def test_on_delivery_is_told_of_what_was_spilled_and_left(

@@ -810,3 +810,49 @@ def test_behind_the_librarys_close_of_a_channel_no_message_comes_but_answers_are
     tap.attach(1, again, 0.0)
     again.outbound.put(b"again")
     assert tap.data_to_write(100) == b"again"
+
+
+@pytest.mark.parametrize("body", [b"x" * 100, b"x" * 3 * 4096], ids=["of one frame", "of several frames"])
+def test_an_answer_to_the_message_that_ends_behind_the_librarys_close_of_its_channel_is_taken(body: bytes) -> None:
+    tap = Tap()
+    protocol = make()
+    tap.attach(1, protocol, 0.0)
+    receipt = send(protocol, body)
+    size = protocol.outbound.size
+    send(protocol, b"never begun")
+    data = tap.data_to_write(1 << 20)
+    # Up to its last frame, in which it stops.
+    written = size - 10
+    tap.advance(written, 0.0)
+    tap.closes(1)
+    assert not tap.at_border
+    # In two parts: the socket takes what it takes.
+    rest = tap.data_to_write(1 << 20)
+    assert rest == tap.unfinished == data[written:size]
+    tap.advance(4, 0.0)
+    assert tap.data_to_write(1 << 20) == rest[4:]
+    tap.advance(len(rest) - 4, 0.0)
+    assert tap.at_border
+    assert tap.data_to_write(1 << 20) == b""
+    tap.received(encode(Basic.Ack(1, False)), 0.0)
+    assert receipt.delivered
+    assert protocol.unsettled == 1
+
+
+def test_a_channel_that_goes_in_the_middle_of_its_last_frame_has_that_ended_all_the_same() -> None:
+    tap, channel = attached()
+    other = Recorder()
+    tap.attach(2, other, 0.0)
+    channel.outbound.put(b"last")
+    other.outbound.put(b"other")
+    assert tap.data_to_write(1) == b"last"
+    tap.advance(1, 0.0)
+    tap.closes(1)
+    assert tap.received(CLOSE, 0.0) == CLOSE
+    assert tap.data_to_write(100) == b"ast"
+    tap.advance(3, 0.0)
+    # Alone, the other writes as much as it may.
+    other.outbound.put(b"more")
+    assert tap.data_to_write(100) == b"othermore"
+    tap.advance(2, 0.0)
+    assert tap.data_to_write(100) == b"hermore"

@@ -19,6 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from qflow_client import Message, Outbox, OutboxError, OutboxFull, OutboxInUse, StoredMessage
 from qflow_client.protocol import REPUBLISHED
 
+from .support import change, crash
+
 PATIENCE = 20.0
 
 
@@ -33,12 +35,6 @@ def put(outbox: Outbox, *bodies: bytes, **options) -> list[int]:
 
 def bodies(outbox: Outbox) -> list[bytes]:
     return [stored.message.body for stored in outbox.read()]
-
-
-def crash(outbox: Outbox) -> None:
-    """What the death of its process does: nothing that was only noted reaches the disk, and the lock is gone."""
-    outbox._file.close()
-    outbox._lock_file.release()
 
 
 def test_what_is_durable_is_there_after_a_crash_in_order_and_what_is_settled_is_not(path: Path) -> None:
@@ -410,16 +406,75 @@ def test_tables_of_another_version_are_refused(path: Path) -> None:
             use(path)
 
 
-def test_a_damaged_message_is_named(path: Path) -> None:
+DAMAGES = {
+    "a header that ends early": ("header = x'00'", "a content header that cannot be decoded"),
+    "a header of another class": ("header = zeroblob(15)", "class 0 or property flags"),
+    "a body that is shorter": ("body = x''", "a body of 0 bytes, and its content header says 1"),
+    "a text for a body": ("body = 'x'", "a column that holds something else"),
+    "an exchange that is no UTF-8": ("exchange = CAST(x'ff' AS TEXT)", "its exchange or routing key: 'utf-8' codec"),
+    "a size that is none": ("size = 'large'", "a column that holds something else"),
+    "a time that is none": ("at = 'noon'", "a column that holds something else"),
+    "a flag that is none": ("held = 'yes'", "a column that holds something else"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_message_is_set_aside_and_hides_no_other(path: Path, damage: str) -> None:
+    column, words = DAMAGES[damage]
     with Outbox(path) as outbox:
-        put(outbox, b"1", b"2")
-    with sqlite3.connect(path) as file:
-        file.execute("UPDATE message SET header = x'00' WHERE sequence = 2")
-    file.close()
+        put(outbox, b"1", b"2", b"3")
+    change(path, f"UPDATE message SET {column} WHERE sequence = 2")
+    # Who only looks changes nothing.
+    assert [stored.sequence for stored in Outbox.look(path)] == [1, 3]
+    assert [stored.sequence for stored in Outbox.look(path, 1, 1)] == [3]
+    with pytest.raises(OutboxError, match="message 2 is damaged: "):
+        Outbox.find(path, 2)
+    ((sequence, why),) = Outbox.look_damaged(path).items()
+    assert sequence == 2
+    assert words in why
     with Outbox(path) as outbox:
-        assert [stored.sequence for stored in outbox.read(limit=1)] == [1]
-        with pytest.raises(OutboxError, match="message 2 is damaged: a content header that cannot be decoded"):
-            outbox.read()
+        assert (outbox.damaged, len(outbox)) == ({}, 3)
+        size = outbox.size
+        assert [stored.sequence for stored in outbox.read(max_bytes=1 << 20)] == [1, 3]
+        assert outbox.damaged == {2: why}
+        assert (len(outbox), outbox.left, outbox.size) == (2, 2, size)
+        assert [stored.sequence for stored in outbox.read(1, 1, max_bytes=1)] == [3]
+    with Outbox(path) as outbox:
+        assert list(outbox.damaged) == [2]
+        assert (len(outbox), outbox.left, outbox.size) == (2, 2, size)
+        assert bodies(outbox) == [b"1", b"3"]
+        assert outbox.expire(time.time() + 100)[-1].sequence == 3
+        outbox.drop(2)
+        with pytest.raises(OutboxError, match="outbox: message 4 is not in it any more"):
+            outbox.drop(4)
+        outbox.commit()
+        assert (outbox.damaged, len(outbox), outbox.left) == ({}, 0, 0)
+        if "size" not in column:
+            assert outbox.size == 0
+    assert Outbox.look_damaged(path) == {}
+    with pytest.raises(OutboxError, match="message 2 is not in it any more"):
+        Outbox.find(path, 2)
+
+
+def test_what_was_set_aside_stays_so_also_if_it_can_be_read_again(path: Path) -> None:
+    with Outbox(path) as outbox:
+        put(outbox, b"1", b"2", permit=False)
+    change(path, "UPDATE message SET held = held | 2 WHERE sequence = 1")
+    with Outbox(path) as outbox:
+        assert outbox.damaged == {1: "it was set aside before"}
+        assert [stored.sequence for stored in outbox.read()] == [2]
+        assert [stored.sequence for stored in Outbox.look(path)] == [2]
+        assert Outbox.look_damaged(path) == {1: "it was found damaged, and can be read now"}
+
+
+def test_any_message_can_be_dropped(path: Path) -> None:
+    with Outbox(path) as outbox:
+        put(outbox, b"1", b"2", b"3")
+        # Also one that is only noted.
+        outbox.drop(2)
+        assert bodies(outbox) == [b"1", b"3"]
+        with pytest.raises(OutboxError, match="message 2 is not in it any more"):
+            outbox.drop(2)
 
 
 def test_one_can_look_at_it_while_it_is_used(path: Path) -> None:

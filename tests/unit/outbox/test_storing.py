@@ -1,50 +1,198 @@
+"""Producers with an outbox, without threads and sockets: what waits on disk, and what becomes of it."""
+
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
-from typing import Any
 
-from qflow_client.outbox import Outbox
-from qflow_client.receipt import Outcome, Receipt
-from qflow_client.settings import ProducerSettings
-from qflow_client.storing import Spilled, StoringProtocol
+import pytest
+
+from qflow_client.logs import flush_logs
+from qflow_client.outbox import Outbox, OutboxError
+from qflow_client.receipt import Outcome
+from qflow_client.storing import StoringProtocol
+from tests.unit.core.support import wire
+
+from .support import Kept, change, leave
 
 DAY = 86_400.0
+PATIENCE = 20.0
 
 
-class _Receipt(Spilled, Receipt):
-    __slots__ = ("__weakref__", "_id", "_path", "_sequence")
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "outbox"
 
 
-class _Keeper:
-    def set(self) -> None:
-        pass
+def bodies(written: bytes) -> list[bytes]:
+    return [message.body for message in wire(written).messages]
 
 
-def test_a_backlog_all_of_which_is_too_old_holds_nobody(tmp_path: Path) -> None:
-    path = tmp_path / "outbox"
-    with Outbox(path) as outbox:
-        for number in range(3):
-            outbox.put(b"old", "", "q", f"id {number}", permit=False)
-        outbox.commit()
-    settings = ProducerSettings(outbox=str(path), outbox_max_age=60.0, routing_key="q")
-    with Outbox(path) as outbox:
-        now = time.monotonic()
-        protocol: Any = StoringProtocol(
-            settings,
-            outbox=outbox,
-            spilled_type=_Receipt,
-            id_prefix="new ",
-            receipt_type=Receipt,
-            now=now,
-            # They are a day older than this one.
-            wall_offset=time.time() - now + DAY,
-        )
-        protocol.keeper = _Keeper()
-        protocol.channel_opened(1, 1 << 17, now)
-        assert [hold.kind for hold in protocol.gate.holds] == ["outbox"]
-        plan = protocol.plan
-        protocol.feed(plan, outbox.read(plan.after, 500, 1 << 20), now)
-        assert protocol.gate.is_open
-        assert not protocol.has_backlog
-        assert {receipt.outcome for receipt in protocol.take_failures()} == {Outcome.FAILED}
+def test_a_backlog_all_of_which_is_too_old_holds_nobody(path: Path) -> None:
+    leave(path, b"1", b"2", b"3")
+    kept = Kept(path, opened=False, outbox_max_age=60.0)
+    # They are a day older than this one.
+    kept.now += DAY
+    kept.protocol.channel_opened(1, 1 << 17, kept.now)
+    assert [hold.kind for hold in kept.protocol.gate.holds] == ["outbox"]
+    kept.turn()
+    assert kept.protocol.gate.is_open
+    assert not kept.protocol.has_backlog
+    assert {receipt.outcome for receipt in kept.protocol.take_failures()} == {Outcome.FAILED}
+
+
+def read_and_held(path: Path) -> Kept:
+    """A producer that has read what was left and was paused before that could leave."""
+    kept = Kept(path, outbox_max_age=60.0)
+    kept.protocol.hold("paused", kept.now)
+    kept.turn()
+    assert len(kept.protocol._ready) == 3
+    assert kept.write() == b""
+    return kept
+
+
+def test_what_is_read_of_the_backlog_gets_too_old_while_the_producer_is_flowed(path: Path) -> None:
+    leave(path, b"1", b"2", b"3")
+    kept = read_and_held(path)
+    assert kept.protocol.when_flushed("flush")
+    kept.now += 59.0
+    kept.step(StoringProtocol.look_for_old)
+    assert len(kept.protocol._ready) == 3
+    kept.now += DAY
+    kept.step(StoringProtocol.look_for_old)
+    kept.turn()
+    failures = kept.protocol.take_failures()
+    assert [receipt.message.body for receipt in failures] == [b"1", b"2", b"3"]
+    assert all("for more than outbox_max_age=60 s" in receipt.describe() for receipt in failures)
+    assert kept.woken == ["flush"]
+    assert [hold.kind for hold in kept.protocol.gate.holds] == ["paused"]
+    assert Outbox.look(path) == []
+
+
+def test_what_has_got_too_old_in_memory_does_not_leave_when_the_producer_is_unflowed(path: Path) -> None:
+    leave(path, b"1", b"2", b"3")
+    kept = read_and_held(path)
+    kept.now += DAY
+    kept.protocol.lift("paused", kept.now)
+    kept.turn()
+    assert kept.write() == b""
+    assert {receipt.outcome for receipt in kept.protocol.take_failures()} == {Outcome.FAILED}
+    assert kept.protocol.gate.is_open
+    assert kept.store(b"new") is not None
+    assert bodies(kept.write()) == [b"new"]
+
+
+def test_a_spilled_message_that_gets_too_old_in_memory_is_told_to_who_has_its_receipt(path: Path) -> None:
+    kept = Kept(path, when_flowed="spill", outbox_max_age=60.0, capacity=1)
+    kept.store(b"in the window")
+    receipt = kept.store(b"waits", spills=True)
+    assert receipt is not None
+    kept.turn()
+    assert len(kept.protocol._ready) == 1
+    kept.now += DAY
+    # There is room for it, a day too late.
+    kept.write()
+    kept.protocol.on_ack(1, False, kept.now)
+    kept.turn()
+    assert receipt.outcome is Outcome.FAILED
+    assert receipt.message.body == b"waits"
+    assert kept.write() == b""
+
+
+# Damaged messages.
+
+
+@pytest.mark.parametrize("which", [[1], [2], [4], [1, 2], [3, 4], [1, 2, 3, 4]], ids=str)
+def test_a_damaged_message_is_set_aside_and_all_others_leave_in_order(
+    path: Path, which: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    leave(path, b"1", b"2", b"3", b"4")
+    change(path, f"UPDATE message SET header = x'00' WHERE sequence IN ({','.join(map(str, which))})")
+    kept = Kept(path)
+    flushes = kept.protocol.when_flushed("flush")
+    kept.turn()
+    assert bodies(kept.write()) == [b"%d" % number for number in range(1, 5) if number not in which]
+    kept.protocol.on_ack(0, True, kept.now)
+    kept.turn()
+    assert kept.protocol.gate.is_open
+    assert kept.woken == (["flush"] if flushes else [])
+    assert list(kept.outbox.damaged) == which
+    assert (len(kept.outbox), kept.outbox.left) == (0, 0)
+    # They keep their room.
+    assert kept.outbox.size > 0
+    assert flush_logs(PATIENCE)
+    told = [record for record in caplog.records if "is set aside" in record.message or "set aside:" in record.message]
+    assert [record.levelno for record in told] == [logging.ERROR] * len(which)
+    assert [f"message {number} is damaged" in record.message for number, record in zip(which, told, strict=True)]
+    kept.outbox.close()
+
+    # The next producer knows, and does not say it again.
+    caplog.clear()
+    kept = Kept(path)
+    kept.turn()
+    assert kept.protocol.gate.is_open
+    assert list(kept.outbox.damaged) == which
+    assert flush_logs(PATIENCE)
+    assert not caplog.records
+    kept.outbox.close()
+
+
+def test_a_spilled_message_that_is_damaged_on_disk_is_told_to_who_has_its_receipt(path: Path) -> None:
+    kept = Kept(path, when_flowed="spill", capacity=1)
+    kept.protocol.hold("paused", kept.now)
+    receipts = [kept.store(b"%d" % number, spills=True) for number in range(3)]
+    change(path, "UPDATE message SET body = zeroblob(2) WHERE sequence = 2")
+    kept.protocol.lift("paused", kept.now)
+    for _ in receipts:
+        kept.turn()
+        kept.write()
+        kept.protocol.on_ack(0, True, kept.now)
+    kept.turn()
+    assert [receipt and receipt.outcome for receipt in receipts] == ["confirmed", "stored", "confirmed"]
+    assert receipts[1] is not None
+    assert "is damaged there, and set aside: a body of 2 bytes, and its content header says 1" in receipts[1].describe()
+    with pytest.raises(OutboxError, match="message 2 is damaged: a body of 2 bytes"):
+        receipts[1].message  # noqa: B018  # it is what raises
+    assert [stored.sequence for stored in Outbox.look(path)] == []
+    assert list(Outbox.look_damaged(path)) == [2]
+
+
+def test_a_read_that_fails_is_tried_again_and_told_to_nobody_who_waits_for_a_commit(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave(path, b"1", b"2")
+    kept = Kept(path)
+    read = kept.outbox.read
+
+    def fails(*_: object) -> list[object]:
+        raise OutboxError("outbox: disk I/O error")
+
+    monkeypatch.setattr(kept.outbox, "read", fails)
+    kept.turn()
+    assert kept.committed == [(2, None)]
+    assert kept.protocol.has_backlog
+    # Commits go on meanwhile, and the same plan is not tried again by them.
+    assert kept.outbox.put(b"3", "", "q", "id") == 3
+    assert kept.keeper.work()
+    assert kept.committed == [(2, None), (3, None)]
+    assert kept.keeper._retry_at is not None
+    assert kept.keeper._retry_at > time.monotonic() - PATIENCE
+
+    monkeypatch.setattr(kept.outbox, "read", read)
+    kept.protocol.refuse_plan()
+    kept.turn()
+    assert bodies(kept.write())[:2] == [b"1", b"2"]
+
+
+def test_a_commit_that_fails_is_told_to_who_waits_for_it(path: Path) -> None:
+    kept = Kept(path)
+    kept.outbox.put(b"1", "", "q", "id")
+    change(path, "ALTER TABLE message RENAME TO gone")
+    assert not kept.keeper.work()
+    ((durable, error),) = kept.committed
+    assert durable == 0
+    assert isinstance(error, OutboxError)
+    change(path, "ALTER TABLE gone RENAME TO message")
+    assert kept.keeper.work()
+    assert kept.committed[1:] == [(1, None)]

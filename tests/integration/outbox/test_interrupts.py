@@ -1,0 +1,96 @@
+"""Ctrl-C while a producer with an outbox is being made: whatever line it hits, the next producer gets the outbox."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qflow_client import AsyncProducer, Outbox, Producer
+from qflow_client.broker import Broker
+from tests.interrupting import interrupted
+
+# Each begins hundreds of times, however busy the machine is.
+pytestmark = pytest.mark.timeout(600)
+PATIENCE = 20.0
+# Where the producers and their outboxes are made.
+MAKERS = ("producer.py", "link.py", "keeper.py", "storing.py", "outbox.py", "database.py")
+
+Made = list[Producer | AsyncProducer]
+
+
+def make(url: str, path: Path, made: Made) -> None:
+    made.append(Producer(url, routing_key="q", outbox=path))
+
+
+def make_async(url: str, path: Path, made: Made) -> None:
+    async def connect() -> None:
+        producer = AsyncProducer(url, routing_key="q", outbox=path)
+        await producer.connect()
+        made.append(producer)
+        await producer.close(timeout=PATIENCE)
+
+    asyncio.run(connect())
+
+
+# What was interrupted before anybody had it Python closes by itself, and says so.
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+@pytest.mark.parametrize("make", [make, make_async])
+def test_a_producer_whose_making_is_interrupted_at_any_line_leaves_the_outbox_to_the_next(
+    make: Callable[[str, Path, Made], None], tmp_path: Path
+) -> None:
+    path = tmp_path / "outbox"
+    with Broker() as broker:
+        broker.declare_queue("q")
+        made: Made = []
+        for at in range(1, 5000):
+            interrupted(lambda: make(broker.url, path, made), at, only=MAKERS)
+            if made:
+                break
+            # Nobody has it, and nobody had to collect garbage for that.
+            Outbox(path).close()
+        for producer in made:
+            if isinstance(producer, Producer):
+                producer.close(timeout=PATIENCE)
+            elif producer._storage is not None:
+                producer._storage.close(PATIENCE)
+        assert at > 100
+        # Nor is anything else left of them.
+        broker.wait_until(lambda broker: len(broker.connections()) <= 1, timeout=PATIENCE)
+        for thread in threading.enumerate():
+            if thread.name.startswith(("qflow-io", "qflow-outbox", "qflow-callbacks")):
+                thread.join(PATIENCE)
+                assert not thread.is_alive(), thread.name
+
+
+def test_a_loop_that_ends_while_a_producer_connects_leaves_the_outbox_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "outbox"
+    loop = asyncio.new_event_loop()
+    opened = asyncio.Event()
+
+    async def connects_for_ever(_self: Any) -> None:
+        opened.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(AsyncProducer, "_open", connects_for_ever)
+    producer = AsyncProducer("amqp://127.0.0.1", routing_key="q", outbox=path)
+
+    async def begin() -> Any:
+        connecting = producer.connect()
+        task = asyncio.ensure_future(connecting)
+        await asyncio.wait_for(opened.wait(), PATIENCE)
+        # Its task is lost with the loop.
+        task._log_destroy_pending = False  # type: ignore[attr-defined]  # as asyncio itself does
+        return connecting
+
+    connecting = loop.run_until_complete(begin())
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+    connecting.close()
+    Outbox(path).close()

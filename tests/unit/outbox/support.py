@@ -1,0 +1,108 @@
+"""A producer with an outbox, without threads and sockets."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from qflow_client import Message
+from qflow_client.keeper import Keeper, StoringStep
+from qflow_client.outbox import Outbox
+from qflow_client.receipt import Receipt
+from qflow_client.settings import ProducerSettings
+from qflow_client.storing import Spilled, StoringProtocol
+
+FRAME_MAX = 4096
+MARK = "x-qflow-republished"
+
+
+class SpilledReceipt(Spilled, Receipt):
+    __slots__ = ("__weakref__", "_id", "_path", "_sequence")
+
+
+class Kept:
+    """A producer, whose keeper does its work in `turn`.
+
+    Args:
+        path: of the outbox.
+        prefix: of the message ids.
+        opened: whether it has a channel.
+        settings: of the producer.
+    """
+
+    def __init__(self, path: Path, prefix: str = "p-", *, opened: bool = True, **settings: Any) -> None:
+        found = ProducerSettings(outbox=str(path), **{"routing_key": "q"} | settings)
+        self.now = time.monotonic()
+        self.outbox = Outbox(path, max_bytes=found.outbox_max_bytes)
+        self.protocol: Any = StoringProtocol(
+            found,
+            outbox=self.outbox,
+            spilled_type=SpilledReceipt,
+            id_prefix=prefix,
+            receipt_type=Receipt,
+            now=self.now,
+            wall_offset=time.time() - self.now,
+        )
+        #: What was said of commits.
+        self.committed: list[tuple[int, Exception | None]] = []
+        self.keeper = Keeper(self.outbox, self.protocol, self.step, lambda *said: self.committed.append(said))
+        # Whether the keeper is to try again what it could not commit.
+        self._again = False
+        #: Who was woken besides the keeper.
+        self.woken: list[Any] = []
+        if opened:
+            self.protocol.channel_opened(1, FRAME_MAX, self.now)
+
+    def step(self, step: StoringStep) -> None:
+        """Take a step of the protocol."""
+        step(self.protocol, self.now)
+
+    def turn(self) -> None:
+        """Have the keeper do what there is to do, and take what it has done; what fails it tries in the next turn."""
+        rung, self._again = self._again, False
+        while self.protocol.wake or rung:
+            wake, self.protocol.wake = self.protocol.wake, []
+            self.woken += [waiter for waiter in wake if waiter is not self.keeper]
+            if self.keeper in wake or rung:
+                self._again = not self.keeper.work() or self._again
+            rung = False
+
+    def store(self, payload: bytes | Message, key: str = "q", *, spills: bool = False) -> Receipt | None:
+        """As the skins do until the message is on disk."""
+        receipt: Receipt | None = self.protocol.store(payload, "", key, self.now, spills=spills)
+        if receipt is not None:
+            self.outbox.wait_durable(self.outbox.last)
+        return receipt
+
+    def write(self) -> bytes:
+        """All that may be written."""
+        written = b""
+        while data := self.protocol.data_to_write(1 << 20):
+            self.protocol.advance(len(data), self.now)
+            written += data
+        return written
+
+    def crash(self) -> None:
+        """What the death of its process does: nothing that was only noted reaches the disk, and the lock is gone."""
+        crash(self.outbox)
+
+
+def crash(outbox: Outbox) -> None:
+    """What the death of its process does: nothing that was only noted reaches the disk, and the lock is gone."""
+    outbox._file.close()
+    outbox._lock_file.release()
+
+
+def leave(path: Path, *bodies: bytes, permit: bool = False) -> list[int]:
+    """Have messages wait in an outbox; their sequences."""
+    with Outbox(path) as outbox:
+        return [outbox.put(body, "", "q", f"left-{body.decode():.20}", permit=permit) for body in bodies]
+
+
+def change(path: Path, statement: str) -> None:
+    """Do something to the file that no outbox does."""
+    with closing(sqlite3.connect(path)) as file, file:
+        file.execute(statement)

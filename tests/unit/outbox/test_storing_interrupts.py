@@ -1,0 +1,244 @@
+"""Ctrl-C at every line of what a main thread does with an outbox: each message is admitted as a whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qflow_client import Message
+from qflow_client.outbox import Outbox
+from qflow_client.protocol import SendTicket
+from qflow_client.receipt import Outcome, Receipt
+from tests.interrupting import interrupted
+from tests.unit.core.support import Wire
+
+from .support import Kept, leave
+
+DAY = 86_400.0
+# What is new with an outbox, and what calls it; the rest is interrupted in tests/unit/core.
+STORING = ("storing.py", "outbox.py", "database.py", "protocol.py")
+# Each begins hundreds of times, however busy the machine is.
+pytestmark = pytest.mark.timeout(600)
+OWN = {"plain": b"own", "with an id of its own": Message(b"own", message_id="own")}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "outbox"
+
+
+@pytest.fixture(autouse=True)
+def _who_is_lost_is_soon_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qflow_client.outbox._LOST", 0.001)
+
+
+def all_gets_out(kept: Kept) -> list[bytes]:
+    """Have the producer send and the broker confirm until nothing is left.
+
+    Returns:
+        What the broker got, in order.
+    """
+    seen = Wire()
+    protocol = kept.protocol
+    # As a producer does after what was interrupted.
+    protocol.look_anew(kept.now)
+    protocol.lift("paused", kept.now)
+    for _ in range(30):
+        kept.turn()
+        seen.read(kept.write())
+        protocol.on_ack(0, True, kept.now)
+    kept.turn()
+    assert protocol.unsettled == protocol.window.used == protocol.controller.waiting == 0
+    assert not protocol.has_backlog
+    assert protocol.gate.is_open
+    assert not protocol.gate.holds
+    assert not protocol._sequences
+    kept.outbox.commit()
+    # Nothing stays that nobody would ever take out, nor does its room.
+    assert (len(kept.outbox), kept.outbox.left, kept.outbox.size) == (0, 0, 0)
+    assert Outbox.look(kept.outbox.path) == []
+    return [message.body for message in seen.messages]
+
+
+def every_line(
+    path: Path, begin: Callable[[Kept], Any], call: Callable[[Kept], Any], least: int, **settings: Any
+) -> Iterator[tuple[Kept, bool]]:
+    """A producer for every line at which a call can be interrupted, after it was; and at last one where it was not."""
+    for at in range(1, 2000):
+        kept = Kept(path, f"{at}-", **settings)
+        try:
+            begin(kept)
+            come = interrupted(lambda: call(kept), at, only=STORING)  # noqa: B023  # called at once
+            yield kept, come
+            if not come:
+                assert at > least
+                return
+        finally:
+            kept.outbox.close()
+
+
+@pytest.mark.parametrize("payload", OWN.values(), ids=OWN)
+def test_a_message_that_is_stored_is_admitted_whole_or_not_at_all(path: Path, payload: bytes | Message) -> None:
+    admitted = []
+
+    def begin(kept: Kept) -> None:
+        assert kept.store(b"before") is not None
+
+    for kept, come in every_line(path, begin, lambda kept: kept.store(payload), 40):
+        admitted.append(kept.protocol.unsettled == 2)
+        assert kept.store(b"after") is not None
+        assert all_gets_out(kept) == [b"before", *([b"own"] if admitted[-1] else []), b"after"]
+        assert come or admitted[-1]
+    assert admitted == sorted(admitted), "from one line on"
+    assert not admitted[0]
+
+
+def test_a_message_that_is_spilled_waits_on_disk_or_nowhere(path: Path) -> None:
+    def begin(kept: Kept) -> None:
+        kept.protocol.hold("paused", kept.now)
+        assert kept.store(b"before", spills=True) is not None
+
+    spilled = []
+    for kept, come in every_line(path, begin, lambda kept: kept.store(b"own", spills=True), 40, when_flowed="spill"):
+        assert kept.store(b"after", spills=True) is not None
+        bodies = all_gets_out(kept)
+        spilled.append(b"own" in bodies)
+        assert bodies == [b"before", *([b"own"] if spilled[-1] else []), b"after"]
+        assert come or spilled[-1]
+    assert not spilled[0]
+
+
+def test_nothing_overtakes_the_first_message_that_is_spilled(path: Path) -> None:
+    for kept, _ in every_line(
+        path,
+        lambda kept: kept.protocol.hold("paused", kept.now),
+        lambda kept: kept.store(b"own", spills=True),
+        40,
+        when_flowed="spill",
+    ):
+        kept.protocol.look_anew(kept.now)
+        kept.protocol.lift("paused", kept.now)
+        kept.store(b"after")
+        assert all_gets_out(kept) in ([b"own"], [b"after"], [b"own", b"after"])
+
+
+@pytest.mark.parametrize("way", ["resume", "capacity"])
+def test_what_waits_on_disk_is_taken_up_once_and_in_order(path: Path, way: str) -> None:
+    def begin(kept: Kept) -> None:
+        kept.store(b"before")
+        kept.write()
+        if way == "resume":
+            kept.protocol.hold("paused", kept.now)
+        for number in range(3):
+            assert kept.store(b"%d" % number, spills=True) is not None
+        kept.turn()
+        # As far as it is read, which is as far as it could leave.
+        assert len(kept.protocol._ready) == (0 if way == "resume" else 3)
+
+    def call(kept: Kept) -> None:
+        if way == "resume":
+            kept.protocol.lift("paused", kept.now)
+        else:
+            kept.protocol.set_capacity(3, kept.now)
+
+    for kept, _ in every_line(path, begin, call, 20, when_flowed="spill", capacity=1):
+        assert all_gets_out(kept) == [b"0", b"1", b"2"]
+
+
+def test_who_stands_in_line_is_spilled_once_and_in_order(path: Path) -> None:
+    tickets: list[SendTicket] = []
+
+    def begin(kept: Kept) -> None:
+        kept.store(bytes(500))
+        kept.write()
+        kept.protocol.hold("paused", kept.now)
+        tickets[:] = [
+            kept.protocol.stand_in_line(b"%d" % number * 300, "", "q", kept.now, waiter=number) for number in range(3)
+        ]
+        # There is room for the others, and nobody has noticed.
+        kept.protocol.on_ack(1, False, kept.now)
+        kept.outbox.commit()
+        assert not any(ticket.decided for ticket in tickets)
+
+    def call(kept: Kept) -> None:
+        kept.protocol.give_up(tickets[0], kept.now)
+
+    for kept, _ in every_line(path, begin, call, 60, when_flowed="spill", outbox_max_bytes=800):
+        # As the skins do.
+        kept.protocol.give_up(tickets[0], kept.now)
+        bodies = all_gets_out(kept)
+        assert [body[:1] for body in bodies] == [b"1", b"2"]
+        assert all(ticket.receipt is not None for ticket in tickets[1:])
+        assert {1, 2} <= set(kept.woken)
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["failures", "on_delivery"])
+def test_what_is_too_old_when_it_is_taken_up_is_settled_and_told_once(path: Path, told: bool) -> None:
+    receipts: list[Receipt | None] = []
+
+    def begin(kept: Kept) -> None:
+        if told:
+            kept.protocol.settled = []
+        kept.protocol.hold("paused", kept.now)
+        receipts[:] = [kept.store(b"%d" % number, spills=True) for number in range(2)]
+        kept.protocol.lift("paused", kept.now)
+        kept.protocol.hold("paused", kept.now)
+        kept.turn()
+        assert len(kept.protocol._ready) == 2
+        kept.now += DAY
+
+    for kept, _ in every_line(
+        path,
+        begin,
+        lambda kept: kept.protocol.lift("paused", kept.now),
+        40,
+        when_flowed="spill",
+        outbox_max_age=60.0,
+    ):
+        assert all_gets_out(kept) == []
+        # In this order: who looks at an outcome has been told.
+        found = kept.protocol.settled if told else kept.protocol.take_failures()
+        assert [receipt.message.body for receipt in found] == [b"0", b"1"]
+        assert [receipt and receipt.outcome for receipt in receipts] == [Outcome.FAILED] * 2
+
+
+def test_a_wait_for_the_disk_can_be_interrupted_and_begun_anew(path: Path) -> None:
+    def begin(kept: Kept) -> None:
+        assert kept.protocol.store(b"own", "", "q", kept.now, spills=False) is not None
+
+    for kept, _ in every_line(path, begin, lambda kept: kept.outbox.wait_durable(kept.outbox.last), 30):
+        kept.outbox.wait_durable(kept.outbox.last)
+        assert [stored.message.body for stored in Outbox.look(path)] == [b"own"]
+        assert all_gets_out(kept) == [b"own"]
+
+
+def test_a_read_can_be_interrupted_and_begun_anew(path: Path) -> None:
+    for kept, _ in every_line(
+        path, lambda kept: kept.outbox.put(b"own", "", "q", "id"), lambda kept: kept.outbox.read(), 20
+    ):
+        (stored,) = kept.outbox.read()
+        kept.outbox.settle(stored.sequence)
+        kept.outbox.commit()
+        assert (len(kept.outbox), kept.outbox.size) == (0, 0)
+
+
+def test_a_crash_after_an_interrupt_leaves_what_was_stored_before(path: Path) -> None:
+    # Whatever state memory is in, the file says what was admitted.
+    leave(path, b"left", permit=True)
+    kept = Kept(path)
+    kept.turn()
+    kept.write()
+    at = 0
+    come = True
+    sequence = kept.outbox.last
+    while come:
+        at += 1
+        come = interrupted(lambda: kept.store(b"own"), at, only=STORING)
+    kept.crash()
+    found = Outbox.look(path)
+    assert found[0].message.body == b"left"
+    assert found[-1].message.body == b"own"
+    assert found[-1].sequence > sequence

@@ -1,0 +1,361 @@
+"""A producer with an outbox, a broker, and a process that dies at any point, against what has to be true of them.
+
+`StoringProtocol`, `Outbox` and the work of `Keeper` are the real ones, on a real file; the broker, the skin and the
+clock are the test's. What `store` admits counts once it is on disk, as for a `send` that has returned.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from qflow_client import Message, OutboxError, OutboxFull
+from qflow_client.outbox import Outbox
+from qflow_client.protocol import SendTicket
+from qflow_client.receipt import Receipt
+from tests.unit.core.support import Wire
+
+from .support import FRAME_MAX, MARK, Kept
+
+T = TypeVar("T")
+
+# What a message takes besides its own bytes; the bound counts that, too.
+ROW = 64
+MAX_BYTES = 1500
+# More steps than any run needs until everything is settled.
+ENOUGH = 200
+
+
+class Dies(BaseException):
+    """The process is killed."""
+
+
+class Disk:
+    """Has something happen at the so many-th statement on a file from now."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._file = outbox._file
+        self._left = 0
+        self._what: type[BaseException] = Dies
+        # Before the statement, or after it.
+        self._before = True
+        self._execute = self._file.execute
+        self._execute_many = self._file.execute_many
+        self._file.execute = self._guarded(self._execute)  # type: ignore[method-assign]
+        self._file.execute_many = self._guarded(self._execute_many)  # type: ignore[method-assign]
+
+    def plan(self, what: type[BaseException], after: int, *, before: bool) -> None:
+        """Have something raised."""
+        self._what, self._left, self._before = what, after, before
+
+    def heal(self) -> None:
+        """Nothing is to happen any more."""
+        self._left = 0
+
+    def _guarded(self, execute: Callable[..., T]) -> Callable[..., T]:
+        def guarded(*arguments: Any) -> T:
+            comes = self._left == 1
+            self._left = max(0, self._left - 1)
+            if comes and (self._before or self._what is not Dies):
+                raise self._what("as planned")
+            result = execute(*arguments)
+            if comes:
+                raise self._what("as planned")
+            return result
+
+        return guarded
+
+
+class Session:
+    """What the broker sees of one channel."""
+
+    def __init__(self) -> None:
+        self.wire = Wire()
+        # By delivery tag from 1 on, whether it is answered.
+        self.answered: list[bool] = []
+
+
+class Storing(RuleBasedStateMachine):
+    """Nothing that was admitted is lost, nothing overtakes, and second copies bear the mark."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.path = Path(self.folder.name) / "outbox"
+        self.processes = 0
+        self.sent = 0
+        # Numbers of messages that are admitted and on disk, as far as the sender knows; and those the broker answered.
+        self.admitted: set[int] = set()
+        self.answered: set[int] = set()
+        # What the broker has, in its order: numbers, and whether they are marked.
+        self.queue: list[tuple[int, bool]] = []
+        # Who stands in line, by number.
+        self.waiting: dict[int, SendTicket] = {}
+
+    @initialize(
+        spills=st.booleans(), full=st.sampled_from(["block", "raise"]), capacity=st.integers(1, 4), rated=st.booleans()
+    )
+    def start(self, spills: bool, full: str, capacity: int, rated: bool) -> None:
+        self.settings = {
+            "when_flowed": "spill" if spills else "block",
+            "outbox_full": full,
+            "capacity": capacity,
+            "outbox_max_bytes": MAX_BYTES,
+            "rate": 1.0 if rated else None,
+        }
+        self.spills = spills
+        self.open()
+
+    def open(self) -> None:
+        """A process begins."""
+        self.processes += 1
+        self.kept = Kept(self.path, f"{self.processes}-", opened=False, **self.settings)
+        self.disk = Disk(self.kept.outbox)
+        self.session: Session | None = None
+        self.waiting.clear()
+
+    def dies(self) -> None:
+        """The process is killed, and the next one begins."""
+        self.kept.crash()
+        # As the sender knows it: what is admitted and has no answer is in the file.
+        left = {int(stored.message.body[:6]) for stored in Outbox.look(self.path, limit=10_000)}
+        assert self.admitted - self.answered <= left
+        self.open()
+
+    @contextmanager
+    def mortal(self) -> Any:
+        """In which the process may die."""
+        try:
+            yield
+        except Dies:
+            self.dies()
+
+    def took(self, number: int, receipt: Receipt) -> None:
+        """A message is admitted; `send` returns once it is on disk."""
+        try:
+            self.kept.outbox.wait_durable(self.kept.outbox.last)
+        except OutboxError:
+            # It is admitted all the same, and nobody was told that it is on disk.
+            return
+        assert receipt.message.body.startswith(b"%06d" % number)
+        assert any(stored.message.body.startswith(b"%06d" % number) for stored in Outbox.look(self.path, limit=10_000))
+        self.admitted.add(number)
+
+    # What the application does.
+
+    @rule(size=st.sampled_from([0, 10, 300, 600]), own_id=st.booleans(), waits=st.booleans())
+    def send(self, size: int, own_id: bool, waits: bool) -> None:
+        number = self.sent = self.sent + 1
+        body = b"%06d" % number + b"x" * size
+        payload = Message(body, message_id=f"own-{number}") if own_id else body
+        kept = self.kept
+        last = kept.outbox.last
+        with self.mortal():
+            try:
+                receipt = kept.protocol.store(payload, "", "q", kept.now, spills=self.spills)
+            except OutboxFull:
+                assert kept.outbox.last == last
+                return
+            if receipt is not None:
+                self.took(number, receipt)
+            elif waits:
+                assert kept.outbox.last == last
+                ticket = kept.protocol.stand_in_line(payload, "", "q", kept.now, waiter=number)
+                self.waiting[number] = ticket
+                self.look_at_line()
+
+    def look_at_line(self) -> None:
+        for number, ticket in list(self.waiting.items()):
+            if ticket.receipt is not None:
+                del self.waiting[number]
+                self.took(number, ticket.receipt)
+            elif ticket.error is not None:
+                assert isinstance(ticket.error, OutboxFull)
+                del self.waiting[number]
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def give_up(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.waiting)))
+        with self.mortal():
+            ticket = self.waiting.pop(number)
+            self.kept.protocol.give_up(ticket, self.kept.now)
+            self.look_at_line()
+
+    @rule(paused=st.booleans())
+    def pause(self, paused: bool) -> None:
+        with self.mortal():
+            if paused:
+                self.kept.protocol.hold("paused", self.kept.now)
+            else:
+                self.kept.protocol.lift("paused", self.kept.now)
+            self.look_at_line()
+
+    # What the keeper does.
+
+    @rule()
+    def work(self) -> None:
+        with self.mortal():
+            self.kept.turn()
+            self.look_at_line()
+
+    @rule()
+    def tries_again(self) -> None:
+        # As the keeper does after a read that has failed, in a second.
+        with self.mortal():
+            if self.kept.keeper._retry_at is not None:
+                self.kept.keeper._retry_at = None
+                self.kept.protocol.refuse_plan()
+                self.kept.turn()
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 5.0]))
+    def time_passes(self, seconds: float) -> None:
+        with self.mortal():
+            self.kept.now += seconds
+            self.kept.protocol.on_timer(self.kept.now)
+            self.look_at_line()
+
+    # What happens to the connection.
+
+    @precondition(lambda self: self.session is None)
+    @rule()
+    def connects(self) -> None:
+        with self.mortal():
+            self.session = Session()
+            self.kept.protocol.channel_opened(1, FRAME_MAX, self.kept.now)
+            self.look_at_line()
+
+    @precondition(lambda self: self.session is not None)
+    @rule()
+    def is_lost(self) -> None:
+        with self.mortal():
+            self.session = None
+            self.kept.protocol.connection_lost("cut", self.kept.now, reconnects=True)
+            self.look_at_line()
+
+    @precondition(lambda self: self.session is not None)
+    @rule(size=st.one_of(st.integers(1, 2000), st.just(1 << 20)))
+    def writes(self, size: int) -> None:
+        session = self.session
+        assert session is not None
+        data = self.kept.protocol.data_to_write(1 << 20)[:size]
+        with self.mortal():
+            # The kernel has it, whatever becomes of the process.
+            before = len(session.wire.messages) - session.wire.in_message
+            session.wire.read(data)
+            for message in session.wire.messages[before : len(session.wire.messages) - session.wire.in_message]:
+                marked = bool((message.properties.headers or {}).get(MARK))
+                self.queue.append((int(message.body[:6]), marked))
+                session.answered.append(False)
+            self.kept.protocol.advance(len(data), self.kept.now)
+            self.look_at_line()
+
+    @precondition(lambda self: self.session is not None and not all(self.session.answered))
+    @rule(data=st.data(), multiple=st.booleans())
+    def answers(self, data: st.DataObject, multiple: bool) -> None:
+        session = self.session
+        assert session is not None
+        tag = data.draw(st.sampled_from([at for at, done in enumerate(session.answered, 1) if not done]))
+        with self.mortal():
+            numbers = self.queue[len(self.queue) - len(session.answered) :]
+            for at in range(1 if multiple else tag, tag + 1):
+                session.answered[at - 1] = True
+                self.answered.add(numbers[at - 1][0])
+            self.kept.protocol.on_ack(tag, multiple, self.kept.now)
+            self.look_at_line()
+
+    # What happens to the process and its disk.
+
+    @rule(after=st.integers(1, 12), before=st.booleans())
+    def will_die(self, after: int, before: bool) -> None:
+        self.disk.plan(Dies, after, before=before)
+
+    @rule(after=st.integers(1, 6))
+    def will_fail(self, after: int) -> None:
+        self.disk.plan(OutboxError, after, before=True)
+
+    @rule()
+    def is_killed(self) -> None:
+        self.dies()
+
+    @rule()
+    def is_closed(self) -> None:
+        with self.mortal():
+            protocol = self.kept.protocol
+            protocol.close("closed by hand", self.kept.now)
+            protocol.connection_lost("closed by hand", self.kept.now)
+            self.disk.heal()
+            self.kept.outbox.close()
+            self.open()
+
+    # What is always true.
+
+    @invariant()
+    def the_bound_holds(self) -> None:
+        if not hasattr(self, "kept"):
+            return
+        # By bodies, as `Outbox.has_room` says: properties may go beyond.
+        stored = Outbox.look(self.path, limit=10_000)
+        assert sum(len(each.message.body) + ROW for each in stored) <= MAX_BYTES
+
+    @invariant()
+    def second_copies_are_marked(self) -> None:
+        unmarked = Counter(number for number, marked in self.queue if not marked)
+        assert max(unmarked.values(), default=0) <= 1
+        seen: set[int] = set()
+        for number, marked in self.queue:
+            assert marked or number not in seen
+            seen.add(number)
+
+    @invariant()
+    def first_copies_are_in_order(self) -> None:
+        firsts = list(dict.fromkeys(number for number, _ in self.queue))
+        assert firsts == sorted(firsts)
+
+    def teardown(self) -> None:
+        if hasattr(self, "kept"):
+            try:
+                self.all_gets_out()
+            finally:
+                self.kept.outbox.close()
+        self.folder.cleanup()
+
+    def all_gets_out(self) -> None:
+        """Once nothing fails any more, everything arrives."""
+        self.disk.heal()
+        for number in list(self.waiting):
+            self.kept.protocol.give_up(self.waiting.pop(number), self.kept.now)
+        self.pause(False)
+        if self.session is None:
+            self.connects()
+        for _ in range(ENOUGH):
+            self.tries_again()
+            self.work()
+            self.writes(1 << 20)
+            self.kept.protocol.on_ack(0, True, self.kept.now)
+            self.kept.turn()
+            self.time_passes(5.0)
+            if not self.kept.protocol.unsettled and not self.kept.protocol.has_backlog:
+                break
+        self.second_copies_are_marked()
+        self.first_copies_are_in_order()
+        assert self.admitted <= {number for number, _ in self.queue}
+        self.kept.outbox.commit()
+        assert Outbox.look(self.path) == []
+        assert (len(self.kept.outbox), self.kept.outbox.left, self.kept.outbox.size) == (0, 0, 0)
+        assert self.kept.protocol.gate.is_open
+
+
+TestStoring = Storing.TestCase
+TestStoring.settings = settings(max_examples=30, stateful_step_count=40)
+# However busy the machine is.
+TestStoring.pytestmark = [pytest.mark.timeout(600)]  # type: ignore[attr-defined]  # pytest looks for it
