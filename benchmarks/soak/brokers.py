@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from random import Random
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import pika
 from pamqp import commands
 
 from benchmarks.soak.messages import Copy, read_copy
-from qflow_client.broker import Broker
 from qflow_client.testing.proxy import FaultProxy
 from qflow_client.testing.rabbitmq import RabbitMQNode
 
@@ -21,6 +28,8 @@ QUEUE = "qflow-soak"
 
 # Seconds within which a broker of millions of messages has to come back, and say something.
 _PATIENCE = 300.0
+# Seconds for which a broker is suspended, one of these.
+_SUSPENDED = (0.2, 1.0, 3.0, 8.0)
 
 Wait = Callable[[float], object]
 Action = Callable[[Random, Wait], object]
@@ -32,13 +41,11 @@ class SoakBroker(Protocol):
     Attributes:
         url: for clients.
         name: and version, for people.
-        kills: whether it comes back with its queues after SIGKILL.
         actions: what is done to it, one at a time, by name; each ends with the broker as it was before.
     """
 
     url: str
     name: str
-    kills: bool
     actions: dict[str, Action]
 
     def flow(self, proxy: FaultProxy, active: bool, connection: int) -> None:
@@ -51,10 +58,40 @@ class SoakBroker(Protocol):
         """What is in the queue, in its order; it is emptied."""
 
 
+@contextlib.contextmanager
+def _connected(url: str) -> Iterator[Any]:
+    """A channel of a connection that waits for a broker as long as that may take."""
+    parameters = pika.URLParameters(f"{url}?heartbeat=0&blocked_connection_timeout={_PATIENCE}")
+    connection = pika.BlockingConnection(parameters)
+    try:
+        yield connection.channel()
+    finally:
+        connection.close()
+
+
+def _read_back(url: str) -> Sequence[Copy]:
+    copies: list[Copy] = []
+    with _connected(url) as channel:
+        # A queue of many messages takes its time after a crash.
+        channel.basic_qos(prefetch_count=1000)
+        while True:
+            left = channel.queue_declare(QUEUE, passive=True).method.message_count
+            if not left:
+                return copies
+            for method, properties, body in channel.consume(QUEUE, inactivity_timeout=_PATIENCE):
+                if method is None:
+                    raise TimeoutError(f"{left} messages are left in the queue, and none came for {_PATIENCE:g} s")
+                copies.append(read_copy(body, properties.headers))
+                left -= 1
+                if not left or len(copies) % 500 == 0:
+                    channel.basic_ack(method.delivery_tag, multiple=True)
+                if not left:
+                    break
+            channel.cancel()
+
+
 class RabbitMQ:
     """A private node of the RabbitMQ that is installed."""
-
-    kills = True
 
     def __init__(self) -> None:
         self._node = RabbitMQNode(start_timeout=_PATIENCE)
@@ -69,7 +106,7 @@ class RabbitMQ:
     def __enter__(self) -> RabbitMQ:
         self._node.__enter__()
         try:
-            with self._connected() as channel:
+            with _connected(self.url) as channel:
                 channel.queue_declare(QUEUE, durable=True)
             self.name = f"RabbitMQ {self._version()}"
         except BaseException:
@@ -80,17 +117,8 @@ class RabbitMQ:
     def __exit__(self, *_: object) -> None:
         self._node.close()
 
-    @contextlib.contextmanager
-    def _connected(self) -> Iterator[Any]:
-        parameters = pika.URLParameters(f"{self.url}?heartbeat=0&blocked_connection_timeout={_PATIENCE}")
-        connection = pika.BlockingConnection(parameters)
-        try:
-            yield connection.channel()
-        finally:
-            connection.close()
-
     def _version(self) -> str:
-        with self._connected() as channel:
+        with _connected(self.url) as channel:
             return str(channel.connection._impl.server_properties["version"])
 
     def kill(self) -> None:
@@ -105,7 +133,7 @@ class RabbitMQ:
     def _suspend(self, chance: Random, wait: Wait) -> None:
         self._node.pause()
         try:
-            wait(chance.choice((0.2, 1.0, 3.0, 8.0)))
+            wait(chance.choice(_SUSPENDED))
         finally:
             self._node.resume()
 
@@ -119,33 +147,17 @@ class RabbitMQ:
         proxy.inject(commands.Channel.Flow(active), 1, connection=connection, answer=commands.Channel.FlowOk)
 
     def read(self) -> Sequence[Copy]:
-        copies: list[Copy] = []
-        with self._connected() as channel:
-            # A queue of many messages takes its time after a crash.
-            channel.basic_qos(prefetch_count=1000)
-            while True:
-                left = channel.queue_declare(QUEUE, passive=True).method.message_count
-                if not left:
-                    return copies
-                for method, properties, body in channel.consume(QUEUE, inactivity_timeout=_PATIENCE):
-                    if method is None:
-                        raise TimeoutError(f"{left} messages are left in the queue, and none came for {_PATIENCE:g} s")
-                    copies.append(read_copy(body, properties.headers))
-                    left -= 1
-                    if not left or len(copies) % 500 == 0:
-                        channel.basic_ack(method.delivery_tag, multiple=True)
-                    if not left:
-                        break
-                channel.cancel()
+        return _read_back(self.url)
 
 
 class Embedded:
-    """The broker of this repository. It keeps queues in memory, so it is not killed."""
-
-    kills = False
+    """The broker of this repository, with a message store, in a process of its own."""
 
     def __init__(self) -> None:
-        self._broker = Broker()
+        self._folder = tempfile.TemporaryDirectory(prefix="qflow-soak-")
+        self._process: subprocess.Popen[str] | None = None
+        # One at a time talks to it, and nobody while it is not there.
+        self._lock = threading.Lock()
         self.url = ""
         self.name = "embedded"
         self.actions: dict[str, Action] = {
@@ -153,49 +165,100 @@ class Embedded:
             "confirms withheld": self._withhold,
             "producers stopped": self._stop_producers,
             "connections closed": self._close,
+            "suspended": self._suspend,
+            "stopped in order": self._stop,
         }
 
     def __enter__(self) -> Embedded:
-        self._broker.__enter__()
-        self.url = self._broker.url
-        self._broker.declare_queue(QUEUE, durable=True)
+        self._start()
+        self._tell("declare_queue", QUEUE)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._broker.__exit__(None, None, None)
+        assert self._process is not None
+        self._process.kill()
+        self._end()
+        self._folder.cleanup()
+
+    def _start(self) -> None:
+        port = str(urlsplit(self.url).port or 0)
+        store = str(Path(self._folder.name) / "store")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.soak.embedded", store, port],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.url = self._answer()
+
+    def _answer(self) -> str:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline().strip()
+        if not line:
+            raise RuntimeError(f"the broker ended with exit code {self._process.wait()}")
+        return line
+
+    def _tell(self, *words: object) -> None:
+        with self._lock:
+            assert self._process is not None
+            assert self._process.stdin is not None
+            print(json.dumps(words), file=self._process.stdin, flush=True)
+            self._answer()
+
+    def _end(self) -> None:
+        assert self._process is not None
+        self._process.communicate(timeout=_PATIENCE)
 
     def kill(self) -> None:
-        raise NotImplementedError("its queues would be gone")
+        with self._lock:
+            assert self._process is not None
+            self._process.kill()
+            self._end()
+            self._start()
 
     def _alarm(self, chance: Random, wait: Wait) -> None:
-        self._broker.raise_alarm("memory", "soak")
+        self._tell("raise_alarm", "memory", "soak")
         wait(chance.uniform(0.5, 4.0))
-        self._broker.clear_alarm("memory")
+        self._tell("clear_alarm", "memory")
 
     def _withhold(self, chance: Random, wait: Wait) -> None:
-        self._broker.withhold_confirms()
+        self._tell("withhold_confirms")
         wait(chance.uniform(0.5, 3.0))
-        self._broker.release_confirms()
+        self._tell("release_confirms")
 
     def _stop_producers(self, chance: Random, wait: Wait) -> None:
-        self._broker.flow(False)
+        self._tell("flow", False)
         wait(chance.uniform(0.5, 3.0))
-        self._broker.flow(True)
+        self._tell("flow", True)
 
     def _close(self, chance: Random, wait: Wait) -> None:
-        self._broker.close_connections()
+        self._tell("close_connections")
         wait(0.5)
 
+    def _suspend(self, chance: Random, wait: Wait) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            wait(chance.choice(_SUSPENDED))
+        finally:
+            self._process.send_signal(signal.SIGCONT)
+
+    def _stop(self, _chance: Random, wait: Wait) -> None:
+        with self._lock:
+            # The end of its input is the end of it.
+            self._end()
+            wait(0.5)
+            self._start()
+
     def flow(self, proxy: FaultProxy, active: bool, connection: int) -> None:
-        name = next(each.name_at_broker for each in proxy.connections if each.number == connection)
-        for channel in self._broker.channels():
-            if channel.connection == name:
-                self._broker.flow(active, channel.name)
+        # It may be gone by now, or have another name since the broker was killed.
+        for each in proxy.connections:
+            if each.number == connection:
+                self._tell("flow", active, each.name_at_broker)
 
     def read(self) -> Sequence[Copy]:
-        found = [read_copy(each.body, each.properties.headers) for each in self._broker.messages(QUEUE)]
-        self._broker.purge(QUEUE)
-        return found
+        return _read_back(self.url)
 
 
 BROKERS: dict[str, Callable[[], RabbitMQ | Embedded]] = {"rabbitmq": RabbitMQ, "embedded": Embedded}

@@ -184,7 +184,7 @@ class Faults:
         turn = 0
         while not self._stop.wait(chance.uniform(*_BETWEEN_BROKER)):
             turn += 1
-            if self._broker.kills and turn % 2:
+            if turn % 2:
                 self.now = "killed"
                 self.kills += 1
                 self._broker.kill()
