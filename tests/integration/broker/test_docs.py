@@ -34,7 +34,7 @@ def test_every_setting_is_on_the_page_with_its_default():
 def test_every_queue_argument_is_on_the_page():
     section = PAGE.split("## Queue arguments")[1].split("\n## ")[0]
     names = [value for name, value in vars(arguments).items() if name.isupper() and isinstance(value, str)]
-    assert len(names) == 22
+    assert len(names) == 23
     assert all(f"| `{name}` |" in section for name in names)
 
 
