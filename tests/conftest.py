@@ -9,6 +9,8 @@ from hypothesis import HealthCheck, settings
 # A test with sockets, processes and signals that fails is tried a second time, and the summary names it: it is to be
 # mended. More of them in one run are no accident. What does no I/O has no excuse.
 _SECOND_TRIES = 3
+# What pytest-timeout has ended is not: it has no timer for a second try.
+_HUNG = r"Timeout \(>"
 _WITHOUT_IO = Path(__file__).parent / "unit"
 
 # Nothing here is timed by hypothesis: a busy machine must not fail a property that holds. In CI the same examples are
@@ -27,7 +29,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not item.path.is_relative_to(_WITHOUT_IO):
-            item.add_marker(pytest.mark.flaky(reruns=1))
+            item.add_marker(pytest.mark.flaky(reruns=1, rerun_except=_HUNG))
 
 
 @pytest.hookimpl(trylast=True)

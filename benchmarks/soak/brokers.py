@@ -69,6 +69,11 @@ def _connected(url: str) -> Iterator[Any]:
         connection.close()
 
 
+def _declare(url: str) -> None:
+    with _connected(url) as channel:
+        channel.queue_declare(QUEUE, durable=True)
+
+
 def _read_back(url: str) -> Sequence[Copy]:
     copies: list[Copy] = []
     with _connected(url) as channel:
@@ -106,8 +111,7 @@ class RabbitMQ:
     def __enter__(self) -> RabbitMQ:
         self._node.__enter__()
         try:
-            with _connected(self.url) as channel:
-                channel.queue_declare(QUEUE, durable=True)
+            _declare(self.url)
             self.name = f"RabbitMQ {self._version()}"
         except BaseException:
             self._node.close()
@@ -154,7 +158,8 @@ class Embedded:
     """The broker of this repository, with a message store, in a process of its own."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="qflow-soak-")
+        self._stack = contextlib.ExitStack()
+        self._store = ""
         self._process: subprocess.Popen[str] | None = None
         # One at a time talks to it, and nobody while it is not there.
         self._lock = threading.Lock()
@@ -170,21 +175,28 @@ class Embedded:
         }
 
     def __enter__(self) -> Embedded:
-        self._start()
-        self._tell("declare_queue", QUEUE)
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="qflow-soak-"))
+            self._store = str(Path(folder) / "store")
+            self._start()
+            stack.callback(self._kill)
+            _declare(self.url)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _kill(self) -> None:
         assert self._process is not None
         self._process.kill()
         self._end()
-        self._folder.cleanup()
 
     def _start(self) -> None:
         port = str(urlsplit(self.url).port or 0)
-        store = str(Path(self._folder.name) / "store")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.soak.embedded", store, port],
+            [sys.executable, "-m", "benchmarks.soak.embedded", self._store, port],
+            cwd=Path(__file__).parents[2],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -212,9 +224,7 @@ class Embedded:
 
     def kill(self) -> None:
         with self._lock:
-            assert self._process is not None
-            self._process.kill()
-            self._end()
+            self._kill()
             self._start()
 
     def _alarm(self, chance: Random, wait: Wait) -> None:
@@ -254,8 +264,8 @@ class Embedded:
     def flow(self, proxy: FaultProxy, active: bool, connection: int) -> None:
         # It may be gone by now, or have another name since the broker was killed.
         for each in proxy.connections:
-            if each.number == connection:
-                self._tell("flow", active, each.name_at_broker)
+            if each.number == connection and each.name_at_broker:
+                self._tell("flow_one", active, each.name_at_broker)
 
     def read(self) -> Sequence[Copy]:
         return _read_back(self.url)

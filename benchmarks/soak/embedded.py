@@ -6,6 +6,7 @@ done. At the end of its input it stops in order.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -16,23 +17,23 @@ from qflow_client.broker import Broker
 __all__ = ["COMMANDS", "main"]
 
 
-def _flow(broker: Broker, active: bool, connection: str = "") -> None:
-    if not connection:
-        broker.flow(active)
-    for channel in broker.channels() if connection else ():
+def _flow_one(broker: Broker, active: bool, connection: str) -> None:
+    for channel in broker.channels():
         if channel.connection == connection:
-            broker.flow(active, channel.name)
+            # It may go at any time.
+            with contextlib.suppress(LookupError):
+                broker.flow(active, channel.name)
 
 
 #: What it can be told.
 COMMANDS: dict[str, Callable[..., Any]] = {
-    "declare_queue": lambda broker, name: broker.declare_queue(name, durable=True) and None,
     "raise_alarm": Broker.raise_alarm,
     "clear_alarm": Broker.clear_alarm,
     "withhold_confirms": Broker.withhold_confirms,
     "release_confirms": Broker.release_confirms,
     "close_connections": Broker.close_connections,
-    "flow": _flow,
+    "flow": lambda broker, active: broker.flow(active),
+    "flow_one": _flow_one,
 }
 
 

@@ -397,7 +397,7 @@ async def _connected(loop: asyncio.AbstractEventLoop, host: str, port: int) -> s
     failures = []
     for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         sock = socket.socket(family, kind, protocol)
-        _untapped.add(sock)
+        _sockets.add(sock)
         try:
             sock.setblocking(False)
             await loop.sock_connect(sock, address)
@@ -422,13 +422,13 @@ def _replace(descriptor: int) -> None:
         os.close(nothing)
 
 
-# Also those of connections that are still being made, which no producer knows yet, and before that their sockets.
+# Also those of connections that are still being made, which no producer knows yet; and their sockets, before that too.
 _transports: weakref.WeakSet[TapTransport] = weakref.WeakSet()
-_untapped: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    for sock in tuple(_untapped):
+    for sock in tuple(_sockets):
         _replace(sock.fileno())
     for transport in tuple(_transports):
         transport.forget()

@@ -33,9 +33,10 @@ def _of(shown: dict[str, Any]) -> list[Any]:
     return [shown.get(name) for name in ("broker", "producer", "capability", "client")]
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
     path = os.environ.get("QFLOW_COMPATIBILITY")
-    if path and any(_shown.values()):
+    # What only a part of them has shown is no compatibility.
+    if path and any(_shown.values()) and not session.config.option.keyword:
         matrix.dump(matrix.document(_shown[matrix.CONTRACT], _shown[matrix.CLIENT]), Path(path))
 
 

@@ -1,0 +1,50 @@
+"""The embedded broker of the soak, which obeys commands in a process of its own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from benchmarks.soak.brokers import Embedded
+from benchmarks.soak.embedded import COMMANDS
+
+
+class _Broker:
+    """Has two channels on one connection, one of which is gone when it is to be stopped, and one on another."""
+
+    def __init__(self) -> None:
+        self.flowed: list[tuple[bool, str]] = []
+
+    def channels(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(connection=name[0], name=name) for name in ("a1", "a2", "b1")]
+
+    def flow(self, active: bool, name: str = "all") -> None:
+        if name == "a1":
+            raise LookupError("there is no channel 'a1'")
+        self.flowed.append((active, name))
+
+
+def test_only_the_channels_of_one_connection_are_stopped_and_those_that_are_gone_are_no_error() -> None:
+    broker = _Broker()
+    COMMANDS["flow_one"](broker, False, "a")
+    assert broker.flowed == [(False, "a2")]
+    COMMANDS["flow"](broker, True)
+    assert broker.flowed[1:] == [(True, "all")]
+
+
+def test_a_connection_that_has_no_name_yet_is_not_taken_for_all() -> None:
+    told: list[tuple[object, ...]] = []
+    broker = Embedded()
+    broker._tell = lambda *words: told.append(words)  # type: ignore[method-assign]
+    connections = [SimpleNamespace(number=number, name_at_broker=name) for number, name in ((1, ""), (2, "b"))]
+    for number in (1, 2, 3):
+        broker.flow(SimpleNamespace(connections=connections), False, number)  # type: ignore[arg-type]
+    assert told == [("flow_one", False, "b")]
+
+
+def test_it_comes_back_with_its_queue_on_the_same_port_after_a_kill() -> None:
+    with Embedded() as broker:
+        url = broker.url
+        broker.kill()
+        assert broker.url == url
+        # Passively declared, so that the queue has to be there.
+        assert broker.read() == []
