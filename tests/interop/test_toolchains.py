@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.interop import toolchains
 from tests.interop.toolchains import BuildFailed, ToolchainNotInstalled, built, tool
 
 
@@ -36,6 +37,16 @@ def test_a_program_is_built_once_and_again_when_it_changes(sources: Path) -> Non
 
 
 def test_what_a_failed_step_said_is_told_and_nothing_is_kept(sources: Path, tmp_path: Path) -> None:
-    with pytest.raises(BuildFailed, match=r"sh -c echo .* failed in a copy of .*program:\n  no such release"):
-        built(sources, [["sh", "-c", "echo no such release >&2; exit 1"]])
+    with pytest.raises(BuildFailed, match=r"sh -c echo .* failed \(1\):\n  fetching\n  no such release"):
+        built(sources, [["sh", "-c", "echo fetching; echo no such release >&2; exit 1"]])
+    assert list((tmp_path / "cache" / "qflow-client" / "clients").iterdir()) == []
+
+
+def test_what_a_step_said_that_takes_too_long_is_told_and_nothing_of_it_goes_on(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toolchains, "_TIMEOUT", 1.0)
+    with pytest.raises(BuildFailed, match=r"did not end within 1 s:\n  no answer yet"):
+        # The shell waits for a child, which has its output.
+        built(sources, [["sh", "-c", "echo no answer yet; sleep 1000; echo"]])
     assert list((tmp_path / "cache" / "qflow-client" / "clients").iterdir()) == []

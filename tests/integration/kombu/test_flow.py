@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import amqp
@@ -52,6 +53,12 @@ def stop(channel: Any, broker: Broker) -> None:
     held(channel, HoldKind.CHANNEL_FLOW)
 
 
+def wait_at_most(channel: Any, seconds: float) -> None:
+    """Have what a channel does from now on wait no longer, where it was connected with more for what is to succeed."""
+    connection = channel.connection
+    connection.flow_settings = replace(connection.flow_settings, max_producer_flow_control_wait=seconds)
+
+
 def publish(channel: Any, body: bytes = b"body", **keywords: Any) -> None:
     channel.basic_publish(channel.prepare_message(body), exchange="", routing_key="q", **keywords)
 
@@ -86,7 +93,7 @@ def test_A4_a_publish_that_stays_blocked_raises_in_time_and_is_never_sent(broker
     assert [hold.kind for hold in cause.holds] == [HoldKind.CHANNEL_FLOW]
     broker.flow(True)
     assert producer.channel.wait_unflowed(PATIENCE)
-    producer.publish("later", routing_key="q")
+    producer.publish("later", routing_key="q", confirm_timeout=PATIENCE)
     broker.wait_until(lambda broker: broker.queue("q").depth)
     assert bodies(broker) == [b"later"]
 
@@ -118,7 +125,7 @@ def test_a_confirm_that_does_not_come_is_unknown_and_not_tried_again(broker, con
         producer.publish("twice", routing_key="q", confirm_timeout=0.6)
     assert watch.kept(0.6)
     broker.release_confirms()
-    producer.publish("thrice", routing_key="q")
+    producer.publish("thrice", routing_key="q", confirm_timeout=PATIENCE)
     assert bodies(broker) == [b"once", b"twice", b"thrice"]
 
 
@@ -134,7 +141,7 @@ def test_that_the_broker_refuses_a_message_is_raised_as_py_amqp_does(broker, con
 def test_pipelined_confirms_fill_the_window_and_no_more(broker, connect):
     channel = connect(max_producer_flow_control_wait=0.3, confirm_publish="pipelined", capacity=5).default_channel
     publish(channel)
-    channel.wait_for_confirms()
+    channel.wait_for_confirms(PATIENCE)
     broker.withhold_confirms()
     for _ in range(5):
         publish(channel)
@@ -145,7 +152,7 @@ def test_pipelined_confirms_fill_the_window_and_no_more(broker, connect):
         channel.wait_for_confirms(0.1)
     assert isinstance(caught.value.__cause__, ConfirmTimeout)
     broker.release_confirms()
-    channel.wait_for_confirms()
+    channel.wait_for_confirms(PATIENCE)
     publish(channel)
 
 
@@ -180,16 +187,16 @@ def test_pipelined_messages_are_waited_for_when_their_connection_is_closed(broke
 
 def test_pipelined_messages_are_not_waited_for_twice(broker, connect):
     """kombu's pools close a connection on which anything was raised, and that is to take no time of its own."""
-    connection = connect(confirm_publish="pipelined", max_producer_flow_control_wait=1.5, capacity=1)
+    connection = connect(confirm_publish="pipelined", max_producer_flow_control_wait=3.0, capacity=1)
     publish(connection.default_channel)
-    connection.default_channel.wait_for_confirms()
+    connection.default_channel.wait_for_confirms(PATIENCE)
     broker.withhold_confirms()
     publish(connection.default_channel)
     with Stopwatch() as watch:
         with pytest.raises(OperationalError, match="capacity"):
             publish(connection.default_channel)
         connection.release()
-    assert watch.seconds < 3.0
+    assert watch.seconds < 6.0
 
 
 def test_a_blocked_connection_holds_all_its_channels_until_it_is_unblocked(broker, connect):
@@ -214,7 +221,7 @@ def test_a_blocked_connection_holds_all_its_channels_until_it_is_unblocked(broke
 
 def test_a_connection_that_is_closed_while_blocked_comes_back_until_it_is_unblocked(broker, connect):
     """As kombu's pools do when anything was raised."""
-    connection = connect(max_producer_flow_control_wait=1.0)
+    connection = connect(max_producer_flow_control_wait=3.0)
     channel = connection.default_channel
     publish(channel)
     broker.block("no memory")
@@ -222,8 +229,8 @@ def test_a_connection_that_is_closed_while_blocked_comes_back_until_it_is_unbloc
     (name,) = (each.name for each in broker.connections())
     with Stopwatch() as watch:
         connection.release()
-    assert watch.seconds < 1.0, "nobody waits for a broker that does not read"
-    again = connect(max_producer_flow_control_wait=1.0)
+    assert watch.seconds < 3.0, "nobody waits for a broker that does not read"
+    again = connect(max_producer_flow_control_wait=3.0)
     assert [each.name for each in broker.connections()] == [name]
     with pytest.raises(OperationalError, match="connection_blocked"):
         publish(again.default_channel)
@@ -299,8 +306,7 @@ def test_J8_a_message_that_stalls_half_way_goes_on_and_a_consumer_gets_it(
 ):
     """Whoever has the connection does its I/O: the publish while it waits, and then who drains events."""
     in_time = healed == "while it waits"
-    wait = PATIENCE if in_time else 0.3
-    connection = connect(faulty.url, max_producer_flow_control_wait=wait, confirm_publish=confirms, **LASTING)
+    connection = connect(faulty.url, max_producer_flow_control_wait=PATIENCE, confirm_publish=confirms, **LASTING)
     channel = connection.default_channel
     sent = [b"first", bytes(1 << 24)]
     heard: list[bytes] = []
@@ -317,6 +323,8 @@ def test_J8_a_message_that_stalls_half_way_goes_on_and_a_consumer_gets_it(
 
     publish(channel, sent[0])
     faulty.stall(Direction.TO_BROKER)
+    if not in_time:
+        wait_at_most(channel, 0.3)
     job = start(publish, channel, sent[1])
     eventually(lambda: half_written(channel))
     if in_time:
@@ -326,6 +334,7 @@ def test_J8_a_message_that_stalls_half_way_goes_on_and_a_consumer_gets_it(
         error = job.wait()
         assert isinstance(error, OperationalError)
         assert isinstance(error.__cause__, ConfirmTimeout)
+        wait_at_most(channel, PATIENCE)
         faulty.heal()
     start(consume).result()
     assert heard == sent
@@ -424,7 +433,7 @@ def test_deliveries_that_come_while_a_publish_waits_are_kept_for_their_time(brok
     heard: list[Any] = []
     consumer = Consumer(channel, [Queue("q", durable=False)], on_message=lambda message: heard.append(message.body))
     consumer.consume()
-    publish(channel, b"one")
+    publish(channel, b"one", confirm_timeout=PATIENCE)
     stop(channel, broker)
     with pytest.raises(OperationalError):
         publish(channel, b"two")
@@ -490,7 +499,7 @@ def test_tls(stack, certificate, confirms):
     ours.load_cert_chain(*certificate)
     broker = stack.enter_context(Broker(ssl_context=ours))
     broker.declare_queue("q")
-    options = {"confirm_publish": confirms, "max_producer_flow_control_wait": 0.3}
+    options = {"confirm_publish": confirms, "max_producer_flow_control_wait": PATIENCE}
     tls = {"ca_certs": str(certificate[0]), "server_hostname": "127.0.0.1", "cert_reqs": ssl.CERT_REQUIRED}
     with Connection(broker.url.replace("amqps", "qflows"), ssl=tls, transport_options=options) as connection:
         channel = connection.default_channel
@@ -509,7 +518,7 @@ def test_tls(stack, certificate, confirms):
         assert heard[:-1] == [b"%d" % number for number in range(100)]
         stop(channel, broker)
         with pytest.raises(OperationalError, match="channel_flow"):
-            publish(channel)
+            publish(channel, timeout=0.3)
 
 
 def test_settings_are_transport_options(broker, connect, monkeypatch):

@@ -9,9 +9,12 @@ import pytest
 from kombu.transport import pyamqp
 
 from qflow_client import kombu as ours
-from tests.integration.parity import members, parameters, public
+from tests.integration.parity import members, parameters, public, until_release
 
 from .parity import SCENARIOS, all_scenarios, outcome
+
+# The newest releases that are known.
+KNOWN = {"amqp": "5.4.2", "kombu": "5.7.0"}
 
 CLASSES = {name: (getattr(pyamqp, name), getattr(ours, name)) for name in ("Channel", "Connection", "Transport")}
 
@@ -22,11 +25,13 @@ def test_every_signature_is_kombus(name: str) -> None:
     assert issubclass(ours, theirs)
     for member, of_theirs in members(theirs).items():
         if inspect.isfunction(of_theirs):
-            assert parameters(inspect.getattr_static(ours, member)) == parameters(of_theirs), member
+            with until_release(**KNOWN):
+                assert parameters(inspect.getattr_static(ours, member)) == parameters(of_theirs), member
 
 
 def test_every_public_member_of_the_channel_has_a_scenario() -> None:
-    assert public(pyamqp.Channel) == {name.partition("__")[0] for name in SCENARIOS}
+    with until_release(**KNOWN):
+        assert public(pyamqp.Channel) == {name.partition("__")[0] for name in SCENARIOS}
 
 
 @all_scenarios

@@ -8,7 +8,8 @@ them, takes the test's word to go on from ``go``, and says by way of ``told`` ho
 3. is told to go on when the broker has stopped its first channel, publishes ``SECOND`` messages more, and tells either
    ``went on`` when they are confirmed, or ``held`` when its library keeps it from publishing;
 4. goes on when the broker has let that channel go, and consumes those messages too;
-5. asks for something on the first channel, and prints what it has seen as one JSON document.
+5. asks for something on the first channel, and prints what it has seen as one JSON document; so it does when the
+   library has failed since 3, and says how.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import sys
 import time
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from importlib.metadata import version
 
 FIRST = 50
@@ -50,6 +52,8 @@ class Report:
         self.flow: list[bool] | None = None
         #: What came of a request on the channel that was stopped: "ok", or the kind of error.
         self.request = ""
+        #: With which error the library failed after the stop.
+        self.lost: str | None = None
 
     def print(self) -> None:
         json.dump(vars(self), sys.stdout)
@@ -98,17 +102,23 @@ class Client(ABC):
         self._await_go()
         self.look()
         self.tell("unblocked")
-        self._await_go()
-        self._publish(FIRST, FIRST + SECOND)
-        self.tell("went on")
-        self._await_go()
-        self.consume(SECOND)
         try:
-            self.ask()
-            self.report.request = "ok"
+            self._await_go()
+            self._publish(FIRST, FIRST + SECOND)
+            self.tell("went on")
+            self._await_go()
+            self.consume(SECOND)
         except Exception as error:
-            self.report.request = type(error).__name__
-        self.close()
+            self.report.lost = f"{type(error).__name__}: {error}"
+            with suppress(Exception):
+                self.close()
+        else:
+            try:
+                self.ask()
+                self.report.request = "ok"
+            except Exception as error:
+                self.report.request = type(error).__name__
+            self.close()
         self.report.print()
 
     def _publish(self, start: int, stop: int) -> None:

@@ -54,18 +54,24 @@ async def main(url: str) -> None:
 
         await publish(0, FIRST)
         await consume(FIRST)
-        for words in "published", "blocked", "unblocked":
+        for words in "published", "blocked":
             await tell(words)
             await await_go()
-        await publish(FIRST, FIRST + SECOND)
-        await tell("went on")
-        await await_go()
-        await consume(SECOND)
+        await tell("unblocked")
         try:
-            await first.get_queue(ORDERS, ensure=True)
-            report.request = "ok"
+            await await_go()
+            await publish(FIRST, FIRST + SECOND)
+            await tell("went on")
+            await await_go()
+            await consume(SECOND)
         except Exception as error:
-            report.request = type(error).__name__
+            report.lost = f"{type(error).__name__}: {error}"
+        else:
+            try:
+                await first.get_queue(ORDERS, ensure=True)
+                report.request = "ok"
+            except Exception as error:
+                report.request = type(error).__name__
     report.print()
 
 

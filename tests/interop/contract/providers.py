@@ -100,7 +100,10 @@ class Inbox:
     """
 
     def __init__(self, url: str) -> None:
-        self._connection = pika.BlockingConnection(pika.URLParameters(url))
+        parameters = pika.URLParameters(url)
+        # Nobody serves it while a test runs, however long that takes.
+        parameters.heartbeat = 0
+        self._connection = pika.BlockingConnection(parameters)
         # pika's types have a None for everything that an empty queue has not.
         self._channel: Any = self._connection.channel()
         self._channel.basic_qos(prefetch_count=100)
