@@ -351,7 +351,15 @@ class Journal:
                 self.loaded += 1
                 self._grow(message.size)
         readers, self._readers = self._readers, []
-        self._readers += [reader for reader in readers if not reader()]
+        for reader in readers:
+            try:
+                waits_no_more = reader()
+            except Exception:
+                # One queue's bad luck must not be another's.
+                _log.exception("who waited for what was on disk could not be told")
+            else:
+                if not waits_no_more:
+                    self._readers.append(reader)
 
     def recovered(self, message: StoredMessage, number: int, queues: list[int]) -> None:
         """A message that is on disk is back in its queues.

@@ -422,6 +422,31 @@ def test_who_cannot_be_told_that_it_is_on_disk_keeps_nobody_else_from_being_told
     assert "ZeroDivisionError" in caplog.text
 
 
+def test_A2_who_cannot_be_told_that_it_was_read_keeps_nobody_else_from_being_told(world, caplog):
+    client = declared(world, "q")
+    journal = world.host.journal
+    client.publish(b"body", properties=PERSISTENT)
+    (entry,) = world.queue().oldest_first()
+    journal.evict(entry.message)
+    write(world)
+    told: list[int] = []
+
+    def patient():
+        told.append(2)
+        return len(told) == 2
+
+    journal.want([entry.message], lambda: bool(1 // 0))
+    journal.want([entry.message], patient)
+    (number,) = journal.take_wanted()
+    journal.came({number: b"body"})
+    assert (entry.message.body, told) == (b"body", [2])
+    assert "who waited for what was on disk could not be told" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
+    journal.came({})
+    journal.came({})
+    assert told == [2, 2], "who waits is told again, who could not be told is not, nor who waits no more"
+
+
 def test_A2_what_is_evicted_goes_to_disk_in_batches_too():
     world = small_batches(1000, limit=100)
     world.host.declare_queue("q", arguments={"x-qflow-policy": "flow_to_disk"})
