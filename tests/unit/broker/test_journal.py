@@ -387,12 +387,16 @@ def test_an_answer_waits_for_all_that_was_noted_before():
         world.host.declare_queue(name, durable=True)
         world.host.publish("", "q", b"x" * 10, PERSISTENT)
         journal.when_durable(lambda name=name: told.append(name), topology_only=True)
-    assert not journal.when_durable(lambda: None, topology_only=True) or told == []
-    while journal.is_dirty:
+    assert journal.when_durable(lambda: told.append("all"), topology_only=True)
+    assert told == []
+    for name in "abc":
+        before = told.copy()
         (change,) = journal.take().changes
-        assert change.values[1] not in told
+        assert (change.values[1], told) == (name, before)
         journal.written_down()
-        assert told[-1] == change.values[1]
+        assert told == [*before, name] + ["all"] * (name == "c")
+    assert not journal.is_dirty
+    assert not journal.when_durable(lambda: told.append("late"), topology_only=True), "there is nothing to wait for"
     assert client.received() == []
 
 
