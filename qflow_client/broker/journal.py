@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qflow_client.broker.errors import ChannelException, ReplyCode
+from qflow_client.broker.paging import bring_back
 from qflow_client.fields import encode_table
 
 if TYPE_CHECKING:
-    from qflow_client.broker.entries import Completion
+    from qflow_client.broker.entries import Completion, QueueEntry
     from qflow_client.broker.exchange import Exchange
     from qflow_client.broker.message import StoredMessage
     from qflow_client.broker.queue import Queue
@@ -26,7 +27,17 @@ _log = logging.getLogger(__name__)
 class Record:
     """What the journal knows of a message."""
 
-    __slots__ = ("completion", "holders", "is_evicting", "is_spooled", "is_taken", "is_written", "number", "queues")
+    __slots__ = (
+        "aside",
+        "completion",
+        "holders",
+        "is_evicting",
+        "is_spooled",
+        "is_taken",
+        "is_written",
+        "number",
+        "queues",
+    )
 
     def __init__(self) -> None:
         # Queues that it is in, and the numbers of those of them that survive the broker, if it does.
@@ -42,6 +53,8 @@ class Record:
         # Whether it is to be on disk as long as any queue has it; and whether memory is to be rid of its body then.
         self.is_spooled = False
         self.is_evicting = False
+        # Its entries that could not be dropped when memory was beyond its limit, until that may have changed.
+        self.aside: Sequence[QueueEntry] = ()
 
 
 class Put(NamedTuple):
@@ -257,6 +270,9 @@ class Journal:
             self.memory -= self.OVERHEAD + (0 if message.body is None else message.size)
             self._no_longer_evicting(message, record)
             message.record = None
+        elif record.aside:
+            # Those that have it still may all give it.
+            bring_back(message)
         if not record.number:
             return
         is_moved = queue is not None and queue.number in record.queues
@@ -350,8 +366,17 @@ class Journal:
                 message.body = body
                 self.loaded += 1
                 self._grow(message.size)
+                bring_back(message)
         readers, self._readers = self._readers, []
-        self._readers += [reader for reader in readers if not reader()]
+        for reader in readers:
+            try:
+                waits_no_more = reader()
+            except Exception:
+                # One queue's bad luck must not be another's.
+                _log.exception("who waited for what was on disk could not be told")
+            else:
+                if not waits_no_more:
+                    self._readers.append(reader)
 
     def recovered(self, message: StoredMessage, number: int, queues: list[int]) -> None:
         """A message that is on disk is back in its queues.

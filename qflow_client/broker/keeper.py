@@ -238,12 +238,15 @@ class Keeper:
             await asyncio.wait([self._looking])
         try:
             self.flush()
-            if self._writing is not None:
-                done, _ = await asyncio.wait([self._writing], timeout=self.STOP_GRACE if self._is_troubled else None)
-                if not done:
+            writing, is_done = self._writing, False
+            while writing is not None and not is_done:
+                # Whatever it waits for, it may fail only now.
+                is_done = bool((await asyncio.wait([writing], timeout=self.STOP_GRACE))[0])
+                if not is_done and self._is_troubled:
                     _log.error("%s: what was not confirmed is lost: it cannot be written", self._settings.store)
-                    self._writing.cancel()
-                    await asyncio.wait([self._writing])
+                    writing.cancel()
+                    await asyncio.wait([writing])
+                    break
         finally:
             await self._end()
 

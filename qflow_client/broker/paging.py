@@ -1,9 +1,9 @@
-"""Which bodies of a queue are in memory, sans-I/O: what goes to disk first, and what is read ahead (A2)."""
+"""Which bodies of a queue are in memory, sans-I/O: what goes to disk first, is read ahead (A2), and is dropped (A1)."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -11,8 +11,9 @@ from qflow_client.broker.entries import QueueEntry
 
 if TYPE_CHECKING:
     from qflow_client.broker.journal import Journal
+    from qflow_client.broker.message import StoredMessage
 
-__all__ = ["Pager", "level", "missing"]
+__all__ = ["Droppable", "Pager", "bring_back", "level", "missing"]
 
 
 def level(sizes: Iterable[int], total: int) -> int:
@@ -98,6 +99,79 @@ class Pager:
                 entry = each.popitem()[0]
                 self._less(each, entry)
                 self._journal.evict(entry.message)
+
+
+class Droppable:
+    """The entries of a queue that may be dropped if memory is beyond its limit (A1): to be delivered, not persistent.
+
+    Those that were looked at and could not be dropped are set aside with their messages, until that may have changed.
+    """
+
+    __slots__ = ("_entries", "_is_in_order")
+
+    def __init__(self) -> None:
+        self._entries: dict[QueueEntry, None] = {}
+        # Whether they are in the queue's order.
+        self._is_in_order = True
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, entry: QueueEntry) -> None:
+        """An entry has come, after all others; it is passed over if its message is persistent."""
+        if not entry.message.is_persistent:
+            self._entries[entry] = None
+            bring_back(entry.message)
+
+    def take_back(self, entry: QueueEntry) -> None:
+        """An entry is to be delivered again, or looked at again."""
+        self._is_in_order = False
+        self.add(entry)
+
+    def forget(self, entry: QueueEntry) -> None:
+        """An entry has left the queue, or a consumer has it."""
+        self._entries.pop(entry, None)
+
+    def oldest_first(self) -> Iterator[QueueEntry]:
+        """Those that there are now, in the queue's order, but for what has left before its turn."""
+        if not self._is_in_order:
+            self._entries = dict.fromkeys(sorted(self._entries, key=lambda entry: entry.sequence))
+            self._is_in_order = True
+        return (entry for entry in tuple(self._entries) if entry in self._entries)
+
+    def offer(self, entry: QueueEntry) -> Sequence[QueueEntry]:
+        """One of them is to be dropped, and is set aside if that is in vain.
+
+        Returns:
+            All entries of its message, which are to be dropped together; none if its body is not in memory, or about to
+            go, or if a queue has it that does not give it, or was not asked yet.
+        """
+        message, record = entry.message, entry.message.record
+        assert record is not None
+        del self._entries[entry]
+        given = [each for each in record.aside if _giver(each) is not None]
+        given.append(entry)
+        if message.body is None or record.is_evicting or len(given) < record.holders:
+            record.aside = given
+            return ()
+        record.aside = ()
+        return given
+
+
+def bring_back(message: StoredMessage) -> None:
+    """The entries of a message that were set aside may be dropped now."""
+    record = message.record
+    if record is not None and record.aside:
+        aside, record.aside = record.aside, ()
+        for entry in aside:
+            giver = _giver(entry)
+            if giver is not None:
+                giver.take_back(entry)
+
+
+def _giver(entry: QueueEntry) -> Droppable | None:
+    """Where an entry belongs that may be dropped still; ``None`` if it may not."""
+    return None if entry.is_gone or entry.is_unacked else entry.queue.droppable
 
 
 def missing(ready: deque[QueueEntry], window: int) -> Sequence[QueueEntry]:

@@ -14,7 +14,7 @@ from qflow_client.broker.expiry import Expiry
 from qflow_client.broker.journal import Journal
 from qflow_client.broker.message import StoredMessage
 from qflow_client.broker.overflow import Conflate, FlowToDisk
-from qflow_client.broker.paging import Pager, missing
+from qflow_client.broker.paging import Droppable, Pager, missing
 from qflow_client.broker.policies import PolicyDefinition
 from qflow_client.broker.queueflow import QueueFlow, Turns
 from qflow_client.broker.recording import FlowRecorder
@@ -91,6 +91,8 @@ class Queue:
         self.overflow = limits.overflow
         # Which bodies are in memory; None unless it flows to disk (A2).
         self.pager: Pager | None = None
+        # What may be dropped when memory is beyond its limit (A1); None if nothing may.
+        self.droppable: Droppable | None = None
         # The last message of each key; None if it does not conflate.
         self._values = LastValues(limits.overflow.key) if isinstance(limits.overflow, Conflate) else None
         # One controller for each family of marks that is set, and how often those turned ON that are no longer.
@@ -177,7 +179,7 @@ class Queue:
         )
 
     def _page(self) -> None:
-        """Begin to look after the bodies in memory, or end."""
+        """Begin to look after the bodies in memory, and after what may be dropped, or end."""
         if not isinstance(self.limits.overflow, FlowToDisk) or self.journal is None:
             self.pager = None
         elif self.pager is None:
@@ -189,6 +191,14 @@ class Queue:
                     self.pager.lend(entry)
                 else:
                     self.pager.add(entry)
+        # What flows to disk has nothing to give: before anything is dropped, all of its bodies are on their way.
+        if not self.limits.drop_transient or self.journal is None or not self.journal.limit or self.pager is not None:
+            self.droppable = None
+        elif self.droppable is None:
+            self.droppable = Droppable()
+            for entry in self.ready:
+                if not entry.is_gone:
+                    self.droppable.add(entry)
 
     def refusal(self, size: int, count: int = 1, largest: int | None = None) -> str | None:
         """Why messages may not enter now; ``None`` if they may.
@@ -264,6 +274,8 @@ class Queue:
                 self.journal.enter(self, message, completion)
                 if self.pager is not None:
                     self.pager.add(entry)
+                if self.droppable is not None:
+                    self.droppable.add(entry)
             self._check(entry, source, completion)
 
     def recover(self, message: StoredMessage, age: float) -> None:
@@ -284,6 +296,8 @@ class Queue:
         self.ready.append(entry)
         if self.pager is not None and message.body is not None:
             self.pager.add(entry)
+        if self.droppable is not None:
+            self.droppable.add(entry)
         self._check(entry, None, None, age)
 
     def _conflate(self, key: str | None) -> None:
@@ -392,6 +406,8 @@ class Queue:
         if self.journal is not None:
             if self.pager is not None:
                 self.pager.forget(entry)
+            if self.droppable is not None:
+                self.droppable.forget(entry)
             if has_letter:
                 self._letters[entry.message] = None
             else:
@@ -595,6 +611,8 @@ class Queue:
         self.unacked_size += entry.message.size
         if self.pager is not None and entry.message.body is not None:
             self.pager.lend(entry)
+        if self.droppable is not None:
+            self.droppable.forget(entry)
 
     def take(self, *, no_ack: bool) -> QueueEntry | None:
         """Take the next ready entry, as ``Basic.Get`` does; with `no_ack` it has left the queue."""
@@ -647,6 +665,8 @@ class Queue:
             expires_at = self._expiry.time_of(entry) if self._expiry is not None else None
             if expires_at is not None:
                 self._expires(entry, expires_at)
+            if self.droppable is not None:
+                self.droppable.take_back(entry)
         for entry in reversed(back):
             while ready and ready[0].sequence < entry.sequence:
                 behind.append(ready.popleft())

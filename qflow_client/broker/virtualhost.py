@@ -16,7 +16,7 @@ import pamqp.commands
 
 from qflow_client.broker.arguments import QueueArguments, QueueLimits, QueueOptions
 from qflow_client.broker.deadletter import deaths_of, is_cycle, mourn
-from qflow_client.broker.entries import DropReason, Owner, QueueEntry
+from qflow_client.broker.entries import DropReason, Owner
 from qflow_client.broker.errors import ChannelException, ReplyCode
 from qflow_client.broker.exchange import Binding, DirectExchange, Exchange, ExchangeType, make_exchange
 from qflow_client.broker.journal import Found, FoundMessage, Journal
@@ -770,25 +770,23 @@ class VirtualHost:
         """Drop what is not persistent and no consumer has, where the policy says so, until the limit is kept (A1).
 
         The queue with most to be delivered gives first, the oldest first. What is in other queues too goes only if all
-        of them give it: else nothing would be gained.
+        of them give it: else nothing would be gained. Nor is it from what is on disk, or on its way there.
         """
-        queues = [queue for queue in self.queues.values() if queue.limits.drop_transient and queue.ready_count]
-        givers = [(-queue.ready_size, number, queue, iter(tuple(queue.ready))) for number, queue in enumerate(queues)]
+        givers = [
+            (-queue.ready_size, number, queue, queue.droppable.oldest_first())
+            for number, queue in enumerate(self.queues.values())
+            if queue.droppable
+        ]
         heapq.heapify(givers)
-        offered: dict[StoredMessage, list[QueueEntry]] = {}
         while givers and journal.held > journal.limit:
             _, number, queue, entries = givers[0]
-            entry = next((each for each in entries if not each.is_gone and not each.message.is_persistent), None)
+            entry = next(entries, None)
             if entry is None:
                 heapq.heappop(givers)
                 continue
-            message = entry.message
-            shared = offered.setdefault(message, [])
-            shared.append(entry)
-            assert message.record is not None
-            if len(shared) == message.record.holders:
-                for each in offered.pop(message):
-                    each.queue.drop_for_memory(each)
+            assert queue.droppable is not None
+            for each in queue.droppable.offer(entry):
+                each.queue.drop_for_memory(each)
             heapq.heapreplace(givers, (-queue.ready_size, number, queue, entries))
 
     # Dead letters.

@@ -244,6 +244,29 @@ def test_a_broker_that_cannot_write_ends_all_the_same(tmp_path, monkeypatch, cap
     assert "what was not confirmed is lost" in caplog.text
 
 
+def test_a_broker_ends_also_if_a_write_fails_only_after_it_has_begun_to(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(Keeper, "STOP_GRACE", 0.1)
+    may_fail = threading.Event()
+    stop = Keeper.stop
+
+    def fail(self, batch):
+        may_fail.wait(30)
+        raise StoreError("full")
+
+    async def fail_then(self):
+        # Called as soon as it waits for what is being written.
+        asyncio.get_running_loop().call_soon(may_fail.set)
+        await asyncio.wait_for(stop(self), 20)
+
+    monkeypatch.setattr(Keeper, "stop", fail_then)
+    with Broker(store=tmp_path / "store") as broker:
+        broker.declare_queue("q", durable=True)
+        monkeypatch.setattr(Store, "write", fail)
+        broker.publish(b"x", "q", properties=commands.Basic.Properties(delivery_mode=2))
+        assert not broker.alarms
+    assert "what was not confirmed is lost" in caplog.text
+
+
 def test_nothing_of_a_store_is_there_without_one(broker, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     broker.declare_queue("q", durable=True)

@@ -387,12 +387,16 @@ def test_an_answer_waits_for_all_that_was_noted_before():
         world.host.declare_queue(name, durable=True)
         world.host.publish("", "q", b"x" * 10, PERSISTENT)
         journal.when_durable(lambda name=name: told.append(name), topology_only=True)
-    assert not journal.when_durable(lambda: None, topology_only=True) or told == []
-    while journal.is_dirty:
+    assert journal.when_durable(lambda: told.append("all"), topology_only=True)
+    assert told == []
+    for name in "abc":
+        before = told.copy()
         (change,) = journal.take().changes
-        assert change.values[1] not in told
+        assert (change.values[1], told) == (name, before)
         journal.written_down()
-        assert told[-1] == change.values[1]
+        assert told == [*before, name] + ["all"] * (name == "c")
+    assert not journal.is_dirty
+    assert not journal.when_durable(lambda: told.append("late"), topology_only=True), "there is nothing to wait for"
     assert client.received() == []
 
 
@@ -420,6 +424,31 @@ def test_who_cannot_be_told_that_it_is_on_disk_keeps_nobody_else_from_being_told
     client.only(commands.Basic.Ack)
     assert "who waited for the disk could not be told" in caplog.text
     assert "ZeroDivisionError" in caplog.text
+
+
+def test_A2_who_cannot_be_told_that_it_was_read_keeps_nobody_else_from_being_told(world, caplog):
+    client = declared(world, "q")
+    journal = world.host.journal
+    client.publish(b"body", properties=PERSISTENT)
+    (entry,) = world.queue().oldest_first()
+    journal.evict(entry.message)
+    write(world)
+    told: list[int] = []
+
+    def patient():
+        told.append(2)
+        return len(told) == 2
+
+    journal.want([entry.message], lambda: bool(1 // 0))
+    journal.want([entry.message], patient)
+    (number,) = journal.take_wanted()
+    journal.came({number: b"body"})
+    assert (entry.message.body, told) == (b"body", [2])
+    assert "who waited for what was on disk could not be told" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
+    journal.came({})
+    journal.came({})
+    assert told == [2, 2], "who waits is told again, who could not be told is not, nor who waits no more"
 
 
 def test_A2_what_is_evicted_goes_to_disk_in_batches_too():

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 
 import pytest
 from pamqp import commands
 
-from qflow_client.broker.entries import DropReason
+from qflow_client.broker.entries import DropReason, QueueEntry
 from qflow_client.broker.journal import Journal
-from qflow_client.broker.policies import Policy, PolicyDefinition
+from qflow_client.broker.paging import Droppable
+from qflow_client.broker.policies import Policy, PolicyDefinition, QueuePolicy
 from qflow_client.broker.snapshots import queue_snapshot
 
-from .conftest import World
+from .conftest import Disk, World
 from .test_flow import STOP_2, flows
 
 PERSISTENT = commands.Basic.Properties(delivery_mode=2)
@@ -132,6 +134,130 @@ def test_A1_what_goes_to_disk_is_not_dropped_while_the_disk_takes_it():
     assert world.host.journal.held <= 100
 
 
+def test_A1_what_is_on_disk_is_not_dropped_when_another_queue_fills_memory():
+    world = small_world(400, has_store=True)
+    journal = world.host.journal
+    disk = Disk(journal)
+    world.host.declare_queue("spool", arguments=DROPS | {"x-qflow-policy": "flow_to_disk"})
+    world.host.declare_queue("full")
+    publish(world, range(1000), "spool")
+    world.host.relieve()
+    disk.write()
+    assert sum(entry.message.body is not None for entry in world.queue("spool").oldest_first()) == 30
+    publish(world, range(100), "full")
+    for _ in range(3):
+        world.host.relieve()
+        disk.write()
+    assert (world.queue("spool").drops, world.queue("spool").depth) == ({}, 1000)
+    assert journal.held == 1000, "what fills memory keeps it"
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_A1_neither_is_it_when_its_queue_flows_to_disk_no_longer(is_written):
+    world = small_world(100, has_store=True)
+    disk = Disk(world.host.journal)
+    world.host.declare_queue("q", arguments=DROPS)
+    world.host.set_policy(Policy("p", PolicyDefinition(policy=QueuePolicy.FLOW_TO_DISK), "^q$"))
+    publish(world, range(20))
+    world.host.relieve()
+    if is_written:
+        disk.write()
+    world.host.delete_policy("p")
+    assert world.queue().pager is None
+    publish(world, range(20, 40))
+    world.host.relieve()
+    # 0 to 6 were kept in memory; 7 to 19 are the oldest now.
+    assert world.queue().drops == {DropReason.MEMORY: 7 + 10}
+    assert world.host.journal.held == 100
+    disk.write()
+    world.host.journal.want((entry.message for entry in world.queue().ready), lambda: True)
+    disk.read()
+    assert bodies(world) == [*range(7, 20), *range(30, 40)]
+    world.host.relieve()
+    assert bodies(world) == list(range(30, 40)), "what has been read can be dropped again"
+
+
+class Looks:
+    """How many entries are looked at that a queue may give."""
+
+    def __init__(self, monkeypatch):
+        self._count = 0
+        oldest_first = Droppable.oldest_first
+
+        def look(droppable):
+            for entry in oldest_first(droppable):
+                self._count += 1
+                yield entry
+
+        monkeypatch.setattr(Droppable, "oldest_first", look)
+
+    def count(self):
+        """Since it was asked last."""
+        count, self._count = self._count, 0
+        return count
+
+
+class Untouched(deque[QueueEntry]):
+    """Entries that nobody looks through."""
+
+    def __iter__(self):
+        raise AssertionError("all entries are looked through")
+
+
+def test_A1_persistent_messages_are_not_looked_through_at_all(world):
+    world.host.declare_queue("q", arguments=DROPS)
+    publish(world, range(100), properties=PERSISTENT)
+    world.queue().ready = Untouched(world.queue().ready)
+    for _ in range(3):
+        world.host.relieve()
+    publish(world, [100])
+    world.host.relieve()
+    assert (world.queue().drops, world.queue().depth) == ({DropReason.MEMORY: 1}, 100)
+
+
+def test_A1_what_cannot_be_dropped_is_looked_through_once_until_that_changes(world, monkeypatch):
+    looks = Looks(monkeypatch)
+    world.host.declare_queue("q", arguments=DROPS)
+    world.host.declare_queue("keeps")
+    for name in ("q", "keeps"):
+        world.host.bind(world.queue(name), "amq.fanout", "", {})
+    publish(world, range(20), exchange="amq.fanout")
+    for number in range(20, 25):
+        world.host.relieve()
+        publish(world, [number], "keeps")
+    assert (looks.count(), world.queue().drops) == (20, {})
+    world.queue("keeps").take(no_ack=True)
+    world.host.relieve()
+    assert (looks.count(), bodies(world)) == (1, list(range(1, 20)))
+    publish(world, [25])
+    world.host.relieve()
+    assert (looks.count(), bodies(world)) == (1, list(range(1, 20)))
+    # They are those that come first, which a consumer has had.
+    taken = [world.queue().take(no_ack=False) for _ in range(3)]
+    publish(world, [26, 27], "keeps")
+    for _ in range(3):
+        world.queue("keeps").take(no_ack=True)
+    world.host.relieve()
+    assert bodies(world) == list(range(1, 20))
+    world.queue().requeue(taken)
+    publish(world, [28])
+    world.host.relieve()
+    assert (looks.count(), bodies(world)) == (4, list(range(4, 20))), "all of these are in the other queue too"
+    world.host.set_policy(Policy("p", PolicyDefinition(drop_transient=True), "^keeps$"))
+    world.host.relieve()
+    assert world.host.journal.held == 100
+
+
+def test_A1_what_was_put_back_is_the_oldest_all_the_same(world):
+    world.host.declare_queue("q", arguments=DROPS)
+    publish(world, range(10))
+    taken = [world.queue().take(no_ack=False) for _ in range(4)]
+    world.queue().requeue(taken)
+    publish(world, range(10, 12))
+    world.host.relieve()
+    assert bodies(world) == list(range(2, 12))
+
+
 def test_A1_a_drop_lets_go_whom_the_queue_holds_and_is_no_dead_letter(world):
     client = world.client().channel(confirms=True)
     client.declare("dead")
@@ -181,3 +307,75 @@ def test_A1_whatever_comes_and_goes_the_limit_is_kept_if_it_can_be_and_every_mes
             assert came[name] == taken[name] + world.queue(name).dropped + world.queue(name).depth
     assert world.queue("keeps").drops == {}
     assert world.queue("a").drops[DropReason.MEMORY] > 5
+
+
+@pytest.mark.parametrize("has_store", [False, True])
+@pytest.mark.parametrize("seed", range(10))
+def test_A1_whatever_is_put_back_shared_and_said_nothing_that_can_be_dropped_is_overlooked(seed, has_store):
+    chance = random.Random(seed)
+    world = small_world(200, has_store=has_store)
+    host, journal = world.host, world.host.journal
+    disk = Disk(journal)
+    names = ("a", "b", "keeps")
+    for name in names:
+        host.declare_queue(name, arguments={} if name == "keeps" else DROPS)
+        host.bind(world.queue(name), "amq.fanout", "", {})
+    changes = [PolicyDefinition(drop_transient=True)]
+    if has_store:
+        changes.append(PolicyDefinition(policy=QueuePolicy.FLOW_TO_DISK))
+    lent = []
+    for number in range(400):
+        match chance.choice(("publish", "publish", "publish", "take", "take", "get", "put back", "settle", "policy")):
+            case "publish":
+                exchange = chance.choice(("", "amq.fanout"))
+                properties = PERSISTENT if chance.random() < 0.2 else None
+                publish(
+                    world, [number], "" if exchange else chance.choice(names), exchange=exchange, properties=properties
+                )
+            case "take" if (entry := world.queue(chance.choice(names)).take(no_ack=False)) is not None:
+                lent.append(entry)
+                if entry.message.body is None:
+                    journal.leave(None, entry.message)
+            case "get" if (entry := world.queue(chance.choice(names)).take(no_ack=True)) is not None:
+                if entry.message.body is None:
+                    journal.leave(None, entry.message)
+            case "put back" if lent:
+                entry = lent.pop(chance.randrange(len(lent)))
+                entry.queue.requeue([entry])
+            case "settle" if lent:
+                entry = lent.pop(chance.randrange(len(lent)))
+                entry.queue.settle(entry, acked=True)
+            case "policy" if chance.random() < 0.3:
+                policy = Policy("p", chance.choice(changes), f"^{chance.choice(names)}$")
+                host.replace_policies([policy] if chance.random() < 0.5 else [])
+        if has_store and chance.random() < 0.3:
+            disk.write()
+        if has_store and chance.random() < 0.1:
+            journal.want((entry.message for entry in world.queue("a").ready if not entry.is_gone), lambda: True)
+            disk.read()
+        host.relieve()
+        for queue in host.queues.values():
+            if queue.droppable is not None:
+                ready = [each for each in queue.oldest_first() if not each.is_unacked]
+                transient = [each for each in ready if not each.message.is_persistent]
+                there = list(queue.droppable.oldest_first())
+                assert there == [each for each in transient if each in there]
+                assert set(there).isdisjoint(each for each in transient if each in each.message.record.aside)
+                assert set(transient) == {*there, *(each for each in transient if each in each.message.record.aside)}
+        if journal.held <= 200:
+            continue
+        kept = set()
+        for queue in host.queues.values():
+            for entry in queue.oldest_first():
+                message = entry.message
+                if (
+                    entry.is_unacked
+                    or not queue.limits.drop_transient
+                    or queue.pager is not None
+                    or message.is_persistent
+                    or message.body is None
+                    or message.record.is_evicting
+                ):
+                    kept.add(message)
+        messages = {entry.message for queue in host.queues.values() for entry in queue.oldest_first()}
+        assert messages == kept, "whatever is in memory is there because somebody keeps it"
