@@ -17,7 +17,7 @@ with Broker() as broker:
     app = Celery("shop", broker=broker.url.replace("amqp://", "qflow://"))
     app.conf.task_ignore_result = True
     app.conf.task_queues = [Queue("orders", queue_arguments={"qpid.flow_stop_count": 10})]
-    app.conf.broker_transport_options = {"confirm_publish": "pipelined", "max_producer_flow_control_wait": 0.5}
+    app.conf.broker_transport_options = {"confirm_publish": "pipelined", "max_producer_flow_control_wait": 1.0}
 
     @app.task(name="shop.ship")
     def ship(number: int) -> None:
@@ -25,8 +25,8 @@ with Broker() as broker:
 
     sent = 0
     try:
-        for number in range(100):
-            ship.apply_async((number,), queue="orders")
+        while True:
+            ship.apply_async((sent,), queue="orders")
             sent += 1
     except OperationalError as error:
         # Not sent, and never will be. A ConfirmTimeout would mean that nobody knows.
@@ -35,6 +35,7 @@ with Broker() as broker:
         print(f"after {sent} tasks: {error.__cause__}")
 
     # A worker takes them, and the calls go on.
+    broker.wait_until(lambda broker: broker.queue("orders").depth == sent)
     broker.purge("orders")
     ship.apply_async((sent,), queue="orders")
     broker.wait_until(lambda broker: broker.queue("orders").depth == 1)
