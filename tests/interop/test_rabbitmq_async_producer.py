@@ -15,6 +15,8 @@ import pytest
 
 from qflow_client import (
     AsyncProducer,
+    ConfirmTimeout,
+    FlowControlTimeout,
     HoldKind,
     MessageRejected,
     MessageReturned,
@@ -101,6 +103,42 @@ def test_a_thousand_tasks_on_a_shared_connection_await_each_receipt(rabbitmq: Ra
                 by_task.setdefault(task, []).append(int(number))
             assert len(by_task) == 1000
             assert all(numbers == list(range(20)) for numbers in by_task.values())
+
+    asyncio.run(main())
+
+
+def test_a_memory_alarm_flows_the_producer_and_nothing_is_lost(own_rabbitmq: RabbitMQNode) -> None:
+    async def main() -> None:
+        # Its publishing is blocked, so what consumes has a connection of its own.
+        async with (
+            own_queue(own_rabbitmq.url) as (_connection, queue),
+            AsyncProducer(own_rabbitmq.url, routing_key=queue.name) as producer,
+        ):
+            await (await producer.send(b"before")).result(10)
+            await asyncio.to_thread(own_rabbitmq.raise_memory_alarm)
+            # RabbitMQ blocks a connection when it publishes: this one is admitted, and its confirm is withheld.
+            first = await producer.send(b"first under the alarm")
+            await held(producer, HoldKind.CONNECTION_BLOCKED)
+            assert "memory" in producer.flow_state.holds[0].detail
+
+            began = time.monotonic()
+            with pytest.raises(FlowControlTimeout) as caught:
+                await producer.send(b"never sent", timeout=0.5)
+            assert time.monotonic() - began >= 0.5
+            assert [hold.kind for hold in caught.value.holds] == [HoldKind.CONNECTION_BLOCKED]
+            with pytest.raises(ConfirmTimeout):
+                await first.result(timeout=0.1)
+            with pytest.raises(ConfirmTimeout):
+                await producer.flush(timeout=0.1)
+
+            later = [asyncio.create_task(producer.send(b"later %d" % number, timeout=60)) for number in range(100)]
+            await asyncio.to_thread(own_rabbitmq.clear_memory_alarm)
+            assert await producer.wait_unflowed(timeout=30)
+            assert [await (await task) for task in later] == [Outcome.CONFIRMED] * 100
+            assert await first.result(10) is Outcome.CONFIRMED
+            assert producer.flow_state.seconds_flowed[HoldKind.CONNECTION_BLOCKED] >= 0.5
+            bodies = await drain(queue, 102)
+            assert bodies == [b"before", b"first under the alarm", *(b"later %d" % number for number in range(100))]
 
     asyncio.run(main())
 
