@@ -148,6 +148,9 @@ class ChannelFlow(DropInFlow):
     # What pika hears.
 
     def _on_flow(self, flow: Any) -> None:
+        if not self._channel.is_open:
+            # It has crossed our Channel.Close, after which there is no channel to answer on.
+            return
         self.protocol.on_flow(flow.method.active, _monotonic())
         self.write()
 

@@ -34,6 +34,22 @@ def test_J7_a_stop_is_answered_and_nothing_is_published_until_it_ends(broker, co
     assert not channel.flow_state.flowed
 
 
+@pytest.mark.parametrize("what", ["channel", "connection"])
+def test_J7_a_stop_that_crosses_the_close_is_not_answered(broker, connect, what):
+    connection = connect()
+    channel = connection.channel()
+    channel.queue_declare("few", arguments={"qpid.flow_stop_count": 10})
+    # The last of them has the broker say stop, and nothing is read before the close is sent.
+    for _ in range(11):
+        channel.basic_publish("", "few", b"")
+    (channel if what == "channel" else connection).close()
+    if what == "channel":
+        # Of what is wrong the broker would tell the connection, and close it.
+        connection.channel().close()
+        connection.close()
+    assert broker.queue("few").depth == 11
+
+
 def test_A4_a_publish_that_stays_blocked_raises_in_time_and_is_never_sent(broker, connect):
     channel = connect(max_producer_flow_control_wait=0.3).channel()
     stop(channel, broker)
