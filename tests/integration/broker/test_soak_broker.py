@@ -34,10 +34,10 @@ def test_only_the_channels_of_one_connection_are_stopped_and_those_that_are_gone
 def test_a_connection_that_has_no_name_yet_is_not_taken_for_all() -> None:
     told: list[tuple[object, ...]] = []
     broker = Embedded()
-    broker._tell = lambda *words: told.append(words)  # type: ignore[method-assign]
+    broker._tell = lambda *words: told.append(words)  # type: ignore[method-assign]  # there is no process
     connections = [SimpleNamespace(number=number, name_at_broker=name) for number, name in ((1, ""), (2, "b"))]
     for number in (1, 2, 3):
-        broker.flow(SimpleNamespace(connections=connections), False, number)  # type: ignore[arg-type]
+        broker.flow(SimpleNamespace(connections=connections), False, number)  # type: ignore[arg-type]  # for a proxy
     assert told == [("flow_one", False, "b")]
 
 

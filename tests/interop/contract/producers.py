@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -36,7 +37,7 @@ class Settled:
         return self.outcome
 
 
-class DropIn:
+class DropIn(ABC):
     """What both drop-ins share: each publish returns when it is confirmed."""
 
     routing_key: str
@@ -47,15 +48,16 @@ class DropIn:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @abstractmethod
     def close(self) -> None:
-        raise NotImplementedError
+        """End the connection."""
 
-    def flush(self, timeout: float) -> None:
+    def flush(self, timeout: float) -> None:  # noqa: B027 - nothing is left to flush
         """What was published has been confirmed as it was published."""
 
+    @abstractmethod
     def publish(self, message: Message, routing_key: str, timeout: float | None) -> Outcome:
         """Publish, and return what became of it."""
-        raise NotImplementedError
 
     def send(
         self, message: Message | bytes, *, routing_key: str | None = None, timeout: float | None = None
