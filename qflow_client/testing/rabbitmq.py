@@ -14,13 +14,14 @@ import shutil
 import socket
 import subprocess
 import tempfile
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
 from qflow_client.testing.node import HOST, Node, free_port, wait_until
 
-__all__ = ["RabbitMQError", "RabbitMQNode", "RabbitMQNotInstalled"]
+__all__ = ["RabbitMQ", "RabbitMQError", "RabbitMQNode", "RabbitMQNotInstalled"]
 
 # The same name for every node: each is alone with its own epmd, and a data folder is tied to the name.
 _NODE_NAME = "qflow@localhost"
@@ -83,7 +84,52 @@ class _Credentials(TypedDict, total=False):
     extra_groups: list[int]
 
 
-class RabbitMQNode(Node):
+class RabbitMQ(ABC):
+    """A RabbitMQ node, wherever it runs, that tests may put under alarm with ``rabbitmqctl``."""
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """AMQP URL of the node's default virtual host, for its default user."""
+
+    @abstractmethod
+    def ctl(self, *args: str) -> str:
+        """Run ``rabbitmqctl`` against this node, and return what it printed."""
+
+    def raise_memory_alarm(self) -> None:
+        """Make the node think it is out of memory. It sends ``Connection.Blocked`` to whoever publishes from now on.
+
+        Raises:
+            RabbitMQError: If the node does not take the command.
+        """
+        self.ctl("set_vm_memory_high_watermark", "0")
+
+    def clear_memory_alarm(self) -> None:
+        """Take `raise_memory_alarm` back. It sends ``Connection.Unblocked`` to whom it had blocked.
+
+        Raises:
+            RabbitMQError: If the node does not take the command.
+        """
+        self.ctl("set_vm_memory_high_watermark", "0.4")
+
+    def raise_disk_alarm(self) -> None:
+        """Make the node think that its disk is full. It sends ``Connection.Blocked`` as under a memory alarm.
+
+        Raises:
+            RabbitMQError: If the node does not take the command.
+        """
+        self.ctl("set_disk_free_limit", "1000000GB")
+
+    def clear_disk_alarm(self) -> None:
+        """Take `raise_disk_alarm` back. It sends ``Connection.Unblocked`` to whom it had blocked.
+
+        Raises:
+            RabbitMQError: If the node does not take the command.
+        """
+        self.ctl("set_disk_free_limit", "50MB")
+
+
+class RabbitMQNode(Node, RabbitMQ):
     """A private RabbitMQ node.
 
     As a context manager it starts on entry and is closed on exit::
@@ -179,22 +225,6 @@ class RabbitMQNode(Node):
             raise RabbitMQError(f"rabbitmqctl {words} failed with exit code {done.returncode}:\n  {complaint}")
         return done.stdout.strip()
 
-    def raise_memory_alarm(self) -> None:
-        """Make the node think it is out of memory. It sends ``Connection.Blocked`` to whoever publishes from now on.
-
-        Raises:
-            RabbitMQError: If the node does not take the command.
-        """
-        self.ctl("set_vm_memory_high_watermark", "0")
-
-    def clear_memory_alarm(self) -> None:
-        """Take `raise_memory_alarm` back. It sends ``Connection.Unblocked`` to whom it had blocked.
-
-        Raises:
-            RabbitMQError: If the node does not take the command.
-        """
-        self.ctl("set_vm_memory_high_watermark", "0.4")
-
     def _account_of_process(self) -> _Credentials:
         if self._account is None:
             return {}
@@ -274,7 +304,7 @@ class RabbitMQNode(Node):
 
     def _is_ready(self) -> bool:
         # Listeners are the last thing that a node starts: one that answers is ready.
-        return _speaks_amqp(self._port)
+        return speaks_amqp(HOST, self._port)
 
     def _said(self) -> str:
         return "".join(
@@ -309,8 +339,9 @@ def _accepts(port: int) -> bool:
     return False
 
 
-def _speaks_amqp(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection((HOST, port), timeout=1.0) as connection:
+def speaks_amqp(host: str, port: int) -> bool:
+    """Whether somebody there answers what a client says first."""
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1.0) as connection:
         connection.sendall(_PROTOCOL_HEADER)
         return connection.recv(1) == _METHOD_FRAME
     return False

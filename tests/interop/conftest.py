@@ -5,13 +5,15 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import pytest
 
 from qflow_client.testing.brokerj import VERSIONS, BrokerJ, BrokerJNode, BrokerJNotInstalled
-from qflow_client.testing.rabbitmq import RabbitMQNode, RabbitMQNotInstalled
+from qflow_client.testing.rabbitmq import RabbitMQ, RabbitMQNode, RabbitMQNotInstalled
 from tests.interop import matrix
+from tests.interop.containers import ContainersNotAvailable, RabbitMQContainer
+from tests.interop.contract.providers import version_of
 from tests.interop.toolchains import ToolchainNotInstalled
 
 Made = TypeVar("Made")
@@ -40,13 +42,21 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         matrix.dump(matrix.document(_shown[matrix.CONTRACT], _shown[matrix.CLIENT]), Path(path))
 
 
+def _required() -> bool:
+    return os.environ.get("QFLOW_REQUIRE_BROKERS") == "1"
+
+
+def _missing(missing: Exception) -> NoReturn:
+    if _required():
+        pytest.fail(f"{missing} (QFLOW_REQUIRE_BROKERS=1 forbids to skip)", pytrace=False)
+    pytest.skip(str(missing))
+
+
 def _make(make: Callable[[], Made]) -> Made:
     try:
         return make()
     except (BrokerJNotInstalled, RabbitMQNotInstalled, ToolchainNotInstalled) as missing:
-        if os.environ.get("QFLOW_REQUIRE_BROKERS") == "1":
-            pytest.fail(f"{missing} (QFLOW_REQUIRE_BROKERS=1 forbids to skip)", pytrace=False)
-        pytest.skip(str(missing))
+        _missing(missing)
 
 
 @pytest.fixture
@@ -66,6 +76,26 @@ def nodes() -> Iterator[ExitStack]:
 def session_rabbitmq(nodes: ExitStack) -> Callable[[], RabbitMQNode]:
     """Starts a RabbitMQ node for all tests when it is first asked for."""
     return cache(lambda: nodes.enter_context(_make(RabbitMQNode)))
+
+
+@pytest.fixture(scope="session")
+def session_container(nodes: ExitStack, session_rabbitmq: Callable[[], RabbitMQNode]) -> Callable[[str], RabbitMQ]:
+    """Starts RabbitMQ of a major release in a container for all tests when it is first asked for.
+
+    Where there is no container engine, nor has to be, the installed package will do if it is of that release.
+    """
+
+    @cache
+    def container(release: str) -> RabbitMQ:
+        try:
+            made = RabbitMQContainer(release)
+        except ContainersNotAvailable as missing:
+            if not _required() and version_of((package := session_rabbitmq()).url).startswith(f"{release}."):
+                return package
+            _missing(missing)
+        return nodes.enter_context(made)
+
+    return container
 
 
 @pytest.fixture(scope="session")
@@ -91,6 +121,16 @@ def session_brokerj(nodes: ExitStack) -> Callable[[str], BrokerJ]:
 def rabbitmq(session_rabbitmq: Callable[[], RabbitMQNode]) -> RabbitMQNode:
     """A running RabbitMQ node for all tests: leave it running, without alarms, and use queues of your own."""
     return session_rabbitmq()
+
+
+@pytest.fixture(scope="session", params=["package", "4"])
+def each_rabbitmq(
+    request: pytest.FixtureRequest,
+    session_rabbitmq: Callable[[], RabbitMQNode],
+    session_container: Callable[[str], RabbitMQ],
+) -> RabbitMQ:
+    """A running RabbitMQ for all tests, that of the package and 4: leave it without alarms, and use your own queues."""
+    return session_rabbitmq() if request.param == "package" else session_container(request.param)
 
 
 @pytest.fixture

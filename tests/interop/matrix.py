@@ -98,7 +98,8 @@ def render(kept: Mapping[str, Any]) -> str:
 def _title(broker: str, release: str) -> str:
     if broker == "qflow":
         return f"The broker of this repository, {release}"
-    return f"{broker.partition(' ')[0]} {release}"
+    product, _, line = broker.partition(" ")
+    return f"{product} {release}" + (", in a container" if product == "RabbitMQ" and line else "")
 
 
 def _cell(result: Mapping[str, Any] | None) -> str:

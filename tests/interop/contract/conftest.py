@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from qflow_client.testing.brokerj import BrokerJ
-from qflow_client.testing.rabbitmq import RabbitMQNode
+from qflow_client.testing.rabbitmq import RabbitMQ, RabbitMQNode
 from tests.interop import matrix
 from tests.interop.contract.producers import PRODUCERS
 from tests.interop.contract.providers import Inbox, Provider, Providers
@@ -14,9 +14,11 @@ from tests.interop.contract.providers import Inbox, Provider, Providers
 
 @pytest.fixture(scope="session")
 def providers(
-    session_rabbitmq: Callable[[], RabbitMQNode], session_brokerj: Callable[[str], BrokerJ]
+    session_rabbitmq: Callable[[], RabbitMQNode],
+    session_container: Callable[[str], RabbitMQ],
+    session_brokerj: Callable[[str], BrokerJ],
 ) -> Iterator[Providers]:
-    made = Providers(session_rabbitmq, session_brokerj)
+    made = Providers(session_rabbitmq, session_container, session_brokerj)
     yield made
     made.close()
 

@@ -18,7 +18,7 @@ from pika import BasicProperties
 from qflow_client import Outcome, __version__
 from qflow_client.broker import Broker
 from qflow_client.testing.brokerj import BrokerJ
-from qflow_client.testing.rabbitmq import RabbitMQNode
+from qflow_client.testing.rabbitmq import RabbitMQ, RabbitMQNode
 
 # Far more than anything takes on a busy machine.
 PATIENCE = 60.0
@@ -114,10 +114,13 @@ class Inbox:
         self._names.append(f"qflow-{uuid4().hex}")
         return self._names[-1]
 
-    def declare(self, arguments: dict[str, object] | None = None) -> str:
+    def declare(self, arguments: dict[str, object] | None = None, *, durable: bool = False) -> str:
         name = self.name()
-        self._channel.queue_declare(name, arguments=arguments or {})
+        self._channel.queue_declare(name, durable=durable, arguments=arguments or {})
         return name
+
+    def purge(self, queue: str) -> None:
+        self._channel.queue_purge(queue)
 
     def depth(self, queue: str) -> int:
         return int(self._channel.queue_declare(queue, passive=True).method.message_count)
@@ -157,12 +160,19 @@ class Providers:
     """Starts each broker when it is asked for, once.
 
     Args:
-        rabbitmq: makes a RabbitMQ node, or skips.
+        rabbitmq: makes a RabbitMQ node of the installed package, or skips.
+        container: makes one of a major release, in a container if it can, or skips.
         brokerj: makes a Broker-J of a release, or skips.
     """
 
-    def __init__(self, rabbitmq: Callable[[], RabbitMQNode], brokerj: Callable[[str], BrokerJ]) -> None:
+    def __init__(
+        self,
+        rabbitmq: Callable[[], RabbitMQNode],
+        container: Callable[[str], RabbitMQ],
+        brokerj: Callable[[str], BrokerJ],
+    ) -> None:
         self._rabbitmq = rabbitmq
+        self._container = container
         self._brokerj = brokerj
         self._stack = ExitStack()
         self._made: dict[str, Provider] = {}
@@ -180,11 +190,11 @@ class Providers:
         if product == "Broker-J":
             brokerj = self._brokerj(release)
             return Provider(brokerj.url, version_of(brokerj.url), brokerj=brokerj)
-        url = os.environ.get({"qflow": "QFLOW_BROKER_URL", "RabbitMQ": "QFLOW_RABBITMQ_URL"}[product])
-        if url:
+        variable = "QFLOW_BROKER_URL" if product == "qflow" else f"QFLOW_{name.upper().replace(' ', '_')}_URL"
+        if url := os.environ.get(variable):
             return Provider(url, version_of(url))
         if product == "qflow":
             broker = self._stack.enter_context(Broker())
             return Provider(broker.url, __version__, broker.block, broker.unblock)
-        node = self._rabbitmq()
+        node: RabbitMQ = self._container(release) if release else self._rabbitmq()
         return Provider(node.url, version_of(node.url), node.raise_memory_alarm, node.clear_memory_alarm)

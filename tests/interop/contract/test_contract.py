@@ -12,6 +12,7 @@ from qflow_client import FlowControlTimeout, HoldKind, Message, MessageRejected,
 from qflow_client.protocol import REPUBLISHED
 from qflow_client.testing.brokerj import VERSIONS
 from qflow_client.testing.proxy import FaultProxy
+from tests.interop.containers import RELEASES
 from tests.interop.contract.producers import PRODUCERS
 from tests.interop.contract.providers import PATIENCE, ROOM, STOP, Inbox, Provider
 
@@ -22,9 +23,10 @@ pytestmark = pytest.mark.timeout(400)
 WAIT = 0.5
 
 OURS = "qflow"
-RABBITMQ = "RabbitMQ"
+# That of the installed package, and those in containers.
+RABBITMQ = ("RabbitMQ", *(f"RabbitMQ {release}" for release in RELEASES))
 BROKERJ = tuple(f"Broker-J {version}" for version in VERSIONS)
-ALL = (OURS, RABBITMQ, *BROKERJ)
+ALL = (OURS, *RABBITMQ, *BROKERJ)
 # They reconnect, and send again what was lost.
 RECOVERING = ("Producer", "AsyncProducer")
 
@@ -43,7 +45,7 @@ def capability(
     without: Container[tuple[str, str]] = UNCONFIRMED,
 ) -> Any:
     """What a test shows of which producers on which brokers, but for some pairs."""
-    marks = {RABBITMQ: pytest.mark.rabbitmq} | dict.fromkeys(BROKERJ, pytest.mark.brokerj)
+    marks = dict.fromkeys(RABBITMQ, pytest.mark.rabbitmq) | dict.fromkeys(BROKERJ, pytest.mark.brokerj)
 
     def decorate(test: Any) -> Any:
         pairs = [
@@ -180,7 +182,7 @@ def test_J7_A4_who_is_stopped_by_a_queue_keeps_its_deadlines_and_goes_on_when_it
         assert inbox.bodies(queue, 1) == [b"later"]
 
 
-@capability("Connection.Blocked holds, in time", on=(OURS, RABBITMQ))
+@capability("Connection.Blocked holds, in time", on=(OURS, *RABBITMQ))
 def test_A4_who_is_blocked_keeps_its_deadlines_and_goes_on_when_it_is_unblocked(
     provider: Provider, make: Make, inbox: Inbox, numbers: Numbers
 ) -> None:
