@@ -1,0 +1,271 @@
+"""What RabbitMQ does to who publishes more than it can take: alarms, credit flow, a pause, a restart, full queues."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from uuid import uuid4
+
+import pika
+import pytest
+
+from qflow_client import (
+    ConfirmTimeout,
+    FlowControlTimeout,
+    HoldKind,
+    Message,
+    MessageRejected,
+    Outcome,
+    Producer,
+    ProducerSettings,
+)
+from qflow_client.testing.rabbitmq import RabbitMQ, RabbitMQNode
+from tests.integration.producer.tools import eventually, wait_held
+from tests.interop.containers import RabbitMQContainer
+from tests.interop.contract.producers import PRODUCERS
+from tests.interop.contract.providers import PATIENCE, Inbox, version_of
+from tests.interop.contract.test_contract import WAIT, body, send_until_held
+from tests.interop.test_rabbitmq_producer import check_nothing_is_lost
+
+# The first of them starts the container.
+pytestmark = [pytest.mark.rabbitmq, pytest.mark.timeout(400)]
+
+# The producers of the example in C6, and a queue for them.
+MAXIMUM = 100
+CAPACITIES = (50, 15)
+
+
+@pytest.fixture
+def inbox(each_rabbitmq: RabbitMQ) -> Iterator[Inbox]:
+    made = Inbox(each_rabbitmq.url)
+    yield made
+    made.close()
+
+
+@contextmanager
+def standing_still(node: RabbitMQ, queue: str) -> Iterator[None]:
+    """A queue takes nothing meanwhile, as one that is far slower than its producers."""
+
+    def tell(verb: str) -> None:
+        found = f'{{ok, Queue}} = rabbit_amqqueue:lookup(rabbit_misc:r(<<"/">>, queue, <<"{queue}">>))'
+        assert node.ctl("eval", f"{found}, sys:{verb}(amqqueue:get_pid(Queue)).") == "ok"
+
+    tell("suspend")
+    try:
+        yield
+    finally:
+        tell("resume")
+
+
+def holds_of(producer: Any) -> set[HoldKind]:
+    """The kinds of the holds that have been on a producer."""
+    return {kind for kind, seconds in producer.flow_state.seconds_flowed.items() if seconds}
+
+
+def test_A4_under_a_disk_alarm_the_first_send_returns_and_everything_keeps_its_deadline(
+    each_rabbitmq: RabbitMQ, inbox: Inbox
+) -> None:
+    producers: dict[str, Any] = {}
+    queues = {name: inbox.declare() for name in PRODUCERS}
+    first: dict[str, Any] = {}
+    admitted: dict[str, list[bytes]] = {}
+    with ExitStack() as stack:
+        for name, make in PRODUCERS.items():
+            producer = make(each_rabbitmq.url, routing_key=queues[name], max_producer_flow_control_wait=WAIT)
+            producers[name] = stack.enter_context(producer)
+            assert producer.send(b"before").result(PATIENCE) is Outcome.CONFIRMED
+        each_rabbitmq.raise_disk_alarm()
+        try:
+            eventually(lambda: "disk" in each_rabbitmq.ctl("eval", "rabbit_alarm:get_alarms()."), timeout=PATIENCE)
+            for name, producer in producers.items():
+                first[name] = producer.send(b"first")
+                assert not first[name].wait(WAIT)
+                admitted[name] = send_until_held(producer, HoldKind.CONNECTION_BLOCKED, {})
+                # A channel of aio-pika's has nothing like it.
+                if name != "aio-pika drop-in":
+                    with pytest.raises(ConfirmTimeout):
+                        producer.flush(timeout=WAIT)
+        finally:
+            each_rabbitmq.clear_disk_alarm()
+        for name, producer in producers.items():
+            assert producer.wait_unflowed(PATIENCE)
+            assert producer.send(b"later", timeout=PATIENCE).result(PATIENCE) is Outcome.CONFIRMED
+            assert first[name].result(PATIENCE) is Outcome.CONFIRMED
+            bodies = [b"before", b"first", *admitted[name], b"later"]
+            assert inbox.bodies(queues[name], len(bodies)) == bodies
+
+
+@pytest.mark.parametrize(("queue_type", "producer"), [("classic", "Producer"), ("quorum", "AsyncProducer")])
+def test_J8_under_credit_flow_the_window_or_the_socket_holds_and_nothing_is_lost(
+    each_rabbitmq: RabbitMQ, inbox: Inbox, queue_type: str, producer: str
+) -> None:
+    make = PRODUCERS[producer]
+    queue, marker = inbox.declare({"x-queue-type": queue_type}, durable=True), b"small"
+    with (
+        make(each_rabbitmq.url, routing_key=queue, capacity=50) as small,
+        make(each_rabbitmq.url, routing_key=queue, capacity=1_000_000) as large,
+    ):
+        with standing_still(each_rabbitmq, queue):
+            for number in range(50):
+                small.send(marker + b"%d" % number, timeout=PATIENCE)
+            with pytest.raises(FlowControlTimeout) as caught:
+                small.send(b"never sent", timeout=WAIT)
+            assert [hold.kind for hold in caught.value.holds] == [HoldKind.CAPACITY]
+            assert small.unsettled == 50
+            # RabbitMQ has no word for it: it takes some hundred messages, and then leaves the socket full.
+            admitted = send_until_held(large, HoldKind.TRANSPORT, {})
+            assert large.unsettled == len(admitted)
+            assert "flow" in each_rabbitmq.ctl("list_connections", "state").split()
+        for each in small, large:
+            each.flush(timeout=PATIENCE)
+        assert holds_of(small) == {HoldKind.CAPACITY}
+        assert holds_of(large) == {HoldKind.TRANSPORT}
+    arrived = inbox.bodies(queue, 50 + len(admitted))
+    assert [each for each in arrived if each.startswith(marker)] == [marker + b"%d" % number for number in range(50)]
+    assert [each for each in arrived if not each.startswith(marker)] == admitted
+
+
+def test_J8_persistent_messages_that_come_faster_than_a_quorum_queue_writes_them_are_held_by_the_window(
+    each_rabbitmq: RabbitMQ, inbox: Inbox
+) -> None:
+    count, capacity = 10_000, 200
+    queue = inbox.declare({"x-queue-type": "quorum"}, durable=True)
+    with Producer(each_rabbitmq.url, routing_key=queue, capacity=capacity) as producer:
+        for number in range(count):
+            producer.send(Message(body(number), delivery_mode=2), timeout=PATIENCE)
+            assert producer.unsettled <= capacity
+        producer.flush(timeout=PATIENCE)
+        assert holds_of(producer) <= {HoldKind.CAPACITY, HoldKind.TRANSPORT}
+    assert inbox.bodies(queue, count) == [body(number) for number in range(count)]
+
+
+def test_A4_a_paused_container_cannot_make_a_send_overrun_its_deadline(
+    session_container: Callable[[str], RabbitMQNode | RabbitMQContainer],
+) -> None:
+    node = session_container("4")
+    with Producer(node.url, routing_key="nobody's", mandatory=False, capacity=50) as producer:
+        producer.send(b"before").result(PATIENCE)
+        node.pause()
+        try:
+            for number in range(50):
+                producer.send(b"%d" % number, timeout=PATIENCE)
+            with pytest.raises(FlowControlTimeout) as caught:
+                producer.send(b"never sent", timeout=WAIT)
+            assert [hold.kind for hold in caught.value.holds] == [HoldKind.CAPACITY]
+            with pytest.raises(ConfirmTimeout):
+                producer.flush(timeout=WAIT)
+        finally:
+            node.resume()
+        producer.flush(timeout=PATIENCE)
+
+
+def test_a_node_in_a_container_that_is_stopped_and_starts_again_has_everything(
+    session_container: Callable[[str], RabbitMQ],
+) -> None:
+    node = session_container("4")
+    queue = f"qflow-{uuid4().hex}"
+    with pika.BlockingConnection(pika.URLParameters(node.url)) as connection:
+        connection.channel().queue_declare(queue, durable=True, arguments={"x-queue-type": "quorum"})
+    sent, enough = 0, threading.Event()
+
+    def send(producer: Producer) -> None:
+        nonlocal sent
+        while not enough.is_set():
+            producer.send(b"%d" % sent, timeout=None)
+            sent += 1
+
+    with Producer(node.url, routing_key=queue, capacity=500) as producer:
+        sending = threading.Thread(target=send, args=(producer,))
+        sending.start()
+        try:
+            node.ctl("stop_app")
+            try:
+                wait_held(producer, HoldKind.DISCONNECTED)
+            finally:
+                node.ctl("start_app")
+            assert producer.wait_unflowed(PATIENCE)
+        finally:
+            enough.set()
+        sending.join(PATIENCE)
+        producer.flush(timeout=PATIENCE)
+    check_nothing_is_lost(node.url, queue, sent)
+    with pika.BlockingConnection(pika.URLParameters(node.url)) as connection:
+        connection.channel().queue_delete(queue)
+
+
+def fill(producers: list[Producer]) -> int:
+    """Send more than the queue takes with all of them at once, and return how many were confirmed."""
+    began = threading.Barrier(len(producers))
+    outcomes: list[Outcome | None] = []
+
+    def send(producer: Producer) -> None:
+        began.wait(PATIENCE)
+        receipts = [producer.send(b"", timeout=PATIENCE) for _ in range(2 * MAXIMUM)]
+        for receipt in receipts:
+            assert receipt.wait(PATIENCE)
+        outcomes.extend(receipt.outcome for receipt in receipts)
+
+    threads = [threading.Thread(target=send, args=(producer,)) for producer in producers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * PATIENCE)
+    assert len(outcomes) == len(producers) * 2 * MAXIMUM
+    assert set(outcomes) == {Outcome.CONFIRMED, Outcome.NACKED}
+    return outcomes.count(Outcome.CONFIRMED)
+
+
+@pytest.mark.parametrize(("queue_type", "beyond"), [("classic", 0), ("quorum", sum(CAPACITIES))])
+def test_C6_a_queue_that_rejects_exceeds_its_maximum_by_at_most_the_capacities_and_a_classic_one_never(
+    each_rabbitmq: RabbitMQ, inbox: Inbox, queue_type: str, beyond: int
+) -> None:
+    arguments = {"x-queue-type": queue_type, "x-max-length": MAXIMUM, "x-overflow": "reject-publish"}
+    queue = inbox.declare(arguments, durable=True)
+    with ExitStack() as stack:
+        producers = [
+            stack.enter_context(Producer(each_rabbitmq.url, routing_key=queue, capacity=capacity, on_refused="fail"))
+            for capacity in CAPACITIES
+        ]
+        for _ in range(20):
+            # Nobody takes any: what is there in the end is the most that was there.
+            peak = fill(producers)
+            assert MAXIMUM <= peak <= MAXIMUM + beyond
+            inbox.wait_depth(queue, peak)
+            inbox.purge(queue)
+
+
+def test_a_quorum_queue_that_rejects_gets_everything_as_it_is_emptied(each_rabbitmq: RabbitMQ, inbox: Inbox) -> None:
+    arguments = {"x-queue-type": "quorum", "x-max-length": 10, "x-overflow": "reject-publish"}
+    queue = inbox.declare(arguments, durable=True)
+    count = 300
+    settings = ProducerSettings(routing_key=queue, capacity=50, retry_delay=0.05, retry_delay_max=0.2)
+    with Producer(each_rabbitmq.url, settings=settings) as producer:
+        sending = threading.Thread(
+            target=lambda: [producer.send(b"%d" % number, timeout=None) for number in range(count)]
+        )
+        sending.start()
+        wait_held(producer, HoldKind.REFUSED)
+        # What was nacked is not in the queue, and what is tried again comes when it may.
+        assert sorted(map(int, inbox.bodies(queue, count))) == list(range(count))
+        sending.join(PATIENCE)
+        producer.flush(timeout=PATIENCE)
+
+
+def test_a_message_beyond_16_MiB_is_taken_by_3_10_and_rejected_by_4_0_and_harms_no_other(
+    each_rabbitmq: RabbitMQ, inbox: Inbox
+) -> None:
+    queue = inbox.declare()
+    large = bytes((1 << 24) + 1)
+    with Producer(each_rabbitmq.url, routing_key=queue) as producer:
+        receipts = [producer.send(each, timeout=PATIENCE) for each in (b"before", large, b"after")]
+        if version_of(each_rabbitmq.url).startswith("3."):
+            assert receipts[1].result(PATIENCE) is Outcome.CONFIRMED
+        else:
+            with pytest.raises(MessageRejected, match=r"406.*max size") as caught:
+                receipts[1].result(PATIENCE)
+            assert caught.value.reply_code == 406
+        assert receipts[0].result(PATIENCE) is receipts[2].result(PATIENCE) is Outcome.CONFIRMED
+    bodies = inbox.bodies(queue, inbox.depth(queue))
+    assert [each for each in dict.fromkeys(bodies) if each != large] == [b"before", b"after"]

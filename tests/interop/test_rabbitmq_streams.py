@@ -1,0 +1,80 @@
+"""Streams of RabbitMQ's, which keep what is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from uuid import uuid4
+
+import pika
+import pytest
+
+from qflow_client import Outcome
+from qflow_client.testing.rabbitmq import RabbitMQ
+from tests.interop.contract.producers import PRODUCERS
+from tests.interop.contract.providers import PATIENCE
+from tests.interop.contract.test_contract import body, if_it_has
+
+# The first of them starts the container.
+pytestmark = [pytest.mark.rabbitmq, pytest.mark.timeout(400)]
+
+COUNT = 500
+
+each_producer = pytest.mark.parametrize("make", PRODUCERS.values(), ids=PRODUCERS)
+
+
+@pytest.fixture
+def stream(each_rabbitmq: RabbitMQ) -> Iterator[str]:
+    name = f"qflow-{uuid4().hex}"
+    with pika.BlockingConnection(pika.URLParameters(each_rabbitmq.url)) as connection:
+        channel = connection.channel()
+        channel.queue_declare(name, durable=True, arguments={"x-queue-type": "stream"})
+        yield name
+        channel.queue_delete(name)
+
+
+def read(url: str, stream: str, offset: int | str, count: int) -> list[tuple[int, bytes]]:
+    """The next so many messages from an offset on, each with its own."""
+    found: list[tuple[int, bytes]] = []
+    with pika.BlockingConnection(pika.URLParameters(url)) as connection:
+        channel: Any = connection.channel()
+        channel.basic_qos(prefetch_count=100)
+        arguments = {"x-stream-offset": offset}
+        for method, properties, content in channel.consume(stream, arguments=arguments, inactivity_timeout=PATIENCE):
+            assert method is not None, f"{len(found)} of {count} messages came"
+            channel.basic_ack(method.delivery_tag)
+            # What is delivered begins with the chunk that has the offset.
+            if (at := properties.headers["x-stream-offset"]) >= (offset if isinstance(offset, int) else 0):
+                found.append((at, content))
+            if len(found) == count:
+                break
+        channel.cancel()
+    return found
+
+
+@each_producer
+def test_what_is_confirmed_is_in_the_stream_in_order_and_read_by_offset_as_often_as_one_likes(
+    each_rabbitmq: RabbitMQ, stream: str, make: Callable[..., Any]
+) -> None:
+    with make(each_rabbitmq.url, routing_key=stream) as producer:
+        receipts = [producer.send(body(number)) for number in range(COUNT)]
+        producer.flush(timeout=PATIENCE)
+        assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED] * COUNT
+    whole = [(number, body(number)) for number in range(COUNT)]
+    assert read(each_rabbitmq.url, stream, "first", COUNT) == whole
+    assert read(each_rabbitmq.url, stream, COUNT - 123, 123) == whole[-123:]
+
+
+@each_producer
+def test_what_no_queue_takes_is_returned_and_harms_nothing_in_the_stream(
+    each_rabbitmq: RabbitMQ, stream: str, make: Callable[..., Any]
+) -> None:
+    with make(each_rabbitmq.url, routing_key=stream, **if_it_has(make, on_refused="fail")) as producer:
+        outcomes = []
+        for number in range(20):
+            receipt = producer.send(body(number), routing_key=f"{stream}-not" if number % 4 == 3 else None)
+            assert receipt.wait(PATIENCE)
+            outcomes.append(receipt.outcome)
+    assert outcomes == ([Outcome.CONFIRMED] * 3 + [Outcome.RETURNED]) * 5
+    kept = [body(number) for number in range(20) if number % 4 != 3]
+    assert read(each_rabbitmq.url, stream, "first", len(kept)) == list(enumerate(kept))
