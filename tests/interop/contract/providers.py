@@ -119,9 +119,6 @@ class Inbox:
         self._channel.queue_declare(name, durable=durable, arguments=arguments or {})
         return name
 
-    def purge(self, queue: str) -> None:
-        self._channel.queue_purge(queue)
-
     def depth(self, queue: str) -> int:
         return int(self._channel.queue_declare(queue, passive=True).method.message_count)
 

@@ -68,7 +68,9 @@ def body(number: int) -> bytes:
     return b"%06d" % number + bytes(994)
 
 
-def send_until_held(producer: Any, kind: HoldKind, numbers: Numbers) -> list[bytes]:
+def send_until_held(
+    producer: Any, kind: HoldKind, numbers: Numbers, body: Callable[[int], bytes] = body
+) -> list[bytes]:
     """Send until the broker holds the producer, and return what was admitted before; tell how long the last waited."""
     admitted: list[bytes] = []
     end = time.monotonic() + PATIENCE
