@@ -47,6 +47,7 @@ def test_what_failed_or_was_not_tried_is_told() -> None:
             "libraries": {"pika": "1", "aio-pika": "2"},
             "results": [result("A", "passed"), result("B", "failed"), result("C", "skipped")],
             "clients": [],
+            "flights": [],
         }
     )
     assert "### RabbitMQ 4.0\n\n| | A | B | C |\n" in page
