@@ -98,6 +98,10 @@ _BODY_SIZE = Struct(">Q")
 _BASIC = 60
 
 
+# The first byte of "AMQP".
+_HEADER = 65
+
+
 class FrameError(Exception):
     """Bytes that are not an AMQP frame, or a frame that is too large (AMQP reply code 501, FRAME-ERROR)."""
 
@@ -113,6 +117,15 @@ HEARTBEAT = frame(HEARTBEAT_FRAME, 0, b"")
 def flow_ok(channel: int, active: bool) -> bytes:
     """The whole ``Channel.Flow-Ok`` frame."""
     return frame(METHOD_FRAME, channel, CHANNEL_FLOW_OK + bytes((active,)))
+
+
+def _no_frame(kind: int) -> FrameError:
+    """What begins with this byte is no frame."""
+    text = f"frame type {kind} is none of AMQP 0-9-1's"
+    if kind == _HEADER:
+        # The standard: who does not speak the version of a client answers with the header of one that it speaks.
+        text += ", but as the header of another version begins: use a port, or a broker, that speaks AMQP 0-9-1"
+    return FrameError(text)
 
 
 class FrameSplitter:
@@ -162,7 +175,7 @@ class FrameSplitter:
         while end - at >= FRAME_OVERHEAD:
             kind, channel, size = unpack(data, at)
             if (kind > BODY_FRAME and kind != HEARTBEAT_FRAME) or kind == 0:
-                raise FrameError(f"frame type {kind} is none of AMQP 0-9-1's")
+                raise _no_frame(kind)
             if self.frame_max and size + FRAME_OVERHEAD > self.frame_max:
                 raise FrameError(f"a frame of {size + FRAME_OVERHEAD} bytes is larger than frame-max {self.frame_max}")
             start = at + 7
@@ -178,7 +191,7 @@ class FrameSplitter:
             if at == end:
                 return
             if ((kind := data[at]) > BODY_FRAME and kind != HEARTBEAT_FRAME) or kind == 0:
-                raise FrameError(f"frame type {kind} is none of AMQP 0-9-1's")
+                raise _no_frame(kind)
             self._needed = FRAME_OVERHEAD
         self._pieces.append(data[at:])
         self.pending = end - at

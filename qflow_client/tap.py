@@ -60,10 +60,12 @@ _QPID_CONFIRMS = "qpid.confirmed_publish_supported"
 _QPID_CAPABILITIES = encode_table({"capabilities": {"publisher_confirms": True, "basic.nack": True}}, "capabilities")[
     4:
 ]
+# What a broker can do that lists nothing, such as WSO2's: aiormq fails where there is no table.
+_NO_CAPABILITIES = encode_table({"capabilities": {}}, "capabilities")[4:]
 
 
-def _announce_confirms(start: bytes) -> bytes:
-    """A ``Connection.Start`` with the capabilities of a broker that lists none and says in its own way what it can do.
+def _announce_capabilities(start: bytes) -> bytes:
+    """A ``Connection.Start`` with the capabilities of a broker that lists none: none, or those it tells in its own way.
 
     Returns:
         It unchanged, if there is nothing to add, or the library is to say what is wrong with it.
@@ -73,10 +75,11 @@ def _announce_confirms(start: bytes) -> bytes:
         properties, stop = decode_table(start, 6)
     except (struct_error, IndexError, ValueError):
         return start
-    if "capabilities" in properties or properties.get(_QPID_CONFIRMS) != "true":
+    if "capabilities" in properties:
         return start
-    size = stop - 10 + len(_QPID_CAPABILITIES)
-    return start[:6] + size.to_bytes(4, "big") + start[10:stop] + _QPID_CAPABILITIES + start[stop:]
+    added = _QPID_CAPABILITIES if properties.get(_QPID_CONFIRMS) == "true" else _NO_CAPABILITIES
+    size = stop - 10 + len(added)
+    return start[:6] + size.to_bytes(4, "big") + start[10:stop] + added + start[stop:]
 
 
 def _ack_head(number: int) -> bytes:
@@ -362,7 +365,7 @@ class Tap:
                         # It is the first thing that a broker says: a run would have to come before it.
                         taken = run < 0 and payload.startswith(CONNECTION_START)
                         if taken:
-                            passed.append(frame(METHOD_FRAME, 0, _announce_confirms(payload)))
+                            passed.append(frame(METHOD_FRAME, 0, _announce_capabilities(payload)))
                         else:
                             self._copy_connection(payload, now)
                     else:

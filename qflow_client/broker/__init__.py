@@ -12,6 +12,7 @@ from qflow_client.broker.definitions import (
 )
 from qflow_client.broker.errors import AmqpError, ChannelException, ConnectionException, ReplyCode
 from qflow_client.broker.policies import ApplyTo, Enforcement, Policy, PolicyDefinition, QueuePolicy
+from qflow_client.broker.profiles import Profile
 from qflow_client.broker.rates import RateLimit, RateScope
 from qflow_client.broker.settings import BrokerSettings, FlowScope, Synchronous, Trace
 from qflow_client.broker.snapshots import (
@@ -48,6 +49,7 @@ __all__ = [
     "MemorySnapshot",
     "Policy",
     "PolicyDefinition",
+    "Profile",
     "QueueDefinition",
     "QueuePolicy",
     "QueueSnapshot",

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeVar, Unpack
 from urllib.parse import quote
 
 import pamqp.commands
@@ -92,14 +92,14 @@ class Broker:
 
     def __init__(self, **options: Unpack[BrokerOptions]) -> None:
         #: What it was given, and the defaults.
-        self.settings = BrokerSettings(**cast(dict[str, Any], options))
+        self.settings = BrokerSettings.of(options)
         has_store, limit = self.settings.store is not None, self.settings.memory_limit
         journal = Journal(time.time, has_store=has_store, limit=limit) if has_store or limit else None
         self._host = VirtualHost(self.settings, journal=journal)
         if self.settings.flow_log is not None:
             log = self.settings.flow_log
             self._host.record(FlowRecorder(log.write, self._host.clock, time.time, period=log.period, who=_who))
-        self._controls = Controls(watches_publishes=self.settings.has_discipline)
+        self._controls = Controls(watches_publishes=self.settings.watches_publishes)
         self._server = Server(self.settings, self._host, self._controls, self._on_turn)
         # Whether the alarm for memory is its own, and not an operator's.
         self._has_memory_alarm = False

@@ -17,6 +17,7 @@ from qflow_client.broker.entries import DropReason
 from qflow_client.broker.errors import ChannelException, ConnectionException, ReplyCode
 from qflow_client.broker.message import StoredMessage, Target
 from qflow_client.broker.methods import TOPOLOGY_METHODS, named_queue
+from qflow_client.broker.profiles import OnAlarm
 from qflow_client.broker.queue import Queue
 from qflow_client.broker.queueflow import CountedSource, QueueFlow
 from qflow_client.broker.transaction import Settlement, Transaction
@@ -51,6 +52,7 @@ class Channel(CountedSource):
         self.number = number
         self.host = session.host
         self._controls = session.controls
+        self._missing_methods = session.dialect.missing
         # Set when either side has sent Channel.Close; what comes after it is ignored.
         self.is_closing = False
         # The queue that it declared last, which an empty queue name stands for.
@@ -124,6 +126,10 @@ class Channel(CountedSource):
             self._on_publish(payload, method)
             return
         handler = _METHODS.get(type(method))
+        if type(method) in self._missing_methods:
+            raise ConnectionException(
+                ReplyCode.NOT_IMPLEMENTED, f"{method.name} is an extension, which this broker does not have"
+            )
         if handler is None:
             raise ConnectionException(
                 ReplyCode.COMMAND_INVALID, f"{method.name} is not for channel {self.number} or not for a client to send"
@@ -200,6 +206,8 @@ class Channel(CountedSource):
         if self.transaction is not None:
             if self._discipline is not None and self.blocked_by:
                 self._discipline.check(self, self.host.clock())
+            if self.session.blocks:
+                self.check_alarm()
             self.transaction.publishes.append(message)
             return
         confirms = self.confirms
@@ -225,6 +233,8 @@ class Channel(CountedSource):
         was_flowed = discipline is not None and self._is_flowed_by_others
         if discipline is not None and self.blocked_by:
             discipline.check(self, self.host.clock())
+        if self.session.blocks:
+            self.check_alarm()
         queues = self.host.destinations(message)
         if self._controls.nack_publishes:
             self._refuse(tag, "the broker refuses every publish now")
@@ -287,6 +297,19 @@ class Channel(CountedSource):
             self.confirms.drop(waiting.tag)
             self._refuse(waiting.tag, reason)
         return True
+
+    def check_alarm(self, so: str = "") -> None:
+        """Nothing more is taken while there is an alarm, if that is how clients are told of one.
+
+        Args:
+            so: what cannot be done.
+
+        Raises:
+            ChannelException: 406.
+        """
+        dialect = self.session.dialect
+        if self.session.blocks and dialect.on_alarm is OnAlarm.CHANNEL_CLOSE:
+            raise ChannelException(ReplyCode.PRECONDITION_FAILED, f"{dialect.alarm_text}{so}")
 
     def _refuse(self, tag: int, reason: str) -> None:
         if self.confirms is None:
@@ -365,6 +388,8 @@ class Channel(CountedSource):
         self.is_producer = True
         if self._controls.producers_stopped:
             self.block(self._controls.operator)
+        if self.session.blocks and self.session.dialect.on_alarm is OnAlarm.CHANNEL_FLOW:
+            self.block(self._controls.alarm)
         if self._discipline is not None:
             self._discipline.look_at(self)
 

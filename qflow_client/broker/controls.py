@@ -17,6 +17,7 @@ class Controls:
     __slots__ = (
         "_has_rates",
         "_watches_always",
+        "alarm",
         "alarms",
         "nack_publishes",
         "operator",
@@ -28,11 +29,15 @@ class Controls:
 
     #: What blocks a channel, or a connection, in the name of the operator, as queues do in theirs.
     OPERATOR = "operator"
+    #: The same in the name of an alarm.
+    ALARM = "alarm"
 
     def __init__(self, *, watches_publishes: bool = False) -> None:
         self.operator = FlowController(ThresholdLimiter(StopResume()), name=self.OPERATOR)
         # Whether channels that turn out to be producers are flowed at once (D5).
         self.producers_stopped = False
+        # What blocks channels because of an alarm, where that is how clients are told of one.
+        self.alarm = FlowController(ThresholdLimiter(StopResume()), name=self.ALARM)
         # Why connections are blocked, by who says so.
         self.alarms: dict[str, str] = {}
         # Whether confirms stay with the broker.

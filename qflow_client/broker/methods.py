@@ -61,6 +61,8 @@ def _queue_declare(channel: Channel, method: Any) -> None:
         queue = named_queue(channel, method.queue)
         queue.touch()
     else:
+        if method.queue not in host.queues:
+            channel.check_alarm(", can not create queue")
         queue = host.declare_queue(
             method.queue,
             durable=method.durable,

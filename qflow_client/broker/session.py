@@ -20,6 +20,7 @@ from qflow_client.broker.channel import Channel
 from qflow_client.broker.controls import Controls
 from qflow_client.broker.discipline import Discipline
 from qflow_client.broker.errors import ChannelException, ConnectionException, ReplyCode
+from qflow_client.broker.profiles import PROTOCOL_HEADER, OnAlarm
 from qflow_client.broker.settings import BrokerSettings
 from qflow_client.broker.virtualhost import VirtualHost
 from qflow_client.frames import (
@@ -36,22 +37,12 @@ from qflow_client.frames import (
     frame,
 )
 
-__all__ = ["Session", "State"]
+__all__ = ["PROTOCOL_HEADER", "Session", "State"]
 
 _log = logging.getLogger(__name__)
 
-PROTOCOL_HEADER = b"AMQP\0\0\x09\x01"
 _CONNECTION_CLOSE = bytes((0, 10, 0, 50))
 _CHANNEL_OPEN = bytes((0, 20, 0, 10))
-_CAPABILITIES = {
-    "publisher_confirms": True,
-    "exchange_exchange_bindings": True,
-    "basic.nack": True,
-    "consumer_cancel_notify": True,
-    "connection.blocked": True,
-    "per_consumer_qos": True,
-    "authentication_failure_close": True,
-}
 _FRAME_KINDS = {1: "method", 2: "ContentHeader", 3: "ContentBody", 8: "Heartbeat"}
 
 
@@ -114,6 +105,7 @@ class Session:
         self.host = host
         self.controls = controls
         self.settings: BrokerSettings = host.settings
+        self.dialect = self.settings.dialect
         self.state = State.HEADER
         self._on_output = on_output
         self._output_announced = False
@@ -194,9 +186,12 @@ class Session:
                     else:
                         channel.on_body(payload)
                 except ChannelException as error:
-                    _log.info("%s: channel %d: %s", self.name, number, error.reply_text)
                     cause = payload[:4] if kind == METHOD_FRAME else PUBLISH
-                    channels[number].fail(error.code, error.reply_text, cause)
+                    if self.dialect.channel_errors_close is None:
+                        _log.info("%s: channel %d: %s", self.name, number, error.reply_text)
+                        channels[number].fail(error.code, error.reply_text, cause)
+                    else:
+                        self.fail(self.dialect.channel_errors_close, error.text, now, cause)
                 except ConnectionException as error:
                     cause = payload[:4] if kind == METHOD_FRAME else b"\0\0\0\0"
                     self.fail(error.code, error.reply_text, now, cause)
@@ -207,11 +202,12 @@ class Session:
     def _receive_header(self, data: bytes) -> bytes:
         self._beginning += data
         header, rest = self._beginning[:8], self._beginning[8:]
-        if not PROTOCOL_HEADER.startswith(header):
+        dialect = self.dialect
+        if not any(known.startswith(header) for known in dialect.headers):
             # The standard: answer with the header that is right, and close.
             _log.info("%s: not an AMQP 0-9-1 client: %r", self.name, header)
             self._is_deaf = True
-            self.write(PROTOCOL_HEADER)
+            self.write(dialect.answer)
             self.end()
             return b""
         if len(header) < len(PROTOCOL_HEADER):
@@ -220,11 +216,7 @@ class Session:
         self.state = State.START_OK
         self._send(
             commands.Connection.Start(
-                server_properties={
-                    "product": "qflow broker",
-                    "information": "an AMQP 0-9-1 broker for producer flow control",
-                    "capabilities": dict(_CAPABILITIES),
-                },
+                server_properties=dialect.server_properties,
                 mechanisms="PLAIN",
                 locales="en_US",
             )
@@ -380,8 +372,8 @@ class Session:
         self._times_flowed_before += channel.times_flowed
 
     def understands(self, capability: str) -> bool:
-        """Whether the client announced a capability."""
-        return self._capabilities.get(capability) is True
+        """Whether the client announced a capability, and the broker has it."""
+        return self._capabilities.get(capability) is True and self.dialect.has(capability)
 
     # Connection.Blocked.
 
@@ -391,22 +383,34 @@ class Session:
         return bool(self.blocks)
 
     def block(self, reason: str, source: str) -> None:
-        """Tell the client that it is blocked, if it announced that it understands and does not know yet.
+        """Tell the client that it is blocked, if it does not know yet and can be told.
 
         Args:
             reason: for the client.
             source: who says so, and takes it back by `unblock`.
         """
-        if self.state is State.RUNNING and self.understands("connection.blocked"):
-            is_new = not self.blocks
-            self.blocks[source] = reason
-            if is_new:
-                self._send(commands.Connection.Blocked(reason.encode()[:255].decode(errors="ignore")))
+        way = self.dialect.on_alarm
+        if self.state is not State.RUNNING or (way is OnAlarm.BLOCKED and not self.understands("connection.blocked")):
+            return
+        is_new = not self.blocks
+        self.blocks[source] = reason
+        if is_new and way is OnAlarm.BLOCKED:
+            self._send(commands.Connection.Blocked(reason.encode()[:255].decode(errors="ignore")))
+        elif is_new and way is OnAlarm.CHANNEL_FLOW:
+            for channel in self.channels.values():
+                if channel.is_producer and not channel.is_closing:
+                    channel.block(self.controls.alarm)
 
     def unblock(self, source: str) -> None:
         """Tell the client that it is no longer blocked, if nobody else says that it is."""
-        if self.blocks.pop(source, None) is not None and not self.blocks and self.state is State.RUNNING:
+        if self.blocks.pop(source, None) is None or self.blocks or self.state is not State.RUNNING:
+            return
+        way = self.dialect.on_alarm
+        if way is OnAlarm.BLOCKED:
             self._send(commands.Connection.Unblocked())
+        elif way is OnAlarm.CHANNEL_FLOW:
+            for channel in self.channels.values():
+                channel.unblock(self.controls.alarm)
 
     # Clients that do not listen.
 

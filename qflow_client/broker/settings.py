@@ -12,9 +12,10 @@ from enum import Enum, StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypedDict
+from typing import Any, Self, TypedDict
 
 from qflow_client.broker.policies import Enforcement, Policy, QueuePolicy
+from qflow_client.broker.profiles import DIALECTS, Dialect, OnAlarm, Profile
 from qflow_client.flow import Capacity, StopResume
 from qflow_client.flowlog import FlowLog
 from qflow_client.frames import FRAME_MIN_SIZE
@@ -52,6 +53,7 @@ class BrokerOptions(TypedDict, total=False):
     users: Mapping[str, str]
     ssl_context: ssl.SSLContext | None
     virtual_host: str
+    profile: Profile | str
     enforcement: Enforcement | str
     flow_scope: FlowScope | str
     recent: float
@@ -118,6 +120,7 @@ class BrokerSettings:
         users: passwords by user name; not shown by its `repr`.
         ssl_context: a server-side context; ``None`` for plain TCP.
         virtual_host: the name of the one virtual host.
+        profile: whose dialect it speaks; a profile has its own defaults for `heartbeat`, `frame_max` and `channel_max`.
         enforcement: how a queue holds its producers, unless its ``x-qflow-enforcement`` says otherwise (C5 J3).
         flow_scope: whom a queue flows (D12).
         recent: seconds for which who published to a queue counts as one of its publishers (D12).
@@ -171,6 +174,7 @@ class BrokerSettings:
     users: Mapping[str, str] = field(default_factory=lambda: DEFAULT_USERS, repr=False)
     ssl_context: ssl.SSLContext | None = None
     virtual_host: str = "/"
+    profile: Profile = Profile.QFLOW
     enforcement: Enforcement = Enforcement.BOTH
     flow_scope: FlowScope = FlowScope.OFFENDER
     recent: float = 10.0
@@ -206,6 +210,7 @@ class BrokerSettings:
     disk_free_limit: int = 0
 
     def __post_init__(self) -> None:
+        self._choose("profile", Profile)
         self._choose("enforcement", Enforcement)
         self._choose("flow_scope", FlowScope)
         self._choose("store_synchronous", Synchronous)
@@ -304,6 +309,26 @@ class BrokerSettings:
             raise ValueError(
                 f"http_port={self.http_port}: HTTP needs {', '.join(missing)}: pip install 'qflow-client[broker]'"
             )
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Self:
+        """The settings with these options, and with the defaults of the profile that is among them."""
+        try:
+            defaults = DIALECTS[Profile(options.get("profile", Profile.QFLOW))].settings
+        except ValueError:
+            # Refused below, with the profiles that there are.
+            defaults = {}
+        return cls(**{**defaults, **options})
+
+    @property
+    def dialect(self) -> Dialect:
+        """What the profile stands for."""
+        return DIALECTS[self.profile]
+
+    @property
+    def watches_publishes(self) -> bool:
+        """Whether more is to be done about every publish than its queues ask for."""
+        return self.has_discipline or self.dialect.on_alarm is OnAlarm.CHANNEL_CLOSE
 
     @property
     def has_discipline(self) -> bool:

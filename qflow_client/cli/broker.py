@@ -24,6 +24,7 @@ from qflow_client.broker import (
     Enforcement,
     FlowScope,
     Policy,
+    Profile,
     QueueSnapshot,
     StoreError,
     Synchronous,
@@ -124,6 +125,10 @@ def broker(
         Path | None, typer.Option(metavar="FILE", help="Its key, unless it stands in the same file.")
     ] = None,
     virtual_host: Annotated[str | None, typer.Option(help="The name of the virtual host.")] = None,
+    profile: Annotated[
+        Profile | None,
+        typer.Option(help="Whose dialect it speaks: that of another broker, for trials of clients; qflow, its own."),
+    ] = None,
     enforcement: Annotated[
         Enforcement | None,
         typer.Option(
@@ -260,6 +265,7 @@ def broker(
         "tls_certificate": tls_certificate,
         "tls_key": tls_key,
         "virtual_host": virtual_host,
+        "profile": profile,
         "enforcement": enforcement,
         "flow_scope": flow_scope,
         "recent": recent,

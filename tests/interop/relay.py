@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Self
 
 from qflow_client.frames import METHOD_FRAME, FrameSplitter
+from qflow_client.tap import Tap
 
 PATIENCE = 30.0
 _PROTOCOL_HEADER = 8
@@ -19,9 +20,11 @@ class Relay:
     Args:
         url: the broker's.
         port: the port in it.
+        mends: whether it adds the table of capabilities that a library cannot do without, and the broker does not send.
     """
 
-    def __init__(self, url: str, port: int) -> None:
+    def __init__(self, url: str, port: int, *, mends: bool = False) -> None:
+        self._mends = mends
         #: ``out`` (to the broker) or ``in``, the frame's type, its channel, and its payload if it is a method.
         self.frames: list[tuple[str, int, int, bytes]] = []
         self._grown = threading.Condition()
@@ -87,8 +90,12 @@ class Relay:
     def _pass_on(self, way: str, source: socket.socket, target: socket.socket) -> None:
         splitter = FrameSplitter()
         skip = _PROTOCOL_HEADER if way == "out" else 0
+        # A tap with no channel passes everything on, and mends the first frame.
+        tap = Tap() if self._mends and way == "in" else None
         with suppress(OSError):
             while data := source.recv(1 << 16):
+                if tap is not None:
+                    data = tap.received(data, 0.0)
                 begun, skip = data[skip:], max(0, skip - len(data))
                 if begun:
                     with self._grown:

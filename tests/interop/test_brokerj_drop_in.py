@@ -1,18 +1,25 @@
-"""The same program with pika and with the drop-in, against a real Apache Qpid Broker-J."""
+"""The same programs with pika, aio-pika and the drop-ins, against a real Apache Qpid Broker-J."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
 
+import aio_pika
+import aio_pika.exceptions
 import pika as original
 import pytest
 
+import qflow_client.aio_pika
 import qflow_client.pika as drop_in
 from qflow_client import FlowControlTimeout, HoldKind
+from qflow_client.frames import CHANNEL_CLOSE, CHANNEL_FLOW, CHANNEL_FLOW_OK
 from qflow_client.testing.brokerj import BrokerJ
 from tests.integration.producer.tools import PATIENCE
+from tests.interop.relay import Relay
 
 pytestmark = pytest.mark.brokerj
 
@@ -53,6 +60,50 @@ def test_J7_the_broker_closes_pikas_channel_and_not_the_drop_ins(
         program(drop_in, f"{brokerj.url}{separator}max_producer_flow_control_wait=3", queue)
     assert [hold.kind for hold in flowed.value.holds] == [HoldKind.CHANNEL_FLOW]
     assert "Channel.Close" not in caplog.text
+
+
+def test_J7_plain_aio_pika_cannot_open_a_channel_and_mended_it_loses_it(brokerj: BrokerJ, queue: str) -> None:
+    async def publish(url: str) -> None:
+        async with await aio_pika.connect(url) as connection:
+            channel = await connection.channel(publisher_confirms=False)
+            end = time.monotonic() + PATIENCE
+            while time.monotonic() < end:
+                await channel.default_exchange.publish(aio_pika.Message(bytes(1_000)), queue)
+                await asyncio.sleep(0.01)
+
+    with pytest.raises(KeyError, match="capabilities"):
+        asyncio.run(publish(brokerj.url))
+    with Relay(brokerj.url, brokerj.port, mends=True) as relay:
+        with pytest.raises((aio_pika.exceptions.ChannelClosed, aio_pika.exceptions.ChannelInvalidStateError)):
+            asyncio.run(publish(relay.url))
+        (close,) = relay.methods("in", CHANNEL_CLOSE)
+        assert int.from_bytes(close[4:6], "big") == 311
+        # It was told once, said nothing to that, and went on.
+        assert [each[4] for each in relay.methods("in", CHANNEL_FLOW)] == [0]
+        assert not relay.methods("out", CHANNEL_FLOW_OK)
+
+
+def test_J7_the_drop_in_for_aio_pika_keeps_its_channel_and_goes_on_when_the_queue_has_been_emptied(
+    brokerj: BrokerJ, queue: str
+) -> None:
+    async def program() -> int:
+        async with await qflow_client.aio_pika.connect(brokerj.url) as connection:
+            channel = await connection.channel(publisher_confirms=False)
+            message = qflow_client.aio_pika.Message(bytes(1_000))
+            count = 0
+            # Longer than the broker bears with who does not listen: here, one second.
+            while not channel.flow_state.flowed:
+                await channel.default_exchange.publish(message, queue, timeout=PATIENCE)
+                count += 1
+            with pytest.raises(FlowControlTimeout):
+                await channel.default_exchange.publish(message, queue, timeout=3)
+            with original.BlockingConnection(original.URLParameters(brokerj.url)) as other:
+                other.channel().queue_purge(queue)
+            assert await channel.wait_unflowed(PATIENCE)
+            await channel.default_exchange.publish(message, queue, timeout=PATIENCE)
+            return count
+
+    assert asyncio.run(program()) * 1_000 > 5_000
 
 
 def test_J7_the_drop_in_goes_on_when_the_queue_has_been_emptied(brokerj: BrokerJ, queue: str) -> None:

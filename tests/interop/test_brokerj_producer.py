@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from uuid import uuid4
 
@@ -24,6 +25,7 @@ from qflow_client import (
 )
 from qflow_client.frames import CHANNEL_CLOSE, CHANNEL_FLOW, CHANNEL_FLOW_OK, HEARTBEAT_FRAME, PUBLISH
 from qflow_client.testing.brokerj import BrokerJ, BrokerJNode
+from tests.interop.contract.producers import PRODUCERS
 from tests.interop.relay import Relay
 
 pytestmark = pytest.mark.brokerj
@@ -34,6 +36,8 @@ MESSAGE = 1_100
 FLOW = HoldKind.CHANNEL_FLOW
 RAISED = FlowEventKind.FLOWED, FlowEventKind.HOLD_RAISED
 LIFTED = FlowEventKind.UNFLOWED, FlowEventKind.HOLD_LIFTED
+FLOW_CONTROL = "PRODUCER_FLOW_CONTROL"
+MAKERS = [pytest.param(PRODUCERS[name], id=name) for name in ("Producer", "AsyncProducer")]
 
 
 @pytest.fixture
@@ -120,13 +124,14 @@ def take(channel: BlockingChannel, queue: str, count: int, *, pause: float = 0.0
     return bodies
 
 
+@pytest.mark.parametrize("make", MAKERS)
 def test_J7_a_slow_consumer_flows_the_producer_and_every_message_arrives(
-    brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str]
+    brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str], make: Callable[..., Any]
 ) -> None:
     capacity, window, count = 100_000, 20, 1_000
     name = queue(x_qpid_capacity=capacity, x_qpid_flow_resume_capacity=capacity // 2)
     with Relay(brokerj.url, brokerj.port) as relay:
-        with Producer(relay.url, routing_key=name, capacity=window) as producer:
+        with make(relay.url, routing_key=name, capacity=window) as producer:
             flows = Flows(producer)
 
             def publish() -> None:
@@ -201,6 +206,43 @@ def test_where_ours_waits_plain_pika_goes_on_publishing_and_loses_its_channel(
         channel.queue_purge(name)
         assert producer.wait_unflowed(PATIENCE)
         producer.send(b"still there").result(PATIENCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", MAKERS)
+def test_C6_two_producers_overshoot_in_no_round_by_more_than_twice_the_sum_of_their_capacities(
+    brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str], make: Callable[..., Any]
+) -> None:
+    """Many rounds: what a round shows depends on how much the broker reads at once."""
+    capacity, windows, rounds = 20_000, (50, 15), 10
+    worst = 0.0
+    with make(brokerj.url, capacity=windows[0]) as one, make(brokerj.url, capacity=windows[1]) as other:
+        for _ in range(rounds):
+            name = queue(x_qpid_capacity=capacity, x_qpid_flow_resume_capacity=capacity // 2)
+
+            def overfill(producer: Any) -> None:
+                end = time.monotonic() + PATIENCE
+                while time.monotonic() < end:
+                    try:
+                        producer.send(body(0), routing_key=name, timeout=0.2)  # noqa: B023 - called at once
+                    except FlowControlTimeout:
+                        # Confirms alone may be late, on a slow machine.
+                        if held(producer):
+                            return
+                raise AssertionError("it was not held")
+
+            with ThreadPoolExecutor(2) as threads:
+                for job in [threads.submit(overfill, producer) for producer in (one, other)]:
+                    job.result()
+            peak = int(brokerj.queue(name)["statistics"]["queueDepthBytesHighWatermark"])
+            assert capacity < peak <= capacity + 2 * sum(windows) * MESSAGE
+            worst = max(worst, (peak - capacity) / sum(windows) / MESSAGE)
+            # What was admitted and held leaves then, and may overfill the queue again.
+            end = time.monotonic() + PATIENCE
+            while one.flow_state.flowed or other.flow_state.flowed or one.unsettled or other.unsettled:
+                assert time.monotonic() < end, (one, other)
+                channel.queue_purge(name)
+    print(f"at most {worst:.2f} windows in {rounds} rounds")
 
 
 def test_J4_a_producer_that_two_queues_hold_is_unflowed_when_neither_does(
@@ -281,6 +323,41 @@ def test_a_full_queue_that_is_a_ring_confirms_all_and_keeps_the_last(
     channel.queue_delete(name)
 
 
+def test_a_full_queue_that_flows_to_disk_confirms_and_keeps_all(brokerj: BrokerJ, channel: BlockingChannel) -> None:
+    name = f"qflow-{uuid4().hex}"
+    brokerj.make_queue(name, overflowPolicy="FLOW_TO_DISK", maximumQueueDepthMessages=2)
+    with Producer(brokerj.url, routing_key=name) as producer:
+        for number in range(50):
+            producer.send(body(number))
+        producer.flush(timeout=PATIENCE)
+        assert FLOW not in producer.flow_state.seconds_flowed
+    assert take(channel, name, 50) == [body(number) for number in range(50)]
+    channel.queue_delete(name)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_J3_J6_the_message_that_overfills_is_taken_and_at_the_resume_capacity_the_producer_goes_on(
+    brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str], make: Callable[..., Any]
+) -> None:
+    resume = 10_000
+    name = queue(x_qpid_capacity=2 * resume, x_qpid_flow_resume_capacity=resume)
+    with make(brokerj.url, routing_key=name, capacity=5) as producer:
+        fill(producer)
+        found = brokerj.queue(name)["statistics"]
+        count, size = int(found["queueDepthMessages"]), int(found["queueDepthBytes"])
+        assert size > 2 * resume, "the one past the mark is there"
+        taken = 0
+        # What was admitted and is held comes as soon as it may: what is counted is what was there.
+        while size * (count - taken) / count > resume:
+            assert held(producer), "let go too early"
+            assert take_one(channel, name) == body(taken)
+            taken += 1
+        assert producer.wait_unflowed(PATIENCE)
+        assert 0 < taken < count
+        producer.send(b"through").result(PATIENCE)
+    channel.queue_purge(name)
+
+
 def test_heartbeats_are_kept_up_while_the_producer_is_flowed(
     brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str]
 ) -> None:
@@ -322,6 +399,19 @@ def test_J1_a_capacity_of_0_lets_no_message_lie(
         channel.queue_purge(name)
         flows.wait_for(2)
         assert flows.seen == [False, True]
+
+
+def test_J2_what_a_virtual_host_says_is_the_default_of_its_queues(own_brokerj: BrokerJNode) -> None:
+    own_brokerj.set_context(
+        {"queue.defaultMaximumQueueDepthBytes": 10_000, "queue.defaultOverflowPolicy": FLOW_CONTROL}
+    )
+    with pika.BlockingConnection(pika.URLParameters(own_brokerj.url)) as connection:
+        connection.channel().queue_declare("q")
+        assert own_brokerj.queue("q")["overflowPolicy"] == FLOW_CONTROL
+        with Producer(own_brokerj.url, routing_key="q", capacity=5) as producer:
+            fill(producer)
+            connection.channel().queue_purge("q")
+            assert producer.wait_unflowed(PATIENCE)
 
 
 def test_J2_a_resume_capacity_above_the_capacity_costs_the_connection(brokerj: BrokerJ) -> None:

@@ -96,6 +96,7 @@ def test_its_settings_are_options() -> None:
             "qpid.flow_stop_count=5 and qpid.flow_resume_count=6",
         ),
         (["--port", "0", "--policy", "p max_cont=1"], "a policy sets no 'max_cont'; the nearest is 'max_count'"),
+        (["--port", "0", "--profile", "rabbitmq"], "'rabbitmq' is not one of 'qflow', 'lavinmq', 'wso2'"),
         (["--port", "0", "--user", "ann"], "a user is given as NAME:PASSWORD"),
     ],
 )
@@ -194,6 +195,7 @@ def test_every_setting_is_a_flag_and_has_a_word_in_the_file() -> None:
         ("port = 70000", "port must be from 0 to 65535, not 70000"),
         ("port = '5672'", "port must be an int, not str: '5672'"),
         ("enforcement = 'none'", "enforcement must be one of 'channel_flow', 'completion', 'both', not 'none'"),
+        ("profile = 'rabbitmq'", "profile must be one of 'qflow', 'lavinmq', 'wso2', 'amqp-0-9-1', 'amqp-0-9', not"),
         ("users = {}", "users must map at least one user name to its password"),
         ("http_port = 0\nhttp_host = '0.0.0.0'", "http_host='0.0.0.0' is not a loopback address: set an http_token"),
         ("capacity = 5\nflow_resume_capacity = 6", "capacity=5 and flow_resume_capacity=6"),

@@ -179,9 +179,9 @@ class World:
 
     def __init__(self, *, journal=None, **options):
         self.now = 0.0
-        self.settings = BrokerSettings(**options)
+        self.settings = BrokerSettings.of(options)
         self.host = VirtualHost(self.settings, clock=lambda: self.now, wall_clock=lambda: self.now, journal=journal)
-        self.controls = Controls(watches_publishes=self.settings.has_discipline)
+        self.controls = Controls(watches_publishes=self.settings.watches_publishes)
         self.clients = 0
 
     def client(self, **options):

@@ -8,6 +8,9 @@ from qflow_client.testing.brokerj import VERSIONS
 from tests.interop import matrix
 from tests.interop.clients.test_clients import EXPECTED
 from tests.interop.contract import test_contract
+from tests.interop.contract.test_contract import BROKERJ
+from tests.interop.flights.data import FLIGHTS
+from tests.interop.flights.senders import SENDERS
 
 
 def pairs() -> set[tuple[str, str, str]]:
@@ -35,6 +38,26 @@ def test_the_results_are_those_of_the_tests_that_there_are() -> None:
     assert [client["client"] for client in kept["clients"]] == [each.name for each in EXPECTED]
 
 
+def test_the_flights_were_all_sent_by_every_producer_to_each_broker_that_is_named() -> None:
+    flights = matrix.load()["flights"]
+    for broker in {each["broker"] for each in flights}:
+        assert [each["producer"] for each in flights if each["broker"] == broker] == list(SENDERS)
+    assert {each["broker"] for each in flights} >= {"qflow", "RabbitMQ", *BROKERJ}
+    assert {each["count"] for each in flights} == {FLIGHTS}, "run QFLOW_FLIGHTS=336776 tox -e flights"
+
+
+def test_of_each_pair_the_last_run_of_the_flights_is_kept() -> None:
+    def sent(broker: str, count: int) -> dict[str, Any]:
+        found = {"sent again": 0, "twice": 0}
+        return {"broker": broker, "producer": "P", "version": "1", "count": count, "seconds": 2.0, "found": found}
+
+    first = matrix.with_flights(matrix.document((), ()), [sent("A", 10), sent("B", 20)])
+    kept = matrix.with_flights(first, [sent("A", 3_000)])
+    assert [(each["broker"], each["count"]) for each in kept["flights"]] == [("A", 3_000), ("B", 20)]
+    page = matrix.render({**kept, "libraries": {"pika": "1", "aio-pika": "2"}})
+    assert f"| A 1 | {kept['flights'][0]['date']} | 3,000 at 1,500/s |\n" in page
+
+
 def test_what_failed_or_was_not_tried_is_told() -> None:
     def result(producer: str, outcome: str) -> dict[str, Any]:
         of = {"broker": "RabbitMQ", "version": "4.0", "producer": producer, "capability": "all of it"}
@@ -47,6 +70,7 @@ def test_what_failed_or_was_not_tried_is_told() -> None:
             "libraries": {"pika": "1", "aio-pika": "2"},
             "results": [result("A", "passed"), result("B", "failed"), result("C", "skipped")],
             "clients": [],
+            "flights": [],
         }
     )
     assert "### RabbitMQ 4.0\n\n| | A | B | C |\n" in page

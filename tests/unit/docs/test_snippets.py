@@ -26,6 +26,7 @@ PAGES = [
         ROOT / "docs" / "broker.md",
         ROOT / "docs" / "reliability.md",
         ROOT / "docs" / "migrate-pika.md",
+        ROOT / "docs" / "dialects.md",
     )
     if path.exists()
 ]

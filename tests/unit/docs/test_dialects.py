@@ -1,0 +1,45 @@
+"""Every hold of section 4 of the specification is on the page of dialects, with tests that there are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from qflow_client import HoldKind
+from qflow_client.broker import Profile
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "dialects.md").read_text(encoding="utf-8")
+
+
+def rows() -> dict[str, str]:
+    return dict(re.findall(r"^\| `(\w+)` \|.*\| (`test_.*`) \|$", PAGE, re.MULTILINE))
+
+
+def test_every_hold_that_a_broker_or_an_operator_raises_has_a_row() -> None:
+    assert list(rows()) == [
+        "channel_flow",
+        "connection_blocked",
+        "capacity",
+        "transport",
+        "refused",
+        "disconnected",
+        "rate",
+        "paused",
+    ]
+    assert set(rows()) <= {str(kind) for kind in HoldKind}
+
+
+def test_every_row_names_tests_that_there_are() -> None:
+    there = set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        there |= set(re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE))
+    for hold, told in rows().items():
+        named = re.findall(r"`(\w+)`", told)
+        assert named, hold
+        assert set(named) <= there, hold
+
+
+def test_every_profile_is_on_the_page() -> None:
+    table = PAGE.split("| profile |")[1].split("\n\n")[0]
+    assert re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE) == list(Profile)
