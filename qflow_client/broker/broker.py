@@ -82,6 +82,9 @@ class Broker:
     ``with Broker() as broker:`` runs it on a thread and an event loop of its own, ``async with Broker() as broker:`` on
     the running loop. Its methods may be called from any thread, and from the loop it runs on. A broker runs once.
 
+    With a store, what makes or removes a durable queue, exchange or binding returns when that is on disk; but on the
+    loop that the broker runs on it returns before, and `wait_until_durable_async` waits.
+
     Args:
         **options: see `BrokerSettings`.
 
@@ -243,11 +246,19 @@ class Broker:
 
     # From other threads.
 
-    def _call(self, function: Callable[[], _Result], *, changes: bool = False) -> _Result:
-        """Run something on the broker's loop; here and now if this is it, or if there is none."""
+    def _call(self, function: Callable[[], _Result], *, changes: bool = False, lasts: bool = False) -> _Result:
+        """Run something on the broker's loop; here and now if this is it, or if there is none.
+
+        Args:
+            function: what.
+            changes: whether it changes anything.
+            lasts: whether it may be a change that is to be on disk before this returns. The loop itself cannot wait.
+        """
         done: Future[_Result] = Future()
+        durable: Future[None] | None = None
 
         def run() -> None:
+            nonlocal durable
             try:
                 result = function()
             except BaseException as error:
@@ -255,6 +266,8 @@ class Broker:
             else:
                 if changes:
                     self._server.touch()
+                if lasts and self._keeper is not None:
+                    durable = self._keeper.when_durable(topology_only=True)
                 done.set_result(result)
 
         if changes and self._keeper is not None and self._loop is None:
@@ -265,7 +278,10 @@ class Broker:
                 loop.call_soon_threadsafe(run)
         if loop is None:
             run()
-        return done.result()
+        result = done.result()
+        if loop is not None and durable is not None:
+            durable.result()
+        return result
 
     def _on_turn(self) -> None:
         if self._keeper is not None:
@@ -446,6 +462,18 @@ class Broker:
             finally:
                 self._async_waiters.discard(waiter)
 
+    async def wait_until_durable_async(self) -> None:
+        """Wait until all that was done so far, and is to survive, is on disk; at once without a store.
+
+        For the loop that the broker runs on, where nothing but this can wait, or any other.
+
+        Raises:
+            StoreError: the broker has ended before.
+        """
+        keeper = self._keeper
+        if keeper is not None:
+            await asyncio.wrap_future(self._call(keeper.when_durable, changes=True))
+
     def _not_reached(self, timeout: float) -> str:
         lines = [f"not reached within {timeout} s; the broker is at:"]
         lines += [f"  {queue}" for queue in self.queues()]
@@ -481,7 +509,7 @@ class Broker:
             queue = self._host.declare_queue(name, durable=durable, auto_delete=auto_delete, arguments=arguments)
             return queue_snapshot(queue)
 
-        return self._call(declare, changes=True)
+        return self._call(declare, changes=True, lasts=True)
 
     def delete_queue(self, name: str) -> int:
         """Delete a queue.
@@ -495,7 +523,7 @@ class Broker:
         Raises:
             ChannelException: 404; there is none.
         """
-        return self._call(lambda: self._host.delete_queue(self._host.queue(name)), changes=True)
+        return self._call(lambda: self._host.delete_queue(self._host.queue(name)), changes=True, lasts=True)
 
     def declare_exchange(
         self,
@@ -531,7 +559,7 @@ class Broker:
             )
             return exchange_snapshot(exchange)
 
-        return self._call(declare, changes=True)
+        return self._call(declare, changes=True, lasts=True)
 
     def delete_exchange(self, name: str) -> None:
         """Delete an exchange with its bindings.
@@ -542,7 +570,7 @@ class Broker:
         Raises:
             ChannelException: 403; every broker has it, and it stays. 404; there is none.
         """
-        self._call(lambda: self._host.delete_exchange(self._host.exchange(name).name), changes=True)
+        self._call(lambda: self._host.delete_exchange(self._host.exchange(name).name), changes=True, lasts=True)
 
     def bind(
         self,
@@ -569,6 +597,7 @@ class Broker:
         self._call(
             lambda: self._host.bind(self._end(destination, destination_type), source, routing_key, arguments),
             changes=True,
+            lasts=True,
         )
 
     def unbind(
@@ -595,6 +624,7 @@ class Broker:
         self._call(
             lambda: self._host.unbind(self._end(destination, destination_type), source, routing_key, arguments),
             changes=True,
+            lasts=True,
         )
 
     def _end(self, name: str, kind: Literal["queue", "exchange"]) -> Queue | Exchange:
@@ -613,7 +643,7 @@ class Broker:
         Raises:
             DefinitionError: one of them is refused; the text says which and why.
         """
-        self._call(lambda: load_definitions(self._host, definitions), changes=True)
+        self._call(lambda: load_definitions(self._host, definitions), changes=True, lasts=True)
 
     def purge(self, queue: str) -> int:
         """Remove the ready messages of a queue.
@@ -663,7 +693,8 @@ class Broker:
     ) -> int:
         """Publish a message from inside the broker, which no flow state holds.
 
-        It returns when the message is in its queues.
+        It returns when the message is in its queues, which with a store is before it is on disk:
+        `wait_until_durable_async` waits for that.
 
         Args:
             body: the content.

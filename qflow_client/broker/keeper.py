@@ -6,11 +6,12 @@ import asyncio
 import logging
 import shutil
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
+from qflow_client.broker.diskthread import DiskThread
 from qflow_client.broker.errors import AmqpError
 from qflow_client.broker.journal import Batch, Journal
 from qflow_client.broker.settings import BrokerSettings
@@ -47,6 +48,8 @@ class Keeper:
     LOOK = 1.0
     #: Seconds that a store which cannot be written has when the broker stops.
     STOP_GRACE = 2.0
+    #: Seconds without anything having been written, or read, after which it is given up when the broker stops.
+    STOP_TIMEOUT = 30.0
     #: Messages that are put into queues in one turn of the loop when the broker starts.
     _AT_ONCE = 100
 
@@ -64,13 +67,15 @@ class Keeper:
         self._on_done = on_done
         self._on_trouble = on_trouble
         self._store: Store | None = None
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: DiskThread | None = None
         self._writing: asyncio.Task[None] | None = None
         # Only there once anything was read back.
         self._reading: asyncio.Task[None] | None = None
-        self._reader_thread: ThreadPoolExecutor | None = None
+        self._reader_thread: DiskThread | None = None
         self._reader: BodyReader | None = None
         self._is_troubled = False
+        # Who waits on other threads for the disk.
+        self._waiting: set[Future[None]] = set()
         # Only there if a limit is set: who looks at the free space; and whether there is too little.
         self._looking: asyncio.Task[None] | None = None
         self._lacks_space = False
@@ -82,7 +87,7 @@ class Keeper:
             StoreError: it cannot be opened or read; the text says why.
         """
         assert self._settings.store is not None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="qflow-store")
+        self._thread = DiskThread("qflow-store")
         try:
             store = self._store = await self._run(self._open)
             await self._recover(store)
@@ -150,12 +155,32 @@ class Keeper:
         if self._reading is None and self._journal.wants:
             self._reading = asyncio.get_running_loop().create_task(self._read())
 
+    def when_durable(self, *, topology_only: bool = False) -> Future[None]:
+        """What is done when all that was noted so far is on disk, and fails if the broker ends without that.
+
+        Args:
+            topology_only: whether only changes of the topology are waited for.
+        """
+        done: Future[None] = Future()
+        # Who gives up waiting takes nothing back.
+        done.set_running_or_notify_cancel()
+
+        def told() -> None:
+            self._waiting.remove(done)
+            done.set_result(None)
+
+        if self._journal.when_durable(told, topology_only=topology_only):
+            self._waiting.add(done)
+        else:
+            done.set_result(None)
+        return done
+
     async def _read(self) -> None:
         loop = asyncio.get_running_loop()
         try:
             if self._reader_thread is None:
                 # Of its own, so that no reader waits for a commit.
-                self._reader_thread = ThreadPoolExecutor(1, thread_name_prefix="qflow-reader")
+                self._reader_thread = DiskThread("qflow-reader")
             while self._journal.wants:
                 numbers = self._journal.take_wanted()
                 try:
@@ -238,29 +263,62 @@ class Keeper:
             await asyncio.wait([self._looking])
         try:
             self.flush()
-            writing, is_done = self._writing, False
-            while writing is not None and not is_done:
-                # Whatever it waits for, it may fail only now.
-                is_done = bool((await asyncio.wait([writing], timeout=self.STOP_GRACE))[0])
-                if not is_done and self._is_troubled:
-                    _log.error("%s: what was not confirmed is lost: it cannot be written", self._settings.store)
-                    writing.cancel()
-                    await asyncio.wait([writing])
-                    break
+            if self._writing is not None:
+                await self._finish(self._writing)
         finally:
             await self._end()
+            for each in self._waiting:
+                each.set_exception(StoreError(f"{self._settings.store}: the broker has ended before it was on disk"))
+            self._waiting.clear()
+
+    async def _finish(self, writing: asyncio.Task[None]) -> None:
+        """Wait for what is being written, as long as that goes on."""
+        loop = asyncio.get_running_loop()
+        batches, since = self._journal.batches, loop.time()
+        while True:
+            # Whatever it waits for, it may fail only now.
+            if (await asyncio.wait([writing], timeout=min(self.STOP_GRACE, self.STOP_TIMEOUT)))[0]:
+                return
+            if self._journal.batches != batches:
+                batches, since = self._journal.batches, loop.time()
+            if self._is_troubled:
+                why = "it cannot be written"
+            elif loop.time() - since >= self.STOP_TIMEOUT:
+                why = f"nothing could be written for {self.STOP_TIMEOUT:g} s"
+            else:
+                continue
+            _log.error("%s: what was not confirmed is lost: %s", self._settings.store, why)
+            writing.cancel()
+            await asyncio.wait([writing])
+            return
 
     async def _end(self) -> None:
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.wait([self._reading])
         if self._reader_thread is not None:
-            self._reader_thread.shutdown(wait=False)
+            await self._close(self._reader_thread, self._close_reader)
+            self._reader_thread = None
+        if self._thread is not None:
+            await self._close(self._thread, self._close_store)
+            self._thread = None
+
+    def _close_reader(self) -> None:
         if self._reader is not None:
             self._reader.close()
-        if self._store is not None:
-            await self._run(self._store.close)
-            self._store = None
-        if self._thread is not None:
-            self._thread.shutdown(wait=False)
-            self._thread = None
+
+    def _close_store(self) -> None:
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    async def _close(self, thread: DiskThread, close: Callable[[], None]) -> None:
+        """Have a thread close what it has, and end; if it hangs, that is when it no longer does."""
+        closing = asyncio.wrap_future(thread.submit(close))
+        thread.shutdown(wait=False)
+        if (await asyncio.wait([closing], timeout=0.0 if thread.hangs(self.STOP_TIMEOUT) else self.STOP_TIMEOUT))[0]:
+            closing.result()
+            return
+        _log.error(
+            "%s: the disk does not answer; the file is in use until it does, or this process ends", self._settings.store
+        )

@@ -21,6 +21,18 @@ _SHARE = """(colour => {
     for (let at = 0; at < data.length; at += 4) found += `${data[at]},${data[at + 1]},${data[at + 2]}` === colour;
     return found / (data.length / 4);
 })"""
+# Whether the small series of the first row has a colour; what the model has drawn can only be copied.
+_SPARK_HAS = """(colour => {
+    const sparks = document.querySelector("#sparks");
+    if (!sparks.width || !sparks.height) return false;
+    const copy = new OffscreenCanvas(sparks.width, sparks.height).getContext("2d");
+    copy.drawImage(sparks, 0, 0);
+    const { data } = copy.getImageData(0, 0, sparks.width, 64);
+    for (let at = 0; at < data.length; at += 4) {
+        if (`${data[at]},${data[at + 1]},${data[at + 2]},${data[at + 3]}` === `${colour},255`) return true;
+    }
+    return false;
+})"""
 HELD = re.compile(r"\bheld\b")
 
 
@@ -37,6 +49,7 @@ def test_F5_graph_and_series_show_a_queue_going_on_and_off(page: Page, broker: B
         expect(page.locator("#graph .edge.held")).to_have_count(2)
         expect(node).to_have_class(HELD)
         expect(page.locator("#graph-words")).to_have_text("orders is ON and flows 1 producer.")
+        page.wait_for_function(f"on => {_SPARK_HAS}(on)", arg=ON)
         row.get_by_role("button").click()
         expect(page.locator("#detail-words")).to_contain_text("ON at 11 messages, 55 bytes, ON above 10, OFF below 5")
         # The background of the chart is another while it is ON.
@@ -123,6 +136,45 @@ def test_D4_thresholds_are_edited_in_place_and_what_is_wrong_is_marked(page: Pag
     broker.publish(b"x", "orders")
     page.get_by_role("button", name="Purge").click()
     broker.wait_until(lambda broker: not broker.queue("orders").depth)
+
+
+def test_the_small_series_stand_beside_their_queues_and_names_are_cut_off_not_numbers(
+    page: Page, broker: Broker
+) -> None:
+    broker.declare_queue("q" * 200)
+    rows, sparks = page.locator("#queue-rows tr"), page.locator("#sparks")
+    for count in (1, 4):
+        expect(rows).to_have_count(count)
+        # As high as the rows, and within the last column.
+        page.wait_for_function(
+            """() => {
+                const place = (name) => document.querySelector(name).getBoundingClientRect();
+                const [sparks, rows] = [place("#sparks"), place("#queue-rows")];
+                const cell = place("#queue-rows td:last-child");
+                return Math.abs(sparks.top - rows.top) < 2 && Math.abs(sparks.bottom - rows.bottom) < 2
+                    && sparks.left >= cell.left - 1 && sparks.right <= rows.right + 1;
+            }"""
+        )
+        for number in range(3 if count == 1 else 0):
+            broker.declare_queue(f"queue {number}")
+    header, depth = rows.first.locator("th"), rows.first.get_by_role("cell").nth(1).locator(".box")
+    assert header.evaluate("each => each.scrollWidth > each.clientWidth")
+    assert depth.evaluate("each => each.scrollWidth <= each.clientWidth")
+    assert sparks.get_attribute("aria-hidden") == "true"
+    # Words take as many lines as they need.
+    page.set_viewport_size({"width": 320, "height": 800})
+    for number in range(3):
+        broker.set_thresholds(f"queue {number}", flow_stop_count=1)
+        broker.publish(b"x", f"queue {number}")
+        broker.publish(b"x", f"queue {number}")
+    words = page.locator("#graph-words")
+    expect(words).to_contain_text("queue 2 is ON")
+    page.wait_for_function(
+        """() => {
+            const words = document.querySelector("#graph-words");
+            return words.clientHeight > 40 && Math.abs(words.clientHeight - words.firstElementChild.offsetHeight) <= 1;
+        }"""
+    )
 
 
 def test_everything_is_reached_by_keyboard(page: Page, broker: Broker) -> None:

@@ -18,10 +18,11 @@ from qflow_client.broker import Broker
 QUEUES = 500
 CONNECTIONS = 20
 CHANNELS = 100
-UPDATES = 30
-#: Milliseconds of work for an update, at p95. The bar is 16 on a fast machine that does nothing else; what is to be
-#: found on any machine is work that grows with the square of what there is.
-LIMIT = float(os.environ.get("QFLOW_CONSOLE_LIMIT", 80))
+#: So many that two which a garbage collection makes dear, as there are when a page is young, are not the p95.
+UPDATES = 45
+#: Milliseconds of work for an update, at p95: a frame. A machine that does much else says what it holds.
+LIMIT = float(os.environ.get("QFLOW_CONSOLE_LIMIT", 16))
+_COUNT = "performance.getEntriesByName('qflow-update').length"
 
 
 @contextmanager
@@ -83,18 +84,17 @@ def traced_work(browser: Browser, page: Page) -> list[float]:
     browser.start_tracing(
         page=page, categories=["blink.user_timing", "disabled-by-default-devtools.timeline", "devtools.timeline"]
     )
-    page.wait_for_function(
-        "count => performance.getEntriesByName('qflow-update').length >= count",
-        arg=page.evaluate("performance.getEntriesByName('qflow-update').length") + UPDATES,
-        # Not at every frame, which is work too.
-        polling=1000,
-    )
+    begun = ended = page.evaluate(_COUNT)
+    while ended < begun + UPDATES:
+        # Asking the page is work too.
+        page.wait_for_timeout(UPDATES * 500)
+        ended = page.evaluate(_COUNT)
     return sorted(work_per_update(json.loads(browser.stop_tracing())["traceEvents"]))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_with_500_queues_and_2000_producers_an_update_costs_a_few_frames_at_most(
+def test_with_500_queues_and_2000_producers_an_update_costs_a_frame_at_most(
     browser: Browser, page: Page, broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
     with busy(broker):
@@ -104,9 +104,15 @@ def test_with_500_queues_and_2000_producers_an_update_costs_a_few_frames_at_most
         page.locator("#queue-rows button").first.click()
         # What it takes to draw the first picture is no update.
         page.wait_for_timeout(5000)
-        work = traced_work(browser, page)
+        # Where the click has gone to: the table, the series of a queue, and the thresholds.
+        work = {"a queue": traced_work(browser, page)}
+        page.evaluate("scrollTo(0, 0)")
+        page.wait_for_timeout(2000)
+        work["the graph"] = traced_work(browser, page)
         flowed = sum(producer.flowed for producer in broker.producers())
     assert flowed > 100
-    assert len(work) >= UPDATES - 5
-    print(f"p50 {work[len(work) // 2]:.1f} ms, p95 {work[int(len(work) * 0.95)]:.1f} ms")
-    assert work[int(len(work) * 0.95)] <= LIMIT, work
+    for what, told in work.items():
+        assert len(told) >= UPDATES - 5
+        p95 = told[int(len(told) * 0.95)]
+        print(f"{what}: p50 {told[len(told) // 2]:.1f} ms, p95 {p95:.1f} ms")
+        assert p95 <= LIMIT, (what, told)

@@ -27,6 +27,9 @@ __all__ = ["HttpServer"]
 
 _log = logging.getLogger(__name__)
 
+# What operations that change something are about, if that is in the store when they are answered.
+_ON_DISK = frozenset({"queues", "exchanges", "definitions"})
+
 
 class HttpServer:
     """Serves a broker's API.
@@ -148,6 +151,8 @@ class HttpServer:
             answer = operation.handler(self._broker, **parameters)
             if isinstance(answer, EventStream):
                 return await self._stream(request, answer)
+            if operation.method != "GET" and operation.tag in _ON_DISK:
+                await self._broker.wait_until_durable_async()
             status = operation.statuses[0]
             if len(operation.statuses) > 1:
                 status, answer = answer

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import shutil
+import signal
 import sqlite3
+import subprocess
+import sys
+import textwrap
 import threading
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pika
 import pytest
@@ -265,6 +273,186 @@ def test_a_broker_ends_also_if_a_write_fails_only_after_it_has_begun_to(tmp_path
         broker.publish(b"x", "q", properties=commands.Basic.Properties(delivery_mode=2))
         assert not broker.alarms
     assert "what was not confirmed is lost" in caplog.text
+
+
+# Without the wait for the disk, the process would be dead long before anything were written.
+_SLOWLY = """
+import os, signal, time
+from qflow_client.broker import Broker
+from qflow_client.broker.store import Store
+write = Store.write
+def slowly(self, batch):
+    time.sleep(0.2)
+    write(self, batch)
+Store.write = slowly
+with Broker(store="store") as broker:
+"""
+
+
+def killed_after(folder, steps):
+    """Run steps with a broker in another process, which is killed as soon as the last of them has returned."""
+    program = _SLOWLY + textwrap.indent(textwrap.dedent(steps) + "os.kill(os.getpid(), signal.SIGKILL)\n", "    ")
+    ended = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "there"),
+    [
+        ("declare_queue", "'more', durable=True", (["orders", "more"], ["shop"], ["new"])),
+        ("declare_exchange", "'more', durable=True", (["orders"], ["shop", "more"], ["new"])),
+        ("bind", "'shop', 'orders', 'more'", (["orders"], ["shop"], ["new", "more"])),
+        (
+            "load_definitions",
+            "Definitions(queues=(QueueDefinition('more', durable=True),))",
+            (["orders", "more"], ["shop"], ["new"]),
+        ),
+        ("unbind", "'shop', 'orders', 'new'", (["orders"], ["shop"], [])),
+        ("delete_queue", "'orders'", ([], ["shop"], [])),
+        ("delete_exchange", "'shop'", (["orders"], [], [])),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
+)
+def test_what_returns_is_on_disk_and_survives_a_kill_right_after_it(tmp_path, name, values, there):
+    before = """
+        from qflow_client.broker import Definitions, QueueDefinition
+        broker.declare_queue("orders", durable=True)
+        broker.declare_exchange("shop", durable=True)
+        broker.bind("shop", "orders", "new")
+    """
+    killed_after(tmp_path, textwrap.dedent(before) + f"broker.{name}({values})\n")
+    with Broker(store=tmp_path / "store") as broker:
+        queues = [queue.name for queue in broker.queues()]
+        exchanges = [each.name for each in broker.exchanges() if each.name and not each.name.startswith("amq.")]
+        bindings = [each.routing_key for each in broker.bindings()]
+    assert (queues, exchanges, bindings) == there
+
+
+@pytest.fixture
+def order(monkeypatch):
+    """What was written, as it was; for others to put what they have seen into."""
+    seen: list[object] = []
+    write = Store.write
+
+    def note(self, batch):
+        write(self, batch)
+        seen.extend(change.values[1] if change.kind == "queue" else change.kind for change in batch.changes)
+        seen.extend("message" for _ in batch.puts)
+
+    monkeypatch.setattr(Store, "write", note)
+    return seen
+
+
+def test_what_is_asked_over_http_is_on_disk_when_it_is_answered(tmp_path, order):
+    with Broker(store=tmp_path / "store", http_port=0) as broker:
+        for number in range(5):
+            request = urllib.request.Request(
+                f"{broker.http_url}/api/queues/{number}",
+                method="PUT",
+                data=json.dumps({"durable": True}).encode(),
+                headers={"Content-Type": "application/json"},
+            )
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                order.append(answer.status)
+    assert order == [each for number in range(5) for each in (str(number), 201)]
+
+
+def test_on_its_own_loop_nothing_waits_but_what_is_awaited(tmp_path, order):
+    async def make():
+        async with Broker(store=tmp_path / "store") as broker:
+            broker.declare_queue("q", durable=True)
+            broker.publish(b"x", "q", properties=commands.Basic.Properties(delivery_mode=2))
+            order.append("returned")
+            await broker.wait_until_durable_async()
+            order.append("waited")
+            await broker.wait_until_durable_async()
+            # From another loop.
+            await asyncio.to_thread(asyncio.run, broker.wait_until_durable_async())
+
+    asyncio.run(make())
+    assert order == ["returned", "q", "message", "waited"]
+    asyncio.run(Broker().wait_until_durable_async())
+
+
+@contextmanager
+def hanging(monkeypatch, kind, name):
+    """Have calls of a method hang until it is over; gives what tells that one does."""
+    hangs, is_over = threading.Event(), threading.Event()
+    method = getattr(kind, name)
+
+    def hang(self, *values):
+        hangs.set()
+        is_over.wait()
+        return method(self, *values)
+
+    monkeypatch.setattr(kind, name, hang)
+    try:
+        yield hangs
+    finally:
+        is_over.set()
+
+
+def test_a_write_that_never_returns_keeps_no_broker_from_ending(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(Keeper, "STOP_TIMEOUT", 0.1)
+    path = tmp_path / "store"
+    with hanging(monkeypatch, Store, "write") as hangs, ThreadPoolExecutor(1) as other:
+        with Broker(store=path) as broker:
+            declared = other.submit(broker.declare_queue, "q", durable=True)
+            assert hangs.wait(30)
+            (thread,) = [each for each in threading.enumerate() if each.name == "qflow-store"]
+            assert thread.daemon
+            # Whoever does not need the disk goes on.
+            broker.flow(active=False)
+            assert not declared.done()
+        with pytest.raises(StoreError, match="store: the broker has ended before it was on disk"):
+            declared.result(30)
+        assert f"{path}: what was not confirmed is lost: nothing could be written for 0.1 s" in caplog.text
+        assert f"{path}: the disk does not answer; the file is in use until it does" in caplog.text
+        with pytest.raises(StoreError, match="used by another broker in this process"):
+            Broker(store=path).__enter__()
+    thread.join(30)
+    # The disk has answered.
+    with Broker(store=path):
+        pass
+
+
+def test_a_read_that_never_returns_keeps_no_broker_from_ending(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(Keeper, "STOP_TIMEOUT", 0.1)
+    path = tmp_path / "store"
+    with hanging(monkeypatch, BodyReader, "read") as hangs:
+        with Broker(store=path, memory_limit=1 << 20) as broker:
+            broker.declare_queue("q", arguments={"x-qflow-policy": "flow_to_disk", "qpid.max_size": 1})
+            broker.publish(b"x" * 100, "q")
+            broker.wait_until(lambda broker: broker.memory.evicted, timeout=30)
+            connection = pika.BlockingConnection(pika.URLParameters(broker.url))
+            connection.channel().basic_consume("q", lambda *_: None)
+            assert hangs.wait(30)
+        with pytest.raises(pika.exceptions.AMQPConnectionError):
+            connection.process_data_events(30)
+        assert f"{path}: the disk does not answer" in caplog.text
+
+
+def test_a_process_ends_though_a_write_never_returns(tmp_path):
+    program = """
+import threading
+from qflow_client.broker import Broker, StoreError
+from qflow_client.broker.keeper import Keeper
+from qflow_client.broker.store import Store
+Keeper.STOP_TIMEOUT = 0.1
+begun = threading.Event()
+def hang(self, batch):
+    begun.set()
+    threading.Event().wait()
+Store.write = hang
+with Broker(store="store") as broker:
+    declaring = threading.Thread(target=broker.declare_queue, args=("q",), kwargs={"durable": True})
+    threading.excepthook = lambda told: print(told.exc_value)
+    declaring.start()
+    begun.wait()
+declaring.join()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "store: the broker has ended before it was on disk\n"), ended.stderr
 
 
 def test_nothing_of_a_store_is_there_without_one(broker, tmp_path, monkeypatch):

@@ -244,15 +244,17 @@ def test_a_connection_that_is_closed_while_blocked_comes_back_until_it_is_unbloc
     broker.wait_until(lambda broker: not broker.connections())
 
 
-def test_a_kept_connection_that_was_lost_is_made_anew(broker, connect):
-    connection = connect()
+def test_a_kept_connection_that_was_lost_is_made_anew(make_broker, connect):
+    # Nobody reads on a kept connection, so the broker cuts it.
+    broker = make_broker(close_timeout=0.2)
+    connection = connect(broker.url)
     broker.block("no memory")
     held(connection.default_channel, HoldKind.CONNECTION_BLOCKED)
     connection.release()
     broker.close_connections()
     broker.wait_until(lambda broker: not broker.connections())
     broker.unblock()
-    again = connect()
+    again = connect(broker.url)
     publish(again.default_channel)
     broker.wait_until(lambda broker: broker.queue("q").depth == 1)
 
@@ -405,8 +407,10 @@ def test_a_lost_connection_ends_a_wait_with_the_error_of_kombu(broker, connect):
     assert isinstance(job.wait(), connection.recoverable_connection_errors)
 
 
-def test_kombus_retry_connects_again_and_publishes(broker, connect):
-    producer = Producer(connect(confirm_publish=True))
+def test_kombus_retry_connects_again_and_publishes(make_broker, connect):
+    # Nobody reads on that connection, so the broker cuts it.
+    broker = make_broker(close_timeout=0.2)
+    producer = Producer(connect(broker.url, confirm_publish=True))
     producer.publish("one", routing_key="q")
     broker.close_connections()
     broker.wait_until(lambda broker: not broker.connections())

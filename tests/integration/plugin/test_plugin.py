@@ -13,9 +13,11 @@ from qflow_client.broker import Broker
 
 pytest_plugins = ["pytester"]
 
-# Installed, pytest finds it by itself, and would object to a second mention.
+# Installed, pytest finds it by itself, and would object to a second mention; and with it all the other plugins, some of
+# which take seconds to load. Once is enough.
 _INSTALLED = bool(entry_points(group="pytest11", name="qflow"))
-PLUGIN = () if _INSTALLED else ("-p", "qflow_client.testing.plugin")
+FOUND = () if _INSTALLED else ("-p", "qflow_client.testing.plugin")
+NAMED = ("-p", "qflow_client.testing.plugin")
 
 USERS_TESTS = """
 from __future__ import annotations
@@ -167,12 +169,18 @@ def _the_package_is_found_where_it_is_not_installed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]), prepend=os.pathsep)
 
 
+@pytest.fixture
+def _no_plugin_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+
 def test_users_test_their_own_producers_with_it(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(USERS_TESTS)
-    result = pytester.runpytest_subprocess(*PLUGIN, "-q", "-p", "no:cacheprovider")
+    result = pytester.runpytest_subprocess(*FOUND, "-q", "-p", "no:cacheprovider")
     result.assert_outcomes(passed=14)
 
 
+@pytest.mark.usefixtures("_no_plugin_is_found")
 def test_settings_come_from_the_fixture_and_the_nearest_marker_goes_first(pytester: pytest.Pytester) -> None:
     pytester.makeconftest(
         """
@@ -202,10 +210,11 @@ def test_settings_come_from_the_fixture_and_the_nearest_marker_goes_first(pytest
             assert settings.flow_scope == "offender"
         """
     )
-    result = pytester.runpytest_subprocess(*PLUGIN, "--strict-markers")
+    result = pytester.runpytest_subprocess(*NAMED, "--strict-markers")
     result.assert_outcomes(passed=2)
 
 
+@pytest.mark.usefixtures("_no_plugin_is_found")
 @pytest.mark.parametrize(
     ("marker", "words"),
     [
@@ -223,13 +232,14 @@ def test_a_wrong_marker_is_an_error_that_names_it(pytester: pytest.Pytester, mar
         def test(qflow_broker): pass
         """
     )
-    result = pytester.runpytest_subprocess(*PLUGIN)
+    result = pytester.runpytest_subprocess(*NAMED)
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines([f"*{words}*"])
 
 
+@pytest.mark.usefixtures("_no_plugin_is_found")
 def test_the_marker_is_listed(pytester: pytest.Pytester) -> None:
-    result = pytester.runpytest_subprocess(*PLUGIN, "--markers")
+    result = pytester.runpytest_subprocess(*NAMED, "--markers")
     result.stdout.fnmatch_lines(["@pytest.mark.qflow_broker(**settings): *"])
 
 

@@ -312,8 +312,11 @@ def test_a_lost_connection_is_told_to_pika_and_to_all_producers(
 
 
 def test_a_broker_that_closes_the_connection_says_why_to_pika_and_to_producers(
-    connection: pika.BlockingConnection, broker: Broker
+    connect: Callable[..., pika.BlockingConnection], make_broker: Callable[..., Broker]
 ) -> None:
+    # The application answers only when it uses the connection; the broker does not wait for it that long.
+    broker = make_broker(close_timeout=0.2)
+    connection = connect(broker.url)
     (producer,) = made(connection)
     broker.close_connections(320, "the operator's wish")
     wait_closed(producer)

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -34,6 +33,7 @@ DEFAULT_URL = "amqp://guest:guest@localhost:5672/%2F"
 
 _BLOCK = re.compile(r'^```python(?: title="(?P<title>[^"]+)")?\n(?P<code>.*?)^```$', re.DOTALL | re.MULTILINE)
 # Seconds that something took, which are never the same.
+_PLUGIN = ("-p", "qflow_client.testing.plugin")
 _TOOK = re.compile(r"\b\d+(?:\.\d+)?(?:e-\d+)? s\b")
 _PRINTED = re.compile(r"\n*```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -94,9 +94,10 @@ def test_the_tests_that_the_page_on_testing_shows_pass(tmp_path: Path) -> None:
         assert title is not None
         (tmp_path / title).write_text(code, encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *_plugin(), "--rootdir", tmp_path, tmp_path],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *_PLUGIN, "--rootdir", tmp_path, tmp_path],
         cwd=tmp_path,
-        env=_environment(),
+        # Of the plugins that there are it needs this one, and others take seconds to load.
+        env=_environment() | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         check=False,
@@ -104,14 +105,7 @@ def test_the_tests_that_the_page_on_testing_shows_pass(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def _plugin() -> list[str]:
-    # Installed, pytest finds it by itself, and would object to a second mention.
-    from importlib.metadata import entry_points
-
-    return [] if entry_points(group="pytest11", name="qflow") else ["-p", "qflow_client.testing.plugin"]
-
-
-def _environment() -> Mapping[str, str]:
+def _environment() -> dict[str, str]:
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 

@@ -1,4 +1,6 @@
 // The page: shows what model.js tells, and asks the broker for what is clicked.
+import { number, whole } from "./words.js";
+
 const API = new URL("api/", document.baseURI);
 const PERIOD = 0.5; // seconds between two looks
 const SVG = "http://www.w3.org/2000/svg";
@@ -103,7 +105,7 @@ function setTheme() {
   else document.documentElement.dataset.theme = theme.value;
   colours = readColours();
   chart.recolour();
-  changeView();
+  model.postMessage({ kind: "colours", colours });
 }
 theme.addEventListener("change", () => {
   localStorage.setItem("qflow-theme", theme.value);
@@ -120,10 +122,6 @@ function readColours() {
 
 // Showing.
 
-const number = new Intl.NumberFormat("en");
-const whole = (value) => number.format(Math.round(value));
-const seconds = (value) => (value < 60 ? `${value.toFixed(1)} s` : `${whole(value)} s`);
-
 function setText(element, text) {
   // What has not changed is not laid out again, and not read out again.
   const there = element.firstChild;
@@ -131,23 +129,62 @@ function setText(element, text) {
   else if (there.data !== text) there.data = text;
 }
 
-let drawsSparks = true;
-let drawsChart = true;
+// As high as what is in them; until that takes more lines, another text lays out these words alone.
+const heights = new ResizeObserver((all) => {
+  for (const { target, contentRect } of all) target.parentElement.style.height = `${contentRect.height}px`;
+});
+for (const id of ["graph-words", "detail-words"]) heights.observe(byId(id).firstElementChild);
+
+function setWords(id, text) {
+  setText(byId(id).firstElementChild, text);
+}
+
+function setClass(element, name) {
+  if (element.getAttribute("class") !== name) element.setAttribute("class", name);
+}
+
+// Drawn by the model; the page only says where.
+const sparks = byId("sparks").transferControlToOffscreen();
+model.postMessage({ kind: "sparks", canvas: sparks }, [sparks]);
+new ResizeObserver(([rows]) => {
+  byId("sparks").style.height = `${rows.contentRect.height}px`;
+}).observe(byId("queue-rows"));
+
+// What is scrolled away is not drawn. A browser's own `content-visibility` leaves out only what is far away.
+const seen = new Set();
+const watcher = new IntersectionObserver(
+  (all) => {
+    for (const { target, isIntersecting } of all) {
+      if (isIntersecting) seen.add(target.id);
+      else seen.delete(target.id);
+    }
+    draw();
+  },
+  { rootMargin: "100px" },
+);
+for (const id of ["graph", "chart"]) watcher.observe(byId(id));
+
+function draw() {
+  if (seen.has("graph")) showGraph();
+  if (seen.has("chart")) chart.draw();
+}
+
+let updates = 0;
 
 function show(told) {
   performance.mark("show");
-  // What is scrolled away is not drawn. Asked before anything is written: afterwards it would take a layout.
-  const isSeen = (id) => byId(id).firstElementChild.checkVisibility({ contentVisibilityAuto: true });
-  drawsSparks = isSeen("queues");
-  drawsChart = isSeen("detail");
   showCounters(told.counters);
   showPressed(told.producersStopped);
   showPage("queue", told.queues, makeQueueRow, fillQueueRow);
   showPage("producer", told.producers, makeProducerRow, fillProducerRow);
   showDetail(told.detail);
-  if (told.graph !== null) showGraph(told.graph);
+  if (told.graph !== null) tellGraph(told.graph);
+  draw();
   if (told.news.length) setText(byId("announcer"), told.news.slice(0, 3).join(". "));
   performance.measure("qflow-update", "show");
+  // For whoever looks; but a page that is open for days keeps no list of all of them.
+  performance.clearMarks("show");
+  if (++updates % 1000 === 0) performance.clearMeasures("qflow-update");
 }
 
 function showPressed(stopped) {
@@ -164,7 +201,7 @@ function showCounters(counters) {
   counters.forEach(([name, value], index) => {
     const [term, data] = list.children[index].children;
     setText(term, name);
-    setText(data, number.format(value));
+    setText(data, value);
   });
 }
 
@@ -199,108 +236,66 @@ function showPages(kind, told) {
   setText(where, `page ${told.page + 1} of ${told.pages}, ${those} ${kind}${told.of === 1 ? "" : "s"}`);
 }
 
-function cells(row, count, numbers) {
+// Each text is in a box whose size does not depend on it, so that another text lays out that box alone.
+function makeRow(kinds) {
+  const row = document.createElement("tr");
   const header = document.createElement("th");
   header.scope = "row";
   row.append(header);
-  for (let index = 1; index < count; index++) {
+  for (const kind of kinds) {
     const cell = document.createElement("td");
-    if (numbers.includes(index)) cell.className = "number";
+    cell.className = kind;
+    const box = document.createElement("div");
+    box.className = "box";
+    cell.append(box);
     row.append(cell);
   }
-  return row.children;
+  row.append(document.createElement("td"));
+  return row;
+}
+
+function fillRow(row, told, header) {
+  if (row.dataset.name !== told.name) row.dataset.name = told.name;
+  setText(header, told.name);
+  setClass(row.children[1], `state ${told.state}`);
+  told.cells.forEach((text, index) => setText(row.children[index + 1].firstChild, text));
 }
 
 function makeQueueRow() {
-  const row = document.createElement("tr");
-  const made = cells(row, 10, [2, 3, 4, 5, 6, 7, 8]);
+  const row = makeRow(["state", ...Array(7).fill("number")]);
   const button = document.createElement("button");
   button.type = "button";
   button.className = "link";
-  button.append("");
   button.addEventListener("click", () => select(row.dataset.name, true));
-  made[0].append(button);
-  made[1].className = "state";
-  const canvas = document.createElement("canvas");
-  canvas.width = 240;
-  canvas.height = 52;
-  canvas.setAttribute("aria-hidden", "true");
-  made[9].append(canvas);
+  row.children[0].append(button);
   return row;
 }
 
 function fillQueueRow(row, told) {
-  const made = row.children;
-  row.dataset.name = told.name;
-  setText(made[0].firstChild, told.name);
-  setText(made[1], told.on ? "ON" : "OFF");
-  made[1].classList.toggle("on", told.on);
-  [told.depth, told.bytes, told.rateIn, told.rateOut, told.timesOn, told.flows, told.consumers].forEach((value, index) =>
-    setText(made[index + 2], whole(value)),
-  );
-  if (drawsSparks) drawSpark(made[9].firstChild, told);
-}
-
-function drawSpark(canvas, told) {
-  const context = canvas.getContext("2d");
-  const { width, height } = canvas;
-  context.clearRect(0, 0, width, height);
-  let most = told.stop * 1.1 || 1;
-  for (const value of told.values) if (value > most) most = value;
-  const x = (index) => width - 2 * (told.values.length - index);
-  const y = (value) => height - 2 - (value / most) * (height - 4);
-  context.fillStyle = colours.onBack;
-  told.onAt.forEach((on, index) => on && context.fillRect(x(index) - 1, 0, 2, height));
-  if (told.stop) {
-    for (const [value, colour] of [[told.stop, colours.on], [told.resume, colours.off]]) {
-      context.strokeStyle = colour;
-      context.lineWidth = 1;
-      context.beginPath();
-      context.moveTo(0, y(value));
-      context.lineTo(width, y(value));
-      context.stroke();
-    }
-  }
-  context.strokeStyle = colours.accent;
-  context.lineWidth = 2;
-  context.beginPath();
-  told.values.forEach((value, index) => value !== null && context.lineTo(x(index), y(value)));
-  context.stroke();
+  fillRow(row, told, row.children[0].firstChild);
 }
 
 function makeProducerRow() {
-  const row = document.createElement("tr");
-  const made = cells(row, 9, [3, 4, 5, 6, 7]);
-  made[1].className = "state";
+  const row = makeRow(["state", "names", ...Array(5).fill("number")]);
   const button = document.createElement("button");
   button.type = "button";
   button.className = "small";
   button.addEventListener("click", () =>
     tryTo(button, () => ask("POST", `producers/${encodeURIComponent(row.dataset.name)}/${button.dataset.what}`)),
   );
-  made[8].append(button);
+  row.children[8].append(button);
   return row;
 }
 
 function fillProducerRow(row, told) {
-  const made = row.children;
-  row.dataset.name = told.name;
-  const byOperator = told.blockedBy.includes("operator");
-  setText(made[0], told.name);
-  setText(made[1], told.flowed ? "flowed" : "unflowed");
-  made[1].classList.toggle("on", told.flowed && !byOperator);
-  made[1].classList.toggle("operator", byOperator);
-  const held = told.blockedBy.slice(0, 3).join(", ") + (told.blockedBy.length > 3 ? ` and ${told.blockedBy.length - 3} more` : "");
-  setText(made[2], (held || "–") + (told.flowOk ? "" : " (not answered)"));
-  setText(made[3], whole(told.times));
-  setText(made[4], seconds(told.seconds));
-  setText(made[5], whole(told.published));
-  setText(made[6], whole(told.rate));
-  setText(made[7], whole(told.unconfirmed));
-  const button = made[8].firstChild;
-  button.dataset.what = byOperator ? "start" : "stop";
-  setText(button, byOperator ? "Start" : "Stop");
-  button.setAttribute("aria-label", `${byOperator ? "Start" : "Stop"} producer ${told.name}`);
+  fillRow(row, told, row.children[0]);
+  const button = row.children[8].firstChild;
+  const what = told.state === "operator" ? "Start" : "Stop";
+  const label = `${what} producer ${told.name}`;
+  if (button.getAttribute("aria-label") === label) return;
+  button.dataset.what = what.toLowerCase();
+  setText(button, what);
+  button.setAttribute("aria-label", label);
 }
 
 for (const kind of ["queue", "producer"]) {
@@ -339,8 +334,8 @@ function showDetail(told) {
   setText(byId("detail-title"), `Queue ${told.name}`);
   const marks = told.stop ? `, ON above ${whole(told.stop)}, OFF below ${whole(told.resume)} ${told.unit}` : ", no marks";
   const held = told.heldConfirms ? `, holds ${whole(told.heldConfirms)} confirms` : "";
-  setText(
-    byId("detail-words"),
+  setWords(
+    "detail-words",
     `${told.on ? "ON" : "OFF"} at ${whole(told.depth)} messages, ${whole(told.bytes)} bytes${marks}; turned ON ${whole(told.timesOn)} times; flows ${whole(told.blocked)} producers${held}.`,
   );
   for (const field of inputs) {
@@ -400,6 +395,7 @@ byId("purge").addEventListener("click", (event) =>
 const chart = {
   plot: null,
   told: null,
+  drawn: null, // of what it was told
   make() {
     const place = byId("chart");
     const line = (label, stroke, extra = {}) => ({ label, stroke, width: 2, spanGaps: true, points: { show: false }, ...extra });
@@ -419,6 +415,7 @@ const chart = {
       hooks: { drawClear: [(plot) => this.shade(plot)] },
     };
     this.plot = new uPlot(options, this.data(), place);
+    this.drawn = this.told;
   },
   data() {
     const { times, values, stop, resume } = this.told;
@@ -441,7 +438,11 @@ const chart = {
   show(told) {
     this.told = told;
     if (this.plot === null) this.make();
-    else if (drawsChart) this.plot.setData(this.data());
+  },
+  draw() {
+    if (this.plot === null || this.told === this.drawn) return;
+    this.drawn = this.told;
+    this.plot.setData(this.data());
   },
   recolour() {
     // Its legend keeps the colours that it was made with.
@@ -458,7 +459,8 @@ new ResizeObserver(() => {
 
 // The graph.
 
-let drawn = { key: null, nodes: new Map(), edges: new Map() };
+let graph = null; // as it was told last
+const drawn = { told: null, nodes: [], edges: [] };
 
 function svg(name, attributes = {}) {
   const element = document.createElementNS(SVG, name);
@@ -466,58 +468,63 @@ function svg(name, attributes = {}) {
   return element;
 }
 
-function showGraph(told) {
-  const picture = byId("graph");
-  setText(byId("graph-words"), told.words + (told.rest ? ` Not drawn: ${told.rest}.` : ""));
-  if (told.key !== drawn.key) {
-    drawn = { key: told.key, nodes: new Map(), edges: new Map() };
-    picture.setAttribute("width", Math.ceil(told.width));
-    picture.setAttribute("height", Math.ceil(told.height));
-    const parts = [];
-    for (const edge of told.edges) {
-      const path = svg("path", { d: curve(edge.points) });
-      drawn.edges.set(edge.id, path);
-      parts.push(path);
-    }
-    for (const node of told.nodes) {
-      const group = svg("g", { transform: `translate(${node.x} ${node.y})` });
-      const label = svg("text", { x: 8, y: node.sub ? 16 : 24 });
-      const sub = svg("text", { x: 8, y: 32, class: "sub" });
-      const title = svg("title");
-      group.append(title, svg("rect", { width: node.width, height: node.height, rx: node.kind === "exchange" ? 20 : 5 }), label, sub);
-      label.textContent = clip(node.label);
-      title.textContent = node.label;
-      if (node.kind === "queue") group.addEventListener("click", () => select(node.label, true));
-      drawn.nodes.set(node.id, { group, sub });
-      parts.push(group);
-    }
-    picture.replaceChildren(...parts);
-  }
-  for (const edge of told.edges) setClass(drawn.edges.get(edge.id), `edge ${edge.state}`);
-  for (const node of told.nodes) {
-    const { group, sub } = drawn.nodes.get(node.id);
-    setClass(group, `node ${node.state}${node.kind === "queue" ? " pick" : ""}`);
-    setText(sub, clip(node.sub));
-  }
+function setAttribute(element, name, value) {
+  if (element.getAttribute(name) !== value) element.setAttribute(name, value);
 }
 
-function setClass(element, name) {
-  if (element.getAttribute("class") !== name) element.setAttribute("class", name);
+function tellGraph(told) {
+  graph = told;
+  setWords("graph-words", told.words + (told.rest ? ` Not drawn: ${told.rest}.` : ""));
 }
+
+// What is drawn is drawn again elsewhere, rather than made anew.
+function showGraph() {
+  if (graph === null || graph === drawn.told) return;
+  drawn.told = graph;
+  const picture = byId("graph");
+  setAttribute(picture, "width", String(Math.ceil(graph.width)));
+  setAttribute(picture, "height", String(Math.ceil(graph.height)));
+  fit(picture.firstElementChild, drawn.edges, graph.edges.length, () => svg("path"));
+  fit(picture.lastElementChild, drawn.nodes, graph.nodes.length, makeNode);
+  graph.edges.forEach((edge, index) => {
+    setAttribute(drawn.edges[index], "d", edge.path);
+    setClass(drawn.edges[index], `edge ${edge.state}`);
+  });
+  graph.nodes.forEach((node, index) => {
+    const group = drawn.nodes[index];
+    const [title, rect, label, sub] = group.children;
+    setAttribute(group, "transform", `translate(${node.x} ${node.y})`);
+    setClass(group, `node ${node.state}${node.kind === "queue" ? " pick" : ""}`);
+    setAttribute(rect, "rx", node.kind === "exchange" ? "20" : "5");
+    setAttribute(label, "y", node.sub ? "16" : "24");
+    setText(title, node.label);
+    setText(label, clip(node.label));
+    setText(sub, clip(node.sub));
+  });
+}
+
+function fit(place, made, count, make) {
+  while (made.length < count) {
+    made.push(make());
+    place.append(made.at(-1));
+  }
+  while (made.length > count) made.pop().remove();
+}
+
+function makeNode() {
+  const group = svg("g");
+  const rect = svg("rect", { width: 190, height: 40 });
+  group.append(svg("title"), rect, svg("text", { x: 8 }), svg("text", { x: 8, y: 32, class: "sub" }));
+  return group;
+}
+
+byId("graph").addEventListener("click", ({ target }) => {
+  const at = drawn.nodes.indexOf(target.closest(".node"));
+  if (at >= 0 && drawn.told.nodes[at].kind === "queue") select(drawn.told.nodes[at].label, true);
+});
 
 function clip(text) {
   return text.length > 26 ? `${text.slice(0, 25)}…` : text;
-}
-
-function curve(points) {
-  const [first, ...rest] = points;
-  let path = `M${first.x} ${first.y}`;
-  for (let index = 0; index + 1 < rest.length; index++) {
-    const [control, next] = [rest[index], rest[index + 1]];
-    const end = index + 2 === rest.length ? next : { x: (control.x + next.x) / 2, y: (control.y + next.y) / 2 };
-    path += ` Q${control.x} ${control.y} ${end.x} ${end.y}`;
-  }
-  return rest.length === 1 ? `${path} L${rest[0].x} ${rest[0].y}` : path;
 }
 
 setTheme();

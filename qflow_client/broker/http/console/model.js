@@ -1,6 +1,8 @@
-// What there is in the broker, kept off the page's own thread: the events are read, put together, sorted, counted and laid
-// out here, and the page is told only what it shows.
+// What there is in the broker, kept off the page's own thread: the events are read, put together, sorted, counted, put into
+// words and laid out here, the small pictures are drawn here, and the page is told only what it shows.
 import { graphlib, layout } from "./vendor/dagre-3.1.3/dagre.esm.js";
+import { drawSparks } from "./sparks.js";
+import { many, number, seconds, whole } from "./words.js";
 
 const HISTORY = 600; // looks at the broker
 const RATE_OVER = 6; // looks
@@ -26,6 +28,8 @@ let view = {
   producers: { filter: "", sort: "order", only: false, page: 0 },
   selected: null,
 };
+let sparks = null; // the canvas of the table of queues
+let colours = null;
 let positions = { key: "", graph: null };
 let wasFlowed = new Map(); // queue name → whether it was ON when the page was told last
 let changed = true;
@@ -67,6 +71,11 @@ self.onmessage = ({ data }) => {
   } else if (data.kind === "view") {
     view = data.view;
     changed = true;
+    tell();
+  } else if (data.kind === "sparks") {
+    sparks = data.canvas;
+  } else if (data.kind === "colours") {
+    colours = data.colours;
     tell();
   }
 };
@@ -166,17 +175,22 @@ function flowedSeconds(channel) {
 
 function tell() {
   const producers = [...channels.values()].filter((channel) => channel.isProducer);
+  const queuesShown = page([...queues.values()], view.queues, (queue) => queue.flowStopped);
+  const producersShown = page(producers, view.producers, (producer) => producer.flowed);
   postMessage({
     kind: "view",
     counters: counters(producers),
     producersStopped,
-    queues: page([...queues.values()], view.queues, (queue) => queue.flowStopped, queueRow),
-    producers: page(producers, view.producers, (producer) => producer.flowed, producerRow),
+    queues: { ...queuesShown, rows: queuesShown.rows.map(queueRow) },
+    producers: { ...producersShown, rows: producersShown.rows.map(producerRow) },
     detail: detail(),
     graph: changed ? graph(producers) : null,
     news: news(),
   });
   changed = false;
+  if (sparks !== null && colours !== null) {
+    drawSparks(sparks, colours, queuesShown.rows.map((queue) => series(queue, histories.get(queue.name), SPARK)));
+  }
 }
 
 function counters(producers) {
@@ -203,39 +217,34 @@ function counters(producers) {
     ["in/s", Math.round(rateIn)],
     ["out/s", Math.round(rateOut)],
     ["consumers", consumers],
-  ];
+  ].map(([name, value]) => [name, number.format(value)]);
 }
 
-function page(all, wanted, isHeld, row) {
+function page(all, wanted, isHeld) {
   const filter = wanted.filter.toLowerCase();
   const found = all.filter((each) => (!wanted.only || isHeld(each)) && each.name.toLowerCase().includes(filter));
   if (wanted.sort === "name") found.sort((one, other) => (one.name < other.name ? -1 : 1));
   else if (wanted.sort === "flowedSeconds") found.sort((one, other) => flowedSeconds(other) - flowedSeconds(one));
   else if (wanted.sort !== "order") found.sort((one, other) => other[wanted.sort] - one[wanted.sort]);
   const pages = Math.max(1, Math.ceil(found.length / PAGE));
-  const number = Math.min(wanted.page, pages - 1);
+  const at = Math.min(wanted.page, pages - 1);
   return {
-    rows: found.slice(number * PAGE, (number + 1) * PAGE).map(row),
+    rows: found.slice(at * PAGE, (at + 1) * PAGE),
     count: found.length,
     of: all.length,
-    page: number,
+    page: at,
     pages,
   };
 }
 
 function queueRow(queue) {
   const history = histories.get(queue.name);
+  const numbers = [queue.depth, queue.bytes, history?.rateIn ?? 0, history?.rateOut ?? 0];
+  numbers.push(queue.flowStoppedCount, queue.blocked.length, queue.consumers);
   return {
     name: queue.name,
-    on: queue.flowStopped,
-    depth: queue.depth,
-    bytes: queue.bytes,
-    rateIn: history?.rateIn ?? 0,
-    rateOut: history?.rateOut ?? 0,
-    timesOn: queue.flowStoppedCount,
-    flows: queue.blocked.length,
-    consumers: queue.consumers,
-    ...series(queue, history, SPARK),
+    state: queue.flowStopped ? "on" : "",
+    cells: [queue.flowStopped ? "ON" : "OFF", ...numbers.map(whole)],
   };
 }
 
@@ -254,16 +263,21 @@ function series(queue, history, length) {
 }
 
 function producerRow(producer) {
+  const { blockedBy } = producer;
+  const byOperator = blockedBy.includes("operator");
+  const held = blockedBy.slice(0, 3).join(", ") + (blockedBy.length > 3 ? ` and ${blockedBy.length - 3} more` : "");
   return {
     name: producer.name,
-    flowed: producer.flowed,
-    blockedBy: producer.blockedBy,
-    flowOk: producer.flowOk,
-    times: producer.timesFlowed,
-    seconds: flowedSeconds(producer),
-    published: producer.published,
-    rate: producer.rate ?? 0,
-    unconfirmed: producer.unconfirmed,
+    state: byOperator ? "operator" : producer.flowed ? "on" : "",
+    cells: [
+      producer.flowed ? "flowed" : "unflowed",
+      (held || "–") + (producer.flowOk ? "" : " (not answered)"),
+      whole(producer.timesFlowed),
+      seconds(flowedSeconds(producer)),
+      whole(producer.published),
+      whole(producer.rate ?? 0),
+      whole(producer.unconfirmed),
+    ],
   };
 }
 
@@ -385,10 +399,6 @@ function words(producers) {
   return `No queue is ON, and nobody is flowed: ${many(producers.length, "producer")}, ${many(queues.size, "queue")}.`;
 }
 
-function many(number, what) {
-  return `${number.toLocaleString()} ${what}${number === 1 ? "" : "s"}`;
-}
-
 const WIDTH = 190, HEIGHT = 40;
 
 function place(nodes, edges) {
@@ -400,14 +410,25 @@ function place(nodes, edges) {
     for (const id of nodes.keys()) drawing.setNode(id, { width: WIDTH, height: HEIGHT });
     for (const { from, to } of edges) drawing.setEdge(from, to);
     if (nodes.size) layout(drawing);
-    positions = { key, graph: drawing };
+    const paths = new Map(edges.map((each) => [each.id, curve(drawing.edge(each.from, each.to).points)]));
+    positions = { key, graph: drawing, paths };
   }
-  const drawing = positions.graph;
+  const { graph: drawing, paths } = positions;
   return {
-    key,
     width: nodes.size ? drawing.graph().width : 0,
     height: nodes.size ? drawing.graph().height : 0,
-    nodes: [...nodes.values()].map((each) => ({ ...each, x: drawing.node(each.id).x - WIDTH / 2, y: drawing.node(each.id).y - HEIGHT / 2, width: WIDTH, height: HEIGHT })),
-    edges: edges.map((each) => ({ ...each, points: drawing.edge(each.from, each.to).points })),
+    nodes: [...nodes.values()].map((each) => ({ ...each, x: drawing.node(each.id).x - WIDTH / 2, y: drawing.node(each.id).y - HEIGHT / 2 })),
+    edges: edges.map((each) => ({ path: paths.get(each.id), state: each.state })),
   };
+}
+
+function curve(points) {
+  const [first, ...rest] = points;
+  let path = `M${first.x} ${first.y}`;
+  for (let index = 0; index + 1 < rest.length; index++) {
+    const [control, next] = [rest[index], rest[index + 1]];
+    const end = index + 2 === rest.length ? next : { x: (control.x + next.x) / 2, y: (control.y + next.y) / 2 };
+    path += ` Q${control.x} ${control.y} ${end.x} ${end.y}`;
+  }
+  return rest.length === 1 ? `${path} L${rest[0].x} ${rest[0].y}` : path;
 }

@@ -36,8 +36,8 @@ def test_the_page_and_all_that_it_names_are_served_and_nothing_is_fetched_from_e
     script = ask("GET", "/console/console.js").text
     model = ask("GET", "/console/model.js").text
     named |= {f"console/{name}" for name in re.findall(r'new URL\("(.*?)", import\.meta', script)}
-    named |= {f"console/{name}" for name in re.findall(r'from "\./(.*?)"', model)}
-    assert len(named) == 7
+    named |= {f"console/{name}" for name in re.findall(r'from "\./(.*?)"', script + model)}
+    assert len(named) == 9
     for name in named:
         answer = ask("GET", f"/{name}")
         assert answer.status == 200, name
