@@ -65,17 +65,16 @@ class Task:
         self.tags: dict[int, int] = {}
 
 
-class Cluster(RuleBasedStateMachine):
-    """Tasks that come, work, idle and die, and the two queues of the broker."""
+class Model:
+    """Tasks, and the two queues of the broker."""
 
-    @initialize(capacity=st.integers(1, 700), tasks=st.integers(1, 6))
-    def begin(self, capacity: int, tasks: int) -> None:
+    def set_up(self, capacity: int, rows: list[int]) -> None:
         self.capacity = capacity
         self.units = {credit.number: credit.units for credit in issue("p", capacity)}
         self.ready = deque(self.units)
         # Consumers that have room, who has waited longest first.
         self.line: deque[Task] = deque()
-        self.tasks = [Task(rows=30 * (at + 1)) for at in range(tasks)]
+        self.tasks = [Task(count) for count in rows]
         self.next_tag = 0
         # Messages in the broker that their tasks did not live to see confirmed, and what these held.
         self.orphans = self.lost_with = 0
@@ -112,6 +111,20 @@ class Cluster(RuleBasedStateMachine):
             self.join(task)
         self.deliver()
 
+    def send_some(self, task: Task, most: int) -> None:
+        count = max(0, min(most, task.left, task.window - task.unsettled))
+        task.left -= count
+        task.sent += count
+        task.unsettled += count
+
+
+class Cluster(Model, RuleBasedStateMachine):
+    """Tasks that come, work, idle and die."""
+
+    @initialize(capacity=st.integers(1, 700), tasks=st.integers(1, 6))
+    def begin(self, capacity: int, tasks: int) -> None:
+        self.set_up(capacity, [30 * (at + 1) for at in range(tasks)])
+
     def pick(self, data: st.DataObject) -> Task:
         return data.draw(st.sampled_from(self.tasks))
 
@@ -125,12 +138,6 @@ class Cluster(RuleBasedStateMachine):
     @rule(data=st.data())
     def turn(self, data: st.DataObject) -> None:
         self.look(self.pick(data))
-
-    def send_some(self, task: Task, most: int) -> None:
-        count = max(0, min(most, task.left, task.window - task.unsettled))
-        task.left -= count
-        task.sent += count
-        task.unsettled += count
 
     @rule(data=st.data(), most=st.integers(1, 50))
     def send(self, data: st.DataObject, most: int) -> None:
@@ -191,3 +198,25 @@ class Cluster(RuleBasedStateMachine):
 
 TestCluster = Cluster.TestCase
 TestCluster.settings = settings(max_examples=60, stateful_step_count=40)
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 100, 600])
+def test_a_task_with_rows_without_end_keeps_nobody_waiting(capacity: int) -> None:
+    model = Model()
+    model.set_up(capacity, [0] * 4)
+    greedy, *others = model.tasks
+    greedy.left = 10**9
+    # It has all credits before anybody else comes.
+    model.look(greedy)
+    assert not model.ready
+    for other in others:
+        other.left = 50
+    for _ in range(400):
+        for task in model.tasks:
+            model.look(task)
+            model.send_some(task, 1000)
+            model.look(task)
+            task.unsettled = 0
+            model.look(task)
+    assert [other.left for other in others] == [0] * 3
+    assert greedy.sent > 50
