@@ -1,7 +1,8 @@
 """Rows from Spark into a queue: the sink beside what people write by hand; and how far a slow consumer's queue goes.
 
 ``rates``: the sink, `foreachPartition` with a pika that waits for each confirm, and plain sockets in as many processes,
-in turn. ``depth``: C6 for a job, with the broker of this repository and a consumer that is slower than the job.
+in turn. ``depth``: C6 for a job, with the broker of this repository, or a RabbitMQ whose queue has a maximum, and a
+consumer that is slower than the job.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from benchmarks.peers.base import Job
 from benchmarks.peers.plain import PlainSocket
 from benchmarks.wire import Wire
 from qflow_client.broker import Broker
+from qflow_client.testing.rabbitmq import RabbitMQNode
 
 __all__ = ["BAR", "Consumer", "depth", "main", "rates"]
 
@@ -63,9 +65,11 @@ def rows(spark: Any, count: int, size: int, partitions: int) -> Any:
     return numbers.select(sf.rpad(sf.col("id").cast("string"), size, " ").alias("body"))
 
 
-def sink(frame: Any, url: str, queue: str, capacity: int) -> None:
+def sink(frame: Any, url: str, queue: str, capacity: int, credit_queue: str | None = None) -> None:
     """Write a DataFrame by the data source."""
     options = {"url": url, "routingKey": queue, "capacity": str(capacity)}
+    if credit_queue is not None:
+        options["creditQueue"] = credit_queue
     frame.write.format("amqp").options(**options).mode("append").save()
 
 
@@ -202,27 +206,75 @@ class Consumer:
         self._connection.close()
 
 
+class Watch:
+    """The most messages that a queue was ever seen to have ready, for a broker that does not keep the peak itself."""
+
+    _PERIOD = 0.02
+
+    def __init__(self, url: str, queue: str) -> None:
+        self.peak = 0
+        self.looks = 0
+        self._url, self._queue = url, queue
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with Wire(self._url) as wire:
+            while not self._stop.wait(self._PERIOD):
+                self.peak = max(self.peak, wire.depth(self._queue))
+                self.looks += 1
+
+    def stop(self) -> int:
+        """Look no more; the peak."""
+        self._stop.set()
+        self._thread.join(60)
+        return self.peak
+
+
+def _slowly_consumed(spark: Any, options: argparse.Namespace, url: str, partitions: int) -> tuple[float, bool]:
+    """Write to a queue that is consumed; how long writing took, and whether each row was consumed once."""
+    consumer = Consumer(url, "rows", options.rows, options.rate)
+    begin = time.monotonic()
+    sink(rows(spark, options.rows, options.size, partitions), url, "rows", options.capacity, options.credit_queue)
+    written = time.monotonic() - begin
+    consumer.done.wait(600)
+    return written, set(consumer.times) == {1}
+
+
+def _depth_here(spark: Any, options: argparse.Namespace, partitions: int) -> tuple[float, bool, int, str]:
+    stop, resume = options.stop, options.stop * 7 // 10
+    with Broker() as broker:
+        broker.declare_queue("rows", arguments={"qpid.flow_stop_count": stop, "qpid.flow_resume_count": resume})
+        written, once = _slowly_consumed(spark, options, broker.url, partitions)
+        queue = broker.queue("rows")
+        return written, once, queue.peak_depth, f"stopped {queue.flow_stopped_count} times"
+
+
+def _depth_rabbitmq(spark: Any, options: argparse.Namespace, partitions: int) -> tuple[float, bool, int, str]:
+    """RabbitMQ knows no thresholds: it refuses what comes to a full queue, and the producers wait and send it again."""
+    with RabbitMQNode() as node:
+        with Wire(node.url) as wire:
+            full = {"x-max-length": options.stop, "x-overflow": "reject-publish"}
+            wire.call(commands.Queue.Declare(queue="rows", durable=True, arguments=full))
+        watch = Watch(node.url, "rows")
+        written, once = _slowly_consumed(spark, options, node.url, partitions)
+        return written, once, watch.stop(), f"ready, seen in {watch.looks} looks"
+
+
 def depth(options: argparse.Namespace) -> int:
     """Measure and print; the exit code."""
-    stop, resume = options.stop, options.stop * 7 // 10
     failed = False
-    with session(2) as spark:
+    measure = _depth_rabbitmq if options.broker == "rabbitmq" else _depth_here
+    with session(max(2, options.slots)) as spark:
         for partitions in options.partitions:
-            with Broker() as broker:
-                broker.declare_queue("rows", arguments={"qpid.flow_stop_count": stop, "qpid.flow_resume_count": resume})
-                consumer = Consumer(broker.url, "rows", options.rows, options.rate)
-                begin = time.monotonic()
-                sink(rows(spark, options.rows, options.size, partitions), broker.url, "rows", options.capacity)
-                written = time.monotonic() - begin
-                consumer.done.wait(600)
-                peak, stops = broker.queue("rows").peak_depth, broker.queue("rows").flow_stopped_count
-            once = set(consumer.times) == {1}
-            right = once and peak <= stop + options.capacity
+            written, once, peak, more = measure(spark, options, partitions)
+            right = once and peak <= options.stop + options.capacity
             failed |= not right
             print(
                 f"{partitions} partitions: {options.rows:,} rows in {written:.0f} s, each consumed "
-                f"{'once' if once else 'NOT once'}; peak {peak}, stop {stop} + capacity {options.capacity}, "
-                f"stopped {stops} times: {'as promised' if right else 'NOT AS PROMISED'}",
+                f"{'once' if once else 'NOT once'}; peak {peak} ({more}), stop {options.stop} + capacity "
+                f"{options.capacity}: {'as promised' if right else 'NOT AS PROMISED'}",
                 flush=True,
             )
     return int(failed)
@@ -248,6 +300,9 @@ def parser() -> argparse.ArgumentParser:
     of_depth.add_argument("--stop", type=int, default=5000, help="the queue's threshold (%(default)s)")
     of_depth.add_argument("--capacity", type=int, default=2000, help="of the job (%(default)s)")
     of_depth.add_argument("--rate", type=float, default=15_000, help="messages a second consumed (%(default)s)")
+    of_depth.add_argument("--broker", choices=["embedded", "rabbitmq"], default="embedded", help="(%(default)s)")
+    of_depth.add_argument("--slots", type=int, default=2, help="tasks at once (%(default)s)")
+    of_depth.add_argument("--credit-queue", help="hold the capacity as credits in this queue")
     of_depth.set_defaults(run=depth)
     return made
 

@@ -10,11 +10,13 @@ except ImportError as error:
         f"qflow_client.spark needs PySpark and PyArrow: pip install 'qflow-client[spark]' ({error})"
     ) from error
 
+from qflow_client.spark.credits import CreditError
 from qflow_client.spark.datasource import register
 from qflow_client.spark.flow_report import flow_events, flow_report, flow_report_of_stream, flow_report_stream
 from qflow_client.spark.java import JavaMissing, check_java
 
 __all__ = [
+    "CreditError",
     "JavaMissing",
     "check_java",
     "flow_events",

@@ -11,6 +11,7 @@ from pyspark.sql.types import StructType
 
 from qflow_client.errors import SettingsError
 from qflow_client.spark.columns import Rows
+from qflow_client.spark.creditqueue import prepare
 from qflow_client.spark.options import SinkOptions
 from qflow_client.spark.sink import StreamWriter, Writer
 from qflow_client.spark.source import SCHEMA, Reader, SourceOptions
@@ -58,7 +59,10 @@ class AmqpDataSource(DataSource):
         if overwrite:
             raise SettingsError('mode overwrite: what is in a queue cannot be replaced; use mode("append")')
         options = SinkOptions.load(self.options, self.max_concurrent_tasks)
-        return options, Rows(schema, options.body_format, options.message_id)
+        rows = Rows(schema, options.body_format, options.message_id)
+        if options.credit_queue is not None:
+            prepare(options.producer, options.credit_queue)
+        return options, rows
 
     def writer(self, schema: StructType, overwrite: bool) -> Writer:
         return Writer(*self._sink(schema, overwrite))

@@ -111,6 +111,8 @@ def producer_options() -> dict[str, Option]:
 _SINK = {
     "bodyFormat": one_of(*BODY_FORMATS),
     "capacityPerTask": whole("messages"),
+    # Names of queues have 255 bytes at the most, and others are named after it.
+    "creditQueue": text_of("the name of a queue", 240),
     "jobId": text_of("a name for the job", 200),
     "maxConcurrentTasks": whole("tasks"),
     "messageId": one_of(*MESSAGE_IDS),
@@ -128,6 +130,7 @@ class SinkOptions:
         message_id: one of `MESSAGE_IDS`.
         job_id: names the job in message ids by position, and in the summary; ``None`` if none was given.
         summary_path: the file that summaries are appended to; ``None`` for none.
+        credit_queue: the queue whose credits are the job's capacity, which is not divided then; ``None`` for none.
     """
 
     producer: ProducerSettings
@@ -135,6 +138,7 @@ class SinkOptions:
     message_id: str = "column"
     job_id: str | None = None
     summary_path: str | None = None
+    credit_queue: str | None = None
 
     @classmethod
     def load(cls, given: Mapping[str, str], slots: int | None) -> SinkOptions:
@@ -169,12 +173,23 @@ class SinkOptions:
             raise SettingsError(
                 f"capacity={settings.capacity} is the whole job's and capacityPerTask={per_task} each task's: set one"
             )
+        credit_queue = values.get("creditQueue")
+        if credit_queue is not None:
+            if per_task is not None:
+                raise SettingsError(
+                    f"capacityPerTask={per_task} and creditQueue={credit_queue!r}: a task has what credits it takes "
+                    "from the queue; leave capacityPerTask out"
+                )
+            if isinstance(settings.capacity, str):
+                raise SettingsError(f"capacity={settings.capacity!r}: of creditQueue it must be a number")
+            per_task = settings.capacity
         return cls(
             producer=_share(settings, per_task, slots),
             body_format=values.get("bodyFormat", "column"),
             message_id=values.get("messageId", "column"),
             job_id=values.get("jobId"),
             summary_path=values.get("summaryPath"),
+            credit_queue=credit_queue,
         )
 
 

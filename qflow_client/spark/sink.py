@@ -8,6 +8,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from qflow_client.protocol import REPUBLISHED
 from qflow_client.receipt import Receipt
 from qflow_client.settings import ProducerSettings
 from qflow_client.spark.columns import RowError, Rows
+from qflow_client.spark.creditqueue import CreditLine
 from qflow_client.spark.options import SinkOptions, named
 from qflow_client.sync import Producer
 
@@ -203,6 +205,7 @@ def write_task(options: SinkOptions, rows: Rows, batches: Iterable[pa.RecordBatc
     Raises:
         FlowControlTimeout: a row had to wait too long; it was not sent, and nothing after it was.
         ConfirmTimeout: all is sent, and confirms have failed to come for too long.
+        CreditError: the credits are not what they should be.
         DeliveryError, UndeliveredMessages: messages were returned, nacked or rejected, or the connection was lost.
         RowError: a row that AMQP cannot carry.
     """
@@ -211,12 +214,21 @@ def write_task(options: SinkOptions, rows: Rows, batches: Iterable[pa.RecordBatc
     id_prefix = f"{task}-" if options.message_id == "position" else None
     count = size = 0
     begin = time.monotonic()
-    with Producer(settings=settings) as producer:
+    with ExitStack() as stack:
+        line: CreditLine | None = None
+        if options.credit_queue is None:
+            producer = stack.enter_context(Producer(settings=settings))
+        else:
+            line = stack.enter_context(CreditLine(settings, options.credit_queue))
+            producer = stack.enter_context(line.producer)
         send = producer.send
         for batch in batches:
             first: Receipt | None = None
+            messages = rows.messages(batch, count, id_prefix, mark)
+            if line is not None:
+                messages = line.use(messages, batch.num_rows)
             try:
-                for payload, exchange, routing_key in rows.messages(batch, count, id_prefix, mark):
+                for payload, exchange, routing_key in messages:
                     receipt = send(payload, exchange=exchange, routing_key=routing_key)
                     first = first or receipt
                     count += 1

@@ -1,0 +1,64 @@
+"""Spark Connect: a client that speaks to Spark by gRPC, and registers the data source there."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+from qflow_client.broker import Broker
+from tests.spark.cluster import run_python
+
+if os.environ.get("QFLOW_REQUIRE_SPARK") != "1" and importlib.util.find_spec("grpc") is None:
+    pytest.skip("Spark Connect needs grpcio: pip install 'pyspark[connect]'", allow_module_level=True)
+
+# It starts a server, which is a JVM, in a process of its own: a session of the other kind may be in this one.
+pytestmark = pytest.mark.timeout(600)
+
+PROGRAM = """
+import sys
+from pyspark.sql import SparkSession
+from pyspark.sql.connect.session import SparkSession as ConnectSession
+from qflow_client.spark import register
+
+url, folder = sys.argv[1:]
+spark = SparkSession.builder.remote("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+assert isinstance(spark, ConnectSession)
+register(spark)
+frame = spark.range(1000, numPartitions=2).selectExpr("cast(id as string) as body")
+
+def write(**options):
+    frame.write.format("amqp").options(url=url, routingKey="rows", **options).mode("append").save()
+
+try:
+    # How many slots the server has, the client is not told.
+    write()
+except Exception as error:
+    assert "set maxConcurrentTasks" in str(error), error
+else:
+    raise AssertionError("a capacity that cannot be divided was divided")
+write(maxConcurrentTasks="2")
+write(creditQueue="credits")
+
+stream = spark.readStream.format("amqp").options(url=url, queue="rows", spoolPath=f"{folder}/spool").load()
+query = stream.select("body").writeStream.format("amqp").options(url=url, routingKey="copies", creditQueue="credits")
+query = query.option("checkpointLocation", f"{folder}/checkpoint").trigger(availableNow=True).start()
+query.awaitTermination()
+
+options = {"url": url, "queue": "copies", "spoolPath": f"{folder}/copies"}
+copies = spark.read.format("amqp").options(**options).load()
+numbers = sorted(int(row.body) for row in copies.collect())
+assert numbers == sorted([*range(1000), *range(1000)]), len(numbers)
+print("done")
+spark.stop()
+"""
+
+
+def test_sink_and_source_work_with_Spark_Connect(tmp_path: Path) -> None:
+    with Broker() as broker:
+        broker.declare_queue("rows")
+        broker.declare_queue("copies")
+        assert run_python(PROGRAM, broker.url, str(tmp_path), timeout=500).split()[-1] == "done"
+        assert [broker.queue(name).depth for name in ("rows", "copies")] == [0, 0]

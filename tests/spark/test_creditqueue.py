@@ -1,0 +1,318 @@
+"""Capacity as credits in a queue of the broker: on this repository's broker, and on a real RabbitMQ."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pika
+import pyarrow as pa
+import pytest
+from pyspark.errors import AnalysisException
+from pyspark.sql import SparkSession
+from pyspark.sql.types import StructType
+
+from qflow_client.broker import Broker
+from qflow_client.errors import FlowControlTimeout, QflowError, SettingsError
+from qflow_client.spark import creditqueue
+from qflow_client.spark.columns import Rows
+from qflow_client.spark.creditqueue import prepare
+from qflow_client.spark.credits import CreditError
+from qflow_client.spark.options import SinkOptions
+from qflow_client.spark.sink import Task, write_task
+from qflow_client.testing.rabbitmq import RabbitMQNode, RabbitMQNotInstalled
+from tests.spark.support import SlowConsumer, eventually, in_background, write
+
+SCHEMA = StructType().add("body", "string")
+CREDITS = "credits"
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[RabbitMQNode]:
+    try:
+        node = RabbitMQNode()
+    except RabbitMQNotInstalled as missing:
+        if os.environ.get("QFLOW_REQUIRE_BROKERS") == "1":
+            pytest.fail(f"{missing} (QFLOW_REQUIRE_BROKERS=1 forbids to skip)", pytrace=False)
+        pytest.skip(str(missing))
+    with node:
+        yield node
+
+
+@pytest.fixture(params=["embedded", pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)])
+def url(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A broker with the queue ``rows``, and without credits."""
+    if request.param == "embedded":
+        with Broker() as broker:
+            broker.declare_queue("rows")
+            yield broker.url
+        return
+    url = request.getfixturevalue("node").url
+    with pika.BlockingConnection(pika.URLParameters(url)) as connection:
+        channel = connection.channel()
+        for queue in (CREDITS, f"{CREDITS}.tasks", "rows"):
+            channel.queue_delete(queue)
+        channel.queue_declare("rows", durable=True)
+    yield url
+
+
+def ready(url: str, queue: str) -> int:
+    with pika.BlockingConnection(pika.URLParameters(url)) as connection:
+        return int(connection.channel().queue_declare(queue, passive=True, durable=True).method.message_count)
+
+
+def do(url: str, method: str, *arguments: Any, **keywords: Any) -> Any:
+    with pika.BlockingConnection(pika.URLParameters(url)) as connection:
+        return getattr(connection.channel(), method)(*arguments, **keywords)
+
+
+def options(url: str, **more: object) -> SinkOptions:
+    given = {"url": url, "routingKey": "rows", "creditQueue": CREDITS, "connectTimeout": "30"} | more
+    return SinkOptions.load({name: str(value) for name, value in given.items()}, None)
+
+
+def task(of: SinkOptions, partition: int, begin: int, end: int, *, step: int = 500) -> Any:
+    """What Spark runs in a task, on a thread."""
+    batches = [
+        pa.RecordBatch.from_pydict({"body": [str(row) for row in range(at, min(at + step, end))]})
+        for at in range(begin, end, step)
+    ]
+    rows = Rows(SCHEMA, of.body_format, of.message_id)
+    return in_background(write_task, of, rows, batches, Task(job="job", partition=partition))
+
+
+def tasks(of: SinkOptions, count: int, rows: int) -> list[Any]:
+    return [task(of, at, at * rows, (at + 1) * rows) for at in range(count)]
+
+
+@pytest.mark.parametrize("capacity", [1, 5, 200, 3000])
+def test_C6_every_row_is_sent_once_with_a_budget_below_and_above_the_number_of_tasks(url: str, capacity: int) -> None:
+    of = options(url, capacity=capacity)
+    prepare(of.producer, CREDITS)
+    assert ready(url, CREDITS) == min(capacity, 256)
+    # Where there is one credit for eight tasks, each waits for its turn.
+    rows = 50 if capacity < 8 else 1000
+    for running in tasks(of, 8, rows):
+        assert running.result(100).rows == rows
+    assert ready(url, "rows") == 8 * rows
+    # All of them are back.
+    eventually(lambda: ready(url, CREDITS) == min(capacity, 256))
+    prepare(of.producer, CREDITS)
+
+
+def test_C6_the_peak_is_stop_plus_capacity_with_eight_tasks_and_a_slow_consumer() -> None:
+    rows, stop, capacity = 5000, 1000, 300
+    with Broker() as broker:
+        broker.declare_queue("rows", arguments={"qpid.flow_stop_count": stop, "qpid.flow_resume_count": 700})
+        of = options(broker.url, capacity=capacity)
+        prepare(of.producer, CREDITS)
+        with SlowConsumer(broker.url, "rows", rate=8000) as consumer:
+            running = tasks(of, 8, rows)
+            consumer.wait_for(8 * rows, 100)
+            assert sum(each.result(60).rows for each in running) == 8 * rows
+        queue = broker.queue("rows")
+        assert stop < queue.peak_depth <= stop + capacity
+        assert queue.flow_stopped_count > 1
+        assert sorted(map(int, consumer.bodies)) == list(range(8 * rows))
+
+
+@pytest.mark.rabbitmq
+def test_C6_on_RabbitMQ_a_full_queue_never_has_more_than_its_maximum_and_the_capacity(node: RabbitMQNode) -> None:
+    maximum, capacity, rows = 1000, 300, 2000
+    queues = {
+        "rows": {"x-max-length": maximum, "x-overflow": "reject-publish"},
+        CREDITS: None,
+        f"{CREDITS}.tasks": None,
+    }
+    for queue, arguments in queues.items():
+        do(node.url, "queue_delete", queue)
+        if arguments is not None:
+            do(node.url, "queue_declare", queue, durable=True, arguments=arguments)
+    of = options(node.url, capacity=capacity)
+    prepare(of.producer, CREDITS)
+    peak = 0
+    with SlowConsumer(node.url, "rows", rate=4000) as consumer:
+        running = tasks(of, 8, rows)
+        with pika.BlockingConnection(pika.URLParameters(node.url)) as connection:
+            channel = connection.channel()
+            while len(consumer.bodies) < 8 * rows:
+                peak = max(peak, channel.queue_declare("rows", passive=True).method.message_count)
+                for each in running:
+                    if each.done():
+                        each.result()
+        assert sum(each.result(60).rows for each in running) == 8 * rows
+    assert 0 < peak <= maximum + capacity
+    assert sorted(map(int, consumer.bodies)) == list(range(8 * rows))
+
+
+def test_C6_unconfirmed_messages_of_all_tasks_are_exactly_the_credits_when_nothing_is_confirmed() -> None:
+    with Broker() as broker:
+        broker.declare_queue("rows")
+        broker.withhold_confirms()
+        of = options(broker.url, capacity=100)
+        prepare(of.producer, CREDITS)
+        running = tasks(of, 8, 1000)
+        broker.wait_until(lambda b: b.queue("rows").depth == 100, timeout=60)
+        # One that waits says so, and is counted among them.
+        broker.wait_until(lambda b: b.queue(f"{CREDITS}.tasks").consumers == 8, timeout=60)
+        assert broker.queue("rows").peak_depth == 100
+        assert broker.queue(CREDITS).depth == 100
+        broker.release_confirms()
+        for each in running:
+            report = each.result(60)
+            assert report.rows == 1000
+            assert report.seconds_flowed["capacity"] > 0
+        assert broker.queue("rows").depth == 8000
+
+
+def test_a_task_between_two_batches_holds_no_credit_that_others_wait_for() -> None:
+    with Broker() as broker:
+        broker.declare_queue("rows")
+        of = options(broker.url, capacity=1)
+        prepare(of.producer, CREDITS)
+        first: Any = in_background(
+            write_task,
+            of,
+            Rows(SCHEMA, "column", "column"),
+            batches_until(broker, 21),
+            Task(job="job", partition=0),
+        )
+        # The one credit that there is comes to the second task, while the first waits for what Spark has yet to make.
+        assert task(of, 1, 0, 10).result(60).rows == 10
+        assert first.result(60).rows == 12
+
+
+def batches_until(broker: Broker, depth: int) -> Iterator[pa.RecordBatch]:
+    yield pa.RecordBatch.from_pydict({"body": [str(row) for row in range(11)]})
+    broker.wait_until(lambda b: b.queue("rows").depth == depth, timeout=60)
+    yield pa.RecordBatch.from_pydict({"body": ["last"]})
+
+
+def test_what_is_wrong_with_the_options_is_said(url: str) -> None:
+    with pytest.raises(SettingsError, match=r"capacityPerTask=3 and creditQueue='credits': .*; leave capacityPerTask"):
+        options(url, capacityPerTask=3)
+    with pytest.raises(SettingsError, match="capacity='auto': of creditQueue it must be a number"):
+        options(url, capacity="auto")
+    with pytest.raises(SettingsError, match="rate is the whole job's"):
+        options(url, rate=10)
+    # Nobody need know how many tasks there are, nor need there be a message for each.
+    assert options(url, capacity=1).producer.capacity == 1
+
+
+def test_another_capacity_than_that_of_the_credits_is_refused(url: str) -> None:
+    prepare(options(url, capacity=100).producer, CREDITS)
+    with pytest.raises(CreditError, match="capacity=99: the credits in queue 'credits' are of a capacity of 100; say"):
+        prepare(options(url, capacity=99).producer, CREDITS)
+    # A task finds out too, if the credits have been replaced since.
+    with pytest.raises(CreditError, match="capacity=99: the credits in queue 'credits' are of a capacity of 100"):
+        task(options(url, capacity=99), 0, 0, 10).result(60)
+    assert ready(url, "rows") == 0
+    eventually(lambda: ready(url, CREDITS) == 100)
+
+
+def test_credits_that_were_purged_are_missed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(creditqueue, "_PATIENCE", 0.1)
+    prepare(options(url, capacity=100).producer, CREDITS)
+    do(url, "queue_purge", CREDITS)
+    of = options(url, capacity=100, connectTimeout=1)
+    with pytest.raises(CreditError, match="holds 0 credits, no task holds any, and a capacity of 100 has 100: the que"):
+        prepare(of.producer, CREDITS)
+    with pytest.raises(CreditError, match="holds 0 credits, no task holds any, and a capacity of 100 has 100: the que"):
+        task(of, 0, 0, 10).result(60)
+    # The way out.
+    do(url, "queue_delete", CREDITS)
+    do(url, "queue_delete", f"{CREDITS}.tasks")
+    prepare(of.producer, CREDITS)
+    assert task(of, 0, 0, 10).result(60).rows == 10
+
+
+def test_a_task_that_gets_no_credit_in_time_fails_with_FlowControlTimeout(url: str) -> None:
+    of = options(url, capacity=2, maxProducerFlowControlWait=0.5)
+    prepare(of.producer, CREDITS)
+    with pika.BlockingConnection(pika.URLParameters(url)) as connection:
+        channel = connection.channel()
+        for _ in range(2):
+            assert channel.basic_get(CREDITS)[0] is not None
+        with pytest.raises(FlowControlTimeout, match=r"not sent within 0\.5.* flowed: capacity.*no credit of queue"):
+            task(of, 0, 0, 10).result(60)
+
+
+def test_a_queue_of_something_else_is_refused(url: str) -> None:
+    do(url, "basic_publish", "", "rows", b"an order")
+    eventually(lambda: ready(url, "rows") == 1)
+    with pytest.raises(CreditError, match=r"queue 'rows' holds a message that is no credit \(b'an order'\): name a q"):
+        prepare(options(url, creditQueue="rows").producer, "rows")
+    assert ready(url, "rows") == 1
+
+
+def test_a_queue_of_credits_that_is_deleted_ends_the_task() -> None:
+    with Broker() as broker:
+        broker.declare_queue("rows")
+        of = options(broker.url, capacity=10)
+        prepare(of.producer, CREDITS)
+        broker.withhold_confirms()
+        running = task(of, 0, 0, 100)
+        broker.wait_until(lambda b: b.queue("rows").depth == 10, timeout=60)
+        do(broker.url, "queue_delete", f"{CREDITS}.tasks")
+        with pytest.raises(CreditError, match=r"the queue of credits 'credits', or 'credits\.tasks', was deleted"):
+            running.result(60)
+        with pytest.raises(CreditError, match=r"queue 'credits\.tasks' cannot be consumed: 404 .*the job was planned"):
+            task(of, 0, 0, 100).result(60)
+
+
+def test_credits_that_were_issued_twice_are_found_out() -> None:
+    with Broker() as broker:
+        broker.declare_queue("rows")
+        of = options(broker.url, capacity=10)
+        prepare(of.producer, CREDITS)
+        (credit, *_) = broker.messages(CREDITS)
+        do(broker.url, "basic_publish", "", CREDITS, credit.body)
+        with pytest.raises(CreditError, match="holds 11 credits, no task holds any, and a capacity of 10 has 10"):
+            prepare(of.producer, CREDITS)
+        with pytest.raises(CreditError, match="holds more credits than the capacity of 10 has: some were issued twice"):
+            task(of, 0, 0, 100).result(60)
+
+
+def test_drivers_that_begin_together_issue_the_credits_once(url: str) -> None:
+    of = options(url, capacity=20)
+    for each in [in_background(prepare, of.producer, CREDITS) for _ in range(4)]:
+        each.result(60)
+    assert ready(url, CREDITS) == 20
+
+
+def test_a_driver_that_died_before_the_credits_were_there_is_made_good(url: str) -> None:
+    # What it leaves, at the worst.
+    do(url, "queue_declare", CREDITS, durable=True, arguments={"x-queue-type": "classic"})
+    prepare(options(url, capacity=20).producer, CREDITS)
+    assert ready(url, CREDITS) == 20
+
+
+def test_C6_a_task_that_dies_gives_its_credits_back_and_adds_no_more_than_it_held() -> None:
+    with Broker() as broker:
+        broker.declare_queue("rows")
+        of = options(broker.url, capacity=40, maxProducerFlowControlWait=600)
+        prepare(of.producer, CREDITS)
+        # Without confirms, all that was sent by what it held is in the queue when it dies.
+        broker.withhold_confirms()
+        dead = task(of, 0, 0, 1000)
+        broker.wait_until(lambda b: b.queue("rows").depth == 40, timeout=60)
+        broker.drop_connections()
+        with pytest.raises(QflowError, match="the connection is lost"):
+            dead.result(60)
+        running = tasks(of, 3, 500)
+        broker.wait_until(lambda b: b.queue("rows").depth == 80, timeout=60)
+        broker.wait_until(lambda b: b.queue(f"{CREDITS}.tasks").consumers == 3, timeout=60)
+        assert broker.queue("rows").peak_depth == 80
+        broker.release_confirms()
+        assert [each.result(60).rows for each in running] == [500] * 3
+        assert len({message.body for message in broker.messages("rows")}) == 1500
+
+
+def test_a_job_takes_its_capacity_from_the_queue(spark: SparkSession, url: str, tmp_path: Path) -> None:
+    frame = spark.range(10_000, numPartitions=4).selectExpr("cast(id as string) as body")
+    write(frame, url, routingKey="rows", capacity=50, creditQueue=CREDITS)
+    assert ready(url, "rows") == 10_000
+    with pytest.raises(AnalysisException, match="capacity=60: the credits in queue 'credits' are of a capacity of 50"):
+        write(frame, url, routingKey="rows", capacity=60, creditQueue=CREDITS)
