@@ -3,6 +3,7 @@
 ``rates``: the sink, `foreachPartition` with a pika that waits for each confirm, and plain sockets in as many processes,
 in turn. ``depth``: C6 for a job, with the broker of this repository, or a RabbitMQ whose queue has a maximum, and a
 consumer that is slower than the job.
+``scale``: the sink's rate, and the memory of its tasks, for jobs of very different sizes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from statistics import median
 from typing import Any
 from uuid import uuid4
@@ -30,7 +32,17 @@ from benchmarks.wire import Wire
 from qflow_client.broker import Broker
 from qflow_client.testing.rabbitmq import RabbitMQNode
 
-__all__ = ["BAR", "Consumer", "depth", "main", "rates"]
+__all__ = [
+    "BAR",
+    "Consumer",
+    "depth",
+    "largest_of_tasks",
+    "main",
+    "processor_seconds",
+    "rates",
+    "scale",
+    "session",
+]
 
 #: What ``rates --check`` asks for: of the rate of `foreachPartition`.
 BAR = 8.0
@@ -103,12 +115,18 @@ def sockets(url: str, queue: str, size: int, count: int, processes: int) -> floa
 
 
 @contextmanager
-def fresh_queue(url: str) -> Iterator[tuple[str, Callable[[], int]]]:
-    """A queue that goes with the block, and what tells how many messages are in it."""
+def fresh_queue(url: str, most: int | None = None) -> Iterator[tuple[str, Callable[[], int]]]:
+    """A queue that goes with the block, and what tells how many messages are in it.
+
+    Args:
+        url: of the broker.
+        most: messages, of which the oldest are dropped for new ones; ``None`` for no maximum.
+    """
     name = f"qflow-benchmark-{uuid4().hex[:12]}"
+    arguments: dict[str, Any] = {} if most is None else {"x-max-length": most, "x-overflow": "drop-head"}
     with Wire(url) as wire:
         # As people have them who ask for confirms.
-        wire.call(commands.Queue.Declare(queue=name, durable=True))
+        wire.call(commands.Queue.Declare(queue=name, durable=True, arguments=arguments))
         try:
             yield name, lambda: wire.depth(name)
         finally:
@@ -280,6 +298,68 @@ def depth(options: argparse.Namespace) -> int:
     return int(failed)
 
 
+def _descendants() -> Iterator[tuple[Path, bool]]:
+    """The folders in ``/proc`` of all that this process has started, and whether each has none of its own (Linux)."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        # It may have ended meanwhile.
+        with suppress(OSError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(folder.name))
+    waiting = [os.getpid()]
+    while waiting:
+        mine = children.get(waiting.pop(), [])
+        waiting += mine
+        for process in mine:
+            yield Path("/proc", str(process)), process not in children
+
+
+def largest_of_tasks() -> list[int]:
+    """The most memory that each Python worker of this process's Spark has had, in MiB."""
+    found = []
+    for folder, is_worker in _descendants():
+        with suppress(OSError):
+            if is_worker and b"pyspark.daemon" in (folder / "cmdline").read_bytes():
+                lines = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+                found.append(int(lines["VmHWM"].split()[0]) // 1024)
+    return sorted(found)
+
+
+def processor_seconds() -> float:
+    """Those of all that this process has started, such as Spark's JVM and workers, and of all that they have."""
+    ticks = 0
+    for folder, _ in _descendants():
+        with suppress(OSError):
+            ticks += sum(map(int, (folder / "stat").read_text().rpartition(")")[2].split()[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def scale(options: argparse.Namespace) -> int:
+    """Measure and print; the exit code."""
+    with broker_url(options.url) as url, session(options.partitions) as spark:
+        capacity = _WINDOW * options.partitions
+        with fresh_queue(url, options.most) as (queue, _):
+            sink(rows(spark, 20_000, options.size, options.partitions), url, queue, capacity)
+        for count in options.rows:
+            # One after the other in the same workers: what a larger job needs more is seen.
+            for _ in range(options.repeat):
+                with fresh_queue(url, options.most) as (queue, depth_of):
+                    begin, before = time.monotonic(), processor_seconds()
+                    sink(rows(spark, count, options.size, options.partitions), url, queue, capacity)
+                    seconds, used = time.monotonic() - begin, processor_seconds() - before
+                    if depth_of() != min(count, options.most):
+                        raise SystemExit(f"error: {count} rows were written, and the queue holds {depth_of()}")
+                told: dict[str, Any] = {
+                    "rows": count,
+                    "seconds": round(seconds, 2),
+                    "rows_per_second": round(count / seconds),
+                }
+                # Spark's, and with `EMBEDDED` the broker's.
+                told["processor_seconds"] = round(used, 1)
+                print(json.dumps(told | {"largest_memory_of_tasks_mib": largest_of_tasks()}), flush=True)
+    return 0
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(prog="python -m benchmarks.spark", description=__doc__)
@@ -304,6 +384,14 @@ def parser() -> argparse.ArgumentParser:
     of_depth.add_argument("--slots", type=int, default=2, help="tasks at once (%(default)s)")
     of_depth.add_argument("--credit-queue", help="hold the capacity as credits in this queue")
     of_depth.set_defaults(run=depth)
+    of_scale = kinds.add_parser("scale", help="rows per second and memory of jobs of very different sizes")
+    of_scale.add_argument("--url", default=DEFAULT_URL, help="of the broker, or: embedded")
+    of_scale.add_argument("--rows", type=int, nargs="+", default=[10**5, 10**6, 10**7], help="of each job in turn")
+    of_scale.add_argument("--size", type=int, default=100, help="of a body, in bytes (%(default)s)")
+    of_scale.add_argument("--partitions", type=int, default=2, help="and slots (%(default)s)")
+    of_scale.add_argument("--most", type=int, default=20_000, help="messages that the queue keeps (%(default)s)")
+    of_scale.add_argument("--repeat", type=int, default=1, help="how often each is run (%(default)s)")
+    of_scale.set_defaults(run=scale)
     return made
 
 

@@ -6,17 +6,25 @@ import gzip
 import json
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, cast
 
 from qflow_client.errors import QflowError
 
-__all__ = ["COLUMNS", "FlowLogError", "FlowLogs", "line_of", "parquet_schema", "to_parquet"]
+try:
+    from orjson import loads as _loads
+except ImportError:
+    from json import loads as _loads
+
+__all__ = ["COLUMNS", "FlowLogError", "FlowLogs", "Part", "line_of", "parquet_schema", "parts_of", "raws", "to_parquet"]
 
 _KINDS = (".jsonl", ".jsonl.gz", ".parquet")
 # How much is read of the end of a file to find its last line.
 _TAIL = 64 << 10
+# How much is read at once.
+_BLOCK = 1 << 20
 # Rows of a Parquet file that are in memory at once.
 _ROWS = 20_000
 
@@ -91,10 +99,60 @@ class FlowLogs:
 def line_of(raw: str | bytes) -> dict[str, Any] | None:
     """A line; ``None`` if it is none of a flow log."""
     try:
-        line = json.loads(raw)
+        line = _loads(raw)
     except ValueError:
-        return None
+        try:
+            # NaN, or a number of more than 64 bits, is JSON to this one only.
+            line = json.loads(raw)
+        except ValueError:
+            return None
     return line if isinstance(line, dict) and "at" in line and "kind" in line else None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a file of lines: those that begin in it.
+
+    Attributes:
+        path: the file.
+        start: its first byte.
+        end: the byte behind the last; ``None`` for the end of the file.
+    """
+
+    path: str
+    start: int = 0
+    end: int | None = None
+
+
+def parts_of(path: Path, size: int) -> Iterator[Part]:
+    """Split a file of lines into parts of about so many bytes. What is compressed is read in one go."""
+    if path.suffix == ".gz":
+        yield Part(str(path))
+        return
+    whole = path.stat().st_size
+    for start in range(0, whole, size):
+        yield Part(str(path), start, min(start + size, whole))
+
+
+def raws(part: Part) -> Iterator[list[bytes]]:
+    """The lines that begin in a part, as they are in the file, some at a time."""
+    with _open(Path(part.path)) as file:
+        at = part.start
+        if at:
+            # A line that begins before it belongs to the part before.
+            file.seek(at - 1)
+            at += len(file.readline()) - 1
+        while part.end is None or at < part.end:
+            wanted = _BLOCK if part.end is None else min(_BLOCK, part.end - at)
+            # To the end of the line in which the last byte is.
+            block = file.read(wanted - 1) + file.readline()
+            if not block:
+                return
+            at += len(block)
+            lines = block.split(b"\n")
+            if not lines[-1]:
+                lines.pop()
+            yield lines
 
 
 def _open(path: Path) -> IO[bytes]:

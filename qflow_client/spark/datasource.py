@@ -6,15 +6,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pyspark
 from pyspark.errors import PySparkException
-from pyspark.sql.datasource import DataSource, DataSourceStreamReader
+from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader
 from pyspark.sql.types import StructType
 
 from qflow_client.errors import SettingsError
 from qflow_client.spark.columns import Rows
 from qflow_client.spark.creditqueue import prepare
+from qflow_client.spark.deliveries import SCHEMA
+from qflow_client.spark.offset_source import OffsetOptions, OffsetReader
 from qflow_client.spark.options import SinkOptions
 from qflow_client.spark.sink import StreamWriter, Writer
-from qflow_client.spark.source import SCHEMA, Reader, SourceOptions
+from qflow_client.spark.source import Reader, SourceOptions
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -43,17 +45,32 @@ class AmqpDataSource(DataSource):
             self.options, streaming=streaming, slots=self.max_concurrent_tasks, local=self.is_local
         )
 
-    def reader(self, schema: StructType) -> Reader:
-        return Reader(self._source(streaming=False), schema)
+    def _offsets(self, streaming: bool) -> OffsetOptions | None:
+        """What a job was told that reads a RabbitMQ stream; ``None`` for one that reads a queue."""
+        names = {name.lower() for name in self.options}
+        if "stream" not in names:
+            return None
+        if "queue" in names:
+            raise SettingsError("queue and stream both say what to read: set one")
+        return OffsetOptions.load(self.options, streaming=streaming, slots=self.max_concurrent_tasks)
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        offsets = self._offsets(streaming=False)
+        return Reader(self._source(streaming=False), schema) if offsets is None else OffsetReader(offsets, schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         try:
-            from qflow_client.spark.stream_source import StreamReader
+            from qflow_client.spark.stream_source import OffsetStreamReader, StreamReader
         except ImportError as error:
             raise SettingsError(
                 f"readStream needs PySpark 4.2 or later, whose sources can limit a batch; this is {pyspark.__version__}"
             ) from error
-        return StreamReader(self._source(streaming=True), schema)
+        offsets = self._offsets(streaming=True)
+        return (
+            StreamReader(self._source(streaming=True), schema)
+            if offsets is None
+            else OffsetStreamReader(offsets, schema)
+        )
 
     def _sink(self, schema: StructType, overwrite: bool) -> tuple[SinkOptions, Rows]:
         if overwrite:

@@ -17,7 +17,7 @@ from pyspark.sql import functions as sf
 
 from qflow_client.report import FlowReport
 from qflow_client.report.advice import samples_in, windows
-from qflow_client.report.reading import COLUMNS, FlowLogError, FlowLogs, line_of
+from qflow_client.report.reading import COLUMNS, FlowLogError, FlowLogs, Part, line_of, parts_of, raws
 from qflow_client.report.report import make_report
 from qflow_client.report.tables import Fact, Tables, bin_width
 
@@ -37,6 +37,8 @@ _SERIES = ("depth", "held")
 _TYPES = {"text": "string", "number": "bigint", "counts": "map<string,bigint>"}
 _EVENTS = ", ".join(f"`{name}` {_TYPES[kind]}" for name, kind in COLUMNS)
 
+# Bytes of a file that a task reads.
+_PART = 64 << 20
 # Facts that a task hands over at once.
 _AT_ONCE = 20_000
 
@@ -56,26 +58,29 @@ class _Logs:
         if not self._local and not self._remote:
             raise FlowLogError(f"{', '.join(given)}: no file is finished; FlowLog.rotate() and close() finish one")
 
-    def _united(self, text: Callable[[list[str]], DataFrame], parquet: Callable[[list[str]], DataFrame]) -> DataFrame:
-        columnar = [str(path) for path in self._local if path.suffix == ".parquet"]
-        lines = [str(path) for path in self._local if path.suffix != ".parquet"] + self._remote
-        frames = [make(paths) for make, paths in ((text, lines), (parquet, columnar)) if paths]
-        return frames[0] if len(frames) == 1 else frames[0].unionByName(frames[1])
-
     def _parquet(self, paths: list[str]) -> DataFrame:
         return self._spark.read.schema(_EVENTS).parquet(*paths)
 
     def events(self) -> DataFrame:
         """A column for each field."""
-        return self._united(lambda paths: self._spark.read.schema(_EVENTS).json(paths), self._parquet)
+        lines = [str(path) for path in self._local if path.suffix != ".parquet"] + self._remote
+        columnar = [str(path) for path in self._local if path.suffix == ".parquet"]
+        frames = [self._spark.read.schema(_EVENTS).json(lines)] if lines else []
+        return _united([*frames, self._parquet(columnar)] if columnar else frames)
 
-    def lines(self) -> DataFrame:
-        """One column, of lines as JSON."""
-
-        def as_json(paths: list[str]) -> DataFrame:
-            return self._parquet(paths).select(sf.to_json(sf.struct("*")).alias("value"))
-
-        return self._united(self._spark.read.text, as_json)
+    def facts(self, width: int) -> DataFrame:
+        """What the tasks sum up, over all time; `width` is that of the bins of series, in microseconds."""
+        frames = []
+        parts = [part for path in self._local if path.suffix != ".parquet" for part in parts_of(path, _PART)]
+        if parts:
+            # The tasks read them themselves: through the JVM each line would be copied three times.
+            numbers = self._spark.range(0, len(parts), 1, len(parts))
+            frames.append(numbers.mapInArrow(_summing(None, width, _lines_of_parts(parts)), _SCHEMA))
+        lines = [self._spark.read.text(self._remote)] if self._remote else []
+        columnar = [str(path) for path in self._local if path.suffix == ".parquet"]
+        if columnar:
+            lines.append(self._parquet(columnar).select(sf.to_json(sf.struct("*")).alias("value")))
+        return _united([*frames, *(each.mapInArrow(_summing(None, width), _SCHEMA) for each in lines)])
 
     def span(self) -> tuple[int, int]:
         """When about the first and the last line is from."""
@@ -83,6 +88,13 @@ class _Logs:
             return FlowLogs(self._local).span()
         first, last = self.events().select(sf.min("at"), sf.max("at")).collect()[0]
         return first or 0, last or 0
+
+
+def _united(frames: list[DataFrame]) -> DataFrame:
+    united = frames[0]
+    for frame in frames[1:]:
+        united = united.unionByName(frame)
+    return united
 
 
 def flow_events(spark: SparkSession, paths: _Paths) -> DataFrame:
@@ -99,18 +111,39 @@ def flow_events(spark: SparkSession, paths: _Paths) -> DataFrame:
     return _Logs(spark, paths).events()
 
 
-def _summing(window: int | None, width: int) -> Callable[[Iterator[Any]], Iterator[Any]]:
+_Raws = Iterator[list[Any]]
+
+
+def _lines_of_rows(batches: Iterator[Any]) -> _Raws:
+    return (batch.column(0).to_pylist() for batch in batches)
+
+
+def _lines_of_parts(parts: Sequence[Part]) -> Callable[[Iterator[Any]], _Raws]:
+    """Rows are the numbers of parts of files."""
+
+    def read(batches: Iterator[Any]) -> _Raws:
+        for numbers in _lines_of_rows(batches):
+            for number in numbers:
+                yield from raws(parts[number])
+
+    return read
+
+
+def _summing(
+    window: int | None, width: int, lines: Callable[[Iterator[Any]], _Raws] = _lines_of_rows
+) -> Callable[[Iterator[Any]], Iterator[Any]]:
     """For ``mapInArrow``: the lines of a part become facts, over all time or by windows.
 
     Args:
         window: microseconds; ``None`` for all time.
         width: of the bins of series over time, in microseconds.
+        lines: finds the lines in what a task is handed.
     """
 
     def sum_up(batches: Iterator[Any]) -> Iterator[Any]:
         parts: dict[int, Tables] = {}
-        for batch in batches:
-            for raw in batch.column(0).to_pylist():
+        for some in lines(batches):
+            for raw in some:
                 line = line_of(raw)
                 begin = 0 if window is None or line is None else line["at"] // window * window
                 tables = parts.get(begin)
@@ -199,7 +232,7 @@ def flow_report(
     """
     logs = _Logs(spark, paths)
     width = bin_width(*logs.span())
-    tables = _tables(logs.lines().mapInArrow(_summing(None, width), _SCHEMA), width)
+    tables = _tables(logs.facts(width), width)
     samples = None
     if maximum is not None or delay is not None:
         wanted = windows(tables, queues)

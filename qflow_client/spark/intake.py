@@ -2,59 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 import pika
 import pika.exceptions
-import pyarrow as pa
 from pika.adapters.blocking_connection import BlockingChannel
 
 from qflow_client.errors import ConnectionFailed
 from qflow_client.settings import hide_password
+from qflow_client.spark.deliveries import MOST_BYTES, MOST_ROWS, Row, batch_of, row_of
 from qflow_client.spark.spool import Piece, Spool, read_piece
 
-__all__ = ["COLUMNS", "Intake", "connect"]
+__all__ = ["Consumer", "Intake", "connect", "connect_first", "drain"]
 
-_TEXTS = (
-    "content_type",
-    "content_encoding",
-    "correlation_id",
-    "reply_to",
-    "expiration",
-    "message_id",
-    "type",
-    "user_id",
-    "app_id",
-)
+Connection = TypeVar("Connection")
 
-#: What a message is in the spool.
-COLUMNS = pa.schema(
-    [
-        pa.field("body", pa.binary()),
-        pa.field("exchange", pa.string()),
-        pa.field("routing_key", pa.string()),
-        pa.field("headers", pa.map_(pa.string(), pa.string())),
-        pa.field("delivery_mode", pa.int32()),
-        pa.field("priority", pa.int32()),
-        pa.field("timestamp", pa.timestamp("us", tz="UTC")),
-        *(pa.field(name, pa.string()) for name in _TEXTS),
-        pa.field("redelivered", pa.bool_()),
-        pa.field("offset", pa.int64()),
-    ]
-)
-
-# A file of the spool has at most so many messages and, unless one is larger, bytes of bodies, and waits for more at
-# most so many seconds.
-_MOST_ROWS = 2000
-_MOST_BYTES = 8 << 20
+# Seconds that a file of the spool waits for more messages at most.
 _LONGEST = 0.05
 # Seconds without a delivery after which the queue is asked whether it is empty.
 _QUIET = 0.2
@@ -63,12 +33,15 @@ _QUIET = 0.2
 _BY_ID = b"i"
 
 
-def connect(urls: Sequence[str], timeout: float) -> pika.BlockingConnection:
+def connect_first(
+    urls: Sequence[str], timeout: float, opening: Callable[[pika.URLParameters], Connection]
+) -> Connection:
     """Connect to the first of several brokers that can be connected to.
 
     Args:
         urls: of the brokers.
         timeout: seconds that each may take.
+        opening: makes the connection.
 
     Raises:
         ConnectionFailed: none can.
@@ -78,10 +51,15 @@ def connect(urls: Sequence[str], timeout: float) -> pika.BlockingConnection:
         parameters = pika.URLParameters(url)
         parameters.socket_timeout = parameters.stack_timeout = timeout
         try:
-            return pika.BlockingConnection(parameters)
+            return opening(parameters)
         except (pika.exceptions.AMQPError, OSError) as error:
             errors.append(f"{hide_password(url)}: {error!r}")
     raise ConnectionFailed("; ".join(errors))
+
+
+def connect(urls: Sequence[str], timeout: float) -> pika.BlockingConnection:
+    """`connect_first`, of the connections that wait for each answer."""
+    return connect_first(urls, timeout, pika.BlockingConnection)
 
 
 class Intake:
@@ -112,7 +90,7 @@ class Intake:
         #: How many messages have been delivered.
         self.received = 0
         # What has come and is not in the spool, in order, with its delivery tags; and since when.
-        self._rows: list[tuple[Any, ...]] = []
+        self._rows: list[Row] = []
         self._tags: list[int] = []
         self._bytes = 0
         self._since = 0.0
@@ -135,10 +113,13 @@ class Intake:
             self._channel.add_on_cancel_callback(self._cancel)
             #: Messages that were ready when it began.
             self.ready = self._count_ready()
-            self._consumer_tag = self._channel.basic_consume(queue, self._take)
+            # The priority that every consumer has. Streams have none, so RabbitMQ refuses them: of one only what is
+            # new would come, and be lost by a query that begins again.
+            self._consumer_tag = self._channel.basic_consume(queue, self._take, arguments={"x-priority": 0})
             self._settle(self.ready == 0)
         except pika.exceptions.AMQPError as error:
-            raise ConnectionFailed(f"queue {queue!r} cannot be consumed: {error}") from error
+            hint = "; it is a stream: name it by the option stream" if "invalid arg 'x-priority'" in str(error) else ""
+            raise ConnectionFailed(f"queue {queue!r} cannot be consumed: {error}{hint}") from error
 
     def _remember(self) -> None:
         spool = self._spool
@@ -176,22 +157,10 @@ class Intake:
             return
         if not self._rows:
             self._since = time.monotonic()
-        self._rows.append(
-            (
-                body,
-                method.exchange,
-                method.routing_key,
-                _headers(properties.headers),
-                properties.delivery_mode,
-                properties.priority,
-                _microseconds(properties.timestamp),
-                *[getattr(properties, name) for name in _TEXTS],
-                bool(method.redelivered),
-            )
-        )
+        self._rows.append(row_of(method, properties, body))
         self._tags.append(method.delivery_tag)
         self._bytes += len(body)
-        if len(self._rows) >= _MOST_ROWS or self._bytes >= _MOST_BYTES:
+        if len(self._rows) >= MOST_ROWS or self._bytes >= MOST_BYTES:
             self.flush()
 
     def flush(self) -> None:
@@ -200,13 +169,7 @@ class Intake:
             return
         start = self._spool.end
         offsets = range(start, start + len(self._rows))
-        columns = [*zip(*self._rows, strict=True), offsets]
-        self._spool.append(
-            pa.RecordBatch.from_arrays(
-                [pa.array(values, type=field.type) for values, field in zip(columns, COLUMNS, strict=True)],
-                schema=COLUMNS,
-            )
-        )
+        self._spool.append(batch_of(self._rows, offsets))
         self._unacked.update(zip(offsets, self._tags, strict=True))
         self._rows.clear()
         self._tags.clear()
@@ -305,7 +268,7 @@ def drain(connection: pika.BlockingConnection, queue: str, spool: Spool, limit: 
         spool: where to; what it has already counts.
         limit: the most messages that the spool is to have; ``None`` for all that are ready.
     """
-    prefetch = _MOST_ROWS
+    prefetch = MOST_ROWS
     if limit is not None:
         # What was not acknowledged comes again, and what is not wanted is not to be delivered.
         prefetch = max(1, min(prefetch, limit - spool.acknowledged))
@@ -460,26 +423,3 @@ def _key(value_of: Callable[[str], Any]) -> bytes:
         repr([value_of(name) for name in ("exchange", "routing_key", "correlation_id", "content_type")]).encode()
     )
     return b"=" + digest.digest()
-
-
-def _headers(headers: Mapping[str, Any] | None) -> list[tuple[str, str | None]] | None:
-    if headers is None:
-        return None
-    return [
-        (name, value if value is None or isinstance(value, str) else _text(value)) for name, value in headers.items()
-    ]
-
-
-def _text(value: Any) -> str:
-    """A header that is no string, as JSON; bytes as the text that they most likely are."""
-    if isinstance(value, (bytes, bytearray)):
-        return value.decode(errors="backslashreplace")
-    return json.dumps(value, ensure_ascii=False, default=_other)
-
-
-def _other(value: Any) -> str:
-    return _text(value) if isinstance(value, (bytes, bytearray)) else str(value)
-
-
-def _microseconds(timestamp: Any) -> int | None:
-    return None if timestamp is None else int(timestamp) * 1_000_000

@@ -108,6 +108,18 @@ def producer_options() -> dict[str, Option]:
     }
 
 
+def broker_options() -> dict[str, Option]:
+    """The options of who only reads that say which broker, for `broker_of`."""
+    return {name: option for name, option in producer_options().items() if name in ("url", "connectTimeout")}
+
+
+def broker_of(values: Mapping[str, Any]) -> tuple[tuple[str, ...], float]:
+    """The brokers to try, and the seconds that each may take; what was not given comes from the environment."""
+    timeout = {"connect_timeout": values["connectTimeout"]} if "connectTimeout" in values else {}
+    settings = ProducerSettings.load(values.get("url"), **timeout)
+    return settings.urls, settings.connect_timeout
+
+
 _SINK = {
     "bodyFormat": one_of(*BODY_FORMATS),
     "capacityPerTask": whole("messages"),

@@ -7,60 +7,18 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
-from pyspark.sql.types import (
-    BinaryType,
-    BooleanType,
-    DataType,
-    IntegerType,
-    LongType,
-    MapType,
-    StringType,
-    StructField,
-    StructType,
-    TimestampType,
-)
+from pyspark.sql.types import StructType
 
 from qflow_client.errors import SettingsError
-from qflow_client.settings import ProducerSettings
-from qflow_client.spark.columns import SchemaError
-from qflow_client.spark.intake import COLUMNS, connect, drain
-from qflow_client.spark.options import Option, one_of, producer_options, read, text_of, whole
+from qflow_client.spark.deliveries import check_schema, in_columns
+from qflow_client.spark.intake import connect, drain
+from qflow_client.spark.options import Option, broker_of, broker_options, one_of, read, text_of, whole
 from qflow_client.spark.spool import Piece, Spool, inline, read_piece
 
-__all__ = ["MOST_UNACKED", "SCHEMA", "Part", "Reader", "SourceOptions", "check_schema", "part_of", "ranges", "rows_of"]
+__all__ = ["MOST_UNACKED", "Part", "Reader", "SourceOptions", "part_of", "ranges", "rows_of"]
 
 #: The most messages that can be on their way: AMQP's prefetch count has 16 bits.
 MOST_UNACKED = 65_535
-
-_TYPES: dict[pa.DataType, DataType] = {
-    pa.binary(): BinaryType(),
-    pa.bool_(): BooleanType(),
-    pa.int32(): IntegerType(),
-    pa.int64(): LongType(),
-    pa.string(): StringType(),
-    pa.timestamp("us", tz="UTC"): TimestampType(),
-    pa.map_(pa.string(), pa.string()): MapType(StringType(), StringType()),
-}
-
-#: The columns of a message.
-SCHEMA = StructType([StructField(field.name, _TYPES[field.type]) for field in COLUMNS])
-
-
-def check_schema(schema: StructType) -> None:
-    """Refuse a schema that a user has given and that messages do not have.
-
-    Raises:
-        SchemaError: a column that does not exist, or of another type.
-    """
-    known = {field.name: field.dataType for field in SCHEMA}
-    for field in schema:
-        if field.name not in known:
-            raise SchemaError(f"a message has no column {field.name}; there are {', '.join(known)}")
-        allowed = (BinaryType(), StringType()) if field.name == "body" else (known[field.name],)
-        if field.dataType not in allowed:
-            words = " or ".join(each.simpleString() for each in allowed)
-            raise SchemaError(f"column {field.name} is {words}, not {field.dataType.simpleString()}")
-
 
 _SOURCE = {
     "queue": text_of("the name of a queue", 255),
@@ -108,20 +66,18 @@ class SourceOptions:
         Raises:
             SettingsError: an option that does not exist or is missing, or a value that is not allowed.
         """
-        ours = {name: producer_options()[name] for name in ("url", "connectTimeout")}
         left_out = _BATCH_ONLY if streaming else _STREAM_ONLY
-        known: dict[str, Option] = ours | {name: option for name, option in _SOURCE.items() if name != left_out}
+        known: dict[str, Option] = broker_options() | {
+            name: option for name, option in _SOURCE.items() if name != left_out
+        }
         values = read(given, known)
         for name in ("queue", "spoolPath"):
             if name not in values:
                 raise SettingsError(f"the option {name} is missing: it must be {_SOURCE[name].allowed}")
-        settings = ProducerSettings.load(
-            values.get("url"),
-            **({"connect_timeout": values["connectTimeout"]} if "connectTimeout" in values else {}),
-        )
+        urls, connect_timeout = broker_of(values)
         return cls(
-            urls=settings.urls,
-            connect_timeout=settings.connect_timeout,
+            urls=urls,
+            connect_timeout=connect_timeout,
             queue=values["queue"],
             spool_path=values["spoolPath"],
             most=values.get(_STREAM_ONLY if streaming else _BATCH_ONLY, 10_000 if streaming else None),
@@ -161,17 +117,8 @@ def ranges(start: int, end: int, count: int) -> Iterator[tuple[int, int]]:
 def rows_of(part: InputPartition, schema: StructType) -> Iterator[pa.RecordBatch]:
     """The rows that a task reads, in the columns that are asked for."""
     assert isinstance(part, Part)
-    fields = [
-        pa.field(field.name, pa.string() if isinstance(field.dataType, StringType) else COLUMNS.field(field.name).type)
-        for field in schema
-    ]
     for piece in part.pieces:
-        rows = read_piece(piece)
-        columns = [
-            rows.column(field.name).cast(field.type) if field.name == "body" else rows.column(field.name)
-            for field in fields
-        ]
-        yield pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
+        yield in_columns(read_piece(piece), schema)
 
 
 class Reader(DataSourceReader):

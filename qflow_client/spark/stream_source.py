@@ -1,22 +1,32 @@
-"""Reading a queue as a stream: what is acknowledged is what Spark has committed."""
+"""Streaming queries: of a queue, where what is acknowledged is what Spark has committed, and of a RabbitMQ stream."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
-from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
+from qflow_client.errors import ConnectionFailed
+from qflow_client.spark.deliveries import check_schema
 from qflow_client.spark.intake import Consumer, connect
-from qflow_client.spark.source import MOST_UNACKED, Part, SourceOptions, check_schema, part_of, ranges, rows_of
+from qflow_client.spark.offset_source import OffsetOptions, OffsetRange, beginning, ranges_of, rows_in
+from qflow_client.spark.source import MOST_UNACKED, Part, SourceOptions, part_of, ranges, rows_of
 from qflow_client.spark.spool import Spool, SpoolError
+from qflow_client.spark.stream_consumer import StreamConsumer, StreamError
 
-__all__ = ["StreamReader"]
+__all__ = ["OffsetStreamReader", "StreamReader"]
+
+T = TypeVar("T")
 
 # Seconds without a delivery after which a query that ends by itself takes it that no more will come.
 _PATIENCE = 2.0
+# Seconds for which the end of a RabbitMQ stream is taken to be where it was: Spark asks a hundred times a second.
+_FRESH = 0.1
 
 
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -109,3 +119,90 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._consumer.stop()
         if self._spool is not None:
             self._spool.__exit__(None, None, None)
+
+
+class OffsetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Reads a RabbitMQ stream batch by batch. An offset of Spark's is one of the stream."""
+
+    def __init__(self, options: OffsetOptions, schema: StructType) -> None:
+        check_schema(schema)
+        self._options = options
+        self._schema = schema
+        # Only set once Spark has asked for an offset: `read` runs in a task, on a copy.
+        self._consumer: StreamConsumer | None = None
+        # The offset behind the last message, and when that was found.
+        self._end: tuple[int, float] | None = None
+        # Set for a query that ends by itself: where the stream ended when it began.
+        self._end_stays = False
+
+    def _ask(self, question: Callable[[StreamConsumer], T]) -> T:
+        """Ask the broker something; again on a new connection, if it has closed the one that rested between batches."""
+        rested, self._consumer = self._consumer, None
+        if rested is not None:
+            try:
+                answer = question(rested)
+            except ConnectionFailed:
+                rested.close()
+            except BaseException:
+                rested.close()
+                raise
+            else:
+                self._consumer = rested
+                return answer
+        consumer = self._options.consumer()
+        try:
+            answer = question(consumer)
+        except BaseException:
+            consumer.close()
+            raise
+        self._consumer = consumer
+        return answer
+
+    def initialOffset(self) -> dict[str, int]:
+        options = self._options
+        return {"offset": self._ask(lambda consumer: beginning(options, consumer))}
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        most = self._options.most
+        return ReadAllAvailable() if most is None else ReadMaxRows(most)
+
+    def _find_end(self, begin: int) -> int:
+        known = self._end
+        if known is None or not (known[0] > begin or self._end_stays or time.monotonic() < known[1] + _FRESH):
+            end = self._ask(StreamConsumer.end)
+            if end is None:
+                # Nothing was published yet, or retention has left nothing: what comes next tells which.
+                end = begin
+            elif end < begin and not self._ask(lambda consumer: consumer.reaches(begin)):
+                raise StreamError(
+                    f"the checkpoint is at offset {begin}, and stream {self._options.stream!r} ends at {end}: it was "
+                    "deleted and made again, or startingOffsets is beyond its end; give the query another checkpoint, "
+                    "or an offset that exists"
+                )
+            self._end = known = max(begin, end), time.monotonic()
+        return known[0]
+
+    def latestOffset(self, start: dict[str, int], limit: ReadLimit) -> dict[str, int]:
+        begin = start["offset"]
+        end = max(begin, self._find_end(begin))
+        most = getattr(limit, "max_rows", None)
+        return {"offset": end if most is None else min(end, begin + most)}
+
+    def reportLatestOffset(self) -> dict[str, int] | None:
+        return None if self._end is None else {"offset": self._end[0]}
+
+    def prepareForTriggerAvailableNow(self) -> None:
+        self._end_stays = True
+
+    def partitions(self, start: dict[str, int], end: dict[str, int]) -> list[OffsetRange]:
+        return ranges_of(self._options, start["offset"], end["offset"])
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        return rows_in(self._options, partition, self._schema)
+
+    def commit(self, end: dict[str, int]) -> None:
+        """The stream keeps what it has."""
+
+    def stop(self) -> None:
+        if self._consumer is not None:
+            self._consumer.close()

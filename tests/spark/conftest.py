@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from qflow_client.testing.rabbitmq import RabbitMQNode, RabbitMQNotInstalled
+
 try:
     from pyspark.sql import SparkSession
 
@@ -38,3 +40,15 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     register(session)
     yield session
     session.stop()
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[RabbitMQNode]:
+    try:
+        node = RabbitMQNode()
+    except RabbitMQNotInstalled as missing:
+        if os.environ.get("QFLOW_REQUIRE_BROKERS") == "1":
+            pytest.fail(f"{missing} (QFLOW_REQUIRE_BROKERS=1 forbids to skip)", pytrace=False)
+        pytest.skip(str(missing))
+    with node:
+        yield node

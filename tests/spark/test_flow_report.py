@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from pyspark.sql import SparkSession
 from qflow_client.cli import main
 from qflow_client.report import FlowLogError, FlowLogs, to_parquet
 from qflow_client.report import flow_report as plain_report
+from qflow_client.report.tables import bin_width
 from qflow_client.spark import flow_events, flow_report, flow_report_of_stream, flow_report_stream
+from tests.unit.report.reference import reference
 from tests.unit.simulation.telemetry import lines_of
 
 COUNT = 100_000
@@ -44,7 +47,11 @@ def _folder(lines: Lines, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_report_on_100_000_lines_equals_that_of_one_process_exactly(spark: SparkSession, folder: Path) -> None:
+def test_the_report_on_100_000_lines_equals_the_plain_reference_and_that_of_one_process_exactly(
+    spark: SparkSession, lines: Lines, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Many parts of each file, as of larger ones.
+    monkeypatch.setattr(sys.modules[flow_report.__module__], "_PART", 3 << 20)
     found = flow_report(spark, folder, maximum=60)
     expected = plain_report(folder, maximum=60)
     assert found.tables.keys() == expected.tables.keys()
@@ -53,6 +60,10 @@ def test_the_report_on_100_000_lines_equals_that_of_one_process_exactly(spark: S
         assert found.tables[name] == rows, name
     assert found == expected
     assert (found.unreadable, sum(found.lines.values())) == (1, COUNT)
+    plain = reference(lines, bin_width(lines[0]["at"], lines[-1]["at"]))
+    assert plain.keys() <= found.tables.keys()
+    for name, rows in plain.items():
+        assert found.tables[name] == rows, name
 
 
 def test_parquet_makes_the_same_report(spark: SparkSession, folder: Path, tmp_path: Path) -> None:

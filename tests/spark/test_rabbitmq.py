@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pika
@@ -14,22 +12,10 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as sf
 
 from qflow_client import Producer
-from qflow_client.testing.rabbitmq import RabbitMQNode, RabbitMQNotInstalled
+from qflow_client.testing.rabbitmq import RabbitMQNode
 from tests.spark.support import SlowConsumer, eventually, in_background, write
 
 pytestmark = pytest.mark.rabbitmq
-
-
-@pytest.fixture(scope="module")
-def node() -> Iterator[RabbitMQNode]:
-    try:
-        node = RabbitMQNode()
-    except RabbitMQNotInstalled as missing:
-        if os.environ.get("QFLOW_REQUIRE_BROKERS") == "1":
-            pytest.fail(f"{missing} (QFLOW_REQUIRE_BROKERS=1 forbids to skip)", pytrace=False)
-        pytest.skip(str(missing))
-    with node:
-        yield node
 
 
 @pytest.fixture

@@ -16,6 +16,9 @@ from qflow_client import Message, Producer
 from qflow_client.broker import Broker
 from tests.spark.support import eventually
 
+# On a busy machine the first batch of a query may take minutes.
+pytestmark = pytest.mark.timeout(600)
+
 
 @pytest.fixture
 def broker() -> Iterator[Broker]:
@@ -79,9 +82,9 @@ def test_a_query_that_goes_on_takes_what_comes_and_acknowledges_the_last_batch_t
     query = start(load(spark, broker, tmp_path, sharedSpool="false"), tmp_path, all_there_is=False)
     try:
         fill(broker, 100)
-        broker.wait_until(lambda b: b.queue("rows").acked == 100, timeout=60)
+        broker.wait_until(lambda b: b.queue("rows").acked == 100, timeout=200)
         fill(broker, 100, 100)
-        broker.wait_until(lambda b: b.queue("rows").acked == 200, timeout=60)
+        broker.wait_until(lambda b: b.queue("rows").acked == 200, timeout=200)
     finally:
         query.stop()
     assert written(spark, tmp_path) == list(range(200))

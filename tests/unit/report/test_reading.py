@@ -5,10 +5,16 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest import mock
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from qflow_client.report import FlowLogError, FlowLogs, flow_report
+from qflow_client.report import reading as reading_module
+from qflow_client.report.reading import line_of, parts_of, raws
 from tests.unit.simulation.telemetry import lines_of
 
 LINES = list(lines_of(range(4), 2000))
@@ -45,6 +51,42 @@ def test_a_line_that_a_killed_process_left_half_written_is_counted_and_passed_ov
     assert sum(report.lines.values()) == len(LINES)
     _write(path, LINES, end='[1]\n{"kind":"raised"}\n')
     assert flow_report(path).unreadable == 2
+
+
+@given(
+    st.lists(st.binary(max_size=9).map(lambda line: line.replace(b"\n", b"")), max_size=9),
+    st.booleans(),
+    st.integers(1, 30),
+    st.integers(1, 30),
+)
+def test_every_line_belongs_to_one_part_of_its_file(lines: list[bytes], is_torn: bool, size: int, block: int) -> None:
+    with TemporaryDirectory() as folder, mock.patch.object(reading_module, "_BLOCK", block):
+        text = b"".join(line + b"\n" for line in lines)
+        path = Path(folder, "flow.jsonl")
+        path.write_bytes(text[:-1] if is_torn else text)
+        # As a file is read line by line.
+        with path.open("rb") as file:
+            expected = [line.removesuffix(b"\n") for line in file]
+        assert [raw for part in parts_of(path, size) for some in raws(part) for raw in some] == expected
+        packed = Path(folder, "flow.jsonl.gz")
+        packed.write_bytes(gzip.compress(path.read_bytes()))
+        assert [raw for part in parts_of(packed, size) for some in raws(part) for raw in some] == expected
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ('{"at":1,"kind":"x","n":NaN}', {"at": 1, "kind": "x"}),
+        ('{"at":1,"kind":"x","n":1180591620717411303424}', {"at": 1, "kind": "x", "n": 2**70}),
+        ('{"at":1,"kind":"x"', None),
+        ("", None),
+        ("[1]", None),
+    ],
+)
+def test_a_line_is_what_json_of_Python_takes_it_for(raw: str, expected: dict[str, object] | None) -> None:
+    for given_raw in (raw, raw.encode()):
+        line = line_of(given_raw)
+        assert line is None if expected is None else line is not None and expected.items() <= line.items()
 
 
 def test_what_is_no_flow_log_is_refused_by_name(tmp_path: Path) -> None:

@@ -1,0 +1,150 @@
+"""Deliveries as rows: which columns a message has that was read, and how rows become Arrow's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pika
+import pyarrow as pa
+from pyspark.sql.types import (
+    BinaryType,
+    BooleanType,
+    DataType,
+    IntegerType,
+    LongType,
+    MapType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+from qflow_client.spark.columns import SchemaError
+
+__all__ = ["COLUMNS", "MOST_BYTES", "MOST_ROWS", "SCHEMA", "Row", "batch_of", "check_schema", "in_columns", "row_of"]
+
+#: A message but for its offset, as columns have it.
+Row = tuple[Any, ...]
+
+_TEXTS = (
+    "content_type",
+    "content_encoding",
+    "correlation_id",
+    "reply_to",
+    "expiration",
+    "message_id",
+    "type",
+    "user_id",
+    "app_id",
+)
+
+#: What a message is.
+COLUMNS = pa.schema(
+    [
+        pa.field("body", pa.binary()),
+        pa.field("exchange", pa.string()),
+        pa.field("routing_key", pa.string()),
+        pa.field("headers", pa.map_(pa.string(), pa.string())),
+        pa.field("delivery_mode", pa.int32()),
+        pa.field("priority", pa.int32()),
+        pa.field("timestamp", pa.timestamp("us", tz="UTC")),
+        *(pa.field(name, pa.string()) for name in _TEXTS),
+        pa.field("redelivered", pa.bool_()),
+        pa.field("offset", pa.int64()),
+    ]
+)
+
+#: A batch has at most so many messages and, unless one is larger, bytes of bodies.
+MOST_ROWS = 2000
+MOST_BYTES = 8 << 20
+
+_TYPES: dict[pa.DataType, DataType] = {
+    pa.binary(): BinaryType(),
+    pa.bool_(): BooleanType(),
+    pa.int32(): IntegerType(),
+    pa.int64(): LongType(),
+    pa.string(): StringType(),
+    pa.timestamp("us", tz="UTC"): TimestampType(),
+    pa.map_(pa.string(), pa.string()): MapType(StringType(), StringType()),
+}
+
+#: The columns of a message, to Spark.
+SCHEMA = StructType([StructField(field.name, _TYPES[field.type]) for field in COLUMNS])
+
+
+def check_schema(schema: StructType) -> None:
+    """Refuse a schema that a user has given and that messages do not have.
+
+    Raises:
+        SchemaError: a column that does not exist, or of another type.
+    """
+    known = {field.name: field.dataType for field in SCHEMA}
+    for field in schema:
+        if field.name not in known:
+            raise SchemaError(f"a message has no column {field.name}; there are {', '.join(known)}")
+        allowed = (BinaryType(), StringType()) if field.name == "body" else (known[field.name],)
+        if field.dataType not in allowed:
+            words = " or ".join(each.simpleString() for each in allowed)
+            raise SchemaError(f"column {field.name} is {words}, not {field.dataType.simpleString()}")
+
+
+def row_of(method: Any, properties: pika.BasicProperties, body: bytes) -> Row:
+    """A delivery."""
+    return (
+        body,
+        method.exchange,
+        method.routing_key,
+        _headers(properties.headers),
+        properties.delivery_mode,
+        properties.priority,
+        _microseconds(properties.timestamp),
+        *[getattr(properties, name) for name in _TEXTS],
+        bool(method.redelivered),
+    )
+
+
+def batch_of(rows: Sequence[Row], offsets: Sequence[int]) -> pa.RecordBatch:
+    """Rows with their offsets; there is at least one."""
+    columns = [*zip(*rows, strict=True), offsets]
+    return pa.RecordBatch.from_arrays(
+        [pa.array(values, type=field.type) for values, field in zip(columns, COLUMNS, strict=True)],
+        schema=COLUMNS,
+    )
+
+
+def in_columns(rows: pa.RecordBatch, schema: StructType) -> pa.RecordBatch:
+    """The columns that are asked for."""
+    fields = [
+        pa.field(field.name, pa.string() if isinstance(field.dataType, StringType) else COLUMNS.field(field.name).type)
+        for field in schema
+    ]
+    columns = [
+        rows.column(field.name).cast(field.type) if field.name == "body" else rows.column(field.name)
+        for field in fields
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
+
+
+def _headers(headers: Mapping[str, Any] | None) -> list[tuple[str, str | None]] | None:
+    if headers is None:
+        return None
+    return [
+        (name, value if value is None or isinstance(value, str) else _text(value)) for name, value in headers.items()
+    ]
+
+
+def _text(value: Any) -> str:
+    """A header that is no string, as JSON; bytes as the text that they most likely are."""
+    if isinstance(value, (bytes, bytearray)):
+        return value.decode(errors="backslashreplace")
+    return json.dumps(value, ensure_ascii=False, default=_other)
+
+
+def _other(value: Any) -> str:
+    return _text(value) if isinstance(value, (bytes, bytearray)) else str(value)
+
+
+def _microseconds(timestamp: Any) -> int | None:
+    return None if timestamp is None else int(timestamp) * 1_000_000

@@ -1,0 +1,173 @@
+"""Reading a RabbitMQ stream: the tasks read it themselves, each its own range of offsets, as often as Spark asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import pyarrow as pa
+from pyspark.sql.datasource import DataSourceReader, InputPartition
+from pyspark.sql.types import StructType
+
+from qflow_client.errors import SettingsError
+from qflow_client.spark.deliveries import check_schema, in_columns
+from qflow_client.spark.options import Option, broker_of, broker_options, one_of, read, text_of, whole
+from qflow_client.spark.source import ranges
+from qflow_client.spark.stream_consumer import StreamConsumer, StreamError, lost
+
+__all__ = ["OffsetOptions", "OffsetRange", "OffsetReader", "beginning", "ranges_of", "rows_in"]
+
+EARLIEST = "earliest"
+LATEST = "latest"
+
+
+def _offset(*words: str) -> Option:
+    def parse(text: str) -> str | int:
+        if text in words:
+            return text
+        if not text.isascii() or not text.isdigit():
+            raise ValueError(text)
+        return int(text)
+
+    return Option(parse, f"{', '.join(map(repr, words))} or an offset, a whole number from 0 on")
+
+
+def _when(text: str) -> datetime:
+    if not text.isascii() or not text.isdigit():
+        raise ValueError(text)
+    try:
+        return datetime.fromtimestamp(int(text) / 1000, UTC)
+    except OverflowError as error:
+        raise ValueError(text) from error
+
+
+_COMMON = {
+    "stream": text_of("the name of a stream", 255),
+    "startingOffsets": _offset(EARLIEST, LATEST),
+    "startingTimestamp": Option(_when, "a time, in whole milliseconds since 1970"),
+    "numPartitions": whole("partitions"),
+    "failOnDataLoss": one_of("true", "false"),
+}
+_BATCH = {"endingOffsets": _offset(LATEST)}
+_STREAM = {"maxMessagesPerTrigger": whole("messages")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffsetOptions:
+    """What a job that reads a RabbitMQ stream was told.
+
+    Attributes:
+        urls: of the brokers to try.
+        connect_timeout: seconds that each may take.
+        stream: its name.
+        start: `EARLIEST`, `LATEST`, an offset or a time.
+        end: the offset behind the last; ``None`` for the end that the stream has when it is asked for.
+        most: the most offsets of a batch; ``None`` for no limit.
+        partitions: how many tasks read a batch.
+        lossless: whether it is an error that messages are no longer there.
+    """
+
+    urls: tuple[str, ...]
+    connect_timeout: float
+    stream: str
+    start: str | int | datetime
+    end: int | None
+    most: int | None
+    partitions: int
+    lossless: bool
+
+    @classmethod
+    def load(cls, given: Mapping[str, str], *, streaming: bool, slots: int | None) -> OffsetOptions:
+        """Read a job's options, on the driver.
+
+        Args:
+            given: as Spark has them.
+            streaming: whether it is a streaming query.
+            slots: tasks that run at once; ``None`` if it is not known.
+
+        Raises:
+            SettingsError: an option that does not exist, or a value that is not allowed.
+        """
+        values = read(given, broker_options() | _COMMON | (_STREAM if streaming else _BATCH))
+        if "startingTimestamp" in values and "startingOffsets" in values:
+            raise SettingsError("startingOffsets and startingTimestamp both say where to begin: set one")
+        urls, connect_timeout = broker_of(values)
+        start = values.get("startingOffsets", LATEST if streaming else EARLIEST)
+        end = values.get("endingOffsets", LATEST)
+        return cls(
+            urls=urls,
+            connect_timeout=connect_timeout,
+            stream=values["stream"],
+            start=values.get("startingTimestamp", start),
+            end=None if end == LATEST else end,
+            most=values.get("maxMessagesPerTrigger"),
+            partitions=values.get("numPartitions", slots or 1),
+            lossless=values.get("failOnDataLoss", "true") == "true",
+        )
+
+    def consumer(self) -> StreamConsumer:
+        """A connection to the stream's broker."""
+        return StreamConsumer(self.urls, self.connect_timeout, self.stream)
+
+
+def beginning(options: OffsetOptions, consumer: StreamConsumer) -> int:
+    """The offset at which to begin."""
+    if isinstance(options.start, int):
+        return options.start
+    found = consumer.begin() if options.start == EARLIEST else None
+    if isinstance(options.start, datetime):
+        found = consumer.since(options.start)
+    if found is None:
+        found = consumer.end()
+    return found or 0
+
+
+class OffsetRange(InputPartition):
+    """What one task reads."""
+
+    def __init__(self, start: int, end: int) -> None:
+        super().__init__(None)
+        self.start = start
+        self.end = end
+
+
+def ranges_of(options: OffsetOptions, start: int, end: int) -> list[OffsetRange]:
+    """What each task reads of a range; Spark takes no parts for one that has to be read."""
+    return [OffsetRange(*each) for each in ranges(start, end, options.partitions)] or [OffsetRange(end, end)]
+
+
+def rows_in(options: OffsetOptions, part: InputPartition, schema: StructType) -> Iterator[pa.RecordBatch]:
+    """The rows that a task reads, in the columns that are asked for."""
+    assert isinstance(part, OffsetRange)
+    if part.start < part.end:
+        with options.consumer() as consumer:
+            for rows in consumer.read(part.start, part.end, lossless=options.lossless):
+                yield in_columns(rows, schema)
+
+
+class OffsetReader(DataSourceReader):
+    """Reads from an offset of a stream to another."""
+
+    def __init__(self, options: OffsetOptions, schema: StructType) -> None:
+        check_schema(schema)
+        self._options = options
+        self._schema = schema
+
+    def partitions(self) -> list[OffsetRange]:
+        options = self._options
+        with options.consumer() as consumer:
+            start, last = beginning(options, consumer), consumer.end() or 0
+            end = last if options.end is None else options.end
+            if not start <= end <= last:
+                raise StreamError(
+                    f"stream {options.stream!r} ends at offset {last}, and the offsets from {start} to {end} are "
+                    "asked for; set startingOffsets and endingOffsets to what there is"
+                )
+            begin = consumer.begin() or 0
+        if start < begin and start < end and options.lossless:
+            raise lost(options.stream, start, min(begin, end))
+        return ranges_of(options, max(start, min(begin, end)), end)
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        return rows_in(self._options, partition, self._schema)
