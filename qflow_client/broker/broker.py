@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeVar, Unpack
 from urllib.parse import quote
@@ -462,17 +463,21 @@ class Broker:
             finally:
                 self._async_waiters.discard(waiter)
 
-    async def wait_until_durable_async(self) -> None:
+    async def wait_until_durable_async(self, *, topology_only: bool = False) -> None:
         """Wait until all that was done so far, and is to survive, is on disk; at once without a store.
 
         For the loop that the broker runs on, where nothing but this can wait, or any other.
+
+        Args:
+            topology_only: whether only what was done to queues, exchanges and bindings is waited for.
 
         Raises:
             StoreError: the broker has ended before.
         """
         keeper = self._keeper
         if keeper is not None:
-            await asyncio.wrap_future(self._call(keeper.when_durable, changes=True))
+            when_durable = partial(keeper.when_durable, topology_only=topology_only)
+            await asyncio.wrap_future(self._call(when_durable, changes=True))
 
     def _not_reached(self, timeout: float) -> str:
         lines = [f"not reached within {timeout} s; the broker is at:"]

@@ -296,12 +296,14 @@ class Keeper:
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.wait([self._reading])
-        if self._reader_thread is not None:
-            await self._close(self._reader_thread, self._close_reader)
-            self._reader_thread = None
-        if self._thread is not None:
-            await self._close(self._thread, self._close_store)
-            self._thread = None
+        try:
+            if self._reader_thread is not None:
+                await self._close(self._reader_thread, self._close_reader)
+                self._reader_thread = None
+        finally:
+            if self._thread is not None:
+                await self._close(self._thread, self._close_store)
+                self._thread = None
 
     def _close_reader(self) -> None:
         if self._reader is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import IO, Any, cast
 
 from qflow_client.errors import QflowError
 
+_loads: Callable[[bytes], Any]
 try:
     from orjson import loads as _loads
 except ImportError:

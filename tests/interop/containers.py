@@ -39,18 +39,23 @@ _HOW = "`.ci/containers start` and `.ci/containers images` get both on Debian"
 _REAPER = """
 import sys, time
 import docker
-from docker.errors import APIError
+from docker.errors import DockerException
 
 well = sys.stdin.read()
-engine = docker.from_env()
-for _ in range(1 if well else 20):
-    for container in engine.containers.list(all=True, ignore_removed=True, filters={"label": sys.argv[1]}):
-        try:
-            container.remove(force=True, v=True)
-        except APIError:
-            pass
-    if not well:
-        time.sleep(1)
+for at in range(60):
+    try:
+        engine = docker.from_env()
+        for container in engine.containers.list(all=True, ignore_removed=True, filters={"label": sys.argv[1]}):
+            try:
+                container.remove(force=True, v=True)
+            except DockerException:
+                pass
+        if well or at >= 20:
+            break
+    except (DockerException, OSError):
+        # It stalls, or starts anew.
+        pass
+    time.sleep(1)
 """
 
 

@@ -27,8 +27,10 @@ __all__ = ["HttpServer"]
 
 _log = logging.getLogger(__name__)
 
-# What operations that change something are about, if that is in the store when they are answered.
+# What operations that make or remove something are about, if that is in the store when they are answered. A purge must
+# get through when the disk is full, too.
 _ON_DISK = frozenset({"queues", "exchanges", "definitions"})
+_PURGE = "/purge"
 
 
 class HttpServer:
@@ -151,8 +153,8 @@ class HttpServer:
             answer = operation.handler(self._broker, **parameters)
             if isinstance(answer, EventStream):
                 return await self._stream(request, answer)
-            if operation.method != "GET" and operation.tag in _ON_DISK:
-                await self._broker.wait_until_durable_async()
+            if operation.method != "GET" and operation.tag in _ON_DISK and not operation.path.endswith(_PURGE):
+                await self._broker.wait_until_durable_async(topology_only=True)
             status = operation.statuses[0]
             if len(operation.statuses) > 1:
                 status, answer = answer

@@ -22,6 +22,8 @@ CUT = 100
 _PARTS = (0.25, 0.6)
 # Seconds after which who is stopped and deaf is not waited for.
 _STOPPED = 5.0
+# Seconds that nobody waits longer, if nothing is taken from the queue any more.
+_PATIENCE = 600.0
 # Publishes at once of a program that waits for the confirm of each.
 _AT_ONCE = 500
 
@@ -73,10 +75,10 @@ class Cuts:
 
 def with_producer(url: str, queue: str, bodies: Sequence[bytes], proxy: FaultProxy | None) -> None:
     cuts = Cuts(proxy, len(bodies))
-    with Producer(url, routing_key=queue, max_producer_flow_control_wait=None, reconnect_delay=0.05) as producer:
+    with Producer(url, routing_key=queue, max_producer_flow_control_wait=_PATIENCE, reconnect_delay=0.05) as producer:
         for at, body in enumerate(bodies):
             if cuts.begin(at):
-                producer.flush(timeout=None)
+                producer.flush(timeout=_PATIENCE)
                 assert producer.wait_unflowed(PATIENCE)
                 cuts.deafen(at)
             try:
@@ -87,7 +89,7 @@ def with_producer(url: str, queue: str, bodies: Sequence[bytes], proxy: FaultPro
             if cuts.end(at):
                 eventually(lambda: producer.in_flight == CUT, "all have left", timeout=PATIENCE)
                 cuts.cut()
-        producer.flush(timeout=None)
+        producer.flush(timeout=_PATIENCE)
 
 
 def with_async_producer(url: str, queue: str, bodies: Sequence[bytes], proxy: FaultProxy | None) -> None:
@@ -95,11 +97,11 @@ def with_async_producer(url: str, queue: str, bodies: Sequence[bytes], proxy: Fa
 
     async def program() -> None:
         async with AsyncProducer(
-            url, routing_key=queue, max_producer_flow_control_wait=None, reconnect_delay=0.05
+            url, routing_key=queue, max_producer_flow_control_wait=_PATIENCE, reconnect_delay=0.05
         ) as producer:
             for at, body in enumerate(bodies):
                 if cuts.begin(at):
-                    await producer.flush(timeout=None)
+                    await producer.flush(timeout=_PATIENCE)
                     assert await producer.wait_unflowed(PATIENCE)
                     cuts.deafen(at)
                 try:
@@ -112,7 +114,7 @@ def with_async_producer(url: str, queue: str, bodies: Sequence[bytes], proxy: Fa
                         while producer.in_flight != CUT:  # noqa: ASYNC110 - nobody tells of it
                             await asyncio.sleep(0.001)
                     cuts.cut()
-            await producer.flush(timeout=None)
+            await producer.flush(timeout=_PATIENCE)
 
     asyncio.run(program())
 

@@ -36,7 +36,7 @@ _all = cache(flights)
 
 
 def _pairs() -> list[Any]:
-    marks = dict.fromkeys(BROKERJ, pytest.mark.brokerj) | {RABBITMQ: pytest.mark.rabbitmq}
+    marks = dict.fromkeys(RABBITMQ, pytest.mark.rabbitmq) | dict.fromkeys(BROKERJ, pytest.mark.brokerj)
     return [
         pytest.param(broker, producer, marks=marks.get(broker, ()), id=f"{broker}, {producer}")
         for broker in ALL

@@ -143,9 +143,11 @@ function setClass(element, name) {
   if (element.getAttribute("class") !== name) element.setAttribute("class", name);
 }
 
-// Drawn by the model; the page only says where.
-const sparks = byId("sparks").transferControlToOffscreen();
-model.postMessage({ kind: "sparks", canvas: sparks }, [sparks]);
+// Drawn by the model; the page only says where. A browser that cannot hand a canvas over has everything else.
+if (byId("sparks").transferControlToOffscreen) {
+  const sparks = byId("sparks").transferControlToOffscreen();
+  model.postMessage({ kind: "sparks", canvas: sparks }, [sparks]);
+}
 new ResizeObserver(([rows]) => {
   byId("sparks").style.height = `${rows.contentRect.height}px`;
 }).observe(byId("queue-rows"));
