@@ -13,7 +13,7 @@ from typing import IO, Any, cast
 
 from qflow_client.errors import QflowError
 
-_loads: Callable[[bytes], Any]
+_loads: Callable[[str | bytes], Any]
 try:
     from orjson import loads as _loads
 except ImportError:
