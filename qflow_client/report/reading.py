@@ -13,12 +13,6 @@ from typing import IO, Any, cast
 
 from qflow_client.errors import QflowError
 
-_loads: Callable[[str | bytes], Any]
-try:
-    from orjson import loads as _loads
-except ImportError:
-    from json import loads as _loads
-
 __all__ = ["COLUMNS", "FlowLogError", "FlowLogs", "Part", "line_of", "parquet_schema", "parts_of", "raws", "to_parquet"]
 
 _KINDS = (".jsonl", ".jsonl.gz", ".parquet")
@@ -28,6 +22,18 @@ _TAIL = 64 << 10
 _BLOCK = 1 << 20
 # Rows of a Parquet file that are in memory at once.
 _ROWS = 20_000
+
+
+def _parser() -> Callable[[str | bytes], Any]:
+    try:
+        import orjson
+    except ImportError:
+        return json.loads
+    loads: Callable[[str | bytes], Any] = orjson.loads
+    return loads
+
+
+_loads = _parser()
 
 
 class FlowLogError(QflowError):
