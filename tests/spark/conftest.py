@@ -10,9 +10,11 @@ import pytest
 from qflow_client.testing.rabbitmq import RabbitMQNode, RabbitMQNotInstalled
 
 try:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import functions as sf
 
     from qflow_client.spark import check_java, register
+    from tests.spark.support import FILES, ROWS
 except ImportError:
     # Without the extra there is nothing to test; who asked for these tests did not mean that.
     if os.environ.get("QFLOW_REQUIRE_SPARK") == "1":
@@ -52,3 +54,19 @@ def node() -> Iterator[RabbitMQNode]:
         pytest.skip(str(missing))
     with node:
         yield node
+
+
+@pytest.fixture
+def lines(spark: SparkSession, tmp_path: Path) -> DataFrame:
+    """A stream of files, one each batch, whose rows come in the same order each time."""
+    folder = tmp_path / "lines"
+    folder.mkdir()
+    for file in range(FILES):
+        text = "".join(f"{file * ROWS + row}\n" for row in range(ROWS))
+        path = folder / f"{file}.txt"
+        path.write_text(text)
+        # Spark takes the oldest first.
+        os.utime(path, (1_700_000_000 + file,) * 2)
+    stream = spark.readStream.format("text").option("maxFilesPerTrigger", 1).load(str(folder))
+    # Long ones, because what is short waits in Spark's buffers.
+    return stream.select(sf.rpad("value", 2000, " ").alias("body"))

@@ -13,6 +13,9 @@ import pika
 
 from qflow_client.broker import Broker
 
+#: Of the stream `lines`: the files, each of which is a batch, and the rows of each.
+FILES, ROWS = 3, 2000
+
 
 class SlowConsumer:
     """Consumes a queue on a thread of its own, not faster than told, and keeps what it got. A context manager.
@@ -116,6 +119,23 @@ def in_background(function: Callable[..., object], *arguments: Any, **keywords: 
 
     threading.Thread(target=run, daemon=True).start()
     return future
+
+
+def waiting(folder: Path, at: int) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    """For ``mapInArrow``: passes rows on, and waits before one of them until the folder has a file ``go``.
+
+    Args:
+        folder: which.
+        at: the row, as for `failing`.
+    """
+
+    def wait(batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            if int(batch.column(0)[0].as_py().split()[0]) == at:
+                eventually((folder / "go").exists, timeout=200)
+            yield batch
+
+    return wait
 
 
 def failing(folder: Path, url: str, at: int, depth: int, times: int = 1) -> Callable[[Iterator[Any]], Iterator[Any]]:

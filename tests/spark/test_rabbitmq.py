@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pika
@@ -13,7 +14,7 @@ from pyspark.sql import functions as sf
 
 from qflow_client import Producer
 from qflow_client.testing.rabbitmq import RabbitMQNode
-from tests.spark.support import SlowConsumer, eventually, in_background, write
+from tests.spark.support import FILES, ROWS, SlowConsumer, eventually, in_background, waiting, write
 
 pytestmark = pytest.mark.rabbitmq
 
@@ -97,3 +98,41 @@ def test_a_broker_that_dies_under_a_streaming_query_costs_no_message(
     # A repeat, if there is one, has the message id of the first.
     assert sorted(number for number, _ in set(rows)) == list(range(4000))
     assert ready(node, queue) == 0
+
+
+def test_a_broker_that_dies_under_a_streaming_query_that_writes_costs_no_row_and_repeats_are_marked(
+    spark: SparkSession, node: RabbitMQNode, queue: str, lines: DataFrame, tmp_path: Path
+) -> None:
+    # In the middle of the second batch.
+    frame = lines.mapInArrow(waiting(tmp_path, ROWS + 1000), "body string")
+    options = {"url": node.url, "routingKey": queue, "messageId": "position", "reconnectTimeout": "300"}
+    spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", 50)
+    try:
+        query = (
+            frame.writeStream.format("amqp")
+            .options(**options)
+            .option("checkpointLocation", str(tmp_path / "checkpoint"))
+            .trigger(availableNow=True)
+            .start()
+        )
+        eventually(lambda: ready(node, queue) > ROWS, timeout=100)
+        node.kill()
+        node.start()
+        assert query.isActive
+        (tmp_path / "go").touch()
+        query.awaitTermination(100)
+        assert not query.isActive
+    finally:
+        (tmp_path / "go").touch()
+        spark.conf.unset("spark.sql.execution.arrow.maxRecordsPerBatch")
+    rows: dict[str, int] = {}
+    unmarked: Counter[str] = Counter()
+    with pika.BlockingConnection(pika.URLParameters(node.url)) as connection:
+        channel = connection.channel()
+        # All of them were confirmed.
+        for _ in range(ready(node, queue)):
+            _method, properties, body = channel.basic_get(queue, auto_ack=True)
+            assert rows.setdefault(properties.message_id, int(body)) == int(body)
+            unmarked[properties.message_id] += (properties.headers or {}).get("x-qflow-republished") is not True
+    assert sorted(rows.values()) == list(range(FILES * ROWS))
+    assert max(unmarked.values()) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,9 @@ from typing import Any
 import pytest
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as sf
 
 from qflow_client.broker import Broker
-from tests.spark.support import failing
-
-FILES, ROWS = 3, 2000
+from tests.spark.support import FILES, ROWS, failing
 
 
 @pytest.fixture
@@ -24,22 +20,6 @@ def broker() -> Iterator[Broker]:
     with Broker() as broker:
         broker.declare_queue("rows")
         yield broker
-
-
-@pytest.fixture
-def lines(spark: SparkSession, tmp_path: Path) -> DataFrame:
-    """A stream of files, one each batch, whose rows come in the same order each time."""
-    folder = tmp_path / "lines"
-    folder.mkdir()
-    for file in range(FILES):
-        text = "".join(f"{file * ROWS + row}\n" for row in range(ROWS))
-        path = folder / f"{file}.txt"
-        path.write_text(text)
-        # Spark takes the oldest first.
-        os.utime(path, (1_700_000_000 + file,) * 2)
-    stream = spark.readStream.format("text").option("maxFilesPerTrigger", 1).load(str(folder))
-    # Long ones, because what is short waits in Spark's buffers.
-    return stream.select(sf.rpad("value", 2000, " ").alias("body"))
 
 
 def run(frame: DataFrame, broker: Broker, checkpoint: Path, **options: Any) -> None:
