@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from qflow_client.manager import flow_manager
+
 # A test with sockets, processes and signals that fails is tried a second time, and the summary names it: it is to be
 # mended. More of them in one run are no accident. What does no I/O has no excuse.
 _SECOND_TRIES = 3
@@ -39,6 +41,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         reporter.ensure_newline()
         reporter.write_line(f"more than {_SECOND_TRIES} tests had to be tried a second time", red=True)
         session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _manager_is_its_own() -> None:
+    """What another module's tests have left, such as the connections that Celery keeps, is not in the way."""
+    for each in flow_manager.resources:
+        flow_manager.unregister(each)
+    flow_manager.start_all()
 
 
 @pytest.fixture
