@@ -125,13 +125,15 @@ def test_a_broker_that_dies_under_a_streaming_query_that_writes_costs_no_row_and
     finally:
         (tmp_path / "go").touch()
         spark.conf.unset("spark.sql.execution.arrow.maxRecordsPerBatch")
-    rows: dict[str, int] = {}
-    unmarked: Counter[str] = Counter()
+    rows: dict[str | None, int] = {}
+    unmarked: Counter[str | None] = Counter()
     with pika.BlockingConnection(pika.URLParameters(node.url)) as connection:
         channel = connection.channel()
         # All of them were confirmed.
         for _ in range(ready(node, queue)):
             _method, properties, body = channel.basic_get(queue, auto_ack=True)
+            assert properties is not None
+            assert body is not None
             assert rows.setdefault(properties.message_id, int(body)) == int(body)
             unmarked[properties.message_id] += (properties.headers or {}).get("x-qflow-republished") is not True
     assert sorted(rows.values()) == list(range(FILES * ROWS))
