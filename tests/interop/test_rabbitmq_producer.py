@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from uuid import uuid4
 
@@ -229,9 +230,11 @@ def check_nothing_is_lost(url: str, queue: str, count: int) -> None:
     connection = pika.BlockingConnection(pika.URLParameters(url))
     channel = connection.channel()
     seen: list[int] = []
-    for _method, properties, body in channel.consume(queue, auto_ack=True, inactivity_timeout=3):
-        if body is None or properties is None:
-            break
+    # All were confirmed.
+    count_there = channel.queue_declare(queue, passive=True).method.message_count
+    for _method, properties, body in islice(channel.consume(queue, auto_ack=True, inactivity_timeout=60), count_there):
+        assert body is not None
+        assert properties is not None
         number = int(body)
         if number in seen[-2000:]:
             assert properties.headers == {REPUBLISHED: True}, f"an unmarked copy of {number}"
@@ -249,10 +252,11 @@ def test_a_full_queue_that_rejects_gets_everything_as_it_is_emptied(
         receipts = [producer.send(b"%d" % number, timeout=30) for number in range(15)]
         wait_held(producer, HoldKind.REFUSED)
         seen: list[int] = []
-        for _method, _properties, body in channel.consume(name, auto_ack=True, inactivity_timeout=2):
-            if body is None:
-                break
+        for _method, _properties, body in channel.consume(name, auto_ack=True, inactivity_timeout=30):
+            assert body is not None
             seen.append(int(body))
+            if len(set(seen)) == 15:
+                break
         producer.flush(30)
     channel.queue_delete(name)
     assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
