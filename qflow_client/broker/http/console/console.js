@@ -190,7 +190,7 @@ function show(told) {
 }
 
 function showPressed(stopped) {
-  byId("stop-all").setAttribute("aria-pressed", String(stopped));
+  setAttribute(byId("stop-all"), "aria-pressed", String(stopped));
 }
 
 function showCounters(counters) {
@@ -230,7 +230,7 @@ function showPages(kind, told) {
     }
     nav.append(before, where, after);
   }
-  nav.dataset.page = told.page;
+  setAttribute(nav, "data-page", String(told.page));
   const [before, where, after] = nav.children;
   before.disabled = told.page === 0;
   after.disabled = told.page >= told.pages - 1;
@@ -297,7 +297,7 @@ function fillProducerRow(row, told) {
   if (button.getAttribute("aria-label") === label) return;
   button.dataset.what = what.toLowerCase();
   setText(button, what);
-  button.setAttribute("aria-label", label);
+  setAttribute(button, "aria-label", label);
 }
 
 for (const kind of ["queue", "producer"]) {
