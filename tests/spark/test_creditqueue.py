@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,23 +21,11 @@ from qflow_client.spark.creditqueue import prepare
 from qflow_client.spark.credits import CreditError
 from qflow_client.spark.options import SinkOptions
 from qflow_client.spark.sink import Task, write_task
-from qflow_client.testing.rabbitmq import RabbitMQNode, RabbitMQNotInstalled
+from qflow_client.testing.rabbitmq import RabbitMQNode
 from tests.spark.support import SlowConsumer, eventually, in_background, write
 
 SCHEMA = StructType().add("body", "string")
 CREDITS = "credits"
-
-
-@pytest.fixture(scope="module")
-def node() -> Iterator[RabbitMQNode]:
-    try:
-        node = RabbitMQNode()
-    except RabbitMQNotInstalled as missing:
-        if os.environ.get("QFLOW_REQUIRE_BROKERS") == "1":
-            pytest.fail(f"{missing} (QFLOW_REQUIRE_BROKERS=1 forbids to skip)", pytrace=False)
-        pytest.skip(str(missing))
-    with node:
-        yield node
 
 
 @pytest.fixture(params=["embedded", pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)])

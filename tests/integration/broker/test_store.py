@@ -343,18 +343,38 @@ def order(monkeypatch):
     return seen
 
 
+def asked(broker, method, path, body=None):
+    """The status of the answer to a request over HTTP."""
+    request = urllib.request.Request(
+        f"{broker.http_url}/api/{path}",
+        method=method,
+        data=None if body is None else json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return answer.status
+
+
 def test_what_is_asked_over_http_is_on_disk_when_it_is_answered(tmp_path, order):
     with Broker(store=tmp_path / "store", http_port=0) as broker:
         for number in range(5):
-            request = urllib.request.Request(
-                f"{broker.http_url}/api/queues/{number}",
-                method="PUT",
-                data=json.dumps({"durable": True}).encode(),
-                headers={"Content-Type": "application/json"},
-            )
-            with urllib.request.urlopen(request, timeout=30) as answer:
-                order.append(answer.status)
+            order.append(asked(broker, "PUT", f"queues/{number}", {"durable": True}))
     assert order == [each for number in range(5) for each in (str(number), 201)]
+
+
+def test_over_http_what_needs_no_disk_is_answered_while_it_is_full(tmp_path, monkeypatch):
+    def fail(self, batch):
+        raise StoreError(f"{self.path}: database or disk is full")
+
+    with Broker(store=tmp_path / "store", http_port=0) as broker:
+        broker.declare_queue("q", durable=True)
+        with monkeypatch.context() as patched:
+            patched.setattr(Store, "write", fail)
+            broker.publish(b"x", "q", properties=commands.Basic.Properties(delivery_mode=2))
+            broker.wait_until(lambda broker: "disk" in broker.alarms)
+            assert asked(broker, "POST", "queues/q/purge") == 200
+            assert asked(broker, "PUT", "queues/of%20this%20run", {"durable": False}) == 201
+            assert "disk" in broker.alarms
 
 
 def test_on_its_own_loop_nothing_waits_but_what_is_awaited(tmp_path, order):
