@@ -177,6 +177,40 @@ def test_the_small_series_stand_beside_their_queues_and_names_are_cut_off_not_nu
     )
 
 
+def test_rows_out_of_sight_are_written_one_at_a_time_and_those_in_sight_together(page: Page, broker: Broker) -> None:
+    page.set_viewport_size({"width": 1400, "height": 600})
+    for number in range(15):
+        broker.declare_queue(f"queue {number:02}")
+    rows = page.locator("#queue-rows tr")
+    expect(rows).to_have_count(15)
+    expect(rows.first).not_to_be_in_viewport()
+    # How many rows are written together. The page has been told what is out of sight when this one is.
+    page.evaluate(
+        """() => new Promise((resolve) => {
+            const rows = document.querySelector("#queue-rows");
+            new IntersectionObserver(([first]) => {
+                if (!first.isIntersecting) resolve();
+            }, { rootMargin: "100px" }).observe(rows.firstElementChild);
+            window.most = 0;
+            new MutationObserver((all) => {
+                const written = new Set(all.map(({ target }) => target.parentElement.closest("tr")));
+                window.most = Math.max(window.most, written.size);
+            }).observe(rows, { subtree: true, characterData: true });
+        })"""
+    )
+    for number in range(15):
+        broker.publish(b"x", f"queue {number:02}")
+    for row in rows.all():
+        expect(row.get_by_role("cell").nth(1)).to_have_text("1", timeout=20_000)
+    assert page.evaluate("window.most") == 1
+    rows.last.scroll_into_view_if_needed()
+    for number in range(15):
+        broker.publish(b"x", f"queue {number:02}")
+    page.wait_for_function("() => window.most > 1")
+    for row in rows.all():
+        expect(row.get_by_role("cell").nth(1)).to_have_text("2", timeout=20_000)
+
+
 def test_everything_is_reached_by_keyboard(page: Page, broker: Broker) -> None:
     broker.declare_queue("orders", arguments=ORDERS)
     expect(page.get_by_role("button", name="orders")).to_be_visible()

@@ -166,19 +166,34 @@ const watcher = new IntersectionObserver(
 );
 for (const id of ["graph", "chart"]) watcher.observe(byId(id));
 
+// Each text that is laid out leaves garbage. So of the rows that are out of sight each table writes one at a time: a screen
+// reader, or a search in the page, finds what was a few seconds ago, and what is now once it is scrolled to.
+const away = new WeakSet();
+const rows = new IntersectionObserver(
+  (all) => {
+    for (const { target, isIntersecting } of all) {
+      if (isIntersecting) away.delete(target);
+      else away.add(target);
+    }
+    showTables();
+  },
+  { rootMargin: "100px" },
+);
+
 function draw() {
   if (seen.has("graph")) showGraph();
   if (seen.has("chart")) chart.draw();
 }
 
 let updates = 0;
+let shown = null; // what was told last
 
 function show(told) {
   performance.mark("show");
+  shown = told;
   showCounters(told.counters);
   showPressed(told.producersStopped);
-  showPage("queue", told.queues, makeQueueRow, fillQueueRow);
-  showPage("producer", told.producers, makeProducerRow, fillProducerRow);
+  showTables();
   showDetail(told.detail);
   if (told.graph !== null) tellGraph(told.graph);
   draw();
@@ -207,11 +222,21 @@ function showCounters(counters) {
   });
 }
 
+function showTables() {
+  showPage("queue", shown.queues, makeQueueRow, fillQueueRow);
+  showPage("producer", shown.producers, makeProducerRow, fillProducerRow);
+}
+
 function showPage(kind, told, make, fill) {
   const body = byId(`${kind}-rows`);
   while (body.children.length < told.rows.length) body.append(make());
   while (body.children.length > told.rows.length) body.lastElementChild.remove();
-  told.rows.forEach((row, index) => fill(body.children[index], row));
+  const turn = updates % told.rows.length;
+  told.rows.forEach((told, index) => {
+    const row = body.children[index];
+    // Another's row tells of nobody.
+    if (index === turn || !away.has(row) || row.dataset.name !== told.name) fill(row, told);
+  });
   showPages(kind, told);
 }
 
@@ -253,6 +278,7 @@ function makeRow(kinds) {
     row.append(cell);
   }
   row.append(document.createElement("td"));
+  rows.observe(row);
   return row;
 }
 
