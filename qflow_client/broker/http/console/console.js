@@ -169,16 +169,13 @@ for (const id of ["graph", "chart"]) watcher.observe(byId(id));
 // Each text that is laid out leaves garbage. So of the rows that are out of sight each table writes one at a time: a screen
 // reader, or a search in the page, finds what was a few seconds ago, and what is now once it is scrolled to.
 const away = new WeakSet();
-const rows = new IntersectionObserver(
-  (all) => {
-    for (const { target, isIntersecting } of all) {
-      if (isIntersecting) away.delete(target);
-      else away.add(target);
-    }
-    showTables();
-  },
-  { rootMargin: "100px" },
-);
+const rows = new IntersectionObserver((all) => {
+  for (const { target, isIntersecting } of all) {
+    if (isIntersecting) away.delete(target);
+    else away.add(target);
+  }
+  showTables();
+});
 
 function draw() {
   if (seen.has("graph")) showGraph();
