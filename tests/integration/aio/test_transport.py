@@ -203,7 +203,7 @@ def test_heartbeats_get_their_turn_while_the_socket_is_never_empty(
         async with AsyncProducer(url, routing_key="q", capacity=100_000, max_unwritten_bytes=plenty) as producer:
             outbound = producer._protocol.outbound
             sent = 0
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(2.5 * PATIENCE):
                 while outbound.size < plenty // 2:
                     await producer.send(bytes(size))
                     sent += 1

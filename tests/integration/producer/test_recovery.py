@@ -123,7 +123,6 @@ def test_with_fail_what_was_never_written_is_safe_to_send_again(
         receipts[2].result()
 
 
-@pytest.mark.timeout(120)
 def test_it_waits_for_a_broker_that_is_started_again(
     make_producer: Callable[..., Producer], first: ExitStack, stack: ExitStack
 ) -> None:
