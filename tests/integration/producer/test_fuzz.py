@@ -14,7 +14,7 @@ import pytest
 from qflow_client import ConnectionFailed, Producer, QflowError, Receipt
 from qflow_client.broker import Broker
 from qflow_client.frames import frame
-from qflow_client.testing import proxy as proxy_module
+from qflow_client.testing import relay
 from qflow_client.testing.proxy import Direction, FaultProxy
 
 from .tools import Stopwatch
@@ -89,13 +89,13 @@ class Change:
 def test_changed_bytes_of_a_broker_end_in_one_of_our_errors_and_in_time(
     broker: Broker, skin: Any, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    write = proxy_module._Way._write
+    write = relay.Way._write
     change: Callable[[bytes], bytes]
 
     def write_changed(way: Any, data: bytes) -> None:
         write(way, change(data) if way is way.connection.ways[Direction.TO_CLIENT] else data)
 
-    monkeypatch.setattr(proxy_module._Way, "_write", write_changed)
+    monkeypatch.setattr(relay.Way, "_write", write_changed)
     opened = 0
     with FaultProxy(broker.url) as proxy:
         # As it takes where nothing is changed, and more.
