@@ -203,7 +203,7 @@ def test_heartbeats_get_their_turn_while_the_socket_is_never_empty(
         async with AsyncProducer(url, routing_key="q", capacity=100_000, max_unwritten_bytes=plenty) as producer:
             outbound = producer._protocol.outbound
             sent = 0
-            async with asyncio.timeout(2.5 * PATIENCE):
+            async with asyncio.timeout(3 * PATIENCE):
                 while outbound.size < plenty // 2:
                     await producer.send(bytes(size))
                     sent += 1
@@ -216,7 +216,7 @@ def test_heartbeats_get_their_turn_while_the_socket_is_never_empty(
                     await asyncio.sleep(0.01)
                     assert outbound.size > 0
             proxy.slow_down(0)
-            await producer.flush(timeout=20)
+            await producer.flush(timeout=3 * PATIENCE)
             assert broker.queue("q").depth == sent
 
     run(main())
