@@ -155,7 +155,7 @@ def test_d11_clients_that_feed_each_other_do_not_deadlock(
         Consumer(broker.url, "ping", prefetch=3, on_body=there.send),
         Consumer(broker.url, "pong", prefetch=3, on_body=back.send),
     ):
-        sending.result(timeout=60)
+        sending.result()
         broker.wait_until(lambda b: b.queue("q").depth == 300, timeout=60)
     assert bodies(broker) == [b"%d" % number for number in range(300)]
     assert broker.queue("ping").flow_stopped_count > 0

@@ -18,6 +18,8 @@ from qflow_client.broker import Broker
 
 # Far more than anything takes on a busy machine, and less than a test may take.
 PATIENCE = 20.0
+# The same for a job that sends thousands of messages, each from one thread to another.
+PATIENCE_WITH_JOBS = 100.0
 
 
 def eventually(condition: Callable[[], object], what: str = "", *, timeout: float = PATIENCE) -> None:
@@ -138,13 +140,13 @@ class Job(threading.Thread):
         except BaseException as error:
             self.error = error
 
-    def wait(self, timeout: float = PATIENCE) -> BaseException | None:
+    def wait(self, timeout: float = PATIENCE_WITH_JOBS) -> BaseException | None:
         """Wait for its end, and return what it raised."""
         self.join(timeout)
         assert not self.is_alive(), f"{self.name} does not end"
         return self.error
 
-    def result(self, timeout: float = PATIENCE) -> Any:
+    def result(self, timeout: float = PATIENCE_WITH_JOBS) -> Any:
         """Wait for its end, and return or raise what it did."""
         if self.wait(timeout) is not None:
             assert self.error is not None
