@@ -14,12 +14,21 @@ try:
     from pyspark.sql import functions as sf
 
     from qflow_client.spark import check_java, register
-    from tests.spark.support import FILES, ROWS
+    from tests.spark.support import FILES, PATIENCE, ROWS
 except ImportError:
     # Without the extra there is nothing to test; who asked for these tests did not mean that.
     if os.environ.get("QFLOW_REQUIRE_SPARK") == "1":
         raise
     collect_ignore_glob = ["test_*.py"]
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # On a busy machine the session, or a RabbitMQ node, and the first job or batch take minutes.
+    for item in items:
+        if item.path.is_relative_to(HERE) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(600))
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +56,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
 @pytest.fixture(scope="module")
 def node() -> Iterator[RabbitMQNode]:
     try:
-        node = RabbitMQNode()
+        node = RabbitMQNode(start_timeout=PATIENCE)
     except RabbitMQNotInstalled as missing:
         if os.environ.get("QFLOW_REQUIRE_BROKERS") == "1":
             pytest.fail(f"{missing} (QFLOW_REQUIRE_BROKERS=1 forbids to skip)", pytrace=False)
