@@ -14,7 +14,7 @@ try:
     from pyspark.sql import functions as sf
 
     from qflow_client.spark import check_java, register
-    from tests.spark.support import FILES, PATIENCE, ROWS
+    from tests.spark.support import FILES, ROWS
 except ImportError:
     # Without the extra there is nothing to test; who asked for these tests did not mean that.
     if os.environ.get("QFLOW_REQUIRE_SPARK") == "1":
@@ -56,7 +56,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
 @pytest.fixture(scope="module")
 def node() -> Iterator[RabbitMQNode]:
     try:
-        node = RabbitMQNode(start_timeout=PATIENCE)
+        node = RabbitMQNode()
     except RabbitMQNotInstalled as missing:
         if os.environ.get("QFLOW_REQUIRE_BROKERS") == "1":
             pytest.fail(f"{missing} (QFLOW_REQUIRE_BROKERS=1 forbids to skip)", pytrace=False)
