@@ -38,6 +38,7 @@ class Operation:
         statuses: with which it may be answered when all is well.
         problems: with which else, beside those that any operation may have.
         is_public: whether it is open to those who show no token.
+        lasts: whether what it does may have to be on disk before it is answered, which may not be to be had (503).
         parameters: checks those of path and query.
         body: checks the body; ``None`` if there is none.
     """
@@ -51,6 +52,7 @@ class Operation:
     statuses: tuple[int, ...]
     problems: tuple[int, ...]
     is_public: bool
+    lasts: bool
     parameters: type[BaseModel]
     body: TypeAdapter[Any] | None
 
@@ -119,6 +121,7 @@ class Api:
         statuses: Sequence[int] = (),
         problems: Sequence[int] = (),
         is_public: bool = False,
+        lasts: bool = False,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Define an operation by the function that does it; see `Operation`. `each` is of what it gives a list."""
         if each is not None:
@@ -145,6 +148,7 @@ class Api:
                     statuses=tuple(statuses) or ((HTTPStatus.NO_CONTENT,) if answer is None else (HTTPStatus.OK,)),
                     problems=tuple(problems),
                     is_public=is_public,
+                    lasts=lasts,
                     parameters=create_model(handler.__name__, __config__=ConfigDict(extra="forbid"), **parameters),
                     body=body,
                 )
@@ -228,6 +232,8 @@ class Api:
                 "content": {JSON: {"schema": schemas[operation.name, "body"]}},
             }
             problems |= {HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNSUPPORTED_MEDIA_TYPE}
+        if operation.lasts:
+            problems.add(HTTPStatus.SERVICE_UNAVAILABLE)
         if has_token and not operation.is_public:
             told["security"] = [{"token": []}]
             problems.add(HTTPStatus.UNAUTHORIZED)

@@ -243,7 +243,7 @@ def get_queue(broker: Broker, name: QueueName) -> QueueSnapshot:
     return broker.queue(name)
 
 
-@api.operation("PUT", "/api/queues/{name}", "queues", answer=Queue, statuses=[200, 201], problems=[409])
+@api.operation("PUT", "/api/queues/{name}", "queues", answer=Queue, statuses=[200, 201], problems=[409], lasts=True)
 def declare_queue(broker: Broker, name: Name, body: QueueRequest) -> tuple[int, QueueSnapshot]:
     """Make a queue, or find the one that was declared alike."""
     exists = any(queue.name == name for queue in broker.queues())
@@ -256,7 +256,7 @@ def declare_queue(broker: Broker, name: Name, body: QueueRequest) -> tuple[int, 
     return 200 if exists else 201, queue
 
 
-@api.operation("DELETE", "/api/queues/{name}", "queues", answer=Removed, problems=[404])
+@api.operation("DELETE", "/api/queues/{name}", "queues", answer=Removed, problems=[404], lasts=True)
 def delete_queue(broker: Broker, name: QueueName) -> Removed:
     """Delete a queue with all that is in it."""
     return Removed(messages=broker.delete_queue(name))
@@ -361,7 +361,9 @@ def list_exchanges(broker: Broker) -> tuple[ExchangeSnapshot, ...]:
     return broker.exchanges()
 
 
-@api.operation("PUT", "/api/exchanges/{name}", "exchanges", answer=Exchange, statuses=[200, 201], problems=[409])
+@api.operation(
+    "PUT", "/api/exchanges/{name}", "exchanges", answer=Exchange, statuses=[200, 201], problems=[409], lasts=True
+)
 def declare_exchange(broker: Broker, name: Name, body: ExchangeRequest) -> tuple[int, ExchangeSnapshot]:
     """Make an exchange, or find the one that was declared alike."""
     exists = any(exchange.name == name for exchange in broker.exchanges())
@@ -376,7 +378,7 @@ def declare_exchange(broker: Broker, name: Name, body: ExchangeRequest) -> tuple
     return 200 if exists else 201, exchange
 
 
-@api.operation("DELETE", "/api/exchanges/{name}", "exchanges", problems=[404])
+@api.operation("DELETE", "/api/exchanges/{name}", "exchanges", problems=[404], lasts=True)
 def delete_exchange(broker: Broker, name: ExchangeName) -> None:
     """Delete an exchange with its bindings."""
     broker.delete_exchange(name)
@@ -388,7 +390,7 @@ def list_bindings(broker: Broker) -> list[dict[str, Any]]:
     return [_binding(binding) for binding in broker.bindings()]
 
 
-@api.operation("POST", "/api/bindings", "exchanges", answer=Binding, statuses=[201], problems=[404])
+@api.operation("POST", "/api/bindings", "exchanges", answer=Binding, statuses=[201], problems=[404], lasts=True)
 def bind(broker: Broker, body: BindingRequest) -> dict[str, Any]:
     """Bind a queue or an exchange to an exchange; once more changes nothing."""
     try:
@@ -407,7 +409,7 @@ def bind(broker: Broker, body: BindingRequest) -> dict[str, Any]:
     return _binding(made)
 
 
-@api.operation("DELETE", "/api/bindings/{id}", "exchanges", problems=[404])
+@api.operation("DELETE", "/api/bindings/{id}", "exchanges", problems=[404], lasts=True)
 def unbind(
     broker: Broker, id: Annotated[str, Field(min_length=1, description="as the list of bindings has it")]
 ) -> None:
@@ -443,7 +445,7 @@ def export_definitions(broker: Broker) -> DefinitionsDocument:
     )
 
 
-@api.operation("POST", "/api/definitions", "definitions", answer=Loaded)
+@api.operation("POST", "/api/definitions", "definitions", answer=Loaded, lasts=True)
 def load_definitions(broker: Broker, body: DefinitionsDocument) -> Loaded:
     """Declare everything, or nothing; what is there alike stays.
 

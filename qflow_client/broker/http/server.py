@@ -27,11 +27,6 @@ __all__ = ["HttpServer"]
 
 _log = logging.getLogger(__name__)
 
-# What operations that make or remove something are about, if that is in the store when they are answered. A purge must
-# get through when the disk is full, too.
-_ON_DISK = frozenset({"queues", "exchanges", "definitions"})
-_PURGE = "/purge"
-
 
 class HttpServer:
     """Serves a broker's API.
@@ -48,6 +43,8 @@ class HttpServer:
     MAX_CONNECTIONS = 1000
     #: Seconds between the end of a request and the next one on its connection.
     KEEP_ALIVE = 60.0
+    #: Seconds that a request waits until what it did is on disk.
+    DISK_PATIENCE = 10.0
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
@@ -153,8 +150,8 @@ class HttpServer:
             answer = operation.handler(self._broker, **parameters)
             if isinstance(answer, EventStream):
                 return await self._stream(request, answer)
-            if operation.method != "GET" and operation.tag in _ON_DISK and not operation.path.endswith(_PURGE):
-                await self._broker.wait_until_durable_async(topology_only=True)
+            if operation.lasts:
+                await self._wait_for_disk()
             status = operation.statuses[0]
             if len(operation.statuses) > 1:
                 status, answer = answer
@@ -164,6 +161,24 @@ class HttpServer:
             return web.Response(status=status, body=body, headers={"Content-Type": operation.media_type})
 
         return handle
+
+    async def _wait_for_disk(self) -> None:
+        """Wait until what was done to queues, exchanges and bindings is on disk.
+
+        Raises:
+            Problem: 503; it is not in time.
+        """
+        try:
+            async with asyncio.timeout(self.DISK_PATIENCE):
+                await self._broker.wait_until_durable_async(topology_only=True)
+        except TimeoutError:
+            alarms = self._broker.alarms
+            why = alarms.get("disk") or alarms.get("disk_space") or "the disk does not answer"
+            raise Problem(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"done, but not on disk within {self.DISK_PATIENCE:g} s, and gone if the broker ends before it is: "
+                f"{why}; mend that and ask again",
+            ) from None
 
     async def _stream(self, request: web.Request, stream: EventStream) -> web.StreamResponse:
         response = web.StreamResponse(headers=SAFE_HEADERS)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from pamqp import commands
 
 from qflow_client import Producer
 from qflow_client.broker import Broker, StoreError, keeper
+from qflow_client.broker.http.server import HttpServer
 from qflow_client.broker.keeper import Keeper
 from qflow_client.broker.store import BodyReader, Store
 
@@ -375,6 +377,29 @@ def test_over_http_what_needs_no_disk_is_answered_while_it_is_full(tmp_path, mon
             assert asked(broker, "POST", "queues/q/purge") == 200
             assert asked(broker, "PUT", "queues/of%20this%20run", {"durable": False}) == 201
             assert "disk" in broker.alarms
+
+
+def test_over_http_what_cannot_be_on_disk_is_told_with_the_reason(tmp_path, monkeypatch):
+    def fail(self, batch):
+        raise StoreError(f"{self.path}: database or disk is full")
+
+    monkeypatch.setattr(HttpServer, "DISK_PATIENCE", 0.1)
+    with Broker(store=tmp_path / "store", http_port=0) as broker:
+        broker.declare_queue("q", durable=True)
+        with monkeypatch.context() as patched:
+            patched.setattr(Store, "write", fail)
+            broker.publish(b"x", "q", properties=commands.Basic.Properties(delivery_mode=2))
+            broker.wait_until(lambda broker: "disk" in broker.alarms)
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                asked(broker, "PUT", "queues/lasting", {"durable": True})
+        with refused.value as answer:
+            told = json.load(answer)
+        assert told["status"] == answer.status == 503
+        assert "done, but not on disk within 0.1 s" in told["detail"]
+        assert "database or disk is full" in told["detail"]
+        # There is room again.
+        monkeypatch.setattr(HttpServer, "DISK_PATIENCE", 30.0)
+        assert asked(broker, "PUT", "queues/lasting", {"durable": True}) == 200
 
 
 def test_on_its_own_loop_nothing_waits_but_what_is_awaited(tmp_path, order):

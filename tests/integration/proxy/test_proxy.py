@@ -13,8 +13,8 @@ import pamqp.commands
 import pamqp.frame
 import pytest
 
-from qflow_client.testing import proxy as proxy_module
 from qflow_client.testing.proxy import FaultProxy
+from qflow_client.testing.relay import End
 
 PATIENCE = 10.0
 FLOW = pamqp.frame.marshal(pamqp.commands.Channel.Flow(False), 1)
@@ -289,14 +289,14 @@ def test_one_byte_at_a_time(dial, proxy):
 
 def test_splits_are_drawn_from_the_seed(listener, monkeypatch):
     sizes: list[int] = []
-    write = proxy_module._End.write
+    write = End.write
 
     def note(end, data):
         sizes.append(len(data))
         write(end, data)
 
     # What a socket receives may be several writes; this is where they are made.
-    monkeypatch.setattr(proxy_module._End, "write", note)
+    monkeypatch.setattr(End, "write", note)
 
     def pieces(seed: int) -> list[int]:
         sizes.clear()

@@ -1,0 +1,542 @@
+"""What becomes of a connection in a `FaultProxy`: its two ends, and the two ways between them with their rules."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, cast
+
+import pamqp.base
+
+__all__ = ["NO_RULES", "Direction", "ProxiedConnection", "Relay", "Relays", "Rules"]
+
+_log = logging.getLogger(__name__)
+
+# Bytes on their way in one direction, beyond which nothing more is read. A way with a delay is long, not narrow.
+_ON_THE_WAY = 1 << 18
+_ON_A_LONG_WAY = 64 << 20
+# Seconds of a limited rate that leave as one piece, and that may be made up for if the loop is late.
+_SLICE = 0.01
+# Seconds that the broker may take to be connected to.
+_CONNECT_TIMEOUT = 30.0
+
+_HEAD = struct.Struct(">BHI")
+_METHOD = 1
+# With the class and method ids.
+_METHOD_HEAD = struct.Struct(">BHII")
+_FRAME_END = 0xCE
+_FRAME_KINDS = frozenset((1, 2, 3, 8))
+_GREETING = b"AMQP"
+_RESET = struct.pack("ii", 1, 0)
+
+
+class Direction(StrEnum):
+    """Which way bytes go."""
+
+    TO_BROKER = "to_broker"
+    TO_CLIENT = "to_client"
+
+
+@dataclass(frozen=True, slots=True)
+class ProxiedConnection:
+    """A connection at one moment.
+
+    Attributes:
+        number: of the connection, from 1, in the order in which they came.
+        client: address and port of the client.
+        name_at_broker: address and port from which the broker sees it come, which is how `Broker` and RabbitMQ name
+            it; empty if there is no connection to the broker.
+        bytes_to_broker: that were passed on to the broker.
+        bytes_to_client: that were passed on to the client.
+        bytes_swallowed: that came, in either direction, and will never be passed on.
+    """
+
+    number: int
+    client: str
+    name_at_broker: str
+    bytes_to_broker: int
+    bytes_to_client: int
+    bytes_swallowed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What holds for one direction of a connection."""
+
+    latency: float = 0.0
+    jitter: float = 0.0
+    # Bytes a second; 0 for no limit.
+    rate: float = 0.0
+    # Bytes of a write, at the least and at the most; 0 for as they come.
+    split: tuple[int, int] = (0, 0)
+    pause: float = 0.0
+    # Bytes that are gathered before they leave, and seconds after which they leave all the same.
+    merge: int = 0
+    wait: float = 0.0
+    stalls: bool = False
+    swallows: bool = False
+    # What may pass before the connection is cut; 0 for no limit.
+    last_frame: int = 0
+    last_byte: int = 0
+
+
+NO_RULES = Rules()
+
+
+class Borders:
+    """Follows the borders of AMQP frames in a stream, however it is cut."""
+
+    __slots__ = ("_head", "_left", "is_amqp")
+
+    def __init__(self) -> None:
+        # What has come of a frame's head, and after it the bytes that are left of the frame.
+        self._head = b""
+        self._left = 0
+        # False once something came that is none.
+        self.is_amqp = True
+
+    @property
+    def at_border(self) -> bool:
+        """Whether every frame that has begun has ended."""
+        return not self._left and not self._head
+
+    def step(self, data: bytes, at: int) -> int:
+        """Go on from a position to the next border, or to the end of the data."""
+        if not self.is_amqp:
+            return len(data)
+        if not self._left:
+            known = len(self._head)
+            self._head += data[at : at + _HEAD.size - known]
+            at += len(self._head) - known
+            if len(self._head) < _HEAD.size:
+                return at
+            kind, _, size = _HEAD.unpack(self._head)
+            if self._head.startswith(_GREETING):
+                # A protocol header has eight bytes.
+                self._left = 1
+            elif kind in _FRAME_KINDS:
+                self._left = size + 1
+            else:
+                self.is_amqp = False
+                return len(data)
+        count = min(self._left, len(data) - at)
+        at += count
+        self._left -= count
+        if not self._left:
+            if data[at - 1] == _FRAME_END or self._head.startswith(_GREETING):
+                self._head = b""
+            else:
+                self.is_amqp = False
+        return at
+
+    def skip(self, data: bytes) -> None:
+        """Go on to the end of the data."""
+        at, end = 0, len(data)
+        if not self.at_border:
+            at = self.step(data, 0)
+        unpack = _HEAD.unpack_from
+        while end - at >= _HEAD.size:
+            kind, _, size = unpack(data, at)
+            next_at = at + _HEAD.size + size + 1
+            if next_at > end or kind not in _FRAME_KINDS or data[next_at - 1] != _FRAME_END:
+                break
+            at = next_at
+        while at < end:
+            at = self.step(data, at)
+
+
+class Way:
+    """One direction of a connection: what it was given leaves as the rules say."""
+
+    def __init__(self, connection: Relay, rules: Rules) -> None:
+        self.connection = connection
+        self.relays = connection.relays
+        self.source: End | None = None
+        self.target: End | None = None
+        self.rules = rules
+        # Whether nothing will leave any more, whatever the rules say.
+        self.is_dead = False
+        # Bytes.
+        self.passed = self.swallowed = 0
+        self.borders = Borders()
+        # To be put in at the next border.
+        self._injected: list[bytes] = []
+        # Methods to be taken out, each once, by channel and pamqp's index; and what has come of what may be one.
+        self._unwanted: list[tuple[int, int]] = []
+        self._undecided = b""
+        # What was received, and when it is due; an empty piece is the end.
+        self._pieces: deque[tuple[float, bytes]] = deque()
+        self._size = 0
+        self._timer: asyncio.Handle | None = None
+        # Before this nothing leaves.
+        self._not_before = 0.0
+        # What may still pass before the connection is cut; None for all.
+        self._frames_left = rules.last_frame or None
+        self._bytes_left = rules.last_byte or None
+        self._is_plain = rules == NO_RULES
+
+    def set(self, **changes: Any) -> None:
+        """Change rules."""
+        self.rules = replace(self.rules, **changes)
+        self._is_plain = self.rules == NO_RULES
+        if "last_frame" in changes:
+            self._frames_left = self.rules.last_frame or None
+        if "last_byte" in changes:
+            self._bytes_left = self.rules.last_byte or None
+        if self.rules.swallows and self._pieces:
+            self._swallow(self._size)
+            self._pieces.clear()
+            self._size = 0
+        self._not_before = 0.0
+        self.pump()
+
+    def _swallow(self, count: int) -> None:
+        # What follows makes no sense without it.
+        self.is_dead = True
+        self.swallowed += count
+        self.relays.changed()
+
+    def receive(self, data: bytes) -> None:
+        """Take what came; nothing is the end."""
+        if self.rules.swallows or self.is_dead:
+            self._swallow(len(data))
+            return
+        if self._is_plain and not self._pieces and data and self.target is not None and not self.target.is_full:
+            self._out(data)
+            return
+        now = self.relays.loop.time()
+        due = now + self.rules.latency + (self.rules.jitter and self.rules.jitter * self.connection.random.random())
+        if self._pieces:
+            # The order stays.
+            due = max(due, self._pieces[-1][0])
+        self._pieces.append((due, data))
+        self._size += len(data)
+        if self._timer is None or self.rules.merge:
+            self.pump()
+        else:
+            self.look()
+
+    def pump(self) -> None:
+        """Let out what is due."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        rules = self.rules
+        while self._pieces and self.target is not None and not self.target.is_full and not rules.stalls:
+            now = self.relays.loop.time()
+            at = max(self._pieces[0][0], self._not_before)
+            if at <= now and not self._pieces[0][1]:
+                self._pieces.popleft()
+                self.target.end()
+                continue
+            if at <= now and rules.merge and self._size < rules.merge and self._pieces[-1][1]:
+                at = self._pieces[0][0] + rules.wait
+            if at > now:
+                self._timer = self.relays.loop.call_at(at, self.pump)
+                break
+            data = self._take(now)
+            self._out(data)
+            if rules.rate or rules.pause:
+                begun = max(self._not_before, now - _SLICE)
+                self._not_before = begun + rules.pause + (len(data) / rules.rate if rules.rate else 0.0)
+            elif rules.split[1]:
+                # Whoever reads gets a chance to see it alone.
+                self._timer = self.relays.loop.call_soon(self.pump)
+                break
+        self.look()
+
+    def _take(self, now: float) -> bytes:
+        """The next bytes that leave as one piece."""
+        rules, pieces = self.rules, self._pieces
+        room = rules.merge or self._size
+        if rules.split[1]:
+            room = min(room, self.connection.random.randint(*rules.split))
+        if rules.rate:
+            room = min(room, max(1, int(rules.rate * _SLICE)))
+        taken = []
+        while room and pieces and pieces[0][0] <= now and pieces[0][1]:
+            due, data = pieces.popleft()
+            if len(data) > room:
+                pieces.appendleft((due, data[room:]))
+                data = data[:room]
+            taken.append(data)
+            room -= len(data)
+        data = b"".join(taken)
+        self._size -= len(data)
+        return data
+
+    def _out(self, data: bytes) -> None:
+        if self._unwanted:
+            data = self._sift(data)
+        borders = self.borders
+        if not self._injected and self._frames_left is None and self._bytes_left is None:
+            borders.skip(data)
+            self._write(data)
+            return
+        if self._bytes_left is not None:
+            data = data[: self._bytes_left]
+            self._bytes_left -= len(data)
+        at = 0
+        while at < len(data) and self._frames_left != 0:
+            begin = at
+            at = borders.step(data, at)
+            self._write(data[begin:at])
+            if borders.at_border:
+                if self._frames_left is not None:
+                    self._frames_left -= 1
+                for frame in self._injected:
+                    self._write(frame)
+                self._injected.clear()
+        if self._bytes_left == 0 or self._frames_left == 0:
+            self.connection.finish()
+
+    def _sift(self, data: bytes) -> bytes:
+        """Take unwanted methods out; what cannot be told yet waits for the rest of its frame."""
+        data, self._undecided = self._undecided + data, b""
+        borders = copy(self.borders)
+        kept = []
+        at = 0
+        while at < len(data):
+            begin = at
+            if self._unwanted and borders.at_border and data[at] == _METHOD:
+                if len(data) - at < _METHOD_HEAD.size:
+                    self._undecided = data[at:]
+                    break
+                _, channel, size, index = _METHOD_HEAD.unpack_from(data, at)
+                if (channel, index) in self._unwanted:
+                    at += _HEAD.size + size + 1
+                    if at > len(data):
+                        self._undecided = data[begin:]
+                        break
+                    self._unwanted.remove((channel, index))
+                    continue
+            at = borders.step(data, at)
+            kept.append(data[begin:at])
+        return b"".join(kept)
+
+    def take_out(self, method: type[pamqp.base.Frame], channel: int) -> None:
+        """Have the next of these methods not pass."""
+        self._unwanted.append((channel, method.index))
+
+    def _write(self, data: bytes) -> None:
+        assert self.target is not None
+        self.passed += len(data)
+        self.target.write(data)
+        self.relays.changed()
+
+    def inject(self, data: bytes) -> None:
+        """Put bytes in at the next border."""
+        if self.borders.at_border and self.target is not None:
+            self._write(data)
+        else:
+            self._injected.append(data)
+
+    def look(self) -> None:
+        """Read, or stop reading, by what is on the way."""
+        rules = self.rules
+        most = _ON_A_LONG_WAY if rules.latency and not rules.rate else _ON_THE_WAY
+        if self.source is not None:
+            has_room = self._size <= most and self.target is not None and not self.target.is_full and not rules.stalls
+            self.source.read(has_room or self.is_dead or rules.swallows)
+
+    def stop(self) -> None:
+        """Nothing leaves any more."""
+        self.is_dead = True
+        self._pieces.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class End(asyncio.Protocol):
+    """One end of a connection.
+
+    Args:
+        connection: whose.
+        incoming: the way of what it receives.
+        outgoing: the way of what is written to it.
+    """
+
+    def __init__(self, connection: Relay, incoming: Way, outgoing: Way) -> None:
+        self._connection = connection
+        self._incoming = incoming
+        self._outgoing = outgoing
+        self._transport: asyncio.Transport | None = None
+        self._reads = True
+        # Whether the other side of its socket takes no more for now.
+        self.is_full = False
+        # Whether it was told that nothing follows.
+        self.is_ended = False
+        self.address = ""
+        self.name = ""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self.address = _name(transport.get_extra_info("peername"))
+        self.name = _name(transport.get_extra_info("sockname"))
+        self._incoming.source = self
+        self._outgoing.target = self
+        self._connection.end_made(self)
+        self._incoming.look()
+        self._outgoing.pump()
+
+    def data_received(self, data: bytes) -> None:
+        self._incoming.receive(data)
+
+    def eof_received(self) -> bool:
+        self._incoming.receive(b"")
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        # Without an error, it was we who closed it.
+        if exc is not None and not (self._incoming.rules.swallows or self._incoming.is_dead):
+            self._connection.cut(reset=True)
+        self._connection.end_lost(self)
+
+    def pause_writing(self) -> None:
+        self.is_full = True
+        self._outgoing.look()
+
+    def resume_writing(self) -> None:
+        self.is_full = False
+        self._outgoing.pump()
+
+    def read(self, reads: bool) -> None:
+        """Read from its socket, or do not."""
+        if reads != self._reads and self._transport is not None and not self._transport.is_closing():
+            self._reads = reads
+            if reads:
+                self._transport.resume_reading()
+            else:
+                self._transport.pause_reading()
+
+    def write(self, data: bytes) -> None:
+        """Write to its socket."""
+        if self._transport is not None and not self._transport.is_closing() and data:
+            self._transport.write(data)
+
+    def end(self) -> None:
+        """Say that nothing follows."""
+        self.is_ended = True
+        if self._connection.client.is_ended and self._connection.broker.is_ended:
+            self._connection.finish()
+        elif self._transport is not None and not self._transport.is_closing():
+            self._transport.write_eof()
+
+    def finish(self) -> None:
+        """Close it when all that was written has left."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def cut(self, *, reset: bool = False) -> None:
+        """End it at once."""
+        if self._transport is not None:
+            if reset:
+                sock = self._transport.get_extra_info("socket")
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            self._transport.abort()
+
+
+class Relays:
+    """What the connections of a proxy have in common.
+
+    Args:
+        target: host and port of the broker.
+        seed: of all that is drawn by lot.
+        changed: called, on the loop, when bytes have passed or a connection has come or gone.
+    """
+
+    def __init__(self, target: tuple[str, int], seed: int, changed: Callable[[], None]) -> None:
+        self.target = target
+        self.seed = seed
+        self.changed = changed
+        #: What holds for those that come.
+        self.rules = dict.fromkeys(Direction, NO_RULES)
+        #: Those that there are, by number.
+        self.connections: dict[int, Relay] = {}
+        #: On which all of it happens; there once the proxy runs.
+        self.loop: asyncio.AbstractEventLoop
+
+
+class Relay:
+    """A client's connection, and the one to the broker that belongs to it."""
+
+    def __init__(self, relays: Relays, number: int) -> None:
+        self.relays = relays
+        self.number = number
+        # Its own, so that what other connections do changes nothing for it.
+        self.random = random.Random(f"{relays.seed} {number}")
+        self.ways = {direction: Way(self, relays.rules[direction]) for direction in Direction}
+        to_broker, to_client = self.ways[Direction.TO_BROKER], self.ways[Direction.TO_CLIENT]
+        self.client = End(self, to_broker, to_client)
+        self.broker = End(self, to_client, to_broker)
+        self._connecting: asyncio.Task[None] | None = None
+        self._open = 0
+        self.lost: asyncio.Future[None] = relays.loop.create_future()
+
+    def end_made(self, end: End) -> None:
+        """One of its ends is connected."""
+        self._open += 1
+        if end is self.client:
+            self.relays.connections[self.number] = self
+            # Who is never answered needs no broker.
+            if not all(way.rules.swallows for way in self.ways.values()):
+                self._connecting = self.relays.loop.create_task(self._connect())
+        self.relays.changed()
+
+    async def _connect(self) -> None:
+        relays = self.relays
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT):
+                await relays.loop.create_connection(lambda: self.broker, *relays.target)
+        except OSError as error:
+            _log.info("connection %d: the broker at %s:%d: %s", self.number, *relays.target, error)
+            self.client.cut(reset=True)
+
+    def end_lost(self, end: End) -> None:
+        """One of its ends is gone."""
+        self._open -= 1
+        if end is self.client and self._connecting is not None:
+            self._connecting.cancel()
+        if not self._open and not self.lost.done():
+            del self.relays.connections[self.number]
+            self.lost.set_result(None)
+        self.relays.changed()
+
+    def finish(self) -> None:
+        """Close both ends when what was written has left."""
+        for way in self.ways.values():
+            way.stop()
+        self.client.finish()
+        self.broker.finish()
+
+    def cut(self, *, reset: bool = False) -> None:
+        """End both ends at once."""
+        for way in self.ways.values():
+            way.stop()
+        self.client.cut(reset=reset)
+        self.broker.cut(reset=reset)
+
+    def picture(self) -> ProxiedConnection:
+        """What it looks like now."""
+        return ProxiedConnection(
+            self.number,
+            self.client.address,
+            self.broker.name,
+            self.ways[Direction.TO_BROKER].passed,
+            self.ways[Direction.TO_CLIENT].passed,
+            sum(way.swallowed for way in self.ways.values()),
+        )
+
+
+def _name(address: tuple[Any, ...] | None) -> str:
+    return f"{address[0]}:{address[1]}" if address else ""
