@@ -290,7 +290,7 @@ def test_a_limit_that_is_met_or_left_and_interrupted_at_any_line_leaves_no_hold(
     for at in range(1, 1000):
         protocol = make(**settings)
         send(protocol, now=10.0)
-        come = False
+        come = 0
         for now in (10.0, 10.0, 10.5, 11.5, 11.5, 20.0):
             come = interrupted(lambda: protocol.send(b"x", "", "q", now), at)  # noqa: B023  # called at once
             drain(protocol, now)
