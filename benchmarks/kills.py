@@ -29,7 +29,7 @@ __all__ = ["Verdict", "audit", "run"]
 
 _QUEUE = "qflow.kills"
 _MARK = "x-qflow-republished"
-# Seconds after its start before which a producer is killed.
+# Seconds after its start before which a producer is killed, unless told otherwise.
 _LONGEST = 0.3
 # Seconds that anything may take.
 _PATIENCE = 60.0
@@ -159,7 +159,7 @@ def audit(told: dict[tuple[int, int], int], queue: Iterable[tuple[bytes, bool]])
     }
 
 
-def run(folder: Path, *, kills: int = 200, url: str = EMBEDDED, seed: int = 1) -> Verdict:
+def run(folder: Path, *, kills: int = 200, url: str = EMBEDDED, seed: int = 1, longest: float = _LONGEST) -> Verdict:
     """Kill producers, one after the other.
 
     Args:
@@ -167,6 +167,7 @@ def run(folder: Path, *, kills: int = 200, url: str = EMBEDDED, seed: int = 1) -
         kills: how many.
         url: of the broker; `EMBEDDED` for ours.
         seed: of the moments.
+        longest: seconds after its start before which each is killed.
     """
     began = time.monotonic()
     chance = random.Random(seed)
@@ -187,7 +188,7 @@ def run(folder: Path, *, kills: int = 200, url: str = EMBEDDED, seed: int = 1) -
         )
         stack.callback(lives.kill)
         for life in range(kills):
-            for sender, number in _one_life(lives, life, chance.uniform(0, _LONGEST)):
+            for sender, number in _one_life(lives, life, chance.uniform(0, longest)):
                 told[life, sender] = number
             # Keeps the connection alive.
             connection.process_data_events(0)
@@ -230,10 +231,16 @@ def _one_life(lives: subprocess.Popen[str], life: int, seconds: float) -> Iterat
 
 def _read(channel: pika.adapters.blocking_connection.BlockingChannel) -> Iterator[tuple[bytes, bool]]:
     channel.basic_qos(prefetch_count=0)
-    for method, properties, body in channel.consume(_QUEUE, auto_ack=True, inactivity_timeout=1.0):
+    left = channel.queue_declare(_QUEUE, passive=True).method.message_count
+    if not left:
+        return
+    for method, properties, body in channel.consume(_QUEUE, auto_ack=True, inactivity_timeout=_PATIENCE):
         if method is None or properties is None or body is None:
-            break
+            raise RuntimeError(f"{left} messages of the queue have not come for {_PATIENCE:g} s")
         yield body, bool((properties.headers or {}).get(_MARK))
+        left -= 1
+        if not left:
+            break
     channel.cancel()
 
 

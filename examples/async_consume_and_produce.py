@@ -14,13 +14,13 @@ async def main(url: str) -> None:
         await channel.set_qos(prefetch_count=20)
         orders = await channel.get_queue("orders")
         async with AsyncProducer(connection=connection, routing_key="invoices") as producer:
-            done = asyncio.Event()
+            done, stopped = asyncio.Event(), asyncio.Event()
             seen = 0
 
             async def on_order(message) -> None:
                 nonlocal seen
                 # Waits while the queue of invoices is too full. Nothing else on the connection does.
-                await producer.send(b"invoice for " + message.body, timeout=30)
+                await producer.send(b"invoice for " + message.body, timeout=60)
                 await message.ack()
                 seen += 1
                 if seen == 500:
@@ -29,10 +29,14 @@ async def main(url: str) -> None:
             async def watch() -> None:
                 async for event in producer.flow_events():
                     print(event)
+                    if event.flowed:
+                        stopped.set()
 
             watching = asyncio.create_task(watch())
             await orders.consume(on_order)
             invoices = await channel.get_queue("invoices")
+            # Whoever takes the invoices comes late.
+            await asyncio.wait_for(stopped.wait(), 60)
             taken = 0
             while taken < 500:
                 message = await invoices.get(fail=False, no_ack=True)
@@ -40,7 +44,7 @@ async def main(url: str) -> None:
                     await asyncio.sleep(0.001)
                     continue
                 taken += 1
-            await asyncio.wait_for(done.wait(), 30)
+            await asyncio.wait_for(done.wait(), 60)
         await watching
         print(seen, "orders,", taken, "invoices")
 

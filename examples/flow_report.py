@@ -42,7 +42,7 @@ def work(folder: Path, stop: int, resume: int, capacities: Mapping[str, int]) ->
                 log.watch(producer)
                 for _ in range(BURSTS):
                     producer.send_many([b"order"] * BURST)
-                    broker.wait_until(lambda broker: broker.queue("orders").depth == 0, timeout=30)
+                    broker.wait_until(lambda broker: broker.queue("orders").depth == 0, timeout=100)
 
         threads += [threading.Thread(target=produce, args=item) for item in capacities.items()]
         for thread in threads:

@@ -39,7 +39,9 @@ async def main(broker: Broker) -> None:
     # With a consumer it waits, and goes on.
     publishing = asyncio.create_task(program(qflow_client.aio_pika, broker.url, "patient"))
     taken: list[bytes] = []
-    async with asyncio.timeout(30), await qflow_client.aio_pika.connect(broker.url) as connection:
+    # It comes late.
+    await broker.wait_until_async(lambda broker: broker.queue("patient").flow_stopped, timeout=60)
+    async with asyncio.timeout(60), await qflow_client.aio_pika.connect(broker.url) as connection:
         channel = await connection.channel()
         await channel.set_qos(prefetch_count=10)
         queue = await channel.get_queue("patient")

@@ -46,6 +46,8 @@ with Broker() as broker:
     taken: list[bytes] = []
 
     def consume() -> None:
+        # It comes late.
+        broker.wait_until(lambda broker: broker.queue("patient").flow_stopped, timeout=60)
         while len(taken) < COUNT:
             time.sleep(0.002)
             message = broker.get("patient")
@@ -55,7 +57,7 @@ with Broker() as broker:
     consumer = threading.Thread(target=consume)
     consumer.start()
     program(qflow_client.pika, qflow_client.pika.URLParameters(broker.url), "patient")
-    consumer.join(30)
+    consumer.join(60)
     assert taken == [b"%d" % number for number in range(COUNT)]
     assert broker.queue("patient").flow_stopped_count
     print(f"somebody consumes: all {COUNT}, in order, never more than {broker.queue('patient').peak_depth} at a time")

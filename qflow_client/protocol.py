@@ -34,6 +34,7 @@ from qflow_client.flow import (
     WindowLimiter,
 )
 from qflow_client.frames import FrameError, PublishEncoder, Route, decode_message, flow_ok, properties
+from qflow_client.interrupts import to_the_end
 from qflow_client.message import Message
 from qflow_client.outbound import Outbound
 from qflow_client.receipt import Outcome, Receipt
@@ -348,7 +349,7 @@ class ProducerProtocol:
             if self.controller.try_acquire(size, now):
                 return self._admit(payload, exchange, routing_key, size, now)
         except BaseException:
-            self._undo_admission()
+            to_the_end(self._undo_admission)
             raise
         if self.closed is not None:
             raise ProducerClosed(self.closed, payload)
@@ -409,7 +410,7 @@ class ProducerProtocol:
             # Nobody has the ticket.
             if not ticket.decided:
                 ticket.cancelled = True
-            self._mend()
+            to_the_end(self._mend)
             raise
 
     def look_at(self, ticket: SendTicket, now: float) -> float | None:
@@ -472,7 +473,7 @@ class ProducerProtocol:
             self._grant(now)
         except BaseException:
             ticket.cancelled = True
-            self._mend()
+            to_the_end(self._mend)
             raise
         return True
 
@@ -1111,9 +1112,10 @@ class ProducerProtocol:
 
     def _undo_admission(self) -> None:
         """Forget the message that was being admitted when something was raised, which Ctrl-C can be at any point."""
-        receipt = self._unsettled.pop(self._next_tag, None)
+        receipt = self._unsettled.get(self._next_tag)
         if receipt is not None:
             self._forget_id(receipt)
+            del self._unsettled[self._next_tag]
         if self.observer is not None:
             self.observer.began.pop(self._next_number, None)
         self.outbound.drop_after(self._next_tag - 1)
@@ -1132,7 +1134,7 @@ class ProducerProtocol:
                 # Such a hold ends when there is room, not only when somebody next asks for it.
                 controller.look(now)
         except BaseException:
-            self._mend()
+            to_the_end(self._mend)
             raise
 
     def _let_in(self, ticket: SendTicket, now: float) -> None:
@@ -1151,18 +1153,19 @@ class ProducerProtocol:
     def _mend(self) -> None:
         """Put right what an interrupted step has left half done: Ctrl-C can come at any point of a main thread's."""
         self._undo_admission()
-        waiting, self._waiting = self._waiting, {}
-        for ticket in waiting:
+        waiting: dict[SendTicket, None] = {}
+        for ticket in self._waiting:
             if 0 < ticket.number < self._next_number and ticket.receipt is None and ticket.error is None:
                 # It was admitted, and only that was not noted any more.
                 ticket.receipt = self._unsettled[ticket.number - self._ahead]
             if not ticket.decided:
                 # Another may be admitted under that number.
                 ticket.number = 0
-                self._waiting[ticket] = None
+                waiting[ticket] = None
             elif not ticket.cancelled and ticket.waiter not in self.wake:
                 self.wake.append(ticket.waiter)
-        self.controller.relist(self._waiting)
+        self._waiting = waiting
+        self.controller.relist(waiting)
 
     def _answered(self, tag: int, multiple: bool, outcome: Outcome, now: float) -> None:
         # A message that is half written cannot have arrived.

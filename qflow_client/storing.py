@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 from qflow_client.events import HoldKind
 from qflow_client.flow import CompositeLimiter, Hold, Limiter
 from qflow_client.frames import Route
+from qflow_client.interrupts import to_the_end
 from qflow_client.message import Message
 from qflow_client.outbox import Outbox, StoredMessage
 from qflow_client.protocol import ProducerProtocol, SendTicket
@@ -290,7 +291,7 @@ class StoringProtocol(ProducerProtocol):
                 self.wake.append(ticket.waiter)
                 del self._waiting[ticket]
         except BaseException:
-            self._mend()
+            to_the_end(self._mend)
             raise
 
     def when_flushed(self, waiter: Any) -> bool:
@@ -385,7 +386,7 @@ class StoringProtocol(ProducerProtocol):
             try:
                 self._take_up(now)
             except BaseException:
-                self._mend()
+                to_the_end(self._mend)
                 raise
         super()._grant(now)
         if self.controller.waiting and self._spills:

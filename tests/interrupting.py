@@ -15,18 +15,28 @@ import qflow_client
 _PACKAGE = str(Path(qflow_client.__file__).parent)
 
 
-def interrupted(call: Callable[[], Any], at: int, *, only: tuple[str, ...] = ()) -> bool:
+def interrupted(call: Callable[[], Any], at: int, *, only: tuple[str, ...] = (), again: int = 0) -> int:
     """Call, with Ctrl-C before the so many-th line of ours that is run on this thread.
 
     Args:
         call: what to call.
         at: before which line.
         only: the ends of the names of the files whose lines count; empty for all.
+        again: how many calls of ours, or of built-in functions by ours, after that it comes a second time; 0 for never.
 
     Returns:
-        Whether it came to that.
+        How often it came.
     """
     lines = 0
+    calls = 0
+
+    def count_calls(frame: FrameType, event: str, _argument: Any) -> None:
+        nonlocal calls
+        # Where a call begins is where Python looks whether a signal has come.
+        if event in ("call", "c_call") and frame.f_code.co_filename.startswith(_PACKAGE):
+            calls += 1
+            if calls == again:
+                raise KeyboardInterrupt
 
     def trace(frame: FrameType, event: str, _argument: Any) -> Any:
         nonlocal lines
@@ -40,18 +50,21 @@ def interrupted(call: Callable[[], Any], at: int, *, only: tuple[str, ...] = ())
         ):
             lines += 1
             if lines == at:
+                if again:
+                    sys.setprofile(count_calls)
                 raise KeyboardInterrupt
         return trace
 
-    before = sys.gettrace()
+    before, profile = sys.gettrace(), sys.getprofile()
     # What other calls have left behind is not to be interrupted instead.
     gc.disable()
     sys.settrace(trace)
     try:
         call()
     except KeyboardInterrupt:
-        return True
+        return 1 + (0 < again <= calls)
     finally:
+        sys.setprofile(profile)
         sys.settrace(before)
         gc.enable()
-    return False
+    return 0

@@ -28,8 +28,9 @@ with tempfile.TemporaryDirectory() as folder, Broker() as broker:
     repeats = 0
 
     def consume() -> None:
-        """Take 1,500 messages a second, and each of them once: what has a known message id is dropped."""
+        """Come late, then take 1,500 messages a second, each of them once: what has a known message id is dropped."""
         global repeats
+        broker.wait_until(lambda b: b.queue("events").flow_stopped, timeout=600)
         with pika.BlockingConnection(pika.URLParameters(broker.url)) as connection:
             channel = connection.channel()
             channel.basic_qos(prefetch_count=50)
@@ -68,7 +69,7 @@ with tempfile.TemporaryDirectory() as folder, Broker() as broker:
         .start()
     )
     query.awaitTermination()
-    consumer.join(60)
+    consumer.join(300)
 
     for line in Path(folder, "summary.jsonl").read_text().splitlines():
         batch = json.loads(line)

@@ -408,7 +408,7 @@ class Broker:
 
     # Waiting.
 
-    def wait_until(self, predicate: Callable[[Broker], object], timeout: float = 10.0) -> None:
+    def wait_until(self, predicate: Callable[[Broker], object], timeout: float = 30.0) -> None:
         """Wait for something to become true; it is looked at again whenever the broker's state has changed.
 
         Args:
@@ -438,7 +438,7 @@ class Broker:
             left = end - time.monotonic()
             return left > 0 and self._changed.wait_for(lambda: self._version != version, left)
 
-    async def wait_until_async(self, predicate: Callable[[Broker], object], timeout: float = 10.0) -> None:
+    async def wait_until_async(self, predicate: Callable[[Broker], object], timeout: float = 30.0) -> None:
         """`wait_until` for the loop that the broker runs on, or any other.
 
         Args:

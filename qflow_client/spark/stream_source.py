@@ -39,6 +39,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         # Only set once Spark has asked for the first batch: `read` runs in a task, on a copy.
         self._spool: Spool | None = None
         self._consumer: Consumer | None = None
+        # The offset behind the last message that Spark may know of.
+        self._told = 0
         # Set for a query that ends by itself: how many deliveries it waits for, and then the offset at which it ends.
         self._awaited: int | None = None
         self._target: int | None = None
@@ -49,6 +51,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             assert options.most is not None
             if self._spool is None:
                 self._spool = options.spool("stream").__enter__()
+                self._told = self._spool.end
             connection = connect(options.urls, options.connect_timeout)
             # While Spark works on one batch, the next comes in.
             self._consumer = Consumer(connection, options.queue, self._spool, min(2 * options.most, MOST_UNACKED))
@@ -67,18 +70,22 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def latestOffset(self, start: dict[str, int], limit: ReadLimit) -> dict[str, int]:
         consumer = self._open()
         begin = start["offset"]
+        self._check(begin)
         # Spark asks for the next batch when it has committed the one before.
         consumer.done(begin)
-        end = consumer.end()
-        if begin > end:
-            raise SpoolError(
-                f"the checkpoint is at offset {begin}, and the spool {self._options.spool_path} ends at {end}; they "
-                "belong together, so restore or delete both"
-            )
-        if self._awaited is not None:
-            end = self._end_of_all(consumer, begin)
+        end = consumer.end() if self._awaited is None else self._end_of_all(consumer, begin)
         most = getattr(limit, "max_rows", None)
-        return {"offset": max(begin, end if most is None else min(end, begin + most))}
+        told = max(begin, end if most is None else min(end, begin + most))
+        self._told = max(self._told, told)
+        return {"offset": told}
+
+    def _check(self, offset: int) -> None:
+        """Refuse an offset that is not from this spool, before what has come since it was opened is taken for it."""
+        if offset > self._told:
+            raise SpoolError(
+                f"the checkpoint is at offset {offset}, and the spool {self._options.spool_path} ended at {self._told} "
+                "when the query began; they belong together, so restore or delete both"
+            )
 
     def reportLatestOffset(self) -> dict[str, int] | None:
         return None if self._consumer is None else {"offset": self._consumer.end()}
@@ -101,6 +108,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def partitions(self, start: dict[str, int], end: dict[str, int]) -> list[Part]:
         consumer = self._open()
+        self._check(end["offset"])
         options = self._options
         return [
             part_of(consumer.pieces(first, last), options.shared)

@@ -190,7 +190,7 @@ class BrokerJNode(Node, BrokerJ):
         version: str = VERSIONS[-1],
         *,
         flow_enforcement_timeout: float | None = None,
-        start_timeout: float = 90.0,
+        start_timeout: float = 180.0,
     ) -> None:
         self._java = _find_java()
         self._jars = _fetch(version)

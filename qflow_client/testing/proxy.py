@@ -327,7 +327,7 @@ class FaultProxy:
         """How many connections have come so far."""
         return self._accepted
 
-    def wait_until(self, predicate: Callable[[FaultProxy], object], timeout: float = 10.0) -> None:
+    def wait_until(self, predicate: Callable[[FaultProxy], object], timeout: float = 30.0) -> None:
         """Wait for something to become true; it is looked at again whenever bytes have passed or connections changed.
 
         Args:

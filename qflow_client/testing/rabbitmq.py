@@ -35,7 +35,7 @@ _WRAPPED_FOLDER = Path("/usr/lib/rabbitmq/bin")
 _PROTOCOL_HEADER = b"AMQP\x00\x00\x09\x01"
 _METHOD_FRAME = b"\x01"
 
-_EPMD_TIMEOUT = 10.0
+_EPMD_TIMEOUT = 60.0
 _POLL_INTERVAL = 0.05
 
 
@@ -158,7 +158,7 @@ class RabbitMQNode(Node, RabbitMQ):
         directory: str | os.PathLike[str] | None = None,
         *,
         port: int | None = None,
-        start_timeout: float = 60.0,
+        start_timeout: float = 180.0,
     ) -> None:
         self._tools = _Tools.find()
         self._account = _Account.find()
@@ -192,7 +192,7 @@ class RabbitMQNode(Node, RabbitMQ):
         """AMQP URL of the node's default virtual host, for its default user."""
         return f"amqp://guest:guest@{HOST}:{self._port}/%2F"
 
-    def ctl(self, *args: str, timeout: float = 60.0) -> str:
+    def ctl(self, *args: str, timeout: float = 180.0) -> str:
         """Run ``rabbitmqctl`` against this node.
 
         Args:

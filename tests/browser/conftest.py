@@ -3,11 +3,25 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from qflow_client.broker import Broker
+
+HERE = Path(__file__).parent
+#: Seconds that a page may take for anything, and a broker to hear of it, on a busy machine.
+PATIENCE = 100.0
+
+expect.set_options(timeout=PATIENCE * 1000)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.timeout(900))
+
 
 # It fetches nothing, and asks nobody for updates.
 ARGUMENTS = [
@@ -51,7 +65,7 @@ def page(browser: Browser, broker: Broker) -> Iterator[Page]:
     page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
     # Nothing comes from elsewhere.
     page.on("request", lambda request: complaints.append(request.url) if broker.http_url not in request.url else None)
-    page.set_default_timeout(20_000)
+    page.set_default_timeout(PATIENCE * 1000)
     page.goto(broker.http_url)
     yield page
     context.close()

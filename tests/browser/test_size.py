@@ -14,6 +14,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from qflow_client.broker import Broker
+from tests.browser.conftest import PATIENCE
 
 QUEUES = 500
 CONNECTIONS = 20
@@ -48,7 +49,7 @@ def busy(broker: Broker) -> Iterator[None]:
     for thread in threads:
         thread.start()
     try:
-        broker.wait_until(lambda broker: len(broker.producers()) == CONNECTIONS * CHANNELS, 60)
+        broker.wait_until(lambda broker: len(broker.producers()) == CONNECTIONS * CHANNELS, 4 * PATIENCE)
         yield
     finally:
         over.set()
@@ -93,7 +94,6 @@ def traced_work(browser: Browser, page: Page) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_with_500_queues_and_2000_producers_an_update_costs_a_frame_at_most(
     browser: Browser, page: Page, broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:

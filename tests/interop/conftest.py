@@ -18,6 +18,16 @@ from tests.interop.toolchains import ToolchainNotInstalled
 
 Made = TypeVar("Made")
 
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # On a busy machine a node, or a program that tells it what to do, may take a minute to start.
+    for item in items:
+        if item.path.is_relative_to(HERE) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(600))
+
+
 # What tests have shown, in the order in which they ran.
 _shown: dict[str, list[dict[str, Any]]] = {matrix.CONTRACT: [], matrix.CLIENT: [], matrix.FLIGHTS: []}
 

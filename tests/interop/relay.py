@@ -10,7 +10,7 @@ from typing import Self
 from qflow_client.frames import METHOD_FRAME, FrameSplitter
 from qflow_client.tap import Tap
 
-PATIENCE = 30.0
+PATIENCE = 100.0
 _PROTOCOL_HEADER = 8
 
 

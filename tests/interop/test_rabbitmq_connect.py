@@ -11,7 +11,7 @@ import pytest
 from qflow_client import FlowControlTimeout, HoldKind, MessageRejected, Outcome, Producer, connect
 from qflow_client.testing.rabbitmq import RabbitMQNode
 
-from .test_rabbitmq_producer import wait_held
+from .test_rabbitmq_producer import PATIENCE, wait_held
 
 pytestmark = pytest.mark.rabbitmq
 
@@ -64,10 +64,10 @@ def test_an_alarm_holds_all_producers_and_a_refused_message_ends_one(own_rabbitm
             with pytest.raises(FlowControlTimeout, match="connection_blocked"):
                 producer.send(b"no", timeout=0.1)
         own_rabbitmq.clear_memory_alarm()
-        assert receipt.result(timeout=10) is Outcome.CONFIRMED
-        assert two.wait_unflowed(timeout=10)
+        assert receipt.result(timeout=PATIENCE) is Outcome.CONFIRMED
+        assert two.wait_unflowed(timeout=PATIENCE)
         with pytest.raises(MessageRejected, match="404"):
-            one.send(b"", exchange=f"no exchange {queue}").result(timeout=10)
+            one.send(b"", exchange=f"no exchange {queue}").result(timeout=PATIENCE)
         one.close()
-        assert two.send(b"goes on").result(timeout=10) is Outcome.CONFIRMED
+        assert two.send(b"goes on").result(timeout=PATIENCE) is Outcome.CONFIRMED
         two.close()

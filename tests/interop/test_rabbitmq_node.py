@@ -35,7 +35,7 @@ def confirming_channel(connection: pika.BlockingConnection) -> BlockingChannel:
     return channel
 
 
-def pump(connection: pika.BlockingConnection, until: Callable[[], object], timeout: float = 20.0) -> None:
+def pump(connection: pika.BlockingConnection, until: Callable[[], object], timeout: float = 100.0) -> None:
     """Let the connection read until the condition is true."""
     deadline = time.monotonic() + timeout
     while not until():
@@ -112,7 +112,7 @@ def test_a_paused_node_keeps_connections_and_answers_nothing_until_resumed(rabbi
                 connection.recv(1)
             assert rabbitmq.running
             rabbitmq.resume()
-            connection.settimeout(20.0)
+            connection.settimeout(100.0)
             assert connection.recv(1) == b"\x01"
     finally:
         rabbitmq.resume()

@@ -245,7 +245,7 @@ def test_a_quorum_queue_that_rejects_gets_everything_as_it_is_emptied(each_rabbi
     arguments = {"x-queue-type": "quorum", "x-max-length": 10, "x-overflow": "reject-publish"}
     queue = inbox.declare(arguments, durable=True)
     count = 300
-    settings = ProducerSettings(routing_key=queue, capacity=50, retry_delay=0.05, retry_delay_max=0.2)
+    settings = ProducerSettings(routing_key=queue, capacity=50, retry_for=600, retry_delay=0.05, retry_delay_max=0.2)
     with Producer(each_rabbitmq.url, settings=settings) as producer:
         sending = threading.Thread(
             target=lambda: [producer.send(b"%d" % number, timeout=None) for number in range(count)]

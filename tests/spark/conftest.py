@@ -21,6 +21,15 @@ except ImportError:
         raise
     collect_ignore_glob = ["test_*.py"]
 
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # On a busy machine the session, or a RabbitMQ node, and the first job or batch take minutes.
+    for item in items:
+        if item.path.is_relative_to(HERE) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(600))
+
 
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:

@@ -16,27 +16,31 @@ from qflow_client.broker import Broker
 #: Of the stream `lines`: the files, each of which is a batch, and the rows of each.
 FILES, ROWS = 3, 2000
 
+#: Seconds that anything may take: the first job of a session, on a busy machine, takes minutes.
+PATIENCE = 300.0
+
 
 class SlowConsumer:
-    """Consumes a queue on a thread of its own, not faster than told, and keeps what it got. A context manager.
+    """Consumes a queue on a thread of its own, only while it may, and keeps what it got. A context manager.
+
+    It has no rate: on another machine its producers might be slower. While it may not consume, the queue fills.
 
     Args:
         url: of the broker.
         queue: which.
-        rate: messages per second.
+        may: whether it may, now; asked again and again, on its thread.
     """
 
     PREFETCH = 400
 
-    def __init__(self, url: str, queue: str, rate: float) -> None:
+    def __init__(self, url: str, queue: str, may: Callable[[], object]) -> None:
         self.bodies: list[bytes] = []
         self.properties: list[pika.BasicProperties] = []
         self._connection = pika.BlockingConnection(pika.URLParameters(url))
         self._channel = self._connection.channel()
         self._channel.basic_qos(prefetch_count=self.PREFETCH)
         self._channel.basic_consume(queue, self._take)
-        self._rate = rate
-        self._begin = time.monotonic()
+        self._may = may
         self._unacked = self._last_tag = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -47,24 +51,21 @@ class SlowConsumer:
         self._unacked += 1
         self._last_tag = method.delivery_tag
         if self._unacked == self.PREFETCH // 2:
-            behind = self._begin + len(self.bodies) / self._rate - time.monotonic()
-            if behind > 0:
-                self._stop.wait(behind)
             self._ack()
 
     def _ack(self) -> None:
         # Not all that were delivered: pika may hold some that have not been taken.
-        self._unacked = 0
-        self._channel.basic_ack(self._last_tag, multiple=True)
+        if self._unacked and self._may():
+            self._unacked = 0
+            self._channel.basic_ack(self._last_tag, multiple=True)
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            self._connection.process_data_events(0.1)
-            if self._unacked:
-                self._ack()
+            self._connection.process_data_events(0.02)
+            self._ack()
         self._connection.close()
 
-    def wait_for(self, count: int, timeout: float = 60.0) -> None:
+    def wait_for(self, count: int, timeout: float = PATIENCE) -> None:
         """Wait until it has got so many."""
         deadline = time.monotonic() + timeout
         while len(self.bodies) < count:
@@ -78,7 +79,17 @@ class SlowConsumer:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join(10)
+        self._thread.join(PATIENCE)
+
+
+def when_stopped(broker: Broker, queue: str, times: int = 3) -> Callable[[], bool]:
+    """For `SlowConsumer`: only while the queue stops its producers; when it has done so often enough, always."""
+
+    def may() -> bool:
+        now = broker.queue(queue)
+        return now.flow_stopped or now.flow_stopped_count >= times
+
+    return may
 
 
 def write(frame: Any, url: str, **options: object) -> None:
@@ -99,7 +110,7 @@ def headers_of(properties: Any) -> Mapping[str, object]:
     return properties.headers or {}
 
 
-def eventually(condition: Callable[[], object], timeout: float = 30.0) -> None:
+def eventually(condition: Callable[[], object], timeout: float = PATIENCE) -> None:
     """Wait until something is true."""
     deadline = time.monotonic() + timeout
     while not condition():
@@ -132,7 +143,7 @@ def waiting(folder: Path, at: int) -> Callable[[Iterator[Any]], Iterator[Any]]:
     def wait(batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             if int(batch.column(0)[0].as_py().split()[0]) == at:
-                eventually((folder / "go").exists, timeout=200)
+                eventually((folder / "go").exists)
             yield batch
 
     return wait

@@ -12,7 +12,7 @@ import pytest
 
 from qflow_client.broker import Broker
 from tests.spark.cluster import Cluster, bare_python, zipped
-from tests.spark.support import SlowConsumer, eventually, headers_of
+from tests.spark.support import SlowConsumer, eventually, headers_of, when_stopped
 
 # It starts a cluster and, on it, drivers and executors, each a JVM: long enough for any machine.
 pytestmark = pytest.mark.timeout(1200)
@@ -77,7 +77,7 @@ def test_C6_tasks_on_two_workers_share_the_capacity_that_is_held_as_credits(clus
     rows, stop, capacity = 10_000, 1000, 300
     with Broker() as broker:
         broker.declare_queue("rows", arguments={"qpid.flow_stop_count": stop, "qpid.flow_resume_count": 700})
-        with SlowConsumer(broker.url, "rows", rate=5000) as consumer:
+        with SlowConsumer(broker.url, "rows", when_stopped(broker, "rows")) as consumer:
             program = cluster.submit(
                 WRITE, broker.url, str(rows), str(SLOTS), str(capacity), py_files=package, cores=SLOTS
             )
@@ -112,6 +112,8 @@ def test_an_executor_that_is_killed_in_a_batch_costs_nothing_and_repeats_are_mar
         eventually(lambda: broker.queue("rows").depth >= capacity or not program.runs, timeout=PATIENCE)
         assert program.runs, cluster.logs()
         assert broker.queue("rows").depth == capacity
+        # Those of the job before may take a while to end.
+        eventually(lambda: len(cluster.executors(0)) == 1, timeout=PATIENCE)
         (executor,) = cluster.executors(0)
         os.kill(executor, signal.SIGKILL)
         # The tasks that it had begin anew, and wait likewise.

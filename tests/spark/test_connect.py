@@ -61,4 +61,4 @@ def test_sink_and_source_work_with_Spark_Connect(tmp_path: Path) -> None:
         broker.declare_queue("rows")
         broker.declare_queue("copies")
         assert run_python(PROGRAM, broker.url, str(tmp_path), timeout=500).split()[-1] == "done"
-        assert [broker.queue(name).depth for name in ("rows", "copies")] == [0, 0]
+        broker.wait_until(lambda b: [b.queue(name).depth for name in ("rows", "copies")] == [0, 0], timeout=100)

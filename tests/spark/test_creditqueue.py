@@ -22,10 +22,12 @@ from qflow_client.spark.credits import CreditError
 from qflow_client.spark.options import SinkOptions
 from qflow_client.spark.sink import Task, write_task
 from qflow_client.testing.rabbitmq import RabbitMQNode
-from tests.spark.support import SlowConsumer, eventually, in_background, write
+from tests.spark.support import PATIENCE, SlowConsumer, eventually, in_background, when_stopped, write
 
 SCHEMA = StructType().add("body", "string")
 CREDITS = "credits"
+#: A task waits for as long as the broker and the other tasks may take.
+WAITS = {name: str(PATIENCE) for name in ("connectTimeout", "maxProducerFlowControlWait", "retryFor")}
 
 
 @pytest.fixture(params=["embedded", pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)])
@@ -56,7 +58,7 @@ def do(url: str, method: str, *arguments: Any, **keywords: Any) -> Any:
 
 
 def options(url: str, **more: object) -> SinkOptions:
-    given = {"url": url, "routingKey": "rows", "creditQueue": CREDITS, "connectTimeout": "30"} | more
+    given = {"url": url, "routingKey": "rows", "creditQueue": CREDITS} | WAITS | more
     return SinkOptions.load({name: str(value) for name, value in given.items()}, None)
 
 
@@ -82,7 +84,7 @@ def test_C6_every_row_is_sent_once_with_a_budget_below_and_above_the_number_of_t
     # Where there is one credit for eight tasks, each waits for its turn.
     rows = 50 if capacity < 8 else 1000
     for running in tasks(of, 8, rows):
-        assert running.result(100).rows == rows
+        assert running.result(PATIENCE).rows == rows
     assert ready(url, "rows") == 8 * rows
     # All of them are back.
     eventually(lambda: ready(url, CREDITS) == min(capacity, 256))
@@ -95,10 +97,10 @@ def test_C6_the_peak_is_stop_plus_capacity_with_eight_tasks_and_a_slow_consumer(
         broker.declare_queue("rows", arguments={"qpid.flow_stop_count": stop, "qpid.flow_resume_count": 700})
         of = options(broker.url, capacity=capacity)
         prepare(of.producer, CREDITS)
-        with SlowConsumer(broker.url, "rows", rate=8000) as consumer:
+        with SlowConsumer(broker.url, "rows", when_stopped(broker, "rows")) as consumer:
             running = tasks(of, 8, rows)
-            consumer.wait_for(8 * rows, 100)
-            assert sum(each.result(60).rows for each in running) == 8 * rows
+            consumer.wait_for(8 * rows)
+            assert sum(each.result(PATIENCE).rows for each in running) == 8 * rows
         queue = broker.queue("rows")
         assert stop < queue.peak_depth <= stop + capacity
         assert queue.flow_stopped_count > 1
@@ -120,7 +122,8 @@ def test_C6_on_RabbitMQ_a_full_queue_never_has_more_than_its_maximum_and_the_cap
     of = options(node.url, capacity=capacity)
     prepare(of.producer, CREDITS)
     peak = 0
-    with SlowConsumer(node.url, "rows", rate=4000) as consumer:
+    # It takes nothing until the queue is full.
+    with SlowConsumer(node.url, "rows", lambda: peak >= maximum) as consumer:
         running = tasks(of, 8, rows)
         with pika.BlockingConnection(pika.URLParameters(node.url)) as connection:
             channel = connection.channel()
@@ -129,8 +132,8 @@ def test_C6_on_RabbitMQ_a_full_queue_never_has_more_than_its_maximum_and_the_cap
                 for each in running:
                     if each.done():
                         each.result()
-        assert sum(each.result(60).rows for each in running) == 8 * rows
-    assert 0 < peak <= maximum + capacity
+        assert sum(each.result(PATIENCE).rows for each in running) == 8 * rows
+    assert maximum <= peak <= maximum + capacity
     assert sorted(map(int, consumer.bodies)) == list(range(8 * rows))
 
 
@@ -141,14 +144,14 @@ def test_C6_unconfirmed_messages_of_all_tasks_are_exactly_the_credits_when_nothi
         of = options(broker.url, capacity=100)
         prepare(of.producer, CREDITS)
         running = tasks(of, 8, 1000)
-        broker.wait_until(lambda b: b.queue("rows").depth == 100, timeout=60)
+        broker.wait_until(lambda b: b.queue("rows").depth == 100, timeout=PATIENCE)
         # One that waits says so, and is counted among them.
-        broker.wait_until(lambda b: b.queue(f"{CREDITS}.tasks").consumers == 8, timeout=60)
+        broker.wait_until(lambda b: b.queue(f"{CREDITS}.tasks").consumers == 8, timeout=PATIENCE)
         assert broker.queue("rows").peak_depth == 100
         assert broker.queue(CREDITS).depth == 100
         broker.release_confirms()
         for each in running:
-            report = each.result(60)
+            report = each.result(PATIENCE)
             assert report.rows == 1000
             assert report.seconds_flowed["capacity"] > 0
         assert broker.queue("rows").depth == 8000
@@ -167,13 +170,13 @@ def test_a_task_between_two_batches_holds_no_credit_that_others_wait_for() -> No
             Task(job="job", partition=0),
         )
         # The one credit that there is comes to the second task, while the first waits for what Spark has yet to make.
-        assert task(of, 1, 0, 10).result(60).rows == 10
-        assert first.result(60).rows == 12
+        assert task(of, 1, 0, 10).result(PATIENCE).rows == 10
+        assert first.result(PATIENCE).rows == 12
 
 
 def batches_until(broker: Broker, depth: int) -> Iterator[pa.RecordBatch]:
     yield pa.RecordBatch.from_pydict({"body": [str(row) for row in range(11)]})
-    broker.wait_until(lambda b: b.queue("rows").depth == depth, timeout=60)
+    broker.wait_until(lambda b: b.queue("rows").depth == depth, timeout=PATIENCE)
     yield pa.RecordBatch.from_pydict({"body": ["last"]})
 
 
@@ -194,25 +197,30 @@ def test_another_capacity_than_that_of_the_credits_is_refused(url: str) -> None:
         prepare(options(url, capacity=99).producer, CREDITS)
     # A task finds out too, if the credits have been replaced since.
     with pytest.raises(CreditError, match="capacity=99: the credits in queue 'credits' are of a capacity of 100"):
-        task(options(url, capacity=99), 0, 0, 10).result(60)
+        task(options(url, capacity=99), 0, 0, 10).result(PATIENCE)
     assert ready(url, "rows") == 0
     eventually(lambda: ready(url, CREDITS) == 100)
 
 
 def test_credits_that_were_purged_are_missed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(creditqueue, "_PATIENCE", 0.1)
-    prepare(options(url, capacity=100).producer, CREDITS)
+    of = options(url, capacity=100)
+    prepare(of.producer, CREDITS)
     do(url, "queue_purge", CREDITS)
-    of = options(url, capacity=100, connectTimeout=1)
-    with pytest.raises(CreditError, match="holds 0 credits, no task holds any, and a capacity of 100 has 100: the que"):
-        prepare(of.producer, CREDITS)
-    with pytest.raises(CreditError, match="holds 0 credits, no task holds any, and a capacity of 100 has 100: the que"):
-        task(of, 0, 0, 10).result(60)
+    words = "holds 0 credits, no task holds any, and a capacity of 100 has 100: the que"
+    with monkeypatch.context() as patch:
+        # A driver waits for them for as long as it may take to connect.
+        look = creditqueue._look_through
+        patch.setattr(creditqueue, "_look_through", lambda connection, *more: look(connection, more[0], more[1], 0.5))
+        with pytest.raises(CreditError, match=words):
+            prepare(of.producer, CREDITS)
+        patch.setattr(creditqueue, "_PATIENCE", 0.1)
+        with pytest.raises(CreditError, match=words):
+            task(of, 0, 0, 10).result(PATIENCE)
     # The way out.
     do(url, "queue_delete", CREDITS)
     do(url, "queue_delete", f"{CREDITS}.tasks")
     prepare(of.producer, CREDITS)
-    assert task(of, 0, 0, 10).result(60).rows == 10
+    assert task(of, 0, 0, 10).result(PATIENCE).rows == 10
 
 
 def test_a_task_that_gets_no_credit_in_time_fails_with_FlowControlTimeout(url: str) -> None:
@@ -223,7 +231,7 @@ def test_a_task_that_gets_no_credit_in_time_fails_with_FlowControlTimeout(url: s
         for _ in range(2):
             assert channel.basic_get(CREDITS)[0] is not None
         with pytest.raises(FlowControlTimeout, match=r"not sent within 0\.5.* flowed: capacity.*no credit of queue"):
-            task(of, 0, 0, 10).result(60)
+            task(of, 0, 0, 10).result(PATIENCE)
 
 
 def test_a_queue_of_something_else_is_refused(url: str) -> None:
@@ -231,7 +239,7 @@ def test_a_queue_of_something_else_is_refused(url: str) -> None:
     eventually(lambda: ready(url, "rows") == 1)
     with pytest.raises(CreditError, match=r"queue 'rows' holds a message that is no credit \(b'an order'\): name a q"):
         prepare(options(url, creditQueue="rows").producer, "rows")
-    assert ready(url, "rows") == 1
+    eventually(lambda: ready(url, "rows") == 1)
 
 
 def test_a_queue_of_credits_that_is_deleted_ends_the_task() -> None:
@@ -241,12 +249,12 @@ def test_a_queue_of_credits_that_is_deleted_ends_the_task() -> None:
         prepare(of.producer, CREDITS)
         broker.withhold_confirms()
         running = task(of, 0, 0, 100)
-        broker.wait_until(lambda b: b.queue("rows").depth == 10, timeout=60)
+        broker.wait_until(lambda b: b.queue("rows").depth == 10, timeout=PATIENCE)
         do(broker.url, "queue_delete", f"{CREDITS}.tasks")
         with pytest.raises(CreditError, match=r"the queue of credits 'credits', or 'credits\.tasks', was deleted"):
-            running.result(60)
+            running.result(PATIENCE)
         with pytest.raises(CreditError, match=r"queue 'credits\.tasks' cannot be consumed: 404 .*the job was planned"):
-            task(of, 0, 0, 100).result(60)
+            task(of, 0, 0, 100).result(PATIENCE)
 
 
 def test_credits_that_were_issued_twice_are_found_out() -> None:
@@ -259,13 +267,13 @@ def test_credits_that_were_issued_twice_are_found_out() -> None:
         with pytest.raises(CreditError, match="holds 11 credits, no task holds any, and a capacity of 10 has 10"):
             prepare(of.producer, CREDITS)
         with pytest.raises(CreditError, match="holds more credits than the capacity of 10 has: some were issued twice"):
-            task(of, 0, 0, 100).result(60)
+            task(of, 0, 0, 100).result(PATIENCE)
 
 
 def test_drivers_that_begin_together_issue_the_credits_once(url: str) -> None:
     of = options(url, capacity=20)
     for each in [in_background(prepare, of.producer, CREDITS) for _ in range(4)]:
-        each.result(60)
+        each.result(PATIENCE)
     assert ready(url, CREDITS) == 20
 
 
@@ -279,21 +287,21 @@ def test_a_driver_that_died_before_the_credits_were_there_is_made_good(url: str)
 def test_C6_a_task_that_dies_gives_its_credits_back_and_adds_no_more_than_it_held() -> None:
     with Broker() as broker:
         broker.declare_queue("rows")
-        of = options(broker.url, capacity=40, maxProducerFlowControlWait=600)
+        of = options(broker.url, capacity=40)
         prepare(of.producer, CREDITS)
         # Without confirms, all that was sent by what it held is in the queue when it dies.
         broker.withhold_confirms()
         dead = task(of, 0, 0, 1000)
-        broker.wait_until(lambda b: b.queue("rows").depth == 40, timeout=60)
+        broker.wait_until(lambda b: b.queue("rows").depth == 40, timeout=PATIENCE)
         broker.drop_connections()
         with pytest.raises(QflowError, match="the connection is lost"):
-            dead.result(60)
+            dead.result(PATIENCE)
         running = tasks(of, 3, 500)
-        broker.wait_until(lambda b: b.queue("rows").depth == 80, timeout=60)
-        broker.wait_until(lambda b: b.queue(f"{CREDITS}.tasks").consumers == 3, timeout=60)
+        broker.wait_until(lambda b: b.queue("rows").depth == 80, timeout=PATIENCE)
+        broker.wait_until(lambda b: b.queue(f"{CREDITS}.tasks").consumers == 3, timeout=PATIENCE)
         assert broker.queue("rows").peak_depth == 80
         broker.release_confirms()
-        assert [each.result(60).rows for each in running] == [500] * 3
+        assert [each.result(PATIENCE).rows for each in running] == [500] * 3
         assert len({message.body for message in broker.messages("rows")}) == 1500
 
 

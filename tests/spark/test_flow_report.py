@@ -22,8 +22,6 @@ from tests.unit.simulation.telemetry import lines_of
 
 COUNT = 100_000
 
-pytestmark = pytest.mark.timeout(400)
-
 Lines = Sequence[dict[str, Any]]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -14,9 +15,12 @@ from pyspark.sql import functions as sf
 
 from qflow_client import Producer
 from qflow_client.testing.rabbitmq import RabbitMQNode
-from tests.spark.support import FILES, ROWS, SlowConsumer, eventually, in_background, waiting, write
+from tests.spark.support import FILES, PATIENCE, ROWS, SlowConsumer, eventually, in_background, waiting, write
 
 pytestmark = pytest.mark.rabbitmq
+
+#: Options of a job that waits for as long as the node, or its commands, may take.
+WAITS = {"maxProducerFlowControlWait": str(PATIENCE), "reconnectTimeout": str(PATIENCE)}
 
 
 @pytest.fixture
@@ -38,9 +42,14 @@ def test_every_row_is_once_in_the_queue_of_a_slow_consumer(
 ) -> None:
     rows = 100_000
     frame = spark.range(rows, numPartitions=partitions).select(sf.col("id").cast("string").alias("body"))
-    with SlowConsumer(node.url, queue, rate=20_000) as consumer:
-        write(frame, node.url, routingKey=queue, capacity=2000)
+    begin = threading.Event()
+    with SlowConsumer(node.url, queue, begin.is_set) as consumer:
+        job = in_background(write, frame, node.url, routingKey=queue, capacity=2000)
+        # Many times what may be unconfirmed.
+        eventually(lambda: job.done() or ready(node, queue) >= 20_000)
+        begin.set()
         consumer.wait_for(rows)
+        job.result(PATIENCE)
     assert sorted(map(int, consumer.bodies)) == list(range(rows))
     assert ready(node, queue) == 0
 
@@ -51,13 +60,13 @@ def test_a_memory_alarm_holds_the_job_and_is_summed_up(
     frame = spark.range(5000, numPartitions=2).select(sf.col("id").cast("string").alias("body"))
     node.raise_memory_alarm()
     try:
-        job = in_background(write, frame, node.url, routingKey=queue, summaryPath=tmp_path / "summary")
+        job = in_background(write, frame, node.url, routingKey=queue, summaryPath=tmp_path / "summary", **WAITS)
         # RabbitMQ says that it is blocked to who has published.
-        eventually(lambda: "blocked" in node.ctl("list_connections", "state"), timeout=60)
+        eventually(lambda: "blocked" in node.ctl("list_connections", "state"))
         assert not job.done()
     finally:
         node.clear_memory_alarm()
-    job.result(60)
+    job.result(PATIENCE)
     summary = json.loads((tmp_path / "summary").read_text())
     assert summary["seconds_flowed"]["connection_blocked"] > 0
     assert ready(node, queue) == 5000
@@ -88,12 +97,12 @@ def test_a_broker_that_dies_under_a_streaming_query_costs_no_message(
         for number in range(4000):
             producer.send(str(number))
     query = start(stream(), processingTime="0 seconds")
-    eventually(lambda: len(list((tmp_path / "checkpoint" / "commits").glob("[0-9]*"))) >= 2, timeout=60)
+    eventually(lambda: len(list((tmp_path / "checkpoint" / "commits").glob("[0-9]*"))) >= 2)
     node.kill()
     with pytest.raises(StreamingQueryException, match="ConnectionFailed"):
-        query.awaitTermination(60)
+        query.awaitTermination(PATIENCE)
     node.start()
-    start(stream(), availableNow=True).awaitTermination(100)
+    assert start(stream(), availableNow=True).awaitTermination(PATIENCE)
     rows = [(int(row.body), row.message_id) for row in spark.read.parquet(str(tmp_path / "out")).collect()]
     # A repeat, if there is one, has the message id of the first.
     assert sorted(number for number, _ in set(rows)) == list(range(4000))
@@ -105,7 +114,7 @@ def test_a_broker_that_dies_under_a_streaming_query_that_writes_costs_no_row_and
 ) -> None:
     # In the middle of the second batch.
     frame = lines.mapInArrow(waiting(tmp_path, ROWS + 1000), "body string")
-    options = {"url": node.url, "routingKey": queue, "messageId": "position", "reconnectTimeout": "300"}
+    options = {"url": node.url, "routingKey": queue, "messageId": "position"} | WAITS
     spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", 50)
     try:
         query = (
@@ -115,13 +124,12 @@ def test_a_broker_that_dies_under_a_streaming_query_that_writes_costs_no_row_and
             .trigger(availableNow=True)
             .start()
         )
-        eventually(lambda: ready(node, queue) > ROWS, timeout=100)
+        eventually(lambda: ready(node, queue) > ROWS)
         node.kill()
         node.start()
         assert query.isActive
         (tmp_path / "go").touch()
-        query.awaitTermination(100)
-        assert not query.isActive
+        assert query.awaitTermination(PATIENCE)
     finally:
         (tmp_path / "go").touch()
         spark.conf.unset("spark.sql.execution.arrow.maxRecordsPerBatch")

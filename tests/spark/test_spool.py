@@ -27,7 +27,7 @@ def broker() -> Iterator[Broker]:
 
 def take(broker: Broker, spool: Spool, count: int, *, before: int = 0) -> None:
     """Have so many messages delivered, and spooled unless they are known again; then acknowledge some, and go."""
-    connection = connect([broker.url], 10)
+    connection = connect([broker.url], 60)
     try:
         intake = Intake(connection, "rows", spool, 1000)
         receive(intake, count)
@@ -39,7 +39,7 @@ def take(broker: Broker, spool: Spool, count: int, *, before: int = 0) -> None:
 
 def receive(intake: Intake, count: int) -> None:
     """Have so many messages delivered."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 100
     while intake.received < count:
         assert time.monotonic() < deadline
         intake.run_once(0.1)
@@ -107,13 +107,13 @@ def test_what_was_spooled_and_not_acknowledged_is_not_spooled_again(broker: Brok
 def test_alike_messages_that_were_delivered_and_never_spooled_are_not_lost(broker: Broker, tmp_path: Path) -> None:
     send(broker, *[Message("alike")] * 5)
     with Spool(tmp_path, HOLDS) as spool:
-        connection = connect([broker.url], 10)
+        connection = connect([broker.url], 60)
         intake = Intake(connection, "rows", spool, 3)
         receive(intake, 3)
         intake.flush()
         connection.close()
         # All five are marked as delivered before, and only three of them are in the spool.
-        with connect([broker.url], 10) as other:
+        with connect([broker.url], 60) as other:
             channel = other.channel()
             for _ in range(5):
                 channel.basic_get("rows")
@@ -140,7 +140,7 @@ def test_what_may_have_been_acknowledged_is_known_again_by_its_id_only(broker: B
 
 def test_a_lost_connection_is_said(broker: Broker, tmp_path: Path) -> None:
     with Spool(tmp_path, HOLDS) as spool:
-        intake = Intake(connect([broker.url], 10), "rows", spool, 10)
+        intake = Intake(connect([broker.url], 60), "rows", spool, 10)
         broker.drop_connections()
         with pytest.raises(ConnectionFailed, match="consuming queue 'rows' ended"):
             receive(intake, 1)
@@ -149,11 +149,11 @@ def test_a_lost_connection_is_said(broker: Broker, tmp_path: Path) -> None:
 
 
 def test_the_first_broker_that_answers_is_taken(broker: Broker) -> None:
-    connect(["amqp://127.0.0.1:1/", broker.url], 10).close()
+    connect(["amqp://127.0.0.1:1/", broker.url], 60).close()
 
 
 def test_a_deleted_queue_is_said(broker: Broker, tmp_path: Path) -> None:
-    with Spool(tmp_path, HOLDS) as spool, connect([broker.url], 10) as connection:
+    with Spool(tmp_path, HOLDS) as spool, connect([broker.url], 60) as connection:
         intake = Intake(connection, "rows", spool, 10)
         broker.delete_queue("rows")
         with pytest.raises(ConnectionFailed, match=r"queue 'rows' ended.*was deleted"):
@@ -162,11 +162,11 @@ def test_a_deleted_queue_is_said(broker: Broker, tmp_path: Path) -> None:
 
 def test_what_is_not_wanted_stays_in_the_queue_whatever_comes_behind_it(broker: Broker, tmp_path: Path) -> None:
     send(broker, Message("a", message_id="m-1"))
-    with Spool(tmp_path, HOLDS) as spool, connect([broker.url], 10) as other:
+    with Spool(tmp_path, HOLDS) as spool, connect([broker.url], 60) as other:
         take(broker, spool, 1)
         assert other.channel().basic_get("rows")[2] == b"a"
         send(broker, Message("b"))
-        with connect([broker.url], 10) as connection:
+        with connect([broker.url], 60) as connection:
             intake = Intake(connection, "rows", spool, 10, limit=1)
             receive(intake, 1)
             # What is known again comes behind what is not wanted, and is acknowledged alone.

@@ -65,7 +65,7 @@ def test_what_is_no_stream_is_named_and_the_connection_ends() -> None:
             StreamConsumer([broker.url], 60, "nobody") as consumer,
         ):
             consumer.begin()
-        broker.wait_until(lambda b: not b.connections(), timeout=60)
+        broker.wait_until(lambda b: not b.connections(), timeout=100)
         # It is there still, and nothing of it is acknowledged.
         assert broker.queue("rows").depth == 1
 

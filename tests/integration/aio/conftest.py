@@ -24,7 +24,7 @@ def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, Any]], 
 
         async def watched() -> Any:
             asyncio.get_running_loop().set_exception_handler(lambda _loop, context: unseen.append(context))
-            result = await asyncio.wait_for(test, 3 * PATIENCE)
+            result = await asyncio.wait_for(test, 6 * PATIENCE)
             me = asyncio.current_task()
             await soon(lambda: asyncio.all_tasks() == {me}, "the end of all tasks")
             return result

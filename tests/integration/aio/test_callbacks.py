@@ -254,7 +254,7 @@ def test_flow_events_come_to_every_iterator_and_end_with_the_producer(run: Run, 
         both = asyncio.create_task(read(events[0]))
         async with producer:
             producer.resume()
-            await producer.wait_unflowed(timeout=10)
+            await producer.wait_unflowed(timeout=20)
         seen, also, rest = await asyncio.gather(*readers, both)
         assert sorted(seen + rest) == sorted(also)
         assert "unflowed" in also

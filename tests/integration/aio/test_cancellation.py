@@ -257,7 +257,7 @@ def test_a_task_group_that_fails_cancels_its_sends(run: Run, broker: Broker) -> 
             with pytest.raises(ExceptionGroup):
                 await together()
             broker.flow(True)
-            await producer.wait_unflowed(timeout=10)
+            await producer.wait_unflowed(timeout=20)
             await (await producer.send(b"after"))
 
     run(main())

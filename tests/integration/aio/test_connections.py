@@ -25,7 +25,7 @@ from qflow_client import (
 )
 from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
-from tests.integration.producer.tools import Proxy, Stopwatch, Wire, bodies
+from tests.integration.producer.tools import PATIENCE, Proxy, Stopwatch, Wire, bodies
 
 from .tools import held, in_line, kinds, soon
 
@@ -278,7 +278,7 @@ def test_a_broker_that_blocks_at_once_does_not_keep_a_connection_from_opening(
     broker.block("alarm")
 
     async def main() -> None:
-        async with await connect_async(broker.url, timeout=10) as connection:
+        async with await connect_async(broker.url, timeout=20) as connection:
             producer = await AsyncProducer(connection=connection, routing_key="q").connect()
             assert kinds(producer) == ["connection_blocked"]
             with pytest.raises(FlowControlTimeout, match="alarm"):
@@ -303,7 +303,7 @@ def test_close_keeps_its_deadline_while_the_peer_of_a_shared_connection_is_dead(
             await producer.send(b"")
         with Stopwatch() as watch, nullcontext() if is_settled else pytest.raises(UndeliveredMessages):
             await producer.close(timeout=0.2)
-        assert watch.seconds < 1.2
+        assert watch.within(1.2)
         proxy.cut()
         await connection.close()
 
@@ -312,16 +312,24 @@ def test_close_keeps_its_deadline_while_the_peer_of_a_shared_connection_is_dead(
 
 @pytest.mark.parametrize("reads_again", [True, False])
 def test_a_close_in_the_middle_of_a_message_does_not_cost_the_others_their_connection(
-    run: Run, broker: Broker, proxy: Proxy, reads_again: bool, caplog: pytest.LogCaptureFixture
+    run: Run,
+    broker: Broker,
+    proxy: Proxy,
+    reads_again: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing may come between the frames of a message, a close of its channel least of all."""
+    if reads_again:
+        # A grace in which a slow machine, too, reads what it has to.
+        monkeypatch.setattr("qflow_client.aio.producer.BRIEF", PATIENCE)
 
     async def main() -> None:
         async with await connect_async(proxy.url(broker)) as connection:
             other = await AsyncProducer(connection=connection, routing_key="q").connect()
             producer = await AsyncProducer(connection=connection, routing_key="q").connect()
             proxy.stop_reading()
-            # More than the sockets hold, and no more than is read within the grace of the close.
+            # More than the sockets hold.
             large = [await producer.send(bytes(6_000_000), timeout=None)]
             with pytest.raises(FlowControlTimeout):
                 await producer.send(b"no", timeout=0.1)

@@ -138,7 +138,7 @@ def test_a_shared_connection_to_a_peer_that_does_not_read_can_be_closed(run: Run
         with Stopwatch() as watch:
             await connection.close()
         # The good-bye of aiormq and ours have some seconds each.
-        assert watch.seconds < 10
+        assert watch.within(10)
         with pytest.raises(ProducerClosed):
             await producer.send(b"")
         with pytest.raises(UndeliveredMessages) as caught:
@@ -203,7 +203,7 @@ def test_heartbeats_get_their_turn_while_the_socket_is_never_empty(
         async with AsyncProducer(url, routing_key="q", capacity=100_000, max_unwritten_bytes=plenty) as producer:
             outbound = producer._protocol.outbound
             sent = 0
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(3 * PATIENCE):
                 while outbound.size < plenty // 2:
                     await producer.send(bytes(size))
                     sent += 1
@@ -216,7 +216,7 @@ def test_heartbeats_get_their_turn_while_the_socket_is_never_empty(
                     await asyncio.sleep(0.01)
                     assert outbound.size > 0
             proxy.slow_down(0)
-            await producer.flush(timeout=20)
+            await producer.flush(timeout=3 * PATIENCE)
             assert broker.queue("q").depth == sent
 
     run(main())

@@ -16,7 +16,7 @@ class RawClient:
     """A blocking socket that speaks AMQP frame by frame."""
 
     def __init__(self, port, *, wrap=None):
-        self.socket = socket.create_connection(("127.0.0.1", port), timeout=10)
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=20)
         if wrap is not None:
             self.socket = wrap(self.socket)
         self._rest = b""

@@ -33,7 +33,7 @@ class TestPika:
             channel.basic_publish("", "q", b"x" * number, properties)
         channel.basic_qos(prefetch_count=3)
         seen = []
-        for method, properties, body in channel.consume("q", inactivity_timeout=5):
+        for method, properties, body in channel.consume("q", inactivity_timeout=20):
             seen.append((properties.message_id, properties.headers["n"], len(body)))
             channel.basic_ack(method.delivery_tag)
             if len(seen) == 20:

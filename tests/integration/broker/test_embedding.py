@@ -167,7 +167,7 @@ def test_wait_until_looks_again_whenever_something_has_happened(broker, connect)
     waiter.start()
     for _ in range(3):
         client.publish()
-    waiter.join(10)
+    waiter.join(20)
     assert not waiter.is_alive()
     assert looks[-1] == 3
 
@@ -189,10 +189,10 @@ def test_wait_until_gives_up_in_time_on_a_broker_that_is_never_at_rest(broker):
         # Comes after the end of the turn in which the message came: whenever this look is over, something has happened.
         b.queue("q")
         # Not for ever, even where the deadline is.
-        return len(looks) > 10_000
+        return len(looks) > 1_000_000
 
     with pytest.raises(TimeoutError, match="not reached within"):
-        broker.wait_until(busy, timeout=0.05)
+        broker.wait_until(busy, timeout=1.0)
     assert len(looks) > 1
 
 
@@ -269,10 +269,10 @@ def test_a_call_that_comes_while_the_broker_stops_is_answered():
         loop: Any = broker._loop
         broker._loop = Late()  # type: ignore[assignment]
         threading.Thread(target=look, daemon=True).start()
-        assert called.wait(10)
+        assert called.wait(20)
         broker._loop = loop
     stopped.set()
-    assert answered.wait(10)
+    assert answered.wait(20)
 
 
 def test_D5_all_producers_are_stopped_and_started_and_those_that_come_later_too(broker, connect):

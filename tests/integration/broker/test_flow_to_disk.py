@@ -117,13 +117,13 @@ def test_D8_beyond_the_limit_clients_are_blocked_until_there_is_room():
         broker.declare_queue("q")
         with Producer(broker.url, routing_key="q", capacity=20) as producer:
             for _ in range(11):
-                producer.send(bytes(100_000)).result(10)
+                producer.send(bytes(100_000)).result(20)
             broker.wait_until(lambda broker: "memory" in broker.alarms)
             assert "of at most 1048576" in broker.alarms["memory"]
             broker.wait_until(lambda broker: any(each.blocked for each in broker.connections()))
             broker.purge("q")
             broker.wait_until(lambda broker: not broker.alarms)
-            producer.send(b"x").result(10)
+            producer.send(b"x").result(20)
 
 
 def test_an_alarm_of_an_operators_is_his_to_clear():

@@ -147,7 +147,7 @@ def test_while_nothing_can_be_written_clients_are_blocked_and_nothing_is_confirm
     with Broker(store=tmp_path / "store") as broker:
         broker.declare_queue("q", durable=True)
         with Producer(broker.url, routing_key="q") as producer:
-            producer.send(b"before").result(10)
+            producer.send(b"before").result(20)
             is_full.set()
             receipt = producer.send(b"while")
             broker.wait_until(lambda broker: "disk" in broker.alarms)
@@ -155,7 +155,7 @@ def test_while_nothing_can_be_written_clients_are_blocked_and_nothing_is_confirm
             assert broker.connections()[0].blocked
             assert not receipt.done
             is_full.clear()
-            receipt.result(10)
+            receipt.result(20)
         broker.wait_until(lambda broker: not broker.alarms)
         assert broker.queue("q").depth == 2
     assert "no confirm is given until it can be written" in caplog.text
@@ -472,9 +472,12 @@ def test_a_read_that_never_returns_keeps_no_broker_from_ending(tmp_path, monkeyp
             connection = pika.BlockingConnection(pika.URLParameters(broker.url))
             connection.channel().basic_consume("q", lambda *_: None)
             assert hangs.wait(30)
+            threads = [each for each in threading.enumerate() if each.name.startswith("qflow-store")]
         with pytest.raises(pika.exceptions.AMQPConnectionError):
             connection.process_data_events(30)
         assert f"{path}: the disk does not answer" in caplog.text
+    for thread in threads:
+        thread.join(30)
 
 
 def test_a_process_ends_though_a_write_never_returns(tmp_path):

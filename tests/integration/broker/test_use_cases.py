@@ -18,10 +18,11 @@ CAPACITY = 20
 
 
 class Consumer(threading.Thread):
-    """Takes messages; `handle` says what becomes of each."""
+    """Takes messages, until it is stopped or has so many; `handle` says what becomes of each."""
 
-    def __init__(self, broker: Broker, queue: str, handle, *, prefetch: int = 10) -> None:
+    def __init__(self, broker: Broker, queue: str, handle, *, prefetch: int = 10, most: int | None = None) -> None:
         super().__init__(daemon=True)
+        self.most = most
         self.queue = queue
         self.handle = handle
         self.prefetch = prefetch
@@ -37,7 +38,7 @@ class Consumer(threading.Thread):
             if method is not None and body is not None:
                 self.bodies.append(body)
                 self.handle(channel, method)
-            if self.stop.is_set():
+            if self.stop.is_set() or len(self.bodies) == self.most:
                 break
         connection.close()
 
@@ -60,7 +61,7 @@ def consuming(broker, queue, handle, **options) -> Iterator[Consumer]:
     consumer.start()
     yield consumer
     consumer.stop.set()
-    consumer.join(10)
+    consumer.join(20)
     assert not consumer.is_alive()
 
 
@@ -93,8 +94,8 @@ def test_D6_a_consumer_lags_and_goes_away_and_the_queue_stays_within_bounds(is_c
             first = None
             if is_controlled:
                 broker.wait_until(lambda b: b.producers() and b.producers()[0].flowed)
-                with consuming(broker, "orders", ack) as first:
-                    broker.wait_until(lambda b: b.queue("orders").acked >= 100)
+                with consuming(broker, "orders", ack, most=100) as first:
+                    broker.wait_until(lambda b: b.queue("orders").acked == 100)
                 # The consumer has gone away.
                 broker.wait_until(lambda b: b.producers()[0].flowed)
                 assert len(first.bodies) < COUNT
@@ -168,7 +169,7 @@ def test_D6_large_messages_that_nobody_can_process_are_bounded_by_bytes(is_contr
 
 
 def test_D6_what_nobody_can_process_expires_and_lets_the_producer_go(tmp_path):
-    arguments: dict[str, object] = {"x-qpid-capacity": 100_000, "x-message-ttl": 50}
+    arguments: dict[str, object] = {"x-qpid-capacity": 100_000, "x-message-ttl": 200}
     with Broker() as broker:
         broker.declare_queue("images", arguments=arguments)
         with sending(broker, [bytes(60_000)] * 20, routing_key="images") as producer:
@@ -181,16 +182,19 @@ def test_D6_what_nobody_can_process_expires_and_lets_the_producer_go(tmp_path):
 @pytest.mark.usefixtures("no_retries")
 def test_A4_a_publish_that_found_no_room_is_told_so_across_the_wire():
     with Broker(max_producer_flow_control_wait=0.1) as broker:
-        broker.declare_queue("orders", arguments={"x-qflow-policy": "wait", "qpid.max_count": 1})
+        waits: dict[str, object] = {"x-qflow-policy": "wait", "qpid.max_count": 1}
+        broker.declare_queue("orders", arguments=waits)
+        broker.declare_queue("patient", arguments=waits | {"x-qflow-max-flow-wait": 30})
         with Producer(broker.url, routing_key="orders") as producer:
-            producer.send(b"1").result(10)
+            producer.send(b"1").result(20)
             receipt = producer.send(b"2")
             with pytest.raises(MessageNacked):
-                receipt.result(10)
-            receipt = producer.send(b"3")
-            broker.wait_until(lambda b: b.queue("orders").waiting)
-            assert broker.get("orders") is not None
-            receipt.result(10)
+                receipt.result(20)
+            producer.send(b"3", routing_key="patient").result(20)
+            receipt = producer.send(b"4", routing_key="patient")
+            broker.wait_until(lambda b: b.queue("patient").waiting)
+            assert broker.get("patient") is not None
+            receipt.result(20)
 
 
 def test_D4_policies_are_set_and_deleted_on_a_running_broker():

@@ -87,7 +87,7 @@ def test_queues_are_listed(broker: Broker, run: Run) -> None:
 def test_D5_producers_are_listed_stopped_and_started(broker: Broker, run: Run) -> None:
     broker.declare_queue("orders")
     with Producer(broker.url, routing_key="orders") as producer:
-        producer.send(b"x").result(10)
+        producer.send(b"x").result(20)
         events = producer.flow_events()
         assert run("stop") == (0, "", "")
         assert next(events).flowed
@@ -96,12 +96,12 @@ def test_D5_producers_are_listed_stopped_and_started(broker: Broker, run: Run) -
         assert out.splitlines()[1].startswith(f"{name}")
         assert out.splitlines()[1].split()[2:7] == ["1", "0", "flowed", "operator", "1"]
         assert run("start")[0] == 0
-        producer.send(b"x").result(10)
+        producer.send(b"x").result(20)
         assert run("stop", name)[0] == 0
         assert broker.producers()[0].flowed
         assert not broker.producers_stopped
         assert run("start", name)[0] == 0
-        producer.send(b"x").result(10)
+        producer.send(b"x").result(20)
     code, _, err = run("stop", "nobody")
     assert (code, err) == (1, "qflow: there is no channel 'nobody'; there are: none\n")
 

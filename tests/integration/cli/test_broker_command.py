@@ -39,7 +39,7 @@ def start(*arguments: str) -> tuple[subprocess.Popen[str], str]:
 def test_it_runs_until_it_is_told_to_end(number: signal.Signals) -> None:
     process, url = start("--queue", "orders")
     with Producer(url, routing_key="orders") as producer:
-        producer.send(b"one").result(10)
+        producer.send(b"one").result(20)
     process.send_signal(number)
     out, err = process.communicate(timeout=20)
     assert (process.returncode, out, err) == (0, "", f"{number.name}: the broker ends\n")
@@ -78,7 +78,7 @@ def test_its_settings_are_options() -> None:
             for _ in range(2):
                 producer.send(b"x")
             assert next(events).holds[0].kind == "channel_flow"
-            producer.flush(10)
+            producer.flush(20)
         with pytest.raises(ProbableAuthenticationError):
             pika.BlockingConnection(pika.URLParameters(url.replace("s3cret", "wrong")))
     finally:
@@ -113,10 +113,10 @@ def test_A4_policies_are_options() -> None:
     )  # fmt: skip
     try:
         with Producer(url, routing_key="orders") as producer:
-            producer.send(b"1").result(10)
+            producer.send(b"1").result(20)
             receipt = producer.send(b"2")
             with pytest.raises(MessageNacked):
-                receipt.result(10)
+                receipt.result(20)
     finally:
         process.terminate()
         process.communicate(timeout=20)
@@ -277,7 +277,7 @@ def test_its_store_survives_a_kill_and_is_named_from_where_the_configuration_fil
     for _ in range(3):
         process, url = start("--config", str(config), "--queue", "orders")
         with Producer(url, routing_key="orders") as producer:
-            producer.send(b"one").result(10)
+            producer.send(b"one").result(20)
         process.kill()
         process.communicate(timeout=20)
         assert (tmp_path / "messages").exists()

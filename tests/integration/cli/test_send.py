@@ -195,7 +195,7 @@ def test_without_a_terminal_it_tells_that_it_waits_and_draws_nothing(
     monkeypatch.setenv("QFLOW_FLOW_CONTROL_WAIT_NOTIFY_PERIOD", "0.05")
     broker.flow(False)
     stdin(b"one\n")
-    assert main(["send", "-u", broker.url, "-k", "orders", "--max-producer-flow-control-wait", "0.3"]) == 3
+    assert main(["send", "-u", broker.url, "-k", "orders", "--max-producer-flow-control-wait", "1.5"]) == 3
     out, err = capsys.readouterr()
     assert "qflow: still waiting after " in err
     assert "channel_flow" in err

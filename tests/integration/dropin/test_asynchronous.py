@@ -199,7 +199,7 @@ def test_what_pikas_transport_holds_is_bounded(adapter, broker, proxy):
     running.close()
 
 
-@settings("rate=1&rate_burst=1")
+@settings("rate=0.5&rate_burst=1")
 def test_a_rate_limit_says_when_to_go_on(running):
     unflowed = threading.Event()
     running.do(running.channel.on_flow, lambda event: None if event.flowed else unflowed.set())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pika as original
@@ -14,14 +15,17 @@ from tests.integration.producer.tools import Job, eventually, start
 COUNT = 500
 
 
-def program(module: Any, url: str, queue: str, *, confirms: bool = False) -> None:
-    """Publishes far more than the queue is to hold."""
+def program(
+    module: Any, url: str, queue: str, *, confirms: bool = False, has_come: Callable[[int], object] = bool
+) -> None:
+    """Publishes far more than the queue is to hold; `has_come` waits until so many are there."""
     with module.BlockingConnection(module.URLParameters(url)) as connection:
         channel = connection.channel()
         if confirms:
             channel.confirm_delivery()
         for number in range(COUNT):
             channel.basic_publish("", queue, b"%d" % number)
+            has_come(number + 1)
             connection.process_data_events(0.001)
 
 
@@ -35,8 +39,13 @@ def queues(broker: Any) -> None:
 def test_C3_pika_overruns_a_stop_that_the_drop_in_obeys_until_it_raises(broker):
     program(original, broker.url, "theirs")
     broker.wait_until(lambda broker: broker.queue("theirs").depth == COUNT)
+
+    def has_come(count: int) -> None:
+        # A slow broker has not said stop before all is written.
+        broker.wait_until(lambda broker: broker.queue("ours").published == count)
+
     with pytest.raises(FlowControlTimeout, match="channel_flow"):
-        program(drop_in, f"{broker.url}?max_producer_flow_control_wait=0.3", "ours")
+        program(drop_in, f"{broker.url}?max_producer_flow_control_wait=0.3", "ours", has_come=has_come)
     # One more than the mark, and what was under way until the client had read the stop.
     assert 11 <= broker.queue("ours").peak_depth < COUNT
 
@@ -44,6 +53,8 @@ def test_C3_pika_overruns_a_stop_that_the_drop_in_obeys_until_it_raises(broker):
 @pytest.mark.usefixtures("queues")
 def test_C3_the_drop_in_goes_on_when_it_may(broker):
     job: Job = start(program, drop_in, broker.url, "ours", confirms=True)
+    # Who publishes may be slower than who takes.
+    broker.wait_until(lambda broker: broker.queue("ours").flow_stopped)
     taken: list[bytes] = []
 
     def take() -> bool:
@@ -52,7 +63,7 @@ def test_C3_the_drop_in_goes_on_when_it_may(broker):
             taken.append(message.body)
         return len(taken) == COUNT
 
-    eventually(take)
+    eventually(take, timeout=60)
     job.result()
     assert taken == [b"%d" % number for number in range(COUNT)]
     assert broker.queue("ours").flow_stopped_count >= 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aio_pika as original
@@ -18,12 +18,17 @@ Run = Callable[..., Any]
 COUNT = 500
 
 
-async def program(module: Any, url: str, queue: str) -> None:
-    """Publishes far more than the queue is to hold."""
+async def have_come(_count: int) -> None:
+    """Nobody waits for them."""
+
+
+async def program(module: Any, url: str, queue: str, have_come: Callable[[int], Awaitable[None]] = have_come) -> None:
+    """Publishes far more than the queue is to hold; `have_come` waits until so many are there."""
     async with await module.connect_robust(url) as connection:
         channel = await connection.channel(publisher_confirms=False)
         for number in range(COUNT):
             await channel.default_exchange.publish(module.Message(b"%d" % number), queue)
+            await have_come(number + 1)
             await asyncio.sleep(0.001)
 
 
@@ -38,8 +43,13 @@ def test_C3_aio_pika_overruns_a_stop_that_the_drop_in_obeys_until_it_raises(run:
     async def main() -> None:
         await program(original, broker.url, "theirs")
         await soon(lambda: broker.queue("theirs").depth == COUNT)
+
+        async def have_come(count: int) -> None:
+            # A slow broker has not said stop before all is written.
+            await soon(lambda: broker.queue("ours").published == count)
+
         with pytest.raises(FlowControlTimeout, match="channel_flow"):
-            await program(drop_in, f"{broker.url}?max_producer_flow_control_wait=0.3", "ours")
+            await program(drop_in, f"{broker.url}?max_producer_flow_control_wait=0.3", "ours", have_come)
         # One more than the mark, and what was under way until the client had read the stop.
         assert 11 <= broker.queue("ours").peak_depth < COUNT
 
@@ -77,6 +87,8 @@ def test_J7_after_a_stop_aio_pikas_channel_is_broken_and_the_drop_ins_is_not(run
 def test_C3_the_drop_in_goes_on_when_it_may(run: Run, broker: Broker) -> None:
     async def main() -> None:
         publishing = asyncio.ensure_future(program(drop_in, broker.url, "ours"))
+        # Who publishes may be slower than who takes.
+        await soon(lambda: broker.queue("ours").flow_stopped)
         taken: list[bytes] = []
 
         def take() -> bool:
@@ -85,7 +97,7 @@ def test_C3_the_drop_in_goes_on_when_it_may(run: Run, broker: Broker) -> None:
                 taken.append(message.body)
             return len(taken) == COUNT
 
-        await soon(take)
+        await soon(take, timeout=60)
         await publishing
         assert taken == [b"%d" % number for number in range(COUNT)]
         assert broker.queue("ours").flow_stopped_count >= 1

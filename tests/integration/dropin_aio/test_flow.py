@@ -105,7 +105,7 @@ def test_A4_a_publish_that_stays_blocked_raises_in_time_and_is_never_sent(
             assert [hold.kind for hold in caught.value.holds] == [HoldKind.CHANNEL_FLOW]
             broker.flow(True)
             assert await channel.wait_unflowed(PATIENCE)
-            await publish(channel, b"later")
+            await publish(channel, b"later", timeout=PATIENCE)
             broker.wait_until(lambda broker: broker.queue("q").depth)
             assert bodies(broker) == [b"later"]
 
@@ -139,7 +139,7 @@ def test_a_blocked_connection_holds_all_its_channels_until_it_is_unblocked(
             broker.unblock()
             for channel in channels:
                 assert await channel.wait_unflowed(PATIENCE)
-                await publish(channel, b"")
+                await publish(channel, b"", timeout=PATIENCE)
             assert broker.queue("q").depth == 2
 
     run(main())
@@ -158,7 +158,7 @@ def test_a_confirm_that_does_not_come_is_another_error(run: Run, broker: Broker,
             assert watch.kept(2 * WAIT)
             broker.release_confirms()
             # The late confirms are not taken for this one's.
-            assert (await publish(channel, b"known")).delivery_tag == 3
+            assert (await publish(channel, b"known", timeout=PATIENCE)).delivery_tag == 3
             assert bodies(broker) == [b"unknown", b"unknown too", b"known"]
 
     run(main())
@@ -509,7 +509,7 @@ def test_a_port_where_nobody_listens_is_as_with_aio_pika(run: Run) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        with pytest.raises(aio_pika.exceptions.AMQPConnectionError):
-            await aio_pika.connect(f"amqp://127.0.0.1:{port}/")
+            with pytest.raises(aio_pika.exceptions.AMQPConnectionError):
+                await aio_pika.connect(f"amqp://127.0.0.1:{port}/")
 
     run(main())

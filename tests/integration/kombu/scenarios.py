@@ -57,7 +57,7 @@ class Application:
             return text in self.log.read_text()
 
         try:
-            eventually(told)
+            eventually(told, timeout=PATIENCE)
         except AssertionError:
             print(self.log.read_text())
             raise
@@ -129,7 +129,7 @@ def a_task_publishes(of: Application) -> None:
 
 def beat(of: Application) -> None:
     ticks = of.folder / "ticks"
-    eventually(lambda: ticks.exists() and len(ticks.read_text().splitlines()) >= 3)
+    eventually(lambda: ticks.exists() and len(ticks.read_text().splitlines()) >= 3, timeout=PATIENCE)
 
 
 def remote_control(of: Application) -> None:

@@ -196,7 +196,7 @@ def test_pipelined_messages_are_not_waited_for_twice(broker, connect):
         with pytest.raises(OperationalError, match="capacity"):
             publish(connection.default_channel)
         connection.release()
-    assert watch.seconds < 6.0
+    assert watch.within(6.0)
 
 
 def test_a_blocked_connection_holds_all_its_channels_until_it_is_unblocked(broker, connect):

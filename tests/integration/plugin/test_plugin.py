@@ -48,7 +48,7 @@ def producer(qflow_broker):
 
 
 def test_a_message_arrives(qflow_broker, producer):
-    assert producer.send(b"one").result(10) is Outcome.CONFIRMED
+    assert producer.send(b"one").result(20) is Outcome.CONFIRMED
     assert [message.body for message in qflow_broker.messages("orders")] == [b"one"]
 
 
@@ -58,14 +58,14 @@ def test_the_broker_is_fresh(qflow_broker):
 
 
 def test_a_flowed_producer_gives_up_in_time_and_sends_nothing(qflow_broker, producer):
-    producer.send(b"first").result(10)
+    producer.send(b"first").result(20)
     qflow_broker.flow(False)
     qflow_broker.wait_until(lambda broker: broker.producers()[0].flow_ok)
     with pytest.raises(FlowControlTimeout):
         producer.send(b"late", timeout=0.05)
     qflow_broker.flow(True)
-    assert producer.wait_unflowed(10)
-    producer.flush(10)
+    assert producer.wait_unflowed(20)
+    producer.flush(20)
     assert qflow_broker.queue("orders").depth == 1
 
 
@@ -75,7 +75,7 @@ def test_only_the_one_that_is_named_is_flowed(qflow_broker, producer):
         events = producer.flow_events()
         qflow_broker.flow(False, channel=first.name)
         assert next(events).flowed
-        other.send(b"goes on").result(10)
+        other.send(b"goes on").result(20)
         assert not other.flow_state.flowed
     qflow_broker.flow(True)
 
@@ -85,7 +85,7 @@ def test_a_blocked_connection_holds(qflow_broker, producer):
     qflow_broker.block("out of memory")
     assert next(events).hold.kind == "connection_blocked"
     qflow_broker.unblock()
-    assert producer.wait_unflowed(10)
+    assert producer.wait_unflowed(20)
 
 
 def test_withheld_confirms_leave_the_outcome_open(qflow_broker, producer):
@@ -95,13 +95,13 @@ def test_withheld_confirms_leave_the_outcome_open(qflow_broker, producer):
     with pytest.raises(ConfirmTimeout):
         receipt.result(0)
     qflow_broker.release_confirms()
-    assert receipt.result(10) is Outcome.CONFIRMED
+    assert receipt.result(20) is Outcome.CONFIRMED
 
 
 def test_a_nack_is_told(qflow_broker, producer):
     qflow_broker.nack_publishes()
     with pytest.raises(MessageNacked):
-        producer.send(b"one").result(10)
+        producer.send(b"one").result(20)
 
 
 @pytest.mark.parametrize("end", ["close_connections", "drop_connections"])
@@ -111,12 +111,12 @@ def test_a_lost_link_leaves_the_outcome_unknown(qflow_broker, producer, end):
     qflow_broker.wait_until(lambda broker: broker.queue("orders").depth == 1)
     getattr(qflow_broker, end)()
     with pytest.raises(OutcomeUnknown):
-        receipt.result(10)
+        receipt.result(20)
 
 
 def test_a_channel_that_is_closed_is_opened_again(qflow_broker, producer):
     qflow_broker.close_channels()
-    producer.send(b"one").result(10)
+    producer.send(b"one").result(20)
 
 
 def test_only_the_one_that_is_named_is_dropped(qflow_broker, producer):
@@ -124,17 +124,17 @@ def test_only_the_one_that_is_named_is_dropped(qflow_broker, producer):
     with Producer(qflow_broker.url, routing_key="orders") as other:
         qflow_broker.drop_connections(connection=first.connection)
         qflow_broker.wait_until(lambda broker: len(broker.producers()) == 1)
-        other.send(b"goes on").result(10)
+        other.send(b"goes on").result(20)
         with pytest.raises(QflowError):
-            producer.send(b"one").result(10)
+            producer.send(b"one").result(20)
 
 
 def test_what_one_queue_refuses_another_may_take(qflow_broker, producer):
     qflow_broker.declare_queue("refused-orders")
     qflow_broker.nack_publishes(queue="orders")
     with pytest.raises(MessageNacked):
-        producer.send(b"one").result(10)
-    assert producer.send(b"one", routing_key="refused-orders").result(10) is Outcome.CONFIRMED
+        producer.send(b"one").result(20)
+    assert producer.send(b"one", routing_key="refused-orders").result(20) is Outcome.CONFIRMED
 
 
 def test_a_full_queue_holds_and_a_consumer_lets_go(qflow_broker, producer):
@@ -145,15 +145,15 @@ def test_a_full_queue_holds_and_a_consumer_lets_go(qflow_broker, producer):
     assert next(events).hold.kind == "channel_flow"
     while qflow_broker.get("small"):
         pass
-    assert producer.wait_unflowed(10)
-    producer.flush(10)
+    assert producer.wait_unflowed(20)
+    producer.flush(20)
     assert qflow_broker.queue("small").flow_stopped_count == 1
 
 
 def test_what_the_network_swallows_is_not_confirmed(qflow_broker, qflow_proxy):
     qflow_broker.declare_queue("orders")
     producer = Producer(qflow_proxy.url, routing_key="orders")
-    producer.send(b"arrives").result(10)
+    producer.send(b"arrives").result(20)
     qflow_proxy.black_hole("to_client")
     receipt = producer.send(b"arrives, and nobody says so")
     qflow_broker.wait_until(lambda broker: broker.queue("orders").depth == 2)

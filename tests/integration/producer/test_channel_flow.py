@@ -42,7 +42,7 @@ def test_j7_nothing_is_published_after_flow_ok_in_the_middle_of_a_burst(
         producer.send_nowait(b"too late")
     for held in (producer.flow_state.holds, caught.value.holds, at_once.value.holds):
         assert all(abs(time.time() - hold.since) < 30 for hold in held), "in seconds since 1970"
-    assert 0.5 <= caught.value.waited < 1.5
+    assert 0.5 <= caught.value.waited <= watch.seconds
     assert "channel_flow" in str(caught.value)
 
     # Its Flow-Ok was to the first Flow, and nothing else was said.
@@ -109,7 +109,7 @@ def test_j7_stop_and_start_in_one_breath_are_both_answered(producer: Producer, b
         broker.flow(False)
         broker.flow(True)
     wire.wait_for("in", "Channel.FlowOk", 40)
-    assert producer.send(b"").result(timeout=10) is Outcome.CONFIRMED
+    assert producer.send(b"").result(timeout=20) is Outcome.CONFIRMED
 
 
 def test_j7_a_send_that_waits_is_neither_admitted_nor_lost(producer: Producer, broker: Broker) -> None:
@@ -119,7 +119,7 @@ def test_j7_a_send_that_waits_is_neither_admitted_nor_lost(producer: Producer, b
     wait_in_line(producer, 1)
     assert producer.unsettled == producer.in_flight == 0
     broker.flow(True)
-    assert job.result().result(timeout=10) is Outcome.CONFIRMED
+    assert job.result().result(timeout=20) is Outcome.CONFIRMED
     assert bodies(broker) == [b"waited"]
 
 
@@ -128,14 +128,14 @@ def test_j7_other_channels_connections_consumers_and_acks_go_on(
 ) -> None:
     flowed, other = make_producer(name="flowed"), make_producer(name="other", routing_key="r")
     broker.declare_queue("r")
-    flowed.send(b"").result(timeout=10)
+    flowed.send(b"").result(timeout=20)
     name = next(c.name for c in broker.producers() if c.published)
     broker.flow(False, name)
     wait_held(flowed, "channel_flow")
     with Consumer(broker.url, "r") as consumer:
         for number in range(500):
             other.send(b"%d" % number)
-        other.flush(timeout=10)
+        other.flush(timeout=20)
         broker.wait_until(lambda b: b.queue("r").acked == 500)
     assert consumer.bodies == [b"%d" % number for number in range(500)]
     assert holds(flowed) == ["channel_flow"]
@@ -149,13 +149,14 @@ def test_d11_clients_that_feed_each_other_do_not_deadlock(
     for name in ("ping", "pong"):
         broker.declare_queue(name, arguments={"qpid.flow_stop_count": 10, "qpid.flow_resume_count": 5})
     first, there, back = (make_producer(routing_key=key) for key in ("ping", "pong", "q"))
+    sending = start(lambda: [first.send(b"%d" % number, timeout=None) for number in range(300)])
+    broker.wait_until(lambda b: b.queue("ping").flow_stopped)
     with (
         Consumer(broker.url, "ping", prefetch=3, on_body=there.send),
         Consumer(broker.url, "pong", prefetch=3, on_body=back.send),
     ):
-        for number in range(300):
-            first.send(b"%d" % number)
-        broker.wait_until(lambda b: b.queue("q").depth == 300)
+        sending.result()
+        broker.wait_until(lambda b: b.queue("q").depth == 300, timeout=60)
     assert bodies(broker) == [b"%d" % number for number in range(300)]
     assert broker.queue("ping").flow_stopped_count > 0
 
@@ -171,7 +172,7 @@ def test_connection_blocked_holds_by_name_and_reason(producer: Producer, broker:
     wait_in_line(producer, 1)
     assert wire.came_between(0) == []
     broker.unblock()
-    job.result().result(timeout=10)
+    job.result().result(timeout=20)
     assert bodies(broker) == [b"yes"]
 
 
@@ -182,7 +183,7 @@ def test_connection_blocked_meets_a_producer_that_comes_later(
     producer = make_producer()
     wait_held(producer, "connection_blocked")
     broker.unblock()
-    assert producer.wait_unflowed(timeout=10)
+    assert producer.wait_unflowed(timeout=20)
 
 
 def test_channel_flow_meets_a_producer_that_comes_later(make_producer: Callable[..., Producer], broker: Broker) -> None:
@@ -190,7 +191,7 @@ def test_channel_flow_meets_a_producer_that_comes_later(make_producer: Callable[
     producer = make_producer()
     wait_held(producer, "channel_flow")
     broker.flow(True)
-    assert producer.wait_unflowed(timeout=10)
+    assert producer.wait_unflowed(timeout=20)
 
 
 def test_all_holds_at_once_are_named_and_all_must_go(make_producer: Callable[..., Producer], broker: Broker) -> None:
@@ -227,6 +228,6 @@ def test_all_holds_at_once_are_named_and_all_must_go(make_producer: Callable[...
         wait_flow(producer, lambda kind=kind: kind not in holds(producer))  # type: ignore[misc]
         assert broker.queue("q").depth == 3
     producer.resume()
-    job.result().result(timeout=10)
+    job.result().result(timeout=20)
     assert producer.flow_state.holds == ()
     assert set(producer.flow_state.seconds_flowed) >= set(every)

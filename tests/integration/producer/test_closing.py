@@ -24,6 +24,7 @@ from qflow_client.logs import flush_logs
 from qflow_client.tap import Tap
 
 from .tools import (
+    PATIENCE,
     Growing,
     Proxy,
     Stopwatch,
@@ -124,13 +125,13 @@ def test_close_keeps_its_deadline_while_the_peer_is_dead(
     make_producer: Callable[..., Producer], proxy: Proxy, broker: Broker, is_settled: bool
 ) -> None:
     producer = make_producer(proxy.url(broker))
-    producer.send(b"").result(timeout=10)
+    producer.send(b"").result(timeout=20)
     proxy.freeze()
     if not is_settled:
         producer.send(b"")
     with Stopwatch() as watch, nullcontext() if is_settled else pytest.raises(UndeliveredMessages):
         producer.close(timeout=0.2)
-    assert watch.seconds < 1.2
+    assert watch.within(1.2)
 
 
 def test_close_keeps_its_deadline_while_a_callback_takes_its_time(
@@ -138,10 +139,10 @@ def test_close_keeps_its_deadline_while_a_callback_takes_its_time(
 ) -> None:
     go_on = threading.Event()
     producer = make_producer(on_delivery=lambda _receipt: go_on.wait(20))
-    producer.send(b"").result(timeout=10)
+    producer.send(b"").result(timeout=20)
     with Stopwatch() as watch:
         producer.close(timeout=0.2)
-    assert watch.seconds < 1.2
+    assert watch.within(1.2)
     go_on.set()
 
 
@@ -149,7 +150,7 @@ def test_a_broker_that_is_slow_to_say_good_bye_has_the_time_that_is_left(
     make_producer: Callable[..., Producer], proxy: Proxy, broker: Broker, wire: Wire
 ) -> None:
     producer = make_producer(proxy.url(broker))
-    producer.send(b"").result(timeout=10)
+    producer.send(b"").result(timeout=20)
     proxy.stop_reading()
     closing = start(producer.close, timeout=20)
     # More than a close has that has no time left.
@@ -177,7 +178,7 @@ def test_what_the_broker_says_to_a_channel_that_was_left_is_for_nobody(
     with caplog.at_level(logging.WARNING), pytest.raises(UndeliveredMessages):
         producer.close(timeout=0)
     assert (wire.count("out", "Channel.Flow"), wire.count("out", "Basic.Ack")) == (1, 1)
-    assert wire.count("in", "Connection.Close") == 1
+    wire.wait_for("in", "Connection.Close")
     assert flush_logs(20)
     assert not caplog.records
 
@@ -196,7 +197,7 @@ def test_a_mistake_of_ours_leaves_nobody_waiting(
     with suppress(ProducerClosed):
         producer.send(b"2")
     with pytest.raises(OutcomeUnknown):
-        receipt.result(timeout=10)
+        receipt.result(timeout=20)
     # The broker knows too.
     broker.wait_until(lambda b: not b.connections())
     with pytest.raises(ProducerClosed, match="a mistake of ours"):
@@ -248,7 +249,7 @@ def test_leaving_by_an_exception_does_not_wait_for_holds_and_says_what_is_lost(b
     wait_held(producer, "channel_flow")
     with Stopwatch() as watch, pytest.raises(KeyError) as caught, producer:
         raise KeyError("the application's own")
-    assert watch.seconds < 5.0
+    assert watch.within(5.0)
     (note,) = caught.value.__notes__
     assert "qflow_client" in note
     assert "1 admitted messages were not delivered" in note
@@ -257,8 +258,12 @@ def test_leaving_by_an_exception_does_not_wait_for_holds_and_says_what_is_lost(b
     assert producer.closed
 
 
-def test_leaving_by_an_exception_waits_for_what_is_confirmed_under_a_full_window(broker: Broker) -> None:
+def test_leaving_by_an_exception_waits_for_what_is_confirmed_under_a_full_window(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A fast producer is held by its window most of the time, and the confirms are on their way."""
+    # So long as a slow machine may take to send them.
+    monkeypatch.setattr("qflow_client.sync.producer.LULL", PATIENCE)
     broker.withhold_confirms()
     producer = Producer(broker.url, routing_key="q", capacity=3)
     receipts = [producer.send(b"%d" % number) for number in range(3)]
@@ -283,7 +288,7 @@ def test_leaving_by_an_exception_does_not_wait_for_confirms_that_are_withheld(br
         producer.send(b"%d" % number)
     with Stopwatch() as watch, pytest.raises(FlowControlTimeout, match="capacity") as caught, producer:
         producer.send(b"no", timeout=0)
-    assert watch.seconds < 2.0
+    assert watch.within(2.0)
     assert len(caught.value.undelivered.unknown) == 3  # type: ignore[attr-defined]  # put there for whoever looks
 
 
@@ -305,7 +310,7 @@ def test_leaving_by_an_exception_ends_with_the_hold_that_comes_meanwhile(broker:
     with Stopwatch() as watch, pytest.raises(KeyError) as caught, producer:
         raise KeyError
     job.result()
-    assert watch.seconds < 2.0
+    assert watch.within(2.0)
     assert len(caught.value.undelivered.unknown) == 1  # type: ignore[attr-defined]  # as above
 
 

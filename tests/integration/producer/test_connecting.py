@@ -19,11 +19,11 @@ from .tools import Stopwatch, Wire, bodies, start
 
 
 @pytest.fixture
-def refused() -> int:
-    """A port at which nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
+def refused() -> Iterator[int]:
+    """A port at which nobody listens, and nobody else can."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
 
 
 @pytest.fixture
@@ -94,20 +94,20 @@ def test_a_virtual_host_that_does_not_exist(broker: Broker) -> None:
 def test_a_server_that_accepts_and_never_answers(silent: int) -> None:
     with Stopwatch() as watch, pytest.raises(ConnectionFailed) as caught:
         Producer(f"amqp://guest:guest@127.0.0.1:{silent}/%2F", connect_timeout=0.5)
-    assert watch.seconds < 5
+    assert watch.within(5)
     assert str(silent) in str(caught.value)
 
 
 def test_a_server_that_accepts_and_never_answers_tls(silent: int) -> None:
     with Stopwatch() as watch, pytest.raises(ConnectionFailed):
         Producer(f"amqps://guest:guest@127.0.0.1:{silent}/%2F", connect_timeout=0.5)
-    assert watch.seconds < 5
+    assert watch.within(5)
 
 
 def test_a_server_that_speaks_something_else(babbling: int) -> None:
     with Stopwatch() as watch, pytest.raises(ConnectionFailed):
         Producer(f"amqp://guest:guest@127.0.0.1:{babbling}/%2F", connect_timeout=5)
-    assert watch.seconds < 6
+    assert watch.within(6)
 
 
 def test_a_broker_that_goes_away_while_we_connect() -> None:
@@ -124,8 +124,8 @@ def test_hosts_are_tried_in_turn(
     broker: Broker, refused: int, silent: int, make_producer: Callable[..., Producer]
 ) -> None:
     urls = [f"amqp://guest:guest@127.0.0.1:{port}/%2F" for port in (refused, silent)]
-    producer = make_producer([*urls, broker.url], connect_timeout=0.5)
-    assert producer.send(b"there").result(timeout=10) is Outcome.CONFIRMED
+    producer = make_producer([*urls, broker.url], connect_timeout=2.0)
+    assert producer.send(b"there").result(timeout=20) is Outcome.CONFIRMED
 
 
 def test_when_no_host_can_be_had_each_is_named(refused: int, silent: int) -> None:
@@ -141,7 +141,7 @@ def test_the_first_host_that_answers_is_taken(
     make_broker: Callable[..., Broker], make_producer: Callable[..., Producer]
 ) -> None:
     first, second = make_broker(), make_broker()
-    make_producer([first.url, second.url]).send(b"").result(timeout=10)
+    make_producer([first.url, second.url]).send(b"").result(timeout=20)
     assert (first.queue("q").depth, second.queue("q").depth) == (1, 0)
 
 
@@ -168,7 +168,7 @@ def test_everything_from_the_environment(
     monkeypatch.setenv("QFLOW_CAPACITY", "17")
     producer = stack.enter_context(Producer())
     assert producer.capacity == 17
-    producer.send(b"").result(timeout=10)
+    producer.send(b"").result(timeout=20)
     assert bodies(broker) == [b""]
 
 
@@ -286,7 +286,7 @@ def test_a_channel_that_takes_too_long_to_be_used_is_an_error_and_no_wait(
 
 
 def test_a_connect_timeout_may_be_longer_than_anything_waits(make_producer: Callable[..., Producer]) -> None:
-    assert make_producer(connect_timeout=1e12).send(b"").result(timeout=10) is Outcome.CONFIRMED
+    assert make_producer(connect_timeout=1e12).send(b"").result(timeout=20) is Outcome.CONFIRMED
 
 
 def test_a_broker_without_room_for_the_connection(make_broker: Callable[..., Broker]) -> None:
@@ -294,4 +294,4 @@ def test_a_broker_without_room_for_the_connection(make_broker: Callable[..., Bro
     with Producer(broker.url, routing_key="q") as producer:
         with pytest.raises(ConnectionFailed):
             Producer(broker.url, connect_timeout=5)
-        producer.send(b"").result(timeout=10)
+        producer.send(b"").result(timeout=20)

@@ -353,7 +353,7 @@ def test_a_broker_that_blocks_at_once(
 ) -> None:
     broker = make_broker()
     broker.block("alarm")
-    connection = connect(broker.url, timeout=10)
+    connection = connect(broker.url, timeout=20)
     (producer,) = made(connection)
     wait_held(producer, "connection_blocked")
     with pytest.raises(FlowControlTimeout, match="alarm"):
@@ -375,7 +375,7 @@ def test_close_keeps_its_deadline_while_the_peer_of_a_shared_connection_is_dead(
         producer.send(b"")
     with Stopwatch() as watch, nullcontext() if is_settled else pytest.raises(UndeliveredMessages):
         producer.close(timeout=0.2)
-    assert watch.seconds < 1.2
+    assert watch.within(1.2)
     proxy.cut()
     with pytest.raises(pika.exceptions.AMQPConnectionError):
         connection.process_data_events(time_limit=None)
@@ -388,12 +388,16 @@ def test_a_close_in_the_middle_of_a_message_does_not_cost_the_others_their_conne
     proxy: Proxy,
     reads_again: bool,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing may come between the frames of a message, a close of its channel least of all."""
+    if reads_again:
+        # A grace in which a slow machine, too, reads what it has to.
+        monkeypatch.setattr("qflow_client.sync.producer.BRIEF", PATIENCE)
     connection = connect(proxy.url(broker))
     other, producer = made(connection, 2)
     proxy.stop_reading()
-    # More than the sockets hold, and no more than is read within the grace of the close.
+    # More than the sockets hold.
     large = producer.send(bytes(6_000_000), timeout=None)
     with pytest.raises(FlowControlTimeout):
         producer.send(b"no", timeout=0.1)
@@ -522,7 +526,7 @@ def test_a_broker_that_does_not_answer_the_open_of_a_channel(
     proxy.freeze()
     with Stopwatch() as watch, pytest.raises(ConnectionFailed, match=r"no answer within 0\.3 s"):
         Producer(connection=connection, connect_timeout=0.3)
-    assert watch.seconds < 1.5
+    assert watch.within(1.5)
     proxy.cut()
     with pytest.raises(pika.exceptions.AMQPConnectionError):
         connection.process_data_events(time_limit=None)

@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
@@ -38,8 +38,8 @@ def test_a4_timeout_0_does_not_wait(producer: Producer, broker: Broker, timeout:
     assert watch.kept(0.0)
     assert caught.value.waited == 0.0
     broker.flow(True)
-    assert producer.wait_unflowed(timeout=10)
-    producer.send(b"yes", timeout=timeout).result(timeout=10)
+    assert producer.wait_unflowed(timeout=20)
+    producer.send(b"yes", timeout=timeout).result(timeout=20)
     assert bodies(broker) == [b"yes"]
 
 
@@ -56,9 +56,9 @@ def test_a4_a_deadline_is_kept_and_the_message_is_in_no_queue(
     assert not isinstance(caught.value, ConfirmTimeout)
     assert caught.value.waited >= timeout
     broker.flow(True)
-    assert producer.wait_unflowed(timeout=10)
+    assert producer.wait_unflowed(timeout=20)
     producer.send(b"later")
-    producer.flush(timeout=10)
+    producer.flush(timeout=20)
     assert bodies(broker) == [b"later"]
 
 
@@ -85,25 +85,23 @@ def test_a4_none_waits_until_it_may(make_producer: Callable[..., Producer], brok
         producer.send(b"", timeout=0.2)
     assert job.is_alive()
     broker.flow(True)
-    assert job.result().result(timeout=10) is Outcome.CONFIRMED
+    assert job.result().result(timeout=20) is Outcome.CONFIRMED
 
 
 def test_a4_every_thread_has_a_deadline_of_its_own(producer: Producer, broker: Broker) -> None:
     _flow(broker, producer)
     deadlines = [0.6, 0.1, 0.4, 0.2, 0.5, 0.3]
 
-    def work(timeout: float) -> float:
-        began = time.monotonic()
-        with pytest.raises(FlowControlTimeout):
+    def work(timeout: float) -> bool:
+        with Stopwatch() as watch, pytest.raises(FlowControlTimeout):
             producer.send(b"no", timeout=timeout)
-        return time.monotonic() - began
+        return watch.kept(timeout)
 
     jobs = [start(work, timeout) for timeout in deadlines]
-    for job, timeout in zip(jobs, deadlines, strict=True):
-        assert timeout <= job.result() < timeout + 1.0
+    assert [job.result() for job in jobs] == [True] * len(deadlines)
     broker.flow(True)
-    assert producer.wait_unflowed(timeout=10)
-    assert producer.send(b"yes").result(timeout=10) is Outcome.CONFIRMED
+    assert producer.wait_unflowed(timeout=20)
+    assert producer.send(b"yes").result(timeout=20) is Outcome.CONFIRMED
     assert bodies(broker) == [b"yes"]
 
 
@@ -115,8 +113,12 @@ def test_a4_admitted_or_refused_and_never_both(
     producer = make_producer(capacity=5)
 
     def work(thread: int) -> tuple[list[bytes], list[bytes]]:
-        sent, refused = [], []
-        for number in range(150):
+        sent: list[bytes] = []
+        refused: list[bytes] = []
+        # However the threads take their turns, both happen.
+        for number in count():
+            if number >= 150 and sent and refused:
+                break
             body = b"%d %d" % (thread, number)
             try:
                 producer.send(body, timeout=0.0002 * (number % 10))
@@ -146,20 +148,20 @@ def test_d1_when_flowed_raise_does_not_wait(make_producer: Callable[..., Produce
     producer = make_producer(when_flowed="raise")
     _flow(broker, producer)
     with Stopwatch() as watch, pytest.raises(ProducerFlowed, match="channel_flow") as caught:
-        producer.send(b"no", timeout=10)
+        producer.send(b"no", timeout=20)
     assert watch.kept(0.0)
     assert not isinstance(caught.value, TimeoutError)
     assert caught.value.message == b"no"
     broker.flow(True)
-    assert producer.wait_unflowed(timeout=10)
-    assert producer.send(b"yes").result(timeout=10) is Outcome.CONFIRMED
+    assert producer.wait_unflowed(timeout=20)
+    assert producer.send(b"yes").result(timeout=20) is Outcome.CONFIRMED
     assert bodies(broker) == [b"yes"]
 
 
 @pytest.mark.parametrize("when_flowed", ["block", "raise"])
 def test_d1_send_nowait_always_raises(make_producer: Callable[..., Producer], broker: Broker, when_flowed: str) -> None:
     producer = make_producer(when_flowed=when_flowed)
-    assert producer.send_nowait(b"1").result(timeout=10) is Outcome.CONFIRMED
+    assert producer.send_nowait(b"1").result(timeout=20) is Outcome.CONFIRMED
     _flow(broker, producer)
     with pytest.raises(ProducerFlowed) as caught:
         producer.send_nowait(b"2")
@@ -180,6 +182,8 @@ def test_a_send_that_waits_says_so_again_and_again(
         flows.wait_for(FlowEventKind.WAITING, 3)
         broker.flow(True)
         job.result()
+        # What came before it has been told.
+        flows.wait_for(FlowEventKind.UNFLOWED)
         assert flush_logs(20)
     notices = [event for event in flows.events if event.kind is FlowEventKind.WAITING]
     for earlier, later in pairwise(notices):
@@ -222,7 +226,7 @@ def test_confirm_timeouts_are_not_flow_control_timeouts(producer: Producer, brok
         producer.flush(timeout=0)
     broker.release_confirms()
     # The outcome was only not known yet.
-    assert [receipt.result(timeout=10) for receipt in receipts] == [Outcome.CONFIRMED] * 3
+    assert [receipt.result(timeout=20) for receipt in receipts] == [Outcome.CONFIRMED] * 3
     producer.flush(timeout=0)
 
 
@@ -239,7 +243,7 @@ def test_a_full_window_is_flow_and_a_missing_confirm_is_not(
     with pytest.raises(ConfirmTimeout):
         receipt.result(timeout=0.05)
     broker.release_confirms()
-    assert receipt.result(timeout=10) is Outcome.CONFIRMED
+    assert receipt.result(timeout=20) is Outcome.CONFIRMED
 
 
 def test_what_comes_at_the_very_deadline_has_come(
@@ -315,20 +319,25 @@ def test_f2_a_rate_is_kept_and_holds_by_name(make_producer: Callable[..., Produc
         producer.send(b"%d" % number)
     assert time.monotonic() - began >= 0.24
 
+    jobs = [start(producer.send, b"thread", timeout=20) for _ in range(10)]
+    for job in jobs:
+        job.result()
+    producer.flush(timeout=20)
+    assert bodies(broker) == [b"%d" % number for number in range(30)] + [b"thread"] * 10
+
+
+def test_f2_a_rate_refuses_who_must_not_wait(make_producer: Callable[..., Producer]) -> None:
+    producer = make_producer(rate=1, rate_burst=5)
+
     def send_at_once() -> None:
-        # A machine would have to stop for half a second in the midst of this.
-        for number in range(30, 80):
+        # A machine would have to take a second for each.
+        for number in range(20):
             producer.send_nowait(b"%d" % number)
 
     with pytest.raises(ProducerFlowed) as caught:
         send_at_once()
     assert [hold.kind for hold in caught.value.holds] == ["rate"]
-    assert producer.wait_unflowed(timeout=10)
-    jobs = [start(producer.send, b"thread", timeout=10) for _ in range(10)]
-    for job in jobs:
-        job.result()
-    producer.flush(timeout=10)
-    assert bodies(broker)[:30] == [b"%d" % number for number in range(30)]
+    assert producer.wait_unflowed(timeout=20)
 
 
 def test_a_timeout_on_a_rate_is_kept(make_producer: Callable[..., Producer], broker: Broker) -> None:
@@ -337,7 +346,7 @@ def test_a_timeout_on_a_rate_is_kept(make_producer: Callable[..., Producer], bro
     with Stopwatch() as watch, pytest.raises(FlowControlTimeout, match="rate"):
         producer.send(b"2", timeout=0.2)
     assert watch.kept(0.2)
-    producer.flush(timeout=10)
+    producer.flush(timeout=20)
     assert bodies(broker) == [b"1"]
 
 
@@ -347,7 +356,7 @@ def test_what_is_no_time_to_wait_is_refused_whether_or_not_there_is_anything_to_
     producer: Producer, call: str, timeout: Any
 ) -> None:
     receipt = producer.send(b"")
-    assert receipt.wait(10)
+    assert receipt.wait(20)
     arguments = [b"no"] if call == "send" else []
     with pytest.raises((TypeError, ValueError), match=r"timeout=.*: it must be None .for ever. or seconds"):
         getattr(receipt if call in ("wait", "result") else producer, call)(*arguments, timeout=timeout)

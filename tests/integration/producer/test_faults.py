@@ -67,7 +67,7 @@ def in_time(call: Callable[[], Any], deadline: float = DEADLINE) -> Any:
             result = call()
         except QflowError as error:
             result = error
-    assert watch.seconds < deadline + 1.0
+    assert watch.within(deadline + 1.0)
     return result
 
 
@@ -105,8 +105,9 @@ def send_all(producer: Producer, receipts: list[Receipt]) -> Iterator[Any]:
 def test_every_call_returns_within_its_deadline_and_every_message_has_an_end(
     faulty: FaultProxy, broker: Broker, make_producer: Callable[..., Producer], fault: str
 ) -> None:
-    producer = make_producer(faulty.url, capacity=200, connect_timeout=DEADLINE)
-    producer.send(b"before").result(timeout=10)
+    # On a slow machine it takes a while to connect for the first time.
+    producer = make_producer(faulty.url, capacity=200, connect_timeout=2.0)
+    producer.send(b"before").result(timeout=20)
     receipts: list[Receipt] = [producer.send(BODY) for _ in range(5)]
     (LASTING | ENDING | ONCE)[fault](faulty)
     for error in send_all(producer, receipts):
@@ -141,7 +142,7 @@ def test_a_stop_that_the_broker_never_said_is_obeyed(
     faulty.inject(Channel.Flow(False), 1)
     wait_held(producer, "channel_flow")
     faulty.inject(Channel.Flow(True), 1)
-    assert producer.wait_unflowed(timeout=10)
+    assert producer.wait_unflowed(timeout=20)
     assert holds(producer) == []
 
 
@@ -153,7 +154,7 @@ def test_what_stalled_arrives_when_it_is_healed(
     receipts = [producer.send(b"%d" % number) for number in range(100)]
     assert not any(receipt.done for receipt in receipts)
     faulty.heal()
-    producer.flush(timeout=10)
+    producer.flush(timeout=20)
     assert bodies(broker) == [b"%d" % number for number in range(100)]
 
 

@@ -27,6 +27,7 @@ from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
 
 from .tools import (
+    PATIENCE,
     Flows,
     Growing,
     Stopwatch,
@@ -126,8 +127,8 @@ def test_a_callback_may_call_any_method(producer: Producer, broker: Broker) -> N
             broker.flow(True)
         elif event.kind is UNFLOWED:
             receipt = producer.send(b"yes")
-            done.append(receipt.result(timeout=10))
-            producer.flush(timeout=10)
+            done.append(receipt.result(timeout=20))
+            producer.flush(timeout=20)
             producer.close()
             done.append(producer.closed)
 
@@ -156,7 +157,7 @@ def test_an_exception_in_a_callback_is_logged_and_costs_nothing(
         assert flush_logs(20)
     told = [str(record.exc_info[1]) for record in caplog.records if record.exc_info]
     assert told == ["mistake at flowed", "mistake at unflowed"]
-    assert producer.send(b"").result(timeout=10) is Outcome.CONFIRMED
+    assert producer.send(b"").result(timeout=20) is Outcome.CONFIRMED
     producer.pause()
     flows.wait_for(FLOWED, 2)
 
@@ -190,8 +191,8 @@ def test_a_callback_that_takes_its_time_holds_nobody_up(producer: Producer, brok
     # No event tells of it now.
     eventually(lambda: producer.flow_state.flowed)
     broker.flow(True)
-    assert producer.wait_unflowed(timeout=10)
-    assert producer.send(b"").result(timeout=10) is Outcome.CONFIRMED
+    assert producer.wait_unflowed(timeout=20)
+    assert producer.send(b"").result(timeout=20) is Outcome.CONFIRMED
     go_on.set()
 
 
@@ -234,7 +235,7 @@ def test_flow_events_iterates_until_the_producer_is_closed(producer: Producer, b
     broker.flow(False)
     wait_held(producer, "channel_flow")
     broker.flow(True)
-    assert producer.wait_unflowed(timeout=10)
+    assert producer.wait_unflowed(timeout=20)
     producer.close()
     seen = job.result()
     assert [event.kind for event in seen][:2] == [FLOWED, UNFLOWED]
@@ -306,10 +307,10 @@ def test_flow_state_counts(producer: Producer, broker: Broker) -> None:
         state = producer.flow_state
         assert state.flowed
         assert state.since is not None
-        assert abs(time.time() - state.since) < 5
+        assert abs(time.time() - state.since) < PATIENCE
         assert state.times_flowed == flowed + turn
         broker.flow(True)
-        assert producer.wait_unflowed(timeout=10)
+        assert producer.wait_unflowed(timeout=20)
     assert not producer.flow_state.flowed
     assert producer.flow_state.since is None
     assert producer.flow_state.seconds_flowed["channel_flow"] > 0
@@ -423,7 +424,7 @@ def test_on_delivery_gets_every_receipt_once(make_producer: Callable[..., Produc
     jobs = [start(lambda: [producer.send(b"") for _ in range(500)]) for _ in range(4)]
     receipts = [receipt for job in jobs for receipt in job.result()]
     returned = producer.send(b"", routing_key="nowhere")
-    assert returned.wait(timeout=10)
+    assert returned.wait(timeout=20)
     broker.nack_publishes()
     nacked = producer.send(b"")
     # Failures have been told, and do not come up again.
@@ -477,7 +478,7 @@ def test_a_callback_may_wait_for_the_producer_whose_callbacks_are_late(
 
     def on_delivery(_receipt: Receipt) -> None:
         eventually(lambda: finished.is_set() or "on_delivery" in {hold.source for hold in producer.flow_state.holds})
-        waited.append(producer.wait_unflowed(timeout=10))
+        waited.append(producer.wait_unflowed(timeout=20))
 
     finished = threading.Event()
     producer = make_producer(capacity=2, on_delivery=on_delivery)
@@ -493,12 +494,12 @@ def test_on_delivery_may_send_on(make_producer: Callable[..., Producer], broker:
 
     def on_delivery(receipt: Receipt) -> None:
         if len(sent) < 50:
-            sent.append(producer.send(b"%d" % len(sent), timeout=5))
+            sent.append(producer.send(b"%d" % len(sent), timeout=20))
 
     producer = make_producer(on_delivery=on_delivery, capacity=1)
     producer.send(b"first")
     broker.wait_until(lambda b: b.queue("q").depth == 51)
-    producer.flush(timeout=10)
+    producer.flush(timeout=20)
 
 
 def test_on_delivery_may_send_on_while_others_send_faster_than_it_is_told(
@@ -512,7 +513,7 @@ def test_on_delivery_may_send_on_while_others_send_faster_than_it_is_told(
         go_on.wait(20)
         told.append(receipt)
         if len(sent) < 50:
-            sent.append(producer.send(b"from a callback", timeout=10))
+            sent.append(producer.send(b"from a callback", timeout=20))
 
     producer = make_producer(on_delivery=on_delivery, capacity=4)
     jobs = [start(lambda: [producer.send(b"", timeout=None) for _ in range(100)]) for _ in range(3)]
@@ -597,7 +598,7 @@ def test_failures_that_on_delivery_is_not_told_of_in_time_come_up_in_close(
         assert receipt.wait(20)
     with Stopwatch() as watch, pytest.raises(UndeliveredMessages) as caught:
         producer.close(timeout=0.3)
-    assert watch.seconds < 1.3
+    assert watch.within(1.3)
     assert caught.value.receipts == tuple(late), "the first was told, and that is enough"
     go_on.set()
     told.wait_for(lambda told: len(told) == 5, "all the same")

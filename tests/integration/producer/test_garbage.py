@@ -35,7 +35,7 @@ def test_it_ends_the_producer_and_what_was_said_before_it_is_the_reason(
 ) -> None:
     producer = make_producer(proxy.url(broker))
     receipt = producer.send(b"x")
-    receipt.result(timeout=10)
+    receipt.result(timeout=20)
     proxy.inject(data + b"x")
     eventually(lambda: producer.closed, "the end")
     with pytest.raises(ProducerClosed, match=reason):

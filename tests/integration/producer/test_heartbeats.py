@@ -24,7 +24,7 @@ def test_heartbeats_go_on_however_long_a_producer_is_idle_or_flowed_and_find_a_d
     broker.flow(False, broker.producers()[0].name)
     wait_held(stopped, "channel_flow")
     idle, full = make_producer(url), make_producer(url, capacity=1)
-    idle.send(b"").result(timeout=10)
+    idle.send(b"").result(timeout=20)
     # It hears nothing but confirms, which the tap takes out: pika must not take the broker for dead.
     busy = make_producer(url, rate=50)
     # Behind the proxy nothing passes any more, and no socket is closed.
@@ -42,7 +42,7 @@ def test_heartbeats_go_on_however_long_a_producer_is_idle_or_flowed_and_find_a_d
 
     began = time.monotonic()
     while waiting[2].is_alive() or time.monotonic() < began + 12.5:
-        busy.send(b"").result(timeout=10)
+        busy.send(b"").result(timeout=20)
         assert time.monotonic() < began + 30
     assert isinstance(waiting[2].wait(), ProducerClosed)
     with pytest.raises(ProducerClosed, match="heartbeat"):
@@ -56,9 +56,9 @@ def test_heartbeats_go_on_however_long_a_producer_is_idle_or_flowed_and_find_a_d
     broker.flow(True, broker.producers()[0].name)
     broker.purge("held")
     for job in waiting[:2]:
-        assert job.result().result(timeout=10) is Outcome.CONFIRMED
+        assert job.result().result(timeout=20) is Outcome.CONFIRMED
     for producer in (idle, busy):
-        assert producer.send(b"").result(timeout=10) is Outcome.CONFIRMED
+        assert producer.send(b"").result(timeout=20) is Outcome.CONFIRMED
 
 
 @pytest.mark.slow

@@ -139,8 +139,12 @@ def test_nothing_is_left_behind(
     try:
         for _ in range(10):
             way(broker)
-        # A socket is closed a moment after its broker's connection has ended, and only the system knows.
-        eventually(lambda: settled() == before, f"{settled()} is no more than {before}")
+        # A socket is closed a moment after its broker's connection has ended, and only the system knows; so there may
+        # have been one more before, too.
+        eventually(
+            lambda: all(now <= then for now, then in zip(settled(), before, strict=True)),
+            f"{settled()} is no more than {before}",
+        )
     finally:
         gc.unfreeze()
 
@@ -152,8 +156,8 @@ def test_a_closed_producer_is_collected(broker: Broker) -> None:
     producer.close()
     alive = weakref.ref(producer)
     del producer
-    gc.collect()
-    assert alive() is None
+    # Its threads let go of it when they end.
+    eventually(lambda: gc.collect() >= 0 and alive() is None, "the end of the producer")
     assert receipt.delivered
 
 

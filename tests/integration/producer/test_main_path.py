@@ -22,7 +22,7 @@ def test_a_body_arrives_persistent_and_confirmed(
     producer: Producer, broker: Broker, given: bytes | str, arrives: bytes
 ) -> None:
     receipt = producer.send(given)
-    assert receipt.result(timeout=10) is Outcome.CONFIRMED
+    assert receipt.result(timeout=20) is Outcome.CONFIRMED
     (message,) = broker.messages("q")
     assert message.body == arrives
     assert message.properties.delivery_mode == 2
@@ -49,7 +49,7 @@ def test_all_properties_arrive(producer: Producer, broker: Broker) -> None:
         "cluster_id": "",
     }
     receipt = producer.send(Message(b"body", **properties))  # type: ignore[arg-type]  # each has a type of its own
-    assert receipt.result(timeout=10) is Outcome.CONFIRMED
+    assert receipt.result(timeout=20) is Outcome.CONFIRMED
     assert receipt.message_id == "my own"
     (message,) = broker.messages("q")
     found = dict(message.properties)
@@ -63,8 +63,8 @@ def test_all_properties_arrive(producer: Producer, broker: Broker) -> None:
 )
 def test_bodies_of_every_number_of_frames_arrive(producer: Producer, broker: Broker, size: int) -> None:
     body = (b"0123456789abcdef" * (size // 16 + 1))[:size]
-    assert producer.send(body).result(timeout=10) is Outcome.CONFIRMED
-    assert producer.send(Message(body, headers={"k": 1})).result(timeout=10) is Outcome.CONFIRMED
+    assert producer.send(body).result(timeout=20) is Outcome.CONFIRMED
+    assert producer.send(Message(body, headers={"k": 1})).result(timeout=20) is Outcome.CONFIRMED
     assert bodies(broker) == [body, body]
 
 
@@ -74,7 +74,7 @@ def test_small_frames_are_kept_to(make_broker: Callable[..., Broker], make_produ
     sent = [b"a" * 20_000, b"", b"b" * 4088, b"c" * 4089, b"d"]
     for body in sent:
         producer.send(body)
-    producer.flush(timeout=10)
+    producer.flush(timeout=20)
     assert bodies(broker) == sent
 
 
@@ -93,25 +93,25 @@ def test_ids_of_two_producers_differ(make_producer: Callable[..., Producer], bro
     for producer in (make_producer(), make_producer()):
         for _ in range(100):
             producer.send(b"")
-        producer.flush(timeout=10)
+        producer.flush(timeout=20)
     assert len(set(message_ids(broker))) == 200
 
 
 def test_a_send_may_go_elsewhere(producer: Producer, broker: Broker) -> None:
     broker.declare_queue("other")
-    assert producer.send(b"1", routing_key="other").result(timeout=10) is Outcome.CONFIRMED
+    assert producer.send(b"1", routing_key="other").result(timeout=20) is Outcome.CONFIRMED
     lost = producer.send(b"2", exchange="amq.fanout")
     with pika.BlockingConnection(pika.URLParameters(broker.url)) as connection:
         channel = connection.channel()
         channel.exchange_declare("topics", "topic")
         channel.queue_bind("other", "topics", "a.#")
     receipt = producer.send(b"3", exchange="topics", routing_key="a.b")
-    assert receipt.result(timeout=10) is Outcome.CONFIRMED
+    assert receipt.result(timeout=20) is Outcome.CONFIRMED
     assert (receipt.exchange, receipt.routing_key) == ("topics", "a.b")
     producer.send(b"4")
     # Nothing is bound to it, and messages are mandatory.
     with pytest.raises(UndeliveredMessages, match="312") as caught:
-        producer.flush(timeout=10)
+        producer.flush(timeout=20)
     assert caught.value.receipts == (lost,)
     assert bodies(broker, "other") == [b"1", b"3"]
     assert bodies(broker) == [b"4"]
@@ -141,8 +141,8 @@ def test_f4_eight_threads_everything_once_and_in_order_of_each(producer: Produce
 def test_without_confirms_a_message_is_sent(make_producer: Callable[..., Producer], broker: Broker) -> None:
     producer = make_producer(confirms=False)
     receipts = [producer.send(b"%d" % number) for number in range(3000)]
-    assert receipts[-1].result(timeout=10) is Outcome.SENT
-    producer.flush(timeout=10)
+    assert receipts[-1].result(timeout=20) is Outcome.SENT
+    producer.flush(timeout=20)
     assert producer.unsettled == 0
     broker.wait_until(lambda b: b.queue("q").depth == 3000)
     assert bodies(broker) == [b"%d" % number for number in range(3000)]
@@ -150,8 +150,8 @@ def test_without_confirms_a_message_is_sent(make_producer: Callable[..., Produce
 
 def test_without_message_ids(make_producer: Callable[..., Producer], broker: Broker) -> None:
     producer = make_producer(message_ids=False, mandatory=False)
-    assert producer.send(b"1").result(timeout=10) is Outcome.CONFIRMED
-    assert producer.send(Message(b"2", message_id="mine")).result(timeout=10) is Outcome.CONFIRMED
+    assert producer.send(b"1").result(timeout=20) is Outcome.CONFIRMED
+    assert producer.send(Message(b"2", message_id="mine")).result(timeout=20) is Outcome.CONFIRMED
     assert message_ids(broker) == ["None", "mine"]
 
 
@@ -160,7 +160,7 @@ def test_what_is_no_body_is_refused_and_does_no_harm(producer: Producer, message
     with pytest.raises(TypeError, match="bytes or str"):
         producer.send(message)  # type: ignore[arg-type]  # that is the point
     assert producer.unsettled == 0
-    assert producer.send(b"").result(timeout=10) is Outcome.CONFIRMED
+    assert producer.send(b"").result(timeout=20) is Outcome.CONFIRMED
 
 
 def test_what_cannot_be_encoded_is_refused_and_does_no_harm(make_producer: Callable[..., Producer]) -> None:
@@ -171,7 +171,7 @@ def test_what_cannot_be_encoded_is_refused_and_does_no_harm(make_producer: Calla
         with pytest.raises(ValueError):
             producer.send(b"", routing_key="k" * 256)
     assert producer.available == 1
-    assert producer.send(b"").result(timeout=10) is Outcome.CONFIRMED
+    assert producer.send(b"").result(timeout=20) is Outcome.CONFIRMED
 
 
 def test_a_producer_is_known_by_its_name(

@@ -21,7 +21,7 @@ def test_d5_pause_and_resume(producer: Producer, broker: Broker) -> None:
     wait_in_line(producer, 1)
     producer.pause("again")
     producer.resume()
-    job.result().result(timeout=10)
+    job.result().result(timeout=20)
     producer.resume()
     assert bodies(broker) == [b"yes"]
 
@@ -29,7 +29,7 @@ def test_d5_pause_and_resume(producer: Producer, broker: Broker) -> None:
 def test_d5_what_is_admitted_still_leaves(producer: Producer, broker: Broker) -> None:
     receipts = [producer.send(b"%d" % number) for number in range(1000)]
     producer.pause()
-    producer.flush(timeout=10)
+    producer.flush(timeout=20)
     assert all(receipt.delivered for receipt in receipts)
     assert broker.queue("q").depth == 1000
 
@@ -53,8 +53,8 @@ def test_d5_stop_all_and_start_all_reach_every_producer(make_producer: Callable[
     finally:
         assert flow_manager.start_all() == 3
     for job in jobs:
-        job.result().result(timeout=10)
-    late.send(b"yes").result(timeout=10)
+        job.result().result(timeout=20)
+    late.send(b"yes").result(timeout=20)
     assert bodies(broker) == [b"yes"] * 3
 
 
@@ -72,7 +72,7 @@ def test_d5_ones_own_pause_and_the_managers_are_two_holds(
     manager.start_all()
     assert [hold.source for hold in producer.flow_state.holds] == [""]
     producer.resume()
-    producer.send(b"").result(timeout=10)
+    producer.send(b"").result(timeout=20)
     assert flow_manager.resources == ()
 
 

@@ -70,7 +70,7 @@ def test_a_producer_shows_its_certificate_to_a_broker_that_wants_one(
     make_producer: Callable[..., Producer], options: Callable[..., str], wary: Broker, certificate: Pair, client: Pair
 ) -> None:
     producer = make_producer(f"{wary.url}?{options(certificate[0], client)}")
-    assert producer.send(b"x").result(timeout=10) is Outcome.CONFIRMED
+    assert producer.send(b"x").result(timeout=20) is Outcome.CONFIRMED
 
 
 def test_without_a_certificate_or_with_another_a_wary_broker_is_not_connected_to(

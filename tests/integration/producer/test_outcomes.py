@@ -25,7 +25,7 @@ from .tools import Stopwatch, Wire, bodies, eventually, start, wait_closed, wait
 def test_a_mandatory_message_for_no_queue_is_returned(producer: Producer) -> None:
     receipt = producer.send(b"lost", routing_key="nowhere")
     with pytest.raises(MessageReturned, match="312") as caught:
-        receipt.result(timeout=10)
+        receipt.result(timeout=20)
     assert receipt.outcome is Outcome.RETURNED
     assert caught.value.receipt is receipt
     assert caught.value.reply_code == 312
@@ -57,32 +57,32 @@ def test_returns_are_tied_to_their_messages(producer: Producer, broker: Broker) 
 
 def test_without_mandatory_the_broker_drops_it_and_confirms(make_producer: Callable[..., Producer]) -> None:
     producer = make_producer(mandatory=False)
-    assert producer.send(b"", routing_key="nowhere").result(timeout=10) is Outcome.CONFIRMED
+    assert producer.send(b"", routing_key="nowhere").result(timeout=20) is Outcome.CONFIRMED
 
 
 def test_what_comes_back_without_confirms_comes_up(make_producer: Callable[..., Producer]) -> None:
     producer = make_producer(confirms=False)
     receipt = producer.send(b"lost", routing_key="nowhere")
-    assert receipt.result(timeout=10) is Outcome.SENT
+    assert receipt.result(timeout=20) is Outcome.SENT
     eventually(lambda: producer._protocol.failures)
     with pytest.raises(UndeliveredMessages, match="312") as caught:
-        producer.flush(timeout=10)
+        producer.flush(timeout=20)
     assert [message.body for message in caught.value.unsent] == [b"lost"]
 
 
 @pytest.mark.usefixtures("no_retries")
 def test_a_nacked_message_is_not_delivered_and_the_producer_goes_on(producer: Producer, broker: Broker) -> None:
-    assert producer.send(b"1").result(timeout=10) is Outcome.CONFIRMED
+    assert producer.send(b"1").result(timeout=20) is Outcome.CONFIRMED
     broker.nack_publishes()
     receipts = [producer.send(b"no") for _ in range(100)]
     for receipt in receipts:
         with pytest.raises(MessageNacked):
-            receipt.result(timeout=10)
+            receipt.result(timeout=20)
     assert receipts[0].outcome is Outcome.NACKED
     broker.nack_publishes(False)
-    assert producer.send(b"2").result(timeout=10) is Outcome.CONFIRMED
+    assert producer.send(b"2").result(timeout=20) is Outcome.CONFIRMED
     # All failures were looked at.
-    producer.flush(timeout=10)
+    producer.flush(timeout=20)
     assert bodies(broker) == [b"1", b"2"]
     assert producer.unsettled == 0
 
@@ -90,13 +90,13 @@ def test_a_nacked_message_is_not_delivered_and_the_producer_goes_on(producer: Pr
 def test_a_lone_message_over_which_the_broker_closes_the_channel_is_rejected(
     producer: Producer, broker: Broker, wire: Wire
 ) -> None:
-    assert producer.send(b"fine").result(timeout=10) is Outcome.CONFIRMED
+    assert producer.send(b"fine").result(timeout=20) is Outcome.CONFIRMED
     receipt = producer.send(b"bad", exchange="no such exchange")
     with pytest.raises(MessageRejected, match="no such exchange") as caught:
-        receipt.result(timeout=10)
+        receipt.result(timeout=20)
     assert caught.value.reply_code == 404
     assert "no such exchange" in caught.value.reply_text
-    assert producer.send(b"later", timeout=10).result(timeout=10) is Outcome.CONFIRMED
+    assert producer.send(b"later", timeout=20).result(timeout=20) is Outcome.CONFIRMED
     producer.close()
     assert bodies(broker) == [b"fine", b"later"]
     assert wire.count("in", "Connection.Open") == 1
@@ -132,7 +132,7 @@ def test_many_poison_messages_are_rejected_one_by_one(producer: Producer, broker
     assert [receipt.outcome is Outcome.REJECTED for receipt in receipts] == [bool(n % 3) for n in range(60)]
     assert list(dict.fromkeys(bodies(broker))) == [b"%d" % number for number in range(0, 60, 3)]
     # All failures were looked at.
-    producer.flush(timeout=10)
+    producer.flush(timeout=20)
 
 
 def test_a_channel_that_an_operator_closes_is_opened_again(producer: Producer, broker: Broker) -> None:
@@ -151,7 +151,7 @@ def test_a_lost_connection_settles_everything_and_wakes_everybody(
     make_producer: Callable[..., Producer], broker: Broker, how: str
 ) -> None:
     producer = make_producer(capacity=4)
-    assert producer.send(b"before").result(timeout=10) is Outcome.CONFIRMED
+    assert producer.send(b"before").result(timeout=20) is Outcome.CONFIRMED
     broker.withhold_confirms()
     receipts = [producer.send(b"%d" % number) for number in range(4)]
     broker.wait_until(lambda b: b.queue("q").depth == 5)
@@ -178,7 +178,7 @@ def test_a_lost_connection_settles_everything_and_wakes_everybody(
     assert isinstance(flushed, UndeliveredMessages)
     assert {receipt.outcome for receipt in receipts} == {Outcome.UNKNOWN}
     with Stopwatch() as watch, pytest.raises(ProducerClosed):
-        producer.send(b"after", timeout=10)
+        producer.send(b"after", timeout=20)
     assert watch.kept(0.0)
     with pytest.raises(ProducerClosed):
         producer.send_nowait(b"after")
@@ -238,18 +238,18 @@ def test_failures_that_were_looked_at_do_not_come_up_again(producer: Producer, l
     seen, unseen = (producer.send(b"%d" % number, routing_key="nowhere") for number in range(2))
     if look == "result":
         with pytest.raises(MessageReturned):
-            seen.result(timeout=10)
+            seen.result(timeout=20)
     else:
-        assert seen.wait(timeout=10)
+        assert seen.wait(timeout=20)
         found = seen.error() if look == "error" else getattr(seen, look)
         assert isinstance(found, MessageReturned) or found == (Outcome.RETURNED if look == "outcome" else False)
-    assert unseen.wait(timeout=10)
+    assert unseen.wait(timeout=20)
     assert "returned" in repr(unseen)
     with pytest.raises(UndeliveredMessages) as caught:
-        producer.flush(timeout=10)
+        producer.flush(timeout=20)
     assert caught.value.receipts == (unseen,)
     # And once told, that is enough.
-    producer.flush(timeout=10)
+    producer.flush(timeout=20)
     producer.close()
 
 
@@ -269,11 +269,11 @@ def test_what_was_not_delivered_can_be_sent_again(make_producer: Callable[..., P
     for number in range(5):
         producer.send(Message(b"%d" % number, type="order"))
     with pytest.raises(UndeliveredMessages) as caught:
-        producer.flush(timeout=10)
+        producer.flush(timeout=20)
     broker.nack_publishes(False)
     # A nack is one queue's word, so a copy may be in another.
     assert caught.value.unsent == ()
     for message in caught.value.unknown:
         producer.send(message)
-    producer.flush(timeout=10)
+    producer.flush(timeout=20)
     assert bodies(broker) == [b"%d" % number for number in range(5)]

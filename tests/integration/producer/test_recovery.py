@@ -13,6 +13,7 @@ import pytest
 from qflow_client import (
     ConnectionFailed,
     FlowControlTimeout,
+    FlowEventKind,
     MessageFailed,
     MessageNacked,
     Outcome,
@@ -29,6 +30,7 @@ from qflow_client.testing.proxy import FaultProxy
 
 from .tools import (
     PATIENCE,
+    Flows,
     Proxy,
     Stopwatch,
     bodies,
@@ -71,13 +73,16 @@ def test_what_is_unsettled_leaves_again_in_order_and_marked_before_anything_new(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(reconnect_delay=0.3)
+    flows = Flows()
+    producer.on_flow(flows, kinds=["disconnected"])
     assert producer.send(b"0").result(timeout=PATIENCE) is Outcome.CONFIRMED
     broker.withhold_confirms()
     receipts = [producer.send(b"%d" % number) for number in range(1, 4)]
     broker.wait_until(lambda b: b.queue("q").depth == 4)
     broker.drop_connections()
     broker.release_confirms()
-    wait_held(producer, "disconnected")
+    # By now it may be back.
+    flows.wait_for(FlowEventKind.FLOWED)
     receipts.append(producer.send(b"4", timeout=PATIENCE))
     producer.flush(timeout=PATIENCE)
     assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED] * 4
@@ -118,7 +123,6 @@ def test_with_fail_what_was_never_written_is_safe_to_send_again(
         receipts[2].result()
 
 
-@pytest.mark.timeout(120)
 def test_it_waits_for_a_broker_that_is_started_again(
     make_producer: Callable[..., Producer], first: ExitStack, stack: ExitStack
 ) -> None:
@@ -163,7 +167,7 @@ def test_a_host_that_never_answers_keeps_it_no_longer_than_connect_timeout(
 ) -> None:
     lost = begin(first)
     port = lost.port
-    producer = make_producer([lost.url, broker.url], connect_timeout=0.3, **FAST)
+    producer = make_producer([lost.url, broker.url], connect_timeout=1.0, **FAST)
     lost.withhold_confirms()
     receipt = producer.send(b"1")
     lost.wait_until(lambda b: b.queue("q").depth == 1)
@@ -211,7 +215,7 @@ def test_it_ends_when_reconnect_timeout_is_up(make_producer: Callable[..., Produ
     stop(first)
     with Stopwatch() as watch:
         wait_closed(producer)
-    assert watch.seconds < 1.3
+    assert watch.within(1.3)
     with pytest.raises(ProducerClosed, match=r"could not be had again within 0\.3 s: "):
         producer.send(b"")
 
@@ -348,13 +352,13 @@ def test_a_full_queue_gets_everything_as_it_is_emptied(make_producer: Callable[.
     producer = make_producer(retry_delay=0.02, retry_delay_max=0.1)
     broker.nack_publishes()
     sending = start(lambda: [producer.send(b"%d" % number, timeout=None) for number in range(200)])
+    wait_held(producer, "refused")
     for _ in range(3):
-        wait_held(producer, "refused")
         broker.nack_publishes(False)
         eventually(lambda: "refused" not in holds(producer))
         broker.nack_publishes()
-        if not sending.is_alive():
-            break
+        # By now all may have gone.
+        eventually(lambda: "refused" in holds(producer) or not sending.is_alive())
     broker.nack_publishes(False)
     receipts = sending.result()
     producer.flush(timeout=PATIENCE)
@@ -418,8 +422,10 @@ def test_a_connection_that_is_reset_as_soon_as_it_is_there_is_one_more_try_that_
             connect(proxy.url)
         with Producer(proxy.url, routing_key="q", **FAST) as producer:  # type: ignore[arg-type]  # of one table
             monkeypatch.setattr(TapIOServices, "create_streaming_connection", link_up_what_was_reset)
+            flows = Flows()
+            producer.on_flow(flows, kinds=["disconnected"])
             proxy.cut()
-            wait_held(producer, "disconnected")
+            flows.wait_for(FlowEventKind.FLOWED)
             assert producer.send(b"1", timeout=PATIENCE).result(timeout=PATIENCE) is Outcome.CONFIRMED
     assert bodies(broker) == [b"1"]
 

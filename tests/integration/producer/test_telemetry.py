@@ -127,7 +127,7 @@ def test_sent_messages_are_counted_by_destination_and_error(
         producer.send(b"x")
     producer.send(b"x", exchange="amq.direct", routing_key="nowhere")
     producer.send(b"x", exchange="amq.fanout", routing_key="")
-    assert [producer.send(b"x").result(10) for _ in range(2)] == [Outcome.CONFIRMED] * 2
+    assert [producer.send(b"x").result(20) for _ in range(2)] == [Outcome.CONFIRMED] * 2
     metric = collected()[SENT]
     assert (metric.unit, metric.data.is_monotonic) == ("{message}", True)
     points = [(dict(point.attributes), point.value) for point in metric.data.data_points]
@@ -153,7 +153,7 @@ def test_ever_new_routing_keys_do_not_make_ever_new_series(
 ) -> None:
     producer = make_producer(mandatory=False)
     for at in range(telemetry.MAX_DESTINATIONS + 10):
-        producer.send(b"x", routing_key=f"k{at}").result(10)
+        producer.send(b"x", routing_key=f"k{at}").result(20)
     sent = collected.values(SENT, "messaging.destination.name")
     assert len(sent) == telemetry.MAX_DESTINATIONS + 1
     assert sent[None] == 10
@@ -169,7 +169,7 @@ def test_a_duration_runs_from_the_call_of_send_to_the_confirm(
     # What is measured is more than this, and there is nothing else to wait for.
     threading.Event().wait(0.2)
     producer.resume()
-    job.result().result(10)
+    job.result().result(20)
     metric = collected()[DURATION]
     assert metric.unit == "s"
     (point,) = metric.data.data_points
@@ -186,10 +186,10 @@ def test_durations_are_recorded_less_often_than_messages_are_sent_and_the_longes
     broker.flow(False)
     wait_held(producer, "channel_flow")
     broker.flow(True)
-    assert producer.wait_unflowed(10)
+    assert producer.wait_unflowed(20)
     receipts = [producer.send(b"x") for _ in range(1000)]
     for receipt in receipts:
-        receipt.result(10)
+        receipt.result(20)
     (point,) = collected()[DURATION].data.data_points
     assert 1 <= point.count < 1000
     assert 0 < point.min <= point.max < 10
@@ -218,7 +218,7 @@ def test_C7_flow_stops_time_holds_and_refusals_are_counted_by_kind(
     assert collected.value("qflow.producer.flow_stops") == 1
     producer.resume()
     broker.flow(True)
-    assert producer.wait_unflowed(10)
+    assert producer.wait_unflowed(20)
     assert collected.values("qflow.producer.holds", "qflow.hold.kind") == none
     seconds = collected.values("qflow.producer.flowed.time", "qflow.hold.kind")
     assert {kind for kind, value in seconds.items() if value > 0} == {"channel_flow", "paused"}
@@ -234,7 +234,7 @@ def test_the_window_and_the_line_are_seen(collected: Collected, make_producer: C
     levels = ("capacity", "available", "unsettled", "in_flight", "waiting")
     assert [collected.value(f"qflow.producer.{each}") for each in levels] == [10, 10, 0, 0, 1]
     producer.resume()
-    job.result().result(10)
+    job.result().result(20)
     assert [collected.value(f"qflow.producer.{each}") for each in levels] == [10, 10, 0, 0, 0]
 
 
@@ -243,7 +243,7 @@ def test_counters_of_producers_that_are_closed_never_go_back(
 ) -> None:
     first = make_producer()
     for _ in range(3):
-        first.send(b"x").result(10)
+        first.send(b"x").result(20)
     first.pause()
     with pytest.raises(FlowControlTimeout):
         first.send(b"x", timeout=0)
@@ -254,7 +254,7 @@ def test_counters_of_producers_that_are_closed_never_go_back(
     seconds = collected.values(time, "qflow.hold.kind")
     assert seconds["paused"] > 0
     second = make_producer()
-    second.send(b"x").result(10)
+    second.send(b"x").result(20)
     # Both have the same name, and so are one series.
     assert collected.value(SENT) == 4
     assert collected.value("qflow.producer.capacity") == 1000
@@ -265,8 +265,8 @@ def test_counters_of_producers_that_are_closed_never_go_back(
 
 def test_two_producers_of_one_name_are_one_series(collected: Collected, make_producer: Callable[..., Producer]) -> None:
     one, two = make_producer(), make_producer(capacity=10)
-    one.send(b"x").result(10)
-    two.send(b"x").result(10)
+    one.send(b"x").result(20)
+    two.send(b"x").result(20)
     assert collected.value(SENT) == 2
     assert collected.value("qflow.producer.capacity") == 1010
 
@@ -293,7 +293,7 @@ def test_a_span_covers_a_message_from_send_to_confirm_and_its_context_travels_in
         producer.send(Message(b"own", headers={"mine": 1}, message_id="m", priority=3)),
     ]
     for receipt in receipts:
-        receipt.result(10)
+        receipt.result(20)
     plain, own = sorted(spans(2), key=lambda span: span.start_time or 0)
     assert (plain.name, plain.kind, plain.parent) == ("send q", SpanKind.PRODUCER, None)
     assert plain.status.status_code is StatusCode.UNSET
@@ -318,7 +318,7 @@ def test_a_span_is_a_child_of_the_thread_s(spans: Any, broker: Broker) -> None:
 
         def work() -> None:
             with trace.use_span(PARENT):
-                producer.send(b"x").result(10)
+                producer.send(b"x").result(20)
 
         job = start(work)
         wait_in_line(producer, 1)
@@ -347,7 +347,7 @@ def test_a_context_that_the_application_put_into_the_message_stays_and_is_linked
 ) -> None:
     producer = make_producer(tracing=True)
     theirs = {"traceparent": f"00-{7:032x}-{8:016x}-01"}
-    producer.send(Message(b"x", headers=theirs)).result(10)
+    producer.send(Message(b"x", headers=theirs)).result(20)
     assert headers(broker) == [theirs]
     (span,) = spans(1)
     assert span.kind is SpanKind.CLIENT
@@ -357,7 +357,7 @@ def test_a_context_that_the_application_put_into_the_message_stays_and_is_linked
 def test_what_is_not_delivered_is_an_error_of_its_span(spans: Any, make_producer: Callable[..., Producer]) -> None:
     producer = make_producer(tracing=True, mandatory=True)
     with pytest.raises(MessageReturned):
-        producer.send(b"x", routing_key="nowhere").result(10)
+        producer.send(b"x", routing_key="nowhere").result(20)
     (span,) = spans(1)
     assert span.status.status_code is StatusCode.ERROR
     assert "returned (312 NO_ROUTE)" in str(span.status.description)
@@ -377,7 +377,7 @@ def test_what_is_not_admitted_is_an_error_of_its_span_and_the_application_gets_i
     assert (span.attributes or {})["error.type"] == "FlowControlTimeout"
     producer.resume()
     # Another try is another span.
-    producer.send(refused.value.message).result(10)
+    producer.send(refused.value.message).result(20)
     assert headers(broker) == [{"mine": 1, "traceparent": traceparent(spans(2)[1])}]
     producer.close()
     with pytest.raises(ProducerClosed) as closed:
@@ -391,8 +391,8 @@ def test_what_a_receipt_gives_back_can_be_sent_again_with_a_span_of_its_own(
 ) -> None:
     producer = make_producer(tracing=True)
     receipt = producer.send(Message(b"x", message_id="m"))
-    receipt.result(10)
-    producer.send(receipt.message).result(10)
+    receipt.result(20)
+    producer.send(receipt.message).result(20)
     first, second = spans(2)
     assert first.context != second.context
     # It was created once, so it bears the context of that.
@@ -405,13 +405,13 @@ def test_what_a_receipt_gives_back_can_be_sent_again_with_a_span_of_its_own(
 def test_without_the_setting_there_are_no_spans_and_no_headers(
     spans: Any, broker: Broker, make_producer: Callable[..., Producer]
 ) -> None:
-    make_producer().send(b"x").result(10)
+    make_producer().send(b"x").result(20)
     spans(0)
     assert headers(broker) == [{}]
 
 
 def test_tracing_without_an_sdk_makes_no_headers(broker: Broker, make_producer: Callable[..., Producer]) -> None:
-    make_producer(tracing=True).send(b"x").result(10)
+    make_producer(tracing=True).send(b"x").result(20)
     assert headers(broker) == [{}]
 
 
@@ -420,7 +420,7 @@ def test_tracing_without_an_sdk_makes_no_headers(broker: Broker, make_producer: 
 
 def test_without_an_sdk_nothing_watches_messages(make_producer: Callable[..., Producer]) -> None:
     producer = make_producer()
-    producer.send(b"x").result(10)
+    producer.send(b"x").result(20)
     assert producer._protocol.observer is None
     assert getattr(producer, "_producer", producer)._tracer is None
 
@@ -454,7 +454,7 @@ def sent():
 with Broker() as broker:
     broker.declare_queue("q")
     with Producer(broker.url, routing_key="q") as producer:
-        producer.send(b"x").result(10)
+        producer.send(b"x").result(20)
 """
 
 
@@ -464,7 +464,7 @@ def test_an_sdk_that_comes_after_the_producer_counts_from_its_first_collection_o
         + """
         metrics.set_meter_provider(MeterProvider(metric_readers=[reader]))
         first = sent()
-        producer.send(b"x").result(10)
+        producer.send(b"x").result(20)
         print(json.dumps([first, sent()]))
 """
     ) == [[None, 1000], [1, 1000]]
@@ -476,7 +476,7 @@ def test_a_child_process_does_not_count_for_its_parent() -> None:
         + """
         metrics.set_meter_provider(MeterProvider(metric_readers=[reader]))
         sent()
-        producer.send(b"x").result(10)
+        producer.send(b"x").result(20)
         reads, writes = os.pipe()
         if not os.fork():
             os.write(writes, json.dumps(sent()).encode())
@@ -498,7 +498,7 @@ def test_every_metric_of_the_dashboard_is_there_under_its_prometheus_name(
     install(monkeypatch, provider)
     try:
         producer = make_producer()
-        producer.send(b"x").result(10)
+        producer.send(b"x").result(20)
         names: dict[str, set[str]] = {}
         for family in REGISTRY.collect():
             for sample in family.samples:

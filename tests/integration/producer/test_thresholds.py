@@ -130,7 +130,7 @@ def test_j4_a_producer_blocked_by_two_queues_stays_flowed_until_both_have_draine
         for _ in range(depth):
             broker.publish(b"old", name)
     producer = make_producer(broker.url, exchange="both", routing_key="")
-    assert producer.send(b"new").result(timeout=10) is Outcome.CONFIRMED
+    assert producer.send(b"new").result(timeout=20) is Outcome.CONFIRMED
     wait_held(producer, "channel_flow")
     assert set(broker.producers()[0].blocked_by) == {"a", "b"}
     job = start(producer.send, b"waits", timeout=None)
@@ -142,7 +142,7 @@ def test_j4_a_producer_blocked_by_two_queues_stays_flowed_until_both_have_draine
     assert holds(producer) == ["channel_flow"]
     assert job.is_alive()
     broker.purge(second)
-    assert job.result().result(timeout=10) is Outcome.CONFIRMED
+    assert job.result().result(timeout=20) is Outcome.CONFIRMED
     assert bodies(broker, "a") == bodies(broker, "b") == [b"waits"]
     wire.wait_for("in", "Channel.FlowOk", 2)
     assert wire.count("out", "Channel.Flow") == 2
@@ -154,9 +154,9 @@ def test_c5_a_confirm_waits_until_the_queue_is_off(
     broker = make_broker(arguments={"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 2}, enforcement="completion")
     producer = make_producer(broker.url)
     receipts = [producer.send(b"%d" % number) for number in range(4)]
-    assert [receipt.result(timeout=10) for receipt in receipts[:2]] == [Outcome.CONFIRMED] * 2
+    assert [receipt.result(timeout=20) for receipt in receipts[:2]] == [Outcome.CONFIRMED] * 2
     broker.wait_until(lambda b: b.queue("q").held_confirms == 2)
     assert not receipts[2].done
     for _ in range(3):
         assert broker.get("q") is not None
-    assert [receipt.result(timeout=10) for receipt in receipts[2:]] == [Outcome.CONFIRMED] * 2
+    assert [receipt.result(timeout=20) for receipt in receipts[2:]] == [Outcome.CONFIRMED] * 2

@@ -68,7 +68,7 @@ def test_the_systems_own_trust_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
-    assert make_producer(tls_broker.url).send(b"").result(timeout=10) is Outcome.CONFIRMED
+    assert make_producer(tls_broker.url).send(b"").result(timeout=20) is Outcome.CONFIRMED
 
 
 def test_a_certificate_that_cannot_be_verified_is_an_error_that_says_so(tls_broker: Broker) -> None:

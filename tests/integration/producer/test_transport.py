@@ -51,7 +51,7 @@ def test_j8_a_socket_that_takes_no_more_holds_and_deadlines_are_kept(
 
     proxy.go_on_reading()
     for job in jobs:
-        job.result().result(timeout=10)
+        job.result().result(timeout=20)
     stuck.flush(timeout=20)
     assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
     found = bodies(broker)
@@ -124,13 +124,16 @@ def test_leaving_by_an_exception_does_not_wait_for_a_peer_that_does_not_read(stu
     list(fill_transport(stuck))
     with Stopwatch() as watch, pytest.raises(KeyError) as caught, stuck:
         raise KeyError
-    assert watch.seconds < 2.0
+    assert watch.within(2.0)
     assert caught.value.undelivered.unsent  # type: ignore[attr-defined]  # put there for whoever looks
 
 
 def test_leaving_by_an_exception_waits_for_a_peer_that_goes_on_reading(
-    stuck: Producer, proxy: Proxy, broker: Broker
+    stuck: Producer, proxy: Proxy, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # So long as a slow machine may take to confirm the first.
+    for skin in ("sync", "aio"):
+        monkeypatch.setattr(f"qflow_client.{skin}.producer.LULL", PATIENCE)
     count = len(list(fill_transport(stuck)))
 
     def go_on() -> None:

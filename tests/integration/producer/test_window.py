@@ -24,7 +24,7 @@ def test_c6_the_window_counts_what_is_unsettled(make_producer: Callable[..., Pro
         producer.send(b"", timeout=0.1)
     assert producer.unsettled == 3
     broker.release_confirms()
-    producer.flush(timeout=10)
+    producer.flush(timeout=20)
     assert (producer.available, producer.unsettled, producer.in_flight) == (3, 0, 0)
     assert holds(producer) == []
     assert producer.flow_state.seconds_flowed["capacity"] >= 0.1
@@ -37,7 +37,7 @@ def test_c6_the_hold_ends_with_nobody_waiting(make_producer: Callable[..., Produ
     with pytest.raises(FlowControlTimeout):
         producer.send(b"", timeout=0)
     assert producer.flow_state.flowed
-    waits = start(producer.wait_unflowed, timeout=10)
+    waits = start(producer.wait_unflowed, timeout=20)
     broker.release_confirms()
     assert waits.result() is True
     assert not producer.flow_state.flowed
@@ -63,7 +63,7 @@ def test_c6_raising_the_capacity_admits_exactly_so_many_more(
     assert [job.is_alive() for job in jobs] == [False] * 3 + [True] * 2
     broker.release_confirms()
     for job in jobs:
-        assert job.result().result(timeout=10) is Outcome.CONFIRMED
+        assert job.result().result(timeout=20) is Outcome.CONFIRMED
     assert bodies(broker) == [b"%d" % number for number in range(7)]
 
 
@@ -74,7 +74,7 @@ def test_c6_lowering_the_capacity_cancels_nothing_and_admits_nothing_until_there
     producer = make_producer(broker.url, capacity=6)
     # The first is confirmed at once, the others when they are taken out.
     first = producer.send(b"first")
-    assert first.result(timeout=10) is Outcome.CONFIRMED
+    assert first.result(timeout=20) is Outcome.CONFIRMED
     receipts = [producer.send(b"%d" % number) for number in range(6)]
     broker.wait_until(lambda b: b.queue("q").held_confirms == 6)
     job = start(producer.send, b"last", timeout=None)
@@ -85,7 +85,7 @@ def test_c6_lowering_the_capacity_cancels_nothing_and_admits_nothing_until_there
     assert broker.get("q").body == b"first"  # type: ignore[union-attr]  # there are seven
     for taken in range(1, 5):
         broker.get("q")
-        assert receipts[taken - 1].result(timeout=10) is Outcome.CONFIRMED
+        assert receipts[taken - 1].result(timeout=20) is Outcome.CONFIRMED
         assert producer.unsettled == 6 - taken
         assert job.is_alive()
         assert producer.available == 0
@@ -93,7 +93,7 @@ def test_c6_lowering_the_capacity_cancels_nothing_and_admits_nothing_until_there
     job.result()
     broker.wait_until(lambda b: b.queue("q").published == 8)
     broker.purge("q")
-    producer.flush(timeout=10)
+    producer.flush(timeout=20)
     assert producer.available == 2
 
 
@@ -154,7 +154,7 @@ def test_capacity_bytes_is_the_most_body_bytes_that_are_unsettled(
     wait_in_line(producer, 1)
     assert broker.queue("q").depth <= 3
     broker.release_confirms()
-    job.result().result(timeout=10)
+    job.result().result(timeout=20)
     assert [len(body) for body in bodies(broker)] == [60, 40, 0, 100]
 
 
@@ -172,8 +172,8 @@ def test_a_message_larger_than_capacity_bytes_is_admitted_alone(
     wait_in_line(producer, 2)
     broker.wait_until(lambda b: b.queue("q").depth == 1)
     broker.release_confirms()
-    large.result().result(timeout=10)
-    small.result().result(timeout=10)
+    large.result().result(timeout=20)
+    small.result().result(timeout=20)
     assert [len(body) for body in bodies(broker)] == [1, 500, 2]
     # And it is alone while it is unsettled.
     broker.withhold_confirms()
@@ -181,7 +181,7 @@ def test_a_message_larger_than_capacity_bytes_is_admitted_alone(
     with pytest.raises(FlowControlTimeout):
         producer.send(bytes(1), timeout=0.05)
     broker.release_confirms()
-    producer.flush(timeout=10)
+    producer.flush(timeout=20)
 
 
 def test_both_limits_are_kept(make_producer: Callable[..., Producer], broker: Broker) -> None:
@@ -192,7 +192,7 @@ def test_both_limits_are_kept(make_producer: Callable[..., Producer], broker: Br
     with pytest.raises(FlowControlTimeout):
         producer.send(b"x", timeout=0)
     broker.release_confirms()
-    producer.flush(timeout=10)
+    producer.flush(timeout=20)
     broker.withhold_confirms()
     producer.send(bytes(99), timeout=0)
     with pytest.raises(FlowControlTimeout):
@@ -209,6 +209,6 @@ def test_a_refused_message_takes_no_room_for_ever(make_producer: Callable[..., P
             with pytest.raises(FlowControlTimeout):
                 producer.send(b"", timeout=0.01)
         broker.release_confirms()
-        producer.flush(timeout=10)
+        producer.flush(timeout=20)
         assert producer.available == 1
     assert broker.queue("q").depth == 5

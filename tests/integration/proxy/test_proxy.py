@@ -16,7 +16,7 @@ import pytest
 from qflow_client.testing.proxy import FaultProxy
 from qflow_client.testing.relay import End
 
-PATIENCE = 10.0
+PATIENCE = 20.0
 FLOW = pamqp.frame.marshal(pamqp.commands.Channel.Flow(False), 1)
 
 
@@ -214,6 +214,7 @@ def test_who_comes_into_a_black_hole_is_accepted_and_never_answered_even_without
         client.sendall(b"AMQP\0\0\x09\x01")
         with pytest.raises(TimeoutError):
             client.recv(1)
+        proxy.wait_until(lambda proxy: proxy.connections)
         (picture,) = proxy.connections
         assert picture.name_at_broker == ""
 
@@ -258,9 +259,9 @@ def test_a_long_way_is_not_narrow(dial, proxy):
     data = bytes(8 << 20)
     began = time.monotonic()
     client.sendall(data)
-    # All of it is on its way at once: more than the sockets hold.
+    # All of it is on its way at once: more than the sockets hold. What a socket holds at a time would take 25 seconds.
     assert read(broker, len(data)) == data
-    assert time.monotonic() - began < 5 * 0.2 + 1.0
+    assert time.monotonic() - began < 10
 
 
 def test_the_bandwidth_is_limited_on_the_average(dial, proxy):
@@ -272,9 +273,10 @@ def test_the_bandwidth_is_limited_on_the_average(dial, proxy):
     assert time.monotonic() - began >= 0.45
     proxy.heal()
     began = time.monotonic()
-    client.sendall(bytes(50_000))
-    read(broker, 50_000)
-    assert time.monotonic() - began < 0.45
+    # Which took ten seconds otherwise.
+    client.sendall(bytes(1_000_000))
+    read(broker, 1_000_000)
+    assert time.monotonic() - began < 9
 
 
 def test_one_byte_at_a_time(dial, proxy):
@@ -329,7 +331,7 @@ def test_what_is_split_and_merged_arrives_as_it_was(dial, proxy, size):
 
 def test_what_is_merged_leaves_in_writes_of_one_size_or_when_its_time_is_up(dial, proxy):
     client, broker = dial()
-    proxy.merge(10, wait=0.2)
+    proxy.merge(10, wait=2.0)
     for number in range(9):
         client.sendall(b"%d" % number)
     assert has_nothing(broker)
@@ -337,7 +339,7 @@ def test_what_is_merged_leaves_in_writes_of_one_size_or_when_its_time_is_up(dial
     assert broker.recv(100) == b"0123456789"
     began = time.monotonic()
     assert broker.recv(100) == b"!"
-    assert time.monotonic() - began >= 0.1
+    assert time.monotonic() - began >= 1.0
 
 
 @pytest.mark.parametrize("known", [0, 1, 6, 7, 8, 100, 107])

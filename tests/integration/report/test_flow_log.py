@@ -17,8 +17,9 @@ from qflow_client import AsyncProducer, FlowLog, Producer
 from qflow_client.broker import Broker
 from qflow_client.cli import main
 from qflow_client.report import FlowReport, flow_report
+from tests.integration.producer.tools import eventually
 
-# Two producers with bursts, and a consumer that takes this many messages per second.
+# Two producers with bursts, and a consumer that takes at most this many messages per second.
 BURST = 150
 BURSTS = 3
 RATE = 400.0
@@ -26,24 +27,27 @@ NAMES = ("north", "south")
 
 
 class Consumer:
-    """Takes messages from a queue at a rate, on a thread of its own."""
+    """Takes messages from a queue at a rate, on a thread of its own.
 
-    def __init__(self, url: str, queue: str, count: int) -> None:
+    It is the slower one on a slow machine, too: it takes only while the queue is ON, or nobody sends any more.
+    """
+
+    def __init__(self, broker: Broker, queue: str, count: int, sending: set[str]) -> None:
         self._left = count
+        # Who is in a burst.
+        self._sending = sending
         self._queue = queue
-        self._connection = pika.BlockingConnection(pika.URLParameters(url))
+        self._broker = broker
+        self._connection = pika.BlockingConnection(pika.URLParameters(broker.url))
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         channel = self._connection.channel()
-        began, taken = time.monotonic(), 0
         while self._left:
-            behind = began + taken / RATE - time.monotonic()
-            if behind > 0:
-                time.sleep(behind)
+            eventually(lambda: self._broker.queue(self._queue).flow_stopped or not self._sending, timeout=60)
+            time.sleep(1 / RATE)
             method, _, _ = channel.basic_get(self._queue)
-            taken += 1
             if method is not None:
                 channel.basic_ack(method.delivery_tag or 0)
                 self._left -= 1
@@ -59,14 +63,17 @@ def _work(folder: Path, stop: int, resume: int, capacities: Mapping[str, int]) -
     with FlowLog(folder, period=0.1) as log, Broker(flow_log=log) as broker:
         marks = {"qpid.flow_stop_count": stop, "qpid.flow_resume_count": resume}
         broker.declare_queue("orders", arguments=marks)
-        consumer = Consumer(broker.url, "orders", BURST * BURSTS * len(NAMES))
+        sending = set(NAMES)
+        consumer = Consumer(broker, "orders", BURST * BURSTS * len(NAMES), sending)
 
         def produce(name: str) -> None:
             with Producer(broker.url, routing_key="orders", name=name, capacity=capacities[name]) as producer:
                 log.watch(producer)
                 for _ in range(BURSTS):
+                    sending.add(name)
                     for _ in range(BURST):
                         producer.send(b"order")
+                    sending.discard(name)
                     # The next burst comes when the consumer has caught up.
                     broker.wait_until(lambda broker: broker.queue("orders").depth == 0, 60)
 

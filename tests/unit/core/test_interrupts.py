@@ -82,6 +82,37 @@ def test_of_an_interrupted_message_with_an_id_of_its_own_no_return_is_expected_u
         assert ("its own" in protocol._by_id) == (protocol.unsettled == 4)
 
 
+def consistent(protocol: ProducerProtocol) -> bool:
+    """Whether what the protocol counts is what it has."""
+    outbound = protocol.outbound
+    # The piece that has begun is the first.
+    to_begin = [
+        piece for at, piece in enumerate(outbound._pieces) if type(piece) is bytes and (at or not outbound._offset)
+    ]
+    return (
+        protocol.window.used == len(protocol._unsettled) == protocol._next_tag - 1
+        and outbound.begun + len(to_begin) == protocol._next_tag - 1
+    )
+
+
+@pytest.mark.parametrize("payload", [b"abc", Message(b"abc", message_id="own")])
+def test_a_second_interrupt_while_the_first_one_is_put_right_changes_nothing(payload: bytes | Message) -> None:
+    twice = 0
+    times = 2
+    for at in range(1, 1000):
+        # The first call is that of what puts it right, within a microsecond after the first interrupt.
+        for again in range(2, 1000):
+            protocol, _ = started()
+            times = interrupted(lambda: protocol.send(payload, "", "q", 0.0), at, again=again)  # noqa: B023  # called at once
+            assert consistent(protocol), (at, again)
+            if times < 2:
+                break
+            twice += 1
+        if times == 0:
+            break
+    assert twice > 100
+
+
 class Watch:
     """An observer that only keeps when messages began."""
 
@@ -219,6 +250,22 @@ def test_a_send_that_is_interrupted_as_it_gives_up_has_given_up(
             return
 
 
+@pytest.mark.parametrize("again", [2, 3, 5, 8, 13, 21, 34])
+def test_nobody_in_line_is_forgotten_by_a_second_interrupt(again: int) -> None:
+    twice = 0
+    for at in range(1, 1000):
+        protocol, (gone, *others) = crowd(FifoLine())
+        protocol.window.capacity = 9
+        times = interrupted(lambda: protocol.give_up(gone, 1.0), at, again=again)  # noqa: B023  # called at once
+        twice += times == 2
+        if times:
+            protocol.give_up(gone, 1.0)
+        assert sorted(all_get_out(protocol, [gone, *others])) == bodies_of(others)
+        if not times:
+            break
+    assert twice > 10
+
+
 @pytest.mark.parametrize("first", [False, True])
 def test_a_close_that_is_interrupted_is_done_by_the_end_of_the_connection(first: bool) -> None:
     for at in range(1, 1000):
@@ -243,7 +290,7 @@ def test_a_limit_that_is_met_or_left_and_interrupted_at_any_line_leaves_no_hold(
     for at in range(1, 1000):
         protocol = make(**settings)
         send(protocol, now=10.0)
-        come = False
+        come = 0
         for now in (10.0, 10.0, 10.5, 11.5, 11.5, 20.0):
             come = interrupted(lambda: protocol.send(b"x", "", "q", now), at)  # noqa: B023  # called at once
             drain(protocol, now)

@@ -197,8 +197,11 @@ def test_of_many_threads_one_commits_for_all(path: Path) -> None:
         def count(**options: bool) -> None:
             nonlocal commits
             commits += 1
-            # Long enough for the others to come.
-            time.sleep(0.01)
+            # The disk takes its time, in which all the others come.
+            end = time.monotonic() + PATIENCE
+            while outbox.last < 16:
+                assert time.monotonic() < end
+                time.sleep(0.001)
             commit(**options)
 
         outbox._commit = count  # type: ignore[method-assign]

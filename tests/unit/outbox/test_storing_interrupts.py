@@ -65,7 +65,7 @@ def all_gets_out(kept: Kept) -> list[bytes]:
 
 def every_line(
     path: Path, begin: Callable[[Kept], Any], call: Callable[[Kept], Any], least: int, **settings: Any
-) -> Iterator[tuple[Kept, bool]]:
+) -> Iterator[tuple[Kept, int]]:
     """A producer for every line at which a call can be interrupted, after it was; and at last one where it was not."""
     for at in range(1, 2000):
         kept = Kept(path, f"{at}-", **settings)
@@ -232,7 +232,7 @@ def test_a_crash_after_an_interrupt_leaves_what_was_stored_before(path: Path) ->
     kept.turn()
     kept.write()
     at = 0
-    come = True
+    come = 1
     sequence = kept.outbox.last
     while come:
         at += 1
