@@ -226,6 +226,29 @@ def test_rows_out_of_sight_are_written_one_at_a_time_and_those_in_sight_together
         expect(row.get_by_role("cell").nth(1)).to_have_text("2", timeout=20_000)
 
 
+def test_a_node_of_the_graph_that_is_scrolled_away_tells_what_is_now_once_it_is_scrolled_to(
+    page: Page, broker: Broker
+) -> None:
+    for number in range(20):
+        broker.declare_queue(f"queue {number:02}")
+        # It is in the graph once somebody may publish to it.
+        broker.publish(b"x", f"queue {number:02}")
+    with Producer(broker.url, routing_key="queue 00") as producer:
+        producer.send(b"x").result(20)
+        nodes = page.locator("#graph .node").filter(has_text="queue")
+        expect(nodes).to_have_count(20)
+        by_place = "nodes => nodes.sort((a, b) => a.getBoundingClientRect().y - b.getBoundingClientRect().y)"
+        last = page.locator("#graph .node").filter(
+            has_text=nodes.evaluate_all(f"{by_place}.at(-1).children[2].textContent")
+        )
+        name = last.locator("text").first.text_content() or ""
+        expect(last).not_to_be_in_viewport()
+        for _ in range(4):
+            broker.publish(b"x", name)
+        last.scroll_into_view_if_needed()
+        expect(last).to_contain_text("5")
+
+
 def test_everything_is_reached_by_keyboard(page: Page, broker: Broker) -> None:
     broker.declare_queue("orders", arguments=ORDERS)
     expect(page.get_by_role("button", name="orders")).to_be_visible()

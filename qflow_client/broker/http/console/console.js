@@ -166,15 +166,18 @@ const watcher = new IntersectionObserver(
 );
 for (const id of ["graph", "chart"]) watcher.observe(byId(id));
 
-// Each text that is laid out leaves garbage. So of the rows that are out of sight each table writes one at a time: a screen
-// reader, or a search in the page, finds what was a few seconds ago, and what is now once it is scrolled to.
+// Each text that is laid out leaves garbage. So of the rows that are out of sight each table writes one at a time, and the
+// graph one of its nodes: a screen reader, or a search in the page, finds what was a few seconds ago, and what is now once it
+// is scrolled to.
 const away = new WeakSet();
-const rows = new IntersectionObserver((all) => {
+const sight = new IntersectionObserver((all) => {
   for (const { target, isIntersecting } of all) {
     if (isIntersecting) away.delete(target);
     else away.add(target);
   }
   showTables();
+  drawn.isOld = true;
+  draw();
 });
 
 function draw() {
@@ -275,7 +278,7 @@ function makeRow(kinds) {
     row.append(cell);
   }
   row.append(document.createElement("td"));
-  rows.observe(row);
+  sight.observe(row);
   return row;
 }
 
@@ -485,7 +488,7 @@ new ResizeObserver(() => {
 // The graph.
 
 let graph = null; // as it was told last
-const drawn = { told: null, nodes: [], edges: [] };
+const drawn = { told: null, isOld: false, nodes: [], edges: [] };
 
 function svg(name, attributes = {}) {
   const element = document.createElementNS(SVG, name);
@@ -504,8 +507,9 @@ function tellGraph(told) {
 
 // What is drawn is drawn again elsewhere, rather than made anew.
 function showGraph() {
-  if (graph === null || graph === drawn.told) return;
+  if (graph === null || (graph === drawn.told && !drawn.isOld)) return;
   drawn.told = graph;
+  drawn.isOld = false;
   const picture = byId("graph");
   setAttribute(picture, "width", String(Math.ceil(graph.width)));
   setAttribute(picture, "height", String(Math.ceil(graph.height)));
@@ -515,10 +519,13 @@ function showGraph() {
     setAttribute(drawn.edges[index], "d", edge.path);
     setClass(drawn.edges[index], `edge ${edge.state}`);
   });
+  const turn = updates % graph.nodes.length;
   graph.nodes.forEach((node, index) => {
     const group = drawn.nodes[index];
-    const [title, rect, label, sub] = group.children;
     setAttribute(group, "transform", `translate(${node.x} ${node.y})`);
+    const [title, rect, label, sub] = group.children;
+    // Another's node comes into sight under its own name.
+    if (index !== turn && away.has(group) && title.textContent === node.label) return;
     setClass(group, `node ${node.state}${node.kind === "queue" ? " pick" : ""}`);
     setAttribute(rect, "rx", node.kind === "exchange" ? "20" : "5");
     setAttribute(label, "y", node.sub ? "16" : "24");
@@ -540,6 +547,7 @@ function makeNode() {
   const group = svg("g");
   const rect = svg("rect", { width: 190, height: 40 });
   group.append(svg("title"), rect, svg("text", { x: 8 }), svg("text", { x: 8, y: 32, class: "sub" }));
+  sight.observe(group);
   return group;
 }
 
