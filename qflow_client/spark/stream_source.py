@@ -41,17 +41,31 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._consumer: Consumer | None = None
         # The offset behind the last message that Spark may know of.
         self._told = 0
-        # Set for a query that ends by itself: how many deliveries it waits for, and then the offset at which it ends.
-        self._awaited: int | None = None
+        # Whether the query ends by itself, and then the offset at which it does.
+        self._ends = False
         self._target: int | None = None
 
-    def _open(self) -> Consumer:
+    def _open(self, offset: int = 0) -> Consumer:
+        """Consume the queue from now on.
+
+        Args:
+            offset: one that Spark has from its checkpoint.
+
+        Raises:
+            SpoolError: it is not from this spool. Nothing comes into that then, or the next try would take it for what
+                the checkpoint means.
+        """
+        options = self._options
+        assert options.most is not None
+        if self._spool is None:
+            self._spool = options.spool("stream").__enter__()
+            self._told = self._spool.end
+        if offset > self._told:
+            raise SpoolError(
+                f"the checkpoint is at offset {offset}, and the spool {options.spool_path} ended at {self._told} "
+                "when the query began; they belong together, so restore or delete both"
+            )
         if self._consumer is None:
-            options = self._options
-            assert options.most is not None
-            if self._spool is None:
-                self._spool = options.spool("stream").__enter__()
-                self._told = self._spool.end
             connection = connect(options.urls, options.connect_timeout)
             # While Spark works on one batch, the next comes in.
             self._consumer = Consumer(connection, options.queue, self._spool, min(2 * options.most, MOST_UNACKED))
@@ -68,47 +82,36 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return ReadMaxRows(self._options.most)
 
     def latestOffset(self, start: dict[str, int], limit: ReadLimit) -> dict[str, int]:
-        consumer = self._open()
         begin = start["offset"]
-        self._check(begin)
+        consumer = self._open(begin)
         # Spark asks for the next batch when it has committed the one before.
         consumer.done(begin)
-        end = consumer.end() if self._awaited is None else self._end_of_all(consumer, begin)
+        end = self._end_of_all(consumer, begin) if self._ends else consumer.end()
         most = getattr(limit, "max_rows", None)
         told = max(begin, end if most is None else min(end, begin + most))
         self._told = max(self._told, told)
         return {"offset": told}
 
-    def _check(self, offset: int) -> None:
-        """Refuse an offset that is not from this spool, before what has come since it was opened is taken for it."""
-        if offset > self._told:
-            raise SpoolError(
-                f"the checkpoint is at offset {offset}, and the spool {self._options.spool_path} ended at {self._told} "
-                "when the query began; they belong together, so restore or delete both"
-            )
-
     def reportLatestOffset(self) -> dict[str, int] | None:
         return None if self._consumer is None else {"offset": self._consumer.end()}
 
     def prepareForTriggerAvailableNow(self) -> None:
-        self._awaited = self._open().ready
+        self._ends = True
 
     def _end_of_all(self, consumer: Consumer, begin: int) -> int:
         """The offset up to which to read for what was in the queue when the query began; waits for some of it."""
         if self._target is None:
-            assert self._awaited is not None
-            while consumer.received < self._awaited and consumer.end() <= begin:
+            while consumer.received < consumer.ready and consumer.end() <= begin:
                 # Nothing for that long: others have it, or it has expired.
                 if not consumer.wait_beyond(begin, _PATIENCE):
                     break
-            if consumer.received >= self._awaited or consumer.end() <= begin:
+            if consumer.received >= consumer.ready or consumer.end() <= begin:
                 consumer.wait_spooled()
                 self._target = consumer.end()
         return consumer.end() if self._target is None else self._target
 
     def partitions(self, start: dict[str, int], end: dict[str, int]) -> list[Part]:
-        consumer = self._open()
-        self._check(end["offset"])
+        consumer = self._open(end["offset"])
         options = self._options
         return [
             part_of(consumer.pieces(first, last), options.shared)

@@ -169,6 +169,27 @@ def test_what_has_come_into_another_spool_than_the_checkpoints_is_not_acknowledg
     assert broker.queue("rows").depth == 20
 
 
+def test_a_query_that_was_refused_for_its_spool_is_refused_again_and_loses_nothing(
+    broker: Broker, tmp_path: Path
+) -> None:
+    fill(broker, 20)
+    given = {"url": broker.url, "queue": "rows", "spoolPath": str(tmp_path / "spool")}
+    for _ in range(2):
+        query = StreamReader(SourceOptions.load(given, streaming=True, slots=1, local=True), SCHEMA)
+        query.prepareForTriggerAvailableNow()
+        try:
+            with pytest.raises(SpoolError, match="checkpoint is at offset 10"):
+                query.partitions({"offset": 0}, {"offset": 10})
+            with pytest.raises(SpoolError, match="checkpoint is at offset 10"):
+                query.latestOffset({"offset": 10}, ReadAllAvailable())
+            # It has taken nothing, or the next would find as many in the spool as the checkpoint has seen.
+            assert query.reportLatestOffset() is None
+        finally:
+            query.stop()
+    assert broker.queue("rows").depth == 20
+    assert not list((tmp_path / "spool").glob("*.arrow"))
+
+
 def test_two_queries_cannot_have_one_spool(spark: SparkSession, broker: Broker, tmp_path: Path) -> None:
     query = start(load(spark, broker, tmp_path), tmp_path, all_there_is=False)
     try:
