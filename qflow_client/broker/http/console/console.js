@@ -167,8 +167,8 @@ const watcher = new IntersectionObserver(
 for (const id of ["graph", "chart"]) watcher.observe(byId(id));
 
 // Each text that is laid out leaves garbage. So of the rows that are out of sight each table writes one at a time, and the
-// graph one of its nodes: a screen reader, or a search in the page, finds what was a few seconds ago, and what is now once it
-// is scrolled to.
+// graph, whenever it has changed, one of its nodes: a screen reader, or a search in the page, finds in a row what was a few
+// seconds ago, and what is now once it is scrolled to.
 const away = new WeakSet();
 const sight = new IntersectionObserver((all) => {
   for (const { target, isIntersecting } of all) {
