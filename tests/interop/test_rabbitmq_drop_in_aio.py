@@ -154,14 +154,15 @@ def test_under_a_memory_alarm_unconfirmed_messages_end_in_time(alarmed: RabbitMQ
             await ours.run(1000)
         # A part of the message that fills the socket may have left, and then the rest follows.
         begun = isinstance(caught.value, ConfirmTimeout)
-        if isinstance(caught.value, FlowControlTimeout):
-            assert HoldKind.CONNECTION_BLOCKED in [hold.kind for hold in caught.value.holds]
+        held_by = [hold.kind for hold in caught.value.holds] if isinstance(caught.value, FlowControlTimeout) else []
+        assert begun or HoldKind.CONNECTION_BLOCKED in held_by
         accepted = ours.published + begun
         hanging = asyncio.ensure_future(theirs.run(1000))
         done, _ = await asyncio.wait((hanging,), timeout=HANGS)
         assert not done, "aio-pika hangs"
-        # Until the socket was full, at which the other may have stopped, too, if it heard of it so late.
-        await soon(lambda: theirs.published >= ours.published, timeout=PATIENCE)
+        # If ours heard of it so late that its socket was full as well, some more may wait in ours.
+        if not begun and HoldKind.TRANSPORT not in held_by:
+            await soon(lambda: theirs.published >= ours.published, timeout=PATIENCE)
         await on_thread(alarmed.clear_memory_alarm)
         await hanging
         await theirs.connection.close()
