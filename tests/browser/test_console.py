@@ -246,7 +246,7 @@ def test_a_node_of_the_graph_that_is_scrolled_away_tells_what_is_now_once_it_is_
         for _ in range(4):
             broker.publish(b"x", name)
         last.scroll_into_view_if_needed()
-        expect(last).to_contain_text("5")
+        expect(last).to_contain_text("5 messages")
 
 
 def test_everything_is_reached_by_keyboard(page: Page, broker: Broker) -> None:

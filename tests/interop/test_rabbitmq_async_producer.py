@@ -26,6 +26,7 @@ from qflow_client import (
     connect_async,
 )
 from qflow_client.testing.rabbitmq import RabbitMQNode
+from tests.integration.producer.tools import Stopwatch
 from tests.interop.test_rabbitmq_producer import PATIENCE, check_nothing_is_lost, flights
 
 pytestmark = pytest.mark.rabbitmq
@@ -153,8 +154,9 @@ def test_closing_under_a_memory_alarm_ends_in_time_and_hands_the_messages_back(o
         await producer.send(b"in flight")
         await held(producer, HoldKind.CONNECTION_BLOCKED)
         # The alarm does not end.
-        with pytest.raises(UndeliveredMessages) as caught:
+        with Stopwatch() as watch, pytest.raises(UndeliveredMessages) as caught:
             await producer.close(timeout=0.5)
+        assert watch.within(3)
         assert [message.body for message in caught.value.unknown] == [b"in flight"]
         assert caught.value.unsent == ()
 

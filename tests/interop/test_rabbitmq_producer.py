@@ -154,8 +154,9 @@ def test_closing_under_a_memory_alarm_ends_in_time_and_hands_the_messages_back(o
     producer.send(b"in flight")
     wait_held(producer, HoldKind.CONNECTION_BLOCKED)
     # The alarm does not end.
-    with pytest.raises(UndeliveredMessages) as caught:
+    with Stopwatch() as watch, pytest.raises(UndeliveredMessages) as caught:
         producer.close(timeout=0.5)
+    assert watch.within(3)
     assert [message.body for message in caught.value.unknown] == [b"in flight"]
     assert caught.value.unsent == ()
 

@@ -525,7 +525,10 @@ function showGraph() {
     setAttribute(group, "transform", `translate(${node.x} ${node.y})`);
     const [title, rect, label, sub] = group.children;
     // Another's node comes into sight under its own name.
-    if (index !== turn && away.has(group) && title.textContent === node.label) return;
+    if (index !== turn && away.has(group) && title.textContent === node.label) {
+      drawn.isOld = true;
+      return;
+    }
     setClass(group, `node ${node.state}${node.kind === "queue" ? " pick" : ""}`);
     setAttribute(rect, "rx", node.kind === "exchange" ? "20" : "5");
     setAttribute(label, "y", node.sub ? "16" : "24");
