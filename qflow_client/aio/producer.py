@@ -581,7 +581,7 @@ class AsyncProducer:
         if self._loop is None:
             raise self._not_connected(payload)
         protocol = self._protocol
-        turn = Turn(self._give_up, self._loop)
+        turn = Turn(self, self._loop)
         ticket = protocol.stand_in_line(
             payload, exchange, routing_key, _monotonic(), timeout=timeout, waiter=turn, source=source
         )

@@ -316,7 +316,7 @@ class ChannelFlow(DropInFlow):
             receipt._waiter = settled
             if mandatory is not None and self._confirms:
                 self._mandatory[mandatory] = settled
-            timer = None if limit is None else self._loop.call_later(now + limit - _monotonic(), _wake, settled)
+            timer = None if limit is None else self._call_at(now + limit, settled)
             try:
                 returned = await settled
             except asyncio.CancelledError:
@@ -362,13 +362,13 @@ class ChannelFlow(DropInFlow):
         if self.settings.when_flowed is WhenFlowed.RAISE:
             raise self.flowed(message)
         protocol = self.protocol
-        turn = Turn(self._give_up, self._loop)
+        turn = Turn(self, self._loop)
         ticket = protocol.stand_in_line(message, exchange, routing_key, _monotonic(), timeout=timeout, waiter=turn)
         turn.ticket = ticket
         self._kick()
         self._arm()
         if not turn.done():
-            timer = None if timeout is None else self._loop.call_later(timeout, _wake, turn)
+            timer = None if timeout is None else self._call_at(ticket.deadline, turn)
             if self._notice is None:
                 self._notice = self._loop.call_later(self.settings.flow_control_wait_notify_period, self._on_notice)
             try:
@@ -380,8 +380,8 @@ class ChannelFlow(DropInFlow):
                 if timer is not None:
                     timer.cancel()
         try:
-            # Raises if nothing but its time has come; the loop's clock is coarser than ours.
-            protocol.look_at(ticket, max(_monotonic(), ticket.deadline))
+            # Raises if nothing but its time has come.
+            protocol.look_at(ticket, _monotonic())
         except FlowControlTimeout as error:
             # It may have stood before one that goes now.
             self._kick()
@@ -393,6 +393,19 @@ class ChannelFlow(DropInFlow):
                 raise ChannelInvalidStateError(f"{self._channel!r} closed")
             raise self._ended_by(ticket.error)
         return ticket.receipt
+
+    def _call_at(self, deadline: float, waiter: asyncio.Future[Any]) -> asyncio.TimerHandle:
+        """Wake who waits, not before a time of our clock."""
+        return self._loop.call_later(deadline - _monotonic(), self._time_is_up, deadline, waiter)
+
+    def _time_is_up(self, deadline: float, waiter: asyncio.Future[Any]) -> None:
+        if waiter.done():
+            return
+        if _monotonic() < deadline:
+            # The loop's clock is coarser than ours.
+            self._call_at(deadline, waiter)
+        else:
+            _wake(waiter)
 
     def _ended_by(self, error: BaseException | None = None) -> BaseException:
         """What whoever published on the last channel gets."""
