@@ -24,7 +24,7 @@ from qflow_client.aio.connection import TappedConnection, TappedRobustConnection
 from qflow_client.aio.dispatcher import Dispatcher, refuse_coroutine_function
 from qflow_client.aio.link import Link
 from qflow_client.aio.receipt import AsyncReceipt
-from qflow_client.aio.turn import Turn
+from qflow_client.aio.turn import Turn, wake_at
 from qflow_client.errors import (
     ConfirmTimeout,
     ConnectionFailed,
@@ -590,7 +590,7 @@ class AsyncProducer:
         if self.settings.rate is not None and self._link is not None:
             self._link.arm_timer()
         if not turn.done():
-            timer = None if timeout is None else self._loop.call_later(timeout, self._time_is_up, turn)
+            timer = None if timeout is None else wake_at(self._loop, ticket.deadline, turn)
             if self._notice is None:
                 self._notice = self._loop.call_later(self.settings.flow_control_wait_notify_period, self._on_notice)
             try:
@@ -609,16 +609,6 @@ class AsyncProducer:
             self._kick()
             raise
         return self._admitted(ticket)
-
-    def _time_is_up(self, turn: Turn) -> None:
-        assert turn.ticket is not None
-        assert self._loop is not None
-        early = turn.ticket.deadline - _monotonic()
-        if early > 0:
-            # The loop's clock is coarser than ours.
-            self._loop.call_later(early, self._time_is_up, turn)
-        elif not turn.done():
-            turn.set_result(None)
 
     def _give_up(self, ticket: SendTicket) -> None:
         """What was not admitted is not sent."""

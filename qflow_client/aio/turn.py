@@ -3,11 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+from time import monotonic as _monotonic
 from typing import Any, Protocol
 
 from qflow_client.protocol import SendTicket
 
-__all__ = ["Turn"]
+__all__ = ["Turn", "wake_at"]
+
+
+def wake_at(loop: asyncio.AbstractEventLoop, deadline: float, waiter: asyncio.Future[None]) -> asyncio.TimerHandle:
+    """Wake who waits, never before a time of our clock; the loop's own may be coarser.
+
+    Args:
+        loop: the loop.
+        deadline: seconds, as `time.monotonic` counts them.
+        waiter: is done then, if it is not before.
+
+    Returns:
+        The timer; it does nothing once `waiter` is done, whether it is cancelled or not.
+    """
+    return loop.call_later(deadline - _monotonic(), _time_is_up, loop, deadline, waiter)
+
+
+def _time_is_up(loop: asyncio.AbstractEventLoop, deadline: float, waiter: asyncio.Future[None]) -> None:
+    if waiter.done():
+        return
+    if _monotonic() < deadline:
+        wake_at(loop, deadline, waiter)
+    else:
+        waiter.set_result(None)
 
 
 class _Owner(Protocol):

@@ -29,7 +29,7 @@ from pamqp.header import ContentHeader
 
 from qflow_client.aio.aiormq_io import TapTransport
 from qflow_client.aio.dispatcher import Dispatcher, refuse_coroutine_function
-from qflow_client.aio.turn import Turn
+from qflow_client.aio.turn import Turn, wake_at
 from qflow_client.dropin import ADDRESSING, RECONNECTING, RETRYING, DropIn, DropInFlow, EncodedMessage, EncodedProtocol
 from qflow_client.errors import ConfirmTimeout, FlowControlTimeout
 from qflow_client.events import FlowEvent, FlowState, HoldKind
@@ -316,7 +316,7 @@ class ChannelFlow(DropInFlow):
             receipt._waiter = settled
             if mandatory is not None and self._confirms:
                 self._mandatory[mandatory] = settled
-            timer = None if limit is None else self._call_at(now + limit, settled)
+            timer = None if limit is None else wake_at(self._loop, now + limit, settled)
             try:
                 returned = await settled
             except asyncio.CancelledError:
@@ -368,7 +368,7 @@ class ChannelFlow(DropInFlow):
         self._kick()
         self._arm()
         if not turn.done():
-            timer = None if timeout is None else self._call_at(ticket.deadline, turn)
+            timer = None if timeout is None else wake_at(self._loop, ticket.deadline, turn)
             if self._notice is None:
                 self._notice = self._loop.call_later(self.settings.flow_control_wait_notify_period, self._on_notice)
             try:
@@ -393,19 +393,6 @@ class ChannelFlow(DropInFlow):
                 raise ChannelInvalidStateError(f"{self._channel!r} closed")
             raise self._ended_by(ticket.error)
         return ticket.receipt
-
-    def _call_at(self, deadline: float, waiter: asyncio.Future[Any]) -> asyncio.TimerHandle:
-        """Wake who waits, not before a time of our clock."""
-        return self._loop.call_later(deadline - _monotonic(), self._time_is_up, deadline, waiter)
-
-    def _time_is_up(self, deadline: float, waiter: asyncio.Future[Any]) -> None:
-        if waiter.done():
-            return
-        if _monotonic() < deadline:
-            # The loop's clock is coarser than ours.
-            self._call_at(deadline, waiter)
-        else:
-            _wake(waiter)
 
     def _ended_by(self, error: BaseException | None = None) -> BaseException:
         """What whoever published on the last channel gets."""

@@ -167,7 +167,7 @@ def failing(folder: Path, url: str, at: int, depth: int, times: int = 1) -> Call
                 if not failed:
                     with pika.BlockingConnection(pika.URLParameters(url)) as connection:
                         declare = connection.channel().queue_declare
-                        eventually(lambda: declare("rows", passive=True).method.message_count >= depth)  # noqa: B023
+                        eventually(lambda: declare("rows", passive=True).method.message_count >= depth)  # noqa: B023  # called at once
                 (folder / f"failed-{failed}").touch()
                 raise RuntimeError(f"injected {failed}")
             yield batch

@@ -149,7 +149,7 @@ def test_a_query_that_goes_on_reads_what_comes(
         eventually(lambda: query.status["message"] == "Waiting for data to arrive")
         for first in (50, 150):
             fill(node, stream, 100, first)
-            eventually(lambda: written_so_far(spark, tmp_path) == same(50, first + 100))  # noqa: B023
+            eventually(lambda: written_so_far(spark, tmp_path) == same(50, first + 100))  # noqa: B023  # called at once
     finally:
         query.stop()
 

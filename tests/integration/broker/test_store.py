@@ -364,34 +364,33 @@ def test_what_is_asked_over_http_is_on_disk_when_it_is_answered(tmp_path, order)
     assert order == [each for number in range(5) for each in (str(number), 201)]
 
 
-def test_over_http_what_needs_no_disk_is_answered_while_it_is_full(tmp_path, monkeypatch):
+@contextmanager
+def full_disk(broker, monkeypatch):
+    """The broker's disk takes nothing, and it knows."""
+
     def fail(self, batch):
         raise StoreError(f"{self.path}: database or disk is full")
 
-    with Broker(store=tmp_path / "store", http_port=0) as broker:
-        broker.declare_queue("q", durable=True)
-        with monkeypatch.context() as patched:
-            patched.setattr(Store, "write", fail)
-            broker.publish(b"x", "q", properties=commands.Basic.Properties(delivery_mode=2))
-            broker.wait_until(lambda broker: "disk" in broker.alarms)
-            assert asked(broker, "POST", "queues/q/purge") == 200
-            assert asked(broker, "PUT", "queues/of%20this%20run", {"durable": False}) == 201
-            assert "disk" in broker.alarms
+    broker.declare_queue("q", durable=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "write", fail)
+        broker.publish(b"x", "q", properties=commands.Basic.Properties(delivery_mode=2))
+        broker.wait_until(lambda broker: "disk" in broker.alarms)
+        yield
+
+
+def test_over_http_what_needs_no_disk_is_answered_while_it_is_full(tmp_path, monkeypatch):
+    with Broker(store=tmp_path / "store", http_port=0) as broker, full_disk(broker, monkeypatch):
+        assert asked(broker, "POST", "queues/q/purge") == 200
+        assert asked(broker, "PUT", "queues/of%20this%20run", {"durable": False}) == 201
+        assert "disk" in broker.alarms
 
 
 def test_over_http_what_cannot_be_on_disk_is_told_with_the_reason(tmp_path, monkeypatch):
-    def fail(self, batch):
-        raise StoreError(f"{self.path}: database or disk is full")
-
     monkeypatch.setattr(HttpServer, "DISK_PATIENCE", 0.1)
     with Broker(store=tmp_path / "store", http_port=0) as broker:
-        broker.declare_queue("q", durable=True)
-        with monkeypatch.context() as patched:
-            patched.setattr(Store, "write", fail)
-            broker.publish(b"x", "q", properties=commands.Basic.Properties(delivery_mode=2))
-            broker.wait_until(lambda broker: "disk" in broker.alarms)
-            with pytest.raises(urllib.error.HTTPError) as refused:
-                asked(broker, "PUT", "queues/lasting", {"durable": True})
+        with full_disk(broker, monkeypatch), pytest.raises(urllib.error.HTTPError) as refused:
+            asked(broker, "PUT", "queues/lasting", {"durable": True})
         with refused.value as answer:
             told = json.load(answer)
         assert told["status"] == answer.status == 503
