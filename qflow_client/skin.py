@@ -23,6 +23,8 @@ __all__ = [
     "GIVEN_UP",
     "GOOD_BYE",
     "LULL",
+    "TLS_WRITE_CHUNK",
+    "WRITE_CHUNK",
     "Deliveries",
     "check_many",
     "client_properties",
@@ -60,6 +62,12 @@ GOOD_BYE = 3.0
 BRIEF = 0.3
 # Seconds without any answer of the broker, after which who must not wait for holds takes late ones for withheld.
 LULL = 0.5
+
+# Bytes that are offered to a socket at once. What the kernel has not taken, a stop can still hold back: a large chunk
+# costs nothing but the memory to join it, below 128 KiB, which the C library would get from the kernel anew each time.
+# TLS cannot take back a write that it has begun, so there a chunk is one record.
+WRITE_CHUNK = 1 << 16
+TLS_WRITE_CHUNK = 1 << 14
 
 # After how many receipts at the latest it is noted that `on_delivery` was told of them.
 _TELL_AT_ONCE = 100

@@ -22,15 +22,11 @@ from yarl import URL
 
 from qflow_client.frames import CHANNEL_CLOSE, CONNECTION_UNBLOCKED, METHOD_FRAME, FrameError, frame
 from qflow_client.logs import log
-from qflow_client.skin import GOOD_BYE
+from qflow_client.skin import GOOD_BYE, TLS_WRITE_CHUNK, WRITE_CHUNK
 from qflow_client.tap import Tap
 
 __all__ = ["TapTransport", "TapTransportFactory"]
 
-# What the kernel has not taken, a stop can still hold back: a large chunk costs nothing but the memory to join it. TLS
-# cannot take back a write that it has begun, so there a chunk is one record.
-_WRITE_CHUNK = 1 << 17
-_TLS_WRITE_CHUNK = 1 << 14
 # The library is asked to wait while more of its bytes than this are not written.
 _LIBRARY_HIGH = 1 << 16
 
@@ -84,7 +80,7 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
                 passed += _UNBLOCKED
             super().data_received(passed)
         if self._tapped is not None:
-            self._tapped.received()
+            self._tapped.received(for_library=bool(passed))
         if self._tap.error is not None:
             # What came before it has been passed.
             self._garbage(self._tap.error)
@@ -139,7 +135,7 @@ class TapTransport(asyncio.Transport):
         self._raw = raw
         self._transport = transport
         self._is_tls = transport is not raw
-        self._write_chunk = _TLS_WRITE_CHUNK if self._is_tls else _WRITE_CHUNK
+        self._write_chunk = TLS_WRITE_CHUNK if self._is_tls else WRITE_CHUNK
         sock = raw.get_extra_info("socket")
         # The loop lets nobody else watch a descriptor that one of its transports reads from.
         self._socket = socket.socket(sock.family, sock.type, sock.proto, fileno=os.dup(sock.fileno()))
@@ -160,6 +156,12 @@ class TapTransport(asyncio.Transport):
         self._closing = False
         # Whether `pump` runs, or will without being asked.
         self.awake = False
+        # Told the time after answers were taken, it says for how many seconds what comes next may gather; None to read
+        # everything as it comes, which is right for a connection that others use, too.
+        self.delay: Callable[[float], float] | None = None
+        # What ends that time; None if it is read. And whether the library wants to read, and the socket is read.
+        self._gathers: asyncio.TimerHandle | None = None
+        self._library_reads = self._reads = True
         # The library's writer until the connection has ended, because aiormq 7.0 may drop it without closing it.
         self.writer: asyncio.StreamWriter | None = None
         _transports.add(self)
@@ -185,8 +187,12 @@ class TapTransport(asyncio.Transport):
         self.awake = True
         self._loop.call_soon(self.pump)
 
-    def received(self) -> None:
-        """The tap has been given something: do what follows from it."""
+    def received(self, *, for_library: bool) -> None:
+        """The tap has been given something: do what follows from it.
+
+        Args:
+            for_library: some of it was for the library.
+        """
         urgent = False
         for after in tuple(self._afters):
             urgent |= after()
@@ -195,6 +201,25 @@ class TapTransport(asyncio.Transport):
         elif not self.awake:
             # Behind the tasks that have been woken by now: what they send goes out in the same write.
             self.wake()
+        if self.delay is not None and self._gathers is None and not for_library:
+            delay = self.delay(_monotonic())
+            if delay:
+                self._gathers = self._loop.call_later(delay, self._read_on)
+                self._watch_reads()
+
+    def _read_on(self) -> None:
+        """Enough has gathered."""
+        self._gathers = None
+        self._watch_reads()
+
+    def _watch_reads(self) -> None:
+        reads = self._library_reads and self._gathers is None
+        if reads is not self._reads:
+            self._reads = reads
+            if reads:
+                self._transport.resume_reading()
+            else:
+                self._transport.pause_reading()
 
     def pump(self) -> None:
         """Write what there is, until there is no more or the socket is full."""
@@ -283,6 +308,8 @@ class TapTransport(asyncio.Transport):
         """The connection has ended."""
         self._broken = self._closing = True
         _transports.discard(self)
+        if self._gathers is not None:
+            self._gathers.cancel()
         if self._watching:
             self._watch(False)
         self._socket.close()
@@ -345,15 +372,17 @@ class TapTransport(asyncio.Transport):
 
     def pause_reading(self) -> None:
         """As asyncio's."""
-        self._transport.pause_reading()
+        self._library_reads = False
+        self._watch_reads()
 
     def resume_reading(self) -> None:
         """As asyncio's."""
-        self._transport.resume_reading()
+        self._library_reads = True
+        self._watch_reads()
 
     def is_reading(self) -> bool:
         """As asyncio's."""
-        return self._transport.is_reading()
+        return self._library_reads and not self.is_closing()
 
 
 class TapTransportFactory(TransportFactory):

@@ -11,6 +11,7 @@ from typing import Any
 
 from qflow_client.aio.aiormq_io import TapTransport
 from qflow_client.aio.connection import TappedConnection, TappedRobustConnection, connect_async, final, words
+from qflow_client.coalescing import Coalescing
 from qflow_client.errors import ConnectionFailed
 from qflow_client.logs import log
 from qflow_client.protocol import ProducerProtocol
@@ -62,6 +63,7 @@ class Link:
         self._settings = protocol.settings
         self._reconnection = Reconnection(self._settings, host)
         self._protocol = protocol
+        self._coalescing = Coalescing(protocol)
         self._after = after
         self._loop = asyncio.get_running_loop()
         # The connection's socket; set once the channel is there.
@@ -208,6 +210,8 @@ class Link:
         self._protocol.channel_opened(number, amqp.connection_tune.frame_max, now)
         tapped.tap.attach(number, self._protocol, now)
         tapped.add_after(self._after_io)
+        if self._is_own:
+            tapped.delay = self._coalescing.delay
         channel.closing.add_done_callback(self._on_channel_close)
         self._stop_waiting()
         self._after_io()

@@ -15,6 +15,7 @@ import pika
 from pika.exceptions import AuthenticationError, ChannelClosedByBroker, ProtocolVersionMismatch
 from pika.exceptions import ConnectionClosed as PikaConnectionClosed
 
+from qflow_client.coalescing import Coalescing
 from qflow_client.errors import SettingsError
 from qflow_client.logs import log
 from qflow_client.protocol import ProducerProtocol
@@ -138,7 +139,7 @@ class Link(ChannelIO):
         self._lock = lock
         self._after = after
         self._tap = Tap()
-        self.services = TapIOServices(self._tap, lock, self._after_io)
+        self.services = TapIOServices(self._tap, lock, self._after_io, Coalescing(protocol).delay)
         self._connection: pika.SelectConnection | None = None
         # Set once the channel is there, or failed once it cannot be.
         self._opened: Future[None] = Future()

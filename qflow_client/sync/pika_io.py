@@ -22,14 +22,11 @@ from pika.adapters.select_connection import IOLoop
 from pika.adapters.utils.selector_ioloop_adapter import SelectorIOServicesAdapter
 
 from qflow_client.frames import FrameError
+from qflow_client.skin import TLS_WRITE_CHUNK, WRITE_CHUNK
 from qflow_client.tap import Tap
 
 __all__ = ["TapIOServices"]
 
-# What the kernel has not taken, a stop can still hold back: a large chunk costs nothing but the memory to join it. TLS
-# cannot take back a write that it has begun, so there a chunk is one record.
-_WRITE_CHUNK = 1 << 17
-_TLS_WRITE_CHUNK = 1 << 14
 _READ_CHUNK = 1 << 17
 # How often a TLS socket is read before everybody else has a turn.
 _TLS_READS = 64
@@ -52,7 +49,7 @@ class _TapSocket:
         self.full = False
         # A TLS record of ours that was begun.
         self._begun_record = b""
-        self.write_chunk = _TLS_WRITE_CHUNK if self._is_tls else _WRITE_CHUNK
+        self.write_chunk = TLS_WRITE_CHUNK if self._is_tls else WRITE_CHUNK
         services.tapped = self
 
     def __getattr__(self, name: str) -> Any:
@@ -179,13 +176,18 @@ class TapIOServices(SelectorIOServicesAdapter):
         tap: the tap.
         lock: held around every use of the tap and of the channels behind it.
         after: called, without the lock, after anything that may have changed a channel.
+        delay: told the time after answers were taken, with the lock, it says for how many seconds what comes next may
+            gather; unless given, everything is read as it comes.
     """
 
-    def __init__(self, tap: Tap, lock: Lock, after: Callable[[], None]) -> None:
+    def __init__(
+        self, tap: Tap, lock: Lock, after: Callable[[], None], delay: Callable[[float], float] = lambda _now: 0.0
+    ) -> None:
         super().__init__(IOLoop())  # type: ignore[arg-type]  # pika's own loop is what it takes
         self.tap = tap
         self.lock = lock
         self._after = after
+        self._delay = delay
         # The socket, once it is connected and until it is closed.
         self.tapped: _TapSocket | None = None
         # The last one that was to be connected.
@@ -197,6 +199,9 @@ class TapIOServices(SelectorIOServicesAdapter):
         self.library_sent = 0
         # Whether `pump` runs, or will without being asked; guarded by the lock.
         self.awake = False
+        # pika's interest in what comes, and what ends the time for which that is left to gather; None if it is read.
+        self._library_reader: Callable[[], None] | None = None
+        self._gathers: Any = None
 
     def wake(self) -> None:
         """Have `pump` run soon. For any thread that has found `awake` False under the lock."""
@@ -213,10 +218,20 @@ class TapIOServices(SelectorIOServicesAdapter):
             except FrameError as error:
                 raise ConnectionAbortedError(errno.ECONNABORTED, f"the broker sent {error}") from error
             self.awake = True
+            delay = 0.0 if passed else self._delay(now)
         # What waits to be written first: whoever is woken wants the interpreter for itself.
         self.pump()
         self._after()
+        if delay and self._gathers is None and self.tapped is not None:
+            self._gathers = self.call_later(delay, self._read_on)
+            self._watch_reads(self.tapped.fileno())
         return passed
+
+    def _read_on(self) -> None:
+        """Enough has gathered."""
+        self._gathers = None
+        if self.tapped is not None:
+            self._watch_reads(self.tapped.fileno())
 
     def pump(self) -> None:
         """Write what the channels have, until there is no more or the socket is full."""
@@ -284,6 +299,23 @@ class TapIOServices(SelectorIOServicesAdapter):
             error = ConnectionResetError(errno.ECONNRESET, "it was reset as soon as it was connected")
             return self.call_later(0.0, partial(on_done, error))
 
+    def set_reader(self, fd: int, on_readable: Callable[[], None]) -> None:
+        """As pika's; the socket that is tapped is not read while answers gather."""
+        if self.tapped is None or fd != self.tapped.fileno():
+            super().set_reader(fd, on_readable)
+            return
+        self._library_reader = on_readable
+        self._watch_reads(fd)
+
+    def remove_reader(self, fd: int) -> bool:
+        """As pika's."""
+        if self.tapped is None or fd != self.tapped.fileno():
+            return bool(super().remove_reader(fd))
+        had = self._library_reader is not None
+        self._library_reader = None
+        self._watch_reads(fd)
+        return had
+
     def set_writer(self, fd: int, on_writable: Callable[[], None]) -> None:
         """As pika's; the socket that is tapped has two writers."""
         if self.tapped is None or fd != self.tapped.fileno():
@@ -312,9 +344,19 @@ class TapIOServices(SelectorIOServicesAdapter):
         """The socket is about to be closed."""
         assert self.tapped is not None
         fd = self.tapped.fileno()
+        if self._gathers is not None:
+            self._gathers.cancel()
+        self._library_reader = self._gathers = None
+        self._watch_reads(fd)
         self._library_writer, self._ours = None, False
         self._watch(fd)
         self.tapped = None
+
+    def _watch_reads(self, fd: int) -> None:
+        if self._library_reader is not None and self._gathers is None:
+            super().set_reader(fd, self._library_reader)
+        else:
+            super().remove_reader(fd)
 
     def _watch(self, fd: int) -> None:
         if self._library_writer is not None or self._ours:

@@ -98,7 +98,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         skins = ["threads"]
         if metafunc.function.__name__ not in _THREADS_ONLY:
             # The loop matters where it comes to the socket.
-            near = metafunc.module.__name__.endswith(("test_channel_flow", "test_tls", "test_transport"))
+            near = metafunc.module.__name__.endswith(
+                ("test_channel_flow", "test_coalescing", "test_tls", "test_transport")
+            )
             skins += ["asyncio", "uvloop"] if near else ["asyncio"]
         metafunc.parametrize("skin", skins, indirect=True)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ class _Loop:
     def __init__(self) -> None:
         self.writers: dict[int, Any] = {}
         self.soon: list[Any] = []
+        self.later: list[tuple[float, Any]] = []
 
     def add_writer(self, fd: int, callback: Any) -> None:
         self.writers[fd] = callback
@@ -32,6 +34,10 @@ class _Loop:
     def call_soon(self, callback: Any) -> None:
         self.soon.append(callback)
 
+    def call_later(self, delay: float, callback: Any) -> object:
+        self.later.append((delay, callback))
+        return callback
+
 
 class _Raw(asyncio.Transport):
     def get_extra_info(self, name: str, default: Any = None) -> Any:
@@ -41,6 +47,18 @@ class _Raw(asyncio.Transport):
     def __init__(self, sock: socket.socket) -> None:
         super().__init__()
         self.sock = sock
+        self.reads = True
+
+    def pause_reading(self) -> None:
+        assert self.reads
+        self.reads = False
+
+    def resume_reading(self) -> None:
+        assert not self.reads
+        self.reads = True
+
+    def is_closing(self) -> bool:
+        return False
 
 
 class _Reader(asyncio.StreamReaderProtocol):
@@ -172,3 +190,39 @@ def test_the_library_is_asked_to_wait_while_much_of_its_own_is_not_written() -> 
         tapped.pump()
         assert (reader.pauses, tapped.get_write_buffer_size()) == (0, 0)
         assert len(written) == 100_002
+
+
+@pytest.mark.parametrize("pauses", ["before", "meanwhile", "no longer"])
+def test_nothing_is_read_while_answers_gather_or_the_library_has_enough(pauses: str) -> None:
+    with parts([]) as (tapped, _channel, _written, _reader):
+        raw: Any = tapped._raw
+        loop: Any = tapped._loop
+        delays = [0.0, 0.25, 0.125]
+        tapped.delay = lambda _now: delays.pop(0)
+        tapped.received(for_library=False)
+        # What is for the library says nothing of how long the next may wait.
+        tapped.received(for_library=True)
+        assert raw.reads
+        assert not loop.later
+        if pauses == "before":
+            tapped.pause_reading()
+        tapped.received(for_library=False)
+        assert not raw.reads
+        # The library knows nothing of that.
+        assert tapped.is_reading() is (pauses != "before")
+        if pauses != "before":
+            tapped.pause_reading()
+        # More that was read already changes nothing.
+        tapped.received(for_library=False)
+        [(delay, over)] = loop.later
+        assert delay == 0.25
+        if pauses == "no longer":
+            tapped.resume_reading()
+            assert not raw.reads
+        over()
+        assert raw.reads is tapped.is_reading() is (pauses == "no longer")
+        if pauses != "no longer":
+            tapped.resume_reading()
+        assert raw.reads
+        tapped.received(for_library=False)
+        assert [each for each, _ in loop.later] == [0.25, 0.125]

@@ -1,0 +1,113 @@
+"""What comes may gather for a while; what leaves may not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+import qflow_client
+from qflow_client import HoldKind, Producer
+from qflow_client.broker import Broker
+from qflow_client.coalescing import Coalescing
+
+from .tools import PATIENCE, wait_held
+
+# Seconds; far more than it ever is.
+_GATHERS = 0.3
+
+
+class _Gathering:
+    """Has what comes after the first answers gather for a long time, once."""
+
+    def __init__(self) -> None:
+        self.began = 0.0
+        self.begun = threading.Event()
+
+    def delay(self, now: float) -> float:
+        if self.begun.is_set():
+            return 0.0
+        self.began = now
+        self.begun.set()
+        return _GATHERS
+
+    def wait(self) -> None:
+        assert self.begun.wait(PATIENCE)
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() >= self.began + _GATHERS
+
+
+@pytest.fixture
+def gathering(monkeypatch: pytest.MonkeyPatch) -> _Gathering:
+    made = _Gathering()
+    monkeypatch.setattr(Coalescing, "delay", lambda _self, now: made.delay(now))
+    return made
+
+
+def test_messages_leave_while_answers_gather(
+    make_producer: Callable[..., Producer], broker: Broker, gathering: _Gathering
+) -> None:
+    producer = make_producer()
+    assert producer.send(b"1").wait(PATIENCE)
+    gathering.wait()
+    receipt = producer.send(b"2")
+    broker.wait_until(lambda b: b.queue("q").depth == 2)
+    assert receipt.wait(PATIENCE)
+    assert gathering.over
+    # From then on all is as it was.
+    producer.send(b"3").result(PATIENCE)
+
+
+def test_a_stop_is_obeyed_once_it_is_read(
+    make_producer: Callable[..., Producer], broker: Broker, gathering: _Gathering
+) -> None:
+    producer = make_producer()
+    assert producer.send(b"1").wait(PATIENCE)
+    gathering.wait()
+    broker.flow(False)
+    wait_held(producer, HoldKind.CHANNEL_FLOW)
+    assert gathering.over
+    broker.flow(True)
+    producer.send(b"2", timeout=PATIENCE).result(PATIENCE)
+
+
+def test_a_connection_that_is_lost_meanwhile_comes_back(
+    make_producer: Callable[..., Producer], broker: Broker, gathering: _Gathering
+) -> None:
+    producer = make_producer()
+    assert producer.send(b"1").wait(PATIENCE)
+    gathering.wait()
+    broker.drop_connections()
+    # The new connection has nothing of the old one's.
+    receipts = [producer.send(b"%d" % number, timeout=PATIENCE) for number in range(2, 5)]
+    for receipt in receipts:
+        receipt.result(PATIENCE)
+    assert gathering.over
+    assert {message.body for message in broker.messages("q")} == {b"1", b"2", b"3", b"4"}
+
+
+def test_a_producer_is_closed_in_order_meanwhile(
+    make_producer: Callable[..., Producer], broker: Broker, gathering: _Gathering
+) -> None:
+    producer = make_producer()
+    producer.send(b"1").result(PATIENCE)
+    gathering.wait()
+    receipt = producer.send(b"2")
+    producer.close(timeout=PATIENCE)
+    receipt.result()
+    broker.wait_until(lambda b: not b.connections())
+
+
+def test_what_others_read_never_gathers(broker: Broker, gathering: _Gathering) -> None:
+    connection = qflow_client.connect(broker.url)
+    try:
+        with Producer(connection=connection, routing_key="q") as producer:
+            for number in range(10):
+                producer.send(b"%d" % number).result(PATIENCE)
+        assert not gathering.begun.is_set()
+    finally:
+        connection.close()
