@@ -38,8 +38,9 @@ VARYING_BARS = (
 )
 
 
-# RabbitMQ gets slower as a queue that nobody consumes from fills: in runs of 2,000 messages a plain socket had 98,000
-# confirms per second, in runs of 50,000 it had 47,000, and then the clients differ by what is left.
+# RabbitMQ gets slower as a queue that nobody consumes from fills, and then it is the limit for everybody: in runs of
+# 2,000 messages a plain socket had 76,000 confirms per second, in runs of 50,000 it had 46,000. Up to 5,000 or so the
+# clients are what differs. Runs as short as that vary, so there are many.
 _MESSAGES_HELP = "per run, of which a queue of its own is filled; slow peers get fewer (%(default)s)"
 
 # One message in so many is timed: a prime, or it would be the first of every batch.
@@ -75,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
         "--url", default="amqp://guest:guest@localhost:5672/%2F", help=f"amqp:// URL of the broker, or {EMBEDDED}: ours"
     )
     made.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
-    made.add_argument("--messages", type=_whole, default=10_000, help=_MESSAGES_HELP)
+    made.add_argument("--messages", type=_whole, default=5_000, help=_MESSAGES_HELP)
     made.add_argument("--sizes", type=_sizes, default=(100, 1024), help="of bodies, in bytes (100,1024)")
     made.add_argument("--window", type=_whole, default=1000, help="the most unconfirmed messages (%(default)s)")
     made.add_argument(
@@ -84,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
         default=known.DEFAULT,
         help=f"separated by commas, or all; there are {', '.join(known.PEERS)} ({','.join(known.DEFAULT)})",
     )
-    made.add_argument("--repeat", type=_whole, default=15, help="rounds, of which the median counts (%(default)s)")
+    made.add_argument("--repeat", type=_whole, default=31, help="rounds, of which the median counts (%(default)s)")
     made.add_argument("--unconfirmed", action="store_true", help="without publisher confirms")
     made.add_argument(
         "--varying", action="store_true", help="give every message headers and a timestamp of its own (fewer peers)"
