@@ -8,6 +8,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import socket
 import struct
 import sys
@@ -44,6 +45,9 @@ BARS: tuple[tuple[str, str, str, Callable[[Any], bool]], ...] = (
 _FLOW = b"\1\0\1\0\0\0\5\0\x14\0\x14%b\xce"
 _FLOW_OK = b"\0\x14\0\x15"
 _PUBLISH = b"\0\x3c\0\x28"
+# The whole frame, for which a broker that has asked for none would close the connection. It is written alone, so it
+# comes whole.
+_FLOW_OK_FRAME = re.compile(b"\1\0\1\0\0\0\5\0\x14\0\x15[\0\1]\xce")
 
 
 def percentile(values: Sequence[float], part: float) -> float:
@@ -122,7 +126,7 @@ class _Injector:
                 raise ConnectionError("the producer left")
             # A pattern may be cut in two.
             seen = seen[-len(found) :] + data
-            upstream.sendall(data)
+            upstream.sendall(_FLOW_OK_FRAME.sub(b"", data))
 
 
 def _inject(url: str, results: Connection, rounds: int) -> None:
@@ -168,9 +172,11 @@ def _send_by_thread(url: str, results: Connection) -> list[float]:
 
         sender = threading.Thread(target=keep_sending)
         sender.start()
-        times: list[float] = results.recv()
-        done.set()
-        sender.join()
+        try:
+            times: list[float] = results.recv()
+        finally:
+            done.set()
+            sender.join()
     return times
 
 
@@ -185,8 +191,10 @@ def _send_by_task(url: str, results: Connection) -> list[float]:
                     await asyncio.sleep(0)
 
             sender = asyncio.create_task(keep_sending())
-            times: list[float] = await asyncio.to_thread(results.recv)
-            sender.cancel()
+            try:
+                times: list[float] = await asyncio.to_thread(results.recv)
+            finally:
+                sender.cancel()
         return times
 
     return asyncio.run(run())
@@ -201,6 +209,8 @@ def resume(
     ours, theirs = context.Pipe()
     process = context.Process(target=_inject, args=(url, theirs, rounds))
     process.start()
+    # Or nobody would learn that it has failed.
+    theirs.close()
     parts = urlsplit(url)
     through = parts._replace(netloc=f"{parts.netloc.rpartition('@')[0]}@127.0.0.1:{ours.recv()}").geturl()
     times = send(through, ours)
