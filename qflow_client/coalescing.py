@@ -18,6 +18,9 @@ _PART = 0.1
 # Seconds. Event loops count in milliseconds; and much more than that saves nothing more.
 _SHORTEST = 0.001
 _LONGEST = 0.002
+# Bytes in one read above which the next is not put off. Acks are small: what is large is messages that come back, and of
+# those a socket that is not read holds no more than its buffer.
+_LARGE = 1 << 13
 
 
 class Publishing(Protocol):
@@ -50,13 +53,14 @@ class Coalescing:
         # What came of it.
         self._delay = 0.0
 
-    def delay(self, now: float) -> float:
+    def delay(self, size: int, now: float) -> float:
         """For how long what comes next may wait, after answers have been taken.
 
         At least 256 messages must be in flight, and such a number must have taken 10 ms or longer to be answered. The
-        delay is a tenth of that time, and 2 ms at the most.
+        delay is a tenth of that time, and 2 ms at the most. It is nothing after a read of more than 8 KiB.
 
         Args:
+            size: of the answers that have been taken, in bytes.
             now: seconds.
 
         Returns:
@@ -73,4 +77,4 @@ class Coalescing:
                 delay = _PART * (now - self._since)
                 self._delay = min(delay, _LONGEST) if delay >= _SHORTEST else 0.0
             self._since, self._due = now, settled + in_flight
-        return self._delay
+        return self._delay if size <= _LARGE else 0.0

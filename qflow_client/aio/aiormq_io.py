@@ -80,7 +80,7 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
                 passed += _UNBLOCKED
             super().data_received(passed)
         if self._tapped is not None:
-            self._tapped.received(for_library=bool(passed))
+            self._tapped.received(len(data), for_library=bool(passed))
         if self._tap.error is not None:
             # What came before it has been passed.
             self._garbage(self._tap.error)
@@ -156,9 +156,9 @@ class TapTransport(asyncio.Transport):
         self._closing = False
         # Whether `pump` runs, or will without being asked.
         self.awake = False
-        # Told the time after answers were taken, it says for how many seconds what comes next may gather; None to read
-        # everything as it comes, which is right for a connection that others use, too.
-        self.delay: Callable[[float], float] | None = None
+        # Told the size of answers that were taken and the time, it says for how many seconds what comes next may gather;
+        # None to read everything as it comes, which is right for a connection that others use, too.
+        self.delay: Callable[[int, float], float] | None = None
         # What ends that time; None if it is read. And whether the library wants to read, and the socket is read.
         self._gathers: asyncio.TimerHandle | None = None
         self._library_reads = self._reads = True
@@ -187,10 +187,11 @@ class TapTransport(asyncio.Transport):
         self.awake = True
         self._loop.call_soon(self.pump)
 
-    def received(self, *, for_library: bool) -> None:
+    def received(self, size: int, *, for_library: bool) -> None:
         """The tap has been given something: do what follows from it.
 
         Args:
+            size: in bytes.
             for_library: some of it was for the library.
         """
         urgent = False
@@ -202,7 +203,7 @@ class TapTransport(asyncio.Transport):
             # Behind the tasks that have been woken by now: what they send goes out in the same write.
             self.wake()
         if self.delay is not None and self._gathers is None and not for_library:
-            delay = self.delay(_monotonic())
+            delay = self.delay(size, _monotonic())
             if delay:
                 self._gathers = self._loop.call_later(delay, self._read_on)
                 self._watch_reads()

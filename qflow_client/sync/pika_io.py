@@ -176,12 +176,12 @@ class TapIOServices(SelectorIOServicesAdapter):
         tap: the tap.
         lock: held around every use of the tap and of the channels behind it.
         after: called, without the lock, after anything that may have changed a channel.
-        delay: told the time after answers were taken, with the lock, it says for how many seconds what comes next may
-            gather; unless given, everything is read as it comes.
+        delay: told the size of answers that were taken and the time, with the lock, it says for how many seconds what
+            comes next may gather; unless given, everything is read as it comes.
     """
 
     def __init__(
-        self, tap: Tap, lock: Lock, after: Callable[[], None], delay: Callable[[float], float] = lambda _now: 0.0
+        self, tap: Tap, lock: Lock, after: Callable[[], None], delay: Callable[[int, float], float] = lambda _size, _now: 0.0
     ) -> None:
         super().__init__(IOLoop())  # type: ignore[arg-type]  # pika's own loop is what it takes
         self.tap = tap
@@ -218,7 +218,7 @@ class TapIOServices(SelectorIOServicesAdapter):
             except FrameError as error:
                 raise ConnectionAbortedError(errno.ECONNABORTED, f"the broker sent {error}") from error
             self.awake = True
-            delay = 0.0 if passed else self._delay(now)
+            delay = 0.0 if passed else self._delay(len(data), now)
         # What waits to be written first: whoever is woken wants the interpreter for itself.
         self.pump()
         self._after()

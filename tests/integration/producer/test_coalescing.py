@@ -44,7 +44,7 @@ class _Gathering:
 @pytest.fixture
 def gathering(monkeypatch: pytest.MonkeyPatch) -> _Gathering:
     made = _Gathering()
-    monkeypatch.setattr(Coalescing, "delay", lambda _self, now: made.delay(now))
+    monkeypatch.setattr(Coalescing, "delay", lambda _self, _size, now: made.delay(now))
     return made
 
 
@@ -111,3 +111,17 @@ def test_what_others_read_never_gathers(broker: Broker, gathering: _Gathering) -
         assert not gathering.begun.is_set()
     finally:
         connection.close()
+
+
+def test_it_is_told_how_much_comes_back(
+    make_producer: Callable[..., Producer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def delay(_self: Coalescing, size: int, _now: float) -> float:
+        sizes.append(size)
+        return 0.0
+
+    monkeypatch.setattr(Coalescing, "delay", delay)
+    assert make_producer().send(bytes(20_000), routing_key="nowhere").wait(PATIENCE)
+    assert sum(sizes) > 20_000

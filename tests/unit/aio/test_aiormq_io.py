@@ -198,22 +198,22 @@ def test_nothing_is_read_while_answers_gather_or_the_library_has_enough(pauses: 
         raw: Any = tapped._raw
         loop: Any = tapped._loop
         delays = [0.0, 0.25, 0.125]
-        tapped.delay = lambda _now: delays.pop(0)
-        tapped.received(for_library=False)
+        tapped.delay = lambda _size, _now: delays.pop(0)
+        tapped.received(21, for_library=False)
         # What is for the library says nothing of how long the next may wait.
-        tapped.received(for_library=True)
+        tapped.received(21, for_library=True)
         assert raw.reads
         assert not loop.later
         if pauses == "before":
             tapped.pause_reading()
-        tapped.received(for_library=False)
+        tapped.received(21, for_library=False)
         assert not raw.reads
         # The library knows nothing of that.
         assert tapped.is_reading() is (pauses != "before")
         if pauses != "before":
             tapped.pause_reading()
         # More that was read already changes nothing.
-        tapped.received(for_library=False)
+        tapped.received(21, for_library=False)
         [(delay, over)] = loop.later
         assert delay == 0.25
         if pauses == "no longer":
@@ -224,5 +224,5 @@ def test_nothing_is_read_while_answers_gather_or_the_library_has_enough(pauses: 
         if pauses != "no longer":
             tapped.resume_reading()
         assert raw.reads
-        tapped.received(for_library=False)
+        tapped.received(21, for_library=False)
         assert [each for each, _ in loop.later] == [0.25, 0.125]

@@ -12,6 +12,10 @@ from hypothesis import strategies as st
 from qflow_client.coalescing import Coalescing
 
 
+# Of an ack, in bytes.
+_SIZE = 21
+
+
 @dataclass
 class _Producer:
     in_flight: int = 0
@@ -20,11 +24,11 @@ class _Producer:
 
 def _answered_in(coalescing: Coalescing, producer: _Producer, seconds: float, now: float = 100.0) -> float:
     """The delay once what is in flight is answered after so many seconds, and as much is in flight again."""
-    coalescing.delay(now)
+    coalescing.delay(_SIZE, now)
     producer.settled_so_far += producer.in_flight - 1
-    before = coalescing.delay(now + seconds)
+    before = coalescing.delay(_SIZE, now + seconds)
     producer.settled_so_far += 1
-    after = coalescing.delay(now + seconds)
+    after = coalescing.delay(_SIZE, now + seconds)
     # Nothing changes before the last of them.
     assert before == 0.0 or after == before
     return after
@@ -54,11 +58,11 @@ def test_the_delay_follows_the_broker() -> None:
     assert _answered_in(coalescing, producer, 0.015, 100.0) == pytest.approx(0.0015)
     # It holds until all that is in flight now is answered, too.
     producer.settled_so_far += 999
-    assert coalescing.delay(100.016) == pytest.approx(0.0015)
+    assert coalescing.delay(_SIZE, 100.016) == pytest.approx(0.0015)
     producer.settled_so_far += 1
-    assert coalescing.delay(100.035) == pytest.approx(0.002)
+    assert coalescing.delay(_SIZE, 100.035) == pytest.approx(0.002)
     producer.settled_so_far += 1000
-    assert coalescing.delay(100.040) == 0.0
+    assert coalescing.delay(_SIZE, 100.040) == 0.0
 
 
 def test_time_in_which_little_was_in_flight_says_nothing() -> None:
@@ -66,14 +70,23 @@ def test_time_in_which_little_was_in_flight_says_nothing() -> None:
     coalescing = Coalescing(producer)
     assert _answered_in(coalescing, producer, 0.02) == pytest.approx(0.002)
     producer.in_flight = 255
-    assert coalescing.delay(100.03) == 0.0
+    assert coalescing.delay(_SIZE, 100.03) == 0.0
     # An hour later there is a burst, whose first answers are read as they come.
     producer.in_flight = 1000
     for read in range(10):
         producer.settled_so_far += 99
-        assert coalescing.delay(3600.0 + read / 500) == 0.0
+        assert coalescing.delay(_SIZE, 3600.0 + read / 500) == 0.0
     producer.settled_so_far += 109
-    assert coalescing.delay(3600.020) == pytest.approx(0.002)
+    assert coalescing.delay(_SIZE, 3600.020) == pytest.approx(0.002)
+
+
+def test_nothing_waits_behind_messages_that_come_back() -> None:
+    producer = _Producer(1000)
+    coalescing = Coalescing(producer)
+    assert _answered_in(coalescing, producer, 0.02) == pytest.approx(0.002)
+    assert coalescing.delay(8193, 100.021) == 0.0
+    # That says nothing about the answers after them.
+    assert coalescing.delay(8192, 100.022) == pytest.approx(0.002)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 500), st.floats(1e-6, 10.0)), max_size=60))
@@ -85,7 +98,7 @@ def test_the_delay_is_short_and_only_where_much_is_in_flight(reads: list[tuple[i
         now += seconds
         producer.in_flight = in_flight
         producer.settled_so_far += settled
-        delay = coalescing.delay(now)
+        delay = coalescing.delay(_SIZE, now)
         assert delay == 0.0 or (0.001 <= delay <= 0.002 and in_flight >= 256)
 
 
@@ -105,7 +118,7 @@ def _throughput(window: int, way: float, coalesces: bool) -> float:
             read += 1
         producer.settled_so_far += read
         producer.in_flight -= read
-        delay = coalescing.delay(now) if coalesces else 0.0
+        delay = coalescing.delay(_SIZE, now) if coalesces else 0.0
         paused_until = now + delay
         # Each takes its time to be made, and so the answers spread out.
         for at in range(read):
