@@ -18,8 +18,8 @@ _PART = 0.1
 # Seconds. Event loops count in milliseconds; and much more than that saves nothing more.
 _SHORTEST = 0.001
 _LONGEST = 0.002
-# Bytes in one read above which the next is not put off. Acks are small: what is large is messages that come back, and of
-# those a socket that is not read holds no more than its buffer.
+# Bytes in one read above which the next is not put off. Acks are small: what is large is messages that come back, and
+# of those a socket that is not read holds no more than its buffer.
 _LARGE = 1 << 13
 
 

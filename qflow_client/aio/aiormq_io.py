@@ -156,8 +156,8 @@ class TapTransport(asyncio.Transport):
         self._closing = False
         # Whether `pump` runs, or will without being asked.
         self.awake = False
-        # Told the size of answers that were taken and the time, it says for how many seconds what comes next may gather;
-        # None to read everything as it comes, which is right for a connection that others use, too.
+        # Told the size of answers that were taken, and the time, it says for how many seconds what comes next may
+        # gather; None to read everything as it comes, which is right for a connection that others use, too.
         self.delay: Callable[[int, float], float] | None = None
         # What ends that time; None if it is read. And whether the library wants to read, and the socket is read.
         self._gathers: asyncio.TimerHandle | None = None

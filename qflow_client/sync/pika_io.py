@@ -181,7 +181,11 @@ class TapIOServices(SelectorIOServicesAdapter):
     """
 
     def __init__(
-        self, tap: Tap, lock: Lock, after: Callable[[], None], delay: Callable[[int, float], float] = lambda _size, _now: 0.0
+        self,
+        tap: Tap,
+        lock: Lock,
+        after: Callable[[], None],
+        delay: Callable[[int, float], float] = lambda _size, _now: 0.0,
     ) -> None:
         super().__init__(IOLoop())  # type: ignore[arg-type]  # pika's own loop is what it takes
         self.tap = tap

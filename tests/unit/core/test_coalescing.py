@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from qflow_client.coalescing import Coalescing
 
-
 # Of an ack, in bytes.
 _SIZE = 21
 
