@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -9,9 +10,11 @@ from collections.abc import Callable
 import pytest
 
 import qflow_client
-from qflow_client import HoldKind, Producer
+from qflow_client import AsyncProducer, HoldKind, Producer
+from qflow_client.aio.aiormq_io import TapTransport
 from qflow_client.broker import Broker
 from qflow_client.coalescing import Coalescing
+from qflow_client.sync.pika_io import TapIOServices
 
 from .tools import PATIENCE, wait_held
 
@@ -48,16 +51,42 @@ def gathering(monkeypatch: pytest.MonkeyPatch) -> _Gathering:
     return made
 
 
+@pytest.fixture
+def end_of_gathering(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """What has gathered is not read before this is set, however long that takes."""
+    end = threading.Event()
+    read_by_pika, read_by_aiormq = TapIOServices._read_on, TapTransport._read_on
+
+    def pika_read_on(services: TapIOServices) -> None:
+        if end.is_set():
+            read_by_pika(services)
+        else:
+            services._gathers = services.call_later(0.01, services._read_on)
+
+    def aiormq_read_on(tapped: TapTransport) -> None:
+        if end.is_set():
+            read_by_aiormq(tapped)
+        else:
+            tapped._gathers = tapped._loop.call_later(0.01, tapped._read_on)
+
+    monkeypatch.setattr(TapIOServices, "_read_on", pika_read_on)
+    monkeypatch.setattr(TapTransport, "_read_on", aiormq_read_on)
+    return end
+
+
 def test_messages_leave_while_answers_gather(
-    make_producer: Callable[..., Producer], broker: Broker, gathering: _Gathering
+    make_producer: Callable[..., Producer], broker: Broker, gathering: _Gathering, end_of_gathering: threading.Event
 ) -> None:
     producer = make_producer()
-    assert producer.send(b"1").wait(PATIENCE)
-    gathering.wait()
-    receipt = producer.send(b"2")
-    broker.wait_until(lambda b: b.queue("q").depth == 2)
+    try:
+        assert producer.send(b"1").wait(PATIENCE)
+        gathering.wait()
+        receipt = producer.send(b"2")
+        broker.wait_until(lambda b: b.queue("q").depth == 2)
+        assert not receipt.done
+    finally:
+        end_of_gathering.set()
     assert receipt.wait(PATIENCE)
-    assert gathering.over
     # From then on all is as it was.
     producer.send(b"3").result(PATIENCE)
 
@@ -111,6 +140,20 @@ def test_what_others_read_never_gathers(broker: Broker, gathering: _Gathering) -
         assert not gathering.begun.is_set()
     finally:
         connection.close()
+
+
+def test_what_others_read_never_gathers_on_a_loop_either(broker: Broker, gathering: _Gathering) -> None:
+    async def run() -> None:
+        connection = await qflow_client.connect_async(broker.url)
+        try:
+            async with AsyncProducer(connection=connection, routing_key="q") as producer:
+                for number in range(10):
+                    await (await producer.send(b"%d" % number)).result(PATIENCE)
+        finally:
+            await connection.close()
+
+    asyncio.run(run())
+    assert not gathering.begun.is_set()
 
 
 def test_it_is_told_how_much_comes_back(
