@@ -45,7 +45,7 @@ BARS: tuple[tuple[str, str, str, Callable[[Any], bool]], ...] = (
 _FLOW = b"\1\0\1\0\0\0\5\0\x14\0\x14%b\xce"
 _FLOW_OK = b"\0\x14\0\x15"
 _PUBLISH = b"\0\x3c\0\x28"
-# The whole frame, for which a broker that has asked for none would close the connection. It is written alone, so it
+# The whole frame, for which a broker that has asked for none would close the connection. Messages are small here, so it
 # comes whole.
 _FLOW_OK_FRAME = re.compile(b"\1\0\1\0\0\0\5\0\x14\0\x15[\0\1]\xce")
 

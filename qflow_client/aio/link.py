@@ -63,7 +63,6 @@ class Link:
         self._settings = protocol.settings
         self._reconnection = Reconnection(self._settings, host)
         self._protocol = protocol
-        self._coalescing = Coalescing(protocol)
         self._after = after
         self._loop = asyncio.get_running_loop()
         # The connection's socket; set once the channel is there.
@@ -211,7 +210,7 @@ class Link:
         tapped.tap.attach(number, self._protocol, now)
         tapped.add_after(self._after_io)
         if self._is_own:
-            tapped.delay = self._coalescing.delay
+            tapped.delay = Coalescing(self._protocol).delay
         channel.closing.add_done_callback(self._on_channel_close)
         self._stop_waiting()
         self._after_io()
@@ -406,6 +405,7 @@ class Link:
         tapped = self.tapped
         if number is not None and tapped is not None:
             tapped.tap.detach(number)
+            tapped.delay = None
         wanted = False
         # If the broker closed the channel the tap has told of it.
         if reconnects or self._protocol.channel is not None:

@@ -246,6 +246,8 @@ class Link(ChannelIO):
     def _connect_again(self) -> None:
         with self._lock:
             self._tap = self.services.tap = Tap()
+            # The time in which there was none says nothing of the new connection.
+            self.services.delay = Coalescing(self._protocol).delay
         self._next = self.services.call_later(self._settings.connect_timeout, self._time_is_up)
         self._connect()
 

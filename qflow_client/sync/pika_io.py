@@ -191,7 +191,7 @@ class TapIOServices(SelectorIOServicesAdapter):
         self.tap = tap
         self.lock = lock
         self._after = after
-        self._delay = delay
+        self.delay = delay
         # The socket, once it is connected and until it is closed.
         self.tapped: _TapSocket | None = None
         # The last one that was to be connected.
@@ -222,7 +222,7 @@ class TapIOServices(SelectorIOServicesAdapter):
             except FrameError as error:
                 raise ConnectionAbortedError(errno.ECONNABORTED, f"the broker sent {error}") from error
             self.awake = True
-            delay = 0.0 if passed else self._delay(len(data), now)
+            delay = 0.0 if passed else self.delay(len(data), now)
         # What waits to be written first: whoever is woken wants the interpreter for itself.
         self.pump()
         self._after()

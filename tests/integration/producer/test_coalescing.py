@@ -28,8 +28,11 @@ class _Gathering:
     def __init__(self) -> None:
         self.began = 0.0
         self.begun = threading.Event()
+        # Who was asked for it.
+        self.asked: list[Coalescing] = []
 
-    def delay(self, now: float) -> float:
+    def delay(self, who: Coalescing, now: float) -> float:
+        self.asked.append(who)
         if self.begun.is_set():
             return 0.0
         self.began = now
@@ -47,7 +50,7 @@ class _Gathering:
 @pytest.fixture
 def gathering(monkeypatch: pytest.MonkeyPatch) -> _Gathering:
     made = _Gathering()
-    monkeypatch.setattr(Coalescing, "delay", lambda _self, _size, now: made.delay(now))
+    monkeypatch.setattr(Coalescing, "delay", lambda self, _size, now: made.delay(self, now))
     return made
 
 
@@ -111,11 +114,12 @@ def test_a_connection_that_is_lost_meanwhile_comes_back(
     assert producer.send(b"1").wait(PATIENCE)
     gathering.wait()
     broker.drop_connections()
-    # The new connection has nothing of the old one's.
+    # The new connection knows nothing of the old one.
     receipts = [producer.send(b"%d" % number, timeout=PATIENCE) for number in range(2, 5)]
     for receipt in receipts:
         receipt.result(PATIENCE)
     assert gathering.over
+    assert gathering.asked[0] is not gathering.asked[-1]
     assert {message.body for message in broker.messages("q")} == {b"1", b"2", b"3", b"4"}
 
 
