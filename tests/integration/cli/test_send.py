@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from qflow_client.broker import Broker
 from qflow_client.cli import main
 from qflow_client.protocol import REPUBLISHED
 from qflow_client.testing.proxy import FaultProxy
+from tests.integration.cli.terminal import on_a_terminal
 
 Capture = pytest.CaptureFixture[str]
 
@@ -69,6 +71,42 @@ def test_csv_records_arrive_as_json_objects(broker: Broker, tmp_path: Path, caps
     told = summary(capsys)
     assert (told["complete"], told["sent"], told["confirmed"], told["not_confirmed"]) == (True, 2, 2, {})
     assert (told["confirmed_up_to_record"], told["error"]) == (2, None)
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "arrived"),
+    [
+        (b"n,name\n1,Bo\n", ["-f", "csv"], [b'{"n":"1","name":"Bo"}']),
+        (b'{"n": 1}\n\n{"n": 2}\n', ["--format", "jsonl"], [b'{"n": 1}', b'{"n": 2}']),
+        (b"n,name\n1,Bo\n", ["-f", "lines"], [b"n,name", b"1,Bo"]),
+        (b"n,name\n1,Bo\n", [], [b"n,name", b"1,Bo"]),
+    ],
+    ids=["csv", "jsonl", "lines", "nothing said"],
+)
+def test_standard_input_has_the_format_that_it_is_said_to_have(
+    broker: Broker, stdin: Callable[[bytes], None], content: bytes, options: list[str], arrived: list[bytes]
+) -> None:
+    stdin(content)
+    assert main(["send", "-u", broker.url, "-k", "orders", "-q", *options]) == 0
+    assert bodies(broker) == arrived
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "arrived"),
+    [
+        ("orders.txt", [], [b"n,name", b"1,Bo"]),
+        ("orders.csv", ["-f", "lines"], [b"n,name", b"1,Bo"]),
+        ("orders.txt", ["-f", "csv"], [b'{"n":"1","name":"Bo"}']),
+    ],
+    ids=["by its ending", "csv as lines", "txt as csv"],
+)
+def test_a_file_has_the_format_of_its_ending_unless_another_is_said(
+    broker: Broker, tmp_path: Path, name: str, options: list[str], arrived: list[bytes]
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"n,name\n1,Bo\n")
+    assert main(["send", str(path), "-u", broker.url, "-k", "orders", "-q", *options]) == 0
+    assert bodies(broker) == arrived
 
 
 def test_what_the_command_line_does_not_say_comes_from_the_environment(
@@ -268,6 +306,63 @@ def start(
     process.stdin.flush()
     broker.wait_until(lambda b: b.queue("orders").depth == records.count(b"\n"), timeout=60)
     return process, process.stdin
+
+
+@pytest.mark.parametrize("as_json", [True, False], ids=["json", "text"])
+def test_it_ends_with_what_is_confirmed_how_long_it_was_flowed_and_its_rate(broker: Broker, as_json: bool) -> None:
+    process, _ = start(broker, b"one\n", options=("--json",) if as_json else ())
+    broker.flow(False)
+    broker.wait_until(lambda b: all(channel.flow_ok for channel in b.producers()))
+    broker.flow(True)
+    out, err = process.communicate(b"two\nthree\n", timeout=20)
+    assert (process.returncode, err) == (0, b"")
+    if as_json:
+        told = json.loads(out)
+        assert (told["complete"], told["sent"], told["confirmed"]) == (True, 3, 3)
+        assert told["times_flowed"] >= 1
+        # Not the time before there was a connection, which is no flow control.
+        assert 0 < told["seconds_flowed"]["channel_flow"] < told["seconds"]
+        # The seconds are told to the millisecond.
+        assert 3 / (told["seconds"] + 0.001) < told["messages_per_second"] < 3 / (told["seconds"] - 0.001)
+    else:
+        confirmed, flowed = out.decode().splitlines()
+        assert re.fullmatch(r"3 records confirmed in \d+(\.\d+)? s, \d+ msg/s", confirmed)
+        assert re.fullmatch(r"flowed \d+ times?: (.*, )?channel_flow \d+(\.\d+)? s(, .*)?", flowed)
+
+
+def test_on_a_terminal_a_bar_tells_how_much_of_the_file_is_sent_and_what_it_waits_for(
+    broker: Broker, tmp_path: Path
+) -> None:
+    path = tmp_path / "orders.csv"
+    path.write_bytes(b"number\n" + b"1\n" * 1000)
+    broker.flow(False)
+    with on_a_terminal("send", str(path), "-u", broker.url, "-k", "orders") as terminal:
+        terminal.read_until("flowed by channel_flow for ")
+        assert "orders.csv" in terminal.drawn
+        # The first record is what waits.
+        assert "0 confirmed" in terminal.drawn
+        broker.flow(True)
+        terminal.read_until(None)
+        assert terminal.process.wait(20) == 0
+        assert terminal.output().startswith("1,000 records confirmed in ")
+    assert re.search(r"orders\.csv ━+ 2\.0/2\.0 kB 1,000 confirmed, [\d,]+ msg/s +unflowed", terminal.drawn)
+    # Nothing of it stays.
+    assert terminal.raw.endswith("\x1b[2K")
+
+
+def test_on_a_terminal_what_has_no_length_has_a_spinner(broker: Broker) -> None:
+    with on_a_terminal("send", "-u", broker.url, "-k", "orders") as terminal:
+        assert terminal.process.stdin is not None
+        terminal.process.stdin.write(b"one\ntwo\n")
+        terminal.process.stdin.flush()
+        broker.wait_until(lambda b: b.queue("orders").depth == 2)
+        terminal.process.stdin.write(b"three\n")
+        terminal.process.stdin.close()
+        terminal.read_until("3 confirmed")
+        terminal.read_until(None)
+        assert terminal.process.wait(20) == 0
+    assert re.search(r"standard input [⠁-⣿] ", terminal.drawn)
+    assert "kB" not in terminal.drawn
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -5,19 +5,22 @@ from dataclasses import replace
 
 import pytest
 
+from qflow_client.broker import Enforcement
 from qflow_client.cli.demo.audit import ConsumerTally, ProducerTally, QueueTally, Run, audit, to_json
 
 FAST = ProducerTally(
     "fast", 50, sent=70, confirmed=70, checksum=0xA0, times_flowed=3, seconds_flowed={"channel_flow": 0.25}
 )
 SLOW = ProducerTally(
-    "slow", 15, sent=30, confirmed=30, checksum=0x0B, times_flowed=1, seconds_flowed={"capacity": 0.001}
+    "slow", 15, sent=30, confirmed=30, checksum=0x0B, times_flowed=1, seconds_flowed={"channel_flow": 0.001}
 )
 RUN = Run(
     messages=100,
     producers=(FAST, SLOW),
     consumer=ConsumerTally(consumed=100, checksum=0xAB),
-    queue=QueueTally(stop=100, resume=70, depth=0, peak_depth=140, flow_stopped=False, flow_stopped_count=2),
+    queue=QueueTally(
+        Enforcement.BOTH, stop=100, resume=70, depth=0, peak_depth=140, flow_stopped=False, flow_stopped_count=2
+    ),
 )
 
 
@@ -64,7 +67,7 @@ def test_a_good_run_passes() -> None:
         (replace(RUN, queue=replace(RUN.queue, flow_stopped=True)), {"queue empty and OFF in the end": "still ON"}),
         (
             with_producer(RUN, replace(FAST, seconds_flowed={"transport": 3.0, "rate": 1.0})),
-            {"fast was flowed by the broker": "0 s, which is not more than 0 s"},
+            {"fast was flowed by channel_flow": "0 s, which is not more than 0 s"},
         ),
         (
             with_producer(RUN, replace(SLOW, holds=("channel_flow",))),
@@ -74,6 +77,24 @@ def test_a_good_run_passes() -> None:
 )
 def test_what_is_wrong_is_named_with_its_difference(run: Run, expected: dict[str, str]) -> None:
     assert failures(run) == expected
+
+
+@pytest.mark.parametrize(
+    ("enforcement", "kind", "not_enough"),
+    [
+        (Enforcement.BOTH, "channel_flow", "capacity"),
+        (Enforcement.CHANNEL_FLOW, "channel_flow", "capacity"),
+        (Enforcement.COMPLETION, "capacity", "channel_flow"),
+    ],
+)
+def test_a_producer_has_to_be_held_in_the_way_that_the_queue_enforces(
+    enforcement: Enforcement, kind: str, not_enough: str
+) -> None:
+    run = replace(RUN, queue=replace(RUN.queue, enforcement=enforcement))
+    held = with_producer(with_producer(run, replace(FAST, seconds_flowed={kind: 1.0})), replace(SLOW, seconds_flowed={kind: 1.0}))
+    assert failures(held) == {}
+    otherwise = with_producer(held, replace(SLOW, seconds_flowed={not_enough: 1.0}))
+    assert failures(otherwise) == {f"slow was flowed by {kind}": "0 s, which is not more than 0 s"}
 
 
 @pytest.mark.parametrize(

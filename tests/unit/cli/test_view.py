@@ -4,6 +4,7 @@ import io
 
 from rich.console import Console
 
+from qflow_client.broker import Enforcement
 from qflow_client.cli.demo.audit import ConsumerTally, ProducerTally, QueueTally, Run
 from qflow_client.cli.demo.view import Scene
 
@@ -14,7 +15,7 @@ def test_the_demo_shows_every_hold_of_a_producer_at_80_columns() -> None:
         ProducerTally("producer-50", 50, 336_776, 336_776, holds=("channel_flow", "capacity"), seconds_flowed=held),
         ProducerTally("producer-15", 15),
     ]
-    run = Run(336_776, producers, ConsumerTally(), QueueTally(100, 70, 165, 165, True, 1000))
+    run = Run(336_776, producers, ConsumerTally(), QueueTally(Enforcement.BOTH, 100, 70, 165, 165, True, 1000))
     out = io.StringIO()
     scene = Scene("both")
     scene.add_column([10, 165])

@@ -1,0 +1,86 @@
+"""A program that draws on a terminal, and what it has drawn so far."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["Terminal", "on_a_terminal"]
+
+_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Terminal:
+    """The end of a terminal at which people sit.
+
+    Args:
+        process: what runs on it.
+        end: file descriptor.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], end: int) -> None:
+        self.process = process
+        self._end = end
+        #: All that was drawn, as it came.
+        self.raw = ""
+
+    @property
+    def drawn(self) -> str:
+        """All that was drawn, without colours and movements of the cursor."""
+        return _ESCAPE.sub("", self.raw)
+
+    def read_until(self, text: str | None, timeout: float = 60.0) -> None:
+        """Read until something is drawn that was not before; ``None`` to read until the program ends."""
+        begun = len(self.drawn)
+        deadline = time.monotonic() + timeout
+        while text is None or text not in self.drawn[begun:]:
+            assert time.monotonic() < deadline, f"no {text!r} in {self.drawn[begun:]!r}"
+            if not select.select([self._end], [], [], 0.1)[0]:
+                continue
+            try:
+                more = os.read(self._end, 65536)
+            except OSError:
+                # Linux's word for a terminal that nobody has open any more.
+                more = b""
+            if not more:
+                assert text is None, f"ended without {text!r} in {self.drawn[begun:]!r}"
+                return
+            self.raw += more.decode(errors="replace")
+
+    def output(self) -> str:
+        """What it wrote to its standard output, once it has ended."""
+        assert self.process.stdout is not None
+        return self.process.stdout.read().decode()
+
+
+@contextmanager
+def on_a_terminal(*arguments: str) -> Iterator[Terminal]:
+    """Run `qflow` with its standard error on a terminal, and nothing else: its output and input are pipes."""
+    ours, theirs = pty.openpty()
+    env = os.environ | {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
+    # What rich takes for a wish to have no terminal, or another.
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        env.pop(name, None)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "qflow_client.cli", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        env=env,
+    )
+    os.close(theirs)
+    try:
+        with process:
+            try:
+                yield Terminal(process, ours)
+            finally:
+                process.kill()
+    finally:
+        os.close(ours)
