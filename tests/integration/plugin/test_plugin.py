@@ -114,9 +114,24 @@ def test_a_lost_link_leaves_the_outcome_unknown(qflow_broker, producer, end):
         receipt.result(20)
 
 
+@pytest.mark.parametrize(("end", "words"), [("close_connections", "320"), ("drop_connections", "")])
+def test_a_connection_that_is_closed_is_told_why_and_one_that_is_dropped_is_not(qflow_broker, producer, end, words):
+    events = producer.flow_events(kinds=["disconnected"])
+    getattr(qflow_broker, end)()
+    hold = next(events).hold
+    assert words in hold.detail
+    assert ("320" in hold.detail) is bool(words)
+
+
 def test_a_channel_that_is_closed_is_opened_again(qflow_broker, producer):
+    (before,) = qflow_broker.producers()
+    events = producer.flow_events(kinds=["disconnected"])
     qflow_broker.close_channels()
+    hold = next(events).hold
+    assert "the broker closed the channel" in hold.detail
     producer.send(b"one").result(20)
+    (after,) = qflow_broker.producers()
+    assert (after.connection, after.published) == (before.connection, 1)
 
 
 def test_only_the_one_that_is_named_is_dropped(qflow_broker, producer):
@@ -177,7 +192,7 @@ def _no_plugin_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_users_test_their_own_producers_with_it(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(USERS_TESTS)
     result = pytester.runpytest_subprocess(*FOUND, "-q", "-p", "no:cacheprovider")
-    result.assert_outcomes(passed=14)
+    result.assert_outcomes(passed=16)
 
 
 @pytest.mark.usefixtures("_no_plugin_is_found")

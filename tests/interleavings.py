@@ -1,0 +1,132 @@
+"""J5: every order in which publishers and consumers can come in between each other around a mark, step by step.
+
+Publishers and consumers run as the atomic steps of `FlowController.offer_steps` and `release_steps`. Every order of
+these steps is walked: from every state that can be reached, each of them that is not done goes next once. What happens
+from a state on depends neither on how it was reached nor on which of the like publishers or consumers is which, so such
+states are walked on from once only, however many orders lead to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from qflow_client.flow import Capacity, FlowController, FlowSource, StopResume, ThresholdLimiter, Thresholds
+
+__all__ = ["DEPTHS", "MARKS", "SIZE", "Make", "Scenario", "World", "assert_nobody_is_blocked_for_nothing", "made_of"]
+
+#: Makes the controller of a queue with these marks, in which there are so many messages of so many bytes.
+Make = Callable[[Thresholds, int, int], FlowController]
+
+#: The body bytes of every message.
+SIZE = 10
+
+
+def made_of(controller_type: type[FlowController]) -> Make:
+    """Makes controllers of a type that is handed its limiter."""
+    return lambda thresholds, count, size: controller_type(ThresholdLimiter(thresholds, count=count, size=size))
+
+
+class World:
+    """A queue at a depth, with publishers of one message each and consumers of one message each."""
+
+    def __init__(self, make: Make, thresholds: Thresholds, depth: int, publishers: int, consumers: int) -> None:
+        self.controller = make(thresholds, depth, depth * SIZE)
+        assert isinstance(self.controller.limiter, ThresholdLimiter)
+        self.queue = self.controller.limiter
+        self.sources = [FlowSource(f"publisher {number}") for number in range(publishers)]
+        self.running: dict[int, Iterator[str]] = {}
+        for source in self.sources:
+            self.running[len(self.running)] = self.controller.offer_steps(source, SIZE, 0.0)
+        for _ in range(consumers):
+            self.running[len(self.running)] = self.controller.release_steps(SIZE)
+        self.steps_done = dict.fromkeys(self.running, 0)
+
+    def step(self, who: int) -> None:
+        self.steps_done[who] += 1
+        if next(self.running[who], None) is None:
+            del self.running[who]
+
+    def state(self) -> tuple[object, ...]:
+        """All on which the rest of a run depends, with no names in it."""
+        publishers = len(self.sources)
+        return (
+            (self.queue.count, self.queue.size, self.queue.on),
+            sorted(
+                (who in self.running, self.steps_done[who], source in self.controller.blocked, source.is_blocked)
+                for who, source in enumerate(self.sources)
+            ),
+            sorted((who in self.running, done) for who, done in self.steps_done.items() if who >= publishers),
+        )
+
+    def is_wrong(self) -> bool:
+        """Whether somebody is blocked for nothing, or the two sides disagree on who is."""
+        blocked = [source for source in self.sources if source.is_blocked]
+        return set(blocked) != set(self.controller.blocked) or (bool(blocked) and self.queue.resumable)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    thresholds: Thresholds
+    depth: int
+    publishers: int
+    consumers: int
+    world_type: type[World] = World
+
+    def run(self, make: Make, order: tuple[int, ...]) -> World:
+        world = self.world_type(make, self.thresholds, self.depth, self.publishers, self.consumers)
+        for who in order:
+            world.step(who)
+        return world
+
+    def walk(self, make: Make) -> tuple[int, int, list[tuple[int, ...]]]:
+        """Walk every order.
+
+        Returns:
+            How many orders there are, how many of them end wrong, and the first order that led to each wrong end.
+        """
+        known: dict[str, tuple[int, int]] = {}
+        examples: list[tuple[int, ...]] = []
+
+        def walk_on(order: tuple[int, ...]) -> tuple[int, int]:
+            world = self.run(make, order)
+            state = str(world.state())
+            if state not in known:
+                if world.running:
+                    ends = [walk_on((*order, who)) for who in list(world.running)]
+                    known[state] = sum(count for count, _ in ends), sum(wrong for _, wrong in ends)
+                else:
+                    known[state] = 1, int(world.is_wrong())
+                    if world.is_wrong():
+                        examples.append(order)
+            return known[state]
+
+        orders, wrong = walk_on(())
+        return orders, wrong, examples
+
+
+MARKS: dict[str, Thresholds] = {
+    "count, resume at stop": StopResume(stop_count=3, resume_count=3),
+    "count, gap": StopResume(stop_count=3, resume_count=2),
+    "bytes, resume at stop": StopResume(stop_size=30, resume_size=30),
+    "bytes, gap": StopResume(stop_size=30, resume_size=11),
+    "count and bytes": StopResume(stop_count=4, resume_count=4, stop_size=30, resume_size=25),
+    "capacity": Capacity(30),
+    "capacity, gap": Capacity(30, 20),
+    "capacity, wide gap": Capacity(30, 10),
+}
+
+#: One below the mark, at it, and one above.
+DEPTHS = (2, 3, 4)
+
+
+def assert_nobody_is_blocked_for_nothing(
+    marks: str, publishers: int, consumers: int, make: Make, world_type: type[World] = World
+) -> None:
+    """Walk every order from one below the mark, from the mark, and from one above it."""
+    for depth in DEPTHS:
+        # Only what is there can be consumed.
+        scenario = Scenario(MARKS[marks], depth, publishers, min(consumers, depth), world_type)
+        orders, wrong, examples = scenario.walk(make)
+        assert orders > 1
+        assert wrong == 0, f"{scenario} goes wrong in {wrong} of {orders} orders, such as {examples[0]}"
