@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
 from typing import Any
 
 import pika
 from pika.adapters.blocking_connection import BlockingChannel
-from pika.exceptions import ConnectionWrongStateError
 
 from benchmarks.peers.base import MESSAGE_ID, Job, Stopwatch, Timing, headers, one_by_one, timestamp
 
@@ -64,7 +62,10 @@ class _SelectRun:
         )
 
     def run(self) -> None:
-        self._connection.ioloop.start()
+        try:
+            self._connection.ioloop.start()
+        finally:
+            self._connection.ioloop.close()
 
     def _ended(self, _connection: Any, error: Any) -> None:
         if self.timing is None:
@@ -138,7 +139,7 @@ class _SelectRun:
             self.timing = self._watch.stop()
         elif self.timing is None:
             self.error = reason
-        with contextlib.suppress(ConnectionWrongStateError):
+        if not (self._connection.is_closing or self._connection.is_closed):
             self._connection.close()
 
 

@@ -31,7 +31,7 @@ from qflow_client import (
 )
 from qflow_client.protocol import REPUBLISHED
 from qflow_client.testing.rabbitmq import RabbitMQNode
-from tests.integration.producer.tools import Stopwatch
+from tests.integration.producer.tools import Stopwatch, wait_in_line
 
 pytestmark = pytest.mark.rabbitmq
 
@@ -136,6 +136,7 @@ def test_a_memory_alarm_flows_the_producer_and_nothing_is_lost(own_rabbitmq: Rab
             )
         )
         thread.start()
+        wait_in_line(producer, 1)
         own_rabbitmq.clear_memory_alarm()
         assert producer.wait_unflowed(timeout=PATIENCE)
         thread.join(PATIENCE)

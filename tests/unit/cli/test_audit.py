@@ -91,7 +91,8 @@ def test_a_producer_has_to_be_held_in_the_way_that_the_queue_enforces(
     enforcement: Enforcement, kind: str, not_enough: str
 ) -> None:
     run = replace(RUN, queue=replace(RUN.queue, enforcement=enforcement))
-    held = with_producer(with_producer(run, replace(FAST, seconds_flowed={kind: 1.0})), replace(SLOW, seconds_flowed={kind: 1.0}))
+    held = with_producer(run, replace(FAST, seconds_flowed={kind: 1.0}))
+    held = with_producer(held, replace(SLOW, seconds_flowed={kind: 1.0}))
     assert failures(held) == {}
     otherwise = with_producer(held, replace(SLOW, seconds_flowed={not_enough: 1.0}))
     assert failures(otherwise) == {f"slow was flowed by {kind}": "0 s, which is not more than 0 s"}

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import peers
+from benchmarks.publish import FLOOR, main
+
+SHORT = ("--url", "embedded", "--messages", "100", "--repeat", "1")
+
+
+def test_all_that_are_compared_publish_everything_with_both_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHORT, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    found = {(row["peer"], row["size"]): row for row in told["rows"]}
+    assert set(found) == {(name, size) for name in peers.DEFAULT for size in (100, 1024)}
+    for (name, _), row in found.items():
+        assert row["rate"] > 0, name
+        assert row["to_plain"] > 0, name
+        assert row["to_pika_select"] > 0, name
+    # What is asked of one of them is measured.
+    for bar in FLOOR:
+        assert found[bar.peer, bar.size][bar.ratio] > 0
+
+
+@pytest.mark.parametrize("more", ["", "--unconfirmed", "--varying", "--latency"])
+def test_the_table_has_a_line_for_each(capsys: pytest.CaptureFixture[str], more: str) -> None:
+    assert main([*SHORT, "--sizes", "100", "--peers", "plain,qflow,qflow_async", *more.split()]) == 0
+    out = capsys.readouterr().out
+    for title in ("plain socket", "qflow_client.Producer", "qflow_client.AsyncProducer"):
+        assert title in out
+
+
+def test_a_bar_that_is_missed_is_named_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    # Without pika's select nothing can be said of the ratio to it.
+    assert main([*SHORT, "--sizes", "100", "--peers", "plain,qflow", "--check", "floor"]) == 1
+    assert "missed: qflow, 100 bytes: to_pika_select >= 1.5: not measured" in capsys.readouterr().err

@@ -1,0 +1,27 @@
+"""The reference has every public name; that there is what it names, the build of the documentation finds out."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+PAGE = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
+LISTED = set(re.findall(r"^::: ([\w.]+)$", PAGE, re.MULTILINE))
+PACKAGES = ("qflow_client", "qflow_client.flow", "qflow_client.broker")
+
+
+def is_listed(found: object, name: str) -> bool:
+    """Whether it is in the reference, be it as a name of another package."""
+    return any(
+        f"{package}.{name}" in LISTED and getattr(import_module(package), name, None) is found for package in PACKAGES
+    )
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_is_in_the_reference(package: str) -> None:
+    module = import_module(package)
+    public = {name: getattr(module, name) for name in module.__all__ if not name.startswith("__")}
+    assert [name for name, found in public.items() if not is_listed(found, name)] == []
