@@ -46,6 +46,47 @@ class Channel(CountedSource):
     #: How many of the exchanges and routing keys that it published to are remembered.
     MAX_TARGETS = 8
 
+    __slots__ = (
+        "_consumer_prefetch",
+        "_controls",
+        "_delivery_tag",
+        "_discipline",
+        "_flowed_seconds",
+        "_header",
+        "_is_waiting",
+        "_last_target",
+        "_missing",
+        "_missing_methods",
+        "_owed",
+        "_owed_past_flow",
+        "_parts",
+        "_target",
+        "_wants_deliveries",
+        "acked",
+        "confirms",
+        "consumer_unacked",
+        "consumers",
+        "delivered",
+        "delivers",
+        "flow_oks_due",
+        "flowed_since",
+        "host",
+        "is_closing",
+        "is_producer",
+        "last_queue",
+        "nacked",
+        "number",
+        "past_flow",
+        "prefetch",
+        "returned",
+        "session",
+        "targets",
+        "times_flowed",
+        "transaction",
+        "unacked",
+        "waiting",
+    )
+
     def __init__(self, session: Session, number: int) -> None:
         super().__init__(f"{session.name} ({number})")
         self.session = session
@@ -67,7 +108,6 @@ class Channel(CountedSource):
         # Where it published to, exchanges with routing keys, as keys; and where last.
         self.targets: dict[tuple[str, str], None] = {}
         self._last_target: Target | None = None
-        self.published = 0
         self.returned = 0
         self.nacked = 0
         # Only set in confirm mode.

@@ -12,10 +12,18 @@ __all__ = ["CountedSource", "QueueFlow", "Turns"]
 
 
 class CountedSource(FlowSource):
-    """A source that tells how much it was let publish."""
+    """A source that tells how much it was let publish.
 
-    #: Messages so far.
-    published = 0
+    Args:
+        name: for people; need not be unique.
+    """
+
+    __slots__ = ("published",)
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        #: Messages so far.
+        self.published = 0
 
 
 class Turns:

@@ -4,7 +4,6 @@ import gc
 import random
 import ssl
 import subprocess
-import weakref
 
 import pytest
 from pamqp import commands
@@ -60,26 +59,25 @@ def test_random_bytes_never_disturb_another_connection(broker, connect):
     broker.wait_until(lambda b: len(b.connections()) == 1)
 
 
+def _sessions_and_channels():
+    return {id(each) for each in gc.get_objects() if isinstance(each, (Session, Channel))}
+
+
 def test_nothing_of_a_connection_that_is_gone_waits_for_the_garbage_collector(broker, connect):
     kept = connect(broker).open().channel()
     gc.collect()
     gc.disable()
     try:
-        before = {id(each) for each in gc.get_objects() if isinstance(each, (Session, Channel))}
+        before = _sessions_and_channels()
         with connect(broker) as client:
             client.open().channel(confirms=True)
             client.call(1, commands.Queue.Declare(queue="q", exclusive=True), commands.Queue.DeclareOk)
             client.call(1, commands.Basic.Consume(queue="q"), commands.Basic.ConsumeOk)
             client.publish()
             broker.wait_until(lambda b: b.queue("q").delivered == 1)
-            came = [
-                weakref.ref(each)
-                for each in gc.get_objects()
-                if isinstance(each, (Session, Channel)) and id(each) not in before
-            ]
-        assert len(came) == 2
+            assert len(_sessions_and_channels() - before) == 2
         # The broker's loop forgets what it has just called when it has called something else.
-        broker.wait_until(lambda b: works(kept) and not [each for each in came if each() is not None])
+        broker.wait_until(lambda b: works(kept) and not _sessions_and_channels() - before)
     finally:
         gc.enable()
 
