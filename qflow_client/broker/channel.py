@@ -1,9 +1,8 @@
-"""A channel, sans-I/O: publishing with confirms or in transactions, consuming, and being flowed."""
+"""A channel, sans-I/O: publishing with confirms or in transactions, and being flowed."""
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from struct import Struct
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +11,11 @@ from pamqp import commands
 
 from qflow_client.broker import wire
 from qflow_client.broker.confirms import Confirms
-from qflow_client.broker.consumer import ChannelConsumer, Delivery
+from qflow_client.broker.consuming import Consuming
 from qflow_client.broker.entries import DropReason
 from qflow_client.broker.errors import ChannelException, ConnectionException, ReplyCode
 from qflow_client.broker.message import StoredMessage, Target
-from qflow_client.broker.methods import TOPOLOGY_METHODS, named_queue
+from qflow_client.broker.methods import CONSUMING_METHODS, TOPOLOGY_METHODS
 from qflow_client.broker.profiles import OnAlarm
 from qflow_client.broker.queue import Queue
 from qflow_client.broker.queueflow import CountedSource, QueueFlow
@@ -26,6 +25,7 @@ from qflow_client.flow import FlowController
 from qflow_client.frames import ACK, METHOD_FRAME, PUBLISH, frame
 
 if TYPE_CHECKING:
+    from qflow_client.broker.consumer import Delivery
     from qflow_client.broker.session import Session
 
 __all__ = ["Channel"]
@@ -47,13 +47,10 @@ class Channel(CountedSource):
     MAX_TARGETS = 8
 
     __slots__ = (
-        "_consumer_prefetch",
         "_controls",
-        "_delivery_tag",
         "_discipline",
         "_flowed_seconds",
         "_header",
-        "_is_waiting",
         "_last_target",
         "_missing",
         "_missing_methods",
@@ -61,13 +58,8 @@ class Channel(CountedSource):
         "_owed_past_flow",
         "_parts",
         "_target",
-        "_wants_deliveries",
-        "acked",
         "confirms",
-        "consumer_unacked",
-        "consumers",
-        "delivered",
-        "delivers",
+        "consuming",
         "flow_oks_due",
         "flowed_since",
         "host",
@@ -77,13 +69,11 @@ class Channel(CountedSource):
         "nacked",
         "number",
         "past_flow",
-        "prefetch",
         "returned",
         "session",
         "targets",
         "times_flowed",
         "transaction",
-        "unacked",
         "waiting",
     )
 
@@ -116,21 +106,7 @@ class Channel(CountedSource):
         self.waiting: dict[WaitingPublish, None] = {}
         # Only set in transaction mode.
         self.transaction: Transaction | None = None
-        # Given out and not settled, by delivery tag; how many of them to consumers.
-        self.unacked: dict[int, Delivery] = {}
-        self.consumer_unacked = 0
-        self.consumers: dict[str, ChannelConsumer] = {}
-        self._delivery_tag = 0
-        self.delivered = 0
-        self.acked = 0
-        # Prefetch counts: of the whole channel, and of consumers that come.
-        self.prefetch = 0
-        self._consumer_prefetch = 0
-        # Whether the client wants deliveries, which its own Channel.Flow says; whether what it is told waits for the
-        # disk; and so, whether its consumers take anything.
-        self._wants_deliveries = True
-        self._is_waiting = False
-        self.delivers = True
+        self.consuming = Consuming(session, number)
         # Being flowed: since when, how often, seconds that are over.
         self.flowed_since: float | None = None
         self.times_flowed = 0
@@ -159,7 +135,7 @@ class Channel(CountedSource):
             return
         if payload.startswith(ACK) and len(payload) == 13:
             tag, multiple = _TAG_BIT.unpack_from(payload, 4)
-            self._settle(self._deliveries(tag, multiple=bool(multiple & 1)), acked=True, requeue=False)
+            self.settle(self.consuming.take(tag, multiple=bool(multiple & 1)), acked=True, requeue=False)
             return
         method = wire.decode_method(payload)
         if isinstance(method, commands.Basic.Publish):
@@ -221,6 +197,10 @@ class Channel(CountedSource):
             payload = b"".join(self._parts)
             self._parts = []
         self._finish(target, header, payload)
+
+    def reply(self, method: pamqp.base.Frame) -> None:
+        """Answer a method."""
+        self.session.write(wire.method(self.number, method))
 
     # Publishing.
 
@@ -456,7 +436,7 @@ class Channel(CountedSource):
             self.confirms = Confirms(self.number, self._has_confirms)
             self.confirms.on_released = self._released
         if not method.nowait:
-            self._reply(commands.Confirm.SelectOk())
+            self.reply(commands.Confirm.SelectOk())
         if not self.is_producer:
             self._become_producer()
 
@@ -499,7 +479,7 @@ class Channel(CountedSource):
             raise ChannelException(ReplyCode.PRECONDITION_FAILED, "a channel in confirm mode cannot have transactions")
         if self.transaction is None:
             self.transaction = Transaction()
-        self._reply(commands.Tx.SelectOk())
+        self.reply(commands.Tx.SelectOk())
         if not self.is_producer:
             self._become_producer()
 
@@ -525,7 +505,7 @@ class Channel(CountedSource):
         self.transaction = Transaction()
         touched: dict[Queue, None] = {}
         for settlement in transaction.settlements:
-            self._apply(settlement.deliveries, acked=settlement.acked, requeue=settlement.requeue)
+            self.consuming.settle(settlement.deliveries, acked=settlement.acked, requeue=settlement.requeue)
         for message, queues in zip(transaction.publishes, destinations, strict=True):
             if not queues and message.target.mandatory:
                 self._return(message)
@@ -543,232 +523,33 @@ class Channel(CountedSource):
 
     def _tx_rollback(self, method: commands.Tx.Rollback) -> None:
         self._roll_back(self._open_transaction())
-        self._reply(commands.Tx.RollbackOk())
+        self.reply(commands.Tx.RollbackOk())
 
     def _roll_back(self, transaction: Transaction) -> None:
         """Forget the publishes; what was settled is unsettled again, and not delivered anew."""
         self.transaction = Transaction()
-        for settlement in transaction.settlements:
-            for delivery in settlement.deliveries:
-                self._count_unacked(delivery, 1)
-                self.unacked[delivery.tag] = delivery
-        self.unacked = dict(sorted(self.unacked.items()))
-
-    # Consuming.
-
-    def next_delivery_tag(self) -> int:
-        """The number of the next delivery."""
-        self._delivery_tag += 1
-        return self._delivery_tag
-
-    def _qos(self, method: commands.Basic.Qos) -> None:
-        if method.prefetch_size:
-            raise ConnectionException(
-                ReplyCode.NOT_IMPLEMENTED, f"prefetch_size={method.prefetch_size}; use prefetch_count, with size 0"
-            )
-        if method.global_:
-            self.prefetch = method.prefetch_count or 0
-        else:
-            self._consumer_prefetch = method.prefetch_count or 0
-        self._reply(commands.Basic.QosOk())
-        self.wake()
-
-    def _consume(self, method: commands.Basic.Consume) -> None:
-        queue = named_queue(self, method.queue or "")
-        tag = method.consumer_tag or f"ctag-{self.number}.{secrets.token_urlsafe(12)}"
-        if tag in self.consumers:
-            raise ConnectionException(
-                ReplyCode.NOT_ALLOWED, f"consumer tag '{tag}' is in use on channel {self.number}; choose another"
-            )
-        if queue.exclusive_consumer is not None or (method.exclusive and queue.consumers):
-            raise ChannelException(
-                ReplyCode.ACCESS_REFUSED, f"queue '{queue.name}' has a consumer that excludes this one"
-            )
-        consumer = ChannelConsumer(self, tag, queue, no_ack=bool(method.no_ack), prefetch=self._consumer_prefetch)
-        self.consumers[tag] = consumer
-        if not method.nowait:
-            self.session.write(wire.consumer_ok(self.number, commands.Basic.ConsumeOk, tag))
-        queue.add_consumer(consumer, exclusive=bool(method.exclusive))
-        queue.dispatch()
-
-    def _cancel(self, method: commands.Basic.Cancel) -> None:
-        tag = method.consumer_tag or ""
-        consumer = self.consumers.pop(tag, None)
-        if consumer is not None:
-            consumer.queue.remove_consumer(consumer)
-            consumer.queue.dispatch()
-            self.host.consumer_gone(consumer.queue)
-        if not method.nowait:
-            self.session.write(wire.consumer_ok(self.number, commands.Basic.CancelOk, tag))
-
-    def _cancel_ok(self, method: commands.Basic.CancelOk) -> None:
-        """The client has read that its consumer is gone."""
-
-    def consumer_lost(self, consumer: ChannelConsumer) -> None:
-        """The queue of a consumer was deleted."""
-        self.consumers.pop(consumer.tag, None)
-        if self.session.understands("consumer_cancel_notify") and not self.is_closing:
-            self.session.write(wire.cancel(self.number, consumer.tag))
-
-    def _get(self, method: commands.Basic.Get) -> None:
-        queue = named_queue(self, method.queue or "")
-        entry = queue.take(no_ack=bool(method.no_ack))
-        if entry is None:
-            self._reply(commands.Basic.GetEmpty())
-            return
-        tag = self.next_delivery_tag()
-        if not method.no_ack:
-            self.unacked[tag] = Delivery(tag, entry, None)
-        self.delivered += 1
-        message, session = entry.message, self.session
-        get_ok = wire.get_ok(self.number, tag, entry.redelivered, message.target.names, queue.ready_count)
-        if message.body is not None:
-            session.write(get_ok)
-            session.write(wire.content_frames(self.number, message.header, message.body, session.frame_max))
-        else:
-            self._promise_message(get_ok, message)
-
-    def _promise_message(self, get_ok: bytes, message: StoredMessage) -> None:
-        """Answer with a message, which is on disk and held, as soon as it is read.
-
-        The method waits, too: nothing may come between it and the content.
-        """
-        promise = self.session.promise(self.number)
-
-        def keep() -> None:
-            assert message.body is not None
-            assert self.host.journal is not None
-            content = wire.content_frames(self.number, message.header, message.body, self.session.frame_max)
-            self.host.journal.leave(None, message)
-            promise.keep(get_ok + content)
-
-        self.host.when_read(message, keep)
-
-    def wake(self) -> None:
-        """Something changed that consumers may have waited for."""
-        for consumer in tuple(self.consumers.values()):
-            if not consumer.is_active:
-                consumer.queue.wake(consumer)
-                consumer.queue.dispatch()
-
-    def _client_flow(self, method: commands.Channel.Flow) -> None:
-        self._wants_deliveries = bool(method.active)
-        self._reply(commands.Channel.FlowOk(active=self._wants_deliveries))
-        self._check_delivers()
-
-    def wait(self, on: bool) -> None:
-        """What it is told waits for the disk, or no longer: deliveries go elsewhere, or stay in their queues."""
-        self._is_waiting = on
-        self._check_delivers()
-
-    def _check_delivers(self) -> None:
-        self.delivers = self._wants_deliveries and not self._is_waiting
-        if self.delivers:
-            self.wake()
-
-    # Settling.
-
-    def _deliveries(self, tag: int, *, multiple: bool) -> tuple[Delivery, ...]:
-        """What an ack is about, taken out of what is unacked."""
-        unacked = self.unacked
-        if not multiple:
-            delivery = unacked.pop(tag, None)
-            if delivery is None:
-                raise self._unknown(tag)
-            self._count_unacked(delivery, -1)
-            return (delivery,)
-        if tag and tag not in unacked:
-            raise self._unknown(tag)
-        deliveries = []
-        for known, delivery in unacked.items():
-            if tag and known > tag:
-                break
-            deliveries.append(delivery)
-        for delivery in deliveries:
-            del unacked[delivery.tag]
-            self._count_unacked(delivery, -1)
-        return tuple(deliveries)
-
-    @staticmethod
-    def _unknown(tag: int) -> ChannelException:
-        return ChannelException(
-            ReplyCode.PRECONDITION_FAILED, f"unknown delivery tag {tag}: never given out, or settled already"
+        self.consuming.take_back(
+            delivery for settlement in transaction.settlements for delivery in settlement.deliveries
         )
 
-    def _count_unacked(self, delivery: Delivery, change: int) -> None:
-        if delivery.consumer is not None:
-            delivery.consumer.unacked += change
-            self.consumer_unacked += change
+    def settle(self, deliveries: tuple[Delivery, ...], *, acked: bool, requeue: bool) -> None:
+        """Settle deliveries, or have the transaction do it.
 
-    def _settle(self, deliveries: tuple[Delivery, ...], *, acked: bool, requeue: bool) -> None:
+        Args:
+            deliveries: which; `consuming` has them no more.
+            acked: whether they are acked.
+            requeue: whether they go back to their queues.
+        """
         if self.transaction is not None:
             self.transaction.settlements.append(Settlement(deliveries, acked, requeue))
         else:
-            self._apply(deliveries, acked=acked, requeue=requeue)
-
-    def _apply(self, deliveries: Iterable[Delivery], *, acked: bool, requeue: bool) -> None:
-        back: dict[Queue, list[Delivery]] = {}
-        for delivery in deliveries:
-            entry = delivery.entry
-            if requeue:
-                back.setdefault(entry.queue, []).append(delivery)
-            else:
-                entry.queue.settle(entry, acked=acked)
-                if acked:
-                    self.acked += 1
-        for queue, returned in back.items():
-            queue.requeue(delivery.entry for delivery in returned)
-        self.wake()
-        for queue in back:
-            queue.dispatch()
-
-    def _nack(self, method: commands.Basic.Nack) -> None:
-        deliveries = self._deliveries(method.delivery_tag or 0, multiple=bool(method.multiple))
-        self._settle(deliveries, acked=False, requeue=bool(method.requeue))
-
-    def _reject(self, method: commands.Basic.Reject) -> None:
-        deliveries = self._deliveries(method.delivery_tag or 0, multiple=False)
-        self._settle(deliveries, acked=False, requeue=bool(method.requeue))
-
-    def _recover(self, method: commands.Basic.Recover) -> None:
-        self._redeliver(requeue=bool(method.requeue))
-        self._reply(commands.Basic.RecoverOk())
-
-    def _recover_async(self, method: commands.Basic.RecoverAsync) -> None:
-        self._redeliver(requeue=bool(method.requeue))
-
-    def _redeliver(self, *, requeue: bool) -> None:
-        deliveries = self._deliveries(0, multiple=True)
-        here: list[Delivery] = []
-        back: list[Delivery] = []
-        for delivery in deliveries:
-            (here if not requeue and self._is_served(delivery) else back).append(delivery)
-        for delivery in here:
-            entry = delivery.entry
-            entry.redelivered = True
-            entry.queue.delivered += 1
-            assert delivery.consumer is not None
-            delivery.consumer.deliver(entry)
-        self._apply(back, acked=False, requeue=True)
-
-    def _is_served(self, delivery: Delivery) -> bool:
-        """Whether a delivery can be repeated to its consumer: not to one that is gone, or wants none now."""
-        consumer = delivery.consumer
-        return (
-            consumer is not None
-            and self.consumers.get(consumer.tag) is consumer
-            and consumer.can_take
-            and not delivery.entry.is_gone
-        )
+            self.consuming.settle(deliveries, acked=acked, requeue=requeue)
 
     # The end.
 
-    def _reply(self, method: pamqp.base.Frame) -> None:
-        self.session.write(wire.method(self.number, method))
-
     def _close(self, method: commands.Channel.Close) -> None:
         self.end()
-        self._reply(commands.Channel.CloseOk())
+        self.reply(commands.Channel.CloseOk())
         self.session.channel_closed(self)
 
     def fail(self, code: int, text: str, cause: bytes = b"\0\0\0\0") -> None:
@@ -812,22 +593,9 @@ class Channel(CountedSource):
                 waiting.queues[0].count_drop(DropReason.REFUSED)
                 self.host.stop_waiting(waiting)
             self.waiting.clear()
-        consumers = tuple(self.consumers.values())
-        self.consumers.clear()
-        for consumer in consumers:
-            consumer.queue.remove_consumer(consumer)
         if self.transaction is not None:
             self._roll_back(self.transaction)
-        back: dict[Queue, list[Delivery]] = {}
-        for delivery in self.unacked.values():
-            back.setdefault(delivery.entry.queue, []).append(delivery)
-        self.unacked.clear()
-        for queue, deliveries in back.items():
-            queue.requeue(delivery.entry for delivery in deliveries)
-            queue.dispatch()
-        for consumer in consumers:
-            consumer.queue.dispatch()
-            self.host.consumer_gone(consumer.queue)
+        self.consuming.end()
 
     @property
     def blocking(self) -> tuple[FlowController, ...]:
@@ -842,18 +610,9 @@ def _queue_and_reason(controller: FlowController) -> tuple[str, str]:
 
 _METHODS: dict[type[pamqp.base.Frame], Callable[[Channel, Any], None]] = {
     **TOPOLOGY_METHODS,
-    commands.Channel.Flow: Channel._client_flow,
+    **CONSUMING_METHODS,
     commands.Channel.FlowOk: Channel._flow_ok,
     commands.Channel.Close: Channel._close,
-    commands.Basic.Qos: Channel._qos,
-    commands.Basic.Consume: Channel._consume,
-    commands.Basic.Cancel: Channel._cancel,
-    commands.Basic.CancelOk: Channel._cancel_ok,
-    commands.Basic.Get: Channel._get,
-    commands.Basic.Nack: Channel._nack,
-    commands.Basic.Reject: Channel._reject,
-    commands.Basic.Recover: Channel._recover,
-    commands.Basic.RecoverAsync: Channel._recover_async,
     commands.Confirm.Select: Channel._confirm_select,
     commands.Tx.Select: Channel._tx_select,
     commands.Tx.Commit: Channel._tx_commit,

@@ -11,7 +11,7 @@ from qflow_client.broker.queue import Queue
 from qflow_client.frames import METHOD_FRAME
 
 if TYPE_CHECKING:
-    from qflow_client.broker.channel import Channel
+    from qflow_client.broker.consuming import Consuming
 
 __all__ = ["ChannelConsumer", "Delivery"]
 
@@ -35,17 +35,17 @@ class ChannelConsumer:
     """A consumer on a channel.
 
     Args:
-        channel: its channel.
+        consuming: of its channel.
         tag: its consumer tag.
         queue: what it consumes.
         no_ack: whether a delivery settles the message.
         prefetch: unsettled messages that it may have; 0 for any number.
     """
 
-    __slots__ = ("_prefix", "channel", "is_active", "no_ack", "prefetch", "queue", "tag", "unacked")
+    __slots__ = ("_prefix", "consuming", "is_active", "no_ack", "prefetch", "queue", "tag", "unacked")
 
-    def __init__(self, channel: Channel, tag: str, queue: Queue, *, no_ack: bool, prefetch: int) -> None:
-        self.channel = channel
+    def __init__(self, consuming: Consuming, tag: str, queue: Queue, *, no_ack: bool, prefetch: int) -> None:
+        self.consuming = consuming
         self.tag = tag
         self.queue = queue
         self.no_ack = no_ack
@@ -57,26 +57,26 @@ class ChannelConsumer:
 
     @property
     def can_take(self) -> bool:
-        channel = self.channel
-        if not channel.delivers or not channel.session.takes_deliveries:
+        consuming = self.consuming
+        if not consuming.delivers or not consuming.session.takes_deliveries:
             return False
         if self.no_ack:
             return True
-        return not (0 < self.prefetch <= self.unacked or 0 < channel.prefetch <= channel.consumer_unacked)
+        return not (0 < self.prefetch <= self.unacked or 0 < consuming.prefetch <= consuming.consumer_unacked)
 
     def deliver(self, entry: QueueEntry) -> None:
-        channel = self.channel
-        tag = channel.next_delivery_tag()
+        consuming = self.consuming
+        tag = consuming.next_delivery_tag()
         if not self.no_ack:
             self.unacked += 1
-            channel.consumer_unacked += 1
-            channel.unacked[tag] = Delivery(tag, entry, self)
-        channel.delivered += 1
+            consuming.consumer_unacked += 1
+            consuming.unacked[tag] = Delivery(tag, entry, self)
+        consuming.delivered += 1
         message = entry.message
         body = message.body
         assert body is not None
         payload = b"%b%b%b" % (self._prefix, _TAG_BIT.pack(tag, entry.redelivered), message.target.names)
-        number, session = channel.number, channel.session
+        number, session = consuming.number, consuming.session
         session.deliver(
             b"%b%b\xce%b"
             % (
@@ -88,4 +88,4 @@ class ChannelConsumer:
 
     def cancelled_by_queue(self) -> None:
         self.is_active = False
-        self.channel.consumer_lost(self)
+        self.consuming.consumer_lost(self)

@@ -1,4 +1,4 @@
-"""The methods that change the topology: classes exchange and queue."""
+"""The methods that change the topology, classes exchange and queue, and those with which a client consumes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pamqp.base
 from pamqp import commands
 
 from qflow_client.broker import wire
-from qflow_client.broker.errors import ChannelException, ReplyCode
+from qflow_client.broker.errors import ChannelException, ConnectionException, ReplyCode
 
 if TYPE_CHECKING:
     from qflow_client.broker.channel import Channel
     from qflow_client.broker.queue import Queue
 
-__all__ = ["TOPOLOGY_METHODS"]
+__all__ = ["CONSUMING_METHODS", "TOPOLOGY_METHODS"]
 
 
 def _reply(channel: Channel, method: Any, answer: Callable[[], pamqp.base.Frame]) -> None:
@@ -129,6 +129,62 @@ def _queue_delete(channel: Channel, method: Any) -> None:
     _reply(channel, method, lambda: commands.Queue.DeleteOk(count))
 
 
+def _qos(channel: Channel, method: Any) -> None:
+    if method.prefetch_size:
+        raise ConnectionException(
+            ReplyCode.NOT_IMPLEMENTED, f"prefetch_size={method.prefetch_size}; use prefetch_count, with size 0"
+        )
+    if method.global_:
+        channel.consuming.prefetch = method.prefetch_count
+    else:
+        channel.consuming.consumer_prefetch = method.prefetch_count
+    channel.reply(commands.Basic.QosOk())
+    channel.consuming.wake()
+
+
+def _consume(channel: Channel, method: Any) -> None:
+    queue = named_queue(channel, method.queue)
+    channel.consuming.consume(
+        queue, method.consumer_tag, no_ack=method.no_ack, exclusive=method.exclusive, nowait=method.nowait
+    )
+
+
+def _cancel(channel: Channel, method: Any) -> None:
+    channel.consuming.cancel(method.consumer_tag, nowait=method.nowait)
+
+
+def _cancel_ok(channel: Channel, method: Any) -> None:
+    """The client has read that its consumer is gone."""
+
+
+def _get(channel: Channel, method: Any) -> None:
+    channel.consuming.get(named_queue(channel, method.queue), no_ack=method.no_ack)
+
+
+def _flow(channel: Channel, method: Any) -> None:
+    channel.reply(commands.Channel.FlowOk(active=method.active))
+    channel.consuming.want(method.active)
+
+
+def _nack(channel: Channel, method: Any) -> None:
+    deliveries = channel.consuming.take(method.delivery_tag, multiple=method.multiple)
+    channel.settle(deliveries, acked=False, requeue=method.requeue)
+
+
+def _reject(channel: Channel, method: Any) -> None:
+    deliveries = channel.consuming.take(method.delivery_tag, multiple=False)
+    channel.settle(deliveries, acked=False, requeue=method.requeue)
+
+
+def _recover(channel: Channel, method: Any) -> None:
+    channel.consuming.recover(requeue=method.requeue)
+    channel.reply(commands.Basic.RecoverOk())
+
+
+def _recover_async(channel: Channel, method: Any) -> None:
+    channel.consuming.recover(requeue=method.requeue)
+
+
 TOPOLOGY_METHODS: dict[type[pamqp.base.Frame], Callable[[Channel, Any], None]] = {
     commands.Exchange.Declare: _exchange_declare,
     commands.Exchange.Delete: _exchange_delete,
@@ -139,4 +195,17 @@ TOPOLOGY_METHODS: dict[type[pamqp.base.Frame], Callable[[Channel, Any], None]] =
     commands.Queue.Unbind: _queue_unbind,
     commands.Queue.Purge: _queue_purge,
     commands.Queue.Delete: _queue_delete,
+}
+
+CONSUMING_METHODS: dict[type[pamqp.base.Frame], Callable[[Channel, Any], None]] = {
+    commands.Channel.Flow: _flow,
+    commands.Basic.Qos: _qos,
+    commands.Basic.Consume: _consume,
+    commands.Basic.Cancel: _cancel,
+    commands.Basic.CancelOk: _cancel_ok,
+    commands.Basic.Get: _get,
+    commands.Basic.Nack: _nack,
+    commands.Basic.Reject: _reject,
+    commands.Basic.Recover: _recover,
+    commands.Basic.RecoverAsync: _recover_async,
 }

@@ -368,7 +368,7 @@ class Session:
         del self.channels[channel.number]
         self._confirming.pop(channel, None)
         self._published_before += channel.published
-        self._delivered_before += channel.delivered
+        self._delivered_before += channel.consuming.delivered
         self._times_flowed_before += channel.times_flowed
 
     def understands(self, capability: str) -> bool:
@@ -480,7 +480,7 @@ class Session:
         self._promises.setdefault(number, deque()).append(promise)
         channel = self.channels.get(number)
         if channel is not None:
-            channel.wait(True)
+            channel.consuming.wait(True)
 
     def promise_kept(self, number: int) -> None:
         """What a channel has waited for can be sent, with what is behind it."""
@@ -496,7 +496,7 @@ class Session:
             self._announce()
         channel = self.channels.get(number)
         if channel is not None and not promises:
-            channel.wait(False)
+            channel.consuming.wait(False)
 
     def deliver(self, data: bytes) -> None:
         """Put a delivery into what is to be sent."""
@@ -572,8 +572,8 @@ class Session:
     def _take_deliveries_again(self) -> None:
         self.takes_deliveries = self._delivery_bytes <= self.MAX_DELIVERY_BYTES
         for channel in tuple(self.channels.values()):
-            if self.takes_deliveries and channel.consumers:
-                channel.wake()
+            if self.takes_deliveries and channel.consuming.consumers:
+                channel.consuming.wake()
 
     # Time.
 
@@ -688,7 +688,7 @@ class Session:
     @property
     def delivered(self) -> int:
         """Messages that it was given so far."""
-        return self._delivered_before + sum(channel.delivered for channel in self.channels.values())
+        return self._delivered_before + sum(channel.consuming.delivered for channel in self.channels.values())
 
     @property
     def times_flowed(self) -> int:

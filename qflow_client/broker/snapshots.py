@@ -476,11 +476,11 @@ def channel_snapshot(channel: Channel) -> ChannelSnapshot:
         nacked=channel.nacked,
         unconfirmed=channel.unconfirmed,
         waiting=len(channel.waiting),
-        delivered=channel.delivered,
-        acked=channel.acked,
-        unacked=len(channel.unacked),
-        consumers=tuple(channel.consumers),
-        consumes_from=tuple(dict.fromkeys(consumer.queue.name for consumer in channel.consumers.values())),
+        delivered=channel.consuming.delivered,
+        acked=channel.consuming.acked,
+        unacked=len(channel.consuming.unacked),
+        consumers=tuple(channel.consuming.consumers),
+        consumes_from=tuple(dict.fromkeys(consumer.queue.name for consumer in channel.consuming.consumers.values())),
     )
 
 
