@@ -27,6 +27,7 @@ from qflow_client.broker.policies import Policy
 from qflow_client.broker.queue import Queue
 from qflow_client.broker.rates import RateLimit, RateScope
 from qflow_client.broker.recording import FlowRecorder
+from qflow_client.broker.runner import Runner
 from qflow_client.broker.server import Server
 from qflow_client.broker.settings import BrokerOptions, BrokerSettings
 from qflow_client.broker.snapshots import (
@@ -119,42 +120,19 @@ class Broker:
             from qflow_client.broker.http.server import HttpServer
 
             self._http = HttpServer(self)
-        # The loop it runs on, and the thread of that loop; None before and after. Held: no call comes to the loop while
-        # it is being taken away, or that call would be waited for without end.
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._loop_thread = 0
-        self._loop_lock = threading.RLock()
-        # Only set in `with`: the thread that runs the loop.
-        self._thread: threading.Thread | None = None
-        # Only set in `with`: done when that thread may end.
-        self._stopped: asyncio.Future[None] | None = None
-        # Goes up whenever anything has happened; guarded by the condition.
-        self._version = 0
-        self._changed = threading.Condition()
-        self._async_waiters: set[asyncio.Future[None]] = set()
+        self._runner = Runner()
 
     # Starting and stopping.
 
     def __enter__(self) -> Self:
         self._check_fresh()
-        started: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, args=(started,), name="qflow-broker", daemon=True)
-        self._thread.start()
-        try:
-            started.result()
-        except BaseException:
-            self._thread.join()
-            raise
+        self._runner.run(self._start)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        loop, thread = self._loop, self._thread
-        assert thread is not None
-        if loop is not None:
-            asyncio.run_coroutine_threadsafe(self._stop(), loop).result()
-        thread.join()
+        self._runner.end(self._stop)
 
     async def __aenter__(self) -> Self:
         self._check_fresh()
@@ -170,19 +148,6 @@ class Broker:
         if self._port is not None:
             raise RuntimeError("this broker has run already; make a new Broker")
 
-    def _run(self, started: Future[None]) -> None:
-        async def main() -> None:
-            try:
-                await self._start()
-            except BaseException as error:
-                started.set_exception(error)
-                return
-            self._stopped = asyncio.get_running_loop().create_future()
-            started.set_result(None)
-            await self._stopped
-
-        asyncio.run(main())
-
     async def _start(self) -> None:
         if self._keeper is not None:
             await self._keeper.start()
@@ -195,8 +160,7 @@ class Broker:
             if self._keeper is not None:
                 await self._keeper.stop()
             raise
-        self._loop = asyncio.get_running_loop()
-        self._loop_thread = threading.get_ident()
+        self._runner.enter()
         if self._keeper is not None:
             await self._keeper.watch()
 
@@ -205,13 +169,10 @@ class Broker:
             await self._http.stop()
         await self._server.stop()
         self._host.end_recording()
-        with self._loop_lock:
-            self._loop = None
+        self._runner.leave()
         if self._keeper is not None:
             await self._keeper.stop()
-        self._on_change()
-        if self._stopped is not None:
-            self._stopped.set_result(None)
+        self._runner.changed()
 
     @property
     def port(self) -> int:
@@ -255,32 +216,23 @@ class Broker:
             changes: whether it changes anything.
             lasts: whether it may be a change that is to be on disk before this returns. The loop itself cannot wait.
         """
-        done: Future[_Result] = Future()
+        caller = threading.get_ident()
         durable: Future[None] | None = None
 
-        def run() -> None:
+        def run() -> _Result:
             nonlocal durable
-            try:
-                result = function()
-            except BaseException as error:
-                done.set_exception(error)
-            else:
-                if changes:
-                    self._server.touch()
-                if lasts and self._keeper is not None:
-                    durable = self._keeper.when_durable(topology_only=True)
-                done.set_result(result)
+            result = function()
+            if changes:
+                self._server.touch()
+            if lasts and self._keeper is not None:
+                when_durable = self._keeper.when_durable(topology_only=True)
+                durable = when_durable if threading.get_ident() != caller else None
+            return result
 
-        if changes and self._keeper is not None and self._loop is None:
+        if changes and self._keeper is not None and not self._runner.is_running:
             raise RuntimeError("a broker with a store can be changed only while it runs")
-        with self._loop_lock:
-            loop = self._loop if threading.get_ident() != self._loop_thread else None
-            if loop is not None:
-                loop.call_soon_threadsafe(run)
-        if loop is None:
-            run()
-        result = done.result()
-        if loop is not None and durable is not None:
+        result = self._runner.call(run)
+        if durable is not None:
             durable.result()
         return result
 
@@ -290,7 +242,7 @@ class Broker:
         journal = self._host.journal
         if journal is not None and journal.limit:
             self._check_memory(journal)
-        self._on_change()
+        self._runner.changed()
 
     def _check_memory(self, journal: Journal) -> None:
         """Raise the alarm when the limit is passed, and clear it below 7/8 of that."""
@@ -304,21 +256,13 @@ class Broker:
             self.clear_alarm("memory")
 
     def _on_trouble(self, name: str, reason: str | None) -> None:
-        if self._loop is None:
+        if not self._runner.is_running:
             # It ends, or has just begun: nobody is there to be told.
             return
         if reason is None:
             self.clear_alarm(name)
         else:
             self.raise_alarm(name, reason)
-
-    def _on_change(self) -> None:
-        with self._changed:
-            self._version += 1
-            self._changed.notify_all()
-        for waiter in tuple(self._async_waiters):
-            if not waiter.done():
-                waiter.set_result(None)
 
     # Looking.
 
@@ -374,7 +318,7 @@ class Broker:
     @property
     def version(self) -> int:
         """Goes up whenever anything has happened."""
-        return self._version
+        return self._runner.version
 
     def messages(self, queue: str) -> tuple[BrokerMessage, ...]:
         """Copies of all messages in a queue, ready and unacked, in its order.
@@ -419,24 +363,7 @@ class Broker:
             TimeoutError: it did not become true; the text says what the broker looked like.
             RuntimeError: called on the broker's own loop, which it would block; there, use `wait_until_async`.
         """
-        if self._loop is not None and threading.get_ident() == self._loop_thread:
-            raise RuntimeError(
-                "wait_until would block the loop that the broker runs on; await wait_until_async instead"
-            )
-        end = time.monotonic() + timeout
-        while True:
-            with self._changed:
-                version = self._version
-            if predicate(self):
-                return
-            if not self._await_change(version, end):
-                raise TimeoutError(self._not_reached(timeout))
-
-    def _await_change(self, version: int, end: float) -> bool:
-        """Wait until anything has happened since a version; ``False`` if it is `end` first, or already."""
-        with self._changed:
-            left = end - time.monotonic()
-            return left > 0 and self._changed.wait_for(lambda: self._version != version, left)
+        self._runner.wait_until(lambda: predicate(self), self._describe, timeout)
 
     async def wait_until_async(self, predicate: Callable[[Broker], object], timeout: float = 30.0) -> None:
         """`wait_until` for the loop that the broker runs on, or any other.
@@ -448,20 +375,7 @@ class Broker:
         Raises:
             TimeoutError: it did not become true; the text says what the broker looked like.
         """
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:
-            await asyncio.to_thread(self.wait_until, predicate, timeout)
-            return
-        end = loop.time() + timeout
-        while not predicate(self):
-            waiter: asyncio.Future[None] = loop.create_future()
-            self._async_waiters.add(waiter)
-            try:
-                await asyncio.wait_for(waiter, max(0.0, end - loop.time()))
-            except TimeoutError:
-                raise TimeoutError(self._not_reached(timeout)) from None
-            finally:
-                self._async_waiters.discard(waiter)
+        await self._runner.wait_until_async(lambda: predicate(self), self._describe, timeout)
 
     async def wait_until_durable_async(self, *, topology_only: bool = False) -> None:
         """Wait until all that was done so far, and is to survive, is on disk; at once without a store.
@@ -479,11 +393,9 @@ class Broker:
             when_durable = partial(keeper.when_durable, topology_only=topology_only)
             await asyncio.wrap_future(self._call(when_durable, changes=True))
 
-    def _not_reached(self, timeout: float) -> str:
-        lines = [f"not reached within {timeout} s; the broker is at:"]
-        lines += [f"  {queue}" for queue in self.queues()]
-        lines += [f"  {channel}" for channel in self.channels()]
-        return "\n".join(lines)
+    def _describe(self) -> str:
+        """What it looks like: queues and channels, each on a line."""
+        return "".join(f"\n  {each}" for each in (*self.queues(), *self.channels()))
 
     # Queues, exchanges and messages.
 

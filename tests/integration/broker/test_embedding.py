@@ -266,11 +266,11 @@ def test_a_call_that_comes_while_the_broker_stops_is_answered():
         answered.set()
 
     with Broker() as broker:
-        loop: Any = broker._loop
-        broker._loop = Late()  # type: ignore[assignment]
+        loop: Any = broker._runner._loop
+        broker._runner._loop = Late()  # type: ignore[assignment]
         threading.Thread(target=look, daemon=True).start()
         assert called.wait(20)
-        broker._loop = loop
+        broker._runner._loop = loop
     stopped.set()
     assert answered.wait(20)
 
