@@ -1,28 +1,111 @@
-"""Dead-lettering as RabbitMQ does it: what a message's headers tell of its deaths, and where it may not go again."""
+"""Dead-lettering as RabbitMQ does it: where a message goes that died, and what its headers tell of its deaths."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qflow_client.broker.entries import DropReason
 from qflow_client.broker.message import StoredMessage, Target
 from qflow_client.broker.wire import decode_headers, expiration_of, with_headers
 from qflow_client.fields import encode_table
 
-__all__ = ["deaths_of", "is_cycle", "mourn"]
+if TYPE_CHECKING:
+    from qflow_client.broker.queue import Queue
+
+__all__ = ["DeadLetters"]
+
+_log = logging.getLogger(__name__)
 
 _DEATHS = "x-death"
 
 
-def deaths_of(message: StoredMessage) -> list[dict[str, Any]]:
+class DeadLetters:
+    """Messages that died, on their way to where they are dead-lettered.
+
+    Args:
+        resolve: the target, up to date, of a message to an exchange with a routing key; ``None`` if there is no such
+            exchange.
+        destinations: the queues that a message goes to, whose target is up to date.
+        when_read: has something called when the body of a message is in memory.
+        wall_clock: seconds since 1970.
+    """
+
+    __slots__ = ("_dead", "_destinations", "_is_burying", "_resolve", "_wall_clock", "_when_read")
+
+    def __init__(
+        self,
+        resolve: Callable[[str, str], Target | None],
+        destinations: Callable[[StoredMessage], Sequence[Queue]],
+        when_read: Callable[[StoredMessage, Callable[[], None]], None],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._resolve = resolve
+        self._destinations = destinations
+        self._when_read = when_read
+        self._wall_clock = wall_clock
+        # Messages that died and are not buried yet, and whether somebody is at it.
+        self._dead: deque[tuple[Queue, StoredMessage, DropReason]] = deque()
+        self._is_burying = False
+
+    def died(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
+        """A message was dropped by a queue with a dead-letter exchange.
+
+        One that dies while another is buried waits for its turn, so that a chain of queues is no chain of calls.
+        """
+        self._dead.append((queue, message, reason))
+        if self._is_burying:
+            return
+        self._is_burying = True
+        try:
+            while self._dead:
+                self._bury_next(*self._dead.popleft())
+        finally:
+            self._is_burying = False
+
+    def _bury_next(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
+        if message.body is None:
+            # It must be read before.
+            self._when_read(message, lambda: self.died(queue, message, reason))
+        else:
+            self._bury(queue, message, reason)
+            queue.buried(message)
+
+    def _bury(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
+        options = queue.options
+        key = options.dead_letter_routing_key
+        target = self._resolve(options.dead_letter_exchange or "", message.target.routing_key if key is None else key)
+        if target is None:
+            _log.warning(
+                "queue '%s': a message is lost (%s): there is no dead-letter exchange '%s'",
+                queue.name,
+                reason,
+                options.dead_letter_exchange,
+            )
+            return
+        letter = _mourn(message, queue.name, reason, target, self._wall_clock())
+        deaths = _deaths_of(letter)
+        for heir in self._destinations(letter):
+            # Nobody is there to be told of a refusal, and each queue decides for itself.
+            if _is_cycle(heir.name, reason, deaths):
+                _log.warning("queue '%s': a message is lost: it died there before, and comes round again", heir.name)
+            elif heir.refusal(letter.size) is not None:
+                heir.count_drop(DropReason.REFUSED)
+            else:
+                heir.enqueue(letter)
+                heir.after_publish()
+
+
+def _deaths_of(message: StoredMessage) -> list[dict[str, Any]]:
     """Where and why a message died before, the last first."""
     deaths = decode_headers(message.header).get(_DEATHS)
     return [death for death in deaths if isinstance(death, dict)] if isinstance(deaths, list) else []
 
 
-def is_cycle(queue: str, reason: DropReason, deaths: Sequence[dict[str, Any]]) -> bool:
+def _is_cycle(queue: str, reason: DropReason, deaths: Sequence[dict[str, Any]]) -> bool:
     """Whether a message that died may not go to a queue: it died there before, and no consumer has rejected it since.
 
     Args:
@@ -40,7 +123,7 @@ def is_cycle(queue: str, reason: DropReason, deaths: Sequence[dict[str, Any]]) -
     return False
 
 
-def mourn(message: StoredMessage, queue: str, reason: DropReason, target: Target, time: float) -> StoredMessage:
+def _mourn(message: StoredMessage, queue: str, reason: DropReason, target: Target, time: float) -> StoredMessage:
     """The message that goes to a dead-letter exchange.
 
     Args:
@@ -51,7 +134,7 @@ def mourn(message: StoredMessage, queue: str, reason: DropReason, target: Target
         time: seconds since 1970.
     """
     try:
-        headers = _headers(message, deaths_of(message), queue, reason, time)
+        headers = _headers(message, _deaths_of(message), queue, reason, time)
     except (TypeError, ValueError):
         # What a client wrote there cannot be written again.
         headers = _headers(message, [], queue, reason, time)

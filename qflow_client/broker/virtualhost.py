@@ -7,7 +7,6 @@ import logging
 import math
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from typing import NamedTuple
 import pamqp.commands
 
 from qflow_client.broker.arguments import QueueArguments, QueueLimits, QueueOptions
-from qflow_client.broker.deadletter import deaths_of, is_cycle, mourn
+from qflow_client.broker.deadletter import DeadLetters
 from qflow_client.broker.entries import DropReason, Owner
 from qflow_client.broker.errors import ChannelException, ReplyCode
 from qflow_client.broker.exchange import Binding, DirectExchange, Exchange, ExchangeType, make_exchange
@@ -103,9 +102,7 @@ class VirtualHost:
         # What is to be looked at when: time, a number for those of the same time, what.
         self._timers: list[tuple[float, int, Timed]] = []
         self._timer_numbers = count()
-        # Messages that died and are not buried yet, and whether somebody is at it.
-        self._dead: deque[tuple[Queue, StoredMessage, DropReason]] = deque()
-        self._is_burying = False
+        self._dead_letters = DeadLetters(self._resolve_dead_letter, self.destinations, self.when_read, wall_clock)
         # Whether what is declared is in the message store already.
         self.is_recovering = False
         # Durable queues by their numbers there, until all messages are back.
@@ -789,31 +786,6 @@ class VirtualHost:
                 each.queue.drop_for_memory(each)
             heapq.heapreplace(givers, (-queue.ready_size, number, queue, entries))
 
-    # Dead letters.
-
-    def died(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
-        """A message was dropped by a queue with a dead-letter exchange.
-
-        One that dies while another is buried waits for its turn, so that a chain of queues is no chain of calls.
-        """
-        self._dead.append((queue, message, reason))
-        if self._is_burying:
-            return
-        self._is_burying = True
-        try:
-            while self._dead:
-                self._bury_next(*self._dead.popleft())
-        finally:
-            self._is_burying = False
-
-    def _bury_next(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
-        if message.body is None:
-            # It must be read before.
-            self.when_read(message, lambda: self.died(queue, message, reason))
-        else:
-            self._bury(queue, message, reason)
-            queue.buried(message)
-
     def when_read(self, message: StoredMessage, callback: Callable[[], None]) -> None:
         """Have something called when the body of a message, which the journal knows, is in memory."""
         journal = self.journal
@@ -828,31 +800,19 @@ class VirtualHost:
 
         look()
 
-    def _bury(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
-        options = queue.options
-        exchange = self.exchanges.get(options.dead_letter_exchange or "")
-        if exchange is None:
-            _log.warning(
-                "queue '%s': a message is lost (%s): there is no dead-letter exchange '%s'",
-                queue.name,
-                reason,
-                options.dead_letter_exchange,
-            )
-            return
-        key = options.dead_letter_routing_key
-        target = Target(exchange.name, message.target.routing_key if key is None else key)
-        self._resolve(target, exchange)
-        letter = mourn(message, queue.name, reason, target, self._wall_clock())
-        deaths = deaths_of(letter)
-        for heir in self.destinations(letter):
-            # Nobody is there to be told of a refusal, and each queue decides for itself.
-            if is_cycle(heir.name, reason, deaths):
-                _log.warning("queue '%s': a message is lost: it died there before, and comes round again", heir.name)
-            elif heir.refusal(letter.size) is not None:
-                heir.count_drop(DropReason.REFUSED)
-            else:
-                heir.enqueue(letter)
-                heir.after_publish()
+    # Dead letters.
+
+    def died(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
+        """A message was dropped by a queue with a dead-letter exchange."""
+        self._dead_letters.died(queue, message, reason)
+
+    def _resolve_dead_letter(self, exchange: str, routing_key: str) -> Target | None:
+        found = self.exchanges.get(exchange)
+        if found is None:
+            return None
+        target = Target(exchange, routing_key)
+        self._resolve(target, found)
+        return target
 
 
 class _Sampling:

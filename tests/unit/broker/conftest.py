@@ -179,8 +179,12 @@ class World:
 
     def __init__(self, *, journal=None, **options):
         self.now = 0.0
+        # When its clock was at 0, in seconds since 1970.
+        self.epoch = 0.0
         self.settings = BrokerSettings.of(options)
-        self.host = VirtualHost(self.settings, clock=lambda: self.now, wall_clock=lambda: self.now, journal=journal)
+        self.host = VirtualHost(
+            self.settings, clock=lambda: self.now, wall_clock=lambda: self.epoch + self.now, journal=journal
+        )
         self.controls = Controls(watches_publishes=self.settings.watches_publishes)
         self.clients = 0
 

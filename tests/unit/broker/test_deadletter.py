@@ -25,7 +25,7 @@ def headers(queue):
 
 @pytest.fixture(name="client")
 def _client(world):
-    world.host._wall_clock = lambda: 1_000_000.9
+    world.epoch = 1_000_000.9
     client = world.client().channel()
     client.declare("dead")
     return client
