@@ -22,7 +22,7 @@ from qflow_client.broker.queueflow import CountedSource, QueueFlow
 from qflow_client.broker.transaction import Settlement, Transaction
 from qflow_client.broker.waiting import WaitingPublish
 from qflow_client.flow import FlowController
-from qflow_client.frames import ACK, METHOD_FRAME, PUBLISH, frame
+from qflow_client.frames import ACK, PUBLISH
 
 if TYPE_CHECKING:
     from qflow_client.broker.consumer import Delivery
@@ -562,10 +562,10 @@ class Channel(CountedSource):
         """
         if self.is_closing:
             return
-        raw = text.encode()[:255].decode(errors="ignore").encode()
-        payload = b"\0\x14\0\x28" + code.to_bytes(2, "big") + bytes((len(raw),)) + raw + cause
+        # First of all: a code that no close can carry is to change nothing.
+        close = wire.close(self.number, code, text, cause)
         self.end()
-        self.session.write(frame(METHOD_FRAME, self.number, payload))
+        self.session.write(close)
 
     def end(self) -> None:
         """Leave nothing of the channel behind: consumers go, what is unacked returns to its queues, nobody flows it."""

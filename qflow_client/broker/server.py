@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import cast
 
 from qflow_client.broker.controls import Controls
+from qflow_client.broker.errors import ReplyCode
 from qflow_client.broker.journal import Journal
 from qflow_client.broker.session import Session, State
 from qflow_client.broker.settings import DEFAULT_USERS, BrokerSettings, is_loopback
@@ -113,9 +114,9 @@ class Server:
         for _ in range(self.TURNS_TO_CONNECT):
             await asyncio.sleep(0)
         self._server.close()
-        now = self.clock()
+        now, code = self.clock(), ReplyCode.CONNECTION_FORCED
         for connection in tuple(self.connections):
-            connection.session.fail(320, "CONNECTION_FORCED - the broker shuts down", now)
+            connection.session.fail(code, f"{code.title} - the broker shuts down", now)
             connection.session.end()
         self._end_turn()
         for connection in tuple(self.connections):

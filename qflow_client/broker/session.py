@@ -26,6 +26,7 @@ from qflow_client.broker.virtualhost import VirtualHost
 from qflow_client.frames import (
     CHANNEL_CLOSE,
     CHANNEL_CLOSE_OK,
+    CONNECTION_CLOSE,
     FRAME_MIN_SIZE,
     HEADER_FRAME,
     HEARTBEAT,
@@ -34,14 +35,12 @@ from qflow_client.frames import (
     PUBLISH,
     FrameError,
     FrameSplitter,
-    frame,
 )
 
 __all__ = ["PROTOCOL_HEADER", "Session", "State"]
 
 _log = logging.getLogger(__name__)
 
-_CONNECTION_CLOSE = bytes((0, 10, 0, 50))
 _CHANNEL_OPEN = bytes((0, 20, 0, 10))
 _FRAME_KINDS = {1: "method", 2: "ContentHeader", 3: "ContentBody", 8: "Heartbeat"}
 
@@ -259,7 +258,7 @@ class Session:
         if kind != METHOD_FRAME or number:
             return
         method = payload[:4]
-        if method == _CONNECTION_CLOSE:
+        if method == CONNECTION_CLOSE:
             self._send(commands.Connection.CloseOk())
             self.end()
         elif method == commands.Connection.CloseOk.index.to_bytes(4, "big"):
@@ -395,7 +394,7 @@ class Session:
         is_new = not self.blocks
         self.blocks[source] = reason
         if is_new and way is OnAlarm.BLOCKED:
-            self._send(commands.Connection.Blocked(reason.encode()[:255].decode(errors="ignore")))
+            self._send(commands.Connection.Blocked(wire.shortened(reason)))
         elif is_new and way is OnAlarm.CHANNEL_FLOW:
             for channel in self.channels.values():
                 if channel.is_producer and not channel.is_closing:
@@ -627,13 +626,13 @@ class Session:
         if self.state is State.HEADER:
             self.end()
             return
-        raw = text.encode()[:255].decode(errors="ignore").encode()
-        payload = _CONNECTION_CLOSE + code.to_bytes(2, "big") + bytes((len(raw),)) + raw + cause.ljust(4, b"\0")
+        # First of all: a code that no close can carry is to change nothing.
+        close = wire.close(0, code, text, cause)
         _log.info("%s: %s", self.name, text)
         self.state = State.CLOSE_OK
         self.wake_at = now + self.settings.close_timeout
         self._end_channels()
-        self.write(frame(METHOD_FRAME, 0, payload))
+        self.write(close)
 
     def fail_internally(self, now: float) -> None:
         """An error of the broker's own: close the connection with 541; what still comes is not read."""

@@ -16,13 +16,22 @@ import pamqp.decode
 import pamqp.header
 
 from qflow_client.broker.errors import ChannelException, ConnectionException, ReplyCode
-from qflow_client.frames import BODY_FRAME, FRAME_OVERHEAD, HEADER_FRAME, METHOD_FRAME, frame
+from qflow_client.frames import (
+    BODY_FRAME,
+    CHANNEL_CLOSE,
+    CONNECTION_CLOSE,
+    FRAME_OVERHEAD,
+    HEADER_FRAME,
+    METHOD_FRAME,
+    frame,
+)
 
 __all__ = [
     "CONTENT_HEADER",
     "HAS_EXPIRATION",
     "ack",
     "cancel",
+    "close",
     "consumer_ok",
     "content_frames",
     "decode_headers",
@@ -39,6 +48,7 @@ __all__ = [
     "queue_declare_ok",
     "return_",
     "short",
+    "shortened",
     "time_to_live",
     "user_id_of",
     "with_headers",
@@ -60,6 +70,11 @@ def short(text: str) -> bytes:
     """A short string."""
     raw = text.encode()
     return bytes((len(raw),)) + raw
+
+
+def shortened(text: str) -> str:
+    """As much of a text as a short string has room for."""
+    return text.encode()[:255].decode(errors="ignore")
 
 
 def method(channel: int, value: pamqp.base.Frame) -> bytes:
@@ -402,6 +417,20 @@ def return_(channel: int, code: ReplyCode, text: str, names: bytes) -> bytes:
 def cancel(channel: int, consumer_tag: str) -> bytes:
     """The frame of a ``Basic.Cancel`` that tells a client that its consumer is gone."""
     return frame(METHOD_FRAME, channel, b"\0\x3c\0\x1e" + short(consumer_tag) + b"\1")
+
+
+def close(channel: int, code: int, text: str, cause: bytes) -> bytes:
+    """The frame of a ``Channel.Close``, or on channel 0 of a ``Connection.Close``.
+
+    Args:
+        channel: the channel number.
+        code: the reply code.
+        text: the reply text, of any length.
+        cause: class and method id of the method at fault, as far as they came.
+    """
+    kind = CHANNEL_CLOSE if channel else CONNECTION_CLOSE
+    payload = kind + code.to_bytes(2, "big") + short(shortened(text)) + cause.ljust(4, b"\0")
+    return frame(METHOD_FRAME, channel, payload)
 
 
 def queue_declare_ok(channel: int, name: str, message_count: int, consumer_count: int) -> bytes:
