@@ -202,6 +202,11 @@ class Channel(CountedSource):
         """Answer a method."""
         self.session.write(wire.method(self.number, method))
 
+    @property
+    def incoming(self) -> int:
+        """Bytes of the message that is coming in."""
+        return sum(map(len, self._parts))
+
     # Publishing.
 
     def _on_publish(self, payload: bytes, method: commands.Basic.Publish) -> None:
@@ -343,50 +348,6 @@ class Channel(CountedSource):
             names = (queue.name for queue in queues)
             rates.take(self, message.size, message.target.exchange, names, self.session.user, self.host.clock())
 
-    # What the connection owes (D7).
-
-    @property
-    def _is_flowed_by_others(self) -> bool:
-        """Whether more than the backlog flows it: what only that flows must not keep it up."""
-        discipline = self._discipline
-        return any(discipline is None or each is not discipline.backlog for each in self.blocked_by)
-
-    def _owe(self, size: int, tag: int, *, is_past_flow: bool = False) -> None:
-        if self._discipline is None or self.is_closing:
-            return
-        if self.confirms is not None and tag:
-            self.confirms.owed[tag] = size
-        if is_past_flow:
-            self._owed_past_flow[0] += 1
-            self._owed_past_flow[1] += size
-        self._owed[0] += 1
-        self._owed[1] += size
-        self._discipline.owe(size, self.host.clock())
-
-    def _released(self, size: int, count: int = 1) -> None:
-        if self._discipline is not None and not self.is_closing:
-            self._owed[0] -= count
-            self._owed[1] -= size
-            self._discipline.settle(size, count)
-
-    def block(self, controller: FlowController) -> None:
-        recorder = self.host.recorder
-        if recorder is not None and controller not in self.blocked_by:
-            recorder.blocked(self, *_queue_and_reason(controller))
-        super().block(controller)
-
-    def unblock(self, controller: FlowController) -> None:
-        recorder = self.host.recorder
-        if recorder is not None and controller in self.blocked_by:
-            recorder.unblocked(self, *_queue_and_reason(controller))
-        super().unblock(controller)
-        discipline = self._discipline
-        if discipline is not None and not self._is_flowed_by_others:
-            count, size = self._owed_past_flow
-            self._owed_past_flow = [0, 0]
-            if count:
-                self._released(size, count)
-
     def _return(self, message: StoredMessage) -> None:
         assert message.body is not None
         self.returned += 1
@@ -413,16 +374,37 @@ class Channel(CountedSource):
         if self._discipline is not None:
             self._discipline.look_at(self)
 
+    # What the connection owes (D7).
+
+    @property
+    def _is_flowed_by_others(self) -> bool:
+        """Whether more than the backlog flows it: what only that flows must not keep it up."""
+        discipline = self._discipline
+        return any(discipline is None or each is not discipline.backlog for each in self.blocked_by)
+
+    def _owe(self, size: int, tag: int, *, is_past_flow: bool = False) -> None:
+        if self._discipline is None or self.is_closing:
+            return
+        if self.confirms is not None and tag:
+            self.confirms.owed[tag] = size
+        if is_past_flow:
+            self._owed_past_flow[0] += 1
+            self._owed_past_flow[1] += size
+        self._owed[0] += 1
+        self._owed[1] += size
+        self._discipline.owe(size, self.host.clock())
+
+    def _released(self, size: int, count: int = 1) -> None:
+        if self._discipline is not None and not self.is_closing:
+            self._owed[0] -= count
+            self._owed[1] -= size
+            self._discipline.settle(size, count)
+
     # Confirms.
 
     def _has_confirms(self) -> None:
         if not self.is_closing:
             self.session.has_confirms(self)
-
-    @property
-    def incoming(self) -> int:
-        """Bytes of the message that is coming in."""
-        return sum(map(len, self._parts))
 
     @property
     def unconfirmed(self) -> int:
@@ -441,6 +423,24 @@ class Channel(CountedSource):
             self._become_producer()
 
     # Being flowed (J3 J4).
+
+    def block(self, controller: FlowController) -> None:
+        recorder = self.host.recorder
+        if recorder is not None and controller not in self.blocked_by:
+            recorder.blocked(self, *_queue_and_reason(controller))
+        super().block(controller)
+
+    def unblock(self, controller: FlowController) -> None:
+        recorder = self.host.recorder
+        if recorder is not None and controller in self.blocked_by:
+            recorder.unblocked(self, *_queue_and_reason(controller))
+        super().unblock(controller)
+        discipline = self._discipline
+        if discipline is not None and not self._is_flowed_by_others:
+            count, size = self._owed_past_flow
+            self._owed_past_flow = [0, 0]
+            if count:
+                self._released(size, count)
 
     def on_blocked(self) -> None:
         """The first hold: one Channel.Flow."""
@@ -467,6 +467,11 @@ class Channel(CountedSource):
         if self.flowed_since is None:
             return self._flowed_seconds
         return self._flowed_seconds + self.host.clock() - self.flowed_since
+
+    @property
+    def blocking(self) -> tuple[FlowController, ...]:
+        """What flows it, the oldest first."""
+        return tuple(self.blocked_by)
 
     def _flow_ok(self, method: commands.Channel.FlowOk) -> None:
         """The client has read a Channel.Flow; nothing here waits for it, but tests do."""
@@ -596,11 +601,6 @@ class Channel(CountedSource):
         if self.transaction is not None:
             self._roll_back(self.transaction)
         self.consuming.end()
-
-    @property
-    def blocking(self) -> tuple[FlowController, ...]:
-        """What flows it, the oldest first."""
-        return tuple(self.blocked_by)
 
 
 def _queue_and_reason(controller: FlowController) -> tuple[str, str]:

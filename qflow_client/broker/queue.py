@@ -219,7 +219,7 @@ class Queue:
         self._used_at = 0.0
         self.touch()
 
-    # What goes in.
+    # What is in force.
 
     def _watch(self) -> None:
         """Bring up to date what is looked at for every message."""
@@ -259,6 +259,94 @@ class Queue:
             for entry in self.ready:
                 if not entry.is_gone:
                     self.droppable.add(entry)
+
+    def change(self, limits: QueueLimits) -> None:
+        """Put other thresholds, another maximum or another policy in force; what is in the queue stays (D4, J6).
+
+        Args:
+            limits: what is in force from now on.
+        """
+        if limits == self.limits:
+            return
+        self.limits = limits
+        if limits.max_flow_wait is None:
+            self.is_overdue = False
+        self.overflow = limits.then if self.is_overdue else limits.overflow
+        self._watch()
+        self._page()
+        self._change_conflation()
+        if self.overflow is not None:
+            self.overflow.trim(self)
+        self._change_flows()
+        self._watch()
+        if self.waiting:
+            self._tick_by(self._clock())
+
+    def _change_conflation(self) -> None:
+        overflow = self.limits.overflow
+        if not isinstance(overflow, Conflate):
+            self._values = None
+            return
+        self._values = LastValues(overflow.key)
+        for entry in tuple(self.oldest_first()):
+            key = self._values.key_of(entry.message)
+            self._conflate(key)
+            self._values.add(entry, key)
+
+    def _change_flows(self) -> None:
+        there = {type(flow.depth.thresholds): flow for flow in self.flows}
+        now = self._clock()
+        flows = []
+        for thresholds in self.limits.thresholds:
+            flow = there.pop(type(thresholds), None)
+            if flow is None:
+                flow = QueueFlow(thresholds, self.name, self.depth, self.size, self._turns)
+                was_on = False
+            else:
+                was_on = flow.depth.on
+                flow.depth.change(thresholds)
+            flows.append(flow)
+            if flow.depth.on and not was_on:
+                self._turned_on(flow, now)
+        for flow in there.values():
+            flow.let_go()
+            self._times_on_before += flow.depth.times_on
+        self.flows = tuple(flows)
+        enforcement = self.limits.enforcement
+        for flow in flows:
+            if not flow.depth.on or not enforcement.delays_completion:
+                flow.release_held()
+            if not enforcement.flows_channels:
+                for source in flow.blocked:
+                    flow.forget(source)
+            flow.resume()
+        if self.on_since is not None:
+            if not self.flow_stopped:
+                self._turned_off()
+            elif self.limits.max_flow_wait is not None:
+                self._tick_by(self.on_since + self.limits.max_flow_wait)
+
+    # What an operator sets.
+
+    def refuse(self, on: bool) -> None:
+        """Refuse every message, in the name of an operator, or no longer."""
+        self.is_refusing = on
+        self._watch()
+
+    def withhold(self) -> None:
+        """Keep confirms back, in the name of an operator, until `release_withheld`."""
+        if self.withheld is None:
+            self.withheld = []
+        self._watch()
+
+    def release_withheld(self) -> None:
+        """Let go of the confirms that an operator had withheld."""
+        withheld, self.withheld = self.withheld, None
+        self._watch()
+        for completion in withheld or ():
+            completion.release()
+
+    # What goes in.
 
     def refusal(self, size: int, count: int = 1, largest: int | None = None) -> str | None:
         """Why messages may not enter now; ``None`` if they may.
@@ -512,90 +600,6 @@ class Queue:
             flow.let_go()
         if self._recorder is not None:
             self._recorder.lets_confirms_go(self)
-
-    def change(self, limits: QueueLimits) -> None:
-        """Put other thresholds, another maximum or another policy in force; what is in the queue stays (D4, J6).
-
-        Args:
-            limits: what is in force from now on.
-        """
-        if limits == self.limits:
-            return
-        self.limits = limits
-        if limits.max_flow_wait is None:
-            self.is_overdue = False
-        self.overflow = limits.then if self.is_overdue else limits.overflow
-        self._watch()
-        self._page()
-        self._change_conflation()
-        if self.overflow is not None:
-            self.overflow.trim(self)
-        self._change_flows()
-        self._watch()
-        if self.waiting:
-            self._tick_by(self._clock())
-
-    def _change_conflation(self) -> None:
-        overflow = self.limits.overflow
-        if not isinstance(overflow, Conflate):
-            self._values = None
-            return
-        self._values = LastValues(overflow.key)
-        for entry in tuple(self.oldest_first()):
-            key = self._values.key_of(entry.message)
-            self._conflate(key)
-            self._values.add(entry, key)
-
-    def _change_flows(self) -> None:
-        there = {type(flow.depth.thresholds): flow for flow in self.flows}
-        now = self._clock()
-        flows = []
-        for thresholds in self.limits.thresholds:
-            flow = there.pop(type(thresholds), None)
-            if flow is None:
-                flow = QueueFlow(thresholds, self.name, self.depth, self.size, self._turns)
-                was_on = False
-            else:
-                was_on = flow.depth.on
-                flow.depth.change(thresholds)
-            flows.append(flow)
-            if flow.depth.on and not was_on:
-                self._turned_on(flow, now)
-        for flow in there.values():
-            flow.let_go()
-            self._times_on_before += flow.depth.times_on
-        self.flows = tuple(flows)
-        enforcement = self.limits.enforcement
-        for flow in flows:
-            if not flow.depth.on or not enforcement.delays_completion:
-                flow.release_held()
-            if not enforcement.flows_channels:
-                for source in flow.blocked:
-                    flow.forget(source)
-            flow.resume()
-        if self.on_since is not None:
-            if not self.flow_stopped:
-                self._turned_off()
-            elif self.limits.max_flow_wait is not None:
-                self._tick_by(self.on_since + self.limits.max_flow_wait)
-
-    def refuse(self, on: bool) -> None:
-        """Refuse every message, in the name of an operator, or no longer."""
-        self.is_refusing = on
-        self._watch()
-
-    def withhold(self) -> None:
-        """Keep confirms back, in the name of an operator, until `release_withheld`."""
-        if self.withheld is None:
-            self.withheld = []
-        self._watch()
-
-    def release_withheld(self) -> None:
-        """Let go of the confirms that an operator had withheld."""
-        withheld, self.withheld = self.withheld, None
-        self._watch()
-        for completion in withheld or ():
-            completion.release()
 
     def dispatch(self) -> None:
         """Deliver what can be delivered, to each consumer in turn."""

@@ -118,6 +118,11 @@ class VirtualHost:
         if self.recorder is not None:
             self.recorder.tick(self.clock())
 
+    @property
+    def has_store(self) -> bool:
+        """Whether anything can be on disk."""
+        return self.journal is not None and self.journal.has_store
+
     # Time.
 
     def wake_at(self, what: Timed, at: float) -> None:
@@ -235,6 +240,46 @@ class VirtualHost:
         self.version += 1
         return queue
 
+    def delete_queue(self, queue: Queue) -> int:
+        """Delete a queue with what is in it and bound to it.
+
+        Returns:
+            How many messages were ready in it.
+        """
+        if queue.is_deleted:
+            return 0
+        del self.queues[queue.name]
+        self.version += 1
+        if queue.number and queue.journal is not None:
+            queue.journal.queue_gone(queue)
+        self._unbind_everywhere(queue)
+        return queue.delete()
+
+    def unused(self, queue: Queue) -> None:
+        """A queue was not used for as long as it may be (``x-expires``)."""
+        _log.info("queue '%s' is deleted: unused for %s s", queue.name, queue.options.expires)
+        self.delete_queue(queue)
+
+    # Who leaves.
+
+    def consumer_gone(self, queue: Queue) -> None:
+        """Take note that a consumer has left a queue."""
+        if queue.auto_delete and queue.was_consumed and not queue.consumers:
+            self.delete_queue(queue)
+
+    def owner_gone(self, owner: Owner) -> None:
+        """Delete the exclusive queues of a connection that has ended."""
+        for queue in [queue for queue in self.queues.values() if queue.exclusive_owner is owner]:
+            self.delete_queue(queue)
+
+    def source_gone(self, source: FlowSource) -> None:
+        """Take note that a publishing channel has ended."""
+        if self.recorder is not None:
+            self.recorder.gone(source)
+        if self.settings.flow_scope is FlowScope.PUBLISHERS:
+            for queue in self.queues.values():
+                queue.forget_source(source)
+
     # Policies.
 
     def _limits(
@@ -261,11 +306,6 @@ class VirtualHost:
             raise ValueError(NO_STORE)
         self.policies.set(policy)
         self._apply_policies()
-
-    @property
-    def has_store(self) -> bool:
-        """Whether anything can be on disk."""
-        return self.journal is not None and self.journal.has_store
 
     def delete_policy(self, name: str) -> None:
         """Remove a policy; queues go back to what else applies to them.
@@ -317,44 +357,6 @@ class VirtualHost:
         self.version += 1
         if self.policies.are_inherited:
             self._apply_policies(destination)
-
-    def delete_queue(self, queue: Queue) -> int:
-        """Delete a queue with what is in it and bound to it.
-
-        Returns:
-            How many messages were ready in it.
-        """
-        if queue.is_deleted:
-            return 0
-        del self.queues[queue.name]
-        self.version += 1
-        if queue.number and queue.journal is not None:
-            queue.journal.queue_gone(queue)
-        self._unbind_everywhere(queue)
-        return queue.delete()
-
-    def unused(self, queue: Queue) -> None:
-        """A queue was not used for as long as it may be (``x-expires``)."""
-        _log.info("queue '%s' is deleted: unused for %s s", queue.name, queue.options.expires)
-        self.delete_queue(queue)
-
-    def consumer_gone(self, queue: Queue) -> None:
-        """Take note that a consumer has left a queue."""
-        if queue.auto_delete and queue.was_consumed and not queue.consumers:
-            self.delete_queue(queue)
-
-    def owner_gone(self, owner: Owner) -> None:
-        """Delete the exclusive queues of a connection that has ended."""
-        for queue in [queue for queue in self.queues.values() if queue.exclusive_owner is owner]:
-            self.delete_queue(queue)
-
-    def source_gone(self, source: FlowSource) -> None:
-        """Take note that a publishing channel has ended."""
-        if self.recorder is not None:
-            self.recorder.gone(source)
-        if self.settings.flow_scope is FlowScope.PUBLISHERS:
-            for queue in self.queues.values():
-                queue.forget_source(source)
 
     # Exchanges and bindings.
 
