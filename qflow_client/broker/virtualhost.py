@@ -121,7 +121,12 @@ class VirtualHost:
     @property
     def has_store(self) -> bool:
         """Whether anything can be on disk."""
-        return self.journal is not None and self.journal.has_store
+        return self._durable_journal is not None
+
+    @property
+    def _durable_journal(self) -> Journal | None:
+        journal = self.journal
+        return journal if journal is not None and journal.has_store else None
 
     # Time.
 
@@ -217,8 +222,8 @@ class VirtualHost:
         own = QueueArguments.read(name, arguments)
         options = QueueOptions.from_arguments(name, arguments)
         limits = self._limits(name, own, lambda: Inheritance((("", name),), ("",)))
-        journal = self.journal
-        if journal is not None and journal.has_store and durable and not exclusive and not number:
+        journal = self._durable_journal
+        if journal is not None and durable and not exclusive and not number:
             number = journal.number_of(name, auto_delete, arguments)
         queue = self.queues[name] = Queue(
             name,
@@ -234,7 +239,7 @@ class VirtualHost:
             recent=self.settings.recent,
             resume_interval=self.settings.resume_interval,
             recorder=self.recorder,
-            journal=journal,
+            journal=self.journal,
             number=number,
         )
         self.version += 1
@@ -409,8 +414,9 @@ class VirtualHost:
         exchange = make_exchange(
             name, kind, durable=durable, auto_delete=auto_delete, internal=internal, arguments=arguments or {}
         )
-        if self.journal is not None and self.has_store and durable and not self.is_recovering:
-            self.journal.exchange(exchange)
+        journal = self._durable_journal
+        if journal is not None and durable and not self.is_recovering:
+            journal.exchange(exchange)
         self.exchanges[name] = exchange
         self.version += 1
         return exchange
@@ -431,8 +437,9 @@ class VirtualHost:
                 ReplyCode.PRECONDITION_FAILED, f"exchange '{name}' has {len(exchange.bindings)} bindings"
             )
         del self.exchanges[name]
-        if self.journal is not None and self.has_store and exchange.durable:
-            self.journal.exchange_gone(exchange)
+        journal = self._durable_journal
+        if journal is not None and exchange.durable:
+            journal.exchange_gone(exchange)
         self._unbind_everywhere(exchange)
         self._bindings_changed()
 
