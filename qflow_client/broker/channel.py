@@ -165,7 +165,7 @@ class Channel(CountedSource):
             raise ConnectionException(
                 ReplyCode.FRAME_ERROR, f"a content header of class {class_id} and weight {weight}; it must be 60 and 0"
             )
-        user_id = wire.user_id_of(payload)
+        user_id = wire.check_properties(payload)
         if user_id is not None and user_id != self.session.user:
             raise ChannelException(
                 ReplyCode.PRECONDITION_FAILED,

@@ -424,7 +424,7 @@ class Queue:
                     self.pager.add(entry)
                 if self.droppable is not None:
                     self.droppable.add(entry)
-            self._check(entry, source, completion)
+            self._follow_up(entry, source, completion)
 
     def recover(self, message: StoredMessage, age: float) -> None:
         """Take back a message that was in it when the broker ended. Delivers nothing yet, and nobody is flowed.
@@ -446,7 +446,7 @@ class Queue:
             self.pager.add(entry)
         if self.droppable is not None:
             self.droppable.add(entry)
-        self._check(entry, None, None, age)
+        self._follow_up(entry, None, None, age)
 
     def _conflate(self, key: str | None) -> None:
         """Drop the last message of a key for the one that comes, unless a consumer has it."""
@@ -457,7 +457,7 @@ class Queue:
             self._shrink(last)
             self.count_drop(DropReason.CONFLATED)
 
-    def _check(
+    def _follow_up(
         self, entry: QueueEntry, source: FlowSource | None, completion: Completion | None, age: float = 0.0
     ) -> None:
         """What follows an enqueue, if anything does."""

@@ -27,7 +27,7 @@ from qflow_client.broker.rates import Rates, Timed
 from qflow_client.broker.recording import FlowRecorder
 from qflow_client.broker.settings import BrokerSettings, FlowScope
 from qflow_client.broker.waiting import Publisher, WaitingPublish
-from qflow_client.broker.wire import decode_headers, encode_header, user_id_of
+from qflow_client.broker.wire import check_properties, decode_headers, encode_header
 from qflow_client.flow import FlowSource
 
 __all__ = ["VirtualHost"]
@@ -562,7 +562,7 @@ class VirtualHost:
         target = Target(exchange, routing_key)
         self.resolve(target)
         header = encode_header(len(body), properties)
-        user_id_of(header)
+        check_properties(header)
         message = StoredMessage(target, header, body)
         queues = self.destinations(message)
         refused = self.refusal(queues, message.size, has_line=False)

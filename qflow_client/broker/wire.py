@@ -31,6 +31,7 @@ __all__ = [
     "HAS_EXPIRATION",
     "ack",
     "cancel",
+    "check_properties",
     "close",
     "consumer_ok",
     "content_frames",
@@ -50,7 +51,6 @@ __all__ = [
     "short",
     "shortened",
     "time_to_live",
-    "user_id_of",
     "with_headers",
 ]
 
@@ -190,7 +190,7 @@ _sound_tables: set[bytes] = set()
 _MAX_SOUND_TABLES = 1024
 
 
-def user_id_of(header: bytes) -> str | None:
+def check_properties(header: bytes) -> str | None:
     """Check that a content header is well-formed and has no impossible ``expiration``, without decoding it.
 
     Args:

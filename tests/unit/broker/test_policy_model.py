@@ -78,7 +78,7 @@ BUGS = [
     ),
     (
         "C5: a message that finds the queue ON is acked",
-        queue.Queue._check,
+        queue.Queue._follow_up,
         "if completion is not None:",
         "if was_on is False and completion is not None:",
     ),
