@@ -73,6 +73,20 @@ def test_what_a_consumer_rejects_goes_there_with_all_its_properties(world, clien
     assert (entry.message.target.exchange, entry.message.target.routing_key) == ("", "dead")
 
 
+def test_what_a_channel_leaves_behind_is_back_in_all_queues_before_what_has_expired_goes_there(world, client):
+    client.declare(arguments={**DLX, "x-message-ttl": 1000})
+    client.publish(b"expires")
+    client.publish(b"stays", "dead")
+    gone, heir = world.client().channel(), world.client().channel()
+    for queue in ("q", "dead"):
+        gone.send(1, commands.Basic.Get(queue=queue))
+    heir.consume("dead")
+    heir.received()
+    world.now = 2.0
+    gone.send(1, commands.Channel.Close(200, "", 0, 0))
+    assert [body for _, body, _ in heir.deliveries()] == [b"stays", b"expires"]
+
+
 def test_without_an_exchange_for_it_what_dies_is_only_counted(world, client):
     client.declare()
     client.publish()
