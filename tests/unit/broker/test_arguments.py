@@ -149,6 +149,10 @@ def test_C2_J2_what_contradicts_itself_or_has_the_wrong_type_is_refused_with_406
         ({"x-dead-letter-exchange": 1}, ("x-dead-letter-exchange=1", "string")),
         ({"x-dead-letter-routing-key": "k"}, ("x-dead-letter-routing-key='k'", "x-dead-letter-exchange")),
         ({"x-single-active-consumer": 1}, ("x-single-active-consumer=1", "true or false")),
+        (
+            {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "ö" * 128},
+            ("x-dead-letter-routing-key='ööö", "255 bytes, not 256"),
+        ),
     ],
 )
 def test_an_option_of_RabbitMQs_that_cannot_be_is_refused_with_406(arguments, words):
@@ -157,6 +161,12 @@ def test_an_option_of_RabbitMQs_that_cannot_be_is_refused_with_406(arguments, wo
     assert caught.value.code == 406
     for word in words:
         assert word in caught.value.text
+
+
+def test_a_dead_letter_routing_key_may_be_as_long_as_any():
+    key = "ö" * 127 + "k"
+    options = QueueOptions.from_arguments("q", {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": key})
+    assert options.dead_letter_routing_key == key
 
 
 def test_RabbitMQs_maximum_brings_no_thresholds_and_arguments_of_others_are_left_alone():
