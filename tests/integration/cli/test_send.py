@@ -19,6 +19,7 @@ from qflow_client.cli import main
 from qflow_client.protocol import REPUBLISHED
 from qflow_client.testing.proxy import FaultProxy
 from tests.integration.cli.terminal import on_a_terminal
+from tests.integration.producer.tools import eventually
 
 Capture = pytest.CaptureFixture[str]
 
@@ -313,6 +314,8 @@ def test_it_ends_with_what_is_confirmed_how_long_it_was_flowed_and_its_rate(brok
     process, _ = start(broker, b"one\n", options=("--json",) if as_json else ())
     broker.flow(False)
     broker.wait_until(lambda b: all(channel.flow_ok for channel in b.producers()))
+    # Seconds are told to the millisecond.
+    eventually(lambda: broker.producers()[0].flowed_seconds >= 0.05, "a stop that is long enough to be told")
     broker.flow(True)
     out, err = process.communicate(b"two\nthree\n", timeout=20)
     assert (process.returncode, err) == (0, b"")

@@ -433,7 +433,7 @@ def run(program: str) -> Any:
 
 
 _PROGRAM = """
-import json, os, sys
+import json, os, sys, warnings
 from opentelemetry import metrics
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
@@ -478,6 +478,8 @@ def test_a_child_process_does_not_count_for_its_parent() -> None:
         sent()
         producer.send(b"x").result(20)
         reads, writes = os.pipe()
+        # What Python 3.12 says of forks, and is the point here, is not to be said.
+        warnings.simplefilter("ignore", DeprecationWarning)
         if not os.fork():
             os.write(writes, json.dumps(sent()).encode())
             os._exit(0)
