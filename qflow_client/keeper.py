@@ -238,6 +238,11 @@ class Storage:
     def __len__(self) -> int:
         return 0 if self._opened is None else self._opened.left
 
+    @property
+    def spilled(self) -> tuple[Receipt, ...]:
+        """The receipts of what waits on disk, as far as anybody has them."""
+        return tuple(self.protocol._spilled.values())
+
     def start(self) -> None:
         """Begin with what was left."""
         self.keeper.start()

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qflow_client.errors import ConnectionFailed, UndeliveredMessages
 from qflow_client.events import FlowEvent, HoldKind
 from qflow_client.logs import log
 from qflow_client.protocol import ProducerProtocol
-from qflow_client.receipt import Receipt
+from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import check_timeout, hide_password
+
+if TYPE_CHECKING:
+    from qflow_client.keeper import Storage
 
 __all__ = [
     "BRIEF",
@@ -30,7 +34,7 @@ __all__ = [
     "client_properties",
     "concerns",
     "connection_failed",
-    "forked",
+    "disown",
     "gives_up",
     "keeping",
     "kinds_of",
@@ -144,12 +148,30 @@ def log_connected_again(name: str, url: str) -> None:
     log(logging.WARNING, "%s: connected again to %s", name, url)
 
 
-def forked(pid: int) -> str:
-    """Why a producer of another process takes no messages."""
-    return (
+def disown(protocol: ProducerProtocol, storage: Storage | None, pid: int) -> ProducerProtocol:
+    """What a producer has in a forked child instead of its state, which is the parent's; it was never open.
+
+    The parent is about to write what is not written, so none of what is unsettled is safe to send again. Its state is
+    only looked at: another thread may have been in the middle of changing it, with a lock held that nobody lets go of
+    here.
+
+    Args:
+        protocol: the parent's.
+        storage: likewise; ``None`` without an outbox.
+        pid: of the parent.
+    """
+    for receipt in (*protocol.unsettled_receipts, *(() if storage is None else storage.spilled)):
+        # Nobody in this process will hear of it.
+        receipt._reply = (0, f"process {os.getpid()} is a child of process {pid}, which sent it")
+        receipt._outcome = Outcome.UNKNOWN
+    now = time.monotonic()
+    own = ProducerProtocol(protocol.settings, id_prefix="", now=now, wall_offset=time.time() - now)
+    reason = (
         f"it was made in process {pid}, and this is process {os.getpid()}: a connection cannot be shared with a child "
         "process; make a producer in the child"
     )
+    own.close(reason, now)
+    return own
 
 
 class Deliveries:

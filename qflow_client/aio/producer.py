@@ -53,7 +53,7 @@ from qflow_client.skin import (
     Deliveries,
     check_many,
     concerns,
-    forked,
+    disown,
     gives_up,
     keeping,
     kinds_of,
@@ -84,6 +84,11 @@ class _FlowEvents:
     def put(self, event: FlowEvent | None) -> None:
         """Append an event; ``None`` is the end."""
         self._events.put_nowait(event)
+
+    def forget(self) -> None:
+        """In a child process: end. The tasks that wait are the parent's."""
+        self._events = asyncio.Queue()
+        self.put(None)
 
     def __aiter__(self) -> Self:
         return self
@@ -1000,13 +1005,14 @@ class AsyncProducer:
         """In a child process: everything of this producer is the parent's."""
         # What has the sockets lets go of them.
         self._is_copy = self._ended = True
+        self._manager.forked()
+        # The loop does not run here, and wakes the parent's.
+        self._thread = None
         self._all_ended = asyncio.Event()
         self._all_ended.set()
-        self._storage = None
-        self._protocol.close(forked(self._pid), _monotonic())
-        # Nobody in this process will hear of what the parent has in flight, and no task that waits runs in it.
-        self._protocol.connection_lost("the process forked", _monotonic())
-        self._protocol.wake.clear()
+        self._protocol, self._storage = disown(self._protocol, self._storage, self._pid), None
+        for events in self._iterators:
+            events.forget()
 
     def _forgotten(self) -> None:
         """At the end of the process: say what is lost if it was not closed. No loop runs any more that could wait."""

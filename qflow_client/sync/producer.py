@@ -33,7 +33,7 @@ from qflow_client.logs import write_log
 from qflow_client.manager import flow_manager
 from qflow_client.message import Message, as_body
 from qflow_client.protocol import LogEntry, ProducerProtocol, SendTicket
-from qflow_client.receipt import Outcome, Receipt
+from qflow_client.receipt import Receipt
 from qflow_client.recovery import retries
 from qflow_client.settings import ProducerSettings, WhenFlowed, check_argument, check_timeout
 from qflow_client.skin import (
@@ -45,7 +45,7 @@ from qflow_client.skin import (
     Deliveries,
     check_many,
     concerns,
-    forked,
+    disown,
     gives_up,
     keeping,
     kinds_of,
@@ -922,14 +922,7 @@ class Producer:
         self._lock = threading.Lock()
         self._all_ended = Latch()
         self._all_ended.set()
-        for receipt in self._protocol.unsettled_receipts:
-            # Nobody in this process will hear of it.
-            receipt._reply = (0, f"process {os.getpid()} is a child of process {self._pid}, which sent it")
-            receipt._outcome = Outcome.UNKNOWN
-        now = _monotonic()
-        self._storage = None
-        self._protocol = ProducerProtocol(self.settings, id_prefix="", now=now, wall_offset=time.time() - now)
-        self._protocol.close(forked(self._pid), now)
+        self._protocol, self._storage = disown(self._protocol, self._storage, self._pid), None
         self._listeners.clear()
         for events in self._queues:
             events.put(None)

@@ -8,9 +8,10 @@ import os
 import signal
 import sys
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
-from qflow_client import AsyncProducer, Outcome, OutcomeUnknown, ProducerClosed, UndeliveredMessages
+from qflow_client import AsyncProducer, FlowEvent, Outcome, OutcomeUnknown, ProducerClosed, UndeliveredMessages
 from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
 from tests.integration.producer.programs import connected_to
@@ -68,6 +69,8 @@ def forked(url: str) -> None:
     async def main() -> None:
         async with AsyncProducer(url, routing_key="q") as producer:
             receipts: list[Any] = []
+            events = producer.flow_events(kinds=("paused",))
+            next_event = asyncio.ensure_future(anext(events))
             enough = False
 
             async def work() -> None:
@@ -81,11 +84,15 @@ def forked(url: str) -> None:
                 if pid == 0:
                     if connected_to(url):
                         os._exit(9)
-                    os._exit(_child(producer, url))
+                    os._exit(_child(producer, url, events))
                 _, status = await asyncio.to_thread(os.waitpid, pid, 0)
                 assert os.waitstatus_to_exitcode(status) == 0, status
             enough = True
             await working
+            assert not next_event.done()
+            producer.pause()
+            assert (await next_event).hold is not None
+            producer.resume()
             await producer.flush(timeout=20)
             _say(str(len(receipts)))
 
@@ -121,7 +128,7 @@ def forked_while_disconnected(url: str, own_url: str) -> None:
     _say("fine")
 
 
-def _child(producer: AsyncProducer, url: str) -> int:
+def _child(producer: AsyncProducer, url: str, events: AsyncIterator[FlowEvent] | None = None) -> int:
     began = time.monotonic()
 
     async def main() -> int:
@@ -139,6 +146,9 @@ def _child(producer: AsyncProducer, url: str) -> int:
                     return 2
             else:
                 return 3
+        for each in (events, producer.flow_events()):
+            if each is not None and [event async for event in each]:
+                return 6
         try:
             await producer.close()
         except UndeliveredMessages:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .tools import PATIENCE
+from .tools import PATIENCE, eventually
 
 _ROOT = Path(__file__).parents[3]
 
@@ -57,3 +60,32 @@ def ends_well(process: subprocess.Popen[str]) -> None:
     # To the end of what it says; a program that hangs is ended by the timeout of the test.
     rest = process.stdout.read()
     assert (rest, process.wait(PATIENCE)) == ("fine\n", 0)
+
+
+def in_child(check: Callable[[], object]) -> None:
+    """Fork, have a check hold in the child, where nothing of pytest's may run, and wait for its end."""
+    pid = os.fork()
+    if pid == 0:  # pragma: no cover
+        code = 1
+        try:
+            check()
+            code = 0
+        except BaseException:
+            os.write(2, traceback.format_exc().encode())
+        finally:
+            os._exit(code)
+    codes: list[int] = []
+
+    def ended() -> bool:
+        which, status = os.waitpid(pid, os.WNOHANG)
+        if which:
+            codes.append(os.waitstatus_to_exitcode(status))
+        return bool(which)
+
+    try:
+        eventually(ended, "the end of the child")
+    finally:
+        if not codes:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    assert codes == [0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import sqlite3
 import threading
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from qflow_client import (
     OutboxFull,
     OutboxInUse,
     Outcome,
+    OutcomeUnknown,
     Producer,
     ProducerFlowed,
     UndeliveredMessages,
@@ -32,6 +32,7 @@ from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
 from qflow_client.storing import StoringProtocol
 
+from .processes import in_child
 from .tools import PATIENCE, Proxy, bodies, eventually, holds, start, wait_done, wait_held, wait_in_line
 
 MARK = "x-qflow-republished"
@@ -519,12 +520,30 @@ def test_a_child_process_leaves_the_outbox_to_its_parent(
 ) -> None:
     producer = make_producer(outbox=path)
     producer.send(b"one").result(timeout=PATIENCE)
-    child = os.fork()
-    if child == 0:  # pragma: no cover
-        # Nothing of pytest's may run here.
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+    in_child(lambda: None)
     producer.send(b"two").result(timeout=PATIENCE)
     with pytest.raises(OutboxInUse):
         Outbox(path)
     assert bodies(broker) == [b"one", b"two"]
+
+
+def test_a_child_process_needs_no_lock_of_the_outbox_to_let_go_of_it(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
+    producer = make_producer(outbox=path, when_flowed="spill")
+    broker.withhold_confirms()
+    receipts = [producer.send(b"sent")]
+    producer.pause()
+    receipts.append(producer.send(b"spilled"))
+
+    def look() -> None:
+        assert [type(receipt.error()) for receipt in receipts] == [OutcomeUnknown] * 2
+
+    # Another thread may have it in the instant of the fork.
+    with store(producer)._lock:
+        in_child(look)
+    producer.resume()
+    broker.release_confirms()
+    producer.flush(timeout=PATIENCE)
+    assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED] * 2
+    assert bodies(broker) == [b"sent", b"spilled"]

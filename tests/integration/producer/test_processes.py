@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from qflow_client import FlowManager, Outcome, OutcomeUnknown, Producer
 from qflow_client.broker import Broker
 from qflow_client.testing.proxy import FaultProxy
 
-from .processes import Start, ends_well, says, starting
-from .tools import PATIENCE, Stopwatch, bodies
+from .processes import Start, ends_well, in_child, says, starting
+from .tools import PATIENCE, Proxy, Stopwatch, bodies, fill_transport, holds
 
 
 @pytest.fixture
@@ -51,6 +53,52 @@ def test_a_forked_child_gets_a_clear_error_and_its_parent_goes_on(run: Start) ->
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks at descriptors by way of /proc")
 def test_a_fork_in_the_middle_leaves_parent_and_child_to_themselves(run: Start) -> None:
     ends_well(run("forked_in_the_middle"))
+
+
+def test_what_is_unsettled_is_unknown_in_a_forked_child_written_or_not(
+    proxy: Proxy, broker: Broker, make_producer: Callable[..., Producer]
+) -> None:
+    producer = make_producer(proxy.url(broker))
+    proxy.stop_reading()
+    receipts = list(fill_transport(producer))
+    assert 0 < producer.in_flight < len(receipts)
+
+    def look() -> None:
+        # The parent is about to write the others, too, so none of them is safe to send again.
+        assert {receipt.outcome for receipt in receipts} == {Outcome.UNKNOWN}
+        error = receipts[-1].error()
+        assert isinstance(error, OutcomeUnknown)
+        assert "is a child of process" in str(error)
+
+    in_child(look)
+    proxy.go_on_reading()
+    producer.flush(timeout=PATIENCE)
+    assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
+    assert broker.queue("q").depth == len(receipts)
+
+
+def test_a_forked_childs_manager_waits_for_no_thread_of_the_parent_and_holds_nothing_there(
+    make_producer: Callable[..., Producer],
+) -> None:
+    manager = FlowManager()
+    producer = make_producer(manager=manager)
+    held, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with manager._lock:
+            held.set()
+            go_on.wait(PATIENCE)
+
+    other = threading.Thread(target=hold)
+    other.start()
+    assert held.wait(PATIENCE)
+    try:
+        in_child(manager.stop_all)
+    finally:
+        go_on.set()
+        other.join(PATIENCE)
+    assert holds(producer) == []
+    producer.send(b"").result(timeout=PATIENCE)
 
 
 def test_a_forked_child_may_make_a_producer_of_its_own(run: Start, broker: Broker) -> None:
