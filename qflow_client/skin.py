@@ -8,7 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 from qflow_client.errors import ConnectionFailed, UndeliveredMessages
 from qflow_client.events import FlowEvent, HoldKind
@@ -30,9 +31,9 @@ __all__ = [
     "TLS_WRITE_CHUNK",
     "WRITE_CHUNK",
     "Deliveries",
+    "Listeners",
     "check_many",
     "client_properties",
-    "concerns",
     "connection_failed",
     "disown",
     "gives_up",
@@ -96,9 +97,79 @@ def kinds_of(kinds: Iterable[str] | None) -> frozenset[str] | None:
     return found
 
 
-def concerns(event: FlowEvent, kinds: frozenset[str] | None) -> bool:
-    """Whether a flow event is about one of these hold kinds."""
-    return kinds is None or (event.hold is not None and event.hold.kind in kinds)
+class _FlowEvents(Protocol):
+    """The flow events of a producer, for somebody who takes them one by one."""
+
+    def put(self, event: FlowEvent | None, /) -> object: ...
+
+
+_Events = TypeVar("_Events", bound=_FlowEvents)
+
+
+class Listeners(Generic[_Events]):
+    """Who is told of a producer's flow events. Whoever calls sees to it that nobody else does at the same time."""
+
+    def __init__(self) -> None:
+        # By what ends it, because the same callback may be registered several times.
+        self._callbacks: dict[object, tuple[Callable[[FlowEvent], object], frozenset[str] | None]] = {}
+        #: Of an iterator that nobody has any more, nothing is left.
+        self.iterators: WeakKeyDictionary[_Events, frozenset[str] | None] = WeakKeyDictionary()
+
+    def add(
+        self,
+        protocol: ProducerProtocol,
+        key: object,
+        callback: Callable[[FlowEvent], object],
+        kinds: frozenset[str] | None,
+    ) -> None:
+        """Have a callback called.
+
+        Args:
+            protocol: the producer's state.
+            key: for `remove`.
+            callback: the application's.
+            kinds: the hold kinds it is told of; ``None`` for all.
+        """
+        self._callbacks[key] = callback, kinds
+        self._listen(protocol)
+
+    def remove(self, key: object) -> None:
+        """Have it called no more; a second time changes nothing."""
+        self._callbacks.pop(key, None)
+
+    def iterate(self, protocol: ProducerProtocol, events: _Events, kinds: frozenset[str] | None) -> None:
+        """Have events put, as `add` has them told."""
+        self.iterators[events] = kinds
+        self._listen(protocol)
+
+    def _listen(self, protocol: ProducerProtocol) -> None:
+        if protocol.events is None:
+            protocol.events = []
+
+    def tell(
+        self, protocol: ProducerProtocol, call: Callable[[Callable[[FlowEvent], object], FlowEvent], object]
+    ) -> None:
+        """Tell of what there is to tell.
+
+        Args:
+            protocol: the producer's state, which has events.
+            call: has ``callback(event)`` called.
+        """
+        events, protocol.events = protocol.events or (), []
+        for event in events:
+            kind = None if event.hold is None else event.hold.kind
+            for iterator, kinds in tuple(self.iterators.items()):
+                if kinds is None or kind in kinds:
+                    iterator.put(event)
+            for callback, kinds in self._callbacks.values():
+                if kinds is None or kind in kinds:
+                    call(callback, event)
+
+    def end(self) -> None:
+        """End the iterators."""
+        for iterator in tuple(self.iterators):
+            iterator.put(None)
+        self.iterators.clear()
 
 
 def client_properties(name: str) -> dict[str, Any]:

@@ -51,8 +51,8 @@ from qflow_client.skin import (
     GOOD_BYE,
     LULL,
     Deliveries,
+    Listeners,
     check_many,
-    concerns,
     disown,
     gives_up,
     keeping,
@@ -77,8 +77,7 @@ _AT_ONCE = 500
 class _FlowEvents:
     """The flow events of a producer, as they come."""
 
-    def __init__(self, kinds: frozenset[str] | None) -> None:
-        self.kinds = kinds
+    def __init__(self) -> None:
         self._events: asyncio.Queue[FlowEvent | None] = asyncio.Queue()
 
     def put(self, event: FlowEvent | None) -> None:
@@ -175,9 +174,7 @@ class AsyncProducer:
             self._protocol.settled = []
         self._connection = connection
         self._manager = manager
-        # Who is told of flow events.
-        self._listeners: list[tuple[Callable[[], None], Callable[[FlowEvent], object], frozenset[str] | None]] = []
-        self._iterators: weakref.WeakSet[_FlowEvents] = weakref.WeakSet()
+        self._listeners: Listeners[_FlowEvents] = Listeners()
         # What has it told that sends wait; one for all, or a thousand of them would keep the loop busy.
         self._notice: asyncio.TimerHandle | None = None
         self._ended = False
@@ -766,11 +763,10 @@ class AsyncProducer:
         wanted = kinds_of(kinds)
 
         def unsubscribe() -> None:
-            # The same callback may be registered several times.
-            self._listeners[:] = (each for each in self._listeners if each[0] is not unsubscribe)
+            self._listeners.remove(unsubscribe)
 
-        self._listeners.append((unsubscribe, callback, wanted))
-        self._listen()
+        if not self._ended:
+            self._listeners.add(self._protocol, unsubscribe, callback, wanted)
 
         return unsubscribe
 
@@ -780,22 +776,13 @@ class AsyncProducer:
         Args:
             kinds: as for `on_flow`.
         """
-        events = _FlowEvents(kinds_of(kinds))
+        wanted = kinds_of(kinds)
+        events = _FlowEvents()
         if self._ended:
             events.put(None)
         else:
-            self._iterators.add(events)
-            self._listen()
+            self._listeners.iterate(self._protocol, events, wanted)
         return events
-
-    def _listen(self) -> None:
-        if self._protocol.events is None:
-            self._protocol.events = []
-
-    def _end_events(self) -> None:
-        iterators, self._iterators = tuple(self._iterators), weakref.WeakSet()
-        for events in iterators:
-            events.put(None)
 
     def pause(self, reason: str = "") -> None:
         """Hold the producer until `resume`. What is admitted already still leaves (D5)."""
@@ -909,7 +896,7 @@ class AsyncProducer:
             if self._observer is not None:
                 telemetry.unwatch(self._observer)
             failures = self._protocol.take_failures()
-            self._end_events()
+            self._listeners.end()
             if self._notice is not None:
                 self._notice.cancel()
             if self._dispatcher is not None:
@@ -973,14 +960,7 @@ class AsyncProducer:
             # There are no turns of a loop. Events wait for the first.
             return
         if protocol.events:
-            events, protocol.events = protocol.events, []
-            for event in events:
-                for iterator in self._iterators:
-                    if concerns(event, iterator.kinds):
-                        iterator.put(event)
-                for _, listener, kinds in self._listeners:
-                    if concerns(event, kinds):
-                        self._dispatcher.call(listener, event)
+            self._listeners.tell(protocol, self._dispatcher.call)
         if settled:
             assert self._deliveries is not None
             self._deliveries.hand(settled)
@@ -1011,7 +991,7 @@ class AsyncProducer:
         self._all_ended = asyncio.Event()
         self._all_ended.set()
         self._protocol, self._storage = disown(self._protocol, self._storage, self._pid), None
-        for events in self._iterators:
+        for events in tuple(self._listeners.iterators):
             events.forget()
 
     def _forgotten(self) -> None:

@@ -43,8 +43,8 @@ from qflow_client.skin import (
     GOOD_BYE,
     LULL,
     Deliveries,
+    Listeners,
     check_many,
-    concerns,
     disown,
     gives_up,
     keeping,
@@ -167,11 +167,7 @@ class Producer:
         self._routing_key = self.settings.routing_key
         # None if nobody is to be told of receipts.
         self._deliveries = None if on_delivery is None else Deliveries(on_delivery, self._told)
-        # Who is told of flow events. Of an iterator that nobody has any more, nothing is left.
-        self._listeners: list[tuple[Callable[[], None], Callable[[FlowEvent], object], frozenset[str] | None]] = []
-        self._queues: weakref.WeakKeyDictionary[queue.SimpleQueue[FlowEvent | None], frozenset[str] | None] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._listeners: Listeners[queue.SimpleQueue[FlowEvent | None]] = Listeners()
         # Set by the first close, and when that has come to its end.
         self._ended = False
         self._all_ended = Latch()
@@ -675,14 +671,12 @@ class Producer:
 
         def unsubscribe() -> None:
             with self._lock:
-                # The same callback may be registered several times.
-                self._listeners[:] = (each for each in self._listeners if each[0] is not unsubscribe)
+                self._listeners.remove(unsubscribe)
 
         with self._lock:
             if not self._ended:
                 self._dispatcher.start()
-                self._listeners.append((unsubscribe, callback, wanted))
-                self._listen()
+                self._listeners.add(self._protocol, unsubscribe, callback, wanted)
 
         return unsubscribe
 
@@ -701,13 +695,8 @@ class Producer:
             if self._ended:
                 events.put(None)
             else:
-                self._queues[events] = wanted
-                self._listen()
+                self._listeners.iterate(self._protocol, events, wanted)
         return iter(events.get, None)
-
-    def _listen(self) -> None:
-        if self._protocol.events is None:
-            self._protocol.events = []
 
     def pause(self, reason: str = "") -> None:
         """Hold the producer until `resume`. What is admitted already still leaves (D5).
@@ -829,9 +818,7 @@ class Producer:
                 if self._observer is not None:
                     telemetry.unwatch(self._observer)
                 with self._lock:
-                    queues = tuple(self._queues)
-                for events in queues:
-                    events.put(None)
+                    self._listeners.end()
                 if self._deliveries is not None and deadline is not None:
                     patience = min(max(BRIEF, deadline - _monotonic()), threading.TIMEOUT_MAX)
                 self._dispatcher.stop(patience)
@@ -884,17 +871,9 @@ class Producer:
             wake, protocol.wake = protocol.wake, []
             if protocol.logs:
                 logs, protocol.logs = protocol.logs, []
-            events: list[FlowEvent] = []
-            if protocol.events:
-                events, protocol.events = protocol.events, []
             # In the order of the lock, so that two threads cannot swap what they tell.
-            for event in events:
-                for events_queue, kinds in tuple(self._queues.items()):
-                    if concerns(event, kinds):
-                        events_queue.put(event)
-                for _, listener, kinds in self._listeners:
-                    if concerns(event, kinds):
-                        self._dispatcher.call(listener, event)
+            if protocol.events:
+                self._listeners.tell(protocol, self._dispatcher.call)
             if settled:
                 assert self._deliveries is not None
                 self._deliveries.hand(settled)
@@ -923,10 +902,7 @@ class Producer:
         self._all_ended = Latch()
         self._all_ended.set()
         self._protocol, self._storage = disown(self._protocol, self._storage, self._pid), None
-        self._listeners.clear()
-        for events in self._queues:
-            events.put(None)
-        self._queues.clear()
+        self._listeners.end()
 
     def _forgotten(self) -> None:
         """At the end of the process: say what is lost if it was not closed."""

@@ -279,7 +279,7 @@ def test_an_iterator_that_is_dropped_leaves_nothing_behind(run: Run, broker: Bro
             producer.resume()
             del reading
             gc.collect()
-            assert len(producer._iterators) == 0
+            assert len(producer._listeners.iterators) == 0
 
     run(main())
 

@@ -77,7 +77,7 @@ def interrupted(call: str) -> None:
             "flush": lambda: protocol._flushes,
             "result": lambda: receipt._waiter is not None,
             "wait_unflowed": lambda: protocol._unflow_waiters,
-            "flow_events": lambda: len(producer._queues),
+            "flow_events": lambda: len(producer._listeners.iterators),
             "close": lambda: protocol._flushes,
             "leaving": lambda: protocol._flushes,
         }[call]

@@ -251,10 +251,10 @@ def test_an_iterator_that_is_left_leaves_nothing_behind(producer: Producer) -> N
     for event in events:
         assert event.kind is UNFLOWED
         break
-    assert len(producer._queues) == 2
+    assert len(producer._listeners.iterators) == 2
     del events, never_begun
     gc.collect()
-    assert len(producer._queues) == 0
+    assert len(producer._listeners.iterators) == 0
 
 
 @pytest.mark.usefixtures("one_connection")
