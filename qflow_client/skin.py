@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import time
@@ -9,14 +10,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
-from weakref import WeakKeyDictionary
+from uuid import uuid4
+from weakref import WeakKeyDictionary, WeakSet
 
-from qflow_client.errors import ConnectionFailed, UndeliveredMessages
+from qflow_client.errors import ConfirmTimeout, ConnectionFailed, SettingsError, UndeliveredMessages
 from qflow_client.events import FlowEvent, HoldKind
+from qflow_client.flow import FlowManager, Line
 from qflow_client.logs import log
 from qflow_client.protocol import ProducerProtocol
 from qflow_client.receipt import Outcome, Receipt
-from qflow_client.settings import check_timeout, hide_password
+from qflow_client.recovery import retries
+from qflow_client.settings import ProducerSettings, check_argument, check_timeout, hide_password
 
 if TYPE_CHECKING:
     from qflow_client.keeper import Storage
@@ -32,14 +36,17 @@ __all__ = [
     "WRITE_CHUNK",
     "Deliveries",
     "Listeners",
+    "check_arguments",
     "check_many",
     "client_properties",
     "connection_failed",
     "disown",
     "gives_up",
+    "good_bye_until",
     "keeping",
     "kinds_of",
     "leave_word",
+    "limit_of",
     "log_connected_again",
     "log_failed_try",
     "log_forgotten",
@@ -47,8 +54,11 @@ __all__ = [
     "no_answer",
     "no_confirms",
     "none_of",
+    "protocol_options",
     "silent",
     "undelivered_of",
+    "unflushed",
+    "watch_process",
 ]
 
 
@@ -81,6 +91,37 @@ _TELL_AT_ONCE = 100
 CLOSED = "the producer is closed"
 # What became of what was unsettled when it was.
 GIVEN_UP = "the producer was closed, and the broker's answer had not come in time"
+
+
+def check_arguments(url: object, connection: object, on_delivery: object, manager: object) -> None:
+    """Refuse what no producer can be made of.
+
+    Raises:
+        SettingsError: it is told of two connections.
+        TypeError: an argument is of the wrong type.
+    """
+    if connection is not None and url is not None:
+        raise SettingsError("url and connection: a producer has a connection of its own, or a shared one; give one")
+    check_argument("on_delivery", on_delivery, on_delivery is None or callable(on_delivery), "None or callable")
+    check_argument("manager", manager, isinstance(manager, FlowManager), "a FlowManager")
+
+
+def protocol_options(settings: ProducerSettings, receipt_type: type[Receipt], line: Line | None) -> dict[str, Any]:
+    """What a producer's protocol is made with, besides the settings."""
+    now = time.monotonic()
+    return {
+        "id_prefix": f"{uuid4().hex[:16]}-",
+        "receipt_type": receipt_type,
+        "now": now,
+        "wall_offset": time.time() - now,
+        "line": line,
+        "retries": retries(settings),
+    }
+
+
+def limit_of(timeout: float | None, settings: ProducerSettings) -> float | None:
+    """Seconds that a call may take; the setting unless they are given."""
+    return settings.max_producer_flow_control_wait if timeout is DEFAULT else timeout
 
 
 def kinds_of(kinds: Iterable[str] | None) -> frozenset[str] | None:
@@ -303,6 +344,23 @@ class Deliveries:
         return sorted(failed.values(), key=lambda receipt: receipt._number)
 
 
+def unflushed(protocol: ProducerProtocol, outbox: Sized | None, timeout: float | None) -> ConfirmTimeout:
+    """Not all was settled in time.
+
+    Args:
+        protocol: the producer's state.
+        outbox: its outbox, if it has one.
+        timeout: seconds that it might take.
+    """
+    unsettled = protocol.unsettled if outbox is None else len(outbox)
+    return ConfirmTimeout(f"{unsettled} messages are not settled after {timeout:.3g} s", unsettled)
+
+
+def good_bye_until(deadline: float) -> float:
+    """Seconds that the end of the connection may take when there is time for it until a deadline."""
+    return max(BRIEF, min(GOOD_BYE, deadline - time.monotonic()))
+
+
 def check_many(messages: object, timeout: float | None) -> None:
     """Refuse what `send_many` cannot mean, before anything is sent."""
     if isinstance(messages, (str, bytes, bytearray, memoryview)):
@@ -383,3 +441,37 @@ def log_forgotten(protocol: ProducerProtocol, outbox: Sized | None) -> None:
     if undelivered is not None:
         words = "%s: the process ends, and the producer was not closed: %s"
         log(logging.ERROR, words, protocol.settings.name, undelivered)
+
+
+# The fork and the end of the process.
+
+
+class _Producer(Protocol):
+    def _forked(self) -> None:
+        """In a child process: everything of this producer is the parent's."""
+
+    def _forgotten(self) -> None:
+        """At the end of the process: say what is lost if it was not closed."""
+
+
+_producers: WeakSet[_Producer] = WeakSet()
+
+
+def watch_process(producer: _Producer) -> None:
+    """Have a producer told of forks and of the end of the process, as long as it is there."""
+    _producers.add(producer)
+
+
+def _after_fork_in_child() -> None:
+    for producer in tuple(_producers):
+        producer._forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+@atexit.register
+def _at_exit() -> None:
+    for producer in tuple(_producers):
+        producer._forgotten()

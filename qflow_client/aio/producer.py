@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import math
 import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
 from copy import copy
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
-from uuid import uuid4
 
 import aio_pika
 
@@ -26,7 +23,6 @@ from qflow_client.aio.link import Link
 from qflow_client.aio.receipt import AsyncReceipt
 from qflow_client.aio.turn import Turn, wake_at
 from qflow_client.errors import (
-    ConfirmTimeout,
     ConnectionFailed,
     FlowControlTimeout,
     ProducerClosed,
@@ -42,25 +38,29 @@ from qflow_client.manager import flow_manager
 from qflow_client.message import Message, as_body
 from qflow_client.protocol import ProducerProtocol, SendTicket
 from qflow_client.receipt import Receipt
-from qflow_client.recovery import retries
-from qflow_client.settings import ProducerSettings, WhenFlowed, check_argument, check_timeout
+from qflow_client.settings import ProducerSettings, WhenFlowed, check_timeout
 from qflow_client.skin import (
     BRIEF,
     CLOSED,
     DEFAULT,
-    GOOD_BYE,
     LULL,
     Deliveries,
     Listeners,
+    check_arguments,
     check_many,
     disown,
     gives_up,
+    good_bye_until,
     keeping,
     kinds_of,
     leave_word,
+    limit_of,
     log_forgotten,
     none_of,
+    protocol_options,
     undelivered_of,
+    unflushed,
+    watch_process,
 )
 
 if TYPE_CHECKING:
@@ -140,25 +140,14 @@ class AsyncProducer:
         **keywords: Any,
     ) -> None:
         self.settings = ProducerSettings.load(url, settings, **keywords)
-        if connection is not None and url is not None:
-            raise SettingsError("url and connection: a producer has a connection of its own, or a shared one; give one")
+        check_arguments(url, connection, on_delivery, manager)
+        refuse_coroutine_function("on_delivery", on_delivery)
         if connection is not None and not isinstance(connection, (TappedConnection, TappedRobustConnection)):
             raise SettingsError(
                 f"connection={connection!r}: on a connection made elsewhere Channel.Flow and confirms cannot be taken "
                 "before aio-pika gets them; make it with qflow_client.connect_async(url)"
             )
-        refuse_coroutine_function("on_delivery", on_delivery)
-        check_argument("on_delivery", on_delivery, on_delivery is None or callable(on_delivery), "None or callable")
-        check_argument("manager", manager, isinstance(manager, FlowManager), "a FlowManager")
-        now = _monotonic()
-        self._options: dict[str, Any] = {
-            "id_prefix": f"{uuid4().hex[:16]}-",
-            "receipt_type": AsyncReceipt,
-            "now": now,
-            "wall_offset": time.time() - now,
-            "line": line,
-            "retries": retries(self.settings),
-        }
+        self._options = protocol_options(self.settings, AsyncReceipt, line)
         # With an outbox there is another, once that is open.
         self._protocol = ProducerProtocol(self.settings, **self._options)
         # None unless admitted messages are kept on disk; set by `connect`.
@@ -211,7 +200,7 @@ class AsyncProducer:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._dispatcher = Dispatcher(self._loop)
-        _producers.add(self)
+        watch_process(self)
         try:
             if self.settings.outbox is not None:
                 await self._open_outbox()
@@ -373,8 +362,7 @@ class AsyncProducer:
                 return await self._made_durable(stored)
         if self.settings.when_flowed is WhenFlowed.RAISE:
             return self._send_at_once(payload, exchange, routing_key, ProducerFlowed, "when_flowed='block' waits")
-        if timeout is DEFAULT:
-            timeout = self.settings.max_producer_flow_control_wait
+        timeout = limit_of(timeout, self.settings)
         if timeout is not None and timeout <= 0:
             return self._send_at_once(payload, exchange, routing_key, FlowControlTimeout, "a longer timeout waits")
         receipt = await self._send_when_unflowed(payload, exchange, routing_key, timeout, source)
@@ -647,12 +635,9 @@ class AsyncProducer:
         """
         if self._is_copy:
             raise ProducerClosed(str(self._protocol.closed))
-        if timeout is DEFAULT:
-            timeout = self.settings.max_producer_flow_control_wait
+        timeout = limit_of(timeout, self.settings)
         if not await self._wait(self._protocol.when_flushed, timeout):
-            unsettled = self.unsettled if self._storage is None else len(self._storage)
-            assert timeout is not None
-            raise ConfirmTimeout(f"{unsettled} messages are not settled after {timeout:.3g} s", unsettled)
+            raise unflushed(self._protocol, self._storage, timeout)
         failures = self._protocol.take_failures()
         if failures:
             raise UndeliveredMessages(failures)
@@ -846,8 +831,7 @@ class AsyncProducer:
         Raises:
             UndeliveredMessages: some were not delivered, and nobody has been told. Nothing else is dropped.
         """
-        if timeout is DEFAULT:
-            timeout = self.settings.max_producer_flow_control_wait
+        timeout = limit_of(timeout, self.settings)
         undelivered = await self._close(timeout)
         if undelivered is not None:
             raise undelivered
@@ -871,7 +855,7 @@ class AsyncProducer:
                 await self._wait(self._protocol.when_flushed, timeout)
             else:
                 await self._flush_unheld(deadline)
-            patience = max(BRIEF, min(GOOD_BYE, deadline - _monotonic()))
+            patience = good_bye_until(deadline)
         except BaseException as error:
             # A cancel above all.
             leave_word(self.settings.name, error, await self._end(BRIEF))
@@ -895,7 +879,6 @@ class AsyncProducer:
             self._after()
             if self._observer is not None:
                 telemetry.unwatch(self._observer)
-            failures = self._protocol.take_failures()
             self._listeners.end()
             if self._notice is not None:
                 self._notice.cancel()
@@ -915,6 +898,8 @@ class AsyncProducer:
                 self._all_ended.set()
         if self._deliveries is not None:
             failures = self._deliveries.undelivered(left)
+        else:
+            failures = self._protocol.take_failures()
         return undelivered_of(failures, self._storage)
 
     async def __aenter__(self) -> Self:
@@ -1000,21 +985,3 @@ class AsyncProducer:
             if self._storage is not None:
                 self._storage.close(BRIEF)
             log_forgotten(self._protocol, self._storage)
-
-
-_producers: weakref.WeakSet[AsyncProducer] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for producer in tuple(_producers):
-        producer._forked()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-@atexit.register
-def _at_exit() -> None:
-    for producer in tuple(_producers):
-        producer._forgotten()

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import atexit
 import math
 import os
 import queue
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
-from uuid import uuid4
 
 import pika
 
 from qflow_client import telemetry
 from qflow_client.errors import (
-    ConfirmTimeout,
     ConnectionFailed,
     FlowControlTimeout,
     ProducerClosed,
@@ -34,25 +30,29 @@ from qflow_client.manager import flow_manager
 from qflow_client.message import Message, as_body
 from qflow_client.protocol import LogEntry, ProducerProtocol, SendTicket
 from qflow_client.receipt import Receipt
-from qflow_client.recovery import retries
-from qflow_client.settings import ProducerSettings, WhenFlowed, check_argument, check_timeout
+from qflow_client.settings import ProducerSettings, WhenFlowed, check_timeout
 from qflow_client.skin import (
     BRIEF,
     CLOSED,
     DEFAULT,
-    GOOD_BYE,
     LULL,
     Deliveries,
     Listeners,
+    check_arguments,
     check_many,
     disown,
     gives_up,
+    good_bye_until,
     keeping,
     kinds_of,
     leave_word,
+    limit_of,
     log_forgotten,
     none_of,
+    protocol_options,
     undelivered_of,
+    unflushed,
+    watch_process,
 )
 from qflow_client.sync.connection import SharedLink, TappedConnection
 from qflow_client.sync.dispatcher import Dispatcher
@@ -149,16 +149,12 @@ class Producer:
     ) -> None:
         #: What was set, wherever it came from.
         self.settings = ProducerSettings.load(url, settings, **keywords)
-        if connection is not None and url is not None:
-            raise SettingsError("url and connection: a producer has a connection of its own, or a shared one; give one")
+        check_arguments(url, connection, on_delivery, manager)
         if connection is not None and not isinstance(connection, TappedConnection):
             raise SettingsError(
                 f"connection={type(connection).__name__}: on a connection made elsewhere Channel.Flow and confirms "
                 "cannot be taken before pika gets them; make it with qflow_client.connect(url)"
             )
-        # As that, before anything is connected.
-        check_argument("on_delivery", on_delivery, on_delivery is None or callable(on_delivery), "None or callable")
-        check_argument("manager", manager, isinstance(manager, FlowManager), "a FlowManager")
         # Guards the protocol, the link's `awake`, and who listens; one for all producers on a connection.
         self._lock = threading.Lock() if connection is None else connection.carrier.lock
         # None unless admitted messages are kept on disk.
@@ -192,7 +188,7 @@ class Producer:
                 self._protocol.settled = []
                 self._dispatcher.start()
             manager.register(self)
-            _producers.add(self)
+            watch_process(self)
         except BaseException:
             try:
                 if hasattr(self, "_link"):
@@ -203,15 +199,7 @@ class Producer:
             raise
 
     def _make_protocol(self, line: Line | None) -> ProducerProtocol:
-        now = _monotonic()
-        options: dict[str, Any] = {
-            "id_prefix": f"{uuid4().hex[:16]}-",
-            "receipt_type": SyncReceipt,
-            "now": now,
-            "wall_offset": time.time() - now,
-            "line": line,
-            "retries": retries(self.settings),
-        }
+        options = protocol_options(self.settings, SyncReceipt, line)
         if self.settings.outbox is None:
             return ProducerProtocol(self.settings, **options)
         # They bring SQLite with them.
@@ -313,8 +301,7 @@ class Producer:
             if stored is not None:
                 return self._made_durable(stored)
         raises = self.settings.when_flowed is WhenFlowed.RAISE
-        if timeout is DEFAULT:
-            timeout = self.settings.max_producer_flow_control_wait
+        timeout = limit_of(timeout, self.settings)
         if raises or (timeout is not None and timeout < 0):
             timeout = 0
         try:
@@ -550,12 +537,9 @@ class Producer:
         """
         if self._is_copy:
             raise ProducerClosed(str(self._protocol.closed))
-        if timeout is DEFAULT:
-            timeout = self.settings.max_producer_flow_control_wait
+        timeout = limit_of(timeout, self.settings)
         if not self._wait(self._protocol.when_flushed, _deadline(timeout)):
-            unsettled = self.unsettled if self._storage is None else len(self._storage)
-            assert timeout is not None
-            raise ConfirmTimeout(f"{unsettled} messages are not settled after {timeout:.3g} s", unsettled)
+            raise unflushed(self._protocol, self._storage, timeout)
         with self._lock:
             failures = self._protocol.take_failures()
         if failures:
@@ -754,8 +738,7 @@ class Producer:
             UndeliveredMessages: some were not delivered, and nobody has been told. Nothing else is dropped.
             TypeError, ValueError: `timeout` is no number; nothing has happened.
         """
-        if timeout is DEFAULT:
-            timeout = self.settings.max_producer_flow_control_wait
+        timeout = limit_of(timeout, self.settings)
         undelivered = self._close(timeout)
         if undelivered is not None:
             raise undelivered
@@ -775,8 +758,7 @@ class Producer:
                     self._wait(self._protocol.when_flushed, deadline)
                 else:
                     self._flush_unheld(deadline)
-                patience = max(BRIEF, min(GOOD_BYE, deadline - _monotonic()))
-                return self._end(patience, deadline if waits_for_holds else None)
+                return self._end(good_bye_until(deadline), deadline if waits_for_holds else None)
         except BaseException as error:
             # Ctrl-C above all.
             if first:
@@ -913,21 +895,3 @@ class Producer:
             self._storage.close(BRIEF)
         with self._lock:
             log_forgotten(self._protocol, self._storage)
-
-
-_producers: weakref.WeakSet[Producer] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for producer in tuple(_producers):
-        producer._forked()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-@atexit.register
-def _at_exit() -> None:
-    for producer in tuple(_producers):
-        producer._forgotten()
