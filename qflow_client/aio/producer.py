@@ -264,8 +264,7 @@ class AsyncProducer:
                 return
             step(storage.protocol, _monotonic())
             self._kick()
-            if self.settings.rate is not None and self._link is not None:
-                self._link.arm_timer()
+            self._arm_timer()
 
         assert self._loop is not None
         # A loop that is closed sends nothing.
@@ -547,8 +546,7 @@ class AsyncProducer:
                 protocol.give_up(ticket, now)
         finally:
             self._kick()
-            if self.settings.rate is not None and self._link is not None:
-                self._link.arm_timer()
+            self._arm_timer()
         receipt = self._admitted(ticket)
         if self._storage is not None:
             self._storage.wait_durable(receipt)
@@ -577,8 +575,7 @@ class AsyncProducer:
         )
         turn.ticket = ticket
         self._kick()
-        if self.settings.rate is not None and self._link is not None:
-            self._link.arm_timer()
+        self._arm_timer()
         if not turn.done():
             timer = None if timeout is None else wake_at(self._loop, ticket.deadline, turn)
             if self._notice is None:
@@ -621,6 +618,11 @@ class AsyncProducer:
             if tapped is not None and not tapped.awake:
                 tapped.wake()
         self._after()
+
+    def _arm_timer(self) -> None:
+        """Have the protocol told when its time comes, if that can let anybody go on."""
+        if self.settings.rate is not None and self._link is not None:
+            self._link.arm_timer()
 
     async def flush(self, timeout: float | None = DEFAULT) -> None:
         """Wait until all that was admitted before is settled.
@@ -715,8 +717,8 @@ class AsyncProducer:
 
         def enroll(waiter: asyncio.Future[None]) -> bool:
             waits = self._protocol.when_unflowed(waiter, _monotonic())
-            if waits and self.settings.rate is not None and self._link is not None:
-                self._link.arm_timer()
+            if waits:
+                self._arm_timer()
             return waits
 
         check_timeout(timeout)

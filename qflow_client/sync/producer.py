@@ -215,8 +215,7 @@ class Producer:
         storage = self._storage
         assert storage is not None
         self._step(lambda _protocol: step(storage.protocol, _monotonic()))
-        if self.settings.rate is not None:
-            self._link.arm_timer()
+        self._arm_timer()
 
     def _connect(self, connection: TappedConnection | None) -> Link | SharedLink:
         if connection is not None:
@@ -444,8 +443,7 @@ class Producer:
             return protocol.holds
 
         holds = self._step(refuse)
-        if self.settings.rate is not None:
-            self._link.arm_timer()
+        self._arm_timer()
         return FlowControlTimeout(holds, 0.0, payload, "a longer timeout waits")
 
     def _send_when_unflowed(
@@ -469,8 +467,7 @@ class Producer:
 
         try:
             look_at = self._step(stand_in_line)
-            if self.settings.rate is not None:
-                self._link.arm_timer()
+            self._arm_timer()
             while look_at is not None and not waiter.wait_until(look_at):
                 look_at = self._step(lambda protocol: protocol.look_at(tickets[0], _monotonic()))
         except BaseException:
@@ -521,6 +518,11 @@ class Producer:
             self._services.wake()
         if news and not ended:
             self._link.tell()
+
+    def _arm_timer(self) -> None:
+        """Have the protocol told when its time comes, if that can let anybody go on."""
+        if self.settings.rate is not None:
+            self._link.arm_timer()
 
     def flush(self, timeout: float | None = DEFAULT) -> None:
         """Wait until all that was admitted before is settled.
@@ -624,8 +626,8 @@ class Producer:
 
         def enroll(waiter: _Waiter) -> bool:
             waits = self._protocol.when_unflowed(waiter, _monotonic(), in_callback=in_callback)
-            if waits and self.settings.rate is not None:
-                self._link.arm_timer()
+            if waits:
+                self._arm_timer()
             return waits
 
         deadline = _deadline(timeout)
