@@ -668,8 +668,6 @@ class AsyncProducer:
 
     @capacity.setter
     def capacity(self, capacity: int) -> None:
-        # The setting's own check and words.
-        ProducerSettings(capacity=capacity)
         self._protocol.set_capacity(capacity, _monotonic())
         self._kick()
 

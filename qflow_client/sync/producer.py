@@ -577,8 +577,6 @@ class Producer:
 
     @capacity.setter
     def capacity(self, capacity: int) -> None:
-        # The setting's own check and words.
-        ProducerSettings(capacity=capacity)
         self._step(lambda protocol: protocol.set_capacity(capacity, _monotonic()))
 
     @property
