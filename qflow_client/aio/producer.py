@@ -7,10 +7,8 @@ import math
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
-from copy import copy
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -64,6 +62,7 @@ from qflow_client.skin import (
 )
 
 if TYPE_CHECKING:
+    from qflow_client.aio.storing import Commits
     from qflow_client.keeper import Storage, StoringStep
 
 __all__ = ["AsyncProducer"]
@@ -152,9 +151,7 @@ class AsyncProducer:
         self._protocol = ProducerProtocol(self.settings, **self._options)
         # None unless admitted messages are kept on disk; set by `connect`.
         self._storage: Storage | None = None
-        # Who waits until a sequence is on disk, in order, and whether the commit is asked for.
-        self._undurable: deque[tuple[int, asyncio.Future[None]]] = deque()
-        self._is_commit_due = False
+        self._commits: Commits | None = None
         self._exchange = self.settings.exchange
         self._routing_key = self.settings.routing_key
         # None if nobody is to be told of receipts.
@@ -232,13 +229,15 @@ class AsyncProducer:
 
     async def _open_outbox(self) -> None:
         # They bring SQLite with them.
-        from qflow_client.aio.storing import SpilledReceipt
+        from qflow_client.aio.storing import Commits, SpilledReceipt
         from qflow_client.keeper import Storage
 
+        assert self._loop is not None
         storage = Storage(self.settings)
+        self._commits = Commits(self._loop, storage)
         options = {"spilled_type": SpilledReceipt} | self._options
         try:
-            await asyncio.to_thread(storage.open, self._take, self._committed, **options)
+            await asyncio.to_thread(storage.open, self._take, self._commits.committed, **options)
             if self._ended:
                 raise ProducerClosed(CLOSED)
             before, self._protocol = self._protocol, storage.protocol
@@ -270,25 +269,6 @@ class AsyncProducer:
         # A loop that is closed sends nothing.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(take)
-
-    def _committed(self, durable: int, error: Exception | None) -> None:
-        """Have the loop wake who waits for a commit; called on the outbox's thread."""
-        assert self._loop is not None
-        if self._undurable:
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._wake_durable, durable, error)
-
-    def _wake_durable(self, durable: int, error: Exception | None) -> None:
-        waiting = self._undurable
-        while waiting and (error is not None or waiting[0][0] <= durable):
-            sequence, waiter = waiting.popleft()
-            if waiter.done():
-                continue
-            if error is None or sequence <= durable:
-                waiter.set_result(None)
-            else:
-                # One for each, because each is given its receipt.
-                waiter.set_exception(copy(error))
 
     async def _open(self) -> Link:
         errors = []
@@ -380,28 +360,9 @@ class AsyncProducer:
 
     async def _made_durable(self, receipt: AsyncReceipt) -> AsyncReceipt:
         """The receipt, once its message is on disk."""
-        assert self._storage is not None
-        assert self._loop is not None
-        outbox = self._storage.outbox
-        sequence = outbox.last
-        if outbox.durable < sequence:
-            waiter: asyncio.Future[None] = self._loop.create_future()
-            self._undurable.append((sequence, waiter))
-            if not self._is_commit_due:
-                # Behind the tasks that run in this turn: what they send goes into the same commit.
-                self._is_commit_due = True
-                self._loop.call_soon(self._ask_for_commit)
-            try:
-                await waiter
-            except QflowError as error:
-                error.receipt = receipt  # type: ignore[attr-defined]  # an OutboxError has it
-                raise
+        assert self._commits is not None
+        await self._commits.wait_durable(receipt)
         return receipt
-
-    def _ask_for_commit(self) -> None:
-        self._is_commit_due = False
-        if self._storage is not None:
-            self._storage.keeper.commit_soon()
 
     def send_nowait(
         self,
@@ -888,13 +849,8 @@ class AsyncProducer:
                 if self._storage is not None:
                     await asyncio.to_thread(self._storage.close, BRIEF)
             finally:
-                if self._undurable and self._storage is not None:
-                    # Its thread, which would have told them, has ended.
-                    from qflow_client.outbox import OutboxError
-
-                    outbox = self._storage.outbox
-                    ended = OutboxError(f"{outbox.path}: the producer was closed before the message was on disk")
-                    self._wake_durable(outbox.durable, ended)
+                if self._commits is not None:
+                    self._commits.end()
                 self._all_ended.set()
         if self._deliveries is not None:
             failures = self._deliveries.undelivered(left)
