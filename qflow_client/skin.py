@@ -20,17 +20,19 @@ from qflow_client.logs import log
 from qflow_client.protocol import ProducerProtocol
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.recovery import retries
-from qflow_client.settings import ProducerSettings, check_argument, check_timeout, hide_password
+from qflow_client.settings import ProducerSettings, WhenFlowed, check_argument, check_timeout, hide_password
 
 if TYPE_CHECKING:
     from qflow_client.keeper import Storage
 
 __all__ = [
+    "BLOCKING_WAITS",
     "BRIEF",
     "CLOSED",
     "DEFAULT",
     "GIVEN_UP",
     "GOOD_BYE",
+    "LONGER_WAITS",
     "LULL",
     "TLS_WRITE_CHUNK",
     "WRITE_CHUNK",
@@ -43,6 +45,7 @@ __all__ = [
     "disown",
     "gives_up",
     "good_bye_until",
+    "instead_of_nowait",
     "keeping",
     "kinds_of",
     "leave_word",
@@ -89,6 +92,9 @@ _TELL_AT_ONCE = 100
 
 # Why a producer that was closed takes no more messages.
 CLOSED = "the producer is closed"
+# What would not refuse a message that `send` refuses at once, as an error advises.
+LONGER_WAITS = "a longer timeout waits"
+BLOCKING_WAITS = "when_flowed='block' waits"
 # What became of what was unsettled when it was.
 GIVEN_UP = "the producer was closed, and the broker's answer had not come in time"
 
@@ -359,6 +365,16 @@ def unflushed(protocol: ProducerProtocol, outbox: Sized | None, timeout: float |
 def good_bye_until(deadline: float) -> float:
     """Seconds that the end of the connection may take when there is time for it until a deadline."""
     return max(BRIEF, min(GOOD_BYE, deadline - time.monotonic()))
+
+
+def instead_of_nowait(when_flowed: WhenFlowed) -> str:
+    """What does not refuse a message that `send_nowait` refuses, as an error advises."""
+    match when_flowed:
+        case WhenFlowed.RAISE:
+            return f"send() with {BLOCKING_WAITS}"
+        case WhenFlowed.SPILL:
+            return "send() puts it into the outbox"
+    return "send() waits"
 
 
 def check_many(messages: object, timeout: float | None) -> None:

@@ -38,9 +38,11 @@ from qflow_client.protocol import ProducerProtocol, SendTicket
 from qflow_client.receipt import Receipt
 from qflow_client.settings import ProducerSettings, WhenFlowed, check_timeout
 from qflow_client.skin import (
+    BLOCKING_WAITS,
     BRIEF,
     CLOSED,
     DEFAULT,
+    LONGER_WAITS,
     LULL,
     Deliveries,
     Listeners,
@@ -49,6 +51,7 @@ from qflow_client.skin import (
     disown,
     gives_up,
     good_bye_until,
+    instead_of_nowait,
     keeping,
     kinds_of,
     leave_word,
@@ -340,10 +343,10 @@ class AsyncProducer:
             if stored is not None:
                 return await self._made_durable(stored)
         if self.settings.when_flowed is WhenFlowed.RAISE:
-            return self._send_at_once(payload, exchange, routing_key, ProducerFlowed, "when_flowed='block' waits")
+            return self._send_or_refuse(payload, exchange, routing_key, ProducerFlowed, BLOCKING_WAITS)
         timeout = limit_of(timeout, self.settings)
         if timeout is not None and timeout <= 0:
-            return self._send_at_once(payload, exchange, routing_key, FlowControlTimeout, "a longer timeout waits")
+            return self._send_or_refuse(payload, exchange, routing_key, FlowControlTimeout, LONGER_WAITS)
         receipt = await self._send_when_unflowed(payload, exchange, routing_key, timeout, source)
         return receipt if self._storage is None else await self._made_durable(receipt)
 
@@ -393,16 +396,18 @@ class AsyncProducer:
         if self._tracer is not None and self._tracer.wants(payload):
             with self._tracer.span(payload, exchange, routing_key) as traced:
                 return self.send_nowait(traced, exchange=exchange, routing_key=routing_key)
-        receipt = self._protocol.send(payload, exchange, routing_key, _monotonic())
-        if receipt is None:
-            if self._storage is not None:
-                stored = self._store(payload, exchange, routing_key)
-                if stored is not None:
-                    self._storage.wait_durable(stored)
-                    return stored
-            return self._send_at_once(payload, exchange, routing_key, ProducerFlowed, "send() waits")
-        self._kick()
-        return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
+        if self._storage is not None:
+            stored = self._store(payload, exchange, routing_key)
+            if stored is not None:
+                self._storage.wait_durable(stored)
+                return stored
+        else:
+            receipt = self._protocol.send(payload, exchange, routing_key, _monotonic())
+            if receipt is not None:
+                self._kick()
+                return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
+        advice = instead_of_nowait(self.settings.when_flowed)
+        return self._send_or_refuse(payload, exchange, routing_key, ProducerFlowed, advice)
 
     async def send_many(
         self,
@@ -484,8 +489,13 @@ class AsyncProducer:
         if receipts:
             await self._made_durable(receipts[-1])
 
-    def _send_at_once(
-        self, payload: bytes | Message, exchange: str, routing_key: str, kind: type[ProducerFlowed], advice: str
+    def _send_or_refuse(
+        self,
+        payload: bytes | Message,
+        exchange: str,
+        routing_key: str,
+        error_type: type[ProducerFlowed],
+        advice: str,
     ) -> AsyncReceipt:
         """Refuse what was not admitted, unless a callback sends it, for whose end others may wait."""
         if self._loop is None or self._dispatcher is None:
@@ -495,14 +505,14 @@ class AsyncProducer:
             if self._deliveries is None or not self._dispatcher.is_running:
                 holds = protocol.holds
                 protocol.count_refusal()
-                raise kind(holds, 0.0, payload, advice)
+                raise error_type(holds, 0.0, payload, advice)
             now = _monotonic()
             waiter = self._loop.create_future()
             ticket = protocol.stand_in_line(payload, exchange, routing_key, now, timeout=0, waiter=waiter, first=True)
             try:
                 protocol.look_at(ticket, now)
             except FlowControlTimeout as error:
-                raise kind(error.holds, 0.0, payload, advice) from None
+                raise error_type(error.holds, 0.0, payload, advice) from None
             finally:
                 protocol.give_up(ticket, now)
         finally:

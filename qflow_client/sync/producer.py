@@ -32,9 +32,11 @@ from qflow_client.protocol import LogEntry, ProducerProtocol, SendTicket
 from qflow_client.receipt import Receipt
 from qflow_client.settings import ProducerSettings, WhenFlowed, check_timeout
 from qflow_client.skin import (
+    BLOCKING_WAITS,
     BRIEF,
     CLOSED,
     DEFAULT,
+    LONGER_WAITS,
     LULL,
     Deliveries,
     Listeners,
@@ -43,6 +45,7 @@ from qflow_client.skin import (
     disown,
     gives_up,
     good_bye_until,
+    instead_of_nowait,
     keeping,
     kinds_of,
     leave_word,
@@ -70,9 +73,6 @@ _T = TypeVar("_T")
 
 # How many messages are admitted in one go at the most: others want the lock, too.
 _AT_ONCE = 64
-
-# A timeout of 0 that is told by its identity: not to wait, and not to spill either.
-_NOT_AT_ALL = float("0")
 
 # Seconds that the end of the process waits for a producer that was not closed.
 _AT_EXIT = 1.0
@@ -296,19 +296,15 @@ class Producer:
             self._look_anew()
             raise
         if self._storage is not None:
-            stored = self._store(payload, exchange, routing_key, spills=timeout is not _NOT_AT_ALL)
+            stored = self._store(payload, exchange, routing_key, spills=True)
             if stored is not None:
                 return self._made_durable(stored)
-        raises = self.settings.when_flowed is WhenFlowed.RAISE
+        if self.settings.when_flowed is WhenFlowed.RAISE:
+            return self._send_or_refuse(payload, exchange, routing_key, ProducerFlowed, BLOCKING_WAITS)
         timeout = limit_of(timeout, self.settings)
-        if raises or (timeout is not None and timeout < 0):
-            timeout = 0
-        try:
-            receipt = self._send_when_unflowed(payload, exchange, routing_key, timeout, source)
-        except FlowControlTimeout as error:
-            if raises:
-                raise ProducerFlowed(error.holds, 0.0, error.message, "when_flowed='block' waits") from None
-            raise
+        if timeout is not None and timeout <= 0:
+            return self._send_or_refuse(payload, exchange, routing_key, FlowControlTimeout, LONGER_WAITS)
+        receipt = self._send_when_unflowed(payload, exchange, routing_key, timeout, source)
         return receipt if self._storage is None else self._made_durable(receipt)
 
     def _store(
@@ -358,10 +354,42 @@ class Producer:
             TypeError: the message is of another type.
             ValueError: it cannot be encoded.
         """
+        payload = message if type(message) is bytes or isinstance(message, Message) else as_body(message)
+        if exchange is None:
+            exchange = self._exchange
+        if routing_key is None:
+            routing_key = self._routing_key
+        if self._tracer is not None and self._tracer.wants(payload):
+            with self._tracer.span(payload, exchange, routing_key) as traced:
+                return self.send_nowait(traced, exchange=exchange, routing_key=routing_key)
+        if self._storage is not None:
+            stored = self._store(payload, exchange, routing_key)
+            if stored is not None:
+                return self._made_durable(stored)
+        else:
+            receipt = self._admit(payload, exchange, routing_key)
+            if receipt is not None:
+                return receipt
+        advice = instead_of_nowait(self.settings.when_flowed)
+        return self._send_or_refuse(payload, exchange, routing_key, ProducerFlowed, advice)
+
+    def _admit(self, payload: bytes | Message, exchange: str, routing_key: str) -> SyncReceipt | None:
+        """Admit a message, if that can be done now; `send` itself does it in line, which is faster."""
+        services = self._services
         try:
-            return self.send(message, exchange=exchange, routing_key=routing_key, timeout=_NOT_AT_ALL, source=source)
-        except FlowControlTimeout as error:
-            raise ProducerFlowed(error.holds, 0.0, error.message, "send() waits") from None
+            with self._lock:
+                receipt = self._protocol.send(payload, exchange, routing_key, _monotonic())
+                if receipt is None or services.awake:
+                    return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
+                services.awake = True
+            services.wake()
+            return receipt  # type: ignore[return-value]  # as above
+        except ProducerClosed:
+            raise
+        except BaseException:
+            # Ctrl-C may have come before the wake.
+            self._look_anew()
+            raise
 
     def send_many(
         self,
@@ -437,22 +465,35 @@ class Producer:
                 self._made_durable(receipts[-1])
         return len(receipts) > begin
 
-    def _flowed(self, payload: Any) -> FlowControlTimeout:
+    def _send_or_refuse(
+        self,
+        payload: bytes | Message,
+        exchange: str,
+        routing_key: str,
+        error_type: type[ProducerFlowed],
+        advice: str,
+    ) -> SyncReceipt:
+        """Refuse what was not admitted, unless a callback sends it, for whose end others may wait."""
+
         def refuse(protocol: ProducerProtocol) -> tuple[Hold, ...]:
             protocol.count_refusal()
             return protocol.holds
 
-        holds = self._step(refuse)
-        self._arm_timer()
-        return FlowControlTimeout(holds, 0.0, payload, "a longer timeout waits")
+        if self._deliveries is None or not self._dispatcher.is_current_thread:
+            holds = self._step(refuse)
+            self._arm_timer()
+            raise error_type(holds, 0.0, payload, advice)
+        try:
+            receipt = self._send_when_unflowed(payload, exchange, routing_key, 0, "")
+        except FlowControlTimeout as error:
+            raise error_type(error.holds, 0.0, payload, advice) from None
+        return receipt if self._storage is None else self._made_durable(receipt)
 
     def _send_when_unflowed(
         self, payload: bytes | Message, exchange: str, routing_key: str, timeout: float | None, source: str
     ) -> SyncReceipt:
         # Others may wait for the end of a callback.
         first = self._deliveries is not None and self._dispatcher.is_current_thread
-        if timeout == 0 and not first:
-            raise self._flowed(payload)
         waiter = _Waiter()
         tickets: list[SendTicket] = []
 

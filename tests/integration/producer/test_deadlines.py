@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable
 from itertools import count, pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -168,6 +169,34 @@ def test_d1_send_nowait_always_raises(make_producer: Callable[..., Producer], br
     assert type(caught.value) is ProducerFlowed
     assert [hold.kind for hold in caught.value.holds] == ["channel_flow"]
     assert bodies(broker) == [b"1"]
+
+
+@pytest.mark.parametrize(
+    ("when_flowed", "of_send", "of_send_nowait"),
+    [
+        ("block", "a longer timeout waits", "send() waits"),
+        ("raise", "when_flowed='block' waits", "send() with when_flowed='block' waits"),
+        ("spill", None, "send() puts it into the outbox"),
+    ],
+    ids=["block", "raise", "spill"],
+)
+def test_d1_who_is_refused_at_once_is_told_what_would_not_have_been(
+    make_producer: Callable[..., Producer], tmp_path: Path, when_flowed: str, of_send: str | None, of_send_nowait: str
+) -> None:
+    outbox = {"outbox": tmp_path / "orders.outbox"} if of_send is None else {}
+    producer = make_producer(when_flowed=when_flowed, **outbox)
+    producer.pause()
+    with pytest.raises(ProducerFlowed) as caught:
+        producer.send_nowait(b"no")
+    assert str(caught.value).endswith(f"; {of_send_nowait}")
+    assert producer.stored == 0
+    if of_send is None:
+        producer.send(b"yes", timeout=0)
+        assert producer.stored == 1
+    else:
+        with pytest.raises(ProducerFlowed) as caught:
+            producer.send(b"no", timeout=0)
+        assert str(caught.value).endswith(f"; {of_send}")
 
 
 def test_a_send_that_waits_says_so_again_and_again(

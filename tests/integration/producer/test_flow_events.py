@@ -565,16 +565,20 @@ def test_a_send_of_on_delivery_that_must_not_wait_does_not(
             try:
                 producer.send_nowait(b"no")
             except ProducerFlowed as error:
-                found.append(type(error))
+                found.append((type(error), str(error).rpartition("; ")[2]))
             try:
                 producer.send(b"no", timeout=0)
             except ProducerFlowed as error:
-                found.append(type(error))
+                found.append((type(error), str(error).rpartition("; ")[2]))
 
     producer = make_producer(on_delivery=on_delivery, when_flowed="raise" if raises else "block")
     producer.send(b"1")
     found.wait_for(lambda found: len(found) == 3, "both refusals")
-    assert list(found)[1:] == [ProducerFlowed, ProducerFlowed if raises else FlowControlTimeout]
+    blocks = "when_flowed='block' waits"
+    assert list(found)[1:] == [
+        (ProducerFlowed, f"send() with {blocks}" if raises else "send() waits"),
+        (ProducerFlowed, blocks) if raises else (FlowControlTimeout, "a longer timeout waits"),
+    ]
     producer.close()
     assert bodies(broker) == [b"1", b"2"]
 
