@@ -609,6 +609,7 @@ class AsyncProducer:
         if self._is_copy:
             raise ProducerClosed(str(self._protocol.closed))
         timeout = limit_of(timeout, self.settings)
+        check_timeout(timeout)
         if not await self._wait(self._protocol.when_flushed, timeout):
             raise unflushed(self._protocol, self._storage, timeout)
         failures = self._protocol.take_failures()
@@ -617,7 +618,6 @@ class AsyncProducer:
 
     async def _wait(self, enroll: Callable[[asyncio.Future[None]], bool], timeout: float | None) -> bool:
         """Wait for something of the protocol's, at most so many seconds; whether it came."""
-        check_timeout(timeout)
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waits = enroll(waiter)
         # Whoever asks whether the window is full raises its hold, or lifts it.
@@ -803,13 +803,13 @@ class AsyncProducer:
             UndeliveredMessages: some were not delivered, and nobody has been told. Nothing else is dropped.
         """
         timeout = limit_of(timeout, self.settings)
+        check_timeout(timeout)
         undelivered = await self._close(timeout)
         if undelivered is not None:
             raise undelivered
 
     async def _close(self, timeout: float | None, *, waits_for_holds: bool = True) -> UndeliveredMessages | None:
         """Close it, and return what was not delivered and nobody has been told of."""
-        check_timeout(timeout)
         deadline = math.inf if timeout is None else _monotonic() + timeout
         again = self._ended
         self._ended = True
