@@ -19,7 +19,7 @@ from qflow_client.aio.connection import TappedConnection, TappedRobustConnection
 from qflow_client.aio.dispatcher import Dispatcher, refuse_coroutine_function
 from qflow_client.aio.link import Link
 from qflow_client.aio.receipt import AsyncReceipt
-from qflow_client.aio.turn import Turn, wake_at
+from qflow_client.aio.turn import Turns
 from qflow_client.errors import (
     ConnectionFailed,
     FlowControlTimeout,
@@ -164,18 +164,17 @@ class AsyncProducer:
         self._connection = connection
         self._manager = manager
         self._listeners: Listeners[_FlowEvents] = Listeners()
-        # What has it told that sends wait; one for all, or a thousand of them would keep the loop busy.
-        self._notice: asyncio.TimerHandle | None = None
         self._ended = False
         # Set when the first close has come to its end.
         self._all_ended = asyncio.Event()
         # Where it was made, and whether this is a child of that process.
         self._pid = os.getpid()
         self._is_copy = False
-        # The loop and its thread; set by `connect`.
+        # The loop and its thread, and what runs there; set by `connect`.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: int | None = None
         self._dispatcher: Dispatcher | None = None
+        self._turns: Turns | None = None
         # Set once it is connected.
         self._link: Link | None = None
         self._observer: telemetry.Observer | None = None
@@ -200,6 +199,7 @@ class AsyncProducer:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._dispatcher = Dispatcher(self._loop)
+        self._turns = Turns(self._loop, lambda: self._protocol, self._kick, self._arm_timer)
         watch_process(self)
         try:
             if self.settings.outbox is not None:
@@ -347,7 +347,9 @@ class AsyncProducer:
         timeout = limit_of(timeout, self.settings)
         if timeout is not None and timeout <= 0:
             return self._send_or_refuse(payload, exchange, routing_key, FlowControlTimeout, LONGER_WAITS)
-        receipt = await self._send_when_unflowed(payload, exchange, routing_key, timeout, source)
+        if self._turns is None:
+            raise self._not_connected(payload)
+        receipt = self._admitted(await self._turns.wait(payload, exchange, routing_key, timeout, source))
         return receipt if self._storage is None else await self._made_durable(receipt)
 
     def _store(
@@ -533,54 +535,6 @@ class AsyncProducer:
     @staticmethod
     def _not_connected(payload: bytes | Message | None = None) -> ProducerClosed:
         return ProducerClosed("it is not connected yet; use async with, or await connect() first", payload)
-
-    async def _send_when_unflowed(
-        self, payload: bytes | Message, exchange: str, routing_key: str, timeout: float | None, source: str
-    ) -> AsyncReceipt:
-        if self._loop is None:
-            raise self._not_connected(payload)
-        protocol = self._protocol
-        turn = Turn(self, self._loop)
-        ticket = protocol.stand_in_line(
-            payload, exchange, routing_key, _monotonic(), timeout=timeout, waiter=turn, source=source
-        )
-        turn.ticket = ticket
-        self._kick()
-        self._arm_timer()
-        if not turn.done():
-            timer = None if timeout is None else wake_at(self._loop, ticket.deadline, turn)
-            if self._notice is None:
-                self._notice = self._loop.call_later(self.settings.flow_control_wait_notify_period, self._on_notice)
-            try:
-                await turn
-            except BaseException:
-                self._give_up(ticket)
-                raise
-            finally:
-                if timer is not None:
-                    timer.cancel()
-        try:
-            # Raises if nothing but its time has come.
-            protocol.look_at(ticket, _monotonic())
-        except FlowControlTimeout:
-            # It may have stood before one that goes now.
-            self._kick()
-            raise
-        return self._admitted(ticket)
-
-    def _give_up(self, ticket: SendTicket) -> None:
-        """What was not admitted is not sent."""
-        self._protocol.give_up(ticket, _monotonic())
-        self._kick()
-
-    def _on_notice(self) -> None:
-        assert self._loop is not None
-        self._notice = None
-        now = _monotonic()
-        at = self._protocol.notice(now)
-        if at is not None:
-            self._after()
-            self._notice = self._loop.call_later(at - now, self._on_notice)
 
     def _kick(self) -> None:
         """Have what there is written, and tell whom there is to tell."""
@@ -851,8 +805,8 @@ class AsyncProducer:
             if self._observer is not None:
                 telemetry.unwatch(self._observer)
             self._listeners.end()
-            if self._notice is not None:
-                self._notice.cancel()
+            if self._turns is not None:
+                self._turns.end()
             if self._dispatcher is not None:
                 await self._dispatcher.stop()
             try:

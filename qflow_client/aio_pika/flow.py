@@ -29,7 +29,7 @@ from pamqp.header import ContentHeader
 
 from qflow_client.aio.aiormq_io import TapTransport
 from qflow_client.aio.dispatcher import Dispatcher, refuse_coroutine_function
-from qflow_client.aio.turn import Turn, wake_at
+from qflow_client.aio.turn import Turns, wake_at
 from qflow_client.dropin import ADDRESSING, RECONNECTING, RETRYING, DropIn, DropInFlow, EncodedMessage, EncodedProtocol
 from qflow_client.errors import ConfirmTimeout, FlowControlTimeout
 from qflow_client.events import FlowEvent, FlowState, HoldKind
@@ -37,7 +37,6 @@ from qflow_client.flow import Hold
 from qflow_client.frames import HEADER_FRAME, PublishEncoder, frame
 from qflow_client.logs import log
 from qflow_client.manager import flow_manager
-from qflow_client.protocol import SendTicket
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import OnDisconnect, ProducerSettings, WhenFlowed, check_timeout
 
@@ -129,9 +128,9 @@ class ChannelFlow(DropInFlow):
         # What ended the last channel, which whoever published on it gets; and who waits for an open gate.
         self._reason: BaseException | None = None
         self._unflow_waiters: set[asyncio.Future[None]] = set()
-        # What calls the protocol when its time comes, and when; and when it is to be said again that sends wait.
+        # What calls the protocol when its time comes.
         self._timer: asyncio.TimerHandle | None = None
-        self._notice: asyncio.TimerHandle | None = None
+        self._turns = Turns(self._loop, lambda: self.protocol, self._kick, self._arm)
 
     # The channel comes and goes.
 
@@ -220,10 +219,10 @@ class ChannelFlow(DropInFlow):
         for waiter in tuple(self._unflow_waiters):
             _wake(waiter)
         self.after()
-        for timer in (self._timer, self._notice):
-            if timer is not None:
-                timer.cancel()
-        self._timer = self._notice = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._turns.end()
 
     # Publishing.
 
@@ -361,30 +360,9 @@ class ChannelFlow(DropInFlow):
     ) -> Receipt:
         if self.settings.when_flowed is WhenFlowed.RAISE:
             raise self.flowed(message)
-        protocol = self.protocol
-        turn = Turn(self, self._loop)
-        ticket = protocol.stand_in_line(message, exchange, routing_key, _monotonic(), timeout=timeout, waiter=turn)
-        turn.ticket = ticket
-        self._kick()
-        self._arm()
-        if not turn.done():
-            timer = None if timeout is None else wake_at(self._loop, ticket.deadline, turn)
-            if self._notice is None:
-                self._notice = self._loop.call_later(self.settings.flow_control_wait_notify_period, self._on_notice)
-            try:
-                await turn
-            except BaseException:
-                self._give_up(ticket)
-                raise
-            finally:
-                if timer is not None:
-                    timer.cancel()
         try:
-            # Raises if nothing but its time has come.
-            protocol.look_at(ticket, _monotonic())
+            ticket = await self._turns.wait(message, exchange, routing_key, timeout)
         except FlowControlTimeout as error:
-            # It may have stood before one that goes now.
-            self._kick()
             raise FlowControlTimeout(
                 error.holds, error.waited, message.body, "a longer timeout, or max_producer_flow_control_wait, waits"
             ) from None
@@ -397,11 +375,6 @@ class ChannelFlow(DropInFlow):
     def _ended_by(self, error: BaseException | None = None) -> BaseException:
         """What whoever published on the last channel gets."""
         return error or self._reason or ChannelInvalidStateError(f"{self._channel!r} closed")
-
-    def _give_up(self, ticket: SendTicket) -> None:
-        """What was not admitted is not sent."""
-        self.protocol.give_up(ticket, _monotonic())
-        self._kick()
 
     def _withdraw(self, receipt: Receipt) -> bool:
         withdrawn = self.protocol.withdraw(receipt, _monotonic())
@@ -505,14 +478,6 @@ class ChannelFlow(DropInFlow):
         self.protocol.on_timer(_monotonic())
         self._kick()
         self._arm()
-
-    def _on_notice(self) -> None:
-        self._notice = None
-        now = _monotonic()
-        at = self.protocol.notice(now)
-        if at is not None:
-            self.after()
-            self._notice = self._loop.call_later(at - now, self._on_notice)
 
     def _call(self, function: Callable[[], None]) -> None:
         def call() -> None:
