@@ -382,7 +382,8 @@ class StoringProtocol(ProducerProtocol):
             self._ring(Plan(*plan))
 
     def _grant(self, now: float) -> None:
-        if self.has_backlog or self.gate.is_held_by(HoldKind.OUTBOX):
+        # At the end the window gets empty, and what waits on disk stays there.
+        if not self._is_over and (self.has_backlog or self.gate.is_held_by(HoldKind.OUTBOX)):
             try:
                 self._take_up(now)
             except BaseException:

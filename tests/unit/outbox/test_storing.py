@@ -100,6 +100,30 @@ def test_a_spilled_message_that_gets_too_old_in_memory_is_told_to_who_has_its_re
     assert kept.write() == b""
 
 
+@pytest.mark.parametrize("too_old", [False, True], ids=["young", "old"])
+def test_what_is_spilled_and_read_when_the_producer_ends_stays_on_disk_and_each_receipt_says_so(
+    path: Path, too_old: bool
+) -> None:
+    kept = Kept(path, when_flowed="spill", capacity=2, outbox_max_age=60.0)
+    kept.protocol.on_flow(False, kept.now)
+    receipts = [kept.store(b"%d" % number, spills=True) for number in range(8)]
+    kept.protocol.on_flow(True, kept.now)
+    kept.turn()
+    assert (kept.protocol.unsettled, len(kept.protocol._ready)) == (2, 6)
+    kept.protocol.on_flow(False, kept.now)
+    if too_old:
+        kept.now += DAY
+    kept.protocol.close("closed by hand", kept.now)
+    kept.protocol.connection_lost("closed by hand", kept.now)
+    assert [receipt and receipt.outcome for receipt in receipts] == [Outcome.STORED] * 8
+    # Nor does anything that comes later take it up.
+    kept.protocol.on_timer(kept.now)
+    kept.turn()
+    assert kept.protocol.unsettled == 0
+    kept.outbox.close()
+    assert [stored.message.body for stored in Outbox.look(path)] == [b"%d" % number for number in range(8)]
+
+
 # Damaged messages.
 
 

@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from qflow_client import Message, OutboxError, OutboxFull
 from qflow_client.outbox import Outbox
 from qflow_client.protocol import SendTicket
-from qflow_client.receipt import Receipt
+from qflow_client.receipt import Outcome, Receipt
 from tests.unit.core.support import Wire
 
 from .support import FRAME_MAX, MARK, Kept
@@ -100,6 +100,8 @@ class Storing(RuleBasedStateMachine):
         self.queue: list[tuple[int, bool]] = []
         # Who stands in line, by number.
         self.waiting: dict[int, SendTicket] = {}
+        # The receipts that the application has of this process, by number.
+        self.receipts: dict[int, Receipt] = {}
 
     @initialize(
         spills=st.booleans(), full=st.sampled_from(["block", "raise"]), capacity=st.integers(1, 4), rated=st.booleans()
@@ -122,6 +124,7 @@ class Storing(RuleBasedStateMachine):
         self.disk = Disk(self.kept.outbox)
         self.session: Session | None = None
         self.waiting.clear()
+        self.receipts.clear()
 
     def dies(self) -> None:
         """The process is killed, and the next one begins."""
@@ -141,6 +144,7 @@ class Storing(RuleBasedStateMachine):
 
     def took(self, number: int, receipt: Receipt) -> None:
         """A message is admitted; `send` returns once it is on disk."""
+        self.receipts[number] = receipt
         try:
             self.kept.outbox.wait_durable(self.kept.outbox.last)
         except OutboxError:
@@ -290,12 +294,19 @@ class Storing(RuleBasedStateMachine):
     @rule()
     def is_closed(self) -> None:
         with self.mortal():
-            protocol = self.kept.protocol
-            protocol.close("closed by hand", self.kept.now)
-            protocol.connection_lost("closed by hand", self.kept.now)
-            self.disk.heal()
-            self.kept.outbox.close()
+            self.ends()
             self.open()
+
+    def ends(self) -> None:
+        """The producer is closed, and every receipt of it says what became of its message."""
+        protocol = self.kept.protocol
+        protocol.close("closed by hand", self.kept.now)
+        protocol.connection_lost("closed by hand", self.kept.now)
+        self.disk.heal()
+        self.kept.outbox.close()
+        left = {int(stored.message.body[:6]) for stored in Outbox.look(self.path, limit=10_000)}
+        for number, receipt in self.receipts.items():
+            assert receipt.outcome == (Outcome.STORED if number in left else Outcome.CONFIRMED), number
 
     # What is always true.
 
@@ -325,9 +336,19 @@ class Storing(RuleBasedStateMachine):
         if hasattr(self, "kept"):
             try:
                 self.all_gets_out()
+                # The rules alone seldom end a producer that has more than its window takes.
+                self.is_busy()
+                self.is_closed()
+                self.all_gets_out()
             finally:
                 self.kept.outbox.close()
         self.folder.cleanup()
+
+    def is_busy(self) -> None:
+        """More is sent than the window takes, and the keeper has read of what is spilled."""
+        for _ in range(6):
+            self.send(0, False, False)
+        self.work()
 
     def all_gets_out(self) -> None:
         """Once nothing fails any more, everything arrives."""
