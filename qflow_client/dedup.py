@@ -20,7 +20,7 @@ from typing import Any, Protocol, Self
 
 from qflow_client.database import Database
 from qflow_client.errors import QflowError
-from qflow_client.protocol import REPUBLISHED
+from qflow_client.message import REPUBLISHED
 
 __all__ = ["DeduplicationError", "Deduplicator", "FirstTime", "may_be_second_copy"]
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import IntEnum
 from typing import Any
 
 from qflow_client.fields import encode_short_string, encode_timestamp
 
-__all__ = ["DeliveryMode", "Message"]
+__all__ = ["REPUBLISHED", "DeliveryMode", "Message", "republished"]
+
+#: The header of a message that is sent once more because nobody knows whether it has arrived.
+REPUBLISHED = "x-qflow-republished"
 
 
 class DeliveryMode(IntEnum):
@@ -172,6 +175,11 @@ _CHECKS: dict[str, Callable[[Any, str], object]] = {
     "app_id": encode_short_string,
     "cluster_id": encode_short_string,
 }
+
+
+def republished(message: Message) -> Message:
+    """A message with the mark of one that may be a second copy."""
+    return replace(message, headers={**(message.headers or {}), REPUBLISHED: True})
 
 
 def as_body(body: object) -> bytes:

@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
@@ -39,8 +39,7 @@ from qflow_client.database import Database, LockFile
 from qflow_client.errors import QflowError
 from qflow_client.fields import encode_short_string
 from qflow_client.frames import FrameError, body_size, content_header, decode_message, plain_content_header
-from qflow_client.message import Message
-from qflow_client.protocol import REPUBLISHED
+from qflow_client.message import Message, republished
 
 if TYPE_CHECKING:
     from qflow_client.receipt import Receipt
@@ -134,9 +133,7 @@ class StoredMessage:
 
     def to_send(self) -> Message:
         """The message as it is to be sent now: with the header ``x-qflow-republished`` if it may be a second copy."""
-        if not self.may_be_second_copy:
-            return self.message
-        return replace(self.message, headers={**(self.message.headers or {}), REPUBLISHED: True})
+        return republished(self.message) if self.may_be_second_copy else self.message
 
 
 class _Turn:

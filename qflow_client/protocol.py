@@ -35,16 +35,13 @@ from qflow_client.flow import (
 )
 from qflow_client.frames import FrameError, PublishEncoder, Route, decode_message, flow_ok, properties
 from qflow_client.interrupts import to_the_end
-from qflow_client.message import Message
+from qflow_client.message import Message, republished
 from qflow_client.outbound import Outbound
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.resending import Resending, is_want_of_room, narrowed
 from qflow_client.settings import OnDisconnect, ProducerSettings, check_argument, check_setting
 
-__all__ = ["REPUBLISHED", "LogEntry", "MessageObserver", "ProducerProtocol", "SendTicket"]
-
-#: The header of a message that is sent once more because nobody knows whether it has arrived.
-REPUBLISHED = "x-qflow-republished"
+__all__ = ["LogEntry", "MessageObserver", "ProducerProtocol", "SendTicket"]
 
 logger = logging.getLogger("qflow_client")
 
@@ -792,7 +789,7 @@ class ProducerProtocol:
                 route = encoder.route(receipt.exchange, receipt.routing_key)
                 message = receipt.message
                 if receipt._number in resending.copies:
-                    message = replace(message, headers={**(message.headers or {}), REPUBLISHED: True})
+                    message = republished(message)
                 self.outbound.put_frames(encoder.message(route, message, None))
             except Exception as error:
                 # This broker takes smaller frames than the one that it was admitted for, or its headers were changed

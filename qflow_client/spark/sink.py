@@ -17,8 +17,7 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
 from qflow_client.errors import ConfirmTimeout
-from qflow_client.message import Message
-from qflow_client.protocol import REPUBLISHED
+from qflow_client.message import REPUBLISHED, Message
 from qflow_client.receipt import Receipt
 from qflow_client.settings import ProducerSettings
 from qflow_client.spark.columns import RowError, Rows

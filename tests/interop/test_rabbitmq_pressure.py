@@ -21,7 +21,7 @@ from qflow_client import (
     Producer,
     ProducerSettings,
 )
-from qflow_client.protocol import REPUBLISHED
+from qflow_client.message import REPUBLISHED
 from qflow_client.testing.rabbitmq import RabbitMQ, RabbitMQNode
 from tests.integration.producer.tools import eventually, wait_held
 from tests.interop.containers import RabbitMQContainer

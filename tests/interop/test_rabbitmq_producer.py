@@ -29,7 +29,7 @@ from qflow_client import (
     ProducerClosed,
     UndeliveredMessages,
 )
-from qflow_client.protocol import REPUBLISHED
+from qflow_client.message import REPUBLISHED
 from qflow_client.testing.rabbitmq import RabbitMQNode
 from tests.integration.producer.tools import Stopwatch, wait_in_line
 

@@ -15,7 +15,7 @@ import pytest
 from qflow_client import Message, Outbox
 from qflow_client.broker import Broker
 from qflow_client.cli import main
-from qflow_client.protocol import REPUBLISHED
+from qflow_client.message import REPUBLISHED
 
 Capture = pytest.CaptureFixture[str]
 

@@ -16,7 +16,7 @@ import pytest
 from qflow_client import Outbox
 from qflow_client.broker import Broker
 from qflow_client.cli import main
-from qflow_client.protocol import REPUBLISHED
+from qflow_client.message import REPUBLISHED
 from qflow_client.testing.proxy import FaultProxy
 from tests.integration.cli.terminal import on_a_terminal
 from tests.integration.producer.tools import eventually

@@ -15,7 +15,7 @@ import qflow_client.aio_pika
 import qflow_client.pika
 from qflow_client import ConnectionFailed, FlowControlTimeout, HoldKind, Outcome
 from qflow_client.broker import Broker, Profile
-from qflow_client.protocol import REPUBLISHED
+from qflow_client.message import REPUBLISHED
 from tests.integration.producer.tools import PATIENCE, Wire, bodies, eventually, start, wait_held
 from tests.interop.contract.producers import PRODUCERS, AioPikaDropIn
 

@@ -17,7 +17,7 @@ from qflow_client import (
     UndeliveredMessages,
 )
 from qflow_client.broker import Broker
-from qflow_client.protocol import REPUBLISHED
+from qflow_client.message import REPUBLISHED
 
 from .tools import Stopwatch, Wire, bodies, eventually, start, wait_closed, wait_done, wait_held, wait_in_line
 

@@ -24,7 +24,7 @@ from qflow_client import (
     connect,
 )
 from qflow_client.broker import Broker
-from qflow_client.protocol import REPUBLISHED
+from qflow_client.message import REPUBLISHED
 from qflow_client.sync.pika_io import TapIOServices
 from qflow_client.testing.proxy import FaultProxy
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from qflow_client import FlowControlTimeout, HoldKind, Message, MessageRejected, Outcome
-from qflow_client.protocol import REPUBLISHED
+from qflow_client.message import REPUBLISHED
 from qflow_client.testing.brokerj import VERSIONS
 from qflow_client.testing.proxy import FaultProxy
 from tests.interop.containers import RELEASES

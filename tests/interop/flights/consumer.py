@@ -14,7 +14,7 @@ from typing import Any
 
 import pika
 
-from qflow_client.protocol import REPUBLISHED
+from qflow_client.message import REPUBLISHED
 from tests.interop.flights.data import END, flights, origin_of
 
 

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qflow_client import Message, Outcome, Receipt
-from qflow_client.protocol import REPUBLISHED, ProducerProtocol
+from qflow_client.message import REPUBLISHED
+from qflow_client.protocol import ProducerProtocol
 from qflow_client.resending import narrowed
 
 from .support import CHANNEL, FRAME_MAX, Published, Wire, drain, holds, make, send, wait, wire, write

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qflow_client import Outcome, Receipt
-from qflow_client.protocol import REPUBLISHED, ProducerProtocol
+from qflow_client.message import REPUBLISHED
+from qflow_client.protocol import ProducerProtocol
 from qflow_client.recovery import Backoff
 from qflow_client.resending import is_want_of_room
 

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qflow_client import Message, Outcome
-from qflow_client.protocol import REPUBLISHED, ProducerProtocol
+from qflow_client.message import REPUBLISHED
+from qflow_client.protocol import ProducerProtocol
 
 from .support import (
     CHANNEL,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from qflow_client import DeduplicationError, Deduplicator, may_be_second_copy
-from qflow_client.protocol import REPUBLISHED
+from qflow_client.message import REPUBLISHED
 
 PATIENCE = 20.0
 IDS = st.sampled_from("abcdefgh")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from qflow_client import Message, Outbox, OutboxError, OutboxFull, OutboxInUse, StoredMessage
-from qflow_client.protocol import REPUBLISHED
+from qflow_client.message import REPUBLISHED
 
 from .support import change, crash
 

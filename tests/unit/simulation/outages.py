@@ -14,7 +14,8 @@ import pamqp.frame
 import pamqp.header
 
 from qflow_client.errors import FlowControlTimeout
-from qflow_client.protocol import REPUBLISHED, ProducerProtocol, SendTicket
+from qflow_client.message import REPUBLISHED
+from qflow_client.protocol import ProducerProtocol, SendTicket
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.recovery import retries
 from qflow_client.settings import ProducerSettings
