@@ -27,113 +27,27 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Self
 
-from qflow_client.database import Database, LockFile
-from qflow_client.errors import QflowError
+from qflow_client import outboxfile
+from qflow_client.database import LockFile
 from qflow_client.fields import encode_short_string
-from qflow_client.frames import FrameError, body_size, content_header, decode_message, plain_content_header
-from qflow_client.message import Message, republished
-
-if TYPE_CHECKING:
-    from qflow_client.receipt import Receipt
+from qflow_client.frames import content_header, plain_content_header
+from qflow_client.message import Message
+from qflow_client.outboxfile import OutboxError, OutboxFull, OutboxInUse, StoredMessage
 
 __all__ = ["Outbox", "OutboxError", "OutboxFull", "OutboxInUse", "StoredMessage"]
 
-# "qOut", and the version of the tables.
-_APPLICATION_ID = 0x714F7574
-_VERSION = 1
-_TABLES = (
-    # What is asked for most stands before what is large.
-    """CREATE TABLE message (
-        sequence INTEGER PRIMARY KEY,
-        size INTEGER NOT NULL,
-        held INTEGER NOT NULL,
-        at REAL NOT NULL,
-        exchange TEXT NOT NULL,
-        routing_key TEXT NOT NULL,
-        header BLOB NOT NULL,
-        body BLOB NOT NULL
-    )""",
-    # A sequence that was given, above all that have left the file; and up to where also held messages may be written.
-    "CREATE TABLE state (last INTEGER NOT NULL, permitted INTEGER NOT NULL)",
-    "INSERT INTO state VALUES (0, 0)",
-)
-# In the column `held`: it waits for `permit`; it is damaged, and is not read any more.
-_HELD, _SET_ASIDE = 1, 2
-_INSERT = "INSERT OR IGNORE INTO message VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 # Messages that are settled before `wait_durable` takes them out, too.
 _SETTLED_TOGETHER = 500
-_TOTALS = "SELECT count(*), coalesce(sum(size), 0) FROM message"
-# Text as bytes: SQLite gives no row at all if one text among them is no UTF-8.
-_READ = """SELECT sequence, size, held, at, CAST(exchange AS BLOB), CAST(routing_key AS BLOB), header, body
-    FROM message WHERE sequence > ? {} ORDER BY sequence LIMIT ?"""
-_TYPES = ((int,), (int,), (int,), (float,), (bytes,), (bytes,), (bytes,), (bytes,))
-_NOT_SET_ASIDE = f"AND NOT held & {_SET_ASIDE}"
-# Rows that are looked through at once.
-_LOOKED_AT = 1000
 # Seconds after which a thread looks whether it is still to be called.
 _LOST = 1.0
-# Above every sequence.
-_EVER = 1 << 62
 # Bytes that a message takes besides its own.
 _ROW = 64
 # The file is given this much of the disk at most, unless told otherwise.
 _MAX_BYTES = 1 << 30
-
-
-class OutboxError(QflowError):
-    """The outbox cannot be used; the text names the file.
-
-    Attributes:
-        receipt: of the message that a `send` has admitted and could not make durable. It is on its way all the same,
-            and made durable as soon as that is possible. ``None`` if nothing was admitted.
-        receipts: of what the same `send_many` had admitted before.
-    """
-
-    receipt: Receipt | None = None
-    receipts: Sequence[Receipt] = ()
-
-
-class OutboxInUse(OutboxError):
-    """Another process, or another producer in this one, uses the outbox."""
-
-
-class OutboxFull(OutboxError):
-    """The outbox has no room for the message. It was not put, and not sent."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredMessage:
-    """A message in an outbox.
-
-    Attributes:
-        sequence: its place; they rise in the order of admission, also from one process to the next.
-        at: when it was put, in seconds since 1970.
-        exchange: where it is to be published.
-        routing_key: with which key.
-        message: with its message id.
-        size: bytes that it counts for in the outbox.
-        may_be_second_copy: whether it may have been written to a broker before.
-    """
-
-    sequence: int
-    at: float
-    exchange: str
-    routing_key: str
-    message: Message
-    size: int
-    may_be_second_copy: bool
-
-    def to_send(self) -> Message:
-        """The message as it is to be sent now: with the header ``x-qflow-republished`` if it may be a second copy."""
-        return republished(self.message) if self.may_be_second_copy else self.message
 
 
 class _Turn:
@@ -146,10 +60,6 @@ class _Turn:
         # Released once it is, or once it is for this thread to see to it.
         self.called = threading.Lock()
         self.called.acquire()
-
-
-# A message as it stands in the file.
-_Row = tuple[int, int, int, float, str, str, bytes, bytes]
 
 
 class Outbox:
@@ -193,18 +103,17 @@ class Outbox:
             told=("another producer", "give each producer an outbox of its own"),
         )
         try:
-            self._file = _open(self.path, synchronous=synchronous)
-            ((last, permitted),) = self._file.rows("SELECT last, permitted FROM state")
-            last = max(last, self._file.one("SELECT max(sequence) FROM message") or 0)
-            ((count, size),) = self._file.rows(_TOTALS)
-            aside = self._file.rows("SELECT sequence FROM message WHERE held & ? ORDER BY sequence", _SET_ASIDE)
+            self._file = outboxfile.open_file(self.path, synchronous=synchronous)
+            last, permitted = outboxfile.state(self._file)
+            count, size = outboxfile.totals(self._file)
+            aside = outboxfile.aside(self._file)
         except BaseException:
             self._lock_file.release()
             raise
         # Put and not durable yet, in order, and of that what a commit has taken, which one that fails leaves there; the
         # last that was put, and the last that is durable.
-        self._rows: list[_Row] = []
-        self._inserting: list[_Row] = []
+        self._rows: list[outboxfile.Row] = []
+        self._inserting: list[outboxfile.Row] = []
         self._last: int = last
         self._durable: int = last
         # Settled and still in the file: first and last of each run, and how many messages at the most; and likewise
@@ -217,10 +126,10 @@ class Outbox:
         self._permitted_durable: int = permitted
         # The same two when it was opened: what might be written then is a second copy if it is sent now.
         self._written_before: tuple[int, int] = last, permitted
-        self._count = int(count)
-        self._size = int(size)
+        self._count = count
+        self._size = size
         # By sequence, why it was set aside.
-        self._damaged: dict[int, str] = dict.fromkeys((sequence for (sequence,) in aside), "it was set aside before")
+        self._damaged: dict[int, str] = dict.fromkeys(aside, "it was set aside before")
         # Set by what failed, or was broken off: the next commit counts anew.
         self._is_unsure = False
 
@@ -316,7 +225,7 @@ class Outbox:
             header, body = content_header(message, identity), message.body
         size = len(header) + len(body) + len(exchange) + len(routing_key) + _ROW
         at = time.time()
-        row = 0 if permit else _HELD, at, exchange, routing_key, header, body
+        row = 0 if permit else outboxfile.HELD, at, exchange, routing_key, header, body
         try:
             with self._lock:
                 sequence = 0
@@ -462,23 +371,22 @@ class Outbox:
         try:
             if len(rows) == 1 and not all_of_it:
                 # A statement is a transaction of its own.
-                file.execute(_INSERT, *rows[0])
+                file.execute(outboxfile.INSERT, *rows[0])
             else:
                 with file.transaction():
-                    file.execute_many(_INSERT, rows)
+                    file.execute_many(outboxfile.INSERT, rows)
                     for run in settled:
-                        ((count, size),) = file.rows(f"{_TOTALS} WHERE sequence BETWEEN ? AND ?", *run)
+                        count, size = outboxfile.take_out(file, *run)
                         freed_count += count
                         freed_size += size
-                        file.execute("DELETE FROM message WHERE sequence BETWEEN ? AND ?", *run)
                     if settled or permitted != self._permitted_durable:
-                        file.execute("UPDATE state SET last = ?, permitted = ?", last, permitted)
+                        outboxfile.write_state(file, last, permitted)
             self._inserting = []
             if all_of_it:
                 self._deleting = []
             self._permitted_durable = permitted
             if self._is_unsure:
-                ((count, size),) = file.rows(_TOTALS)
+                count, size = outboxfile.totals(file)
                 with self._lock:
                     self._count = count + len(self._rows)
                     self._size = size + sum(row[1] for row in self._rows)
@@ -511,24 +419,13 @@ class Outbox:
             if self.dirty:
                 self._commit()
             if max_bytes is not None:
-                limit = self._how_many(after, limit, max_bytes)
-            found, damaged = _read(self._file, after, limit, self._written_before, _NOT_SET_ASIDE)
+                limit = outboxfile.how_many(self._file, after, limit, max_bytes)
+            only = outboxfile.NOT_SET_ASIDE
+            found, damaged = outboxfile.read(self._file, after, limit, self._written_before, only)
             if damaged:
-                aside = [(_SET_ASIDE, sequence) for sequence in damaged]
-                with self._file.transaction():
-                    self._file.execute_many("UPDATE message SET held = held | ? WHERE sequence = ?", aside)
+                outboxfile.set_aside(self._file, damaged)
                 self._damaged |= damaged
             return found
-
-    def _how_many(self, after: int, limit: int, max_bytes: int) -> int:
-        """How many messages behind one have together so many bytes, but at least one."""
-        sizes = self._file.rows(
-            f"SELECT CAST(size AS INTEGER) FROM message WHERE sequence > ? {_NOT_SET_ASIDE} ORDER BY sequence LIMIT ?",
-            after,
-            limit,
-        )
-        totals = accumulate(size for (size,) in sizes)
-        return max(1, sum(1 for total in totals if total <= max_bytes))
 
     def expire(self, before: float) -> list[StoredMessage]:
         """Take out messages that are too old to be sent.
@@ -561,8 +458,8 @@ class Outbox:
         with self._file_lock:
             if self.dirty:
                 self._commit()
-            if self._file.one("SELECT 1 FROM message WHERE sequence = ?", sequence) is None:
-                raise _not_there(self.path, sequence)
+            if not outboxfile.is_there(self._file, sequence):
+                raise outboxfile.not_there(self._file, sequence)
         self.settle(sequence)
         self._damaged.pop(sequence, None)
 
@@ -608,8 +505,8 @@ class Outbox:
         Raises:
             OutboxError: there is none, or it cannot be read.
         """
-        with _looking(path) as file:
-            return _read(file, after, limit, (_EVER, file.one("SELECT permitted FROM state")))[0]
+        with outboxfile.looking(path) as file:
+            return outboxfile.look(file, after, limit)
 
     @staticmethod
     def look_damaged(path: str | os.PathLike[str]) -> dict[int, str]:
@@ -621,20 +518,8 @@ class Outbox:
         Raises:
             OutboxError: there is none, or it cannot be read.
         """
-        damaged: dict[int, str] = {}
-        with _looking(path) as file:
-            after = -1
-            while rows := file.rows(_READ.format(""), after, _LOOKED_AT):
-                after = rows[-1][0]
-                for row in rows:
-                    try:
-                        _decode(row)
-                    except FrameError as error:
-                        damaged[row[0]] = str(error)
-                    else:
-                        if row[2] & _SET_ASIDE:
-                            damaged[row[0]] = "it was found damaged, and can be read now"
-        return damaged
+        with outboxfile.looking(path) as file:
+            return outboxfile.look_damaged(file)
 
     @staticmethod
     def find(path: str | os.PathLike[str], sequence: int) -> StoredMessage:
@@ -647,80 +532,5 @@ class Outbox:
         Raises:
             OutboxError: it is not there, or cannot be read.
         """
-        with _looking(path) as file:
-            found, damaged = _read(file, sequence - 1, 1, (_EVER, file.one("SELECT permitted FROM state")))
-        if sequence in damaged:
-            raise OutboxError(f"{os.fspath(path)}: message {sequence} is damaged: {damaged[sequence]}")
-        if not found or found[0].sequence != sequence:
-            raise _not_there(path, sequence)
-        return found[0]
-
-
-def _open(path: Path, **options: Any) -> Database:
-    return Database(
-        path, application_id=_APPLICATION_ID, version=_VERSION, tables=_TABLES, error=OutboxError, **options
-    )
-
-
-@contextmanager
-def _looking(path: str | os.PathLike[str]) -> Iterator[Database]:
-    """A file that somebody else may be using."""
-    path = Path(os.fspath(path))
-    if not path.exists():
-        raise OutboxError(f"{path}: there is no such outbox")
-    file = _open(path, read_only=True)
-    try:
-        yield file
-    finally:
-        file.close()
-
-
-def _not_there(path: str | os.PathLike[str], sequence: int) -> OutboxError:
-    return OutboxError(f"{os.fspath(path)}: message {sequence} is not in it any more")
-
-
-def _decode(row: Sequence[Any]) -> tuple[str, str, Message]:
-    """Exchange, routing key and message of a row.
-
-    Raises:
-        FrameError: it is damaged.
-    """
-    if any(type(value) not in types for value, types in zip(row, _TYPES, strict=True)):
-        raise FrameError("a column that holds something else")
-    exchange, routing_key, header, body = row[4:]
-    message = decode_message(header, body)
-    if body_size(header) != len(body):
-        raise FrameError(f"a body of {len(body)} bytes, and its content header says {body_size(header)}")
-    try:
-        names = exchange.decode(), routing_key.decode()
-    except UnicodeDecodeError as error:
-        raise FrameError(f"its exchange or routing key: {error}") from error
-    return (*names, message)
-
-
-def _read(
-    file: Database, after: int, limit: int, written: tuple[int, int], only: str = ""
-) -> tuple[list[StoredMessage], dict[int, str]]:
-    """Messages from the file, and by sequence why others that were met on the way cannot be had.
-
-    Those up to the first number, and held ones up to the second, may have been written.
-    """
-    last, permitted = written
-    found: list[StoredMessage] = []
-    damaged: dict[int, str] = {}
-    while (wanted := limit - len(found)) > 0:
-        rows = file.rows(_READ.format(only), after, wanted)
-        for row in rows:
-            sequence, size, held, at = row[:4]
-            try:
-                exchange, routing_key, message = _decode(row)
-            except FrameError as error:
-                damaged[sequence] = str(error)
-                continue
-            if not held & _SET_ASIDE:
-                may_be = sequence <= last and (not held or sequence <= permitted)
-                found.append(StoredMessage(sequence, at, exchange, routing_key, message, size, may_be))
-        if len(rows) < wanted:
-            break
-        after = rows[-1][0]
-    return found, damaged
+        with outboxfile.looking(path) as file:
+            return outboxfile.find(file, sequence)

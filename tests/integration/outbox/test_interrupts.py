@@ -18,7 +18,7 @@ from tests.interrupting import interrupted
 pytestmark = pytest.mark.timeout(600)
 PATIENCE = 20.0
 # Where the producers and their outboxes are made.
-MAKERS = ("producer.py", "link.py", "keeper.py", "storing.py", "outbox.py", "database.py")
+MAKERS = ("producer.py", "link.py", "keeper.py", "storing.py", "outbox.py", "outboxfile.py", "database.py")
 
 Made = list[Producer | AsyncProducer]
 

@@ -19,7 +19,7 @@ from .support import Kept, leave
 
 DAY = 86_400.0
 # What is new with an outbox, and what calls it; the rest is interrupted in tests/unit/core.
-STORING = ("storing.py", "outbox.py", "database.py", "protocol.py")
+STORING = ("storing.py", "outbox.py", "outboxfile.py", "database.py", "protocol.py")
 # Each begins hundreds of times, however busy the machine is.
 pytestmark = pytest.mark.timeout(600)
 OWN = {"plain": b"own", "with an id of its own": Message(b"own", message_id="own")}

@@ -1,0 +1,283 @@
+"""The file of an outbox: its tables, what a message looks like there, and how that is read.
+
+The functions work on an open file; which thread may use it when, and what is only noted, is for `qflow_client.outbox`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qflow_client.database import Database
+from qflow_client.errors import QflowError
+from qflow_client.frames import FrameError, body_size, decode_message
+from qflow_client.message import Message, republished
+
+if TYPE_CHECKING:
+    from qflow_client.receipt import Receipt
+
+# "qOut", and the version of the tables.
+_APPLICATION_ID = 0x714F7574
+_VERSION = 1
+_TABLES = (
+    # What is asked for most stands before what is large.
+    """CREATE TABLE message (
+        sequence INTEGER PRIMARY KEY,
+        size INTEGER NOT NULL,
+        held INTEGER NOT NULL,
+        at REAL NOT NULL,
+        exchange TEXT NOT NULL,
+        routing_key TEXT NOT NULL,
+        header BLOB NOT NULL,
+        body BLOB NOT NULL
+    )""",
+    # A sequence that was given, above all that have left the file; and up to where also held messages may be written.
+    "CREATE TABLE state (last INTEGER NOT NULL, permitted INTEGER NOT NULL)",
+    "INSERT INTO state VALUES (0, 0)",
+)
+# In the column `held`: it waits for `permit`; it is damaged, and is not read any more.
+HELD, _SET_ASIDE = 1, 2
+# A message that is there already stays as it is.
+INSERT = "INSERT OR IGNORE INTO message VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+_TOTALS = "SELECT count(*), coalesce(sum(size), 0) FROM message"
+# Text as bytes: SQLite gives no row at all if one text among them is no UTF-8.
+_READ = """SELECT sequence, size, held, at, CAST(exchange AS BLOB), CAST(routing_key AS BLOB), header, body
+    FROM message WHERE sequence > ? {} ORDER BY sequence LIMIT ?"""
+_TYPES = ((int,), (int,), (int,), (float,), (bytes,), (bytes,), (bytes,), (bytes,))
+NOT_SET_ASIDE = f"AND NOT held & {_SET_ASIDE}"
+# Rows that are looked through at once.
+_LOOKED_AT = 1000
+# Above every sequence.
+_EVER = 1 << 62
+
+
+class OutboxError(QflowError):
+    """The outbox cannot be used; the text names the file.
+
+    Attributes:
+        receipt: of the message that a `send` has admitted and could not make durable. It is on its way all the same,
+            and made durable as soon as that is possible. ``None`` if nothing was admitted.
+        receipts: of what the same `send_many` had admitted before.
+    """
+
+    receipt: Receipt | None = None
+    receipts: Sequence[Receipt] = ()
+
+
+class OutboxInUse(OutboxError):
+    """Another process, or another producer in this one, uses the outbox."""
+
+
+class OutboxFull(OutboxError):
+    """The outbox has no room for the message. It was not put, and not sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMessage:
+    """A message in an outbox.
+
+    Attributes:
+        sequence: its place; they rise in the order of admission, also from one process to the next.
+        at: when it was put, in seconds since 1970.
+        exchange: where it is to be published.
+        routing_key: with which key.
+        message: with its message id.
+        size: bytes that it counts for in the outbox.
+        may_be_second_copy: whether it may have been written to a broker before.
+    """
+
+    sequence: int
+    at: float
+    exchange: str
+    routing_key: str
+    message: Message
+    size: int
+    may_be_second_copy: bool
+
+    def to_send(self) -> Message:
+        """The message as it is to be sent now: with the header ``x-qflow-republished`` if it may be a second copy."""
+        return republished(self.message) if self.may_be_second_copy else self.message
+
+
+# A message as it stands in the file.
+Row = tuple[int, int, int, float, str, str, bytes, bytes]
+
+
+def open_file(path: Path, **options: Any) -> Database:
+    """The file of an outbox, made if there is none.
+
+    Args:
+        path: of the file.
+        options: as for `Database`.
+    """
+    return Database(
+        path, application_id=_APPLICATION_ID, version=_VERSION, tables=_TABLES, error=OutboxError, **options
+    )
+
+
+@contextmanager
+def looking(path: str | os.PathLike[str]) -> Iterator[Database]:
+    """A file that somebody else may be using."""
+    path = Path(os.fspath(path))
+    if not path.exists():
+        raise OutboxError(f"{path}: there is no such outbox")
+    file = open_file(path, read_only=True)
+    try:
+        yield file
+    finally:
+        file.close()
+
+
+def state(file: Database) -> tuple[int, int]:
+    """The last sequence that was given, and up to where held messages may be written."""
+    ((last, permitted),) = file.rows("SELECT last, permitted FROM state")
+    return max(last, file.one("SELECT max(sequence) FROM message") or 0), permitted
+
+
+def write_state(file: Database, last: int, permitted: int) -> None:
+    """Note the same two."""
+    file.execute("UPDATE state SET last = ?, permitted = ?", last, permitted)
+
+
+def totals(file: Database) -> tuple[int, int]:
+    """How many messages are there, and their bytes."""
+    ((count, size),) = file.rows(_TOTALS)
+    return count, size
+
+
+def take_out(file: Database, first: int, last: int) -> tuple[int, int]:
+    """Take out what is there from one sequence to another; how many messages that was, and their bytes."""
+    ((count, size),) = file.rows(f"{_TOTALS} WHERE sequence BETWEEN ? AND ?", first, last)
+    file.execute("DELETE FROM message WHERE sequence BETWEEN ? AND ?", first, last)
+    return count, size
+
+
+def is_there(file: Database, sequence: int) -> bool:
+    """Whether there is a message, whatever state it is in."""
+    return file.one("SELECT 1 FROM message WHERE sequence = ?", sequence) is not None
+
+
+def aside(file: Database) -> list[int]:
+    """The sequences of the messages that are set aside."""
+    rows = file.rows("SELECT sequence FROM message WHERE held & ? ORDER BY sequence", _SET_ASIDE)
+    return [sequence for (sequence,) in rows]
+
+
+def set_aside(file: Database, sequences: Iterable[int]) -> None:
+    """Have messages not be read any more."""
+    with file.transaction():
+        file.execute_many(
+            "UPDATE message SET held = held | ? WHERE sequence = ?", [(_SET_ASIDE, sequence) for sequence in sequences]
+        )
+
+
+def how_many(file: Database, after: int, limit: int, max_bytes: int) -> int:
+    """How many messages behind one have together so many bytes, but at least one."""
+    sizes = file.rows(
+        f"SELECT CAST(size AS INTEGER) FROM message WHERE sequence > ? {NOT_SET_ASIDE} ORDER BY sequence LIMIT ?",
+        after,
+        limit,
+    )
+    return max(1, sum(1 for total in accumulate(size for (size,) in sizes) if total <= max_bytes))
+
+
+def not_there(file: Database, sequence: int) -> OutboxError:
+    """What is raised for a message that has left the file."""
+    return OutboxError(f"{file.path}: message {sequence} is not in it any more")
+
+
+def _decode(row: Sequence[Any]) -> tuple[str, str, Message]:
+    """Exchange, routing key and message of a row.
+
+    Raises:
+        FrameError: it is damaged.
+    """
+    if any(type(value) not in types for value, types in zip(row, _TYPES, strict=True)):
+        raise FrameError("a column that holds something else")
+    exchange, routing_key, header, body = row[4:]
+    message = decode_message(header, body)
+    if body_size(header) != len(body):
+        raise FrameError(f"a body of {len(body)} bytes, and its content header says {body_size(header)}")
+    try:
+        names = exchange.decode(), routing_key.decode()
+    except UnicodeDecodeError as error:
+        raise FrameError(f"its exchange or routing key: {error}") from error
+    return (*names, message)
+
+
+def read(
+    file: Database, after: int, limit: int, written: tuple[int, int], only: str = ""
+) -> tuple[list[StoredMessage], dict[int, str]]:
+    """Messages from the file, and by sequence why others that were met on the way cannot be had.
+
+    Args:
+        file: the file.
+        after: a sequence; those behind it.
+        limit: how many at the most.
+        written: up to where messages may have been written to a broker, and up to where held ones.
+        only: which alone are met, as a condition in SQL; all if empty.
+    """
+    last, permitted = written
+    found: list[StoredMessage] = []
+    damaged: dict[int, str] = {}
+    while (wanted := limit - len(found)) > 0:
+        rows = file.rows(_READ.format(only), after, wanted)
+        for row in rows:
+            sequence, size, held, at = row[:4]
+            try:
+                exchange, routing_key, message = _decode(row)
+            except FrameError as error:
+                damaged[sequence] = str(error)
+                continue
+            if not held & _SET_ASIDE:
+                may_be = sequence <= last and (not held or sequence <= permitted)
+                found.append(StoredMessage(sequence, at, exchange, routing_key, message, size, may_be))
+        if len(rows) < wanted:
+            break
+        after = rows[-1][0]
+    return found, damaged
+
+
+def look(file: Database, after: int, limit: int) -> list[StoredMessage]:
+    """What is in a file that somebody else may be using."""
+    return _look(file, after, limit)[0]
+
+
+def _look(file: Database, after: int, limit: int) -> tuple[list[StoredMessage], dict[int, str]]:
+    return read(file, after, limit, (_EVER, file.one("SELECT permitted FROM state")))
+
+
+def look_damaged(file: Database) -> dict[int, str]:
+    """What is damaged there, and how, by sequence."""
+    damaged: dict[int, str] = {}
+    after = -1
+    while rows := file.rows(_READ.format(""), after, _LOOKED_AT):
+        after = rows[-1][0]
+        for row in rows:
+            try:
+                _decode(row)
+            except FrameError as error:
+                damaged[row[0]] = str(error)
+            else:
+                if row[2] & _SET_ASIDE:
+                    damaged[row[0]] = "it was found damaged, and can be read now"
+    return damaged
+
+
+def find(file: Database, sequence: int) -> StoredMessage:
+    """One message of it.
+
+    Raises:
+        OutboxError: it is not there, or is damaged.
+    """
+    found, damaged = _look(file, sequence - 1, 1)
+    if sequence in damaged:
+        raise OutboxError(f"{file.path}: message {sequence} is damaged: {damaged[sequence]}")
+    if not found or found[0].sequence != sequence:
+        raise not_there(file, sequence)
+    return found[0]
