@@ -825,7 +825,7 @@ class ProducerProtocol:
         expired = [
             each
             for each in resending.staged
-            if each._reply is not None or resending.refused.get(each._number, now) <= limit
+            if each._reply is not None or resending.refused.get(each._number, math.inf) <= limit
         ]
         for receipt in expired:
             resending.staged.remove(receipt)

@@ -210,6 +210,22 @@ def test_a_channel_that_is_closed_for_want_of_room_when_all_have_tried_for_long_
     assert holds(protocol) == []
 
 
+def test_what_was_not_refused_itself_is_sent_though_nothing_is_tried_again() -> None:
+    protocol = patient(retry_for=0)
+    refused = send(protocol, b"1")
+    drain(protocol)
+    late = [send(protocol, b"2"), send(protocol, b"3")]
+    protocol.channel_closed(506, "RESOURCE_ERROR", PUBLISH, 0.0)
+    assert refused.outcome is Outcome.REJECTED
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 0.5)
+    assert left(protocol) == [b"2"]
+    protocol.on_ack(1, False, 1.0)
+    assert left(protocol) == [b"3"]
+    protocol.on_ack(2, False, 1.0)
+    assert [receipt.outcome for receipt in late] == [Outcome.CONFIRMED] * 2
+    assert holds(protocol) == []
+
+
 def test_a_connection_that_is_lost_meanwhile_does_not_end_the_pause() -> None:
     protocol = patient()
     three(protocol)
