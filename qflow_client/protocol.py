@@ -38,7 +38,7 @@ from qflow_client.interrupts import to_the_end
 from qflow_client.message import Message, republished
 from qflow_client.outbound import Outbound
 from qflow_client.receipt import Outcome, Receipt
-from qflow_client.resending import Resending, is_want_of_room, narrowed
+from qflow_client.resending import Pauses, Resending, is_want_of_room, narrowed
 from qflow_client.settings import OnDisconnect, ProducerSettings, check_argument, check_setting
 
 __all__ = ["LogEntry", "MessageObserver", "ProducerProtocol", "SendTicket"]
@@ -137,16 +137,6 @@ class MessageObserver(Protocol):
         """
 
 
-class Pauses(Protocol):
-    """How long to wait before the next try."""
-
-    def begin(self, now: float) -> None:
-        """Begin with the shortest pause."""
-
-    def pause(self, now: float) -> float | None:
-        """The next pause in seconds."""
-
-
 class ProducerProtocol:
     """The state of one producer.
 
@@ -186,7 +176,6 @@ class ProducerProtocol:
         "_receipt_type",
         "_resending",
         "_resent",
-        "_retries",
         "_sweep_at",
         "_unflow_waiters",
         "_unsettled",
@@ -269,8 +258,7 @@ class ProducerProtocol:
         # The tags of those messages, by number, that an earlier channel had left unsettled, and what else there is to
         # them.
         self._resent: dict[int, int] = {}
-        self._resending = Resending(settings.reconnect_delay_max)
-        self._retries = retries
+        self._resending = Resending(settings.reconnect_delay_max, retries, settings.retry_for)
         # Who waits until every tag up to one is settled, and who waits for an open gate, with the source of the holds
         # that it does not wait for.
         self._flushes: list[tuple[int, Any]] = []
@@ -667,7 +655,7 @@ class ProducerProtocol:
         # Only a lone one can be told to be it. If no method is named an operator may have closed the channel, who would
         # hardly do so twice.
         culprit = None
-        wants_room = self._retries is not None and is_want_of_room(code, text)
+        wants_room = self._resending.retries and is_want_of_room(code, text)
         told = method == _BASIC_PUBLISH or any(each._number in self._resending.suspects for each in suspects)
         if len(suspects) == 1 and told and not wants_room:
             culprit = suspects.pop()
@@ -681,8 +669,7 @@ class ProducerProtocol:
             self._give_back(reason, now, culprit)
             return
         if wants_room and suspects:
-            refused, limit = self._resending.refused, now - self.settings.retry_for
-            tried = [each for each in suspects if refused.setdefault(each._number, now) <= limit]
+            tried = [each for each in suspects if self._resending.refused(each, now)]
             for each in tried:
                 each._reply = (code, text)
             self._keep(now, (), tried)
@@ -800,8 +787,6 @@ class ProducerProtocol:
                 self._untag(receipt)
             else:
                 receipt._route = route
-                if resending.retry_at is not None:
-                    resending.probe = receipt
         for receipt in unfit:
             self._settle(receipt, Outcome.UNKNOWN if receipt._number in resending.copies else Outcome.FAILED)
         if self.outbound.size > self._max_unwritten:
@@ -813,35 +798,25 @@ class ProducerProtocol:
             # There is room again, but suspects leave one at a time.
             detail = "what an earlier channel has left leaves first"
             self.gate.hold(HoldKind.DISCONNECTED, now=now, detail=detail)
-        if refused and (resending.retry_at is None or not (resending.staged or resending.probe)):
-            self._forget_refusals(now)
+        if refused and resending.is_tried:
+            self._room_again(now)
         if unfit:
             self._left(unfit, now)
 
     def _expire(self, now: float) -> None:
         """Settle what has been refused for long enough and waits to leave again."""
-        resending = self._resending
-        limit = now - self.settings.retry_for
-        expired = [
-            each
-            for each in resending.staged
-            if each._reply is not None or resending.refused.get(each._number, math.inf) <= limit
-        ]
-        for receipt in expired:
-            resending.staged.remove(receipt)
+        expired = []
+        for receipt in self._resending.expired(now):
             self._untag(receipt)
             self._settle(receipt, Outcome.NACKED if receipt._reply is None else Outcome.RETURNED)
+            expired.append(receipt)
         if expired:
             self._left(expired, now)
 
-    def _forget_refusals(self, now: float) -> None:
+    def _room_again(self, now: float) -> None:
         """The broker has room again, or nothing is left to try."""
-        resending = self._resending
-        resending.retry_at = None
         unsettled = {receipt._number for receipt in self._unsettled.values()}
-        # When a message was first refused counts until it is settled.
-        resending.refused = {number: since for number, since in resending.refused.items() if number in unsettled}
-        resending.copies &= unsettled
+        self._resending.room_again(unsettled)
         self._resent = {number: tag for number, tag in self._resent.items() if number in unsettled}
         self.gate.lift(HoldKind.REFUSED, now=now)
 
@@ -886,7 +861,7 @@ class ProducerProtocol:
                 receipt._reply = why
                 has_begun = tag <= begun or receipt._number in self._resending.copies
                 outcome = Outcome.UNKNOWN if has_begun else Outcome.FAILED
-                if tag > begun and receipt._number in self._resending.refused:
+                if tag > begun and self._resending.was_refused(receipt):
                     outcome = Outcome.NACKED
             self._settle(receipt, outcome)
         if self.observer is not None and unsettled:
@@ -894,7 +869,7 @@ class ProducerProtocol:
         self._by_id.clear()
         self._released(len(unsettled), size, now)
         self._resending.forget()
-        self._forget_refusals(now)
+        self._room_again(now)
         self._retag([])
 
     # What the broker says.
@@ -1178,7 +1153,7 @@ class ProducerProtocol:
             return
         # Tag 0 stands for all (AMQP 0-9-1, Basic.Ack).
         first, stop = (self._oldest, (tag or written) + 1) if multiple else (tag, tag + 1)
-        if outcome is Outcome.NACKED and self._retries is not None:
+        if outcome is Outcome.NACKED and self._resending.retries:
             self._refuse(first, stop, now)
         else:
             self._settle_run(first, stop, outcome, now)
@@ -1190,14 +1165,12 @@ class ProducerProtocol:
             receipt = unsettled.get(tag)
             if receipt is None:
                 continue
-            since = resending.refused.setdefault(receipt._number, now)
-            if receipt._reply is not None or now - since >= self.settings.retry_for:
+            if resending.refused(receipt, now):
                 self._settle_run(tag, tag + 1, Outcome.NACKED, now)
                 continue
-            was_probe = receipt is resending.probe
             del unsettled[tag]
             self._resent.pop(receipt._number, None)
-            resending.insert(receipt)
+            was_probe = resending.insert(receipt)
             self._next_number += 1
             if resending.staged[-1] is receipt:
                 unsettled[self._next_tag - 1] = receipt
@@ -1212,18 +1185,8 @@ class ProducerProtocol:
 
     def _hold_refused(self, detail: str, now: float, *, again: bool) -> None:
         """No probe leaves for a while; `again` if one has been refused."""
-        assert self._retries is not None
-        resending = self._resending
-        if resending.retry_at is None:
-            self._retries.begin(now)
+        if self._resending.hold(self._unsettled.values(), now, again=again):
             self.gate.hold(HoldKind.REFUSED, now=now, detail=detail)
-        elif not again:
-            return
-        # Nothing is tried for longer than it may.
-        refused = resending.refused
-        first = min(refused.get(each._number, now) for each in self._unsettled.values())
-        limit = first + self.settings.retry_for
-        resending.retry_at = min(now + (self._retries.pause(now) or 0.0), max(now, limit))
 
     def _settle_run(self, first: int, stop: int, outcome: Outcome, now: float) -> None:
         """Settle what is unsettled of the tags from `first` to before `stop`, all of which are written."""

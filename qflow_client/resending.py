@@ -4,17 +4,22 @@ A broker that closes a channel over a message does not say which. Its words may 
 what is narrowed down by them leaves again one at a time, with nothing else in flight; so what fails then fails alone.
 Everything keeps its place in the order: delivery tags are given to all of it at once, and what comes after such a
 suspect is staged until the suspect has its answer.
+
+What a broker refuses because it has no room leaves again, too, behind what was admitted before it: after a pause one
+message as a probe, after a longer one another if that is refused, and the rest once one is not.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Protocol
 
 from qflow_client.receipt import Receipt
 
-__all__ = ["Resending", "is_want_of_room", "narrowed"]
+__all__ = ["Pauses", "Resending", "is_want_of_room", "narrowed"]
 
 _QUOTED = re.compile(r"'([^']*)'")
 
@@ -54,33 +59,49 @@ _SUSPICIOUS = 3
 _CONVICTING = 5
 
 
+class Pauses(Protocol):
+    """How long to wait before the next try."""
+
+    def begin(self, now: float) -> None:
+        """Begin with the shortest pause."""
+
+    def pause(self, now: float) -> float | None:
+        """The next pause in seconds."""
+
+
 class Resending:
     """The messages of a producer that are unsettled and not all put on its channel yet, and what is known of them.
 
     Args:
         proves: seconds that a connection has to hold before its loss says anything about a message that is sent then,
             and after which it says nothing any more.
+        pauses: before messages leave again that the broker has refused for want of room; ``None`` if they do not.
+        retry_for: seconds after its first refusal in which such a message leaves again.
     """
 
     __slots__ = (
         "_alone",
         "_losses",
+        "_pauses",
         "_proven_at",
         "_proves",
+        "_refused",
+        "_retry_for",
         "_sent_at",
         "_settled",
         "_strikes",
         "copies",
         "dreaded",
         "probe",
-        "refused",
         "retry_at",
         "staged",
         "suspects",
     )
 
-    def __init__(self, proves: float) -> None:
+    def __init__(self, proves: float, pauses: Pauses | None = None, retry_for: float = 0.0) -> None:
         self._proves = proves
+        self._pauses = pauses
+        self._retry_for = retry_for
         # How many connections in a row were lost with messages in flight, and how many messages were settled before.
         self._losses = 0
         self._settled = -1
@@ -98,8 +119,8 @@ class Resending:
         self.staged: deque[Receipt] = deque()
         # The delivery tag of the last suspect that was put; 0 before the first.
         self._alone = 0
-        #: By number, when the broker first refused a message.
-        self.refused: dict[int, float] = {}
+        # By number, when the broker first refused a message. That counts until it is settled.
+        self._refused: dict[int, float] = {}
         #: While the broker refuses: before when no probe leaves. None while it does not.
         self.retry_at: float | None = None
         #: The refused message that has left to see whether there is room; None while none has.
@@ -116,7 +137,7 @@ class Resending:
         numbers = {receipt._number for receipt in kept}
         self.copies = (self.copies & numbers) | {receipt._number for receipt in begun}
         self.suspects = (self.suspects & numbers) | {receipt._number for receipt in suspects}
-        self.refused = {number: since for number, since in self.refused.items() if number in numbers}
+        self._refused = {number: since for number, since in self._refused.items() if number in numbers}
         self.staged.clear()
         self.probe = None
 
@@ -183,15 +204,87 @@ class Resending:
             self.probe = self.retry_at = None
         return probe.done
 
-    def insert(self, receipt: Receipt) -> None:
-        """Have a refused message leave again, behind those that were admitted before it."""
+    @property
+    def retries(self) -> bool:
+        """Whether what the broker refuses leaves again."""
+        return self._pauses is not None
+
+    def refused(self, receipt: Receipt, now: float) -> bool:
+        """The broker has refused a message for want of room.
+
+        Returns:
+            Whether it is to be settled, not to leave again: it has tried for long enough, or was returned.
+        """
+        self._refused.setdefault(receipt._number, now)
+        return self._gives_up(receipt, now)
+
+    def was_refused(self, receipt: Receipt) -> bool:
+        """Whether the broker has refused a message that is not settled yet."""
+        return receipt._number in self._refused
+
+    def _gives_up(self, receipt: Receipt, now: float) -> bool:
+        return receipt._reply is not None or now >= self._refused.get(receipt._number, math.inf) + self._retry_for
+
+    def insert(self, receipt: Receipt) -> bool:
+        """Have a refused message leave again, behind those that were admitted before it.
+
+        Returns:
+            Whether it was the probe.
+        """
         at = len(self.staged)
         while at and self.staged[at - 1]._number > receipt._number:
             at -= 1
         self.staged.insert(at, receipt)
         self.copies.add(receipt._number)
-        if receipt is self.probe:
+        was_probe = receipt is self.probe
+        if was_probe:
             self.probe = None
+        return was_probe
+
+    def hold(self, unsettled: Iterable[Receipt], now: float, *, again: bool) -> bool:
+        """Have no probe leave for a while.
+
+        Args:
+            unsettled: all that is, at least one message.
+            now: seconds.
+            again: whether a probe was refused; else a pause that goes on stays as it is.
+
+        Returns:
+            True if the broker has not refused anything before.
+        """
+        assert self._pauses is not None
+        is_first = self.retry_at is None
+        if is_first:
+            self._pauses.begin(now)
+        if is_first or again:
+            # Nothing is tried for longer than it may.
+            limit = min(self._refused.get(each._number, now) for each in unsettled) + self._retry_for
+            self.retry_at = min(now + (self._pauses.pause(now) or 0.0), max(now, limit))
+        return is_first
+
+    def expired(self, now: float) -> Iterator[Receipt]:
+        """What waits to leave again and has been refused for long enough, or was returned since.
+
+        Each is staged no longer once it is given, and those behind it still are.
+        """
+        for each in [each for each in self.staged if self._gives_up(each, now)]:
+            self.staged.remove(each)
+            yield each
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether the broker has room again, or nothing is left to try."""
+        return self.retry_at is None or not (self.staged or self.probe)
+
+    def room_again(self, unsettled: Collection[int]) -> None:
+        """What was refused is tried.
+
+        Args:
+            unsettled: the numbers of all messages that are.
+        """
+        self.retry_at = None
+        self._refused = {number: since for number, since in self._refused.items() if number in unsettled}
+        self.copies.intersection_update(unsettled)
 
     def next(self, oldest: int, next_tag: int, now: float) -> Receipt | None:
         """The next message to put on the channel; ``None`` if none is to be put now.
@@ -209,8 +302,12 @@ class Resending:
                 return None
             self._alone = tag
             self._sent_at = now
-        return self.staged.popleft()
+        receipt = self.staged.popleft()
+        if self.retry_at is not None:
+            self.probe = receipt
+        return receipt
 
     def skip(self) -> None:
         """What `next` gave cannot be put on the channel, so nothing waits for its answer."""
         self._alone = 0
+        self.probe = None

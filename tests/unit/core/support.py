@@ -12,7 +12,8 @@ import pamqp.header
 
 from qflow_client import HoldKind, Message, ProducerSettings, Receipt
 from qflow_client.flow import Line
-from qflow_client.protocol import Pauses, ProducerProtocol, SendTicket
+from qflow_client.protocol import ProducerProtocol, SendTicket
+from qflow_client.resending import Pauses
 
 FRAME_MAX = 4096
 PREFIX = "p-"

@@ -8,6 +8,7 @@ import pytest
 
 from qflow_client.protocol import ProducerProtocol
 from qflow_client.receipt import Outcome, Receipt
+from qflow_client.recovery import retries
 from qflow_client.resending import Resending
 
 from .life import BrokenContract
@@ -101,7 +102,8 @@ class AnybodyIsToBlame(ProducerProtocol):
 
     def __init__(self, *arguments: object, **keywords: object) -> None:
         super().__init__(*arguments, **keywords)  # type: ignore[arg-type]  # whatever it takes
-        self._resending = self._Hasty(self.settings.reconnect_delay_max)
+        settings = self.settings
+        self._resending = self._Hasty(settings.reconnect_delay_max, retries(settings), settings.retry_for)
 
 
 class RefusedAndForgotten(ProducerProtocol):
