@@ -255,16 +255,17 @@ class ProducerProtocol:
         self._oldest = 1
         # Mandatory messages with an id of their own, because a return names nothing else.
         self._by_id: dict[str, list[Receipt]] = {}
-        # The tags of those messages, by number, that an earlier channel had left unsettled, and what else there is to
-        # them.
+        # By number, the delivery tags of messages that an earlier channel has left unsettled. They are not in step.
         self._resent: dict[int, int] = {}
+        # What is still to leave on this channel before anything new, and how.
         self._resending = Resending(settings.reconnect_delay_max, retries, settings.retry_for)
         # Who waits until every tag up to one is settled, and who waits for an open gate, with the source of the holds
         # that it does not wait for.
         self._flushes: list[tuple[int, Any]] = []
         self._unflow_waiters: list[tuple[str, Any]] = []
-        # Who stands in line, the longest wait first, and before when nobody is to say so again.
+        # Who stands in line, the longest wait first.
         self._waiting: dict[SendTicket, None] = {}
+        # No notice that they wait comes before this.
         self._notice_at = -math.inf
         # Settled receipts that were taken, and of which the application is not told yet.
         self._untold = 0
@@ -524,7 +525,11 @@ class ProducerProtocol:
         return self.when_settled(waiter)
 
     def when_settled(self, waiter: Any) -> bool:
-        """As `when_flushed`, but only what is in the window counts."""
+        """Have a waiter woken once all that is in the window now is settled; what waits on disk does not count.
+
+        Returns:
+            False if it is already, and the waiter is not kept.
+        """
         if not self._unsettled:
             return False
         self._flushes.append((self._next_tag - 1, waiter))
@@ -1032,28 +1037,7 @@ class ProducerProtocol:
         self._look_at_unflow_waiters()
         self._grant(now)
 
-    def _notice_for(self, ticket: SendTicket, now: float) -> None:
-        # It is said once for all who wait.
-        if now >= self._notice_at:
-            self._notice_at = now + self.settings.flow_control_wait_notify_period
-            self._notice(now)
-        ticket.notice_at = self._notice_at
-
-    def _notice(self, now: float) -> None:
-        holds = self.gate.holds
-        since = next(iter(self._waiting)).since
-        count = len(self._waiting)
-        who = "a send has been waiting" if count == 1 else f"{count} sends have been waiting, the longest"
-        why = ", ".join(map(str, holds)) or "others wait before it"
-        self._log(logging.WARNING, f"%s: {who} for %.1f s: %s", self.settings.name, now - since, why)
-        if self.events is not None:
-            self._event(FlowEventKind.WAITING, holds[0] if holds else None, since, now, count)
-
-    def _log(self, level: int, text: str, *arguments: object) -> None:
-        if logger.isEnabledFor(level):
-            self.logs.append((level, text, arguments))
-
-    # How it is done.
+    # Admission.
 
     def _admit(self, payload: bytes | Message, exchange: str, routing_key: str, size: int, now: float) -> Receipt:
         # Whoever calls this has the room for it, and undoes it if anything is raised.
@@ -1138,6 +1122,8 @@ class ProducerProtocol:
                 self.wake.append(ticket.waiter)
         self._waiting = waiting
         self.controller.relist(waiting)
+
+    # Answers, and what they settle.
 
     def _answered(self, tag: int, multiple: bool, outcome: Outcome, now: float) -> None:
         # A message that is half written cannot have arrived.
@@ -1284,6 +1270,8 @@ class ProducerProtocol:
         self.wake += [waiter for tag, waiter in self._flushes if tag < done]
         self._flushes = [entry for entry in self._flushes if entry[0] >= done]
 
+    # What follows from a hold that is raised or lifted.
+
     def _gate_changed(self, hold: Hold, raised: bool, now: float) -> None:
         if hold.kind in _STOPS_WRITING:
             self._look_at_stops()
@@ -1311,6 +1299,25 @@ class ProducerProtocol:
     def _look_at_stops(self) -> None:
         self.outbound.stopped = any(self.gate.is_held_by(kind) for kind in _STOPS_WRITING)
 
+    # Notices, events and the log.
+
+    def _notice_for(self, ticket: SendTicket, now: float) -> None:
+        # It is said once for all who wait.
+        if now >= self._notice_at:
+            self._notice_at = now + self.settings.flow_control_wait_notify_period
+            self._notice(now)
+        ticket.notice_at = self._notice_at
+
+    def _notice(self, now: float) -> None:
+        holds = self.gate.holds
+        since = next(iter(self._waiting)).since
+        count = len(self._waiting)
+        who = "a send has been waiting" if count == 1 else f"{count} sends have been waiting, the longest"
+        why = ", ".join(map(str, holds)) or "others wait before it"
+        self._log(logging.WARNING, f"%s: {who} for %.1f s: %s", self.settings.name, now - since, why)
+        if self.events is not None:
+            self._event(FlowEventKind.WAITING, holds[0] if holds else None, since, now, count)
+
     def _event(self, kind: FlowEventKind, hold: Hold | None, since: float, now: float, waiting: int = 0) -> None:
         assert self.events is not None
         offset = self._wall_offset
@@ -1330,3 +1337,7 @@ class ProducerProtocol:
                 self.window.capacity,
             )
         )
+
+    def _log(self, level: int, text: str, *arguments: object) -> None:
+        if logger.isEnabledFor(level):
+            self.logs.append((level, text, arguments))

@@ -494,7 +494,7 @@ class StoringProtocol(ProducerProtocol):
                 return ready_at if at is None else min(at, ready_at)
         return at
 
-    # How it is done.
+    # Into the outbox, when a message is admitted.
 
     def _receipt(self, payload: bytes | Message, route: Route, id_prefix: str | None, number: int) -> Receipt:
         if self._taken is None:
@@ -530,6 +530,8 @@ class StoringProtocol(ProducerProtocol):
             self._call()
         self._last_sequence = self.outbox.last
 
+    # Out of it, when it is settled.
+
     def _left(self, receipts: list[Receipt], now: float) -> None:
         self._let_go(receipts)
         super()._left(receipts, now)
@@ -564,6 +566,8 @@ class StoringProtocol(ProducerProtocol):
         if self._is_over and outcome in _UNANSWERED:
             outcome = Outcome.STORED
         super()._settle(receipt, outcome, report=report)
+
+    # The end.
 
     def _end(self, reason: str, now: float) -> None:
         self._is_over = True
