@@ -474,6 +474,24 @@ class ProducerProtocol:
         for ticket in tickets or [each for each in self._waiting if each.waiter is waiter]:
             self.give_up(ticket, now)
 
+    def give_up_all(self, now: float) -> None:
+        """Have all stop waiting at once: nobody is admitted because another leaves. Their waiters are in `wake`.
+
+        Args:
+            now: seconds.
+        """
+        try:
+            for ticket in tuple(self._waiting):
+                self.wake.append(ticket.waiter)
+                ticket.cancelled = True
+                del self._waiting[ticket]
+            self.controller.relist(())
+            # Holds that only those kept there end.
+            self._grant(now)
+        except BaseException:
+            to_the_end(self._mend)
+            raise
+
     def set_capacity(self, capacity: int, now: float) -> None:
         """Fix the window. A lower one cancels nothing: nothing is admitted until there is room (C6).
 
@@ -979,6 +997,10 @@ class ProducerProtocol:
         tag = self._tag(number)
         found = self._unsettled.get(tag) if tag <= last else None
         return found if found is not None and found.message_id == message_id else None
+
+    def delivery_tag(self, receipt: Receipt) -> int:
+        """The delivery tag of a message; once it is settled, until its channel is gone."""
+        return self._tag(receipt._number)
 
     def _tag(self, number: int) -> int:
         """The delivery tag of an unsettled message."""

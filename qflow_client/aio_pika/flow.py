@@ -212,10 +212,7 @@ class ChannelFlow(DropInFlow):
     def ended(self) -> None:
         """There will be no other channel, unless the program opens it again: nobody waits for one."""
         flow_manager.unregister(self)
-        now = _monotonic()
-        for ticket in tuple(self.protocol._waiting):
-            self.protocol.give_up(ticket, now)
-            _wake(ticket.waiter)
+        self.protocol.give_up_all(_monotonic())
         for waiter in tuple(self._unflow_waiters):
             _wake(waiter)
         self.after()
@@ -385,11 +382,11 @@ class ChannelFlow(DropInFlow):
     def _verdict(self, receipt: Receipt, began: float, body: bytes) -> spec.Basic.Ack | None:
         match receipt._outcome:
             case Outcome.CONFIRMED:
-                return spec.Basic.Ack(delivery_tag=self.protocol._tag(receipt._number))
+                return spec.Basic.Ack(delivery_tag=self.protocol.delivery_tag(receipt))
             case Outcome.SENT:
                 return None
             case Outcome.NACKED:
-                raise DeliveryError(None, spec.Basic.Nack(delivery_tag=self.protocol._tag(receipt._number)))
+                raise DeliveryError(None, spec.Basic.Nack(delivery_tag=self.protocol.delivery_tag(receipt)))
             case None:
                 raise self._too_late(receipt, began, body)
         raise self._ended_by()
@@ -404,7 +401,7 @@ class ChannelFlow(DropInFlow):
             return FlowControlTimeout(
                 holds or (socket,), waited, body, "a longer timeout, or max_producer_flow_control_wait, waits"
             )
-        if self.protocol._tag(receipt._number) > self.protocol.outbound.finished:
+        if self.protocol.delivery_tag(receipt) > self.protocol.outbound.finished:
             return ConfirmTimeout(
                 f"a part of the message is written after {waited:.3g} s, and the broker takes no more; what is left "
                 f"stays first in line, so the message may still arrive: {receipt.describe()}{self.held}"

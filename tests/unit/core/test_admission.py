@@ -255,6 +255,25 @@ def test_the_end_of_a_large_head_lets_in_the_small_ones_behind_it() -> None:
     assert protocol.wake == [0, 1]
 
 
+def test_all_give_up_at_once_and_none_is_let_in_because_another_leaves() -> None:
+    protocol = make(capacity_bytes=100)
+    send(protocol, b"a" * 90)
+    large = wait(protocol, b"b" * 50, waiter="large")
+    small = wait(protocol, b"c" * 5, waiter="small")
+    in_front = wait(protocol, b"d" * 50, waiter="in front", first=True)
+    protocol.give_up_all(1.0)
+    assert protocol.wake == ["large", "small", "in front"]
+    for ticket in (large, small, in_front):
+        assert (ticket.cancelled, ticket.receipt, ticket.error) == (True, None, None)
+        assert not protocol.give_up(ticket, 2.0)
+        assert protocol.look_at(ticket, 2.0) is None
+    assert protocol.controller.waiting == 0
+    assert protocol.gate.is_open, "ten bytes of room are left"
+    protocol.give_up_all(3.0)
+    assert send(protocol, b"e" * 5).message.body == b"e" * 5
+    assert protocol.unsettled == 2
+
+
 def test_the_capacity_hold_ends_with_the_last_who_met_it() -> None:
     protocol = make(capacity_bytes=100)
     send(protocol, b"a" * 90)

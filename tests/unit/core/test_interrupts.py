@@ -267,6 +267,24 @@ def test_nobody_in_line_is_forgotten_by_a_second_interrupt(again: int) -> None:
 
 
 @pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("line", LINES)
+def test_when_all_give_up_and_that_is_interrupted_each_has_given_up_or_still_waits(
+    line: Callable[[], Line], first: bool
+) -> None:
+    for at in range(1, 1000):
+        protocol, tickets = crowd(line(), first=first)
+        come = interrupted(lambda: protocol.give_up_all(1.0), at)  # noqa: B023  # called at once
+        stay = [ticket for ticket in tickets if not ticket.cancelled]
+        assert protocol.controller.waiting == len(stay)
+        assert {ticket.waiter for ticket in tickets if ticket.cancelled} <= set(protocol.wake)
+        assert sorted(all_get_out(protocol, tickets)) == bodies_of(stay)
+        if not come:
+            assert not stay
+            assert at > 10
+            return
+
+
+@pytest.mark.parametrize("first", [False, True])
 def test_a_close_that_is_interrupted_is_done_by_the_end_of_the_connection(first: bool) -> None:
     for at in range(1, 1000):
         protocol, tickets = crowd(FifoLine(), first=first)
@@ -334,6 +352,10 @@ class Pressed(FifoLine):
         super().pop()
         self._press("pop")
 
+    def clear(self) -> None:
+        super().clear()
+        self._press("clear")
+
 
 @pytest.mark.parametrize("admitted", [False, True])
 def test_who_is_interrupted_in_line_was_admitted_or_is_not_there(admitted: bool) -> None:
@@ -359,6 +381,16 @@ def test_who_is_interrupted_as_others_are_let_in_for_it_has_given_up() -> None:
         protocol.give_up(gone, 1.0)
     assert gone.cancelled
     assert all_get_out(protocol, others) == [b"4", b"5", b"6"]
+
+
+def test_who_was_to_give_up_with_all_others_as_ctrl_c_came_has_given_up() -> None:
+    line = Pressed("clear")
+    protocol, tickets = crowd(line)
+    with pytest.raises(KeyboardInterrupt):
+        protocol.give_up_all(1.0)
+    assert all(ticket.cancelled for ticket in tickets)
+    assert protocol.wake == [3, 4, 5, 6]
+    assert all_get_out(protocol, tickets) == []
 
 
 def test_what_was_admitted_as_ctrl_c_came_is_admitted_once_and_told() -> None:

@@ -334,3 +334,18 @@ def test_headers_that_were_changed_since_harm_their_own_message_alone() -> None:
     assert first.delivered
     assert last.delivered
     assert protocol.window.used == 0
+
+
+def test_the_delivery_tag_of_a_message_is_that_of_its_last_channel() -> None:
+    protocol = make()
+    receipts = [send(protocol, b"%d" % number) for number in range(3)]
+    assert [protocol.delivery_tag(receipt) for receipt in receipts] == [1, 2, 3]
+    drain(protocol)
+    protocol.on_ack(1, False, 0.0)
+    protocol.connection_lost("cut", 1.0, reconnects=True)
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 2.0)
+    receipts.append(send(protocol, b"new", 2.0))
+    assert [protocol.delivery_tag(receipt) for receipt in receipts[1:]] == [1, 2, 3]
+    drain(protocol)
+    protocol.on_ack(0, True, 3.0)
+    assert [protocol.delivery_tag(receipt) for receipt in receipts[1:]] == [1, 2, 3]
