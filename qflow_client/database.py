@@ -165,6 +165,7 @@ class LockFile:
                 raise error(f"{path}: it cannot be locked: {failure.strerror}") from failure
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, str(os.getpid()).encode(), 0)
+            self._pid = os.getpid()
             self.released = False
             _lock_files.add(self)
         except BaseException:
@@ -174,6 +175,9 @@ class LockFile:
 
     def release(self) -> None:
         """Let go."""
+        if not self.released and self._pid != os.getpid():
+            # In a child, to which nobody has said yet that it is one.
+            self.forget()
         if not self.released:
             # A forked child shares the lock until it closes its copy, so that to close is not enough. It comes first,
             # because to do it twice does no harm, and Ctrl-C may come in between.

@@ -492,6 +492,24 @@ class ProducerProtocol:
             to_the_end(self._mend)
             raise
 
+    def take_over(self, other: ProducerProtocol, now: float) -> None:
+        """Go on in place of another, which never had a channel: what was asked of that is asked of this one.
+
+        Args:
+            other: is used no more.
+            now: seconds.
+        """
+        self.settled, self.events = other.settled, other.events
+        for hold in other.gate.holds:
+            self.hold(hold.kind, hold.since, source=hold.source, detail=hold.detail)
+        if other.window.capacity != self.window.capacity:
+            self.set_capacity(other.window.capacity, now)
+        self._waiting, other._waiting = other._waiting, {}
+        # In this order: a line that the application has made is both's.
+        other.controller.relist(())
+        self.controller.relist(self._waiting)
+        self._unflow_waiters, other._unflow_waiters = other._unflow_waiters, []
+
     def set_capacity(self, capacity: int, now: float) -> None:
         """Fix the window. A lower one cancels nothing: nothing is admitted until there is room (C6).
 

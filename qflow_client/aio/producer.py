@@ -243,14 +243,8 @@ class AsyncProducer:
             await asyncio.to_thread(storage.open, self._take, self._commits.committed, **options)
             if self._ended:
                 raise ProducerClosed(CLOSED)
-            before, self._protocol = self._protocol, storage.protocol
-            # What was asked of it before there was an outbox.
-            self._storage = storage
-            storage.protocol.settled, storage.protocol.events = before.settled, before.events
-            for hold in before.gate.holds:
-                storage.protocol.hold(hold.kind, hold.since, source=hold.source, detail=hold.detail)
-            if before.window.capacity != storage.protocol.window.capacity:
-                storage.protocol.set_capacity(before.window.capacity, _monotonic())
+            storage.protocol.take_over(self._protocol, _monotonic())
+            self._protocol, self._storage = storage.protocol, storage
         except BaseException:
             # Also what its thread has begun, and nobody waits for any more.
             storage.close(0.0)

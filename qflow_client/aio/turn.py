@@ -126,8 +126,8 @@ class Turns:
                 if timer is not None:
                     timer.cancel()
         try:
-            # Raises if nothing but its time has come.
-            protocol.look_at(ticket, _monotonic())
+            # Raises if nothing but its time has come. Another may have taken the protocol's place.
+            self._protocol().look_at(ticket, _monotonic())
         except FlowControlTimeout:
             # It may have stood before one that goes now.
             self._kick()

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from qflow_client import Message, Outbox, OutboxError, OutboxFull, OutboxInUse, StoredMessage
+from qflow_client.database import LockFile
 from qflow_client.message import REPUBLISHED
 
 from .support import change, crash
@@ -376,6 +377,21 @@ def test_a_forked_child_neither_uses_it_nor_keeps_its_lock(path: Path) -> None:
     os.close(tell)
     os.close(go_on)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_a_child_that_lets_go_before_it_is_told_that_it_is_one_leaves_the_lock_to_its_parent(path: Path) -> None:
+    def lock() -> LockFile:
+        return LockFile(path, error=OutboxError, in_use=OutboxInUse, told=("a test", "wait"))
+
+    child = lock()
+    # What the parent has of it; and what a fork does not change.
+    parents = os.dup(child._descriptor)
+    child._pid += 1
+    child.release()
+    with pytest.raises(OutboxInUse):
+        lock()
+    os.close(parents)
+    lock().release()
 
 
 # Files that are none.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,21 @@ from .support import Kept, change, leave
 
 DAY = 86_400.0
 PATIENCE = 20.0
+
+
+@pytest.fixture(autouse=True)
+def _every_outbox_is_closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    made: list[Outbox] = []
+    begin = Kept.__init__
+
+    def begin_and_tell(self: Kept, *arguments: Any, **settings: Any) -> None:
+        begin(self, *arguments, **settings)
+        made.append(self.outbox)
+
+    monkeypatch.setattr(Kept, "__init__", begin_and_tell)
+    yield
+    for outbox in made:
+        outbox.close()
 
 
 @pytest.fixture

@@ -1,0 +1,83 @@
+"""The asynchronous producer while its outbox is being opened; all else is in the tests of both producers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qflow_client import AsyncProducer, FlowControlTimeout, Outcome, ProducerClosed
+from qflow_client.broker import Broker
+from qflow_client.keeper import Storage
+from tests.integration.producer.tools import PATIENCE, bodies
+
+from .tools import in_line
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Until it is set, no outbox is opened."""
+    event = threading.Event()
+    opens = Storage.open
+
+    def late(self: Storage, *args: Any, **options: Any) -> None:
+        assert event.wait(PATIENCE)
+        opens(self, *args, **options)
+
+    monkeypatch.setattr(Storage, "open", late)
+    return event
+
+
+@pytest.mark.parametrize("when_flowed", ["block", "spill"])
+def test_who_waits_while_the_outbox_is_opened_is_served_when_it_is(
+    run: Run, broker: Broker, tmp_path: Path, go_on: threading.Event, when_flowed: str
+) -> None:
+    async def main() -> None:
+        producer = AsyncProducer(
+            broker.url, routing_key="q", outbox=tmp_path / "outbox", when_flowed=when_flowed, capacity=2
+        )
+        connecting = asyncio.create_task(producer.connect())
+        await asyncio.sleep(0)
+        sends = [asyncio.create_task(producer.send(b"%d" % number, timeout=None)) for number in range(5)]
+        await in_line(producer, 5)
+        # They have the outbox's protocol in place of the one in which they stood in line.
+        with pytest.raises(FlowControlTimeout, match="disconnected"):
+            await producer.send(b"too late", timeout=0.05)
+        unflowed = asyncio.create_task(producer.wait_unflowed(PATIENCE))
+        sends[4].cancel()
+        go_on.set()
+        await connecting
+        receipts = await asyncio.gather(*sends[:4])
+        assert await unflowed
+        await producer.flush(PATIENCE)
+        assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED] * 4
+        await producer.close()
+        assert producer.stored == 0
+
+    run(main())
+    assert bodies(broker) == [b"0", b"1", b"2", b"3"]
+
+
+def test_who_waits_for_a_producer_that_is_closed_while_its_outbox_is_opened_is_told(
+    run: Run, broker: Broker, tmp_path: Path, go_on: threading.Event
+) -> None:
+    async def main() -> None:
+        producer = AsyncProducer(broker.url, routing_key="q", outbox=tmp_path / "outbox")
+        connecting = asyncio.create_task(producer.connect())
+        await asyncio.sleep(0)
+        sending = asyncio.create_task(producer.send(b"one", timeout=None))
+        await in_line(producer, 1)
+        await producer.close(timeout=0)
+        go_on.set()
+        for task in (connecting, sending):
+            with pytest.raises(ProducerClosed):
+                await task
+
+    run(main())
+    assert bodies(broker) == []
