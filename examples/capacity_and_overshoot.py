@@ -20,7 +20,8 @@ with Broker(enforcement="completion") as broker:
             try:
                 producer.send(b"x", timeout=0.5)
             except FlowControlTimeout as error:
-                print(f"capacity {producer.capacity}: {error}")
+                # A line in one piece: the other thread prints, too.
+                print(f"capacity {producer.capacity}: {error}\n", end="")
                 return
 
     threads = [threading.Thread(target=publish_until_held, args=(producer,)) for producer in producers]

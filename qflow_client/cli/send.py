@@ -367,8 +367,8 @@ def send(
     What is not said here is taken from the environment (QFLOW_URL, QFLOW_ROUTING_KEY, QFLOW_CAPACITY, …) or from the
     URL's query.
 
-    Exit codes: 0, every record is confirmed. 1, not every record. 2, the command line or a setting is wrong. 3, flowed
-    for longer than --max-producer-flow-control-wait. 130 and 143, interrupted.
+    Exit codes: 0, every record is confirmed. 1, not every record. 2, the command line or a setting is wrong. 3, a
+    record was not sent: flowed for longer than --max-producer-flow-control-wait. 130 and 143, interrupted.
     """
     # Only what was given: what was not is looked for elsewhere. It waits, whatever producers are set to do.
     given: dict[str, Any] = {

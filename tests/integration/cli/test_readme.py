@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,12 +11,29 @@ from qflow_client.broker import Broker
 README = Path(__file__).parents[3] / "README.md"
 
 
-def test_the_first_program_of_the_readme_works(broker: Broker, capfd: pytest.CaptureFixture[str]) -> None:
-    program = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)[0]
-    url = "amqp://guest:guest@localhost:5672/%2F"
-    assert url in program
-    exec(compile(program.replace(url, broker.url), str(README), "exec"), {})
+PROGRAMS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+URL = "amqp://guest:guest@localhost:5672/%2F"
+
+
+def run(program: str, broker: Broker) -> dict[str, Any]:
+    """What it has defined."""
+    names: dict[str, Any] = {}
+    exec(compile(program.replace(URL, broker.url), str(README), "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("program", PROGRAMS[:2], ids=["threads", "asyncio"])
+def test_the_first_programs_of_the_readme_work(broker: Broker, program: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert URL in program
+    run(program, broker)
+    assert "confirmed\n" in capfd.readouterr().out
     assert [message.body for message in broker.messages("orders")] == [b"..."]
+
+
+def test_the_readmes_test_passes() -> None:
+    (program,) = PROGRAMS[2:]
+    with Broker() as broker:
+        run(program, broker)["test_my_producer_gives_up_in_time"](broker)
 
 
 def test_what_the_readme_links_to_is_there() -> None:
