@@ -116,6 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 1 if messages were lost, or with ``--check`` a bar was missed.
     """
     options = parser().parse_args(arguments)
+    if options.varying and options.check == "floor":
+        parser().error("--check floor is of messages that do not vary; with --varying give --check alone")
     with broker_url(options.url) as url:
         return _publish(options, url)
 

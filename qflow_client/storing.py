@@ -21,7 +21,7 @@ from qflow_client.flow import CompositeLimiter, Hold, Limiter
 from qflow_client.frames import Route
 from qflow_client.interrupts import to_the_end
 from qflow_client.message import Message
-from qflow_client.outbox import Outbox, StoredMessage
+from qflow_client.outbox import Outbox, OutboxFull, StoredMessage
 from qflow_client.protocol import ProducerProtocol, SendTicket
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import OnOutboxFull, ProducerSettings, WhenFlowed
@@ -206,6 +206,18 @@ class StoringProtocol(ProducerProtocol):
         It is the skins' fast path, which a producer without an outbox has for itself.
         """
         return None
+
+    def take_over(self, other: ProducerProtocol, now: float) -> None:
+        super().take_over(other, now)
+        # As `store` refuses it: what never has room would keep all behind it from going.
+        for ticket in tuple(self._waiting):
+            try:
+                self.outbox.check_room(ticket.size, waits=self._blocks)
+            except OutboxFull as error:
+                ticket.error = error
+                self.wake.append(ticket.waiter)
+                del self._waiting[ticket]
+        self.controller.relist(self._waiting)
 
     def store(
         self, payload: bytes | Message, exchange: str, routing_key: str, now: float, *, spills: bool

@@ -162,7 +162,7 @@ class TapTransport(asyncio.Transport):
         # What ends that time; None if it is read. And whether the library wants to read, and the socket is read.
         self._gathers: asyncio.TimerHandle | None = None
         self._library_reads = self._reads = True
-        # The library's writer until the connection has ended, because aiormq 7.0 may drop it without closing it.
+        # The library's writer until the connection has ended, because aiormq may drop it without closing it.
         self.writer: asyncio.StreamWriter | None = None
         _transports.add(self)
 

@@ -55,7 +55,7 @@ class _Tapped:
         self.tapped = tapped
 
     def _on_closed(self, *_: Any) -> None:
-        # aiormq 7.0 leaves the socket open where the broker has closed the connection.
+        # aiormq is not relied upon to close the socket where the broker has closed the connection.
         if self.tapped is not None:
             self.tapped.abort()
 

@@ -310,7 +310,7 @@ class Link:
 
             def ended(_: object) -> None:
                 timer.cancel()
-                # aiormq 7.0 may leave the socket open.
+                # aiormq is not relied upon to close the socket.
                 _cut(connection)
 
             self._closing.add_done_callback(ended)

@@ -351,9 +351,14 @@ class _Reader:
         value = self._arguments.get(name)
         if value is not None and not isinstance(value, str):
             raise self.refuse(f"{name}={value!r}: it must be a string, not {type(value).__name__}")
-        # All of them are sent on as short strings, or are names of headers.
-        length = 0 if value is None else len(value.encode())
-        if value is not None and length > 255:
+        if value is None:
+            return None
+        # It is put into short strings.
+        try:
+            length = len(value.encode())
+        except UnicodeEncodeError:
+            raise self.refuse(f"{name}={value[:32]!r}: it cannot be encoded as UTF-8") from None
+        if length > 255:
             raise self.refuse(f"{name}={value[:32]!r}…: it may have 255 bytes, not {length}")
         return value
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from qflow_client import AsyncProducer, FlowControlTimeout, Outcome, ProducerClosed
+from qflow_client import AsyncProducer, FlowControlTimeout, OutboxFull, Outcome, ProducerClosed
 from qflow_client.broker import Broker
 from qflow_client.keeper import Storage
 from tests.integration.producer.tools import PATIENCE, bodies
@@ -62,6 +62,31 @@ def test_who_waits_while_the_outbox_is_opened_is_served_when_it_is(
 
     run(main())
     assert bodies(broker) == [b"0", b"1", b"2", b"3"]
+
+
+@pytest.mark.parametrize("outbox_full", ["block", "raise"])
+def test_what_never_has_room_in_the_outbox_keeps_nobody_else_waiting(
+    run: Run, broker: Broker, tmp_path: Path, go_on: threading.Event, outbox_full: str
+) -> None:
+    async def main() -> None:
+        producer = AsyncProducer(
+            broker.url, routing_key="q", outbox=tmp_path / "outbox", outbox_max_bytes=1000, outbox_full=outbox_full
+        )
+        connecting = asyncio.create_task(producer.connect())
+        await asyncio.sleep(0)
+        large = asyncio.create_task(producer.send(bytes(5000), timeout=None))
+        small = asyncio.create_task(producer.send(b"small", timeout=None))
+        await in_line(producer, 2)
+        go_on.set()
+        await connecting
+        with pytest.raises(OutboxFull, match="no room for a message of 5000 bytes"):
+            await large
+        receipt = await small
+        assert await receipt.result(PATIENCE) is Outcome.CONFIRMED
+        await producer.close()
+
+    run(main())
+    assert bodies(broker) == [b"small"]
 
 
 def test_who_waits_for_a_producer_that_is_closed_while_its_outbox_is_opened_is_told(

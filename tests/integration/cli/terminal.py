@@ -9,12 +9,17 @@ import select
 import subprocess
 import sys
 import time
+from codecs import getincrementaldecoder
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 __all__ = ["Terminal", "on_a_terminal"]
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def _plain(raw: str) -> str:
+    return _ESCAPE.sub("", raw)
 
 
 class Terminal:
@@ -28,20 +33,21 @@ class Terminal:
     def __init__(self, process: subprocess.Popen[bytes], end: int) -> None:
         self.process = process
         self._end = end
+        self._decoder = getincrementaldecoder("utf-8")("replace")
         #: All that was drawn, as it came.
         self.raw = ""
 
     @property
     def drawn(self) -> str:
         """All that was drawn, without colours and movements of the cursor."""
-        return _ESCAPE.sub("", self.raw)
+        return _plain(self.raw)
 
     def read_until(self, text: str | None, timeout: float = 60.0) -> None:
         """Read until something is drawn that was not before; ``None`` to read until the program ends."""
-        begun = len(self.drawn)
+        begun = len(self.raw)
         deadline = time.monotonic() + timeout
-        while text is None or text not in self.drawn[begun:]:
-            assert time.monotonic() < deadline, f"no {text!r} in {self.drawn[begun:]!r}"
+        while text is None or text not in _plain(self.raw[begun:]):
+            assert time.monotonic() < deadline, f"no {text!r} in {self.raw[begun:]!r}"
             if not select.select([self._end], [], [], 0.1)[0]:
                 continue
             try:
@@ -50,9 +56,9 @@ class Terminal:
                 # Linux's word for a terminal that nobody has open any more.
                 more = b""
             if not more:
-                assert text is None, f"ended without {text!r} in {self.drawn[begun:]!r}"
+                assert text is None, f"ended without {text!r} in {self.raw[begun:]!r}"
                 return
-            self.raw += more.decode(errors="replace")
+            self.raw += self._decoder.decode(more)
 
     def output(self) -> str:
         """What it wrote to its standard output, once it has ended."""

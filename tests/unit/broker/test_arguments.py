@@ -153,6 +153,7 @@ def test_C2_J2_what_contradicts_itself_or_has_the_wrong_type_is_refused_with_406
             {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "ö" * 128},
             ("x-dead-letter-routing-key='ööö", "255 bytes, not 256"),
         ),
+        ({"x-dead-letter-exchange": "\ud800"}, ("x-dead-letter-exchange='\\ud800'", "UTF-8")),
     ],
 )
 def test_an_option_of_RabbitMQs_that_cannot_be_is_refused_with_406(arguments, words):

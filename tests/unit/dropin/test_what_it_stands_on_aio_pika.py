@@ -1,4 +1,4 @@
-"""What the drop-in uses of aio-pika and aiormq that they do not promise: seen in 10.0.0 and 10.2.1, 7.0.0 and 7.2.4."""
+"""What the drop-in uses of aio-pika and aiormq that they do not promise: seen in 10.2.0 and 10.2.1, 7.2.4."""
 
 from __future__ import annotations
 
