@@ -267,7 +267,7 @@ def test_a_call_that_comes_while_the_broker_stops_is_answered():
 
     with Broker() as broker:
         loop: Any = broker._runner._loop
-        broker._runner._loop = Late()  # type: ignore[assignment]
+        broker._runner._loop = Late()  # type: ignore[assignment]  # as much of a loop as is used
         threading.Thread(target=look, daemon=True).start()
         assert called.wait(20)
         broker._runner._loop = loop

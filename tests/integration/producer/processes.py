@@ -65,7 +65,7 @@ def ends_well(process: subprocess.Popen[str]) -> None:
 def in_child(check: Callable[[], object]) -> None:
     """Fork, have a check hold in the child, where nothing of pytest's may run, and wait for its end."""
     pid = os.fork()
-    if pid == 0:  # pragma: no cover
+    if pid == 0:  # pragma: no cover  # what is counted there is lost with the child
         code = 1
         try:
             check()
