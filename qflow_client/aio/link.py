@@ -9,6 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from aiormq import ConnectionClosed
+
 from qflow_client.aio.aiormq_io import TapTransport
 from qflow_client.aio.connection import TappedConnection, TappedRobustConnection, connect_async, final, words
 from qflow_client.coalescing import Coalescing
@@ -119,7 +121,7 @@ class Link:
         lost_one, self._connection = self._connection, None
         try:
             # aio-pika closes what it finds open at any later time.
-            await asyncio.wait((self._loop.create_task(_close(lost_one)),), timeout=BRIEF)
+            await asyncio.wait((self._loop.create_task(_close_connection(lost_one)),), timeout=BRIEF)
             while True:
                 await asyncio.sleep(pause)
                 host = hide_password(self.url)
@@ -233,19 +235,26 @@ class Link:
     async def close(self, patience: float) -> None:
         """Give up what is unsettled, and end the channel, and the connection if it is our own.
 
+        If it is cancelled, what is unsettled is given up all the same, and a connection of our own is cut.
+
         Args:
             patience: seconds that the broker may take to answer.
         """
+        try:
+            await self._close(patience)
+        finally:
+            self._leave(GIVEN_UP)
+            if self._protocol.wants_channel:
+                # The channel was lost, and no other was there yet.
+                self._give_up(GIVEN_UP)
+
+    async def _close(self, patience: float) -> None:
         self._stop_waiting()
         if isinstance(self._connection, TappedRobustConnection):
             self._connection.reconnect_callbacks.discard(self._on_reconnected)
         if self._returning is not None and not self._returning.done():
             self._returning.cancel()
             await asyncio.wait((self._returning,), timeout=BRIEF)
-        if self._number is None:
-            # Lost, and not back.
-            self._protocol.connection_lost(GIVEN_UP, time.monotonic())
-            self._after()
         if self._is_own:
             if self._connection is not None:
                 await self._end(patience)
@@ -264,7 +273,7 @@ class Link:
         self._leave(GIVEN_UP)
         if channel is not None:
             # A broker that answers later is heard all the same.
-            self._closing = self._loop.create_task(_close(channel))
+            self._closing = self._loop.create_task(_close_channel(channel))
             await asyncio.wait((self._closing,), timeout=max(BRIEF, until - self._loop.time()))
 
     async def _end_message(self, until: float) -> bool:
@@ -292,10 +301,14 @@ class Link:
         self._leave(GIVEN_UP)
         try:
             await asyncio.wait((closing,), timeout=patience)
+        except asyncio.CancelledError:
+            await asyncio.wait((closing,), timeout=BRIEF)
+            raise
         finally:
             _cut(self._connection)
-        # What is cut waits for no peer.
-        await asyncio.wait((closing,), timeout=BRIEF)
+            # The library's tasks end without an answer of the broker now. An event loop that is closed in the middle of
+            # that would cancel them where they wait for each other.
+            await asyncio.wait((closing,), timeout=BRIEF)
 
     def _begin_end(self) -> asyncio.Task[None]:
         connection = self._connection
@@ -305,7 +318,7 @@ class Link:
             tapped.abort()
         # It may have begun with the end of the channel.
         if self._closing is None:
-            self._closing = self._loop.create_task(_close(connection))
+            self._closing = self._loop.create_task(_close_connection(connection))
             timer = self._loop.call_later(GOOD_BYE, _cut, connection)
 
             def ended(_: object) -> None:
@@ -438,10 +451,26 @@ def _cut(connection: Any) -> None:
         connection.tapped.abort()
 
 
-async def _close(what: Any) -> None:
-    """Have aio-pika or aiormq end something in order."""
+async def _close_channel(channel: Any) -> None:
     with suppress(Exception):
-        await what.close()
+        await channel.close()
+
+
+async def _close_connection(connection: Any) -> None:
+    """Close a connection in order.
+
+    When aio-pika's own `close` is cancelled, it still waits for the task that runs the close callbacks. If that task
+    was cancelled as well before it began, as at the end of `asyncio.run`, the wait never ends. So this closes aiormq's
+    connection itself, and gives aio-pika's `close` nothing to wait for.
+    """
+    transport, connection.transport = connection.transport, None
+    try:
+        if transport is not None:
+            with suppress(Exception):
+                await transport.connection.close(ConnectionClosed)
+            await transport.close_callback.wait()
+    finally:
+        await connection.close()
 
 
 def _error(closing: asyncio.Future[Any]) -> BaseException | None:

@@ -740,8 +740,10 @@ class AsyncProducer:
 
         When the time is up it returns within a second, whatever the broker and the network do.
 
-        A second call waits for the end of the first and does nothing else. If it is cancelled, what is unsettled is
-        given up at once, and the exception's ``undelivered`` says what that was.
+        A second call waits for the end of the first and does nothing else. If the first is cancelled, the producer
+        gives up what is unsettled at once and cuts the connection. What it gave up is logged, and is the attribute
+        ``undelivered`` of the `asyncio.CancelledError`, which is raised when nothing of the producer runs any more,
+        within a second.
 
         Args:
             timeout: seconds that messages may take to be settled; ``None`` for ever; the setting
@@ -767,6 +769,7 @@ class AsyncProducer:
                 async with asyncio.timeout(timeout):
                     await self._all_ended.wait()
             return None
+        error: BaseException | None = None
         try:
             self._kick()
             self._manager.unregister(self)
@@ -775,11 +778,28 @@ class AsyncProducer:
             else:
                 await self._flush_unheld(deadline)
             patience = good_bye_until(deadline)
-        except BaseException as error:
-            # A cancel above all.
-            leave_word(self.settings.name, error, await self._end(BRIEF))
-            raise
-        return await self._end(patience)
+        except BaseException as caught:
+            error, patience = caught, BRIEF
+        if isinstance(error, GeneratorExit):
+            # The loop is gone, so nothing can be waited for.
+            raise error
+        left = self._protocol.unsettled_receipts
+        # In a task of its own: a caller that is cancelled waits for its end all the same.
+        ending = asyncio.create_task(self._end(patience))
+        while not ending.done():
+            try:
+                await asyncio.wait((ending,))
+            except asyncio.CancelledError as caught:
+                if error is None:
+                    error = caught
+                    ending.cancel()
+        undelivered = self._undelivered(left)
+        if error is None and not ending.cancelled():
+            error = ending.exception()
+        if error is not None:
+            leave_word(self.settings.name, error, undelivered)
+            raise error
+        return undelivered
 
     async def _flush_unheld(self, deadline: float) -> None:
         """Wait until all is settled, but for no hold."""
@@ -789,8 +809,12 @@ class AsyncProducer:
             if await self._wait(self._protocol.when_settled, min(deadline - now, LULL)):
                 return
 
-    async def _end(self, patience: float) -> UndeliveredMessages | None:
-        left = self._protocol.unsettled_receipts
+    async def _end(self, patience: float) -> None:
+        """End the channel and all that belongs to the producer; also if it is cancelled, only sooner.
+
+        Args:
+            patience: seconds that the broker may take to answer.
+        """
         try:
             if self._link is not None:
                 await self._link.close(patience)
@@ -801,15 +825,22 @@ class AsyncProducer:
             self._listeners.end()
             if self._turns is not None:
                 self._turns.end()
-            if self._dispatcher is not None:
-                await self._dispatcher.stop()
             try:
+                if self._dispatcher is not None:
+                    await self._dispatcher.stop()
                 if self._storage is not None:
                     await asyncio.to_thread(self._storage.close, BRIEF)
             finally:
                 if self._commits is not None:
                     self._commits.end()
                 self._all_ended.set()
+
+    def _undelivered(self, left: Sequence[Receipt]) -> UndeliveredMessages | None:
+        """What was not delivered and the application has not been told of.
+
+        Args:
+            left: what was unsettled before the channel was ended.
+        """
         if self._deliveries is not None:
             failures = self._deliveries.undelivered(left)
         else:

@@ -9,7 +9,10 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
+
+import uvloop
 
 from qflow_client import AsyncProducer, FlowEvent, Outcome, OutcomeUnknown, ProducerClosed, UndeliveredMessages
 from qflow_client.broker import Broker
@@ -60,6 +63,71 @@ def interrupted(call: str) -> None:
             _say("interrupted")
         broker.wait_until(lambda b: not b.connections())
         assert [message.body for message in broker.messages("q")] == [b"written"]
+    _say("fine")
+
+
+def cancelled_while_closing(way: str, loop: str) -> None:
+    """`close` is cancelled after so many turns of the loop, in a healthy connection with an unconfirmed message."""
+    reports: list[str] = []
+
+    class _Reports(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            reports.append(record.getMessage())
+
+    logging.getLogger("qflow_client").addHandler(_Reports())
+    logging.getLogger("aiormq").addHandler(logging.NullHandler())
+    new_loop = uvloop.new_event_loop if loop == "uvloop" else asyncio.new_event_loop
+
+    async def main(url: str, turns: int) -> None:
+        producer = await AsyncProducer(url, routing_key="q").connect()
+        receipt = await producer.send(b"")
+        me = asyncio.current_task()
+        assert me is not None
+
+        def interrupt(left: int) -> None:
+            if left:
+                asyncio.get_running_loop().call_soon(interrupt, left - 1)
+            elif way == "ctrl-c":
+                os.kill(os.getpid(), signal.SIGINT)
+            else:
+                me.cancel()
+                if way == "cancelled twice":
+                    asyncio.get_running_loop().call_soon(me.cancel)
+
+        if way != "timeout":
+            interrupt(turns)
+        undelivered: Any = None
+        try:
+            async with asyncio.timeout(0.0003 * turns if way == "timeout" else None):
+                await producer.close(timeout=0)
+        except asyncio.CancelledError as error:
+            undelivered = getattr(error, "undelivered", None)
+            raise
+        except TimeoutError as error:
+            undelivered = getattr(error.__cause__, "undelivered", None)
+            raise
+        except UndeliveredMessages as error:
+            # It ended before it was cancelled.
+            undelivered = error
+            reports.append("left by")
+        finally:
+            assert undelivered.receipts == (receipt,)
+            assert receipt.outcome is Outcome.UNKNOWN
+            assert asyncio.all_tasks() == {me}
+            await producer.close()
+
+    with Broker() as broker:
+        broker.declare_queue("q")
+        broker.withhold_confirms()
+        for turns in range(16):
+            reports.clear()
+            with (
+                suppress(KeyboardInterrupt, asyncio.CancelledError, TimeoutError),
+                asyncio.Runner(loop_factory=new_loop) as runner,
+            ):
+                runner.run(main(broker.url, turns))
+            assert flush_logs(20)
+            assert len([report for report in reports if "left by" in report]) == 1, (turns, reports)
     _say("fine")
 
 

@@ -34,6 +34,14 @@ def test_ctrl_c_gets_out_of_every_wait(program: Start, call: str) -> None:
     ends_well(process)
 
 
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("way", ["cancelled", "cancelled twice", "timeout", "ctrl-c"])
+def test_E4_a_close_that_is_cancelled_after_any_turn_of_the_loop_ends_and_reports_what_it_gave_up(
+    program: Start, way: str, loop: str
+) -> None:
+    ends_well(program("cancelled_while_closing", way, loop))
+
+
 def test_a_forked_child_gets_a_clear_error_and_its_parent_goes_on(program: Start, broker: Broker) -> None:
     broker.declare_queue("r")
     process = program("forked", broker.url)
