@@ -35,6 +35,16 @@ _UNBLOCKED = frame(METHOD_FRAME, 0, CONNECTION_UNBLOCKED)
 _monotonic = time.monotonic
 
 
+class _BeforeTls(asyncio.Protocol):
+    """Counts the bytes that a peer sends in plain text before the TLS handshake. There must be none."""
+
+    def __init__(self) -> None:
+        self.received = 0
+
+    def data_received(self, data: bytes) -> None:
+        self.received += len(data)
+
+
 class _TapProtocol(asyncio.StreamReaderProtocol):
     """Between asyncio's transport and the library's reader."""
 
@@ -45,25 +55,27 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
         self._tap = Tap()
         # Whether the library has opened the connection.
         self._is_open = is_open
-        # asyncio's transport for the socket.
-        self._raw: Any = None
-        # Set once the connection is there, with TLS if it is to be.
+        # asyncio's transport for the connection, with TLS if it is to be.
+        self._transport: Any = None
+        # What the library writes to; set once the connection is there.
         self._tapped: TapTransport | None = None
         # What ended the connection, if we did.
         self._error: Exception | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Too early for the library, which writes to what `tap` makes."""
-        self._raw = transport
+        self._transport = transport
 
-    def tap(self, transport: Any, loop: asyncio.AbstractEventLoop) -> TapTransport:
+    def tap(self, raw: Any, transport: Any, loop: asyncio.AbstractEventLoop) -> TapTransport:
         """What the library is to write to.
 
         Args:
-            transport: asyncio's transport for the connection; another one than that for the socket with TLS.
+            raw: asyncio's transport for the socket.
+            transport: asyncio's transport for the connection; another one than `raw` with TLS.
             loop: the loop.
         """
-        self._tapped = TapTransport(self._tap, self, self._raw, transport, loop)
+        self._transport = transport
+        self._tapped = TapTransport(self._tap, self, raw, transport, loop)
         super().connection_made(self._tapped)
         return self._tapped
 
@@ -91,7 +103,7 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
     def fail(self, why: str) -> None:
         """End the connection at once, and have everybody told why."""
         self._error = ConnectionAbortedError(why)
-        self._raw.abort()
+        self._transport.abort()
 
     def eof_received(self) -> bool:
         """A broker that writes no more reads no more either."""
@@ -405,16 +417,24 @@ class TapTransportFactory(TransportFactory):
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(loop=loop)
         protocol = _TapProtocol(reader, loop, self._is_open)
+        plain = _BeforeTls()
+        first: asyncio.Protocol = protocol if context is None else plain
         try:
-            transport: Any
+            raw: Any
             if kwargs:
-                transport, _ = await loop.create_connection(lambda: protocol, url.host or "", url.port or 0, **kwargs)
+                raw, _ = await loop.create_connection(lambda: first, url.host or "", url.port or 0, **kwargs)
             else:
                 sock = await _connected(loop, url.host or "", url.port or 0)
-                transport, _ = await loop.create_connection(lambda: protocol, sock=sock)
+                raw, _ = await loop.create_connection(lambda: first, sock=sock)
+            transport = raw
             if context is not None:
-                transport = await loop.start_tls(transport, protocol, context, server_hostname=url.host)
-            tapped = protocol.tap(transport, loop)
+                if plain.received:
+                    # They did not come from the peer that the certificate names.
+                    raw.abort()
+                    raise ConnectionAbortedError(f"{plain.received} bytes came in plain text before the TLS handshake")
+                # From here on TLS reads what comes, and refuses plain text itself.
+                transport = await loop.start_tls(raw, protocol, context, server_hostname=url.host)
+            tapped = protocol.tap(raw, transport, loop)
         except OSError as error:
             raise AMQPConnectionError(*error.args) from error
         tapped.writer = writer = asyncio.StreamWriter(tapped, protocol, reader, loop)

@@ -10,9 +10,12 @@ import uvloop
 
 from qflow_client import flow_manager
 from qflow_client.broker import Broker
+from tests.integration.producer.conftest import certificate
 from tests.integration.producer.tools import PATIENCE, Proxy, Wire
 
 from .tools import soon
+
+__all__ = ["certificate"]
 
 
 @pytest.fixture(params=["asyncio", "uvloop"])

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import select
+import socket
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aio_pika
@@ -20,7 +24,9 @@ from qflow_client import (
     UndeliveredMessages,
     connect_async,
 )
+from qflow_client.aio import aiormq_io
 from qflow_client.broker import Broker
+from qflow_client.frames import HEARTBEAT
 from tests.integration.producer.tools import PATIENCE, Proxy, Stopwatch, Wire, bodies
 
 from .tools import soon
@@ -220,3 +226,36 @@ def test_heartbeats_get_their_turn_while_the_socket_is_never_empty(
             assert broker.queue("q").depth == sent
 
     run(main())
+
+
+def test_plain_bytes_before_tls_are_an_error(
+    run: Run,
+    make_broker: Callable[..., Broker],
+    certificate: tuple[Path, Path],
+    wire: Wire,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+    broker = make_broker(ssl_context=context)
+    proxy = Proxy(broker.port)
+    proxy.greeting = HEARTBEAT
+
+    async def connected_late(*arguments: Any) -> socket.socket:
+        sock = await connected(*arguments)
+        # The greeting is there before the handshake begins.
+        assert select.select([sock], [], [], PATIENCE)[0]
+        return sock
+
+    connected = aiormq_io._connected
+    monkeypatch.setattr(aiormq_io, "_connected", connected_late)
+
+    async def main() -> None:
+        for _ in range(10):
+            with pytest.raises(ConnectionFailed):
+                await connect_async(f"{proxy.url(broker)}?cafile={certificate[0]}", timeout=PATIENCE)
+
+    run(main())
+    proxy.close()
+    # TLS was never negotiated, or the broker would have answered the protocol header.
+    assert wire.frames == []

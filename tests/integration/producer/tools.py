@@ -285,6 +285,8 @@ class Proxy:
 
     def __init__(self, port: int) -> None:
         self._target = ("127.0.0.1", port)
+        #: What every client is sent first.
+        self.greeting = b""
         self._listener = socket.create_server(("127.0.0.1", 0))
         # So that a client soon notices that nobody reads.
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 18)
@@ -368,6 +370,7 @@ class Proxy:
             for key, _ in self._selector.select():
                 if key.data == "listener":
                     client, _ = self._listener.accept()
+                    client.sendall(self.greeting)
                     pair = client, socket.create_connection(self._target)
                     self._pairs.append(pair)
                     if self._reads:
