@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import IntEnum
-from typing import Any
+from typing import Any, Self
 
-from qflow_client.fields import encode_short_string, encode_timestamp
+from qflow_client.fields import MAX_DEPTH, encode_short_string, encode_timestamp
 
-__all__ = ["REPUBLISHED", "DeliveryMode", "Message", "republished"]
+__all__ = ["REPUBLISHED", "DeliveryMode", "Message", "as_body", "as_payload", "republished"]
 
 #: The header of a message that is sent once more because nobody knows whether it has arrived.
 REPUBLISHED = "x-qflow-republished"
@@ -33,7 +33,7 @@ class Message:
         content_encoding: MIME content encoding.
         headers: a field table. Its keys have at most 255 bytes; its values are ``str``, ``bool``, ``int`` of 64 bits,
             ``float``, ``Decimal`` of 32 bits, bytes, ``datetime`` (a naive one is local time), ``None``, and lists,
-            tuples and mappings of them.
+            tuples and mappings of them. `send` copies it, so the application may reuse it.
         delivery_mode: 2, persistent, unless told otherwise.
         priority: 0 to 9 by the standard; brokers take up to 255.
         correlation_id: of the request that this answers.
@@ -127,6 +127,48 @@ class Message:
             if check is not None and value is not None:
                 check(value, name)
 
+    def _detached(self) -> Self:
+        """An equal message whose headers nobody else holds; this one if it has no headers.
+
+        Raises:
+            ValueError: another thread changed the headers meanwhile.
+        """
+        headers = self.headers
+        if headers is None:
+            return self
+        try:
+            own = {key: _own(value, 1) for key, value in headers.items()}
+        except RuntimeError as error:
+            raise ValueError(f"headers cannot be copied: {error}") from error
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        copy.__dict__["headers"] = own
+        return copy
+
+
+# Most values. None of them can be changed.
+_IMMUTABLE = frozenset((str, int, bool, float, bytes, datetime, type(None)))
+
+
+def _own(value: Any, depth: int) -> Any:
+    """An equal value of a header that nobody else can change.
+
+    Args:
+        value: the value.
+        depth: of the table or array that it lies in. What lies too deep to be encoded is not copied.
+    """
+    if type(value) in _IMMUTABLE or depth > MAX_DEPTH:
+        return value
+    if isinstance(value, Mapping):
+        return {key: _own(each, depth + 1) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_own(each, depth + 1) for each in value]
+    if isinstance(value, tuple):
+        return tuple(_own(each, depth + 1) for each in value)
+    if isinstance(value, (bytearray, memoryview)):
+        return bytes(value)
+    return value
+
 
 def _check_int(lowest: int, highest: int) -> Callable[[Any, str], object]:
     def check(value: object, name: str) -> None:
@@ -180,6 +222,22 @@ _CHECKS: dict[str, Callable[[Any, str], object]] = {
 def republished(message: Message) -> Message:
     """A message with the mark of one that may be a second copy."""
     return replace(message, headers={**(message.headers or {}), REPUBLISHED: True})
+
+
+def as_payload(message: object) -> bytes | Message:
+    """What `send` admits: nothing that the caller holds can change it (E3).
+
+    Args:
+        message: a body, or a `Message`.
+
+    Returns:
+        The body as bytes, or a message with headers of its own.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: another thread changed the headers meanwhile.
+    """
+    return message._detached() if isinstance(message, Message) else as_body(message)
 
 
 def as_body(body: object) -> bytes:

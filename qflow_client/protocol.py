@@ -820,8 +820,7 @@ class ProducerProtocol:
                     message = republished(message)
                 self.outbound.put_frames(encoder.message(route, message, None))
             except Exception as error:
-                # This broker takes smaller frames than the one that it was admitted for, or its headers were changed
-                # since.
+                # This broker takes smaller frames than the one that it was admitted for.
                 receipt._reply = (0, f"it cannot be encoded again: {error}")
                 unfit.append(receipt)
                 resending.skip()
@@ -1140,7 +1139,7 @@ class ProducerProtocol:
             if self.observer is not None:
                 self.observer.began[ticket.receipt._number] = ticket.since
         except Exception as error:
-            # Headers that are changed while they wait can raise anything. It is for who sent them to hear.
+            # The channel that opened meanwhile may take smaller frames. The sender gets the error.
             self._undo_admission()
             ticket.error = error
         self.wake.append(ticket.waiter)

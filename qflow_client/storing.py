@@ -298,7 +298,7 @@ class StoringProtocol(ProducerProtocol):
                 try:
                     self._spill(ticket.payload, ticket.exchange, ticket.routing_key, now, ticket)
                 except Exception as error:
-                    # Headers that are changed while they wait can raise anything.
+                    # The sender gets the error, and the rest of the line goes on.
                     ticket.error = error
                 self.wake.append(ticket.waiter)
                 del self._waiting[ticket]

@@ -109,8 +109,6 @@ class _Span:
 class _Traced(Message):
     """A message with a span."""
 
-    __slots__ = ("trace",)
-
     trace: _Span
 
 
@@ -297,7 +295,7 @@ class Tracer:
             yield message
         except BaseException as error:
             message.trace.span = None
-            if getattr(error, "message", None) is message:
+            if getattr(getattr(error, "message", None), "trace", None) is message.trace:
                 # The application gets back what it gave.
                 error.message = payload  # type: ignore[attr-defined]  # a ProducerFlowed or ProducerClosed
             if span.is_recording():

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qflow_client.message import DeliveryMode, Message, as_body
+from qflow_client.frames import properties
+from qflow_client.message import DeliveryMode, Message, as_body, as_payload
 
 SHORT_STRINGS = (
     "content_type",
@@ -266,3 +267,67 @@ def test_a_message_is_refused_exactly_if_a_string_of_it_does_not_fit(values: dic
     else:
         with pytest.raises(ValueError, match=r"bytes; AMQP carries|cannot be encoded"):
             Message(b"", **values)  # type: ignore[arg-type]
+
+
+class _Named(Message):
+    """A message of an application's own class."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "text",
+        None,
+        2.5,
+        datetime(2026, 1, 2, tzinfo=UTC),
+        [1, [2, {"a": b"b"}]],
+        (1, [2]),
+        {"a": {"b": [3]}},
+        MappingProxyType({"a": [1]}),
+        bytearray(b"bytes"),
+        memoryview(b"bytes"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("kind", [Message, _Named])
+def test_E3_a_payload_is_equal_and_shares_nothing_that_can_change(kind: type[Message], value: Any) -> None:
+    headers = {"key": value}
+    message = kind(b"body", "text/plain", headers=headers, message_id="m")
+    payload = as_payload(message)
+    assert payload == message
+    assert type(payload) is kind
+    assert _shared(payload.headers, headers) == []  # type: ignore[union-attr]  # a message
+
+
+def _shared(one: Any, other: Any) -> list[Any]:
+    """The values that both hold, and that can change."""
+    if isinstance(one, Mapping):
+        below = [each for key in one for each in _shared(one[key], other[key])]
+    elif isinstance(one, (list, tuple)):
+        below = [each for a, b in zip(one, other, strict=True) for each in _shared(a, b)]
+    else:
+        below = []
+    is_shared = one is other and isinstance(one, (dict, MappingProxyType, list, bytearray, memoryview))
+    return [one] * is_shared + below
+
+
+def test_E3_a_payload_without_headers_is_not_copied() -> None:
+    message = Message(b"")
+    assert as_payload(message) is message
+    assert as_payload("text") == b"text"
+
+
+def test_headers_that_contain_themselves_or_change_meanwhile_are_an_error() -> None:
+    endless: dict[str, Any] = {}
+    endless["self"] = endless
+    with pytest.raises(ValueError, match="headers"):
+        properties(as_payload(Message(b"", headers=endless)).__dict__)
+
+    class Changing(dict[str, Any]):
+        def items(self) -> Any:
+            for item in super().items():
+                self["more"] = 1
+                yield item
+
+    with pytest.raises(ValueError, match="headers cannot be copied: dictionary changed size"):
+        as_payload(Message(b"", headers=Changing(a=1)))
