@@ -17,6 +17,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, Protocol
 
 from qflow_client.errors import FlowControlTimeout, ProducerClosed, SettingsError
@@ -176,6 +177,7 @@ class ProducerProtocol:
         "_receipt_type",
         "_resending",
         "_resent",
+        "_skipped",
         "_sweep_at",
         "_unflow_waiters",
         "_unsettled",
@@ -244,6 +246,8 @@ class ProducerProtocol:
         self._wall_offset = wall_offset
         # The number of the next message; with the prefix it is its message id. To count it on is what admits a message.
         self._next_number = 1
+        # How many numbers were skipped, because a refused message got another delivery tag on the same channel.
+        self._skipped = 0
         # How far the numbers are ahead of the delivery tags, which run in step with them on one channel.
         self._ahead = 0
         # Replaced when a channel opens.
@@ -310,6 +314,11 @@ class ProducerProtocol:
     def unsettled(self) -> int:
         """Messages that are admitted and not settled."""
         return len(self._unsettled)
+
+    @property
+    def admitted(self) -> int:
+        """Messages that were admitted so far."""
+        return self._next_number - 1 - self._skipped
 
     @property
     def _next_tag(self) -> int:
@@ -725,7 +734,7 @@ class ProducerProtocol:
     @property
     def settled_so_far(self) -> int:
         """How many messages are settled; it only grows."""
-        return self._next_number - 1 - len(self._unsettled)
+        return self.admitted - len(self._unsettled)
 
     @property
     def wants_channel(self) -> bool:
@@ -782,12 +791,22 @@ class ProducerProtocol:
         culprits: Sequence[Receipt] = (),
         outcome: Outcome = Outcome.REJECTED,
     ) -> None:
-        """Have what is unsettled wait for the next channel, except what has this outcome."""
+        """Keep what is unsettled for the next channel, in the order of admission (E1).
+
+        What was refused has a later delivery tag than younger messages, and goes before them again.
+
+        Args:
+            now: seconds.
+            suspects: what is sent one at a time.
+            culprits: what is settled instead.
+            outcome: how the culprits are settled.
+        """
         begun = self.outbound.begun
         self.outbound = Outbound()
         # A returned message has been answered, though its ack did not come.
         answered = [receipt for receipt in self._unsettled.values() if receipt._reply is not None]
         kept = [(tag, receipt) for tag, receipt in self._unsettled.items() if receipt._reply is None]
+        kept.sort(key=lambda entry: entry[1]._number)
         self._resending.keep(
             [receipt for _, receipt in kept], [receipt for tag, receipt in kept if tag <= begun], suspects
         )
@@ -797,9 +816,16 @@ class ProducerProtocol:
         self._left(answered, now)
 
     def _retag(self, receipts: list[tuple[int, Receipt]]) -> None:
-        """Give these, and no others, the delivery tags from 1 on."""
-        tags = [tag for tag, _ in receipts]
-        self._flushes = [(bisect_right(tags, last), waiter) for last, waiter in self._flushes]
+        """Give these, and no others, the delivery tags from 1 on.
+
+        Args:
+            receipts: with the delivery tags that they had.
+        """
+        # A flush waits for the last of those that it waited for, wherever that stands now.
+        moved = sorted((tag, at) for at, (tag, _) in enumerate(receipts, 1))
+        tags = [tag for tag, _ in moved]
+        last_of = list(accumulate((at for _, at in moved), max, initial=0))
+        self._flushes = [(last_of[bisect_right(tags, last)], waiter) for last, waiter in self._flushes]
         self._unsettled = {at: receipt for at, (_, receipt) in enumerate(receipts, 1)}
         self._resent = {receipt._number: at for at, receipt in self._unsettled.items()}
         self._ahead = self._next_number - 1 - len(receipts)
@@ -1197,6 +1223,7 @@ class ProducerProtocol:
             self._resent.pop(receipt._number, None)
             was_probe = resending.insert(receipt)
             self._next_number += 1
+            self._skipped += 1
             if resending.staged[-1] is receipt:
                 unsettled[self._next_tag - 1] = receipt
                 self._resent[receipt._number] = self._next_tag - 1
@@ -1371,7 +1398,7 @@ class ProducerProtocol:
                 since + offset,
                 now - since,
                 waiting,
-                self._next_number - 1,
+                self.admitted,
                 self.unsettled,
                 self.window.capacity,
             )

@@ -296,7 +296,7 @@ def test_E3_a_payload_is_equal_and_shares_nothing_that_can_change(kind: type[Mes
     payload = as_payload(message)
     assert payload == message
     assert type(payload) is kind
-    assert _shared(payload.headers, headers) == []  # type: ignore[union-attr]  # a message
+    assert _shared(payload.headers, headers) == []
 
 
 def _shared(one: Any, other: Any) -> list[Any]:

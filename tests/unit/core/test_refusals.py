@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from qflow_client import Outcome, Receipt
@@ -234,9 +234,62 @@ def test_a_connection_that_is_lost_meanwhile_does_not_end_the_pause() -> None:
     protocol.channel_opened(CHANNEL, FRAME_MAX, 0.6)
     assert left(protocol) == []
     protocol.on_timer(1.0)
-    assert left(protocol) == [b"2"]
+    assert left(protocol) == [b"1"]
     protocol.on_ack(1, False, 1.0)
-    assert left(protocol) == [b"3", b"1"]
+    assert left(protocol) == [b"2", b"3"]
+
+
+def test_E1_what_was_refused_goes_before_younger_messages_that_were_lost_with_the_connection() -> None:
+    protocol = patient(capacity=20)
+    bodies = [b"%d" % number for number in range(10)]
+    for body in bodies:
+        send(protocol, body)
+    drain(protocol)
+    assert protocol.when_flushed("me")
+    protocol.on_nack(5, True, 0.0)
+    protocol.connection_lost("cut", 0.5, reconnects=True)
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 0.6)
+    protocol.on_timer(1.0)
+    assert left(protocol) == bodies[:1]
+    protocol.on_ack(1, False, 1.0)
+    assert left(protocol) == bodies[1:]
+    # The flush waits for all that was admitted before it, in the new order too.
+    protocol.on_ack(9, True, 1.0)
+    assert protocol.wake == []
+    protocol.on_ack(10, False, 1.0)
+    assert protocol.wake == ["me"]
+
+
+def test_a_flush_between_refused_and_younger_messages_waits_for_the_messages_before_it() -> None:
+    protocol = patient(capacity=20)
+    three(protocol)
+    protocol.on_nack(1, False, 0.0)
+    assert protocol.when_flushed("me")
+    protocol.connection_lost("cut", 0.5, reconnects=True)
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 1.0)
+    assert left(protocol, 1.0) == [b"1"]
+    protocol.on_ack(1, False, 1.0)
+    assert left(protocol) == [b"2", b"3"]
+    protocol.on_ack(2, False, 1.0)
+    assert protocol.wake == []
+    protocol.on_ack(3, False, 1.0)
+    assert protocol.wake == ["me"]
+
+
+def test_a_message_that_is_sent_again_is_admitted_once() -> None:
+    protocol = patient()
+    protocol.events = []
+    three(protocol)
+    protocol.on_nack(3, True, 0.0)
+    protocol.on_timer(1.0)
+    drain(protocol)
+    protocol.on_nack(4, False, 1.0)
+    assert (protocol.admitted, protocol.settled_so_far) == (3, 0)
+    protocol.on_timer(3.0)
+    drain(protocol)
+    protocol.on_ack(5, False, 3.0)
+    assert (protocol.admitted, protocol.settled_so_far) == (3, 1)
+    assert {event.admitted for event in protocol.events} == {3}
 
 
 def test_what_is_refused_when_the_producer_ends_is_nacked() -> None:
@@ -270,6 +323,7 @@ def test_which_closed_channels_are_refusals(code: int, text: str, expected: bool
 
 
 @given(st.lists(st.sampled_from(["send", "write", "ack", "nack", "nacks", "lose", "room", "time"]), max_size=80))
+@example(["send", "send", "nack", "lose"])
 def test_whatever_happens_every_message_ends_once_and_the_window_is_right(steps: list[str]) -> None:
     protocol = patient(capacity=6, retry_for=1000)
     receipts: list[Receipt] = []
@@ -279,6 +333,9 @@ def test_whatever_happens_every_message_ends_once_and_the_window_is_right(steps:
 
     def write() -> list[int]:
         seen[0].read(drain(protocol, now))
+        # Only what is refused on a channel leaves on it once more, behind younger messages that were in flight (E1).
+        first_copies = list(dict.fromkeys(message.properties.message_id for message in seen[0].messages))
+        assert first_copies == sorted(first_copies)
         return [tag for tag in range(1, len(seen[0].messages) + 1) if tag not in answered]
 
     def anew() -> None:
