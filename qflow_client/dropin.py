@@ -22,7 +22,7 @@ from qflow_client.logs import log, write_log
 from qflow_client.message import Message
 from qflow_client.protocol import ProducerProtocol
 from qflow_client.receipt import Outcome, Receipt
-from qflow_client.settings import ProducerSettings
+from qflow_client.settings import ProducerSettings, check_argument
 
 __all__ = [
     "ADDRESSING",
@@ -242,7 +242,11 @@ class DropInFlow:
 
         Returns:
             What to call to have it told no more.
+
+        Raises:
+            TypeError: the listener cannot be called.
         """
+        check_argument("callback", listener, callable(listener), "callable")
         if self.protocol.events is None:
             self.protocol.events = []
         self._listeners.append(listener)

@@ -48,6 +48,8 @@ class FlowEventKind(StrEnum):
     HOLD_LIFTED = "hold_lifted"
     #: The last hold was lifted: the producer is unflowed.
     UNFLOWED = "unflowed"
+    #: The producer was closed under this hold. Nobody lifted it: the broker, say, may still block.
+    CLOSED = "closed"
     #: Sends are still waiting; comes once for all of them every `flow_control_wait_notify_period`.
     WAITING = "waiting"
 

@@ -130,6 +130,14 @@ class MessageObserver(Protocol):
             now: seconds.
         """
 
+    def spilled(self, payload: bytes | Message, receipt: Receipt) -> None:
+        """Called with a message that was put into the outbox, to be sent later.
+
+        Args:
+            payload: what the application sent; later another is read from the outbox.
+            receipt: its receipt, which is not settled.
+        """
+
     def tell(self, *, now: float) -> None:
         """For the skin to call after anything that may have settled receipts, without a lock.
 
@@ -164,6 +172,7 @@ class ProducerProtocol:
         "_encoder",
         "_flushes",
         "_id_prefix",
+        "_is_over",
         "_last_exchange",
         "_last_key",
         "_last_route",
@@ -275,6 +284,8 @@ class ProducerProtocol:
         self._untold = 0
         # Why nothing can be sent any more; None while it can.
         self.closed: str | None = None
+        # Whether there will be no further channel.
+        self._is_over = False
         # The channel number while a channel is open, and whether one ever was.
         self.channel: int | None = None
         self._was_open = False
@@ -904,6 +915,7 @@ class ProducerProtocol:
             self._resent[each._number] = tag
 
     def _end(self, reason: str, now: float) -> None:
+        self._is_over = True
         # To be closed by hand is no flow control.
         self._disconnect(reason, now, held=self.closed is None)
         self.close(reason, now)
@@ -995,10 +1007,12 @@ class ProducerProtocol:
         if receipt is not None:
             receipt._reply = (code, text)
         elif not self._confirms:
-            # Settled when it was written; what came back is all there is to tell of it.
+            # Its receipt was settled when it was written, and that was told. So `flush` and `close` bring this up.
             receipt = self._receipt_type(message, self._route_of_return(exchange, routing_key), None, 0)
             receipt._reply = (code, text)
-            self._settle(receipt, Outcome.RETURNED)
+            receipt._outcome = Outcome.RETURNED
+            self._log(logging.WARNING, "%s: %s", self.settings.name, receipt.describe())
+            self._keep_failure(receipt)
         else:
             self._log(
                 logging.WARNING,
@@ -1287,11 +1301,15 @@ class ProducerProtocol:
         if report and self.settled is not None:
             self.settled.append(receipt)
         if self.settled is None and receipt._failed:
-            if len(self.failures) >= self._sweep_at:
-                # Those that were looked at would pile up in a producer that never flushes.
-                self.failures = self._unseen()
-                self._sweep_at = max(_SWEEP_FROM, 2 * len(self.failures))
-            self.failures.append(receipt)
+            self._keep_failure(receipt)
+
+    def _keep_failure(self, receipt: Receipt) -> None:
+        """Keep a failure for the next `flush` or `close`."""
+        if len(self.failures) >= self._sweep_at:
+            # Those that were looked at would pile up in a producer that never flushes.
+            self.failures = self._unseen()
+            self._sweep_at = max(_SWEEP_FROM, 2 * len(self.failures))
+        self.failures.append(receipt)
 
     def _left(self, receipts: list[Receipt], now: float) -> None:
         if self.observer is not None and receipts:
@@ -1347,13 +1365,19 @@ class ProducerProtocol:
         if hold.kind == HoldKind.DISCONNECTED and not self._was_open:
             # That a producer connects before it can send is nothing to know of.
             level = logging.DEBUG
+        # The holds that the end of a closed producer takes away are not lifted by anybody.
+        ends = self._is_over and self.closed is not None
         if raised:
             self._log(level, "%s: held: %s", self.settings.name, hold)
+        elif ends:
+            self._log(level, "%s: closed while held for %.3g s: %s", self.settings.name, now - hold.since, hold)
         else:
             self._log(level, "%s: no longer held after %.3g s: %s", self.settings.name, now - hold.since, hold)
         if self.events is not None:
             if raised:
                 kind = FlowEventKind.FLOWED if len(self.gate.holds) == 1 else FlowEventKind.HOLD_RAISED
+            elif ends:
+                kind = FlowEventKind.CLOSED
             else:
                 kind = FlowEventKind.HOLD_LIFTED if self.gate.holds else FlowEventKind.UNFLOWED
             self._event(kind, hold, hold.since, now)

@@ -131,16 +131,23 @@ def limit_of(timeout: float | None, settings: ProducerSettings) -> float | None:
 
 
 def kinds_of(kinds: Iterable[str] | None) -> frozenset[str] | None:
-    """The hold kinds that somebody wants to hear of; ``None`` for all.
+    """Check the hold kinds that a listener asks for.
+
+    Returns:
+        The kinds; ``None`` for all.
 
     Raises:
-        TypeError: they are no words, or one word, which would be taken for its letters.
+        TypeError: they are not words, or one word, which would be taken for its letters.
+        ValueError: one of them is not a hold kind, so its events would never come.
     """
     if kinds is None:
         return None
     found = None if isinstance(kinds, str) else frozenset(kinds)
     if found is None or not all(isinstance(kind, str) for kind in found):
         raise TypeError(f"kinds={kinds!r}: it must be several hold kinds, such as ('connection_blocked',)")
+    unknown = sorted(found - frozenset(HoldKind))
+    if unknown:
+        raise ValueError(f"kinds: there is no hold kind {unknown[0]!r}; the kinds are {', '.join(HoldKind)}")
     return found
 
 

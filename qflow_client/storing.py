@@ -137,7 +137,6 @@ class StoringProtocol(ProducerProtocol):
         "_blocks",
         "_failing",
         "_inner",
-        "_is_over",
         "_last_sequence",
         "_plain_type",
         "_read_to",
@@ -186,8 +185,6 @@ class StoringProtocol(ProducerProtocol):
         self._taken: Spilled | None = None
         self._plain_type = self._receipt_type
         self._receipt_type = self._receipt  # type: ignore[assignment]  # it is only called
-        # Set at the very end, when what is not answered stays where it is.
-        self._is_over = False
         # What limits the window, and what lets new messages in.
         self._inner = self.controller.limiter
         self._blocks = settings.outbox_full is OnOutboxFull.BLOCK
@@ -276,6 +273,8 @@ class StoringProtocol(ProducerProtocol):
                 ticket.receipt = receipt
             # That it is there counts from here on, also if Ctrl-C comes.
             self._last_sequence = sequence
+            if self.observer is not None:
+                self.observer.spilled(payload, receipt)
         except BaseException:
             if self._last_sequence < outbox.last:
                 self._backlog_last = backlog_last
@@ -582,7 +581,6 @@ class StoringProtocol(ProducerProtocol):
     # The end.
 
     def _end(self, reason: str, now: float) -> None:
-        self._is_over = True
         super()._end(reason, now)
         self._ready.clear()
         for receipt in sorted(self._spilled.values(), key=lambda receipt: receipt._sequence):

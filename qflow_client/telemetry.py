@@ -136,8 +136,8 @@ class Observer:
         # The longest durations that are not recorded yet, and when durations were recorded last.
         self._durations: dict[tuple[str | None, Outcome], float] = {}
         self._recorded_at = 0.0
-        # Spans that are to end, the receipts, and when, in nanoseconds since 1970.
-        self._spans: deque[tuple[Span, Receipt, int]] = deque()
+        # Spans that are to end, the receipts, when, in nanoseconds since 1970, and whether the message was spilled.
+        self._spans: deque[tuple[Span, Receipt, int, bool]] = deque()
         #: Makes the spans of messages; ``None`` if they have none.
         self.tracer: Tracer | None = None
 
@@ -179,10 +179,21 @@ class Observer:
         if self.tracer is not None:
             at = time.time_ns()
             for receipt in receipts:
-                payload = receipt._payload
-                if type(payload) is _Traced and payload.trace.span is not None:
-                    self._spans.append((payload.trace.span, receipt, at))
-                    payload.trace.span = None
+                self._end_span_of(receipt._payload, receipt, at)
+
+    def spilled(self, payload: bytes | Message, receipt: Receipt) -> None:
+        """End the span of a message that was put into the outbox: what is sent later is read from there.
+
+        Args:
+            payload: what the application sent.
+            receipt: its receipt.
+        """
+        self._end_span_of(payload, receipt, time.time_ns(), spilled=True)
+
+    def _end_span_of(self, payload: object, receipt: Receipt, at: int, *, spilled: bool = False) -> None:
+        if type(payload) is _Traced and payload.trace.span is not None:
+            self._spans.append((payload.trace.span, receipt, at, spilled))
+            payload.trace.span = None
 
     def _count(self, first: Receipt, count: int, began: float | None, now: float) -> None:
         """Count receipts that are alike; the first of them is the oldest."""
@@ -208,15 +219,17 @@ class Observer:
                     self._histogram.record(seconds, self.operation(*key))
         while self._spans:
             try:
-                span, receipt, at = self._spans.popleft()
+                span, receipt, at, spilled = self._spans.popleft()
             except IndexError:
                 # Another thread was faster.
                 return
-            _end_span(span, receipt, at)
+            _end_span(span, receipt, at, spilled)
 
 
-def _end_span(span: Span, receipt: Receipt, at: int) -> None:
+def _end_span(span: Span, receipt: Receipt, at: int, spilled: bool) -> None:
     if span.is_recording():
+        if spilled:
+            span.set_attribute("qflow.spilled", True)
         message_id, outcome = receipt.message_id, receipt._outcome
         if message_id is not None:
             span.set_attribute("messaging.message.id", message_id)
@@ -293,6 +306,8 @@ class Tracer:
         message = _with_span(payload, span, {**headers, **carrier})
         try:
             yield message
+            # A message that was spilled has ended its span, and nothing else may happen for a while.
+            observer.tell(now=_monotonic())
         except BaseException as error:
             message.trace.span = None
             if getattr(getattr(error, "message", None), "trace", None) is message.trace:

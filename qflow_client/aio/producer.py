@@ -36,7 +36,7 @@ from qflow_client.manager import flow_manager
 from qflow_client.message import Message, as_payload
 from qflow_client.protocol import ProducerProtocol, SendTicket
 from qflow_client.receipt import Receipt
-from qflow_client.settings import ProducerSettings, WhenFlowed, check_timeout
+from qflow_client.settings import ProducerSettings, WhenFlowed, check_argument, check_timeout
 from qflow_client.skin import (
     BLOCKING_WAITS,
     BRIEF,
@@ -71,6 +71,8 @@ if TYPE_CHECKING:
 __all__ = ["AsyncProducer"]
 
 _monotonic = time.monotonic
+
+_LOOP_CLOSED = "its event loop is closed; make a producer in the loop that runs now"
 
 # How many messages of a `send_many` are put into the outbox before it waits for the disk.
 _AT_ONCE = 500
@@ -310,13 +312,16 @@ class AsyncProducer:
         Raises:
             FlowControlTimeout: still flowed after `timeout`; the message was not sent and never will be.
             ProducerFlowed: flowed, and `when_flowed` is ``"raise"``; likewise.
-            ProducerClosed: it was closed, or lost its connection, or never had one; likewise.
+            ProducerClosed: it was closed, or lost its connection, or never had one, or its loop is closed; likewise.
             TypeError: the message is of another type, or `timeout` is no number.
             ValueError: it cannot be encoded, or `timeout` is NaN.
         """
         if timeout is not DEFAULT and timeout != 0:
             check_timeout(timeout)
         payload = message if type(message) is bytes else as_payload(message)
+        if self._loop is not None and self._loop.is_closed() and not self._ended:
+            # Nothing would ever write it.
+            raise ProducerClosed(_LOOP_CLOSED, payload)
         if exchange is None:
             exchange = self._exchange
         if routing_key is None:
@@ -385,6 +390,9 @@ class AsyncProducer:
             ProducerFlowed: flowed; the message was not sent and never will be.
         """
         payload = message if type(message) is bytes else as_payload(message)
+        if self._loop is not None and self._loop.is_closed() and not self._ended:
+            # Nothing would ever write it.
+            raise ProducerClosed(_LOOP_CLOSED, payload)
         if exchange is None:
             exchange = self._exchange
         if routing_key is None:
@@ -437,6 +445,8 @@ class AsyncProducer:
         receipts: list[AsyncReceipt] = []
         to = self._exchange if exchange is None else exchange
         key = self._routing_key if routing_key is None else routing_key
+        if self._loop is not None and self._loop.is_closed() and not self._ended:
+            raise ProducerClosed(_LOOP_CLOSED)
         with keeping(receipts):
             if self._storage is not None:
                 await self._store_many(messages, receipts, to, key, timeout, source)
@@ -661,8 +671,11 @@ class AsyncProducer:
             What to call to have it called no more.
 
         Raises:
-            TypeError: it is a coroutine function, which nobody would await; `kinds` are no hold kinds.
+            TypeError: `callback` cannot be called, or is a coroutine function, which nobody would await, or `kinds` are
+                not words.
+            ValueError: one of `kinds` is not a hold kind.
         """
+        check_argument("callback", callback, callable(callback), "callable")
         refuse_coroutine_function("on_flow", callback)
         wanted = kinds_of(kinds)
 
@@ -841,10 +854,9 @@ class AsyncProducer:
         Args:
             left: what was unsettled before the channel was ended.
         """
+        failures = self._protocol.take_failures()
         if self._deliveries is not None:
-            failures = self._deliveries.undelivered(left)
-        else:
-            failures = self._protocol.take_failures()
+            failures += self._deliveries.undelivered(left)
         return undelivered_of(failures, self._storage)
 
     async def __aenter__(self) -> Self:

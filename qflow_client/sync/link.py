@@ -145,8 +145,8 @@ class Link(ChannelIO):
         self._opened: Future[None] = Future()
         # Whether the I/O thread does nothing any more; guarded by the lock.
         self.ended = False
-        # Whether the channel is there.
-        self._is_up = False
+        # Whether pika's connection is open, and whether the channel is there.
+        self._is_open = self._is_up = False
         # Whether the connection is not to come back.
         self._leaves = False
         # What next happens to a connection that is not there: another try, or the end of one that takes too long.
@@ -265,6 +265,7 @@ class Link(ChannelIO):
             self._on_open(connection)
 
     def _on_open(self, connection: Any) -> None:
+        self._is_open = True
         channel = connection.channel(on_open_callback=self._on_channel_open)
         with self._lock:
             self._tap.expect(channel.channel_number)
@@ -362,6 +363,7 @@ class Link(ChannelIO):
     def _lost(self, why: str, final: bool = False) -> None:
         """There is no connection any more, or it could not be had; `final` if it never will be from this host."""
         self._connection = None
+        self._is_open = False
         self._forget_next()
         if self._cut_for is not None:
             (why, final), self._cut_for = self._cut_for, None
@@ -396,7 +398,12 @@ class Link(ChannelIO):
             connection.close()
 
     def _cut(self) -> None:
-        if self.services.tapped is not None:
+        """End the connection at once, if it has not ended."""
+        if self._is_open:
+            # pika logs an error if an open connection ends that it was not told to close.
+            self._close()
+            self.services.abort()
+        elif self.services.tapped is not None:
             self.services.tapped.cut()
         else:
             # Not connected yet, or lost.

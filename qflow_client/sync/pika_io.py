@@ -194,6 +194,8 @@ class TapIOServices(SelectorIOServicesAdapter):
         self.delay = delay
         # The socket, once it is connected and until it is closed.
         self.tapped: _TapSocket | None = None
+        # pika's transport on it, likewise, but only once TLS is there.
+        self._transport: Any = None
         # The last one that was to be connected.
         self._connecting: socket.socket | None = None
         # pika's own interest in the socket taking bytes, and ours.
@@ -294,8 +296,14 @@ class TapIOServices(SelectorIOServicesAdapter):
             ssl_context = _TapContext(ssl_context, self)
         else:
             tapped = _TapSocket(sock, self)
+
+        def done(result: Any) -> None:
+            if not isinstance(result, BaseException):
+                self._transport = result[0]
+            on_done(result)
+
         try:
-            return super().create_streaming_connection(protocol_factory, tapped, on_done, ssl_context, server_hostname)
+            return super().create_streaming_connection(protocol_factory, tapped, done, ssl_context, server_hostname)
         except ValueError:
             # pika, which has closed it, takes a socket that the peer has reset by now for a mistake, and raises that
             # where nobody catches it.
@@ -344,8 +352,16 @@ class TapIOServices(SelectorIOServicesAdapter):
         if self.tapped is not None:
             self.tapped.forget()
 
+    def abort(self) -> None:
+        """End the connection at once. For pika that is no error, so pika must have been told to close it."""
+        if self._transport is not None:
+            assert self.tapped is not None
+            self.tapped.broken = True
+            self._transport.abort()
+
     def untap(self) -> None:
         """The socket is about to be closed."""
+        self._transport = None
         assert self.tapped is not None
         fd = self.tapped.fileno()
         if self._gathers is not None:

@@ -30,7 +30,7 @@ from qflow_client.manager import flow_manager
 from qflow_client.message import Message, as_payload
 from qflow_client.protocol import LogEntry, ProducerProtocol, SendTicket
 from qflow_client.receipt import Receipt
-from qflow_client.settings import ProducerSettings, WhenFlowed, check_timeout
+from qflow_client.settings import ProducerSettings, WhenFlowed, check_argument, check_timeout
 from qflow_client.skin import (
     BLOCKING_WAITS,
     BRIEF,
@@ -690,8 +690,10 @@ class Producer:
             What to call to have it called no more.
 
         Raises:
-            TypeError: `kinds` are no hold kinds.
+            TypeError: `callback` cannot be called, or `kinds` are not words.
+            ValueError: one of `kinds` is not a hold kind.
         """
+        check_argument("callback", callback, callable(callback), "callable")
         wanted = kinds_of(kinds)
 
         def unsubscribe() -> None:
@@ -852,11 +854,10 @@ class Producer:
             finally:
                 # Others wait for no more than that.
                 self._all_ended.set()
+        with self._lock:
+            failures = self._protocol.take_failures()
         if self._deliveries is not None:
-            failures = self._deliveries.undelivered(self._left)
-        else:
-            with self._lock:
-                failures = self._protocol.take_failures()
+            failures += self._deliveries.undelivered(self._left)
         return undelivered_of(failures, self._storage)
 
     def __enter__(self) -> Self:

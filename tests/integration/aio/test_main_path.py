@@ -245,3 +245,25 @@ def test_leaving_flushes_and_says_good_bye(run: Run, broker: Broker, wire: Any) 
     assert broker.queue("q").depth == 3000
     broker.wait_until(lambda b: not b.connections())
     assert wire.count("in", "Connection.Close") == 1
+
+
+def test_a_producer_whose_loop_is_closed_admits_nothing(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        closed = asyncio.new_event_loop()
+        closed.close()
+        async with AsyncProducer(broker.url, routing_key="q") as producer:
+            # A program that runs a second loop, and did not close the producer in the first, sends from there.
+            own, producer._loop = producer._loop, closed
+            try:
+                with pytest.raises(ProducerClosed, match="its event loop is closed"):
+                    producer.send_nowait(b"")
+                with pytest.raises(ProducerClosed, match="its event loop is closed"):
+                    await producer.send(b"")
+                with pytest.raises(ProducerClosed, match="its event loop is closed"):
+                    await producer.send_many([b""])
+            finally:
+                producer._loop = own
+            assert producer.unsettled == 0
+
+    run(main())
+    assert bodies(broker) == []

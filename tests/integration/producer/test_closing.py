@@ -25,6 +25,7 @@ from qflow_client.tap import Tap
 
 from .tools import (
     PATIENCE,
+    Flows,
     Growing,
     Proxy,
     Stopwatch,
@@ -48,6 +49,24 @@ def test_leaving_with_flushes_and_says_good_bye(broker: Broker, wire: Wire) -> N
     assert producer.closed
     broker.wait_until(lambda b: not b.connections())
     assert wire.count("in", "Connection.Close") == 1
+
+
+def test_closing_under_an_alarm_neither_lifts_it_nor_logs_an_error(
+    producer: Producer, broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    flows = Flows()
+    producer.on_flow(flows)
+    broker.block("low on memory")
+    wait_held(producer, "connection_blocked")
+    producer.close(timeout=0)
+    flows.wait_for(FlowEventKind.CLOSED)
+    assert flows.kinds == [FlowEventKind.FLOWED, FlowEventKind.CLOSED]
+    assert [event.hold.kind for event in flows.events if event.hold] == ["connection_blocked"] * 2
+    assert flush_logs(PATIENCE)
+    assert "producer: closed while held for" in caplog.text
+    libraries = ("pika", "aio_pika", "aiormq")
+    errors = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert [record for record in errors if record.name.startswith(libraries)] == []
 
 
 def test_close_is_idempotent_and_sends_are_refused_after_it(producer: Producer, broker: Broker) -> None:

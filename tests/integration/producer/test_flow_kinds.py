@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -78,3 +79,14 @@ def test_what_is_no_list_of_kinds_is_refused(producer: Producer, kinds: Any) -> 
         producer.on_flow(print, kinds=kinds)
     with pytest.raises(TypeError):
         producer.flow_events(kinds=kinds)
+
+
+def test_a_kind_that_is_no_hold_kind_is_refused(producer: Producer) -> None:
+    for listen in (partial(producer.on_flow, print), producer.flow_events):
+        with pytest.raises(ValueError, match="no hold kind 'blocked'; the kinds are channel_flow, connection_blocked"):
+            listen(kinds=["paused", "blocked"])
+
+
+def test_what_cannot_be_called_is_refused(producer: Producer) -> None:
+    with pytest.raises(TypeError, match="callback='x': it must be callable"):
+        producer.on_flow("x")  # type: ignore[arg-type]  # that is the point

@@ -19,7 +19,7 @@ from qflow_client import (
 from qflow_client.broker import Broker
 from qflow_client.message import REPUBLISHED
 
-from .tools import Stopwatch, Wire, bodies, eventually, start, wait_closed, wait_done, wait_held, wait_in_line
+from .tools import Growing, Stopwatch, Wire, bodies, eventually, start, wait_closed, wait_done, wait_held, wait_in_line
 
 
 def test_a_mandatory_message_for_no_queue_is_returned(producer: Producer) -> None:
@@ -68,6 +68,20 @@ def test_what_comes_back_without_confirms_comes_up(make_producer: Callable[..., 
     with pytest.raises(UndeliveredMessages, match="312") as caught:
         producer.flush(timeout=20)
     assert [message.body for message in caught.value.unsent] == [b"lost"]
+
+
+@pytest.mark.parametrize("end", ["flush", "close"])
+def test_without_confirms_on_delivery_is_called_once_for_a_returned_message(
+    make_producer: Callable[..., Producer], end: str
+) -> None:
+    told = Growing()
+    producer = make_producer(confirms=False, on_delivery=told.append)
+    producer.send(b"lost", routing_key="nowhere")
+    eventually(lambda: producer._protocol.failures)
+    with pytest.raises(UndeliveredMessages, match="312"):
+        getattr(producer, end)(timeout=20)
+    producer.close()
+    assert [receipt.outcome for receipt in told] == [Outcome.SENT]
 
 
 @pytest.mark.usefixtures("no_retries")

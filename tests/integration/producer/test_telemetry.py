@@ -309,6 +309,22 @@ def test_a_span_covers_a_message_from_send_to_confirm_and_its_context_travels_in
     assert (message.body, message.properties.message_id, message.properties.priority) == (b"own", "m", 3)
 
 
+def test_a_spilled_message_has_a_span_that_ends_when_it_is_in_the_outbox(
+    spans: Any, broker: Broker, make_producer: Callable[..., Producer], tmp_path: Path
+) -> None:
+    producer = make_producer(tracing=True, outbox=str(tmp_path / "outbox.db"), when_flowed="spill")
+    producer.pause()
+    receipt = producer.send(Message(b"spilled", headers={"mine": 1}))
+    (span,) = spans(1)
+    assert (span.attributes or {})["qflow.spilled"] is True
+    assert (span.attributes or {})["messaging.message.id"] == receipt.message_id
+    assert span.status.status_code is StatusCode.UNSET
+    producer.resume()
+    receipt.result(20)
+    assert headers(broker) == [{"mine": 1, "traceparent": traceparent(span)}]
+    spans(1)
+
+
 PARENT = trace.NonRecordingSpan(trace.SpanContext(7, 8, False, trace.TraceFlags(1)))
 
 

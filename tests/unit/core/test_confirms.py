@@ -304,15 +304,16 @@ def test_without_confirms_a_return_of_names_that_cannot_be_is_a_frame_error() ->
     assert protocol.failures == []
 
 
-def test_with_somebody_who_wants_all_receipts_a_return_without_confirms_is_told_to_him() -> None:
+def test_without_confirms_a_return_is_not_told_as_a_second_receipt_of_its_message() -> None:
     protocol = make(confirms=False)
     protocol.settled = []
     send(protocol)
     drain(protocol)
-    protocol.settled.clear()
+    assert [receipt.outcome for receipt in protocol.settled] == [Outcome.SENT]
     returned(protocol, "p-000000000001")
-    assert [receipt.outcome for receipt in protocol.settled] == [Outcome.RETURNED]
-    assert protocol.failures == []
+    assert len(protocol.settled) == 1
+    assert [receipt.outcome for receipt in protocol.failures] == [Outcome.RETURNED]
+    assert "WARNING producer: message p-000000000001 to ''/'q': returned (312 NO_ROUTE)" in logged(protocol)
 
 
 # What is on the wire.

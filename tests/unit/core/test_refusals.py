@@ -334,7 +334,7 @@ def test_whatever_happens_every_message_ends_once_and_the_window_is_right(steps:
     def write() -> list[int]:
         seen[0].read(drain(protocol, now))
         # Only what is refused on a channel leaves on it once more, behind younger messages that were in flight (E1).
-        first_copies = list(dict.fromkeys(message.properties.message_id for message in seen[0].messages))
+        first_copies = list(dict.fromkeys(str(message.properties.message_id) for message in seen[0].messages))
         assert first_copies == sorted(first_copies)
         return [tag for tag in range(1, len(seen[0].messages) + 1) if tag not in answered]
 
