@@ -538,11 +538,12 @@ class Broker:
         Raises:
             ChannelException: 403; the default exchange. 404; there is no such queue or exchange.
         """
-        self._call(
-            lambda: self._host.unbind(self._end(destination, destination_type), source, routing_key, arguments),
-            changes=True,
-            lasts=True,
-        )
+
+        def unbind() -> None:
+            exchange = self._host.bindable_exchange(source)
+            self._host.unbind(self._end(destination, destination_type), exchange.name, routing_key, arguments)
+
+        self._call(unbind, changes=True, lasts=True)
 
     def _end(self, name: str, kind: Literal["queue", "exchange"]) -> Queue | Exchange:
         return self._host.queue(name) if kind == "queue" else self._host.bindable_exchange(name)

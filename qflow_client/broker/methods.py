@@ -50,8 +50,12 @@ def _exchange_bind(channel: Channel, method: Any) -> None:
 
 
 def _exchange_unbind(channel: Channel, method: Any) -> None:
-    destination = channel.host.bindable_exchange(method.destination)
-    channel.host.unbind(destination, method.source, method.routing_key, method.arguments)
+    host = channel.host
+    host.check_bindable(method.source)
+    host.check_bindable(method.destination)
+    destination = host.exchanges.get(method.destination)
+    if destination is not None:
+        host.unbind(destination, method.source, method.routing_key, method.arguments)
     _reply(channel, method, commands.Exchange.UnbindOk)
 
 
@@ -78,17 +82,26 @@ def _queue_declare(channel: Channel, method: Any) -> None:
         )
 
 
-def named_queue(channel: Channel, name: str) -> Queue:
-    """The queue that a method names; an empty name is the one that the channel declared last.
+def _queue_name(channel: Channel, name: str) -> str:
+    """The name of the queue that a method names. An empty name stands for the queue that the channel declared last.
 
     Raises:
-        ChannelException: 404; there is none. 405; it belongs to another connection.
+        ChannelException: 404; the name is empty, and the channel has declared no queue.
     """
     if not name:
         name = channel.last_queue
         if not name:
             raise ChannelException(ReplyCode.NOT_FOUND, "no queue is named, and this channel has declared none")
-    return channel.host.queue(name, channel.session)
+    return name
+
+
+def named_queue(channel: Channel, name: str) -> Queue:
+    """The queue that a method names. An empty name stands for the queue that the channel declared last.
+
+    Raises:
+        ChannelException: 404; there is none. 405; it belongs to another connection.
+    """
+    return channel.host.queue(_queue_name(channel, name), channel.session)
 
 
 def _binding_key(queue: Queue, method: Any) -> str:
@@ -104,8 +117,12 @@ def _queue_bind(channel: Channel, method: Any) -> None:
 
 
 def _queue_unbind(channel: Channel, method: Any) -> None:
-    queue = named_queue(channel, method.queue)
-    channel.host.unbind(queue, method.exchange, _binding_key(queue, method), method.arguments)
+    host = channel.host
+    host.check_bindable(method.exchange)
+    queue = host.queues.get(_queue_name(channel, method.queue))
+    if queue is not None:
+        key = _binding_key(queue, method)
+        host.unbind(queue, method.exchange, key, method.arguments, channel.session)
     channel.session.write_when_durable(wire.method(channel.number, commands.Queue.UnbindOk()))
 
 
@@ -116,17 +133,24 @@ def _queue_purge(channel: Channel, method: Any) -> None:
 
 def _queue_delete(channel: Channel, method: Any) -> None:
     host = channel.host
-    count = 0
+
+    def answer(count: int) -> None:
+        _reply(channel, method, lambda: commands.Queue.DeleteOk(count))
+
     if not method.queue or method.queue in host.queues:
         queue = named_queue(channel, method.queue)
         if method.if_unused and queue.consumers:
             raise ChannelException(
                 ReplyCode.PRECONDITION_FAILED, f"queue '{queue.name}' has {len(queue.consumers)} consumers"
             )
-        if method.if_empty and queue.depth:
-            raise ChannelException(ReplyCode.PRECONDITION_FAILED, f"queue '{queue.name}' has {queue.depth} messages")
-        count = host.delete_queue(queue)
-    _reply(channel, method, lambda: commands.Queue.DeleteOk(count))
+        # As in RabbitMQ, messages that consumers have not acknowledged do not count.
+        if method.if_empty and queue.ready_count:
+            raise ChannelException(
+                ReplyCode.PRECONDITION_FAILED, f"queue '{queue.name}' has {queue.ready_count} ready messages"
+            )
+        host.delete_queue(queue, answer)
+    else:
+        answer(0)
 
 
 def _qos(channel: Channel, method: Any) -> None:

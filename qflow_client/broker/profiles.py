@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from functools import cached_property
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
@@ -112,7 +114,14 @@ _PLAYED = "played by the broker of qflow_client"
 DIALECTS: Mapping[Profile, Dialect] = MappingProxyType(
     {
         Profile.QFLOW: Dialect(
-            properties={"product": "qflow broker", "information": "an AMQP 0-9-1 broker for producer flow control"}
+            properties={
+                "product": "qflow broker",
+                # Imported by name: the broker must not depend on the package's face.
+                "version": str(import_module("qflow_client").__version__),
+                "platform": f"{platform.python_implementation()} {platform.python_version()}",
+                "copyright": "Copyright the authors of qflow_client",
+                "information": "an AMQP 0-9-1 broker for producer flow control; licensed under the Apache License 2.0",
+            }
         ),
         Profile.LAVINMQ: Dialect(
             properties={"product": "LavinMQ", "information": _PLAYED},

@@ -809,10 +809,10 @@ class Queue:
         return len(entries)
 
     def delete(self) -> int:
-        """Remove everything; consumers are told.
+        """Remove all messages. `cancel_consumers` is to follow.
 
         Returns:
-            How many entries were ready.
+            The number of messages that were ready.
         """
         self.is_deleted = True
         count = self.purge()
@@ -833,12 +833,15 @@ class Queue:
         self._surroundings.admit_waiting(self, self._clock())
         # Who published here may be remembered with the queue for a while; the connection that had it is not to be.
         self.exclusive_owner = None
+        return count
+
+    def cancel_consumers(self) -> None:
+        """Cancel all consumers, because the queue is deleted."""
         consumers = tuple(self.consumers)
         self.consumers.clear()
         self.active.clear()
         for consumer in consumers:
             consumer.cancelled_by_queue()
-        return count
 
     # Time.
 

@@ -286,6 +286,13 @@ class Session:
             self._tune_ok(method, now)
         elif self.state is State.OPEN and isinstance(method, commands.Connection.Open):
             self._open(method)
+        elif (
+            self.state is State.RUNNING
+            and isinstance(method, commands.Connection.UpdateSecret)
+            and self.dialect.extensions
+        ):
+            # As RabbitMQ does with PLAIN: the secret is not checked, because the connection is open already.
+            self._send(commands.Connection.UpdateSecretOk())
         else:
             raise ConnectionException(
                 ReplyCode.COMMAND_INVALID, f"{method.name} on channel 0 while waiting for {self.state.value}"

@@ -245,11 +245,16 @@ class VirtualHost:
         self.version += 1
         return queue
 
-    def delete_queue(self, queue: Queue) -> int:
-        """Delete a queue with what is in it and bound to it.
+    def delete_queue(self, queue: Queue, on_deleted: Callable[[int], None] | None = None) -> int:
+        """Delete a queue with its messages and bindings.
+
+        Args:
+            queue: what to delete.
+            on_deleted: called with the number of messages that were ready, before the consumers are cancelled. As in
+                RabbitMQ, ``Queue.Delete-Ok`` comes before ``Basic.Cancel``; clients wait for them in this order.
 
         Returns:
-            How many messages were ready in it.
+            The number of messages that were ready.
         """
         if queue.is_deleted:
             return 0
@@ -258,7 +263,11 @@ class VirtualHost:
         if queue.number and queue.journal is not None:
             queue.journal.queue_gone(queue)
         self._unbind_everywhere(queue)
-        return queue.delete()
+        count = queue.delete()
+        if on_deleted is not None:
+            on_deleted(count)
+        queue.cancel_consumers()
+        return count
 
     def unused(self, queue: Queue) -> None:
         """A queue was not used for as long as it may be (``x-expires``)."""
@@ -479,19 +488,35 @@ class VirtualHost:
         )
 
     def unbind(
-        self, destination: Queue | Exchange, source: str, routing_key: str, arguments: Mapping[str, object] | None
+        self,
+        destination: Queue | Exchange,
+        source: str,
+        routing_key: str,
+        arguments: Mapping[str, object] | None,
+        owner: Owner | None = None,
     ) -> None:
-        """Undo `bind`; a binding that does not exist is no error.
+        """Undo `bind`. A binding, or a source exchange, that does not exist is no error, as in RabbitMQ.
+
+        Args:
+            destination: the queue or the exchange.
+            source: the name of the exchange, which is not the default exchange.
+            routing_key: the binding key.
+            arguments: as in `bind`.
+            owner: the connection that asks; ``None`` for the broker itself.
 
         Raises:
-            ChannelException: 403; the default exchange. 404; no such exchange.
+            ChannelException: 405; the queue is bound so, and belongs to another connection.
         """
-        exchange = self.bindable_exchange(source)
+        exchange = self.exchanges.get(source)
         binding = Binding(destination, routing_key, dict(arguments or {}))
-        if exchange.unbind(binding):
-            if self._survives(exchange, binding):
-                self._note_binding(exchange, binding, gone=True)
-            self._after_unbind(exchange)
+        if exchange is None or binding.key not in exchange.bindings:
+            return
+        if isinstance(destination, Queue):
+            self.queue(destination.name, owner)
+        exchange.unbind(binding)
+        if self._survives(exchange, binding):
+            self._note_binding(exchange, binding, gone=True)
+        self._after_unbind(exchange)
         self._bindings_changed()
 
     def bindable_exchange(self, name: str) -> Exchange:
@@ -500,11 +525,20 @@ class VirtualHost:
         Raises:
             ChannelException: 403; the default exchange. 404; there is none.
         """
+        self.check_bindable(name)
+        return self.exchange(name)
+
+    @staticmethod
+    def check_bindable(name: str) -> None:
+        """Check that a name is not the default exchange's.
+
+        Raises:
+            ChannelException: 403; it is.
+        """
         if not name:
             raise ChannelException(
                 ReplyCode.ACCESS_REFUSED, "the default exchange routes by queue name; it has no bindings to change"
             )
-        return self.exchange(name)
 
     def _unbind_everywhere(self, destination: Queue | Exchange) -> None:
         for exchange in tuple(self.exchanges.values()):

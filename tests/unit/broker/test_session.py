@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import platform
 import struct
 from datetime import UTC, datetime
 
 import pytest
 from pamqp import body, commands, frame, header
 
+from qflow_client import __version__
 from qflow_client.broker.session import PROTOCOL_HEADER, State
 from qflow_client.broker.snapshots import message_copy
 from qflow_client.frames import HEARTBEAT
@@ -39,6 +41,23 @@ def test_the_protocol_header_may_come_in_pieces_and_with_frames_behind_it(world)
     for at in range(len(data)):
         client.feed(data[at : at + 1])
     assert client.names() == ["Connection.Start", "Connection.Tune"]
+
+
+def test_E11_the_broker_tells_its_version_platform_and_copyright_as_rabbitmq_does(world):
+    client = world.stranger()
+    client.feed(PROTOCOL_HEADER)
+    told = client.only(commands.Connection.Start, 0).server_properties
+    assert told["version"] == __version__
+    assert told["platform"].startswith(platform.python_implementation())
+    assert told["copyright"].startswith("Copyright")
+
+
+@pytest.mark.parametrize("secret", ["guest", "another"])
+def test_E11_update_secret_is_answered_as_on_rabbitmq(world, secret):
+    client = world.client().channel()
+    update, update_ok = commands.Connection.UpdateSecret, commands.Connection.UpdateSecretOk
+    client.call(0, update(secret, "it has expired"), update_ok)
+    client.declare()
 
 
 def test_capabilities_are_announced(world):

@@ -179,7 +179,8 @@ def test_a_queue_without_a_name_gets_one_and_is_the_channels_last(world):
         (Queue.Declare(queue="nowhere", passive=True), 404),
         (Queue.Bind(queue="nowhere", exchange="amq.direct"), 404),
         (Queue.Bind(queue="q", exchange="nowhere"), 404),
-        (Queue.Unbind(queue="q", exchange="nowhere"), 404),
+        (Queue.Unbind(queue="", exchange="amq.direct"), 404),
+        (Queue.Unbind(queue="nowhere", exchange=""), 403),
         (Queue.Purge(queue="nowhere"), 404),
         (Basic.Get(queue="nowhere"), 404),
         (Basic.Consume(queue="nowhere"), 404),
@@ -201,7 +202,6 @@ def test_a_queue_without_a_name_gets_one_and_is_the_channels_last(world):
         (Queue.Declare(queue="r", arguments={"qpid.flow_stop_count": "many"}), 406),
         (Exchange.Declare(exchange="amq.direct", exchange_type="topic", durable=True), 406),
         (Exchange.Declare(exchange="amq.direct", exchange_type="direct"), 406),
-        (Queue.Delete(queue="q", if_empty=True), 406),
         (Queue.Delete(queue="q", if_unused=True), 406),
     ],
     ids=lambda value: value.name if hasattr(value, "name") else value,
@@ -295,12 +295,73 @@ def test_an_exchange_in_use_is_not_deleted_if_unused(world):
     assert client.only(CHANNEL_CLOSE).reply_code == 404
 
 
-def test_deleting_and_unbinding_what_is_not_there_is_no_error(world):
+def test_deleting_what_is_not_there_is_no_error(world):
     client = world.client().channel()
-    client.declare()
     assert client.call(1, Queue.Delete(queue="nowhere"), Queue.DeleteOk).message_count == 0
     client.call(1, Exchange.Delete(exchange="nowhere"), Exchange.DeleteOk)
-    client.call(1, Queue.Unbind(queue="q", exchange="amq.direct", routing_key="k"), Queue.UnbindOk)
+
+
+@pytest.mark.parametrize("queue", ["q", "nowhere"])
+@pytest.mark.parametrize("exchange", ["amq.direct", "nowhere"])
+def test_E11_unbinding_a_queue_from_what_it_is_not_bound_to_is_ok_as_on_rabbitmq(world, queue, exchange):
+    client = world.client().channel()
+    client.declare()
+    client.call(1, Queue.Unbind(queue=queue, exchange=exchange, routing_key="k"), Queue.UnbindOk)
+
+
+@pytest.mark.parametrize("source", ["amq.fanout", "nowhere"])
+@pytest.mark.parametrize("destination", ["amq.direct", "nowhere"])
+def test_E11_unbinding_an_exchange_from_what_it_is_not_bound_to_is_ok_as_on_rabbitmq(world, source, destination):
+    client = world.client().channel()
+    client.call(1, Exchange.Unbind(source=source, destination=destination, routing_key="k"), Exchange.UnbindOk)
+
+
+def test_E11_only_its_owner_unbinds_an_exclusive_queue_that_is_bound(world):
+    client, other = world.client().channel(), world.client().channel()
+    client.declare(exclusive=True)
+    unbind = Queue.Unbind(queue="q", exchange="amq.direct", routing_key="k")
+    other.call(1, unbind, Queue.UnbindOk)
+    client.call(1, Queue.Bind(queue="q", exchange="amq.direct", routing_key="k"), Queue.BindOk)
+    other.send(1, unbind)
+    assert other.only(CHANNEL_CLOSE).reply_code == 405
+    client.call(1, unbind, Queue.UnbindOk)
+
+
+def test_E11_if_empty_counts_ready_messages_only_as_on_rabbitmq(world):
+    client = world.client().channel()
+    client.declare()
+    client.publish()
+    client.publish()
+    client.send(1, Basic.Get(queue="q"))
+    client.received()
+    delete = Queue.Delete(queue="q", if_empty=True)
+    client.send(1, delete)
+    assert "has 1 ready messages" in client.only(CHANNEL_CLOSE).reply_text
+    client.send(1, commands.Channel.CloseOk())
+    client.channel()
+    # The closed channel has put both messages back.
+    for _ in range(2):
+        client.send(1, Basic.Get(queue="q"))
+    client.received()
+    client.call(1, delete, Queue.DeleteOk)
+
+
+@pytest.mark.parametrize("nowait", [False, True])
+def test_E11_delete_ok_comes_before_the_cancel_of_the_consumers_as_on_rabbitmq(world, nowait):
+    client = world.client().channel()
+    client.declare()
+    client.publish()
+    client.publish()
+    client.send(1, Basic.Qos(prefetch_count=1))
+    for tag in ("a", "b"):
+        client.consume(tag=tag)
+    client.received()
+    client.publish()
+    client.send(1, Queue.Delete(queue="q", nowait=nowait))
+    received = [frame for _, frame in client.received()]
+    if not nowait:
+        assert received.pop(0).message_count == 1
+    assert [(frame.name, frame.consumer_tag) for frame in received] == [("Basic.Cancel", "a"), ("Basic.Cancel", "b")]
 
 
 def test_nowait_is_not_answered(world):
