@@ -28,6 +28,7 @@ from qflow_client.frames import (
     CHANNEL_CLOSE_OK,
     CONNECTION_CLOSE,
     FRAME_MIN_SIZE,
+    FRAME_OVERHEAD,
     HEADER_FRAME,
     HEARTBEAT,
     HEARTBEAT_FRAME,
@@ -343,7 +344,9 @@ class Session:
                 f"frame_max {frame_max} is not from {FRAME_MIN_SIZE} to the broker's {settings.frame_max}",
             )
         self.channel_max = channel_max
-        self.frame_max = self._splitter.frame_max = frame_max
+        self.frame_max = frame_max
+        # As RabbitMQ does: AMQPStorm sends payloads of frame_max bytes.
+        self._splitter.frame_max = frame_max + FRAME_OVERHEAD
         self.heartbeat = method.heartbeat or 0
         self.state = State.OPEN
         if self.heartbeat:

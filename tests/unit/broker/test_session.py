@@ -10,7 +10,7 @@ from pamqp import body, commands, frame, header
 from qflow_client import __version__
 from qflow_client.broker.session import PROTOCOL_HEADER, State
 from qflow_client.broker.snapshots import message_copy
-from qflow_client.frames import HEARTBEAT
+from qflow_client.frames import BODY_FRAME, FRAME_OVERHEAD, HEARTBEAT, FrameSplitter
 
 CLOSE = commands.Connection.Close
 CHANNEL_CLOSE = commands.Channel.Close
@@ -50,6 +50,26 @@ def test_E11_the_broker_tells_its_version_platform_and_copyright_as_rabbitmq_doe
     assert told["version"] == __version__
     assert told["platform"].startswith(platform.python_implementation())
     assert told["copyright"].startswith("Copyright")
+
+
+@pytest.mark.parametrize("frame_max", [0, 4096])
+def test_E11_a_frame_may_be_longer_than_agreed_by_its_overhead_as_on_rabbitmq_and_none_that_is_sent_is(
+    world, frame_max
+):
+    client = world.client(frame_max=frame_max).channel()
+    client.declare()
+    agreed = client.session.frame_max
+    client.publish(bytes(agreed))
+    client.publish(bytes(agreed - FRAME_OVERHEAD))
+    sizes = []
+    for _ in range(2):
+        client.send(1, commands.Basic.Get(queue="q", no_ack=True))
+        for kind, _, start, stop in FrameSplitter(agreed).feed(client.raw_output()):
+            if kind == BODY_FRAME:
+                sizes.append(stop - start + FRAME_OVERHEAD)
+    assert sizes == [agreed, 16, agreed]
+    client.publish(bytes(agreed + 1))
+    assert client.only(CLOSE, 0).reply_code == 501
 
 
 @pytest.mark.parametrize("secret", ["guest", "another"])
@@ -122,7 +142,7 @@ def test_tuning_beyond_what_was_offered_is_refused_with_530(world, tune):
     [
         pytest.param(raw(1, 1, b"\0\x3c\0\x28", b"\0"), 501, id="no frame end"),
         pytest.param(raw(7, 0, b""), 501, id="unknown frame type"),
-        pytest.param(struct.pack(">BHIB", 1, 1, 131073 - 8, 0), 501, id="oversized frame"),
+        pytest.param(struct.pack(">BHIB", 1, 1, 131072 + 1, 0), 501, id="oversized frame"),
         pytest.param(raw(8, 1, b""), 501, id="heartbeat on a channel"),
         pytest.param(PUBLISH + raw(2, 1, struct.pack(">HHQH", 50, 0, 1, 0)), 501, id="header of another class"),
         pytest.param(PUBLISH + raw(2, 1, struct.pack(">HHQH", 60, 1, 1, 0)), 501, id="header with weight"),
@@ -197,15 +217,6 @@ def test_a_close_names_the_method_at_fault(world):
     client.publish(exchange="nowhere")
     close = client.only(CHANNEL_CLOSE)
     assert (close.reply_code, close.class_id, close.method_id) == (404, 60, 40)
-
-
-def test_a_frame_of_exactly_frame_max_is_taken_and_a_byte_more_is_not(world):
-    client = world.client(frame_max=4096).channel()
-    client.declare()
-    client.publish(b"x" * (4096 - 8))
-    assert world.queue().depth == 1
-    client.publish(b"x" * (4096 - 7))
-    assert client.only(CLOSE, 0).reply_code == 501
 
 
 def test_before_tuning_frames_are_at_most_4096_bytes(world):

@@ -17,7 +17,7 @@ from qflow_client.broker.session import Session, State
 from qflow_client.broker.settings import BrokerSettings
 from qflow_client.broker.snapshots import message_copy, queue_snapshot
 from qflow_client.broker.virtualhost import VirtualHost
-from qflow_client.frames import FRAME_MIN_SIZE, FrameSplitter
+from qflow_client.frames import FRAME_MIN_SIZE, FRAME_OVERHEAD, FrameSplitter
 
 from .strategies import cut, mutated
 
@@ -46,7 +46,8 @@ class Server:
 
     def check(self, output: bytes) -> None:
         session = self.session
-        assert session._splitter.pending <= session.frame_max <= SETTINGS.frame_max
+        assert session._splitter.pending <= session.frame_max + FRAME_OVERHEAD
+        assert session.frame_max <= SETTINGS.frame_max
         if session.state in (State.HEADER, State.START_OK, State.TUNE_OK):
             assert session.frame_max == FRAME_MIN_SIZE
             assert not session.channels
