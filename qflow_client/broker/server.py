@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import cast
 
 from qflow_client.broker.controls import Controls
@@ -38,8 +39,10 @@ class Server:
         on_change: called at the end of every turn in which anything happened.
     """
 
-    #: Seconds that peers have to read the last words of a broker that stops.
+    #: Seconds after which a broker that stops cuts connections whose clients have not closed them.
     STOP_GRACE = 1.0
+    #: Seconds without a byte from its client after which a broker that stops closes a connection before that.
+    STOP_QUIET = 0.05
     #: Turns of the loop from a socket's accept to `connection_made`.
     TURNS_TO_CONNECT = 3
 
@@ -68,8 +71,9 @@ class Server:
 
     @property
     def sessions(self) -> tuple[Session, ...]:
-        """The sessions of the present connections, oldest first."""
-        return tuple(connection.session for connection in self.connections)
+        """The sessions that have not ended, oldest first."""
+        sessions = (connection.session for connection in self.connections)
+        return tuple(session for session in sessions if session.state is not State.ENDED)
 
     async def start(self) -> int:
         """Listen.
@@ -119,8 +123,9 @@ class Server:
             connection.session.fail(code, f"{code.title} - the broker shuts down", now)
             connection.session.end()
         self._end_turn()
+        await self._await_quiet(now + self.STOP_GRACE)
         for connection in tuple(self.connections):
-            connection.cut_off_after(self.STOP_GRACE)
+            connection.abort()
         while self.connections:
             await asyncio.wait([connection.lost for connection in self.connections])
         # From 3.12 on it waits for the connections' protocols, which are gone by now.
@@ -129,6 +134,21 @@ class Server:
         self._loop = None
         if self._ticker is not None:
             self._ticker.cancel()
+
+    async def _await_quiet(self, until: float) -> None:
+        """Wait until all connections are closed, and close those whose clients send nothing more.
+
+        A close before that would reset the connection, and the client might not read why.
+
+        Args:
+            until: seconds of the clock; no longer than that.
+        """
+        while self.connections and (left := until - self.clock()) > 0:
+            received = {connection: connection.session.bytes_received for connection in self.connections}
+            await asyncio.wait([connection.lost for connection in received], timeout=min(left, self.STOP_QUIET))
+            for connection, count in received.items():
+                if connection.session.bytes_received == count:
+                    connection.close()
 
     def has_output(self, connection: Connection) -> None:
         """A connection has something to send, after all those that had before."""
@@ -206,6 +226,8 @@ class Connection(asyncio.Protocol):
         # Whether the socket is read, and whether too much waits to be written to it.
         self._is_reading = True
         self._has_backlog = False
+        # Set when all that the session will ever send is with the transport.
+        self._is_finished = False
         # Done when the connection is over.
         self.lost: asyncio.Future[None] = self._loop.create_future()
         self.session = Session("?", server.host, server.controls, server.clock(), self._has_output)
@@ -270,22 +292,44 @@ class Connection(asyncio.Protocol):
         """Give the transport what the session has to send."""
         transport = self._transport
         data = self.session.take_output(now)
-        if transport is None or transport.is_closing():
+        if transport is None or transport.is_closing() or self._is_finished:
             return
         if data:
             transport.write(data)
         self._check_timer()
         if self.session.state is State.ENDED:
-            transport.close()
-            self.cut_off_after(self._server.settings.close_timeout)
+            self._finish(transport)
         elif not self._has_backlog and transport.get_write_buffer_size() > self.MAX_BACKLOG:
             self._has_backlog = True
             self._check_reading()
 
+    def _finish(self, transport: asyncio.Transport) -> None:
+        """Send no more, read on and discard until the client closes the connection, at most for `close_timeout`.
+
+        If the socket were closed while the client has frames under way, the kernel would reset the connection, and the
+        client might lose what was sent last, such as ``Connection.Close-Ok``.
+        """
+        self._is_finished = True
+        if self.session.is_unresponsive:
+            transport.close()
+        else:
+            # The peer may have reset the connection already; then reading tells.
+            with suppress(OSError):
+                if transport.can_write_eof():
+                    transport.write_eof()
+            self._check_reading()
+        self.cut_off_after(self._server.settings.close_timeout)
+
+    def close(self) -> None:
+        """Close the connection when everything is sent."""
+        # After a second close, asyncio's TLS transport ignores `abort`.
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.close()
+
     def _check_reading(self) -> None:
         """Read from the socket, unless too much waits for it or the session wants none (D8)."""
         session = self.session
-        reads = not self._has_backlog and session.tarpit_until is None and not session.is_paused
+        reads = self._is_finished or not (self._has_backlog or session.tarpit_until is not None or session.is_paused)
         if self._transport is not None and reads is not self._is_reading:
             self._is_reading = reads
             if reads:

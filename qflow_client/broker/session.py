@@ -141,6 +141,8 @@ class Session:
         self.discipline = Discipline(self) if self.settings.has_discipline else None
         # Whether the socket is not to be read because too much waits for the disk.
         self.is_paused = False
+        # Set when the peer has missed a deadline: nothing that it may still send is waited for.
+        self.is_unresponsive = False
         # Until when the socket is not to be read; None if it is.
         self.tarpit_until: float | None = None
         # Of channels that are gone: their messages, and how often they were flowed.
@@ -163,7 +165,7 @@ class Session:
         self.bytes_received += len(data)
         if self.state is State.HEADER:
             data = self._receive_header(data)
-        if self._is_deaf or not data:
+        if self._is_deaf or not data or self.state is State.ENDED:
             return
         trace = self.settings.trace
         splitter = self._splitter
@@ -593,11 +595,11 @@ class Session:
             return
         if self.state is State.CLOSE_OK:
             _log.info("%s: no answer to Connection.Close within %s s", self.name, settings.close_timeout)
-            self.end()
+            self._end_unresponsive()
             return
         if self.state is not State.RUNNING and now >= self._open_by:
             _log.info("%s: not open within %s s", self.name, settings.unauthenticated_timeout)
-            self.end()
+            self._end_unresponsive()
             return
         times = [self._open_by] if self.state is not State.RUNNING else []
         if self.tarpit_until is not None:
@@ -612,7 +614,7 @@ class Session:
         if self.heartbeat:
             if now - self.last_received >= 2 * self.heartbeat:
                 _log.info("%s: silent for two heartbeat intervals of %d s", self.name, self.heartbeat)
-                self.end()
+                self._end_unresponsive()
                 return
             if now - self.last_sent >= self.heartbeat / 2:
                 self.write(HEARTBEAT)
@@ -658,6 +660,10 @@ class Session:
         self._end_channels()
         if not self._output_announced:
             self._announce()
+
+    def _end_unresponsive(self) -> None:
+        self.is_unresponsive = True
+        self.end()
 
     def lost(self) -> None:
         """The socket is gone. Nothing of the connection refers to itself any more: it need not wait to be collected."""

@@ -4,9 +4,10 @@ import gc
 import random
 import ssl
 import subprocess
+import threading
 
 import pytest
-from pamqp import commands
+from pamqp import body, commands, frame, header
 
 from qflow_client.broker import Broker
 from qflow_client.broker.channel import Channel
@@ -111,6 +112,100 @@ def test_a_peer_that_does_not_answer_the_operators_close_is_cut_off_without_hear
         assert client.is_over()
 
 
+def publishes(size):
+    """Frames of publishes, about so many bytes of them: what a client has under way on a channel."""
+    body_size = 10_000
+    one = b"".join(
+        frame.marshal(each, 1)
+        for each in (
+            commands.Basic.Publish(routing_key="q"),
+            header.ContentHeader(body_size=body_size),
+            body.ContentBody(bytes(body_size)),
+        )
+    )
+    return one * (size // len(one))
+
+
+# More than the sockets' buffers hold: the client's last bytes leave only if the broker reads on.
+UNDER_WAY = publishes(30_000_000)
+CLOSE = frame.marshal(commands.Connection.Close(200, "", 0, 0), 0)
+
+
+def test_E11_close_ok_arrives_though_the_client_still_has_megabytes_under_way(broker, connect):
+    client = connect(broker).open().channel()
+    client.send_bytes(CLOSE + UNDER_WAY)
+    client.expect(commands.Connection.CloseOk)
+    with pytest.raises(EOFError):
+        client.read()
+    assert broker.connections() == ()
+
+
+def test_E11_close_ok_arrives_over_tls_though_the_client_still_has_megabytes_under_way(certificate, connect):
+    with Broker(ssl_context=server_context(certificate)) as broker:
+        trusting = ssl.create_default_context(cafile=certificate[0])
+        client = connect(broker, wrap=lambda plain: trusting.wrap_socket(plain, server_hostname="localhost"))
+        client.open().channel().send_bytes(CLOSE + UNDER_WAY)
+        client.expect(commands.Connection.CloseOk)
+        assert broker.connections() == ()
+
+
+def test_E11_the_brokers_close_arrives_though_the_client_still_has_megabytes_under_way(broker, connect):
+    client = connect(broker).open().channel()
+    broker.close_connections()
+    close_ok = frame.marshal(commands.Connection.CloseOk(), 0)
+    # What waits on channels may leave behind the answer, too.
+    client.send_bytes(UNDER_WAY + close_ok + UNDER_WAY)
+    assert client.expect(commands.Connection.Close).reply_code == 320
+    with pytest.raises(EOFError):
+        client.read()
+
+
+def test_E11_the_right_protocol_header_arrives_though_megabytes_of_another_protocol_are_under_way(broker, connect):
+    client = connect(broker)
+    client.send_bytes(b"POST / HTTP/1.1\r\n\r\n" + bytes(30_000_000))
+    assert client.read_bytes(8) == PROTOCOL_HEADER
+    with pytest.raises(EOFError):
+        client.read_bytes(1)
+
+
+def test_E11_a_broker_that_stops_reads_on_until_its_close_has_arrived(connect):
+    with Broker() as broker:
+        client = connect(broker).open().channel()
+        producer = threading.Thread(target=client.send_bytes, args=(UNDER_WAY,))
+        producer.start()
+        broker.wait_until(lambda b: b.connections()[0].bytes_received > 1_000_000)
+    producer.join()
+    assert client.expect(commands.Connection.Close).reply_code == 320
+    with pytest.raises(EOFError):
+        client.read()
+
+
+def test_a_broker_that_stops_does_not_wait_for_a_client_that_does_not_close(connect):
+    with Broker(close_timeout=3600) as broker:
+        quiet, finished = (connect(broker).open().channel() for _ in range(2))
+        finished.call(0, commands.Connection.Close(200, "", 0, 0), commands.Connection.CloseOk)
+    assert quiet.expect(commands.Connection.Close).reply_code == 320
+
+
+def test_a_peer_that_does_not_close_its_socket_after_close_ok_is_cut_off(connect):
+    with Broker(close_timeout=0.1) as broker:
+        client = connect(broker).open().channel()
+        client.call(0, commands.Connection.Close(200, "", 0, 0), commands.Connection.CloseOk)
+        with pytest.raises(OSError):
+            while True:
+                client.send_bytes(UNDER_WAY[:1000])
+
+
+def test_E9_a_peer_that_missed_its_time_is_not_waited_for(connect):
+    with Broker(unauthenticated_timeout=0.1, close_timeout=3600) as broker:
+        client = connect(broker)
+        # Only a reset, not an end of the stream alone, fails what is sent.
+        assert client.is_over()
+        with pytest.raises(OSError):
+            while True:
+                client.send_bytes(bytes(1000))
+
+
 def test_a_trace_that_raises_ends_its_connection_and_no_other(connect):
     def trace(direction, connection, channel, name):
         if (connection, name) == (bad.name, "Connection.Blocked"):
@@ -177,10 +272,14 @@ def certificate(tmp_path_factory):
     return certificate, key
 
 
+def server_context(certificate):
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(*certificate)
+    return context
+
+
 def test_tls(certificate, connect):
-    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    server.load_cert_chain(*certificate)
-    with Broker(ssl_context=server) as broker:
+    with Broker(ssl_context=server_context(certificate)) as broker:
         assert broker.url.startswith("amqps://")
         trusting = ssl.create_default_context(cafile=certificate[0])
         client = connect(broker, wrap=lambda plain: trusting.wrap_socket(plain, server_hostname="localhost"))
