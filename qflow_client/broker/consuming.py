@@ -148,7 +148,7 @@ class Consuming:
 
         The method waits, too: nothing may come between it and the content.
         """
-        promise = self.session.promise(self.number)
+        promise = self.session.promise(self.number, message.size)
 
         def keep() -> None:
             assert message.body is not None
@@ -261,11 +261,12 @@ class Consuming:
 
     def recover(self, *, requeue: bool) -> None:
         """Give out again what is unsettled: to whom it was given, or with `requeue` to anybody."""
-        here: list[Delivery] = []
         back: list[Delivery] = []
         for delivery in self.take(0, multiple=True):
-            (here if not requeue and self._is_served(delivery) else back).append(delivery)
-        for delivery in here:
+            # Asked anew for each, because each delivery leaves less room for the next.
+            if requeue or not self._is_served(delivery):
+                back.append(delivery)
+                continue
             entry = delivery.entry
             entry.redelivered = True
             entry.queue.delivered += 1

@@ -174,7 +174,7 @@ class Server:
                 _log.exception("%s: what was to be sent could not be put together", connection.session.name)
                 connection.abort()
         for connection in writers:
-            connection.session.output_sent()
+            connection.output_sent()
         if self.host.next_tick < self._tick_at:
             self._set_ticker()
         if self.host.journal is not None:
@@ -226,6 +226,8 @@ class Connection(asyncio.Protocol):
         # Whether the socket is read, and whether too much waits to be written to it.
         self._is_reading = True
         self._has_backlog = False
+        # Bytes that the socket had not taken when that was last looked at.
+        self._unwritten = 0
         # Set when all that the session will ever send is with the transport.
         self._is_finished = False
         # Done when the connection is over.
@@ -273,9 +275,19 @@ class Connection(asyncio.Protocol):
             _log.exception("%s: a frame could not be handled", session.name)
             session.fail_internally(self._server.clock())
         self._check_timer()
-        if session.tarpit_until is not None:
+        if session.tarpit_until is not None or session.is_held or not self._is_reading:
             self._check_reading()
         self._server.touch()
+
+    def output_sent(self) -> None:
+        """What the session had to send is with the transport."""
+        self.session.output_sent()
+        self._resume()
+
+    def _resume(self) -> None:
+        """Go on with the input that is held, unless too much waits for the socket."""
+        if self.session.can_resume and not self._has_backlog:
+            self.data_received(b"")
 
     def pause_writing(self) -> None:
         self.session.pause_writing()
@@ -284,6 +296,7 @@ class Connection(asyncio.Protocol):
         self._has_backlog = False
         self._check_reading()
         self.session.resume_writing()
+        self._resume()
 
     def _has_output(self) -> None:
         self._server.has_output(self)
@@ -329,7 +342,9 @@ class Connection(asyncio.Protocol):
     def _check_reading(self) -> None:
         """Read from the socket, unless too much waits for it or the session wants none (D8)."""
         session = self.session
-        reads = self._is_finished or not (self._has_backlog or session.tarpit_until is not None or session.is_paused)
+        reads = self._is_finished or not (
+            self._has_backlog or session.tarpit_until is not None or session.is_paused or session.is_held
+        )
         if self._transport is not None and reads is not self._is_reading:
             self._is_reading = reads
             if reads:
@@ -360,6 +375,15 @@ class Connection(asyncio.Protocol):
         if self.session.wake_at < self._timer_at:
             self._set_timer()
 
+    def _look_for_life(self, now: float) -> None:
+        """Count it as a sign of life if a client that is not read has taken bytes since the last call."""
+        if self._transport is None or self._is_reading:
+            return
+        unwritten = self._transport.get_write_buffer_size()
+        if unwritten < self._unwritten:
+            self.session.last_received = now
+        self._unwritten = unwritten
+
     def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -370,7 +394,9 @@ class Connection(asyncio.Protocol):
             self._timer = self._loop.call_later(delay, self._on_timer)
 
     def _on_timer(self) -> None:
-        self.session.tick(self._server.clock())
+        now = self._server.clock()
+        self._look_for_life(now)
+        self.session.tick(now)
         self._check_reading()
         if self.session.state is not State.ENDED:
             self._set_timer()

@@ -66,13 +66,15 @@ class Promise:
     Args:
         session: whose.
         number: of the channel.
+        size: about how many bytes they will have.
     """
 
-    __slots__ = ("_number", "_session", "behind", "data")
+    __slots__ = ("_number", "_session", "behind", "data", "size")
 
-    def __init__(self, session: Session, number: int) -> None:
+    def __init__(self, session: Session, number: int, size: int) -> None:
         self._session = session
         self._number = number
+        self.size = size
         self.data: bytes | None = None
         # What was written after it, up to the next one.
         self.behind: list[bytes] = []
@@ -80,7 +82,7 @@ class Promise:
     def keep(self, data: bytes) -> None:
         """These are the frames, all that were promised."""
         self.data = data
-        self._session.promise_kept(self._number)
+        self._session.promise_kept(self._number, len(data) - self.size)
 
 
 class Session:
@@ -97,6 +99,8 @@ class Session:
 
     #: Bytes of deliveries that may wait to be sent; consumers get no more until they are.
     MAX_DELIVERY_BYTES = 256 * 1024
+    #: Bytes of any kind that may wait to be sent; with more, what has been received waits, too.
+    MAX_OUTPUT = 1024 * 1024
 
     def __init__(
         self, name: str, host: VirtualHost, controls: Controls, now: float, on_output: Callable[[], None]
@@ -110,6 +114,11 @@ class Session:
         self._on_output = on_output
         self._output_announced = False
         self._output: list[bytes] = []
+        # Bytes that wait to be sent: in `_output`, promised, and behind promises.
+        self._unsent = 0
+        # Whether received bytes wait because too many wait to be sent; and those bytes, from a frame's beginning on.
+        self.is_held = False
+        self._held = b""
         # Channels with promises, which wait for the disk, in their order. Others do not wait, nor does channel 0.
         self._promises: dict[int, deque[Promise]] = {}
         # Channels with confirms that are due.
@@ -155,19 +164,26 @@ class Session:
     # Bytes in.
 
     def receive_data(self, data: bytes, now: float) -> None:
-        """Take what the peer sent.
+        """Handle what the peer sent, until too much waits to be sent; the rest is held until a later call.
 
         Args:
-            data: any number of bytes.
+            data: any number of bytes; none to go on with what is held.
             now: monotonic seconds.
         """
-        self.last_received = now
-        self.bytes_received += len(data)
+        if data:
+            self.last_received = now
+            self.bytes_received += len(data)
+        if self.is_held:
+            self._held += data
+            if not self.can_resume:
+                return
+            data, self._held, self.is_held = self._held, b"", False
         if self.state is State.HEADER:
             data = self._receive_header(data)
         if self._is_deaf or not data or self.state is State.ENDED:
             return
         trace = self.settings.trace
+        max_output = self.MAX_OUTPUT
         splitter = self._splitter
         channels = self.channels
         try:
@@ -181,6 +197,10 @@ class Session:
                         self._receive_elsewhere(kind, number, payload, now)
                     elif kind == METHOD_FRAME:
                         channel.on_method(payload)
+                        if self._unsent > max_output:
+                            # Content frames are answered by little, and their method frame has been here before.
+                            self._held, self.is_held = splitter.data[stop + 1 :], True
+                            break
                     elif kind == HEADER_FRAME:
                         channel.on_header(payload)
                     elif kind == HEARTBEAT_FRAME:
@@ -200,6 +220,11 @@ class Session:
         except FrameError as error:
             self._is_deaf = True
             self.fail(ReplyCode.FRAME_ERROR, f"{ReplyCode.FRAME_ERROR.title} - {error}", now)
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether input is held and little enough waits to be sent: `receive_data` is to be called again."""
+        return self.is_held and self._unsent <= self.MAX_OUTPUT
 
     def _receive_header(self, data: bytes) -> bytes:
         self._beginning += data
@@ -442,6 +467,7 @@ class Session:
 
     def write(self, data: bytes) -> None:
         """Put whole frames of one channel into what is to be sent, behind the promises of that channel."""
+        self._unsent += len(data)
         if self._promises and self._waits(data):
             return
         self._output.append(data)
@@ -454,6 +480,7 @@ class Session:
         For what several race for (F4), and what is no answer to anything: a stop must not wait for the disk, because
         the time of grace (D8) runs.
         """
+        self._unsent += len(data)
         self._output.append(data)
         self._announce()
 
@@ -475,26 +502,38 @@ class Session:
         journal = self.host.journal
         if journal is not None:
             number = int.from_bytes(data[1:3], "big")
-            promise = Promise(self, number)
+            promise = Promise(self, number, len(data))
             if journal.when_durable(lambda: promise.keep(data), topology_only=topology_only):
                 self._wait_for(promise, number)
                 return
         self.write(data)
 
-    def promise(self, number: int) -> Promise:
-        """Put something into what is to be sent on a channel that is not there yet."""
-        promise = Promise(self, number)
+    def promise(self, number: int, size: int = 0) -> Promise:
+        """Put something into what is to be sent on a channel that is not there yet.
+
+        Args:
+            number: of the channel.
+            size: about how many bytes it will have.
+        """
+        promise = Promise(self, number, size)
         self._wait_for(promise, number)
         return promise
 
     def _wait_for(self, promise: Promise, number: int) -> None:
+        self._unsent += promise.size
         self._promises.setdefault(number, deque()).append(promise)
         channel = self.channels.get(number)
         if channel is not None:
             channel.consuming.wait(True)
 
-    def promise_kept(self, number: int) -> None:
-        """What a channel has waited for can be sent, with what is behind it."""
+    def promise_kept(self, number: int, more: int) -> None:
+        """What a channel has waited for can be sent, with what is behind it.
+
+        Args:
+            number: of the channel.
+            more: bytes that it has beyond those that were expected.
+        """
+        self._unsent += more
         promises = self._promises.get(number)
         if promises is None:
             # The connection is over.
@@ -542,6 +581,7 @@ class Session:
             for channel in self._confirming:
                 if not channel.is_closing and channel.confirms is not None:
                     confirms = channel.confirms.flush()
+                    self._unsent += len(confirms)
                     if not (self._promises and self._waits(confirms)):
                         self._output.append(confirms)
             self._confirming.clear()
@@ -550,6 +590,7 @@ class Session:
             return b""
         data = b"".join(output) if len(output) > 1 else output[0]
         output.clear()
+        self._unsent -= len(data)
         self._delivery_bytes = 0
         self.last_sent = now
         self.bytes_sent += len(data)
@@ -609,7 +650,7 @@ class Session:
                 times.append(self.tarpit_until)
             # Nothing could be heard of it.
             self.last_received = now
-        if self.is_paused:
+        if self.is_paused or (self.is_held and self._promises):
             self.last_received = now
         if self.heartbeat:
             if now - self.last_received >= 2 * self.heartbeat:
@@ -690,10 +731,10 @@ class Session:
 
     @property
     def memory(self) -> int:
-        """Bytes of messages that are coming in, and of what waits to be taken for sending."""
+        """Bytes of messages that are coming in, of input that is held, and of what waits to be taken for sending."""
         promised = (promise.behind for promises in self._promises.values() for promise in promises)
         waiting = sum(len(data) for part in (self._output, *promised) for data in part)
-        return waiting + sum(channel.incoming for channel in self.channels.values())
+        return waiting + len(self._held) + sum(channel.incoming for channel in self.channels.values())
 
     @property
     def published(self) -> int:

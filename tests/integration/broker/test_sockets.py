@@ -261,6 +261,29 @@ def test_J8_a_consumer_that_does_not_read_leaves_messages_in_the_queue(broker, c
     broker.wait_until(lambda b: b.queue("q").depth == 0)
 
 
+def test_E6_a_client_that_asks_for_more_than_it_reads_gets_it_as_it_reads(broker, connect):
+    broker.declare_queue("q")
+    broker.publish(bytes(1 << 20), "q")
+    client = connect(broker).open().channel()
+    count = 200
+    client.send(
+        1,
+        *(
+            each
+            for tag in range(count)
+            for each in (commands.Basic.Get(queue="q"), commands.Basic.Nack(tag + 1, requeue=True))
+        ),
+    )
+    for number in range(count):
+        assert client.expect(commands.Basic.GetOk).delivery_tag == number + 1
+        # What the sockets and the connection hold of it; the rest is not even made.
+        assert broker.queue("q").delivered - number < 100
+        size = client.expect(header.ContentHeader).body_size
+        while size:
+            size -= len(client.expect(body.ContentBody))
+    assert works(client)
+
+
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tls")
