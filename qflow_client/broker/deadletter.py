@@ -1,4 +1,12 @@
-"""Dead-lettering as RabbitMQ does it: where a message goes that died, and what its headers tell of its deaths."""
+"""Dead-lettering as RabbitMQ does it: where a message goes that died, and what its headers tell of its deaths.
+
+A message that dies without a consumer's rejection goes on to other queues, dies there, and so on. Two rules bound that.
+As in RabbitMQ, a dead letter does not enter a queue where it died before, by its header ``x-death``. That alone admits
+every path through the queues, and between n queues there are more than n! paths. So, other than in RabbitMQ, of all
+copies of one message only the first that dies in a queue is dead-lettered by that queue: there are at most as many dead
+letters as there are ways from one queue to another. A rejection by a consumer ends both rules; a restart of the broker
+ends the second.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +14,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qflow_client.broker.entries import DropReason
 from qflow_client.broker.message import StoredMessage, Target
@@ -21,6 +29,39 @@ __all__ = ["DeadLetters"]
 _log = logging.getLogger(__name__)
 
 _DEATHS = "x-death"
+
+
+class Death(NamedTuple):
+    """Where and why a message died, as an entry of ``x-death``.
+
+    Attributes:
+        queue: its name, unless a client wrote something else there.
+        reason: why, likewise.
+        fields: all fields of the entry.
+        raw: the same as bytes, with their type.
+    """
+
+    queue: Any
+    reason: Any
+    fields: dict[str, Any]
+    raw: bytes
+
+
+class DeadLetter(StoredMessage):
+    """A message that died and goes on.
+
+    Args:
+        target: the dead-letter exchange and the routing key.
+        header: the payload of its content header frame, which tells of its deaths.
+        body: the content.
+        deaths: what the header tells of them, the last first; kept because decoding a long list takes long.
+    """
+
+    __slots__ = ("deaths",)
+
+    def __init__(self, target: Target, header: bytes, body: bytes, deaths: list[Death]) -> None:
+        super().__init__(target, header, body)
+        self.deaths = deaths
 
 
 class DeadLetters:
@@ -47,7 +88,7 @@ class DeadLetters:
         self._destinations = destinations
         self._when_read = when_read
         self._wall_clock = wall_clock
-        # Messages that died and are not buried yet, and whether somebody is at it.
+        # Messages that died and are not dead-lettered yet, and whether `died` is at it.
         self._dead: deque[tuple[Queue, StoredMessage, DropReason]] = deque()
         self._is_burying = False
 
@@ -75,6 +116,14 @@ class DeadLetters:
             queue.buried(message)
 
     def _bury(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
+        """Send the dead letter of a message where it goes."""
+        left: set[str] = set()
+        if reason is not DropReason.REJECTED:
+            left = message.left = getattr(message, "left", left)
+            if queue.name in left:
+                # Another copy has gone wherever this one would go. Its death is counted.
+                return
+            left.add(queue.name)
         options = queue.options
         key = options.dead_letter_routing_key
         target = self._resolve(options.dead_letter_exchange or "", message.target.routing_key if key is None else key)
@@ -86,74 +135,107 @@ class DeadLetters:
                 options.dead_letter_exchange,
             )
             return
-        letter = _mourn(message, queue.name, reason, target, self._wall_clock())
-        deaths = _deaths_of(letter)
-        for heir in self._destinations(letter):
-            # Nobody is there to be told of a refusal, and each queue decides for itself.
-            if _is_cycle(heir.name, reason, deaths):
-                _log.warning("queue '%s': a message is lost: it died there before, and comes round again", heir.name)
-            elif heir.refusal(letter.size) is not None:
-                heir.count_drop(DropReason.REFUSED)
+        assert message.body is not None
+        deaths, headers = _deaths_and_headers(message, queue.name, reason, self._wall_clock())
+        letter = DeadLetter(target, with_headers(message.header, headers), message.body, deaths)
+        letter.left = left
+        blocked = _cycle_queues(reason, deaths)
+        for destination in self._destinations(letter):
+            # There is no publisher to refuse it to, so each destination decides for itself.
+            if destination.name in blocked:
+                if DropReason.CYCLE not in destination.drops:
+                    _log.warning(
+                        "queue '%s': drops dead letters of messages that died there before; more are only counted",
+                        destination.name,
+                    )
+                destination.count_drop(DropReason.CYCLE)
+            elif destination.refusal(letter.size) is not None:
+                destination.count_drop(DropReason.REFUSED)
             else:
-                heir.enqueue(letter)
-                heir.after_publish()
+                destination.enqueue(letter)
+                destination.after_publish()
 
 
-def _deaths_of(message: StoredMessage) -> list[dict[str, Any]]:
-    """Where and why a message died before, the last first."""
-    deaths = decode_headers(message.header).get(_DEATHS)
-    return [death for death in deaths if isinstance(death, dict)] if isinstance(deaths, list) else []
+def _field(value: Any) -> bytes:
+    """A value with its type."""
+    # A table of one field is its size, the size of its name, its name and what is wanted.
+    return encode_table({"": value}, "a header")[5:]
 
 
-def _is_cycle(queue: str, reason: DropReason, deaths: Sequence[dict[str, Any]]) -> bool:
-    """Whether a message that died may not go to a queue: it died there before, and no consumer has rejected it since.
+def _deaths_of(message: StoredMessage) -> list[Death]:
+    """Where and why a message died before, the last first.
+
+    Raises:
+        TypeError, ValueError: a client wrote there what cannot be written again.
+    """
+    if isinstance(message, DeadLetter):
+        return message.deaths
+    entries = decode_headers(message.header).get(_DEATHS)
+    if not isinstance(entries, list):
+        return []
+    return [
+        Death(fields.get("queue"), fields.get("reason"), fields, _field(fields))
+        for fields in entries
+        if isinstance(fields, dict)
+    ]
+
+
+def _cycle_queues(reason: DropReason, deaths: Sequence[Death]) -> set[str]:
+    """The queues that a message must not enter: it died there, and no consumer has rejected it since.
 
     Args:
-        queue: where it would go.
-        reason: of its death now.
-        deaths: all of them, this one included.
+        reason: of its last death.
+        deaths: all of them, the last first.
     """
-    if reason is DropReason.REJECTED:
-        return False
-    for death in deaths:
-        if death.get("reason") == DropReason.REJECTED:
-            return False
-        if death.get("queue") == queue:
-            return True
-    return False
+    found: set[str] = set()
+    if reason is not DropReason.REJECTED:
+        for death in deaths:
+            if death.reason == DropReason.REJECTED:
+                break
+            if isinstance(death.queue, str):
+                found.add(death.queue)
+    return found
 
 
-def _mourn(message: StoredMessage, queue: str, reason: DropReason, target: Target, time: float) -> StoredMessage:
-    """The message that goes to a dead-letter exchange.
+def _deaths_and_headers(
+    message: StoredMessage, queue: str, reason: DropReason, time: float
+) -> tuple[list[Death], dict[bytes, bytes]]:
+    """The deaths of a message that has just died, and the headers that tell of them.
 
     Args:
         message: which died.
         queue: where.
         reason: why.
-        target: where it goes.
         time: seconds since 1970.
+
+    Returns:
+        The deaths, the last first, and the headers with their types, by name.
     """
     try:
-        headers = _headers(message, _deaths_of(message), queue, reason, time)
+        before = _deaths_of(message)
+        death = _next_death(message, before, queue, reason, time)
     except (TypeError, ValueError):
-        # What a client wrote there cannot be written again.
-        headers = _headers(message, [], queue, reason, time)
-    assert message.body is not None
-    return StoredMessage(target, with_headers(message.header, headers), message.body)
+        before = []
+        death = _next_death(message, before, queue, reason, time)
+    deaths = [death, *(each for each in before if (each.queue, each.reason) != (queue, reason))]
+    array = b"".join([each.raw for each in deaths])
+    headers = {_DEATHS.encode(): b"A" + len(array).to_bytes(4, "big") + array}
+    if not before:
+        headers[b"x-first-death-reason"] = _field(reason.value)
+        headers[b"x-first-death-queue"] = _field(queue)
+        headers[b"x-first-death-exchange"] = _field(message.target.exchange)
+    return deaths, headers
 
 
-def _headers(
-    message: StoredMessage, deaths: list[dict[str, Any]], queue: str, reason: DropReason, time: float
-) -> dict[bytes, bytes]:
-    """The headers that tell of a message's deaths, each with its type, by name."""
-    same = [death for death in deaths if (death.get("queue"), death.get("reason")) == (queue, reason)]
-    others = [death for death in deaths if death not in same]
-    death: dict[str, Any]
-    if same:
-        count = same[0].get("count")
-        death = same[0] | {"count": count + 1 if isinstance(count, int) else 1}
+def _next_death(message: StoredMessage, before: Sequence[Death], queue: str, reason: DropReason, time: float) -> Death:
+    """The entry for a message's last death, which counts how often it died there for that reason."""
+    fields: dict[str, Any]
+    same = next((death for death in before if (death.queue, death.reason) == (queue, reason)), None)
+    if same is not None:
+        count = same.fields.get("count")
+        fields = same.fields | {"count": count + 1 if isinstance(count, int) else 1}
     else:
-        death = {
+        fields = {
             "count": 1,
             "reason": reason.value,
             "queue": queue,
@@ -162,13 +244,5 @@ def _headers(
             "routing-keys": [message.target.routing_key],
         }
         if message.ttl is not None:
-            death["original-expiration"] = expiration_of(message.header)
-    headers: dict[str, Any] = {_DEATHS: [death, *others]}
-    if not deaths:
-        headers |= {
-            "x-first-death-reason": reason.value,
-            "x-first-death-queue": queue,
-            "x-first-death-exchange": message.target.exchange,
-        }
-    # A table of one field is its size, the size of its name, its name and what is wanted.
-    return {name.encode(): encode_table({name: value}, name)[5 + len(name) :] for name, value in headers.items()}
+            fields["original-expiration"] = expiration_of(message.header)
+    return Death(queue, reason.value, fields, _field(fields))

@@ -29,6 +29,8 @@ class DropReason(StrEnum):
     MEMORY = "memory"
     #: The queue was full, and whoever sent it was not told: a dead letter, or a publish without confirms.
     REFUSED = "refused"
+    #: It came as a dead letter, had died here before, and no consumer had rejected it since.
+    CYCLE = "cycle"
 
 
 class Owner(Protocol):

@@ -44,7 +44,10 @@ class StoredMessage:
         body: the content.
     """
 
-    __slots__ = ("body", "header", "record", "size", "target")
+    __slots__ = ("body", "header", "left", "record", "size", "target")
+
+    #: The names of the queues that have dead-lettered a copy of it; all copies share the set. Only there if any has.
+    left: set[str]
 
     def __init__(self, target: Target, header: bytes, body: bytes) -> None:
         self.target = target

@@ -130,8 +130,8 @@ class QueueSnapshot:
         delivered: deliveries so far, repeated ones included.
         acked: messages acked so far.
         dropped: messages that left it, or were refused unbeknown to their senders, without being acked, so far.
-        drops: how many of them for which reason: ``rejected``, ``expired``, ``maxlen``, ``conflated`` or
-            ``refused``.
+        drops: how many of them for which reason: ``rejected``, ``expired``, ``maxlen``, ``conflated``, ``memory``,
+            ``cycle`` or ``refused``.
         consumers: how many it has.
         blocked: names of the channels that it flows, the oldest first (J4).
         thresholds: the marks in force.

@@ -191,7 +191,76 @@ def test_a_message_that_nobody_rejects_does_not_come_back(world, client):
     client.publish(routing_key="a")
     world.now = 0.01
     world.host.tick(world.now)
-    assert (world.queue("a").depth, world.queue("a").drops) == (0, {DropReason.EXPIRED: 1})
+    drops = {DropReason.EXPIRED: 1, DropReason.CYCLE: 1}
+    assert (world.queue("a").depth, world.queue("a").drops) == (0, drops)
+
+
+def make_web(world, client, count, **arguments):
+    """Queues that all dead-letter to all of them."""
+    names = [f"q{number}" for number in range(count)]
+    for name in names:
+        client.declare(name, arguments={"x-dead-letter-exchange": "amq.fanout", **arguments})
+        client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
+    return [world.queue(name) for name in names]
+
+
+@pytest.mark.parametrize("count", [3, 8, 40])
+def test_E7_queues_that_dead_letter_to_each_other_cost_no_more_than_there_are_ways_between_them(world, client, count):
+    queues = make_web(world, client, count, **{"x-max-length": 0})
+    client.publish(routing_key="q0")
+    assert [queue.depth for queue in queues] == [0] * count
+    assert sum(queue.published for queue in queues) <= count * count
+    assert all(queue.drops[DropReason.MAXLEN] == queue.published for queue in queues)
+    # From each queue one dead letter goes to each: it came in, or was dropped and counted.
+    assert sum(queue.published + queue.drops[DropReason.CYCLE] for queue in queues) == 1 + count * count
+
+
+def test_E7_copies_in_several_queues_count_as_one_message(world, client):
+    count = 20
+    queues = make_web(world, client, count, **{"x-max-length": 0})
+    client.publish(exchange="amq.fanout")
+    assert sum(queue.published for queue in queues) <= count + count * count
+
+
+def test_E7_queues_that_dead_letter_to_each_other_as_time_passes_cost_no_more_either(world, client):
+    count = 12
+    queues = make_web(world, client, count, **{"x-message-ttl": 1})
+    client.publish(routing_key="q0")
+    while any(queue.depth for queue in queues):
+        world.now += 0.001
+        world.host.tick(world.now)
+    assert sum(queue.published for queue in queues) <= count * count
+
+
+def test_E7_a_rejection_by_a_consumer_begins_anew(world, client):
+    queues = make_web(world, client, 3, **{"x-max-length": 0})
+    client.declare("work", arguments={"x-dead-letter-exchange": "amq.fanout"})
+    client.call(1, commands.Queue.Bind(queue="work", exchange="amq.fanout"), commands.Queue.BindOk)
+    client.publish(routing_key="q0")
+    before = sum(queue.published for queue in queues)
+    copies = world.queue("work").depth
+    client.send(1, commands.Basic.Get(queue="work"))
+    client.send(1, commands.Basic.Reject(1, requeue=False))
+    assert sum(queue.published for queue in queues) > before
+    assert world.queue("work").depth > copies
+
+
+def test_two_ways_to_a_queue_bring_two_dead_letters_there(world, client):
+    for name, to in (("a", "amq.fanout"), ("b", ""), ("c", "")):
+        arguments = {"x-max-length": 0, "x-dead-letter-exchange": to}
+        client.declare(name, arguments=arguments | ({} if to else {"x-dead-letter-routing-key": "dead"}))
+    for name in ("b", "c"):
+        client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
+    client.publish(routing_key="a")
+    assert bodies(world.queue("dead")) == [b"x"] * 2
+
+
+def test_a_cycle_of_dead_letters_is_logged_once_for_each_queue(world, client, caplog):
+    make_web(world, client, 2, **{"x-max-length": 0})
+    for _ in range(3):
+        client.publish(routing_key="q0")
+    assert [record.args[0] for record in caplog.records] == ["q0", "q1"]
+    assert "died there before" in caplog.text
 
 
 @pytest.mark.parametrize(
