@@ -16,6 +16,7 @@ import pamqp.decode
 import pamqp.header
 
 from qflow_client.broker.errors import ChannelException, ConnectionException, ReplyCode
+from qflow_client.fields import MAX_DEPTH
 from qflow_client.frames import (
     BODY_FRAME,
     CHANNEL_CLOSE,
@@ -143,8 +144,18 @@ def _field_size(data_type: str, payload: bytes, at: int) -> int:
     return _SIZES[data_type]
 
 
-def _check_fields(data: bytes, at: int, end: int, *, named: bool = True) -> None:
-    """Check that the fields of a table, or the values of an array, end where it does."""
+def _check_fields(data: bytes, at: int, end: int, depth: int = 1, *, named: bool = True) -> None:
+    """Check that the fields of a table, or the values of an array, end where it does, and are not nested too deep.
+
+    Decoders recurse, and so does what tells people of a table: a limit that is told is better than theirs.
+
+    Args:
+        data: where the table is.
+        at: where its first field begins.
+        end: where it ends.
+        depth: of the table or array; 1 for one that lies in no other.
+        named: whether it is a table.
+    """
     while at < end:
         if named:
             at += 1 + data[at]
@@ -154,7 +165,9 @@ def _check_fields(data: bytes, at: int, end: int, *, named: bool = True) -> None
         if size is None:
             size = 4 + int.from_bytes(data[at : at + 4], "big")
             if kind in b"AF":
-                _check_fields(data, at + 4, at + size, named=kind == ord("F"))
+                if depth >= MAX_DEPTH:
+                    raise ValueError(f"more than {MAX_DEPTH} tables and arrays lie in one another")
+                _check_fields(data, at + 4, at + size, depth + 1, named=kind == ord("F"))
         at += size
     if at != end:
         raise ValueError(f"its last field ends {at - end} bytes behind it")

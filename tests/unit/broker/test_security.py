@@ -7,9 +7,13 @@ import logging
 
 import pytest
 from pamqp import commands, frame
+from pydantic_core import to_json
 
+from qflow_client import frames
 from qflow_client.broker import BrokerSettings
 from qflow_client.broker.session import PROTOCOL_HEADER, State
+from qflow_client.broker.snapshots import connection_snapshot
+from qflow_client.fields import MAX_DEPTH
 from qflow_client.frames import FRAME_MIN_SIZE
 
 CLOSE = commands.Connection.Close
@@ -76,6 +80,53 @@ def test_names_that_a_stranger_gives_make_no_lines_of_their_own_in_the_log(
         client.send(0, commands.Connection.TuneOk(0, 0, 0), commands.Connection.Open(forged))
     assert len(caplog.messages) >= 3
     assert not any("\n" in message for message in caplog.messages)
+
+
+def nested(kind: bytes, depth: int) -> bytes:
+    """A table in which so many tables and arrays lie in one another, itself included."""
+    value = b""
+    for _ in range(depth - 1):
+        content = (b"\1k" if kind == b"F" else b"") + value if value else b""
+        value = kind + len(content).to_bytes(4, "big") + content
+    content = b"\1k" + value
+    return len(content).to_bytes(4, "big") + content
+
+
+def start_ok_with(table: bytes) -> bytes:
+    return frames.frame(1, 0, b"\0\x0a\0\x0b" + table + b"\5PLAIN\0\0\0\x0c\0guest\0guest\5en_US")
+
+
+@pytest.mark.parametrize("kind", [b"F", b"A"])
+@pytest.mark.parametrize(("depth", "is_taken"), [(MAX_DEPTH, True), (MAX_DEPTH + 1, False), (260, False)])
+def test_E9_tables_and_arrays_of_a_stranger_lie_in_one_another_no_deeper_than_is_told(
+    world, kind: bytes, depth: int, is_taken: bool
+) -> None:
+    stranger = world.stranger()
+    stranger.feed(PROTOCOL_HEADER + start_ok_with(nested(kind, depth)))
+    answer = stranger.received()[-1][1]
+    if is_taken:
+        assert answer.name == "Connection.Tune"
+        told = to_json(connection_snapshot(stranger.session).to_json())
+        assert told.count(b"{") + told.count(b"[") >= depth
+    else:
+        assert answer.reply_code == 502
+        assert f"more than {MAX_DEPTH} tables and arrays lie in one another" in answer.reply_text
+        assert stranger.session.client_properties == {}
+
+
+@pytest.mark.parametrize("kind", [b"F", b"A"])
+@pytest.mark.parametrize(("depth", "is_taken"), [(MAX_DEPTH, True), (MAX_DEPTH + 1, False)])
+def test_E9_tables_and_arrays_of_arguments_and_headers_are_no_deeper_either(
+    world, kind: bytes, depth: int, is_taken: bool
+) -> None:
+    table = nested(kind, depth)
+    declare = frames.frame(1, 1, b"\0\x32\0\x0a\0\0\1q\0" + table)
+    publish = frame.marshal(commands.Basic.Publish(routing_key="q"), 1)
+    publish += frames.frame(2, 1, b"\0\x3c\0\0" + bytes(8) + b"\x20\0" + table)
+    for data, answers in ((declare, ["Queue.DeclareOk"]), (publish, [])):
+        client = world.client().channel()
+        client.feed(data)
+        assert client.names() == (answers if is_taken else [CLOSE.name])
 
 
 @pytest.mark.parametrize("steps", [0, 1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import socket
+import struct
 from urllib.parse import urlsplit
 
 import pytest
@@ -66,3 +67,38 @@ def test_more_connections_than_there_is_room_for_are_closed(monkeypatch, caplog)
                 except ConnectionError:
                     continue
         kept[1].close()
+
+
+def nested(depth: int) -> bytes:
+    """A field that is a table, with so many tables in one another."""
+    value = b"V"
+    for _ in range(depth):
+        value = b"F" + (2 + len(value)).to_bytes(4, "big") + b"\1k" + value
+    return value
+
+
+#: What JSON has no word for, or that is as deep as a table may be.
+STRANGE = {
+    "nan": b"d" + struct.pack(">d", float("nan")),
+    "inf": b"f" + struct.pack(">f", float("-inf")),
+    "decimal": b"D" + struct.pack(">Bi", 255, -1),
+    "time": b"T" + struct.pack(">Q", 253_402_300_799),
+    "bytes": b"x\0\0\0\2\xff\0",
+    "text": b"S\0\0\0\2\xff\0",
+    "large": b"l" + b"\x7f" + b"\xff" * 7,
+    "nothing": b"V",
+    "deep": nested(99),
+}
+
+
+@pytest.mark.parametrize("depth", [0, 260])
+def test_E9_nothing_that_a_stranger_says_of_itself_fails_the_answers_to_others(broker, ask, depth):
+    fields = STRANGE | ({"deep": nested(depth)} if depth else {})
+    table = b"".join(bytes((len(name),)) + name.encode() + value for name, value in fields.items())
+    payload = b"\0\x0a\0\x0b" + len(table).to_bytes(4, "big") + table + b"\5PLAIN\0\0\0\x0c\0guest\0guest\5en_US"
+    with socket.create_connection(("127.0.0.1", broker.port), timeout=30) as stranger:
+        stranger.sendall(b"AMQP\0\0\x09\x01" + b"\1\0\0" + len(payload).to_bytes(4, "big") + payload + b"\xce")
+        broker.wait_until(lambda b: b.connections() and b.connections()[0].bytes_received > len(payload))
+        (told,) = ask("GET", "/api/connections").json
+        assert set(told["clientProperties"]) == (set() if depth else set(STRANGE))
+        assert ask("GET", "/metrics").status == 200
