@@ -101,7 +101,7 @@ class Server:
         _log.info("listening on %s:%d", settings.host, port)
         if not is_loopback(settings.host) and settings.users == DEFAULT_USERS:
             _log.warning(
-                "listening on %s:%d, beyond this machine, with a password that everybody knows; set users",
+                "listening on %s:%d, which other machines may reach, and guest's password is well known; set users",
                 settings.host,
                 port,
             )

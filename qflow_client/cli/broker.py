@@ -32,6 +32,7 @@ from qflow_client.broker import (
 from qflow_client.cli.config import Config, read_config
 from qflow_client.cli.errors import CommandError, ExitCode
 from qflow_client.cli.stopping import Stopped, Stopping
+from qflow_client.cli.warned import warnings_shown
 
 __all__ = ["broker", "queue_table", "seldom_collected"]
 
@@ -250,7 +251,7 @@ def broker(
         Path | None,
         typer.Option(metavar="FOLDER", help="Write who is held by which queue, and depths, for qflow report."),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but the URLs.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but the URLs, and warnings.")] = False,
 ) -> None:
     """Run a broker for trials and tests, until Ctrl-C or SIGTERM.
 
@@ -320,6 +321,8 @@ def broker(
         if folder is not None:
             given["flow_log"] = stack.enter_context(FlowLog(folder))
         embedded = _make(read, given)
+        # A quiet console shows nothing at all.
+        stack.enter_context(warnings_shown("qflow_client.broker", Console(stderr=True) if quiet else console))
         stopping = stack.enter_context(Stopping())
         stack.enter_context(seldom_collected())
         try:

@@ -4,6 +4,7 @@ import gc
 import inspect
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -43,6 +44,19 @@ def test_it_runs_until_it_is_told_to_end(number: signal.Signals) -> None:
     process.send_signal(number)
     out, err = process.communicate(timeout=20)
     assert (process.returncode, out, err) == (0, "", f"{number.name}: the broker ends\n")
+
+
+@pytest.mark.parametrize("options", [(), ("--quiet",)])
+def test_E8_the_operator_is_warned_that_others_may_log_in_as_guest(options: tuple[str, ...]) -> None:
+    process, url = start("--host", "0.0.0.0", *options)
+    assert url
+    process.terminate()
+    _, err = process.communicate(timeout=20)
+    warning, *rest = err.splitlines()
+    assert re.fullmatch(
+        r"qflow: warning: listening on 0\.0\.0\.0:\d+, .* guest's password is well known; set users", warning
+    )
+    assert rest == ([] if options else ["SIGTERM: the broker ends"])
 
 
 @pytest.mark.parametrize("by_file", [False, True])

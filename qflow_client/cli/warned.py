@@ -1,0 +1,68 @@
+"""What the library logs as a warning or an error, shown to the operator of a command that goes on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from queue import Full, Queue
+from threading import Thread
+
+from rich.console import Console
+from rich.text import Text
+
+__all__ = ["warnings_shown"]
+
+#: Records that may wait for a terminal or a pipe that takes nothing; further ones are dropped.
+_MOST = 1000
+#: Seconds that the end of the command waits for what is not shown.
+_AT_EXIT = 1.0
+
+
+class _Handler(logging.Handler):
+    """Puts records into a queue: the thread that logs is the broker's, and must not wait for a terminal."""
+
+    def __init__(self, records: Queue[logging.LogRecord | None]) -> None:
+        super().__init__(logging.WARNING)
+        self._records = records
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(Full):
+            self._records.put_nowait(record)
+
+
+@contextmanager
+def warnings_shown(logger: str, console: Console) -> Iterator[None]:
+    """Show what a logger is given as a warning or an error, for as long as the block runs.
+
+    Nothing is shown if the log goes somewhere already, as with ``--debug``.
+
+    Args:
+        logger: its name.
+        console: where to; whatever else is drawn there stays whole.
+    """
+    if logging.getLogger().handlers:
+        yield
+        return
+    records: Queue[logging.LogRecord | None] = Queue(_MOST)
+    handler = _Handler(records)
+    thread = Thread(target=_show, args=(records, console), name="qflow-warnings", daemon=True)
+    thread.start()
+    logging.getLogger(logger).addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger(logger).removeHandler(handler)
+        with suppress(Full):
+            records.put(None, timeout=_AT_EXIT)
+            thread.join(_AT_EXIT)
+
+
+def _show(records: Queue[logging.LogRecord | None], console: Console) -> None:
+    formatter = logging.Formatter()
+    while (record := records.get()) is not None:
+        # Clients choose names: nothing that they put there may steer the terminal.
+        text = "".join(
+            each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in formatter.format(record)
+        )
+        console.print(Text(f"qflow: {record.levelname.lower()}: {text}"), soft_wrap=True)

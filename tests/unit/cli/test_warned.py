@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import io
+import logging
+import threading
+from contextlib import AbstractContextManager
+from unittest.mock import patch
+
+from rich.console import Console
+
+from qflow_client.cli.warned import warnings_shown
+
+LOGGER = logging.getLogger("qflow_client.broker.some")
+
+
+def without_handlers() -> AbstractContextManager[object]:
+    """pytest's own handlers are no wish to have a log."""
+    return patch.object(logging.getLogger(), "handlers", [])
+
+
+def shown() -> str:
+    file = io.StringIO()
+    with warnings_shown("qflow_client.broker", Console(file=file, width=40)):
+        LOGGER.info("not this")
+        LOGGER.warning("queue '%s': [red]%s[/red]", "\x1b[2J\x07\u202e", "x" * 60)
+        LOGGER.error("line\nand line")
+    LOGGER.warning("nor this")
+    return file.getvalue()
+
+
+def test_warnings_and_errors_are_shown_whole_and_steer_no_terminal() -> None:
+    with without_handlers():
+        lines = shown().splitlines()
+    assert lines == [
+        f"qflow: warning: queue '\\x1b[2J\\x07\\u202e': [red]{'x' * 60}[/red]",
+        "qflow: error: line",
+        "and line",
+    ]
+
+
+def test_nothing_is_shown_twice_where_the_log_goes_somewhere_already() -> None:
+    with patch.object(logging.getLogger(), "handlers", [logging.NullHandler()]):
+        assert shown() == ""
+
+
+def test_E9_a_terminal_that_takes_nothing_holds_nobody() -> None:
+    takes = threading.Event()
+
+    class Stuck(io.StringIO):
+        def write(self, text: str) -> int:
+            takes.wait()
+            return super().write(text)
+
+    file = Stuck()
+    with without_handlers(), warnings_shown("qflow_client.broker", Console(file=file)):
+        for number in range(5000):
+            LOGGER.warning("%d", number)
+        takes.set()
+    lines = file.getvalue().splitlines()
+    assert lines[0] == "qflow: warning: 0"
+    assert len(lines) <= 1002
