@@ -22,7 +22,8 @@ def gets_and_nacks(count=COUNT):
 
 def read_all(client):
     """Everything that comes, while the server would go on after each write; and the most that waited at once."""
-    names, most = [], 0
+    names: list[str] = []
+    most = 0
     while True:
         most = max(most, client.session.memory)
         data = client.raw_output()
