@@ -85,6 +85,13 @@ def test_the_headers_that_it_accepts_and_what_it_answers_to_others(make_world, p
 
 
 @pytest.mark.parametrize("profile", WITHOUT_EXTENSIONS)
+def test_E11_update_secret_is_refused_where_there_are_no_extensions(make_world, profile):
+    client = make_world(profile=profile).client()
+    client.send(0, commands.Connection.UpdateSecret("guest", "it has expired"))
+    assert client.close_of(commands.Connection.Close).reply_code == 503
+
+
+@pytest.mark.parametrize("profile", WITHOUT_EXTENSIONS)
 @pytest.mark.parametrize(
     "method",
     [commands.Confirm.Select(), commands.Basic.Nack(1), commands.Exchange.Bind(0, "amq.fanout", "amq.direct")],
