@@ -8,6 +8,7 @@ to library.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -22,7 +23,7 @@ from qflow_client.logs import log, write_log
 from qflow_client.message import Message
 from qflow_client.protocol import ProducerProtocol
 from qflow_client.receipt import Outcome, Receipt
-from qflow_client.settings import ProducerSettings, check_argument
+from qflow_client.settings import ProducerSettings, WhenFlowed, check_argument, variable
 
 __all__ = [
     "ADDRESSING",
@@ -39,6 +40,11 @@ ADDRESSING = ("exchange", "routing_key", "mandatory")
 RECONNECTING = ("on_disconnect", "reconnect_timeout", "reconnect_delay", "reconnect_delay_max", "reconnect_jitter")
 RETRYING = ("on_refused", "retry_for", "retry_delay", "retry_delay_max")
 
+# Settings that no library has a place for, and the way out.
+_OUTBOX = dict.fromkeys(
+    ("outbox", "outbox_max_bytes", "outbox_max_age", "outbox_full", "outbox_synchronous"),
+    "only Producer and AsyncProducer have an outbox",
+)
 # What a library's own methods say of every message, or a program that is not changed leaves to them.
 _FIXED: dict[str, Any] = {
     "exchange": "",
@@ -72,9 +78,20 @@ class DropIn:
         Raises:
             TypeError: naming the first of them, and who says it instead.
         """
+        refused = {**_OUTBOX, **self.not_taken}
         for name in names:
-            if name in self.not_taken:
-                raise TypeError(f"{name} is no setting of a connection of {self.library}'s: {self.not_taken[name]}")
+            if name in refused:
+                raise TypeError(f"{name} is no setting of a connection of {self.library}'s: {refused[name]}")
+
+    def _environ(self) -> dict[str, str]:
+        """The environment without the settings that a connection does not take: those are for other producers."""
+        ignored = {variable(name) for name in _OUTBOX.keys() | self.not_taken.keys()}
+        environ = {name: text for name, text in os.environ.items() if name not in ignored}
+        when_flowed = variable("when_flowed")
+        if environ.get(when_flowed) == WhenFlowed.SPILL:
+            # Without an outbox there is nothing to spill to.
+            del environ[when_flowed]
+        return environ
 
     def settings(self, url: str = _URL, **keywords: Any) -> ProducerSettings:
         """The settings of a connection, from keywords, the URL's query and the environment.
@@ -84,7 +101,7 @@ class DropIn:
             TypeError: a setting that has no meaning here.
         """
         self.check(keywords)
-        return ProducerSettings.load(url, **(keywords | _FIXED))
+        return ProducerSettings.load(url, environ=self._environ(), **(keywords | _FIXED))
 
     def of_url(self, url: str, **keywords: Any) -> tuple[ProducerSettings, str]:
         """The settings of a connection, and the URL without them.
@@ -97,7 +114,7 @@ class DropIn:
         if not named & self.NAMES:
             # It is the library's alone, which may take what we would not.
             return self.settings(**keywords), url
-        self.check(sorted(named & self.not_taken.keys()))
+        self.check(sorted(named & self.NAMES))
         settings = self.settings(url, **keywords)
         return settings, settings.urls[0]
 

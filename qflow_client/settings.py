@@ -10,8 +10,10 @@ import math
 import numbers
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from enum import StrEnum
 from typing import Any, Literal
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
@@ -29,12 +31,21 @@ __all__ = [
     "check_setting",
     "check_timeout",
     "hide_password",
+    "variable",
 ]
 
 
 # A scheme, a user name and a colon, and then the password. In what is no URL at all it may have any character in it.
 _PASSWORD = re.compile(r"(://[^/?#@:]*:)[^/?#]*@")
 _PASSWORD_OF_SORTS = re.compile(r"(://[^/@:]*:)(?:(?!://).)*@", re.DOTALL)
+
+# A comma that separates two URLs.
+_BETWEEN_URLS = re.compile(r"\s*,\s*(?=[A-Za-z][A-Za-z0-9+.-]*://)")
+
+# The beginning of the environment variables that are settings.
+_PREFIX = "QFLOW_"
+# How similar a variable's name is to that of a setting, from 0 to 1, before it counts as misspelt.
+_SIMILAR = 0.8
 
 # Seconds of lateness that a sender which keeps to a rate makes good.
 _CATCHES_UP = 0.05
@@ -103,7 +114,13 @@ def _capacity(text: str) -> int | str:
 
 
 def _comma_list(text: str) -> str | tuple[str, ...]:
-    return tuple(each.strip() for each in text.split(",")) if "," in text else text
+    urls = _BETWEEN_URLS.split(text)
+    for url in urls:
+        # A URL's password and query may have commas. Elsewhere one is a list whose next element is not a URL.
+        parts = urlsplit(url)
+        if "," in parts.netloc.rpartition("@")[2] + parts.path:
+            raise ValueError("a comma that no URL follows")
+    return urls[0] if len(urls) == 1 else tuple(urls)
 
 
 def _optional_path(text: str) -> str | None:
@@ -218,6 +235,9 @@ class ProducerSettings:
         SettingsError: a value that is not allowed.
     """
 
+    # What `_given` of the settings was that `dataclasses.replace` makes new ones of. It has to be the first field.
+    _replaced: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
+
     url: str | Sequence[str] = _setting(
         _URL, _comma_list, "an amqp:// or amqps:// URL, or a non-empty sequence of them", lambda v: bool(_urls(v))
     )
@@ -299,24 +319,28 @@ class ProducerSettings:
     )
     tracing: bool = _setting(False, *_BOOL)
     name: str = _setting("producer", *_NAME)
-    # The names of the settings that were given, whatever their values.
+    # The names of the settings that were given explicitly, whatever their values.
     _given: frozenset[str] = field(init=False, repr=False, compare=False)
-    # The same. `dataclasses.replace` passes it on, together with every setting, whether or not it was given.
-    _kept: frozenset[str] | None = field(default=None, repr=False, compare=False)
 
-    def __new__(cls, **given: Any) -> ProducerSettings:
-        """Keeps in mind what is given, because what is left at its default does not take precedence."""
+    def __new__(cls, **arguments: Any) -> ProducerSettings:
+        """Note which settings are given explicitly. Only those take precedence over the URL and the environment."""
         self = object.__new__(cls)
-        kept = given.pop("_kept", None)
-        if kept is not None:
-            given = {name: value for name, value in given.items() if name in kept or value != _SETTINGS[name].default}
-        object.__setattr__(self, "_given", frozenset(given))
+        names = list(arguments)
+        if "_replaced" in arguments:
+            # By `dataclasses.replace`: its changes come first, then this field, and behind it the values of the others.
+            names = [*names[: names.index("_replaced")], *arguments["_replaced"]]
+        object.__setattr__(self, "_given", frozenset(names))
         return self
 
     def __post_init__(self) -> None:
-        for name in _SETTINGS:
-            check_setting(name, getattr(self, name))
-        _query_settings(self.url)
+        object.__setattr__(self, "_replaced", self._given)
+        check_setting("url", self.url)
+        found = _query_settings(self.url)
+        for name, setting in _SETTINGS.items():
+            if name in self._given:
+                check_setting(name, getattr(self, name))
+            else:
+                object.__setattr__(self, name, found.get(name, setting.default))
         object.__setattr__(self, "url", self.url if isinstance(self.url, str) else tuple(self.url))
         object.__setattr__(self, "when_flowed", WhenFlowed(self.when_flowed))
         object.__setattr__(self, "on_disconnect", OnDisconnect(self.on_disconnect))
@@ -324,7 +348,6 @@ class ProducerSettings:
         object.__setattr__(self, "outbox_full", OnOutboxFull(self.outbox_full))
         object.__setattr__(self, "outbox_synchronous", OutboxSynchronous(self.outbox_synchronous))
         object.__setattr__(self, "outbox", None if self.outbox is None else os.fspath(self.outbox))
-        object.__setattr__(self, "_kept", self._given)
         if self.capacity == "auto" and not self.confirms:
             raise SettingsError(
                 "capacity='auto' with confirms=False: it is found from the latency of the confirms, of which there are "
@@ -400,18 +423,44 @@ class ProducerSettings:
                     f"{name}={keywords[name]!r}: there is no such setting; there are {', '.join(known)}"
                 )
         environ = os.environ if environ is None else environ
+        _warn_of_misspelt(environ)
         values: dict[str, Any] = {}
         for name, setting in known.items():
-            text = environ.get(f"QFLOW_{name.upper()}")
-            if text is not None:
-                values[name] = _parse(f"QFLOW_{name.upper()}", text, setting.metadata)
+            # An empty variable is not set: that is how deployments clear one.
+            if text := environ.get(variable(name)):
+                values[name] = _parse(variable(name), text, setting.metadata)
         explicit = {} if settings is None else {name: getattr(settings, name) for name in settings._given}
         url = url if url is not None else explicit.get("url", values.get("url", _URL))
         check_setting("url", url)
-        return cls(**(values | _query_settings(url) | explicit | keywords | {"url": url}))
+        # The query of the URL wins over the environment.
+        values = {name: value for name, value in values.items() if name not in _query_settings(url)}
+        return cls(**(values | explicit | keywords | {"url": url}))
 
 
 _SETTINGS = {setting.name: setting for setting in fields(ProducerSettings) if setting.metadata}
+
+# Variables that were warned of.
+_suspected: set[str] = set()
+
+
+def variable(name: str) -> str:
+    """The environment variable of a setting."""
+    return _PREFIX + name.upper()
+
+
+def _warn_of_misspelt(environ: Mapping[str, str]) -> None:
+    """Warn once of each variable whose name is nearly that of a setting. Other programs may use ``QFLOW_``, too."""
+    known = {variable(name) for name in _SETTINGS}
+    for name in environ:
+        if name.upper().startswith(_PREFIX) and name not in known and name not in _suspected:
+            near = get_close_matches(name.upper().removeprefix(_PREFIX), map(str.upper, _SETTINGS), 1, _SIMILAR)
+            if near:
+                _suspected.add(name)
+                warnings.warn(
+                    f"the environment variable {name} is not a setting of qflow_client and is ignored; did you mean "
+                    f"{variable(near[0])}?",
+                    stacklevel=4,
+                )
 
 
 def check_setting(name: str, value: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from dataclasses import fields, replace
 from enum import StrEnum
@@ -180,10 +182,16 @@ def test_words_for_false(text: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["max_producer_flow_control_wait", "rate", "capacity_bytes", "mandatory"])
-@pytest.mark.parametrize("text", ["none", "None", ""])
+@pytest.mark.parametrize("text", ["none", "None"])
 def test_words_for_none(name: str, text: str) -> None:
     assert getattr(load(environ={f"QFLOW_{name.upper()}": text}), name) is None
     assert getattr(load(f"{URL}?{name}={text}"), name) is None
+    assert getattr(load(f"{URL}?{name}="), name) is None
+
+
+@pytest.mark.parametrize("name", [each[0] for each in TEXTS] + ["url"])
+def test_an_empty_variable_is_not_set(name: str) -> None:
+    assert getattr(load(environ={f"QFLOW_{name.upper()}": ""}), name) == default(name)
 
 
 def test_for_ever_is_a_word_too() -> None:
@@ -271,7 +279,7 @@ def test_a_refused_value_is_named_with_its_setting_and_what_is_allowed(name: str
         ("confirms", "maybe", "True or False"),
         ("rate", "nan", "None or messages per second, more than 0"),
         ("when_flowed", "shed", "'block', 'raise' or 'spill'"),
-        ("connect_timeout", "", "seconds, more than 0"),
+        ("connect_timeout", "soon", "seconds, more than 0"),
         ("routing_key", "k" * 256, "a str of at most 255 bytes"),
     ],
 )
@@ -317,6 +325,17 @@ def test_the_url_too_comes_from_the_first_place_that_has_it() -> None:
     assert load(settings=settings, environ=environ).urls == ("amqp://settings/",)
     assert load("amqp://keyword/", settings, environ=environ).urls == ("amqp://keyword/",)
     assert load(settings=settings, url="amqp://keyword/").urls == ("amqp://keyword/",)
+
+
+@pytest.mark.parametrize("separator", [",", ", ", " , "])
+def test_a_comma_separates_urls_only_before_another_url(separator: str) -> None:
+    one = "amqps://one/?ssl_options={'certfile': 'a.pem', 'keyfile': 'a.key'}"
+    two = "amqps://u:p,w@two:5671/v?client_properties={'a': 1,'b': 2}"
+    assert load(environ={"QFLOW_URL": one}).url == one
+    assert load(environ={"QFLOW_URL": f"{one}{separator}{two}"}).url == (one, two)
+    for text in ("amqp://one/,two", "amqp://one,two", "amqp://one:1,two:2", "amqp://one,,amqp://two", "amqp://one,"):
+        with pytest.raises(SettingsError, match=f"QFLOW_URL='{text}': it must be an amqp://"):
+            load(environ={"QFLOW_URL": text})
 
 
 def test_of_several_urls_the_first_that_names_a_setting_decides() -> None:
@@ -437,6 +456,82 @@ def test_what_is_replaced_is_given_and_what_was_not_given_still_is_not() -> None
         "replaced",
         2,
     )
+
+
+@pytest.mark.parametrize(("name", "text", "value"), CHANGED)
+def test_the_settings_of_a_url_are_in_force_in_settings_made_of_it(name: str, text: str, value: Any) -> None:
+    settings = ProducerSettings(url=f"{URL}?{name}={text}")
+    assert getattr(settings, name) == value
+    assert getattr(load(settings=settings), name) == value
+    given: dict[str, Any] = {"url": f"{URL}?{name}={text}", name: default(name)}
+    assert getattr(ProducerSettings(**given), name) == default(name)
+    assert getattr(load(f"{URL}?", settings), name) == default(name), "of another URL"
+    assert getattr(replace(settings, url=URL), name) == default(name), "likewise"
+    assert getattr(replace(ProducerSettings(), url=settings.url), name) == value
+
+
+@pytest.mark.parametrize(("name", "text", "value"), CHANGED)
+def test_what_is_replaced_by_the_default_wins_over_the_url_and_the_environment(
+    name: str, text: str, value: Any
+) -> None:
+    settings = replace(ProducerSettings(url=f"{URL}?{name}={text}"), **{name: default(name)})
+    settings = replace(settings, flow_control_wait_notify_period=settings.flow_control_wait_notify_period)
+    assert getattr(settings, name) == default(name)
+    environ = {f"QFLOW_{name.upper()}": text}
+    assert getattr(load(settings=settings, environ=environ), name) == default(name)
+    assert getattr(load(f"{URL}?{name}={text}", settings), name) == default(name)
+    for copied in (copy.copy(settings), copy.deepcopy(settings), pickle.loads(pickle.dumps(settings))):
+        assert copied == settings
+        assert getattr(load(settings=copied, environ=environ), name) == default(name)
+
+
+def test_a_setting_that_is_made_impossible_by_the_url_is_refused() -> None:
+    with pytest.raises(SettingsError, match="when_flowed='spill' with outbox=None"):
+        ProducerSettings(url=f"{URL}?when_flowed=spill")
+    assert ProducerSettings(url=f"{URL}?when_flowed=spill&outbox=o").when_flowed is WhenFlowed.SPILL
+
+
+# Variables that look like settings.
+
+
+@pytest.fixture
+def nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qflow_client.settings._suspected", set())
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("QFLOW_CAPCITY", "QFLOW_CAPACITY"),
+        ("QFLOW_URLS", "QFLOW_URL"),
+        ("QFLOW_MAX_FLOW_CONTROL_WAIT", "QFLOW_MAX_PRODUCER_FLOW_CONTROL_WAIT"),
+        ("QFLOW_Capacity", "QFLOW_CAPACITY"),
+        ("qflow_capacity", "QFLOW_CAPACITY"),
+    ],
+)
+@pytest.mark.usefixtures("nothing_was_said")
+def test_a_variable_that_is_nearly_a_setting_is_warned_of_once(name: str, meant: str) -> None:
+    said = f"the environment variable {name} is not a setting of qflow_client and is ignored; did you mean {meant}?"
+    with pytest.warns(UserWarning, match=f"^{re.escape(said)}$") as warned:
+        assert load(environ={name: "amqp://u:s3cr3t-pw@h"}).capacity == 1000
+    assert len(warned) == 1
+    assert load(environ={name: "5"}).capacity == 1000
+
+
+@pytest.mark.usefixtures("nothing_was_said")
+def test_other_variables_are_not_warned_of() -> None:
+    words = [
+        "REQUIRE_BROKERS",
+        "FLIGHTS",
+        "RABBITMQ_URL",
+        "BROKER_URL",
+        "BROKERJ_URL",
+        "KILLS",
+        "CONTAINERS",
+        "CHROMIUM",
+    ]
+    words += ["COMPATIBILITY", "CONSOLE_LIMIT", "MODEL_STEPS", "FLOW_TO_DISK", "HTTP_TOKEN", "ADMIN_URL", "USERS"]
+    load(environ={f"QFLOW_{word}": "1" for word in words} | {"OFLOW_CAPCITY": "5"})
 
 
 def test_the_repr_says_what_is_not_as_usual() -> None:

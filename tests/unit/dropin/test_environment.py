@@ -1,0 +1,54 @@
+"""The environment of a process is for all of its producers; a drop-in takes what it knows of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from qflow_client import OnOutboxFull, SettingsError, WhenFlowed
+from qflow_client.aio_pika.flow import AIO_PIKA
+from qflow_client.dropin import DropIn
+from qflow_client.kombu.flow import KOMBU
+from qflow_client.pika.flow import PIKA
+
+pytestmark = pytest.mark.parametrize("drop_in", [PIKA, AIO_PIKA, KOMBU], ids=lambda each: each.library)
+
+OUTBOX = {
+    "outbox": "orders.outbox",
+    "outbox_max_bytes": "5",
+    "outbox_max_age": "5",
+    "outbox_full": "raise",
+    "outbox_synchronous": "full",
+}
+
+
+def test_a_variable_for_a_setting_that_a_drop_in_does_not_have_is_ignored(
+    drop_in: DropIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in drop_in.not_taken:
+        monkeypatch.setenv(f"QFLOW_{name.upper()}", "nonsense: it is not even looked at")
+    for name, text in OUTBOX.items():
+        monkeypatch.setenv(f"QFLOW_{name.upper()}", text)
+    monkeypatch.setenv("QFLOW_CAPACITY", "7")
+    settings = drop_in.settings()
+    assert (settings.capacity, settings.outbox, settings.outbox_full) == (7, None, OnOutboxFull.BLOCK)
+    assert not settings.tracing
+
+
+def test_without_an_outbox_the_environment_cannot_have_messages_spilled(
+    drop_in: DropIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QFLOW_WHEN_FLOWED", "spill")
+    assert drop_in.settings().when_flowed is WhenFlowed.BLOCK
+    monkeypatch.setenv("QFLOW_WHEN_FLOWED", "raise")
+    assert drop_in.settings().when_flowed is WhenFlowed.RAISE
+
+
+@pytest.mark.parametrize("name", OUTBOX)
+def test_an_outbox_that_a_program_asks_for_is_refused_with_the_way_out(drop_in: DropIn, name: str) -> None:
+    words = f"{name} is no setting of a connection of {drop_in.library}'s: .* Producer"
+    with pytest.raises(TypeError, match=words):
+        drop_in.settings(**{name: OUTBOX[name]})
+    with pytest.raises(TypeError, match=words):
+        drop_in.of_url(f"amqp://localhost?{name}={OUTBOX[name]}")
+    with pytest.raises(SettingsError, match="when_flowed='spill' with outbox=None"):
+        drop_in.settings(when_flowed="spill")
