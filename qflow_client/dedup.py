@@ -21,6 +21,7 @@ from typing import Any, Protocol, Self
 from qflow_client.database import Database
 from qflow_client.errors import QflowError
 from qflow_client.message import REPUBLISHED
+from qflow_client.redaction import shown
 
 __all__ = ["DeduplicationError", "Deduplicator", "FirstTime", "may_be_second_copy"]
 
@@ -240,9 +241,9 @@ class Deduplicator:
         self, path: str | os.PathLike[str] | None = None, *, max_count: int = 100_000, max_age: float | None = None
     ) -> None:
         if not max_count > 0:
-            raise ValueError(f"max_count must be more than 0, not {max_count!r}")
+            raise ValueError(f"max_count must be more than 0, not {shown(max_count)}")
         if max_age is not None and not max_age > 0:
-            raise ValueError(f"max_age must be more than 0 seconds, not {max_age!r}")
+            raise ValueError(f"max_age must be more than 0 seconds, not {shown(max_age)}")
         age = math.inf if max_age is None else max_age
         self._memory: _Memory = _InProcess(max_count, age) if path is None else _OnDisk(path, max_count, age)
         self._lock = threading.Lock()

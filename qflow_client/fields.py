@@ -12,6 +12,7 @@ from decimal import Decimal
 from math import isfinite
 from struct import Struct
 from struct import error as struct_error
+from types import NoneType
 from typing import Any
 
 __all__ = [
@@ -67,7 +68,10 @@ def encode_short_string(text: str, name: str) -> bytes:
         ValueError: it has more than 255 bytes, or is no Unicode text.
     """
     if not isinstance(text, str):
-        raise TypeError(f"{name} must be a str, not {type(text).__name__}: {text!r:.60}")
+        # Anything else may have a password in it.
+        is_harmless = isinstance(text, (NoneType, float, int)) or (isinstance(text, bytes) and b"@" not in text)
+        value = f": {text!r:.60}" if is_harmless else ""
+        raise TypeError(f"{name} must be a str, not {type(text).__name__}{value}")
     try:
         raw = text.encode()
     except UnicodeEncodeError as error:

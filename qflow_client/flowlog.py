@@ -23,6 +23,7 @@ from typing import IO, Any, Protocol
 
 from qflow_client.events import FlowEvent, FlowEventKind, FlowState
 from qflow_client.flow import Hold
+from qflow_client.redaction import shown
 
 __all__ = ["FlowLog", "Line", "ProducerLines", "microseconds"]
 
@@ -197,10 +198,10 @@ class FlowLog:
     ) -> None:
         for name, value, least in (("max_bytes", max_bytes, 1), ("max_lines", max_lines, 1), ("keep", keep, 1)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise ValueError(f"{name}={value!r}: it must be a whole number from {least} on")
+                raise ValueError(f"{name}={shown(value)}: it must be a whole number from {least} on")
         for name, seconds in (("max_seconds", max_seconds), ("period", period)):
             if not seconds > 0:
-                raise ValueError(f"{name}={seconds!r}: it must be more than 0 seconds")
+                raise ValueError(f"{name}={shown(seconds)}: it must be more than 0 seconds")
         #: Where the files are.
         self.folder = Path(folder)
         #: Seconds after which holds that go on, and queues, are told of again.

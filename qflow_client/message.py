@@ -9,6 +9,7 @@ from enum import IntEnum
 from typing import Any, Self
 
 from qflow_client.fields import MAX_DEPTH, encode_short_string, encode_timestamp
+from qflow_client.redaction import shown
 
 __all__ = ["REPUBLISHED", "DeliveryMode", "Message", "as_body", "as_payload", "republished"]
 
@@ -173,9 +174,9 @@ def _own(value: Any, depth: int) -> Any:
 def _check_int(lowest: int, highest: int) -> Callable[[Any, str], object]:
     def check(value: object, name: str) -> None:
         if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} must be an int, not {type(value).__name__}: {value!r}")
+            raise TypeError(f"{name} must be an int, not {type(value).__name__}: {shown(value)}")
         if not lowest <= value <= highest:
-            raise ValueError(f"{name} must be from {lowest} to {highest}, not {value!r}")
+            raise ValueError(f"{name} must be from {lowest} to {highest}, not {shown(value)}")
 
     return check
 
@@ -183,7 +184,7 @@ def _check_int(lowest: int, highest: int) -> Callable[[Any, str], object]:
 def _check_expiration(value: str, name: str) -> None:
     encode_short_string(value, name)
     if not (value.isascii() and value.isdigit()):
-        raise ValueError(f"{name} must be milliseconds as a string of digits, not {value!r}")
+        raise ValueError(f"{name} must be milliseconds as a string of digits, not {shown(value)}")
 
 
 def _check_headers(value: object, name: str) -> None:

@@ -37,6 +37,7 @@ from qflow_client.fields import encode_short_string
 from qflow_client.frames import content_header, plain_content_header
 from qflow_client.message import Message
 from qflow_client.outboxfile import OutboxError, OutboxFull, OutboxInUse, StoredMessage
+from qflow_client.redaction import shown
 
 __all__ = ["Outbox", "OutboxError", "OutboxFull", "OutboxInUse", "StoredMessage"]
 
@@ -81,9 +82,9 @@ class Outbox:
         self, path: str | os.PathLike[str], *, max_bytes: int = _MAX_BYTES, synchronous: str = "normal"
     ) -> None:
         if synchronous not in ("normal", "full"):
-            raise ValueError(f"synchronous must be 'normal' or 'full', not {synchronous!r}")
+            raise ValueError(f"synchronous must be 'normal' or 'full', not {shown(synchronous)}")
         if not max_bytes > 0:
-            raise ValueError(f"max_bytes must be more than 0, not {max_bytes!r}")
+            raise ValueError(f"max_bytes must be more than 0, not {shown(max_bytes)}")
         #: Of the file.
         self.path = Path(os.fspath(path))
         #: The most bytes that may be in it.

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from tenacity import RetryCallState, Retrying, stop_after_delay, stop_never, wait_exponential, wait_random_exponential
 
-from qflow_client.settings import OnRefused, ProducerSettings, hide_password
+from qflow_client.redaction import hide_password
+from qflow_client.settings import OnRefused, ProducerSettings
 
 __all__ = ["Backoff", "Reconnection", "is_final", "retries"]
 

@@ -12,6 +12,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from enum import StrEnum
@@ -19,6 +20,7 @@ from typing import Any, Literal
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from qflow_client.errors import SettingsError
+from qflow_client.redaction import HARMLESS, hide_password, is_clear, shown, shown_of_unknown
 
 __all__ = [
     "OnDisconnect",
@@ -34,10 +36,6 @@ __all__ = [
     "variable",
 ]
 
-
-# A scheme, a user name and a colon, and then the password. In what is no URL at all it may have any character in it.
-_PASSWORD = re.compile(r"(://[^/?#@:]*:)[^/?#]*@")
-_PASSWORD_OF_SORTS = re.compile(r"(://[^/@:]*:)(?:(?!://).)*@", re.DOTALL)
 
 # A comma that separates two URLs.
 _BETWEEN_URLS = re.compile(r"\s*,\s*(?=[A-Za-z][A-Za-z0-9+.-]*://)")
@@ -98,11 +96,6 @@ class OutboxSynchronous(StrEnum):
     NORMAL = "normal"
     #: Also that of the machine; every commit waits for the disk.
     FULL = "full"
-
-
-def hide_password(url: str) -> str:
-    """The URL as it may be shown."""
-    return _PASSWORD.sub(r"\1***@", url)
 
 
 def _seconds(text: str) -> float | None:
@@ -384,13 +377,13 @@ class ProducerSettings:
         return tuple(_split_url(url)[0] for url in _urls(self.url))
 
     def __repr__(self) -> str:
-        shown = ", ".join(
-            f"{setting.name}={value!r}"
+        others = "".join(
+            f", {setting.name}={shown(value)}"
             for setting in _SETTINGS.values()
             if (value := getattr(self, setting.name)) != setting.default and setting.name != "url"
         )
-        urls = [hide_password(url) for url in _urls(self.url)]
-        return f"ProducerSettings(url={urls[0] if len(urls) == 1 else urls!r}{', ' if shown else ''}{shown})"
+        url = shown(self.url if isinstance(self.url, str) else list(self.url))
+        return f"ProducerSettings(url={url}{others})"
 
     @classmethod
     def load(
@@ -419,8 +412,11 @@ class ProducerSettings:
         known = _SETTINGS
         for name in keywords:
             if name not in known:
+                near = get_close_matches(name, known, 1)
+                hint = f"; did you mean {near[0]}?" if near else ""
                 raise SettingsError(
-                    f"{name}={keywords[name]!r}: there is no such setting; there are {', '.join(known)}"
+                    f"{name}={shown_of_unknown(keywords[name])}: there is no such setting; there are "
+                    f"{', '.join(known)}{hint}"
                 )
         environ = os.environ if environ is None else environ
         _warn_of_misspelt(environ)
@@ -438,6 +434,7 @@ class ProducerSettings:
 
 
 _SETTINGS = {setting.name: setting for setting in fields(ProducerSettings) if setting.metadata}
+HARMLESS.update(_SETTINGS.keys() - {"url"})
 
 # Variables that were warned of.
 _suspected: set[str] = set()
@@ -481,7 +478,7 @@ def check_argument(name: str, value: object, is_allowed: bool, allowed: str) -> 
         TypeError: naming the argument, the value and what is allowed.
     """
     if not is_allowed:
-        raise TypeError(f"{name}={value!r}: it must be {allowed}")
+        raise TypeError(f"{name}={shown(value)}: it must be {allowed}")
 
 
 def check_timeout(timeout: object) -> None:
@@ -509,19 +506,22 @@ def _query_settings(url: str | Sequence[str]) -> dict[str, Any]:
 
 
 def _parse(place: str, text: str, metadata: Mapping[str, Any]) -> Any:
-    try:
+    # What is raised must have no context: the words of `int` and `urlsplit` repeat the text.
+    with suppress(ValueError):
         value = metadata["parse"](text)
-    except ValueError:
-        raise _refused(place, text, metadata["allowed"]) from None
-    if not metadata["check"](value):
-        raise _refused(place, text, metadata["allowed"])
-    return value
+        if metadata["check"](value):
+            return value
+    raise _refused(place, text, metadata["allowed"])
 
 
 def _refused(name: str, value: Any, allowed: str) -> SettingsError:
-    shown = _PASSWORD_OF_SORTS.sub(r"\1***@", repr(value))
-    hint = "; a # is written %23" if allowed is _SETTINGS["url"].metadata["allowed"] and "#" in repr(value) else ""
-    return SettingsError(f"{name}={shown}: it must be {allowed}{hint}")
+    hint = ""
+    if allowed is _SETTINGS["url"].metadata["allowed"]:
+        if "#" in repr(value):
+            hint = "; a # is written %23"
+        elif isinstance(value, str) and "@" in value and not is_clear(value):
+            hint = "; in a password, a / is written %2F, a ? %3F, and an @ %40"
+    return SettingsError(f"{name}={shown(value)}: it must be {allowed}{hint}")
 
 
 def _urls(value: Any) -> tuple[str, ...]:
@@ -532,9 +532,9 @@ def _urls(value: Any) -> tuple[str, ...]:
 def _is_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        # The port is looked at because one that is none is only found then. A # begins what nobody would read, mostly
-        # in the middle of a password.
-        return parts.scheme in ("amqp", "amqps") and parts.port != 0 and "#" not in url
+        # The port is looked at because it is parsed only then. A # begins a fragment, which has no meaning here and is
+        # mostly a part of the password. An @ in the path is mostly the end of a password with a / in it.
+        return parts.scheme in ("amqp", "amqps") and parts.port != 0 and "#" not in url and is_clear(url)
     except ValueError:
         return False
 

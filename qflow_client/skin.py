@@ -20,7 +20,8 @@ from qflow_client.logs import log
 from qflow_client.protocol import ProducerProtocol
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.recovery import retries
-from qflow_client.settings import ProducerSettings, WhenFlowed, check_argument, check_timeout, hide_password
+from qflow_client.redaction import hide_password, shown
+from qflow_client.settings import ProducerSettings, WhenFlowed, check_argument, check_timeout
 
 if TYPE_CHECKING:
     from qflow_client.keeper import Storage
@@ -144,10 +145,10 @@ def kinds_of(kinds: Iterable[str] | None) -> frozenset[str] | None:
         return None
     found = None if isinstance(kinds, str) else frozenset(kinds)
     if found is None or not all(isinstance(kind, str) for kind in found):
-        raise TypeError(f"kinds={kinds!r}: it must be several hold kinds, such as ('connection_blocked',)")
+        raise TypeError(f"kinds={shown(kinds)}: it must be several hold kinds, such as ('connection_blocked',)")
     unknown = sorted(found - frozenset(HoldKind))
     if unknown:
-        raise ValueError(f"kinds: there is no hold kind {unknown[0]!r}; the kinds are {', '.join(HoldKind)}")
+        raise ValueError(f"kinds: there is no hold kind {shown(unknown[0])}; the kinds are {', '.join(HoldKind)}")
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Mapping
 from typing import Any
 
 import aio_pika
@@ -14,7 +15,8 @@ from yarl import URL
 from qflow_client.aio.aiormq_io import TapTransport, TapTransportFactory
 from qflow_client.errors import ConnectionFailed, SettingsError
 from qflow_client.recovery import is_final
-from qflow_client.settings import hide_password
+from qflow_client.redaction import HARMLESS, is_harmless, shown, words_of
+from qflow_client.settings import check_setting
 from qflow_client.skin import connection_failed, no_answer
 
 __all__ = ["TappedConnection", "TappedRobustConnection", "connect_async", "final", "words"]
@@ -76,6 +78,26 @@ class TappedRobustConnection(_Tapped, aio_pika.RobustConnection):
         self._tap(client_properties)
 
 
+def _address(url: object, parameters: Mapping[str, object]) -> URL:
+    check_setting("url", url)
+    if not isinstance(url, str):
+        raise SettingsError(f"url={shown(url)}: it must be one URL")
+    for name, value in parameters.items():
+        if name not in HARMLESS:
+            raise SettingsError(f"{name}: there is no such parameter; there are {', '.join(sorted(HARMLESS))}")
+        if not isinstance(value, (str, int, float)) or not is_harmless(name, str(value)):
+            raise SettingsError(f"{name}={shown(value)}: a parameter of a URL's query must be a text or a number")
+    try:
+        address = URL(url)
+        # aiormq logs the whole query. It does not know the others, and they may be secret.
+        known = [(name, value) for name, value in address.query.items() if is_harmless(name, value)]
+        return address.with_query(known).update_query(parameters)  # type: ignore[arg-type]  # as just checked
+    except (TypeError, ValueError) as error:
+        why = words_of(error, url)
+    # Outside of the handler: the error would be the context, and may repeat the password.
+    raise SettingsError(f"url={shown(url)}: {why}")
+
+
 async def connect_async(
     url: str,
     *,
@@ -103,13 +125,7 @@ async def connect_async(
         ConnectionFailed: it cannot be had, and why.
         SettingsError: the URL is none.
     """
-    try:
-        address = URL(url)
-        if address.scheme not in ("amqp", "amqps"):
-            raise ValueError("its scheme must be amqp or amqps")
-        address = address.update_query(parameters)
-    except (TypeError, ValueError) as error:
-        raise SettingsError(f"url={hide_password(str(url))!r}: {error}") from error
+    address = _address(url, parameters)
     kind = TappedRobustConnection if robust else TappedConnection
     connection = kind(address, ssl_context=ssl_context, client_properties=client_properties)
     limit = asyncio.timeout(timeout)

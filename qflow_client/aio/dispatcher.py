@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from qflow_client.logs import log
+from qflow_client.redaction import shown
 
 __all__ = ["Dispatcher", "refuse_coroutine_function"]
 
@@ -21,8 +22,8 @@ def refuse_coroutine_function(name: str, callback: object) -> None:
     """
     if inspect.iscoroutinefunction(callback):
         raise TypeError(
-            f"{name}={callback!r}: it must be a plain function, because nobody awaits it; a task that awaits can be "
-            "started in it, or iterate over flow_events()"
+            f"{name}={shown(callback)}: it must be a plain function, because nobody awaits it; a task that awaits can "
+            "be started in it, or iterate over flow_events()"
         )
 
 

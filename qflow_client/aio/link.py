@@ -18,7 +18,7 @@ from qflow_client.errors import ConnectionFailed
 from qflow_client.logs import log
 from qflow_client.protocol import ProducerProtocol
 from qflow_client.recovery import Reconnection
-from qflow_client.settings import hide_password
+from qflow_client.redaction import hide_password
 from qflow_client.skin import (
     BRIEF,
     GIVEN_UP,

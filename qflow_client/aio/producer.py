@@ -36,6 +36,7 @@ from qflow_client.manager import flow_manager
 from qflow_client.message import Message, as_payload
 from qflow_client.protocol import ProducerProtocol, SendTicket
 from qflow_client.receipt import Receipt
+from qflow_client.redaction import shown
 from qflow_client.settings import ProducerSettings, WhenFlowed, check_argument, check_timeout
 from qflow_client.skin import (
     BLOCKING_WAITS,
@@ -148,8 +149,8 @@ class AsyncProducer:
         refuse_coroutine_function("on_delivery", on_delivery)
         if connection is not None and not isinstance(connection, (TappedConnection, TappedRobustConnection)):
             raise SettingsError(
-                f"connection={connection!r}: on a connection made elsewhere Channel.Flow and confirms cannot be taken "
-                "before aio-pika gets them; make it with qflow_client.connect_async(url)"
+                f"connection={shown(connection)}: on a connection made elsewhere Channel.Flow and confirms cannot be "
+                "taken before aio-pika gets them; make it with qflow_client.connect_async(url)"
             )
         self._options = protocol_options(self.settings, AsyncReceipt, line)
         # With an outbox there is another, once that is open.

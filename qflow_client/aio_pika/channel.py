@@ -12,6 +12,7 @@ import aio_pika.channel as _aio_pika
 from qflow_client.aio_pika.flow import ChannelFlow
 from qflow_client.events import FlowEvent, FlowState
 from qflow_client.logs import log
+from qflow_client.redaction import shown
 from qflow_client.skin import BRIEF
 
 __all__ = ["Channel", "FlowedChannel"]
@@ -36,8 +37,8 @@ class FlowedChannel:
     ) -> None:
         if not hasattr(connection, "flow_settings"):
             raise TypeError(
-                f"connection={connection!r}: it must be one of qflow_client.aio_pika's; connect with its connect(), or "
-                "derive your connection_class from its Connection"
+                f"connection={shown(connection)}: it must be one of qflow_client.aio_pika's; connect with its "
+                "connect(), or derive your connection_class from its Connection"
             )
         super().__init__(connection, channel_number, publisher_confirms, on_return_raises)  # type: ignore[call-arg]  # aio-pika's
         #: The channel's flow; for the package.

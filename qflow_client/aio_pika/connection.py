@@ -18,6 +18,7 @@ from qflow_client.aio.aiormq_io import TapTransport
 from qflow_client.aio.connection import TappedConnection
 from qflow_client.aio_pika.channel import Channel
 from qflow_client.aio_pika.flow import AIO_PIKA, ChannelFlow
+from qflow_client.redaction import censored
 from qflow_client.settings import ProducerSettings
 
 __all__ = ["Connection", "FlowedConnection", "connect"]
@@ -117,7 +118,13 @@ async def connect(url: Any = None, *, connection_class: Any = Connection, **keyw
         SettingsError: a setting has a value that is not allowed.
         TypeError: a setting that a connection of aio-pika's does not take.
     """
-    return await _aio_pika.connect(url, connection_class=connection_class, **keywords)
+    # aio-pika puts them into the URL, whose errors would repeat them.
+    AIO_PIKA.settings(**{name: keywords[name] for name in AIO_PIKA.NAMES & keywords.keys()})
+    try:
+        return await _aio_pika.connect(url, connection_class=connection_class, **keywords)
+    except (TypeError, ValueError) as error:
+        refused = censored(error, url)
+    raise refused
 
 
 def same_signature(ours: Any, theirs: Any, connection_class: type) -> None:

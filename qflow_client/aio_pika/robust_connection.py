@@ -10,7 +10,9 @@ from yarl import URL
 
 from qflow_client.aio.connection import TappedRobustConnection
 from qflow_client.aio_pika.connection import FlowedConnection, same_signature
+from qflow_client.aio_pika.flow import AIO_PIKA
 from qflow_client.aio_pika.robust_channel import RobustChannel
+from qflow_client.redaction import censored
 
 __all__ = ["RobustConnection", "connect_robust"]
 
@@ -52,7 +54,13 @@ async def connect_robust(url: Any = None, *, connection_class: Any = RobustConne
         SettingsError: a setting has a value that is not allowed.
         TypeError: a setting that a connection of aio-pika's does not take.
     """
-    return await _aio_pika.connect_robust(url, connection_class=connection_class, **keywords)
+    # aio-pika puts them into the URL, whose errors would repeat them.
+    AIO_PIKA.settings(**{name: keywords[name] for name in AIO_PIKA.NAMES & keywords.keys()})
+    try:
+        return await _aio_pika.connect_robust(url, connection_class=connection_class, **keywords)
+    except (TypeError, ValueError) as error:
+        refused = censored(error, url)
+    raise refused
 
 
 same_signature(connect_robust, _aio_pika.connect_robust, RobustConnection)

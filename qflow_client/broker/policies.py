@@ -16,6 +16,7 @@ from enum import Enum, StrEnum
 from typing import Any, TypeVar, cast
 
 from qflow_client.flow import StopResume
+from qflow_client.redaction import shown
 
 __all__ = ["ApplyTo", "Enforcement", "Inheritance", "Policies", "Policy", "PolicyDefinition", "QueuePolicy", "choose"]
 
@@ -380,22 +381,22 @@ class Policy:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise ValueError(f"name={self.name!r}: a policy must have a name")
+            raise ValueError(f"name={shown(self.name)}: a policy must have a name")
         if isinstance(self.definition, Mapping):
             object.__setattr__(self, "definition", PolicyDefinition.from_mapping(self.definition))
         if not isinstance(self.definition, PolicyDefinition):
-            raise TypeError(f"definition={self.definition!r}: it must be a PolicyDefinition or a mapping")
+            raise TypeError(f"definition={shown(self.definition)}: it must be a PolicyDefinition or a mapping")
         if self.definition == PolicyDefinition():
-            raise ValueError(f"policy {self.name!r} sets nothing; give it a definition")
+            raise ValueError(f"policy {shown(self.name)} sets nothing; give it a definition")
         if self.definition.flow_resume_capacity is not None and self.definition.capacity is None:
             raise ValueError("flow_resume_capacity without capacity: set capacity too")
-        apply_to = choose(f"apply_to={self.apply_to!r}", self.apply_to, ApplyTo)
+        apply_to = choose(f"apply_to={shown(self.apply_to)}", self.apply_to, ApplyTo)
         object.__setattr__(self, "apply_to", apply_to)
         if not isinstance(self.priority, int) or isinstance(self.priority, bool):
-            raise TypeError(f"priority={self.priority!r}: it must be an integer")
+            raise TypeError(f"priority={shown(self.priority)}: it must be an integer")
         if (self.routing_key is not None) is not (apply_to is ApplyTo.ROUTING_KEYS):
             raise ValueError(
-                f"routing_key={self.routing_key!r} with apply_to={apply_to.value}: "
+                f"routing_key={shown(self.routing_key)} with apply_to={apply_to.value}: "
                 "it is for routing_keys, which must have it"
             )
         for name in ("pattern", "routing_key"):
@@ -404,7 +405,7 @@ class Policy:
                 try:
                     re.compile(pattern)
                 except (re.error, TypeError) as error:
-                    raise ValueError(f"{name}={pattern!r}: it is no regular expression: {error}") from None
+                    raise ValueError(f"{name}={shown(pattern)}: it is no regular expression: {error}") from None
 
     @classmethod
     def parse(cls, text: str) -> Policy:
@@ -422,14 +423,14 @@ class Policy:
         for pair in pairs:
             key, equals, value = pair.partition("=")
             if not equals or key in values:
-                raise ValueError(f"{pair!r}: a policy is given as NAME KEY=VALUE KEY=VALUE…, each key once")
+                raise ValueError(f"{shown(pair)}: a policy is given as NAME KEY=VALUE KEY=VALUE…, each key once")
             values[key] = value
         for key, kind in (("priority", int), ("max_flow_wait", float), *((number, int) for number in _NUMBERS)):
             if key in values:
                 try:
                     values[key] = kind(values[key])
                 except ValueError:
-                    raise ValueError(f"{key}={values[key]!r}: it must be a number") from None
+                    raise ValueError(f"{key}={shown(values[key])}: it must be a number") from None
         if "drop_transient" in values:
             # What is neither is refused by its name.
             values["drop_transient"] = {"true": True, "false": False}.get(

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from qflow_client.broker.policies import choose
 from qflow_client.flow import FlowController, FlowSource, RateLimiter
+from qflow_client.redaction import shown
 
 __all__ = ["RateLimit", "RateScope", "Rates", "Timed"]
 
@@ -48,9 +49,9 @@ class RateLimit:
     burst: float = 0.1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "apply_to", choose(f"apply_to={self.apply_to!r}", self.apply_to, RateScope))
+        object.__setattr__(self, "apply_to", choose(f"apply_to={shown(self.apply_to)}", self.apply_to, RateScope))
         if not isinstance(self.name, str):
-            raise TypeError(f"name={self.name!r}: it must be a string")
+            raise TypeError(f"name={shown(self.name)}: it must be a string")
         if self.messages is None and self.bytes is None:
             raise ValueError(f"the rate limit of {self.apply_to} '{self.name}' limits nothing; give messages or bytes")
         for what in ("messages", "bytes", "burst"):
@@ -58,13 +59,13 @@ class RateLimit:
             if value is None:
                 continue
             if not isinstance(value, (int, float)) or isinstance(value, bool):
-                raise TypeError(f"{what}={value!r}: it must be a number")
+                raise TypeError(f"{what}={shown(value)}: it must be a number")
             if not 0 < value < math.inf:
-                raise ValueError(f"{what}={value!r}: it must be more than 0 and finite")
+                raise ValueError(f"{what}={shown(value)}: it must be more than 0 and finite")
         for what in ("messages", "bytes"):
             value = getattr(self, what)
             if value is not None and not value * self.burst < math.inf:
-                raise ValueError(f"{what}={value!r} and burst={self.burst!r}: their product must be finite")
+                raise ValueError(f"{what}={shown(value)} and burst={self.burst!r}: their product must be finite")
 
     def to_json(self) -> dict[str, Any]:
         """It as JSON can tell it."""

@@ -7,6 +7,7 @@ import os
 import re
 import ssl
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from importlib.util import find_spec
@@ -19,6 +20,7 @@ from qflow_client.broker.profiles import DIALECTS, Dialect, OnAlarm, Profile
 from qflow_client.flow import Capacity, StopResume
 from qflow_client.flowlog import FlowLog
 from qflow_client.frames import FRAME_MIN_SIZE
+from qflow_client.redaction import shown
 
 __all__ = ["BrokerOptions", "BrokerSettings", "Enforcement", "FlowScope", "Synchronous", "Trace", "is_loopback"]
 
@@ -138,7 +140,8 @@ class BrokerSettings:
         trace: called for every frame in and out, in the order of the wire, on the broker's thread; must not raise.
         http_host: the address on which the HTTP API listens.
         http_port: its port; 0 for a free one; ``None`` for no HTTP API, and then nothing of it is imported.
-        http_token: what its clients have to show; ``None`` for nothing, which only a loopback address may have.
+        http_token: what its clients have to show; ``None`` for nothing, which only a loopback address may have;
+            not shown by its `repr`.
         policies: to begin with (D3); no two of the same name.
         max_producer_flow_control_wait: seconds that a publish waits for room in a queue whose policy is ``wait`` (A4).
         resume_interval: seconds between two of the channels that a queue unflows, oldest first (F4); 0 for none.
@@ -192,7 +195,7 @@ class BrokerSettings:
     trace: Trace | None = None
     http_host: str = "127.0.0.1"
     http_port: int | None = None
-    http_token: str | None = None
+    http_token: str | None = field(default=None, repr=False)
     policies: tuple[Policy, ...] = ()
     max_producer_flow_control_wait: float = 60.0
     resume_interval: float = 0.0
@@ -216,7 +219,7 @@ class BrokerSettings:
         self._choose("store_synchronous", Synchronous)
         if self.store is not None:
             if not isinstance(self.store, (str, os.PathLike)) or not os.fspath(self.store):
-                raise TypeError(f"store must be the path of a file or None, not {self.store!r}")
+                raise TypeError(f"store must be the path of a file or None, not {shown(self.store)}")
             object.__setattr__(self, "store", Path(os.fspath(self.store)))
         self._whole("port", 0, 65535)
         self._whole("heartbeat", 0, 65535)
@@ -227,7 +230,7 @@ class BrokerSettings:
         if self.store is not None and self.max_message_size > MAX_STORED:
             raise ValueError(
                 f"max_message_size must be at most {MAX_STORED} with a store, which takes no more in one piece, not "
-                f"{self.max_message_size!r}"
+                f"{shown(self.max_message_size)}"
             )
         for name in (
             "recent",
@@ -247,11 +250,11 @@ class BrokerSettings:
         self._whole("capacity", 0, 2**63 - 1)
         self._whole("memory_limit", 0, 2**63 - 1)
         if 0 < self.memory_limit < MIN_MEMORY:
-            raise ValueError(f"memory_limit must be 0 or at least {MIN_MEMORY} bytes, not {self.memory_limit!r}")
+            raise ValueError(f"memory_limit must be 0 or at least {MIN_MEMORY} bytes, not {shown(self.memory_limit)}")
         self._whole("disk_free_limit", 0, 2**63 - 1)
         if self.disk_free_limit and self.store is None:
             raise ValueError(
-                f"disk_free_limit={self.disk_free_limit!r} is about the folder of the store: set a store too"
+                f"disk_free_limit={shown(self.disk_free_limit)} is about the folder of the store: set a store too"
             )
         if self.flow_resume_capacity is not None:
             self._whole("flow_resume_capacity", 0, 2**63 - 1)
@@ -259,7 +262,7 @@ class BrokerSettings:
             raise TypeError(f"host must be a str, not {type(self.host).__name__}")
         self._check_http()
         if not isinstance(self.virtual_host, str) or not self.virtual_host:
-            raise ValueError(f"virtual_host must be a name, not {self.virtual_host!r}")
+            raise ValueError(f"virtual_host must be a name, not {shown(self.virtual_host)}")
         if self.ssl_context is not None and not isinstance(self.ssl_context, ssl.SSLContext):
             raise TypeError(f"ssl_context must be an ssl.SSLContext or None, not {type(self.ssl_context).__name__}")
         if self.trace is not None and not callable(self.trace):
@@ -270,11 +273,11 @@ class BrokerSettings:
             raise ValueError("users must map at least one user name to its password")
         for user, password in self.users.items():
             if not isinstance(user, str) or not isinstance(password, str):
-                raise TypeError(f"users must map user names to passwords, both str; one of user {user!r} is not")
+                raise TypeError(f"users must map user names to passwords, both str; one of user {shown(user)} is not")
         object.__setattr__(self, "policies", tuple(self.policies))
         names = [policy.name if isinstance(policy, Policy) else None for policy in self.policies]
         if None in names:
-            raise TypeError(f"policies must be Policy objects, not {self.policies!r}")
+            raise TypeError(f"policies must be Policy objects, not {shown(self.policies)}")
         if len(set(names)) < len(names):
             raise ValueError(f"policies must have different names, not {', '.join(map(str, names))}")
         if self.store is None:
@@ -302,7 +305,8 @@ class BrokerSettings:
         self._whole("http_port", 0, 65535)
         if self.http_token is None and not is_loopback(self.http_host):
             raise ValueError(
-                f"http_host={self.http_host!r} is not a loopback address: set an http_token, which clients have to show"
+                f"http_host={shown(self.http_host)} is not a loopback address: set an http_token, which clients "
+                "have to show"
             )
         missing = [name for name in ("aiohttp", "prometheus_client", "pydantic") if find_spec(name) is None]
         if missing:
@@ -345,22 +349,23 @@ class BrokerSettings:
 
     def _choose(self, name: str, kind: type[Enum]) -> None:
         value = getattr(self, name)
-        try:
+        with suppress(ValueError):
             object.__setattr__(self, name, kind(value))
-        except ValueError:
-            allowed = ", ".join(repr(member.value) for member in kind)
-            raise ValueError(f"{name} must be one of {allowed}, not {value!r}") from None
+            return
+        # Without a context: that of `Enum` repeats the value.
+        allowed = ", ".join(repr(member.value) for member in kind)
+        raise ValueError(f"{name} must be one of {allowed}, not {shown(value)}")
 
     def _whole(self, name: str, lowest: int, highest: int) -> None:
         value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} must be an int, not {type(value).__name__}: {value!r}")
+            raise TypeError(f"{name} must be an int, not {type(value).__name__}: {shown(value)}")
         if not lowest <= value <= highest:
-            raise ValueError(f"{name} must be from {lowest} to {highest}, not {value!r}")
+            raise ValueError(f"{name} must be from {lowest} to {highest}, not {shown(value)}")
 
     def _seconds(self, name: str) -> None:
         value = getattr(self, name)
         if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise TypeError(f"{name} must be a number of seconds, not {type(value).__name__}: {value!r}")
+            raise TypeError(f"{name} must be a number of seconds, not {type(value).__name__}: {shown(value)}")
         if not value > 0:
-            raise ValueError(f"{name} must be more than 0 seconds, not {value!r}")
+            raise ValueError(f"{name} must be more than 0 seconds, not {shown(value)}")

@@ -19,6 +19,7 @@ from qflow_client.flow import Hold
 from qflow_client.kombu.channel import PIPELINED, Channel, refuse
 from qflow_client.kombu.flow import KOMBU
 from qflow_client.kombu.wire import PlainWire, TLSWire, Unanswered, Wire
+from qflow_client.redaction import shown
 
 __all__ = ["Connection"]
 
@@ -59,7 +60,7 @@ class Connection(pyamqp.Connection):
         self.flow_settings = KOMBU.settings(**{name: keywords.pop(name) for name in names})
         confirms = keywords.get("confirm_publish", False)
         if isinstance(confirms, str) and confirms != PIPELINED:
-            raise SettingsError(f"confirm_publish={confirms!r}: it must be True, False or {PIPELINED!r}")
+            raise SettingsError(f"confirm_publish={shown(confirms)}: it must be True, False or {PIPELINED!r}")
         # Whether something waits for the answer to a method.
         self._awaits = 0
         # When it was last looked at whether the broker is to hear from us.

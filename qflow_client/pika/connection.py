@@ -10,6 +10,7 @@ import pika.connection
 
 from qflow_client.pika.channel import Channel
 from qflow_client.pika.flow import PIKA, ConnectionFlow
+from qflow_client.redaction import censored
 
 __all__ = ["ConnectionParameters", "FlowedConnection", "URLParameters"]
 
@@ -55,10 +56,16 @@ class URLParameters(pika.URLParameters):
     __slots__ = ("flow_settings",)
 
     def __init__(self, url: str) -> None:
-        settings, url = PIKA.of_url(url)
-        super().__init__(url)
-        #: The settings of flow control.
-        self.flow_settings = settings
+        try:
+            settings, url = PIKA.of_url(url)
+            super().__init__(url)
+        except (AttributeError, SyntaxError, TypeError, ValueError) as error:
+            refused = censored(error, url)
+        else:
+            #: The settings of flow control.
+            self.flow_settings = settings
+            return
+        raise refused
 
 
 class FlowedConnection:

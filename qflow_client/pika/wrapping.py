@@ -10,6 +10,7 @@ from pika import spec
 
 from qflow_client.pika.adapters.blocking_connection import BlockingChannel, adopt
 from qflow_client.pika.channel import Channel
+from qflow_client.redaction import shown
 
 __all__ = ["wrap"]
 
@@ -46,7 +47,7 @@ def wrap(channel: Any) -> Any:
     if isinstance(channel, (BlockingChannel, Channel)):
         return channel
     if type(channel) not in (blocking.BlockingChannel, pika.channel.Channel):
-        raise TypeError(f"wrap() takes pika's BlockingChannel or Channel, not {channel!r}")
+        raise TypeError(f"wrap() takes pika's BlockingChannel or Channel, not {shown(channel)}")
     waits = type(channel) is blocking.BlockingChannel
     impl: Any = channel._impl if waits else channel
     if not impl.is_open:

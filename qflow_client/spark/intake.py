@@ -16,9 +16,10 @@ import pika.exceptions
 from pika.adapters.blocking_connection import BlockingChannel
 
 from qflow_client.errors import ConnectionFailed
-from qflow_client.settings import hide_password
+from qflow_client.redaction import hide_password
 from qflow_client.spark.deliveries import MOST_BYTES, MOST_ROWS, Row, batch_of, row_of
 from qflow_client.spark.spool import Piece, Spool, read_piece
+from qflow_client.sync.link import url_parameters
 
 __all__ = ["Consumer", "Intake", "connect", "connect_first", "drain"]
 
@@ -48,7 +49,7 @@ def connect_first(
     """
     errors = []
     for url in urls:
-        parameters = pika.URLParameters(url)
+        parameters = url_parameters(url)
         parameters.socket_timeout = parameters.stack_timeout = timeout
         try:
             return opening(parameters)

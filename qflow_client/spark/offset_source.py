@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 import pyarrow as pa
@@ -68,7 +68,7 @@ class OffsetOptions:
         lossless: whether it is an error that messages are no longer there.
     """
 
-    urls: tuple[str, ...]
+    urls: tuple[str, ...] = field(repr=False)
     connect_timeout: float
     stream: str
     start: str | int | datetime

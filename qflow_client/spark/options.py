@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from qflow_client.errors import SettingsError
+from qflow_client.redaction import shown
 from qflow_client.settings import ProducerSettings, WhenFlowed
 
 __all__ = ["BODY_FORMATS", "MESSAGE_IDS", "Option", "SinkOptions", "camel", "read"]
@@ -97,7 +98,7 @@ def read(given: Mapping[str, str], known: Mapping[str, Option]) -> dict[str, Any
         try:
             values[name] = known[name].parse(text)
         except ValueError:
-            raise SettingsError(f"{name}={text!r}: it must be {known[name].allowed}") from None
+            raise SettingsError(f"{name}={shown(text)}: it must be {known[name].allowed}") from None
     return values
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
@@ -45,7 +45,7 @@ class SourceOptions:
         shared: whether tasks can read the files of the spool.
     """
 
-    urls: tuple[str, ...]
+    urls: tuple[str, ...] = field(repr=False)
     connect_timeout: float
     queue: str
     spool_path: str

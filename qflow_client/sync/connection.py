@@ -19,7 +19,7 @@ from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from struct import Struct
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import pika
 import pika.connection
@@ -43,7 +43,8 @@ from qflow_client.frames import (
 )
 from qflow_client.logs import log
 from qflow_client.protocol import ProducerProtocol
-from qflow_client.settings import hide_password
+from qflow_client.redaction import hide_password, shown
+from qflow_client.settings import check_setting
 from qflow_client.skin import BRIEF, GIVEN_UP, connection_failed, lost, no_answer, no_confirms
 from qflow_client.sync.channel_io import ChannelIO
 from qflow_client.sync.latch import Latch
@@ -456,11 +457,11 @@ def connect(
         ConnectionFailed: it cannot be had, and why.
         SettingsError: the URL is none.
     """
-    if isinstance(url, str) and urlsplit(url).scheme not in ("amqp", "amqps"):
-        raise SettingsError(f"url={hide_password(url)!r}: its scheme must be amqp or amqps")
+    if isinstance(url, str):
+        check_setting("url", url)
     parameters = url_parameters(url) if isinstance(url, str) else copy.copy(url)
     if not isinstance(parameters, pika.connection.Parameters):
-        raise SettingsError(f"url={url!r}: it must be a URL, or pika's connection parameters")
+        raise SettingsError(f"url={shown(url)}: it must be a URL, or pika's connection parameters")
     if timeout is not None:
         parameters.socket_timeout = min(timeout, parameters.socket_timeout or timeout)
         parameters.stack_timeout = min(timeout, parameters.stack_timeout or timeout)

@@ -20,7 +20,8 @@ from qflow_client.errors import SettingsError
 from qflow_client.logs import log
 from qflow_client.protocol import ProducerProtocol
 from qflow_client.recovery import Reconnection, is_final
-from qflow_client.settings import ProducerSettings, hide_password
+from qflow_client.redaction import shown, words_of
+from qflow_client.settings import ProducerSettings
 from qflow_client.skin import (
     GIVEN_UP,
     client_properties,
@@ -84,11 +85,13 @@ def url_parameters(url: str) -> pika.URLParameters:
     """
     try:
         return pika.URLParameters(url)
-    except (SyntaxError, TypeError, ValueError) as error:
-        raise SettingsError(f"url={hide_password(url)!r}: {error}") from error
     except OSError as error:
         # The TLS library names no file.
-        raise SettingsError(f"url={hide_password(url)!r}: a file of ssl_options cannot be used: {error}") from error
+        why = f"a file of ssl_options cannot be used: {words_of(error, url)}"
+    except (AttributeError, SyntaxError, TypeError, ValueError) as error:
+        why = words_of(error, url)
+    # Outside of the handlers, because the error may repeat the password.
+    raise SettingsError(f"url={shown(url)}: {why}")
 
 
 def parameters(url: str, settings: ProducerSettings) -> pika.URLParameters:

@@ -1,0 +1,227 @@
+"""What errors, reprs and logs may show of a value, which may hold a password.
+
+Every error that prints a value prints `shown(value)`, and every text that names a broker prints `hide_password(url)`.
+Both decide by what is known to be harmless, not by what is known to be secret: a value of an unknown type appears as
+its type, and a parameter of a URL's query with an unknown name appears as that name. What a library says about a URL
+goes through `words_of`, because libraries repeat the part that they do not understand.
+
+An argument that is expected to be harmless and has no sign of a URL is shown: ``name="s3cr3t"`` cannot be recognised.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from dataclasses import dataclass
+from enum import Enum
+from numbers import Number
+from typing import Any
+from urllib.parse import unquote, unquote_plus
+
+__all__ = ["HARMLESS", "censored", "hide_password", "is_clear", "is_harmless", "shown", "shown_of_unknown", "words_of"]
+
+#: The names of query parameters whose values may be shown. `settings` adds its own.
+HARMLESS = {
+    # pika's.
+    "blocked_connection_timeout",
+    "channel_max",
+    "connection_attempts",
+    "frame_max",
+    "heartbeat",
+    "locale",
+    "retry_delay",
+    "socket_timeout",
+    "stack_timeout",
+    # aio-pika's.
+    "auth",
+    "cadata",
+    "cafile",
+    "capath",
+    "certfile",
+    "fail_fast",
+    "happy_eyeballs_delay",
+    "interleave",
+    "keyfile",
+    "name",
+    "no_verify_ssl",
+    "reconnect_interval",
+    "timeout",
+}
+
+# The keys of pika's ``ssl_options`` whose values may be shown. The password of the key is not among them.
+_SSL_HARMLESS = {
+    "ca_certs",
+    "ca_path",
+    "cafile",
+    "capath",
+    "certfile",
+    "ciphers",
+    "keyfile",
+    "server_hostname",
+}
+
+_HIDDEN = "***"
+# The scheme, the authority, the path, and the query of a URL in a text.
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)([^/?#]*)([^?]*)(?:\?(.*))?", re.DOTALL)
+# A host, and its port with whatever may follow a URL in a text.
+_HOST = re.compile(r"(\[[^\]@]*\]?|[^:@\[\]]*)(:\d*([\s'\"),;\]].*)?)?", re.DOTALL)
+# Credentials without a URL around them.
+_CREDENTIALS = re.compile(r"([^:@]*:).*@", re.DOTALL)
+# Quotes and brackets around a URL in a text.
+_CLOSING = re.compile(r"['\")\]]*$")
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+# How deep a value is looked into.
+_DEPTH = 3
+
+
+@dataclass(frozen=True)
+class _Censored:
+    """A text with a URL in it.
+
+    Attributes:
+        text: what may be shown of it.
+        secrets: what is left out.
+        is_clear: whether it is certain where the secrets begin and end.
+    """
+
+    text: str
+    secrets: tuple[str, ...]
+    is_clear: bool
+
+
+def _censor(text: str) -> _Censored:
+    found = _URL.search(text)
+    if found is None:
+        return _Censored(_CREDENTIALS.sub(rf"\1{_HIDDEN}@", text), (), ":" not in text)
+    before = text[: found.start()]
+    scheme, authority, path, query = found.groups()
+    user, at, host = authority.rpartition("@")
+    name, colon, password = user.partition(":")
+    is_clear = "@" not in path and _HOST.fullmatch(host) is not None and not ("#" in path and ":" in authority)
+    if not is_clear:
+        # The password has a / ? or # in it, or the host is missing. All before the last @ may be part of the password.
+        hidden, at, tail = text[found.start(2) :].rpartition("@")
+        name, colon, _ = authority.partition(":")
+        host, mark, query = tail.partition("?") if at else ("", "", "")
+        if not at or not _HOST.fullmatch(host.partition("/")[0]):
+            host = _HIDDEN if at else ""
+        shown_query, _ = _censor_query(query)
+        credentials = (f"{name}:{_HIDDEN}" if colon else _HIDDEN) + at
+        closing = _CLOSING.search(text)
+        return _Censored(
+            f"{before}{scheme}{credentials}{host}{mark}{shown_query}{'' if at or closing is None else closing[0]}",
+            (hidden or tail,),
+            is_clear=False,
+        )
+    shown_query, secrets = _censor_query(query or "")
+    credentials = f"{name}:{_HIDDEN}@" if colon else user + at
+    mark = "" if query is None else "?"
+    return _Censored(
+        f"{before}{scheme}{credentials}{host}{path}{mark}{shown_query}", (password, *secrets), is_clear=True
+    )
+
+
+def _censor_query(query: str) -> tuple[str, list[str]]:
+    """What may be shown of a query, and what else there is in it."""
+    texts, secrets = [], []
+    for parameter in query.split("&"):
+        name, equals, value = parameter.partition("=")
+        if name == "ssl_options" and (options := _ssl_options(value)):
+            texts.append(
+                f"{name}={ {key: each if key in _SSL_HARMLESS else _HIDDEN for key, each in options.items()} }"
+            )
+            secrets.append(value)
+            secrets += [str(each) for key, each in options.items() if key not in _SSL_HARMLESS]
+        elif not parameter or (equals and is_harmless(name, unquote_plus(value))):
+            texts.append(parameter)
+        else:
+            texts.append(f"{name}={_HIDDEN}" if equals and _NAME.fullmatch(name) else _HIDDEN)
+            secrets.append(value or parameter)
+    return "&".join(texts), secrets
+
+
+def is_harmless(name: str, value: str) -> bool:
+    """Return True if a parameter of a URL's query may be shown."""
+    return name in HARMLESS and "://" not in value and not _CREDENTIALS.search(value)
+
+
+def _ssl_options(text: str) -> dict[Any, Any]:
+    """Pika's ``ssl_options`` of a query; an empty dict if they cannot be understood."""
+    try:
+        options = ast.literal_eval(unquote_plus(text))
+    except (MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
+        return {}
+    return options if isinstance(options, dict) else {}
+
+
+def hide_password(url: str) -> str:
+    """Replace what may be secret in a URL by ``***``: the password, and unknown parameters of the query.
+
+    Args:
+        url: a URL; a text without one is returned as it is, unless it seems to have credentials in it.
+    """
+    return _censor(url).text
+
+
+def shown(value: object, _depth: int = _DEPTH) -> str:
+    """A value as an error may show it: numbers, names and URLs without their passwords; of anything else, its type."""
+    if value is None or isinstance(value, (Number, Enum)):
+        return repr(value)
+    if isinstance(value, str):
+        return repr(hide_password(value))
+    if isinstance(value, (bytes, bytearray)):
+        return hide_password(repr(bytes(value)))
+    if isinstance(value, os.PathLike):
+        return shown(os.fspath(value))
+    if type(value) in (list, tuple) and _depth:
+        texts = ", ".join(shown(each, _depth - 1) for each in value)  # type: ignore[attr-defined]  # one of the two
+        return f"[{texts}]" if isinstance(value, list) else f"({texts})"
+    if type(value) is dict and _depth:
+        return "{" + ", ".join(f"{shown(key, 0)}: {shown_of_unknown(each)}" for key, each in value.items()) + "}"
+    return type.__repr__(value) if isinstance(value, type) else f"<{type(value).__name__} object>"
+
+
+def shown_of_unknown(value: object) -> str:
+    """The value of an argument whose name is not known, as an error may show it: the name may be ``password``."""
+    return shown(value) if value is None or isinstance(value, (Number, Enum)) else _HIDDEN
+
+
+def is_clear(url: str) -> bool:
+    """Return True if it is certain where a URL's password begins and ends."""
+    return _censor(url).is_clear
+
+
+def censored(error: Exception, url: object) -> Exception:
+    """An error of a library, or another in its place if it repeats what is secret in a URL.
+
+    It must be raised outside of the handler: the error would be its context there.
+
+    Args:
+        error: what the library raised.
+        url: what the library was given.
+    """
+    if not isinstance(url, str) or not _repeats_secret(error, url):
+        return error
+    return ValueError(f"url={shown(url)}: {words_of(error, url)}")
+
+
+def words_of(error: BaseException, url: str) -> str:
+    """What a library says about a URL, unless that repeats what is secret in it."""
+    if _repeats_secret(error, url):
+        return f"{type(error).__name__} (its words are left out, because they repeat what may be secret)"
+    return str(error)
+
+
+def _repeats_secret(error: BaseException, url: str) -> bool:
+    """Return True if an error, or what it was caused by, may show what `hide_password` hides in a URL."""
+    found = _censor(url)
+    parts = {part for secret in found.secrets for part in (secret, unquote(secret), unquote_plus(secret)) if part}
+    each: BaseException | None = error
+    while each is not None and found.is_clear:
+        # A traceback shows the text in which there is a syntax error.
+        text = f"{each} {getattr(each, 'text', None)}"
+        if any(part in text or repr(part)[1:-1] in text for part in parts):
+            return True
+        each = each.__cause__ or each.__context__
+    return not found.is_clear
