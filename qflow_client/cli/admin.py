@@ -20,8 +20,10 @@ from rich.text import Text
 
 from qflow_client.broker import Policy
 from qflow_client.cli.errors import CommandError, ExitCode
+from qflow_client.cli.passwords import warn_of_option
 from qflow_client.cli.stopping import Stopped, Stopping
 from qflow_client.cli.text import count, seconds
+from qflow_client.redaction import shown
 
 __all__ = ["admin"]
 
@@ -67,9 +69,14 @@ class _Broker:
 
     def __init__(self, url: str, token: str | None, cacert: Path | None) -> None:
         self.url = url.rstrip("/")
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise CommandError(f"--url must be http://HOST:PORT or https://HOST:PORT, not {url!r}", ExitCode.USAGE)
+        refused = f"--url must be http://HOST:PORT or https://HOST:PORT, not {shown(url)}"
+        try:
+            parts = urlsplit(self.url)
+            is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and "@" not in self.url
+        except ValueError:
+            raise CommandError(refused, ExitCode.USAGE) from None
+        if not is_url:
+            raise CommandError(refused, ExitCode.USAGE)
         self._path = parts.path
         self._netloc = parts.netloc
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
@@ -129,7 +136,9 @@ def _admin(
 ) -> None:
     # Read here: not every release of typer does.
     url = url or os.environ.get("QFLOW_ADMIN_URL") or _URL
-    context.obj["admin"] = _Broker(url, token or os.environ.get("QFLOW_HTTP_TOKEN"), cacert)
+    if token:
+        warn_of_option("--token", "QFLOW_HTTP_TOKEN")
+    context.obj["admin"] = _Broker(url, token or os.environ.get("QFLOW_HTTP_TOKEN") or None, cacert)
 
 
 def _broker(context: typer.Context) -> _Broker:

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,10 +18,14 @@ from qflow_client.cli.broker import broker
 from qflow_client.cli.demo import demo
 from qflow_client.cli.errors import CommandError, ExitCode
 from qflow_client.cli.outbox import outbox
+from qflow_client.cli.passwords import hide_arguments
 from qflow_client.cli.report import convert, report
 from qflow_client.cli.send import send
 
 __all__ = ["app", "run"]
+
+# What typer raises for a command line that cannot be understood; of its click, which has no public name.
+_UsageError: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
     name="qflow",
@@ -81,7 +85,14 @@ def run(arguments: Sequence[str]) -> int:
     """
     shared = {"debug": False}
     try:
-        app(args=list(arguments), prog_name="qflow", obj=shared)
+        code = app(args=list(arguments), prog_name="qflow", obj=shared, standalone_mode=False)
+    except _UsageError as error:
+        error.message = hide_arguments(error.message, arguments)
+        error.show()
+        return ExitCode.USAGE
+    except typer.Abort:
+        print("Aborted!", file=sys.stderr)
+        return ExitCode.FAILED
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else ExitCode.FAILED if end.code else ExitCode.OK
     except BrokenPipeError:
@@ -94,8 +105,9 @@ def run(arguments: Sequence[str]) -> int:
         text = str(error)
         if isinstance(error, OSError) and error.filename is not None:
             text = f"{error.filename}: {error.strerror}"
-        print(f"qflow: {text}", file=sys.stderr)
+        print(f"qflow: {hide_arguments(text, arguments)}", file=sys.stderr)
         if isinstance(error, SettingsError):
             return ExitCode.USAGE
         return error.exit_code if isinstance(error, CommandError) else ExitCode.FAILED
-    return ExitCode.OK
+    # That of `typer.Exit`.
+    return code if isinstance(code, int) else ExitCode.OK

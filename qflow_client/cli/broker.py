@@ -31,6 +31,7 @@ from qflow_client.broker import (
 )
 from qflow_client.cli.config import Config, read_config
 from qflow_client.cli.errors import CommandError, ExitCode
+from qflow_client.cli.passwords import USERS, read_users, users_of, warn_of_option
 from qflow_client.cli.stopping import Stopped, Stopping
 from qflow_client.cli.warned import warnings_shown
 
@@ -82,17 +83,6 @@ def queue_table(queues: tuple[QueueSnapshot, ...], producers: int, flowed: int) 
     return table
 
 
-def _users(pairs: list[str]) -> dict[str, str]:
-    users = {}
-    for pair in pairs:
-        name, colon, password = pair.partition(":")
-        if not colon or not name:
-            # The text goes to the terminal, so it does not repeat what may be a password.
-            raise typer.BadParameter("a user is given as NAME:PASSWORD")
-        users[name] = password
-    return users
-
-
 def _ssl_context(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
     if certificate is None:
         if key is not None:
@@ -117,7 +107,18 @@ def broker(
     port: Annotated[int | None, typer.Option(help="The port to listen on; 5672. 0 for a free one.")] = None,
     user: Annotated[
         list[str] | None,
-        typer.Option("--user", metavar="NAME:PASSWORD", help="Who may log in; may be repeated; guest:guest if none."),
+        typer.Option(
+            "--user",
+            metavar="NAME:PASSWORD",
+            help="Who may log in; may be repeated; guest:guest if none. Others can read it here.",
+        ),
+    ] = None,
+    users_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help=f"The same, a line NAME:PASSWORD each; '-' for standard input. Or lines in {USERS}.",
+        ),
     ] = None,
     tls_certificate: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A certificate, in PEM; with it everything has TLS.")
@@ -262,7 +263,7 @@ def broker(
     flags: dict[str, Any] = {
         "host": host,
         "port": port,
-        "users": _users(user) if user else None,
+        "users": users_of(user, "--user") if user else read_users(users_file),
         "tls_certificate": tls_certificate,
         "tls_key": tls_key,
         "virtual_host": virtual_host,
@@ -296,8 +297,12 @@ def broker(
         "disk_free_limit": disk_free_limit,
         "http_host": http_host,
         "http_port": http_port,
-        "http_token": http_token or os.environ.get("QFLOW_HTTP_TOKEN"),
+        "http_token": http_token or os.environ.get("QFLOW_HTTP_TOKEN") or None,
     }
+    if user and not quiet:
+        warn_of_option("--user", f"--users-file, {USERS} or [users] in --config")
+    if http_token and not quiet:
+        warn_of_option("--http-token", "QFLOW_HTTP_TOKEN or http_token in --config")
     given = {name: value for name, value in flags.items() if value is not None}
     marks = {
         "flow_stop_count": flow_stop_count,

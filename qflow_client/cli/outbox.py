@@ -33,6 +33,7 @@ from qflow_client import (
 )
 from qflow_client.cli import text
 from qflow_client.cli.errors import CommandError, ExitCode
+from qflow_client.cli.passwords import warn_of_url
 from qflow_client.cli.stopping import Stopped, Stopping
 
 __all__ = ["outbox"]
@@ -162,6 +163,8 @@ def drain(
     given: dict[str, Any] = {"when_flowed": WhenFlowed.BLOCK, "outbox": None}
     if rate is not None:
         given["rate"] = rate
+    if not quiet:
+        warn_of_url(url, "QFLOW_URL")
     if not ProducerSettings.load(url, **given).confirms:
         raise SettingsError("confirms=False: only what the broker confirms can be taken out")
     # It makes no outbox where there is none.

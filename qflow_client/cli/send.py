@@ -35,6 +35,7 @@ from qflow_client import (
 )
 from qflow_client.cli import text
 from qflow_client.cli.errors import CommandError, ExitCode
+from qflow_client.cli.passwords import warn_of_url
 from qflow_client.cli.records import BadRecord, Format, Record, RecordSource
 from qflow_client.cli.stopping import Stopped, Stopping
 
@@ -383,6 +384,8 @@ def send(
     given = {name: value for name, value in given.items() if value is not None}
     if wait is not None:
         given["max_producer_flow_control_wait"] = _seconds(wait)
+    if not quiet:
+        warn_of_url(url, "QFLOW_URL")
     settings = ProducerSettings.load(url, **given)
     if not settings.confirms:
         raise SettingsError("confirms=False: qflow send tells what the broker confirmed, so it needs confirms")

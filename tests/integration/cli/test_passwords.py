@@ -1,0 +1,129 @@
+"""E8: passwords on the command line."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qflow_client import Producer
+from qflow_client.cli import main
+
+SECRET = re.compile("s3cr3t|cr3t|3cr3")
+HERE = "127.0.0.1:1/%2F"
+VALUES = {
+    "plain": f"amqp://user:s3cr3t-pw@{HERE}",
+    "encoded": f"amqp://user:s3cr3t%2Dpw@{HERE}",
+    "slash": f"amqp://user:s3cr3t/cr3t-pw@{HERE}",
+    "HTTP": "http://user:s3cr3t-pw@127.0.0.1:1",
+    "no host": "amqp://user:s3cr3t-pw",
+    "no scheme": f"user:s3cr3t-pw@{HERE}",
+    "TLS": f"amqps://{HERE}?ssl_options={{'certfile': '/nowhere.pem', 'password': 's3cr3t-pw'}}",
+}
+DOORS = {
+    "send url": ["send", "-", "-k", "q", "--url", "{}"],
+    "send url quiet": ["send", "-q", "-k", "q", "--url={}"],
+    "send file": ["send", "{}", "-k", "q"],
+    "send two files": ["send", "-", "{}", "-k", "q"],
+    "send capacity": ["send", "--capacity", "{}"],
+    "send capacity in one": ["send", "--capacity={}"],
+    "send wait": ["send", "--max-producer-flow-control-wait", "{}"],
+    "send outbox": ["send", "-", "-k", "q", "--url", f"amqp://{HERE}", "--outbox", "{}"],
+    "outbox drain": ["outbox", "drain", "{}"],
+    "outbox drain url": ["outbox", "drain", "orders.outbox", "--url", "{}"],
+    "outbox ls": ["outbox", "ls", "{}"],
+    "admin": ["admin", "--url", "{}", "queues"],
+    "admin token": ["admin", "--token", "{}", "--url", "http://127.0.0.1:1", "queues"],
+    "broker user": ["broker", "--user", ":{}", "--port", "0"],
+    "broker token": ["broker", "--http-token", "s3 cr3t", "--http-port", "0", "--port", "{}"],
+    "broker short token": ["broker", "--http-token", "s3cr3t", "--http-port", "0", "--port", "0"],
+    "broker port": ["broker", "--port", "{}"],
+    "broker policy": ["broker", "--port", "0", "--policy", "{}"],
+    "broker profile": ["broker", "--profile", "{}"],
+    "broker config": ["broker", "--config", "{}"],
+    "broker certificate": ["broker", "--tls-certificate", "{}"],
+    "broker store": ["broker", "--port", "0", "--store", "nowhere/{}"],
+    "broker users file": ["broker", "--port", "0", "--users-file", "{}"],
+    "report": ["report", "{}"],
+    "no command": ["{}"],
+    "no option": ["send", "--password={}"],
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_E8_no_password_in_what_a_command_says(
+    door: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a record\n")))
+    caplog.set_level(logging.DEBUG)
+    for kind, value in VALUES.items():
+        assert main([each.format(value) for each in DOORS[door]]) != 0, kind
+        said = "".join(capfd.readouterr()) + caplog.text
+        assert not SECRET.search(said), (kind, said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["outbox", "drain", "none", "--url", VALUES["plain"]], "--url: others can read a password .*use QFLOW_URL"),
+        (["send", "none", "-k", "q", "--url", VALUES["plain"]], "--url: others can read a password .*use QFLOW_URL"),
+        (["admin", "--url", "http://127.0.0.1:1", "--token", "s3cr3t-pw", "queues"], "--token: .*use QFLOW_HTTP_TOKEN"),
+        (["broker", "--port", "-1", "--user", "ann:s3cr3t"], "--user: .*use --users-file, QFLOW_BROKER_USERS or"),
+        (["broker", "--port", "-1", "--http-token", "s3cr3t-pw"], "--http-token: .*use QFLOW_HTTP_TOKEN or"),
+    ],
+)
+def test_E8_a_password_on_the_command_line_is_warned_of(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) != 0
+    assert re.search(words, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("arguments", [["--url", f"amqp://guest:guest@{HERE}"], ["--url", f"amqp://{HERE}"], []])
+def test_E8_what_is_no_secret_is_not_warned_of(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QFLOW_URL", VALUES["plain"])
+    assert main(["send", "none", "-k", "q", *arguments]) != 0
+    assert "others can read" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("way", ["file", "standard input", "environment"])
+def test_E8_users_of_a_broker_can_be_given_without_the_command_line(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    users = "ann:s3cr3t:x\n\nbob:two words \n"
+    file = tmp_path / "users"
+    file.write_text(users)
+    if way == "environment":
+        monkeypatch.setenv("QFLOW_BROKER_USERS", users)
+    given = {"file": ["--users-file", str(file)], "standard input": ["--users-file", "-"], "environment": []}[way]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "qflow_client.cli", "broker", "--port", "0", "--queue", "q", "--quiet", *given],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(users)
+    process.stdin.close()
+    url = process.stdout.readline().strip()
+    port = url.partition("@")[2]
+    for names in ("ann:s3cr3t%3Ax", "bob:two%20words%20"):
+        with Producer(f"amqp://{names}@{port}", routing_key="q") as producer:
+            producer.send(b"x").result(20)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+    process.stdout.close()

@@ -1,0 +1,49 @@
+"""E8: no password in what a job's options say."""
+
+from __future__ import annotations
+
+import re
+import traceback
+
+import pytest
+
+from qflow_client import ConnectionFailed, SettingsError
+from qflow_client.spark.intake import connect
+from qflow_client.spark.offset_source import OffsetOptions
+from qflow_client.spark.options import SinkOptions
+from qflow_client.spark.source import SourceOptions
+
+SECRET = re.compile("s3cr3t|cr3t|3cr3")
+URL = "amqp://user:s3cr3t-pw@127.0.0.1:1/%2F"
+BAD = [
+    "amqp://user:s3cr3t/cr3t-pw@127.0.0.1:1/",
+    "amqp://user:s3cr3t-pw",
+    "user:s3cr3t-pw@127.0.0.1",
+    f"{URL}?heartbeat=amqp://u:s3cr3t@h",
+    f"{URL}?ssl_options={{'password': 's3cr3t-pw'",
+]
+
+
+@pytest.mark.parametrize("name", ["url", "urls", "password", "capacity", "rate", "bodyFormat", "maxConcurrentTasks"])
+def test_E8_no_password_in_a_refused_option(name: str) -> None:
+    for value in BAD if name == "url" else [URL, *BAD]:
+        try:
+            options = SinkOptions.load({name: value}, 1)
+        except SettingsError as error:
+            told = "".join(traceback.format_exception(error))
+        else:
+            told = repr(options)
+        assert not SECRET.search(told)
+
+
+def test_E8_no_password_in_the_repr_of_options() -> None:
+    source = SourceOptions.load({"url": URL, "queue": "q", "spoolPath": "spool"}, streaming=False, slots=1, local=True)
+    offsets = OffsetOptions.load({"url": URL, "stream": "s"}, streaming=False, slots=1)
+    assert not SECRET.search(f"{source} {offsets} {SinkOptions.load({'url': URL}, 1)}")
+
+
+@pytest.mark.parametrize("url", [URL, BAD[3], BAD[4]])
+def test_E8_no_password_in_why_a_broker_cannot_be_connected_to(url: str) -> None:
+    with pytest.raises((ConnectionFailed, SettingsError)) as caught:
+        connect([url], 5)
+    assert not SECRET.search("".join(traceback.format_exception(caught.value)))
