@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import sqlite3
+import stat
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -12,11 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from qflow_client.errors import QflowError
+from qflow_client.files import make_private, open_private
+from qflow_client.redaction import is_url, shown
 
 __all__ = ["Database", "LockFile"]
 
 # Seconds for which another process may keep the file.
 _BUSY = 10.0
+# What may be in a lock file: the number of the process that has it, or had it.
+_LOCK = re.compile(rb"\d* *")
 
 
 class Database:
@@ -46,11 +52,18 @@ class Database:
         synchronous: str = "NORMAL",
         read_only: bool = False,
     ) -> None:
+        _refuse_url(path, error)
         #: Of the file.
         self.path = Path(os.fspath(path))
         self._error = error
         self._pid = os.getpid()
-        uri = f"{self.path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}"
+        uri = f"{self.path.absolute().as_uri()}?mode={'ro' if read_only else 'rw'}"
+        try:
+            if not read_only:
+                # SQLite gives its permissions to the files that it makes beside it.
+                make_private(self.path)
+        except OSError as failure:
+            raise error(f"{self.path}: {failure.strerror}") from failure
         try:
             self._file = sqlite3.connect(uri, uri=True, timeout=_BUSY, isolation_level=None, check_same_thread=False)
         except sqlite3.Error as failure:
@@ -132,6 +145,12 @@ class Database:
             self._file.close()
 
 
+def _refuse_url(path: str | os.PathLike[str], error: type[QflowError]) -> None:
+    # Every other error names the path.
+    if is_url(path):
+        raise error(f"{shown(path)}: it must be the path of a file, not a URL")
+
+
 class LockFile:
     """Held by one process at a time, and let go by the system when that process ends, however it ends.
 
@@ -148,13 +167,22 @@ class LockFile:
     released = True
 
     def __init__(self, path: Path, *, error: type[QflowError], in_use: type[QflowError], told: tuple[str, str]) -> None:
+        _refuse_url(path, error)
         # One file has one lock, by whatever name it is opened.
         self.path = Path(f"{os.path.realpath(path)}-lock")
         try:
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            # Without O_NONBLOCK the other end of a pipe might be waited for.
+            self._descriptor = open_private(self.path, os.O_RDWR | os.O_NONBLOCK)
         except OSError as failure:
-            raise error(f"{path}: {failure.strerror}: {self.path}") from failure
+            words = failure.strerror or ""
+            where = "" if str(self.path) in words else f": {self.path}"
+            raise error(f"{path}: {words}{where}") from failure
         try:
+            found = os.fstat(self._descriptor)
+            content = os.pread(self._descriptor, 100, 0) if stat.S_ISREG(found.st_mode) else None
+            if content is None or found.st_nlink > 1 or not _LOCK.fullmatch(content):
+                # It is not written, because it may be a link to a file of somebody's.
+                raise error(f"{path}: {self.path} is no lock file of qflow_client; remove it")
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -163,8 +191,8 @@ class LockFile:
                 raise in_use(f"{path} is used by {told[0]} {whose}; {told[1]}") from None
             except OSError as failure:
                 raise error(f"{path}: it cannot be locked: {failure.strerror}") from failure
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, str(os.getpid()).encode(), 0)
+            # It is never truncated. The spaces cover a longer number that was there.
+            os.pwrite(self._descriptor, f"{os.getpid():<20}".encode(), 0)
             self._pid = os.getpid()
             self.released = False
             _lock_files.add(self)

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from qflow_client.events import FlowEvent, FlowEventKind, FlowState
+from qflow_client.files import open_private
 from qflow_client.flow import Hold
-from qflow_client.redaction import shown
+from qflow_client.redaction import is_url, shown
 
 __all__ = ["FlowLog", "Line", "ProducerLines", "microseconds"]
 
@@ -202,6 +203,8 @@ class FlowLog:
         for name, seconds in (("max_seconds", max_seconds), ("period", period)):
             if not seconds > 0:
                 raise ValueError(f"{name}={shown(seconds)}: it must be more than 0 seconds")
+        if is_url(folder):
+            raise ValueError(f"folder={shown(folder)}: it must be the path of a folder, not a URL")
         #: Where the files are.
         self.folder = Path(folder)
         #: Seconds after which holds that go on, and queues, are told of again.
@@ -401,7 +404,7 @@ class FlowLog:
             f"flow-{socket.gethostname()}-{os.getpid()}-{id(self):x}-{time.time_ns() // 1000}-{self._serial:06}.jsonl"
         )
         self._path = self.folder / f"{_UNFINISHED}{name}"
-        self._file = self._path.open("ab")
+        self._file = os.fdopen(open_private(self._path, os.O_WRONLY | os.O_APPEND | os.O_EXCL), "ab")
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._size = 0
         self._begun_at = time.monotonic()

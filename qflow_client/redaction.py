@@ -19,7 +19,17 @@ from numbers import Number
 from typing import Any
 from urllib.parse import unquote, unquote_plus
 
-__all__ = ["HARMLESS", "censored", "hide_password", "is_clear", "is_harmless", "shown", "shown_of_unknown", "words_of"]
+__all__ = [
+    "HARMLESS",
+    "censored",
+    "hide_password",
+    "is_clear",
+    "is_harmless",
+    "is_url",
+    "shown",
+    "shown_of_unknown",
+    "words_of",
+]
 
 #: The names of query parameters whose values may be shown. `settings` adds its own.
 HARMLESS = {
@@ -62,12 +72,14 @@ _SSL_HARMLESS = {
 }
 
 _HIDDEN = "***"
-# The scheme, the authority, the path, and the query of a URL in a text.
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)([^/?#]*)([^?]*)(?:\?(.*))?", re.DOTALL)
+# The scheme, the authority, the path, and the query of a URL in a text. As a path it has one slash.
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:/{1,2})([^/?#]*)([^?]*)(?:\?(.*))?", re.DOTALL)
 # A host, and its port with whatever may follow a URL in a text.
 _HOST = re.compile(r"(\[[^\]@]*\]?|[^:@\[\]]*)(:\d*([\s'\"),;\]].*)?)?", re.DOTALL)
 # Credentials without a URL around them.
 _CREDENTIALS = re.compile(r"([^:@]*:).*@", re.DOTALL)
+# The beginning of a URL as a path, which has no two slashes in a row. One letter may be a folder's name.
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 # Quotes and brackets around a URL in a text.
 _CLOSING = re.compile(r"['\")\]]*$")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -94,7 +106,7 @@ def _censor(text: str) -> _Censored:
     found = _URL.search(text)
     if found is None:
         return _Censored(_CREDENTIALS.sub(rf"\1{_HIDDEN}@", text), (), ":" not in text)
-    before = text[: found.start()]
+    before = _CREDENTIALS.sub(rf"\1{_HIDDEN}@", text[: found.start()])
     scheme, authority, path, query = found.groups()
     user, at, host = authority.rpartition("@")
     name, colon, password = user.partition(":")
@@ -144,6 +156,11 @@ def _censor_query(query: str) -> tuple[str, list[str]]:
 def is_harmless(name: str, value: str) -> bool:
     """Return True if a parameter of a URL's query may be shown."""
     return name in HARMLESS and "://" not in value and not _CREDENTIALS.search(value)
+
+
+def is_url(path: object) -> bool:
+    """Return True if what should be a path is a URL."""
+    return isinstance(path, (str, os.PathLike)) and _SCHEME.match(os.fsdecode(path)) is not None
 
 
 def _ssl_options(text: str) -> dict[Any, Any]:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from qflow_client.errors import SettingsError
-from qflow_client.redaction import HARMLESS, hide_password, is_clear, shown, shown_of_unknown
+from qflow_client.redaction import HARMLESS, hide_password, is_clear, is_url, shown, shown_of_unknown
 
 __all__ = [
     "OnDisconnect",
@@ -150,7 +150,7 @@ def _is_number(value: Any) -> bool:
 
 def _is_path(value: Any) -> bool:
     try:
-        return value is None or bool(os.fspath(value))
+        return value is None or (bool(os.fspath(value)) and not is_url(value))
     except TypeError:
         return False
 
@@ -531,10 +531,10 @@ def _urls(value: Any) -> tuple[str, ...]:
 
 def _is_url(url: str) -> bool:
     try:
-        parts = urlsplit(url)
         # The port is looked at because it is parsed only then. A # begins a fragment, which has no meaning here and is
         # mostly a part of the password. An @ in the path is mostly the end of a password with a / in it.
-        return parts.scheme in ("amqp", "amqps") and parts.port != 0 and "#" not in url and is_clear(url)
+        is_amqp = url.lower().startswith(("amqp://", "amqps://"))
+        return is_amqp and urlsplit(url).port != 0 and "#" not in url and is_clear(url)
     except ValueError:
         return False
 

@@ -18,6 +18,7 @@ from typing import IO, Any, Self
 import pyarrow as pa
 
 from qflow_client.errors import QflowError
+from qflow_client.files import open_private
 
 __all__ = ["Piece", "Spool", "SpoolError", "read_piece"]
 
@@ -71,7 +72,7 @@ class Spool:
     def __enter__(self) -> Self:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / "lock").open("a")
+            self._lock = os.fdopen(open_private(self.path / "lock", os.O_WRONLY | os.O_APPEND), "a")
         except OSError as error:
             raise SpoolError(f"the spool {self.path} cannot be used: {error.strerror}") from error
         try:
@@ -116,7 +117,9 @@ class Spool:
     def _write(self, name: str, data: bytes | pa.Buffer) -> None:
         """Write a file that is there whole or not at all, whatever happens."""
         part = self.path / f"{name}.part"
-        with part.open("wb") as file:
+        # One may be left of a process that died.
+        part.unlink(missing_ok=True)
+        with os.fdopen(open_private(part, os.O_WRONLY | os.O_EXCL), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -212,6 +215,11 @@ def read_piece(piece: Piece) -> pa.RecordBatch:
         raise SpoolError(
             f"{piece.path} is not there: somebody deleted it, or driver and executors do not share the file system; "
             "set sharedSpool to false then"
+        ) from None
+    except PermissionError:
+        raise SpoolError(
+            f"{piece.path} can be read by its owner alone, and the executor runs as another user; set sharedSpool to "
+            "false then"
         ) from None
     with pa.ipc.open_stream(source) as reader:
         return reader.read_next_batch().slice(piece.start, piece.count)

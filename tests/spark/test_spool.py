@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -175,3 +177,33 @@ def test_what_is_not_wanted_stays_in_the_queue_whatever_comes_behind_it(broker: 
             intake.acknowledge(1)
         assert [row["body"] for row in rows(spool)] == [b"a"]
     assert [message.body for message in broker.messages("rows")] == [b"b"]
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022], ids=oct)
+def test_E8_the_files_of_a_spool_are_its_owners_alone(umask: int, tmp_path: Path, broker: Broker) -> None:
+    before = os.umask(umask)
+    try:
+        send(broker, *[Message(b"x")] * 3)
+        with Spool(tmp_path / "spool", HOLDS) as spool:
+            take(broker, spool, 3)
+            spool.finish()
+    finally:
+        os.umask(before)
+    modes = {path.name: oct(stat.S_IMODE(path.stat().st_mode)) for path in (tmp_path / "spool").iterdir()}
+    assert len(modes) >= 4
+    assert set(modes.values()) == {"0o600"}
+
+
+def test_E8_a_spools_files_are_not_written_through_symbolic_links(tmp_path: Path) -> None:
+    folder, victim = tmp_path / "spool", tmp_path / "victim"
+    folder.mkdir()
+    victim.write_text("precious")
+    (folder / "holds.json.part").symlink_to(victim)
+    with Spool(folder, HOLDS):
+        assert not (folder / "holds.json").is_symlink()
+    assert victim.read_text() == "precious"
+    (folder / "lock").unlink()
+    (folder / "lock").symlink_to(victim)
+    with pytest.raises(SpoolError, match=f"{folder}/lock is a symbolic link; remove it"):
+        Spool(folder, HOLDS).__enter__()
+    assert victim.read_text() == "precious"

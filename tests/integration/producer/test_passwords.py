@@ -25,6 +25,7 @@ from qflow_client import (
     Outbox,
     Producer,
     ProducerSettings,
+    QflowError,
     SettingsError,
     connect,
     connect_async,
@@ -71,6 +72,11 @@ VALUES: dict[str, Any] = {
     "dict": {"url": URLS["plain"], "password": "s3cr3t-pw"},
     "path": Path(URLS["plain"]),
 }
+
+
+def path_of(value: Any) -> Any:
+    # Without a scheme it could be a path.
+    return value if isinstance(value, (str, Path)) and str(value).startswith(("amqp", "http")) else URLS["plain"]
 
 
 def listed(value: Any) -> Any:
@@ -128,6 +134,10 @@ DOORS: dict[str, Callable[[Any], Any]] = {
     "message expiration": lambda value: Message(b"", expiration=value),
     "flow log": lambda value: FlowLog("flow", max_bytes=value),
     "outbox": lambda value: Outbox("orders.outbox", synchronous=value),
+    "outbox path": lambda value: Outbox(path_of(value)),
+    "Producer outbox": lambda value: Producer(outbox=path_of(value)),
+    "flow log folder": lambda value: FlowLog(path_of(value)),
+    "broker store": lambda value: Broker(port=0, store=path_of(value)).__enter__(),
     "broker port": lambda value: Broker(port=value),
     "broker users": lambda value: Broker(users=listed(value)),
     "broker profile": lambda value: Broker(profile=value),
@@ -145,7 +155,7 @@ def raised_by(door: Callable[[Any], Any], value: Any) -> BaseException | None:
         result = door(value)
         if isinstance(result, Awaitable):
             asyncio.run(awaited(result))
-    except (ArithmeticError, AttributeError, ConnectionError, OSError, SyntaxError, TypeError, ValueError) as error:
+    except (AttributeError, OSError, QflowError, SyntaxError, TypeError, ValueError) as error:
         return error
     return None
 

@@ -1,0 +1,78 @@
+"""Files with messages in them: made for their owner alone, and never written through a symbolic link.
+
+Only what is made here gets these permissions. A file that is there keeps its own, which an administrator may have set.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+__all__ = ["make_private", "open_private"]
+
+_PRIVATE = 0o600
+
+# Held while a file is made and closed. To close a file ends all locks of this process on it (POSIX), so SQLite must not
+# open it in between.
+_making = threading.Lock()
+
+
+def _renew_lock() -> None:
+    # Another thread of the parent may have held it.
+    global _making
+    _making = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
+def open_private(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a file, and make it for its owner alone if there is none, whatever the umask.
+
+    Args:
+        path: of the file.
+        flags: as for `os.open`; with ``O_EXCL`` the file must not be there.
+
+    Returns:
+        The descriptor.
+
+    Raises:
+        OSError: it cannot be opened, or is a symbolic link.
+    """
+    flags |= os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, _PRIVATE)
+    except FileExistsError:
+        if flags & os.O_EXCL:
+            raise
+        try:
+            return os.open(path, flags)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+        raise OSError(errno.ELOOP, f"{path} is a symbolic link; remove it", os.fspath(path)) from None
+    try:
+        # The umask may take permissions away from the owner, too.
+        os.fchmod(descriptor, _PRIVATE)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def make_private(path: Path) -> None:
+    """Make an empty file for its owner alone, unless there is a file.
+
+    Args:
+        path: of the file; a symbolic link is followed, also to a file that is not there yet.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    with _making:
+        try:
+            os.close(open_private(os.path.realpath(path), os.O_WRONLY | os.O_EXCL))
+        except FileExistsError:
+            return
