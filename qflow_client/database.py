@@ -178,9 +178,9 @@ class LockFile:
             where = "" if str(self.path) in words else f": {self.path}"
             raise error(f"{path}: {words}{where}") from failure
         try:
-            found = os.fstat(self._descriptor)
-            content = os.pread(self._descriptor, 100, 0) if stat.S_ISREG(found.st_mode) else None
-            if content is None or found.st_nlink > 1 or not _LOCK.fullmatch(content):
+            is_file = stat.S_ISREG(os.fstat(self._descriptor).st_mode)
+            content = os.pread(self._descriptor, 100, 0) if is_file else None
+            if content is None or not _LOCK.fullmatch(content):
                 # It is not written, because it may be a link to a file of somebody's.
                 raise error(f"{path}: {self.path} is no lock file of qflow_client; remove it")
             try:

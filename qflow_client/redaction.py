@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import string
 from dataclasses import dataclass
 from enum import Enum
 from numbers import Number
@@ -72,16 +73,16 @@ _SSL_HARMLESS = {
 }
 
 _HIDDEN = "***"
-# The scheme, the authority, the path, and the query of a URL in a text. As a path it has one slash.
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:/{1,2})([^/?#]*)([^?]*)(?:\?(.*))?", re.DOTALL)
+# What a scheme is made of.
+_SCHEME_LETTERS = string.ascii_letters + string.digits + "+.-"
+# The authority, the path, and the query of a URL.
+_URL = re.compile(r"([^/?#]*)([^?]*)(?:\?(.*))?", re.DOTALL)
 # A host, and its port with whatever may follow a URL in a text.
 _HOST = re.compile(r"(\[[^\]@]*\]?|[^:@\[\]]*)(:\d*([\s'\"),;\]].*)?)?", re.DOTALL)
-# Credentials without a URL around them.
-_CREDENTIALS = re.compile(r"([^:@]*:).*@", re.DOTALL)
 # The beginning of a URL as a path, which has no two slashes in a row. One letter may be a folder's name.
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 # Quotes and brackets around a URL in a text.
-_CLOSING = re.compile(r"['\")\]]*$")
+_CLOSING = "'\")]"
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 # How deep a value is looked into.
 _DEPTH = 3
@@ -103,30 +104,35 @@ class _Censored:
 
 
 def _censor(text: str) -> _Censored:
-    found = _URL.search(text)
-    if found is None:
-        return _Censored(_CREDENTIALS.sub(rf"\1{_HIDDEN}@", text), (), ":" not in text)
-    before = _CREDENTIALS.sub(rf"\1{_HIDDEN}@", text[: found.start()])
-    scheme, authority, path, query = found.groups()
+    # Strings are searched by hand, because a regular expression takes quadratic time on a long text.
+    colon_at = text.find(":/")
+    begin = colon_at + (3 if text.startswith("//", colon_at + 1) else 2)
+    # A URL that was made a path has one slash.
+    if colon_at < 0 or (begin - colon_at == 2 and "@" in text):
+        return _Censored(_hide_credentials(text), (), ":" not in text)
+    scheme_at = len(text[:colon_at].rstrip(_SCHEME_LETTERS))
+    before, scheme = _hide_credentials(text[:scheme_at]), text[scheme_at:begin]
+    found = _URL.fullmatch(text, begin)
+    assert found is not None
+    authority, path, query = found.groups()
     user, at, host = authority.rpartition("@")
     name, colon, password = user.partition(":")
-    is_clear = "@" not in path and _HOST.fullmatch(host) is not None and not ("#" in path and ":" in authority)
-    if not is_clear:
+    shown_query, secrets, has_at = _censor_query(query or "")
+    if "@" in path or has_at or not _HOST.fullmatch(host) or ("#" in path and ":" in authority):
         # The password has a / ? or # in it, or the host is missing. All before the last @ may be part of the password.
-        hidden, at, tail = text[found.start(2) :].rpartition("@")
+        hidden, at, tail = text[begin:].rpartition("@")
         name, colon, _ = authority.partition(":")
         host, mark, query = tail.partition("?") if at else ("", "", "")
         if not at or not _HOST.fullmatch(host.partition("/")[0]):
             host = _HIDDEN if at else ""
-        shown_query, _ = _censor_query(query)
+        shown_query, *_ = _censor_query(query)
         credentials = (f"{name}:{_HIDDEN}" if colon else _HIDDEN) + at
-        closing = _CLOSING.search(text)
+        closing = "" if at else text[len(text.rstrip(_CLOSING)) :]
         return _Censored(
-            f"{before}{scheme}{credentials}{host}{mark}{shown_query}{'' if at or closing is None else closing[0]}",
+            f"{before}{scheme}{credentials}{host}{mark}{shown_query}{closing}",
             (hidden or tail,),
             is_clear=False,
         )
-    shown_query, secrets = _censor_query(query or "")
     credentials = f"{name}:{_HIDDEN}@" if colon else user + at
     mark = "" if query is None else "?"
     return _Censored(
@@ -134,9 +140,15 @@ def _censor(text: str) -> _Censored:
     )
 
 
-def _censor_query(query: str) -> tuple[str, list[str]]:
-    """What may be shown of a query, and what else there is in it."""
-    texts, secrets = [], []
+def _hide_credentials(text: str) -> str:
+    """A text in which everything from its first colon to its last @ is hidden."""
+    begin, end = text.find(":"), text.rfind("@")
+    return f"{text[: begin + 1]}{_HIDDEN}{text[end:]}" if 0 <= begin < end else text
+
+
+def _censor_query(query: str) -> tuple[str, list[str], bool]:
+    """What may be shown of a query, what else there is in it, and whether the end of a password may be in it."""
+    texts, secrets, has_at = [], [], False
     for parameter in query.split("&"):
         name, equals, value = parameter.partition("=")
         if name == "ssl_options" and (options := _ssl_options(value)):
@@ -150,12 +162,13 @@ def _censor_query(query: str) -> tuple[str, list[str]]:
         else:
             texts.append(f"{name}={_HIDDEN}" if equals and _NAME.fullmatch(name) else _HIDDEN)
             secrets.append(value or parameter)
-    return "&".join(texts), secrets
+            has_at = has_at or "@" in parameter
+    return "&".join(texts), secrets, has_at
 
 
 def is_harmless(name: str, value: str) -> bool:
     """Return True if a parameter of a URL's query may be shown."""
-    return name in HARMLESS and "://" not in value and not _CREDENTIALS.search(value)
+    return name in HARMLESS and "://" not in value and _hide_credentials(value) == value
 
 
 def is_url(path: object) -> bool:

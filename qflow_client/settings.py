@@ -429,15 +429,16 @@ class ProducerSettings:
         url = url if url is not None else explicit.get("url", values.get("url", _URL))
         check_setting("url", url)
         # The query of the URL wins over the environment.
-        values = {name: value for name, value in values.items() if name not in _query_settings(url)}
+        query = _query_settings(url)
+        values = {name: value for name, value in values.items() if name not in query}
         return cls(**(values | explicit | keywords | {"url": url}))
 
 
 _SETTINGS = {setting.name: setting for setting in fields(ProducerSettings) if setting.metadata}
 HARMLESS.update(_SETTINGS.keys() - {"url"})
 
-# Variables that were warned of.
-_suspected: set[str] = set()
+# Variables that are no settings, and were warned of if they are nearly one.
+_examined: set[str] = set()
 
 
 def variable(name: str) -> str:
@@ -449,10 +450,10 @@ def _warn_of_misspelt(environ: Mapping[str, str]) -> None:
     """Warn once of each variable whose name is nearly that of a setting. Other programs may use ``QFLOW_``, too."""
     known = {variable(name) for name in _SETTINGS}
     for name in environ:
-        if name.upper().startswith(_PREFIX) and name not in known and name not in _suspected:
+        if name.upper().startswith(_PREFIX) and name not in known and name not in _examined:
+            _examined.add(name)
             near = get_close_matches(name.upper().removeprefix(_PREFIX), map(str.upper, _SETTINGS), 1, _SIMILAR)
             if near:
-                _suspected.add(name)
                 warnings.warn(
                     f"the environment variable {name} is not a setting of qflow_client and is ignored; did you mean "
                     f"{variable(near[0])}?",

@@ -12,6 +12,8 @@ from typing import Any
 
 import pika as original
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import qflow_client
 import qflow_client.aio_pika
@@ -211,6 +213,41 @@ def test_E8_no_password_in_a_repr(kind: str) -> None:
     except SettingsError:
         return
     assert not SECRET.search(repr(settings))
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_E8_no_password_in_the_log_of_a_connection(right: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with Broker(port=0, users={"ann": "s3cr3t-pw" if right else "another"}) as broker:
+        broker.declare_queue("q")
+        url = f"amqp://ann:s3cr3t-pw@127.0.0.1:{broker.port}/%2F"
+
+        async def main() -> None:
+            async with AsyncProducer(url, routing_key="q", confirms=True) as producer:
+                await (await producer.send(b"x"))
+                assert not SECRET.search(repr(producer))
+
+        def send() -> None:
+            with Producer(url, routing_key="q") as producer:
+                producer.send(b"x").result(20)
+                assert not SECRET.search(repr(producer))
+
+        for failed in (raised_by(lambda _: main(), None), raised_by(lambda _: send(), None)):
+            assert (failed is None) is right
+            assert failed is None or not SECRET.search(text_of(failed))
+    assert flush_logs(20)
+    assert not SECRET.search(caplog.text)
+
+
+@given(*[st.text("sXq7/:@?#&=%'\" ,[]{}", max_size=8)] * 2)
+def test_E8_a_password_may_have_any_characters(before: str, after: str) -> None:
+    url = f"amqp://user:{before}s3cr3t{after}@host:5672/v?heartbeat=3"
+    assert not SECRET.search(hide_password(url) + hide_password(repr(url)) + hide_password(f"at {url}"))
+
+
+def test_E8_what_is_hidden_is_found_in_linear_time() -> None:
+    for text in ("x", ":", "/", "@", "'", "://", ":/", "x:@", "a.b-", "?&=", "#"):
+        assert len(hide_password(text * 300_000)) <= 2_000_000
 
 
 def test_E8_no_password_in_the_repr_of_a_brokers_settings() -> None:

@@ -496,7 +496,7 @@ def test_a_setting_that_is_made_impossible_by_the_url_is_refused() -> None:
 
 @pytest.fixture
 def nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qflow_client.settings._suspected", set())
+    monkeypatch.setattr("qflow_client.settings._examined", set())
 
 
 @pytest.mark.parametrize(
