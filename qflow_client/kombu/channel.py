@@ -293,8 +293,6 @@ class Channel(pyamqp.Channel):
         flow.write()
         if protocol.outbound.size:
             self._write_all(flow, encoded)
-        if wire.has_frames:
-            connection.told_later()
         return receipt
 
     def _open_flow(self) -> ChannelFlow:

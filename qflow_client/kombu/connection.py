@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -69,8 +69,6 @@ class Connection(pyamqp.Connection):
         self.made_of = ""
         #: Channels that were closed while the broker blocked the connection, of which it has not heard.
         self.left: list[Any] = []
-        #: Called when something is left to be heard by who has an event loop.
-        self.told_later: Callable[[], object] = _nothing
         super().__init__(*arguments, **keywords)
 
     def Transport(
@@ -221,8 +219,6 @@ class Connection(pyamqp.Connection):
             self.heartbeat_tick()
         if wire.has_news:
             self.hear()
-        if wire.has_frames:
-            self.told_later()
         return is_writable
 
     def heartbeat_tick(self, rate: int = 2) -> None:
@@ -270,7 +266,3 @@ class Connection(pyamqp.Connection):
                 hold = Hold(HoldKind.CONNECTION_BLOCKED, since=time.time() - (now - began))
                 raise FlowControlTimeout([hold], now - began, None, "a longer max_producer_flow_control_wait waits")
             self.turn(end, wants_room=False)
-
-
-def _nothing() -> None:
-    pass

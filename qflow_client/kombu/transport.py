@@ -6,6 +6,7 @@ import os
 import threading
 from typing import Any
 
+from amqp.exceptions import RecoverableConnectionError
 from kombu.transport import pyamqp
 
 from qflow_client.kombu.connection import Connection
@@ -81,17 +82,34 @@ class Transport(pyamqp.Transport):
             super().close_connection(connection)  # type: ignore[no-untyped-call]  # kombu's
 
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:
-        """As kombu's. In this thread nobody waits while a channel is flowed: all else would wait, too."""
+        """As kombu's. A publish in this thread does not wait while its channel is flowed: the loop would wait, too."""
         super().register_with_event_loop(connection, loop)  # type: ignore[no-untyped-call]  # kombu's
         connection.loop_runs_here()
+        bell = connection.transport.bell()
+        loop.add_reader(bell, self._on_left, connection, loop, bell)
 
-        def told_later() -> None:
-            # The event loop watches the socket only, and this has been read from it.
-            loop.call_soon(self.on_readable, connection, loop)
+    def on_readable(self, connection: Any, loop: Any) -> None:
+        """Deliver one event, as kombu's does. The bell brings the loop back if frames are left.
 
-        connection.told_later = told_later
-        if connection.transport.has_frames:
-            told_later()
+        kombu reads on by ``loop.call_soon``, and its loop may wait for sockets before it makes that call.
+        """
+        if not connection.connected:
+            raise RecoverableConnectionError("Socket was disconnected")
+        try:
+            connection.drain_events(timeout=0)
+        except (TimeoutError, BlockingIOError, InterruptedError):
+            pass
+        finally:
+            if connection.connected:
+                connection.transport.has_left_frames()
+
+    def _on_left(self, connection: Any, loop: Any, bell: int) -> None:
+        """Deliver what earlier reads have left."""
+        if connection.connected:
+            self.on_readable(connection, loop)
+        else:
+            # The connection is closed, and the number of the descriptor may be another's by now.
+            loop.remove_reader(bell)
 
 
 class SSLTransport(Transport, pyamqp.SSLTransport):

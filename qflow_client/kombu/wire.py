@@ -69,7 +69,7 @@ class _Poll:
             What the socket is ready for, of these.
         """
         if self._pipe is None:
-            self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else _pipe()
+            self._pipe = _pipe()
             for each in self._for_input, self._for_both:
                 each.register(self._pipe[0], select.POLLIN)
         poll = self._for_both if writable else self._for_input
@@ -96,17 +96,46 @@ class _Poll:
 
 
 def _pipe() -> tuple[int, int]:
+    if hasattr(os, "pipe2"):
+        return os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     both = os.pipe()
     for fd in both:
         os.set_blocking(fd, False)
     return both
 
 
+class _Bell:
+    """A file descriptor that is readable while it rings, for an event loop to watch."""
+
+    def __init__(self) -> None:
+        self.fd, self._from = _pipe()
+
+    def ring(self) -> None:
+        # A full pipe rings already.
+        with suppress(BlockingIOError):
+            os.write(self._from, b"\0")
+
+    def stop(self) -> None:
+        with suppress(BlockingIOError):
+            while len(os.read(self.fd, 4096)) == 4096:
+                pass
+
+    def close(self) -> None:
+        # A child process may have a copy of the descriptor, which an event loop would go on watching.
+        self.stop()
+        os.close(self.fd)
+        os.close(self._from)
+
+
 class Wire:
     """What stands between a connection of py-amqp's and its socket; before one of its transports among the bases.
 
-    Inwards it reads as much as there is, where py-amqp reads a frame in three pieces, and keeps what py-amqp is to see
-    until it asks. Outwards it puts the channels' publishes and py-amqp's methods one after the other, at frame borders.
+    Inwards it reads all bytes that have come, where py-amqp reads a frame in three pieces, and keeps the frames for
+    py-amqp until py-amqp asks for them. An event loop that watches the socket cannot see frames that are kept. So it
+    watches a bell, too: `receive`, the only method that reads from the socket, rings the bell when it leaves frames,
+    and `has_left_frames` stops it when none are left.
+
+    Outwards it puts the channels' publishes and py-amqp's methods one after the other, at frame borders.
     """
 
     # py-amqp's.
@@ -143,6 +172,8 @@ class Wire:
         # Whether a frame of py-amqp's has begun and not ended.
         self._is_midway = False
         self._poll: _Poll | None = None
+        # Rings while frames are left, for an event loop; None while no event loop watches.
+        self._bell: _Bell | None = None
 
     def _setup_transport(self) -> None:
         super()._setup_transport()  # type: ignore[misc]  # py-amqp's
@@ -162,6 +193,9 @@ class Wire:
         super().close()  # type: ignore[misc]  # py-amqp's
         if self._poll is not None:
             self._poll.close()
+        bell, self._bell = self._bell, None
+        if bell is not None:
+            bell.close()
 
     def wake(self) -> None:
         """End a wait, from any thread."""
@@ -217,6 +251,23 @@ class Wire:
         """Whether there is something for py-amqp."""
         return self._at < len(self._frames) or bool(self.later)
 
+    def bell(self) -> int:
+        """The descriptor for an event loop to watch besides the socket: readable while frames are left for py-amqp."""
+        if self._bell is None:
+            self._bell = _Bell()
+        if self.has_frames:
+            self._bell.ring()
+        return self._bell.fd
+
+    def has_left_frames(self) -> bool:
+        """Whether frames are left for py-amqp; the bell stops ringing if not."""
+        if not self.has_frames and self._bell is not None:
+            self._bell.stop()
+            # Another thread may have read from the socket meanwhile, and have rung.
+            if self.has_frames:
+                self._bell.ring()
+        return self.has_frames
+
     @property
     def has_news(self) -> bool:
         """Whether there is something for py-amqp that is no delivery."""
@@ -249,6 +300,8 @@ class Wire:
         if passed:
             self._frames = self._frames[self._at :] + passed
             self._at = 0
+        if self._bell is not None and self.has_frames:
+            self._bell.ring()
         self.on_received()
         return True
 
@@ -281,8 +334,9 @@ class Wire:
         """
         if self._poll is None:
             raise RecoverableConnectionError("connection already closed")
-        ready = self._poll.wait(seconds, writable=writable or self.unwritten)
-        if ready & ~select.POLLOUT:
+        has_pending = self._has_pending()
+        ready = self._poll.wait(0.0 if has_pending else seconds, writable=writable or self.unwritten)
+        if ready & ~select.POLLOUT or has_pending:
             self._receive_all()
         is_writable = ready & select.POLLOUT != 0
         if is_writable and self.unwritten:
