@@ -67,6 +67,8 @@ class Connection(pyamqp.Connection):
         self._looked_at = 0.0
         #: What tells a connection like it; set by who makes it.
         self.made_of = ""
+        #: The name that the certificate of the broker has to have; None for that of the host.
+        self.server_name: str | None = None
         #: Channels that were closed while the broker blocked the connection, of which it has not heard.
         self.left: list[Any] = []
         super().__init__(*arguments, **keywords)
@@ -91,6 +93,8 @@ class Connection(pyamqp.Connection):
             socket_settings=socket_settings,
             **kwargs,
         )
+        if isinstance(wire, TLSWire):
+            wire.server_name = self.server_name
         wire.limit = self.flow_settings.max_producer_flow_control_wait
         wire.on_received = self._received
         return wire

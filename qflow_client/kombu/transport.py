@@ -64,6 +64,22 @@ kept = _Kept()
 class Transport(pyamqp.Transport):
     """kombu's transport for py-amqp, under flow control: ``qflow://``."""
 
+    # The name that the certificate of the broker has to have; None for that of the host.
+    _server_name: str | None = None
+
+    def establish_connection(self) -> Any:
+        """As kombu's, which connects to 127.0.0.1 instead of localhost and forgets the name.
+
+        With TLS the name is kept, because the certificate may not be for 127.0.0.1.
+        """
+        client: Any = self.client
+        self._server_name = "localhost" if client.ssl and client.hostname in (None, "", "localhost") else None
+        try:
+            return super().establish_connection()  # type: ignore[no-untyped-call]  # kombu's
+        finally:
+            if self._server_name is not None:
+                client.hostname = self._server_name
+
     def Connection(self, **options: Any) -> Connection:  # type: ignore[override]  # as kombu calls it
         """A connection, to be connected; for kombu."""
         made_of = f"{os.getpid()} {sorted(options.items())!r}"
@@ -71,6 +87,7 @@ class Transport(pyamqp.Transport):
         if connection is None:
             connection = Connection(**options)
             connection.made_of = made_of
+            connection.server_name = self._server_name
         return connection
 
     def close_connection(self, connection: Any) -> None:

@@ -433,6 +433,27 @@ class PlainWire(Wire, TCPTransport):  # type: ignore[misc]  # py-amqp has no typ
 class TLSWire(Wire, SSLTransport):  # type: ignore[misc]  # py-amqp has no types
     """TLS."""
 
+    # py-amqp's.
+    host: str
+
+    #: The name that the broker's certificate has to have; None for the host that is connected to.
+    server_name: str | None = None
+
+    def _wrap_socket(self, sock: Any, context: Any = None, **options: Any) -> Any:
+        """As py-amqp's, but a certificate that is verified has to name the host unless the options say otherwise.
+
+        py-amqp compares the name only if ``server_hostname`` is given: otherwise every certificate of the authority
+        will do, whatever host it is for.
+        """
+        if context:
+            context = {"check_hostname": True, **context}
+            names_host = context["check_hostname"]
+        else:
+            names_host = options.get("cert_reqs") != ssl.CERT_NONE
+        if names_host and options.get("server_hostname") is None:
+            options["server_hostname"] = self.server_name or self.host
+        return super()._wrap_socket(sock, context, **options)
+
     def _has_pending(self) -> bool:
         return bool(self.sock.pending())
 

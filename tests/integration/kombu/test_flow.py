@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import ssl
+import subprocess
 import sys
 import threading
 import time
@@ -523,6 +524,75 @@ def test_tls(stack, certificate, confirms):
         stop(channel, broker)
         with pytest.raises(OperationalError, match="channel_flow"):
             publish(channel, timeout=0.3)
+
+
+@pytest.fixture(scope="module")
+def localhost(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ssl.SSLContext]:
+    """A certificate for the name localhost, and not for 127.0.0.1; and a broker's context with it."""
+    folder = tmp_path_factory.mktemp("localhost")
+    certificate, key = str(folder / "certificate.pem"), str(folder / "key.pem")
+    # fmt: off
+    subprocess.run(
+        [
+            "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+            "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost",
+            "-keyout", key, "-out", certificate,
+        ],
+        check=True,
+        capture_output=True,
+    )
+    # fmt: on
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    return certificate, context
+
+
+def tls_connection(broker: Broker, host: str, options: Any) -> Connection:
+    return Connection(f"qflows://guest:guest@{host}:{broker.port}//", ssl=options)
+
+
+@pytest.mark.parametrize(
+    ("host", "options"),
+    [
+        ("localhost", lambda ca: {"ca_certs": ca}),
+        ("localhost", lambda ca: {"context": {"cafile": ca}}),
+        ("localhost", lambda ca: {"cert_reqs": ssl.CERT_NONE}),
+        ("127.0.0.1", lambda ca: {"ca_certs": ca, "server_hostname": "localhost"}),
+        ("127.0.0.1", lambda ca: {"context": {"cafile": ca}, "server_hostname": "localhost"}),
+        ("127.0.0.1", lambda ca: {"context": {"cafile": ca, "check_hostname": False}}),
+        ("127.0.0.1", lambda ca: {"cert_reqs": ssl.CERT_NONE}),
+    ],
+    ids=["name", "name-context", "name-unverified", "given", "given-context", "unchecked", "unverified"],
+)
+def test_E11_tls_connects_to_a_host_that_the_certificate_names_or_that_is_not_to_be_verified(
+    stack, localhost, host, options
+):
+    broker = stack.enter_context(Broker(ssl_context=localhost[1]))
+    with tls_connection(broker, host, options(localhost[0])) as connection:
+        # kombu forgets the name localhost when it connects for the first time.
+        for _ in range(2):
+            connection.connect()
+            assert connection.connected
+            connection.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        lambda ca: {"ca_certs": ca},
+        lambda ca: {"ca_certs": ca, "cert_reqs": ssl.CERT_REQUIRED},
+        lambda ca: {"ca_certs": ca, "server_hostname": None},
+        lambda ca: {"context": {"cafile": ca}},
+        lambda ca: {"context": {"cafile": ca, "check_hostname": True}},
+    ],
+    ids=["default", "required", "none", "context", "context-checked"],
+)
+def test_E11_tls_refuses_a_certificate_that_does_not_name_the_host(stack, localhost, options):
+    broker = stack.enter_context(Broker(ssl_context=localhost[1]))
+    connection = tls_connection(broker, "127.0.0.1", options(localhost[0]))
+    stack.callback(connection.release)
+    with pytest.raises(ssl.SSLCertVerificationError, match=r"127\.0\.0\.1"):
+        connection.connect()
 
 
 def test_settings_are_transport_options(broker, connect, monkeypatch):
