@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from functools import cached_property
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from qflow_client.errors import ProducerFlowed
 from qflow_client.events import FlowEvent, HoldKind
@@ -56,6 +57,8 @@ _FIXED: dict[str, Any] = {
 _URL = "amqp://localhost"
 _NAME = ProducerSettings.__dataclass_fields__["name"].default
 
+_Value = TypeVar("_Value")
+
 
 @dataclass(frozen=True)
 class DropIn:
@@ -63,25 +66,42 @@ class DropIn:
 
     Attributes:
         library: what people call it.
+        theirs: the settings whose names the library has too. There such a name is the library's, and the setting has
+            the prefix ``qflow_``.
         not_taken: the settings that have no meaning there, and who says it instead.
     """
 
     library: str
+    theirs: frozenset[str]
     not_taken: Mapping[str, str]
 
-    #: The names of all settings.
-    NAMES = frozenset(name for name in ProducerSettings.__dataclass_fields__ if not name.startswith("_"))
+    #: All settings.
+    SETTINGS = frozenset(name for name in ProducerSettings.__dataclass_fields__ if not name.startswith("_"))
 
-    def check(self, names: Iterable[str]) -> None:
-        """Refuse settings that have no meaning.
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """The settings, by the names that they have as keywords and in a URL's query."""
+        return {f"qflow_{name}" if name in self.theirs else name: name for name in self.SETTINGS}
+
+    def split(self, given: Iterable[tuple[str, _Value]]) -> tuple[dict[str, _Value], list[tuple[str, _Value]]]:
+        """Separate what is given by name: the settings, and what is the library's.
 
         Raises:
-            TypeError: naming the first of them, and who says it instead.
+            TypeError: a setting that has no meaning here.
         """
-        refused = {**_OUTBOX, **self.not_taken}
-        for name in names:
-            if name in refused:
-                raise TypeError(f"{name} is no setting of a connection of {self.library}'s: {refused[name]}")
+        ours: dict[str, _Value] = {}
+        theirs: list[tuple[str, _Value]] = []
+        for name, value in given:
+            setting = self.names.get(name)
+            if setting is None:
+                theirs.append((name, value))
+            elif setting in self.not_taken or setting in _OUTBOX:
+                why = self.not_taken.get(setting) or _OUTBOX[setting]
+                raise TypeError(f"{setting} is no setting of a connection of {self.library}'s: {why}")
+            else:
+                # Of a parameter that a URL has twice, the first counts.
+                ours.setdefault(setting, value)
+        return ours, theirs
 
     def _environ(self) -> dict[str, str]:
         """The environment without the settings that a connection does not take: those are for other producers."""
@@ -93,30 +113,38 @@ class DropIn:
             del environ[when_flowed]
         return environ
 
-    def settings(self, url: str = _URL, **keywords: Any) -> ProducerSettings:
-        """The settings of a connection, from keywords, the URL's query and the environment.
+    def settings(self, query: Mapping[str, str] | None = None, **keywords: Any) -> ProducerSettings:
+        """The settings of a connection, from keywords, a URL's query and the environment.
+
+        Args:
+            query: settings by name, as text.
+            keywords: settings by name.
 
         Raises:
             SettingsError: a value that is not allowed.
-            TypeError: a setting that has no meaning here.
         """
-        self.check(keywords)
-        return ProducerSettings.load(url, environ=self._environ(), **(keywords | _FIXED))
+        return ProducerSettings.load(f"{_URL}?{urlencode(query or {})}", environ=self._environ(), **(keywords | _FIXED))
 
-    def of_url(self, url: str, **keywords: Any) -> tuple[ProducerSettings, str]:
+    def of_url(self, url: str) -> tuple[ProducerSettings, str]:
         """The settings of a connection, and the URL without them.
 
         Raises:
             SettingsError: a value that is not allowed.
             TypeError: a setting that has no meaning here.
         """
-        named = {name for name, _ in parse_qsl(urlsplit(url).query, keep_blank_values=True)}
-        if not named & self.NAMES:
-            # It is the library's alone, which may take what we would not.
-            return self.settings(**keywords), url
-        self.check(sorted(named & self.NAMES))
-        settings = self.settings(url, **keywords)
-        return settings, settings.urls[0]
+        parts = urlsplit(url)
+        ours: list[tuple[str, str]] = []
+        theirs: list[str] = []
+        for piece in parts.query.split("&"):
+            named = [each for each in parse_qsl(piece, keep_blank_values=True) if each[0] in self.names]
+            if named:
+                ours += named
+            else:
+                # As it is written, because the library may read it in its own way.
+                theirs.append(piece)
+        if ours:
+            url = urlunsplit(parts._replace(query="&".join(theirs)))
+        return self.settings(self.split(ours)[0]), url
 
 
 class EncodedMessage(Message):

@@ -23,6 +23,9 @@ from qflow_client.settings import ProducerSettings
 
 __all__ = ["Connection", "FlowedConnection", "connect"]
 
+# The most bytes of the setting `name`.
+_NAME_SIZE = 255
+
 
 class FlowedConnection:
     """What makes a connection of aio-pika's one whose channels follow the flow; stands before it among the bases."""
@@ -60,17 +63,13 @@ def settings_of(url: URL, keywords: dict[str, Any]) -> tuple[ProducerSettings, U
         SettingsError: a value that is not allowed.
         TypeError: a setting that has no meaning here.
     """
-    # aio-pika's own name is what the broker's management shows, and so is ours: it is for both.
-    names = AIO_PIKA.NAMES
-    ours = {name: keywords[name] for name in names & keywords.keys()}
-    named = names & url.query.keys()
-    if named:
-        AIO_PIKA.check(sorted(named))
-        settings = AIO_PIKA.settings(str(url), **ours)
-        url = url.with_query([(name, value) for name, value in url.query.items() if name not in named - {"name"}])
-    else:
-        settings = AIO_PIKA.settings(**ours)
-    return settings, url, {name: value for name, value in keywords.items() if name not in ours or name == "name"}
+    query, rest = AIO_PIKA.split(url.query.items())
+    ours, theirs = AIO_PIKA.split(keywords.items())
+    # aio-pika's name is what the broker's management shows. Flow events and logs show it, too, as far as they can.
+    name = keywords.get("name") or url.query.get("name")
+    if name and "name" not in query:
+        ours.setdefault("name", str(name).encode(errors="replace")[:_NAME_SIZE].decode(errors="ignore"))
+    return AIO_PIKA.settings(query, **ours), url.with_query(rest) if query else url, dict(theirs)
 
 
 class Connection(FlowedConnection, TappedConnection):
@@ -119,7 +118,7 @@ async def connect(url: Any = None, *, connection_class: Any = Connection, **keyw
         TypeError: a setting that a connection of aio-pika's does not take.
     """
     # aio-pika puts them into the URL, whose errors would repeat them.
-    AIO_PIKA.settings(**{name: keywords[name] for name in AIO_PIKA.NAMES & keywords.keys()})
+    AIO_PIKA.settings(**AIO_PIKA.split(keywords.items())[0])
     try:
         return await _aio_pika.connect(url, connection_class=connection_class, **keywords)
     except (TypeError, ValueError) as error:

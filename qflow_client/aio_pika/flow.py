@@ -45,6 +45,7 @@ __all__ = ["AIO_PIKA", "ChannelFlow"]
 #: The settings that a connection of aio-pika's takes.
 AIO_PIKA = DropIn(
     "aio-pika",
+    frozenset({"name"}),
     dict.fromkeys(ADDRESSING, "publish() says it")
     | {
         "confirms": "channel(publisher_confirms=…) says it",

@@ -55,7 +55,7 @@ async def connect_robust(url: Any = None, *, connection_class: Any = RobustConne
         TypeError: a setting that a connection of aio-pika's does not take.
     """
     # aio-pika puts them into the URL, whose errors would repeat them.
-    AIO_PIKA.settings(**{name: keywords[name] for name in AIO_PIKA.NAMES & keywords.keys()})
+    AIO_PIKA.settings(**AIO_PIKA.split(keywords.items())[0])
     try:
         return await _aio_pika.connect_robust(url, connection_class=connection_class, **keywords)
     except (TypeError, ValueError) as error:

@@ -54,10 +54,10 @@ class Connection(pyamqp.Connection):
     _transport: Wire | None
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        # py-amqp has that, too.
-        names = KOMBU.NAMES & keywords.keys() - {"connect_timeout"}
+        ours, theirs = KOMBU.split(keywords.items())
+        keywords = dict(theirs)
         #: The settings of flow control.
-        self.flow_settings = KOMBU.settings(**{name: keywords.pop(name) for name in names})
+        self.flow_settings = KOMBU.settings(**ours)
         confirms = keywords.get("confirm_publish", False)
         if isinstance(confirms, str) and confirms != PIPELINED:
             raise SettingsError(f"confirm_publish={shown(confirms)}: it must be True, False or {PIPELINED!r}")

@@ -24,9 +24,11 @@ __all__ = ["KOMBU", "ChannelFlow"]
 #: The settings that a connection of kombu's takes among its transport options.
 KOMBU = DropIn(
     "kombu",
+    frozenset({"connect_timeout"}),
     dict.fromkeys(ADDRESSING, "publish() says it")
     | {
         "confirms": "confirm_publish says it",
+        "connect_timeout": "kombu's connect_timeout says it, which is Celery's broker_connection_timeout",
         "message_ids": "messages leave as they are given; a task has its id",
         **dict.fromkeys(
             RECONNECTING,

@@ -22,6 +22,7 @@ class ConnectionParameters(pika.ConnectionParameters):
         arguments: pika's.
         keywords: pika's, and settings by the names of `ProducerSettings`. Not those that pika's methods say:
             ``exchange``, ``routing_key``, ``mandatory``, ``confirms``, ``message_ids``, ``connect_timeout``, ``url``.
+            ``retry_delay`` is pika's.
 
     Raises:
         SettingsError: a setting has a value that is not allowed.
@@ -31,8 +32,8 @@ class ConnectionParameters(pika.ConnectionParameters):
     __slots__ = ("flow_settings",)
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        ours = {name: keywords.pop(name) for name in PIKA.NAMES & keywords.keys()}
-        super().__init__(*arguments, **keywords)
+        ours, theirs = PIKA.split(keywords.items())
+        super().__init__(*arguments, **dict(theirs))
         #: The settings of flow control.
         self.flow_settings = PIKA.settings(**ours)
 

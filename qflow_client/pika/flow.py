@@ -24,6 +24,7 @@ __all__ = ["PIKA", "ChannelFlow", "ConnectionFlow", "Publish"]
 #: is written counts as confirmed.
 PIKA = DropIn(
     "pika",
+    frozenset({"retry_delay"}),
     dict.fromkeys(ADDRESSING, "basic_publish() says it")
     | {
         "confirms": "confirm_delivery() says it",
