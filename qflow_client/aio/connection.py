@@ -37,45 +37,32 @@ def final(error: BaseException | None) -> bool:
     return isinstance(error, (ProbableAuthenticationError, AuthenticationError))
 
 
-class _Tapped:
-    """What both kinds of connection have in common."""
+class TappedConnection(aio_pika.Connection):
+    """aio-pika's connection, on which producers can be opened."""
 
     #: The socket of the present connection; ``None`` until there is one.
     tapped: TapTransport | None = None
-    # aio-pika's arguments for every connection that aiormq makes.
-    kwargs: Any
-    # Set while the connection is open.
-    connected: asyncio.Event
-    close_callbacks: Any
 
-    def _tap(self, client_properties: dict[str, Any] | None) -> None:
+    def __init__(self, url: URL, *, client_properties: dict[str, Any] | None = None, **keywords: Any) -> None:
+        super().__init__(url, **keywords)
         factory = TapTransportFactory(self._made, self.connected.is_set)
+        # aio-pika's arguments for every connection that aiormq makes.
         self.kwargs = {**self.kwargs, "transport_factory": factory, "client_properties": client_properties}
-        self.close_callbacks.add(self._on_closed)
 
     def _made(self, tapped: TapTransport) -> None:
         self.tapped = tapped
 
-    def _on_closed(self, *_: Any) -> None:
-        # aiormq is not relied upon to close the socket where the broker has closed the connection.
+    async def _on_connection_close(self, closing: asyncio.Future[Any]) -> None:
+        # Not one of `close_callbacks`, which are the program's to count and to clear.
+        self.connected.clear()
         if self.tapped is not None:
+            # aiormq is not relied upon to close the socket where the broker has closed the connection.
             self.tapped.abort()
+        await super()._on_connection_close(closing)
 
 
-class TappedConnection(_Tapped, aio_pika.Connection):
-    """aio-pika's connection, on which producers can be opened."""
-
-    def __init__(self, url: URL, *, client_properties: dict[str, Any] | None = None, **keywords: Any) -> None:
-        super().__init__(url, **keywords)
-        self._tap(client_properties)
-
-
-class TappedRobustConnection(_Tapped, aio_pika.RobustConnection):
+class TappedRobustConnection(TappedConnection, aio_pika.RobustConnection):
     """aio-pika's robust connection, on which producers can be opened."""
-
-    def __init__(self, url: URL, *, client_properties: dict[str, Any] | None = None, **keywords: Any) -> None:
-        super().__init__(url, **keywords)
-        self._tap(client_properties)
 
 
 def _address(url: object, parameters: Mapping[str, object]) -> URL:

@@ -15,16 +15,19 @@ from qflow_client.logs import log
 from qflow_client.redaction import shown
 from qflow_client.skin import BRIEF
 
-__all__ = ["Channel", "FlowedChannel"]
+__all__ = ["Channel"]
 
 
-class FlowedChannel:
-    """What makes a channel of aio-pika's one that follows the flow; stands before it among the bases."""
+class Channel(_aio_pika.Channel):
+    """aio-pika's `Channel`, whose exchanges wait to publish while the broker has stopped it, at most for a time.
+
+    ``Channel.Flow`` is answered, and stops publishing, as ``Connection.Blocked``, a full window of unconfirmed
+    messages, a rate limit and a socket that takes no bytes do. Everything else goes on meanwhile.
+    """
 
     # aio-pika's.
     _connection: Any
     _channel: Any
-    publisher_confirms: bool
     # Whether aio-pika declares again on a new channel what was declared on the last.
     _restores = False
 
@@ -40,7 +43,7 @@ class FlowedChannel:
                 f"connection={shown(connection)}: it must be one of qflow_client.aio_pika's; connect with its "
                 "connect(), or derive your connection_class from its Connection"
             )
-        super().__init__(connection, channel_number, publisher_confirms, on_return_raises)  # type: ignore[call-arg]  # aio-pika's
+        super().__init__(connection, channel_number, publisher_confirms, on_return_raises)
         #: The channel's flow; for the package.
         self.flow_control = ChannelFlow(
             connection.flow_settings, confirms=self.publisher_confirms, restores=self._restores
@@ -51,7 +54,7 @@ class FlowedChannel:
         # Here it is open, and nothing can have been published on it.
         self.flow_control.opened(self._connection.tapped, self._channel)
         try:
-            await super()._on_open()  # type: ignore[misc]  # aio-pika's
+            await super()._on_open()
         finally:
             if self._restores:
                 self.flow_control.restored()
@@ -68,7 +71,7 @@ class FlowedChannel:
             if flow.is_stuck:
                 await self._close_stuck(exc)
             else:
-                await super().close(exc)  # type: ignore[misc]  # aio-pika's
+                await super().close(exc)
         finally:
             flow.ended()
 
@@ -77,7 +80,7 @@ class FlowedChannel:
         flow = self.flow_control
         # Whoever leaves by an exception does not wait for holds.
         wait = BRIEF if exc is not None else flow.settings.max_producer_flow_control_wait
-        closing = asyncio.ensure_future(super().close(exc))  # type: ignore[misc]  # aio-pika's
+        closing = asyncio.ensure_future(super().close(exc))
         done, _ = await asyncio.wait((closing,), timeout=wait)
         if done:
             closing.result()
@@ -124,14 +127,6 @@ class FlowedChannel:
             TypeError, ValueError: `timeout` is no number.
         """
         return await self.flow_control.wait_unflowed(timeout)
-
-
-class Channel(FlowedChannel, _aio_pika.Channel):
-    """aio-pika's `Channel`, whose exchanges wait to publish while the broker has stopped it, at most for a time.
-
-    ``Channel.Flow`` is answered, and stops publishing, as ``Connection.Blocked``, a full window of unconfirmed
-    messages, a rate limit and a socket that takes no bytes do. Everything else goes on meanwhile.
-    """
 
 
 def _look(closing: asyncio.Future[Any]) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from ssl import SSLContext
 from typing import Any
 
@@ -21,39 +19,10 @@ from qflow_client.aio_pika.flow import AIO_PIKA, ChannelFlow
 from qflow_client.redaction import censored
 from qflow_client.settings import ProducerSettings
 
-__all__ = ["Connection", "FlowedConnection", "connect"]
+__all__ = ["Connection", "connect"]
 
 # The most bytes of the setting `name`.
 _NAME_SIZE = 255
-
-
-class FlowedConnection:
-    """What makes a connection of aio-pika's one whose channels follow the flow; stands before it among the bases."""
-
-    def __init__(self, url: URL, **keywords: Any) -> None:
-        self.flow_settings, url, keywords = settings_of(URL(url), keywords)
-        #: The flow of its channels, closed ones too; for the package.
-        self.flows: weakref.WeakSet[ChannelFlow] = weakref.WeakSet()
-        super().__init__(url, **keywords)  # type: ignore[call-arg]  # aio-pika's
-
-    #: The settings of flow control.
-    flow_settings: ProducerSettings
-
-    def _made(self, tapped: TapTransport) -> None:
-        tapped.tap.expects_all = True
-        super()._made(tapped)  # type: ignore[misc]  # of the connection with the tap
-
-    @contextmanager
-    def leaving(self) -> Iterator[None]:
-        """While the program closes it: who waits to publish gets the error that ends the connection."""
-        flows = tuple(self.flows)
-        for flow in flows:
-            flow.left = True
-        try:
-            yield
-        finally:
-            for flow in flows:
-                flow.ended()
 
 
 def settings_of(url: URL, keywords: dict[str, Any]) -> tuple[ProducerSettings, URL, dict[str, Any]]:
@@ -72,7 +41,7 @@ def settings_of(url: URL, keywords: dict[str, Any]) -> tuple[ProducerSettings, U
     return AIO_PIKA.settings(query, **ours), url.with_query(rest) if query else url, dict(theirs)
 
 
-class Connection(FlowedConnection, TappedConnection):
+class Connection(TappedConnection):
     """aio-pika's `Connection`, whose channels follow the flow.
 
     Args:
@@ -89,6 +58,9 @@ class Connection(FlowedConnection, TappedConnection):
 
     CHANNEL_CLASS = Channel
 
+    #: The settings of flow control.
+    flow_settings: ProducerSettings
+
     def __init__(
         self,
         url: URL,
@@ -97,12 +69,25 @@ class Connection(FlowedConnection, TappedConnection):
         client_properties: Any = None,
         **kwargs: Any,
     ) -> None:
+        self.flow_settings, url, kwargs = settings_of(URL(url), kwargs)
+        #: The flow of its channels, closed ones too; for the package.
+        self.flows: weakref.WeakSet[ChannelFlow] = weakref.WeakSet()
         super().__init__(url, loop=loop, ssl_context=ssl_context, client_properties=client_properties, **kwargs)
 
+    def _made(self, tapped: TapTransport) -> None:
+        tapped.tap.expects_all = True
+        super()._made(tapped)
+
     async def close(self, exc: Any = ConnectionClosed) -> None:
-        """As aio-pika's. Who waits to publish gets the error that ends the connection."""
-        with self.leaving():
+        """As aio-pika's. Tasks that wait to publish get the error that ends the connection."""
+        flows = tuple(self.flows)
+        for flow in flows:
+            flow.left = True
+        try:
             await super().close(exc)
+        finally:
+            for flow in flows:
+                flow.ended()
 
 
 async def connect(url: Any = None, *, connection_class: Any = Connection, **keywords: Any) -> Any:

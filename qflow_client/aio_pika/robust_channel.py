@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import aio_pika.channel
 import aio_pika.robust_channel as _aio_pika
-from aio_pika.channel import Channel
 from aiormq.exceptions import AMQPConnectionError
 
-from qflow_client.aio_pika.channel import FlowedChannel
+from qflow_client.aio_pika.channel import Channel
 
 __all__ = ["RobustChannel"]
 
 
-class RobustChannel(FlowedChannel, _aio_pika.RobustChannel):
+class RobustChannel(Channel, _aio_pika.RobustChannel):
     """aio-pika's `RobustChannel`, whose exchanges wait to publish while the broker has stopped it.
 
     Who waits when the connection is lost waits on, until aio-pika has restored the channel or the time is up. What the
@@ -31,7 +31,7 @@ class RobustChannel(FlowedChannel, _aio_pika.RobustChannel):
             # The connection restores its channels. aio-pika's channel begins that, too, and may wait for the connection
             # with the lock in hand that the connection waits for: neither would ever go on.
             self.__restored.clear()
-            return await Channel._on_close(self, closing)
+            return await aio_pika.channel.Channel._on_close(self, closing)
         return await super()._on_close(closing)
 
 

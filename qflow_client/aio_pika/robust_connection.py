@@ -9,7 +9,7 @@ import aio_pika.robust_connection as _aio_pika
 from yarl import URL
 
 from qflow_client.aio.connection import TappedRobustConnection
-from qflow_client.aio_pika.connection import FlowedConnection, same_signature
+from qflow_client.aio_pika.connection import Connection, same_signature
 from qflow_client.aio_pika.flow import AIO_PIKA
 from qflow_client.aio_pika.robust_channel import RobustChannel
 from qflow_client.redaction import censored
@@ -17,7 +17,7 @@ from qflow_client.redaction import censored
 __all__ = ["RobustConnection", "connect_robust"]
 
 
-class RobustConnection(FlowedConnection, TappedRobustConnection):
+class RobustConnection(Connection, TappedRobustConnection):
     """aio-pika's `RobustConnection`, whose channels follow the flow.
 
     Args:
@@ -36,9 +36,8 @@ class RobustConnection(FlowedConnection, TappedRobustConnection):
         super().__init__(url, loop=loop, **kwargs)
 
     async def close(self, exc: Any = asyncio.CancelledError) -> None:
-        """As aio-pika's. Who waits to publish gets the error that ends the connection."""
-        with self.leaving():
-            await super().close(exc)
+        """As aio-pika's. Tasks that wait to publish get the error that ends the connection."""
+        await super().close(exc)
 
 
 async def connect_robust(url: Any = None, *, connection_class: Any = RobustConnection, **keywords: Any) -> Any:

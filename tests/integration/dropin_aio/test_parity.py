@@ -15,6 +15,7 @@ import pytest
 import qflow_client.aio_pika as drop_in
 from qflow_client.aio_pika.flow import ChannelFlow
 from tests.integration.parity import members, parameters, until_release
+from tests.integration.producer.tools import PATIENCE
 
 from .scenarios import SCENARIOS, all_scenarios, of, outcome
 
@@ -107,3 +108,50 @@ def test_the_same_result_exception_and_order_of_callbacks(broker: Any, name: str
     with asyncio.Runner() as runner:
         runner.get_loop().set_exception_handler(lambda _loop, _context: None)
         assert ours == runner.run(outcome(original, broker.url, name, robust=robust))
+
+
+async def callbacks(module: Any, url: str, *, robust: bool) -> list[int]:
+    """How many callbacks everything has that has some, from the start to the end."""
+    connection = await (module.connect_robust if robust else module.connect)(url)
+    channel = await connection.channel()
+    queue = await channel.declare_queue("callbacks", auto_delete=True)
+    having = [
+        each
+        for owner in (connection, channel, queue)
+        for name in ("close_callbacks", "reconnect_callbacks", "reopen_callbacks", "return_callbacks")
+        if (each := getattr(owner, name, None)) is not None
+    ]
+    found = [len(each) for each in having]
+    connection.close_callbacks.clear()
+    await channel.close()
+    await connection.close()
+    return found + [len(each) for each in having]
+
+
+@pytest.mark.parametrize("robust", [False, True], ids=["plain", "robust"])
+def test_E11_a_program_finds_no_callbacks_besides_aio_pikas(broker: Any, robust: bool, run: Run) -> None:
+    theirs, ours = (run(callbacks(module, broker.url, robust=robust)) for module in (original, drop_in))
+    assert ours == theirs
+    assert ours[0] == 0
+
+
+@pytest.mark.parametrize("who", ["program", "broker"])
+@pytest.mark.parametrize("robust", [False, True], ids=["plain", "robust"])
+def test_E11_the_socket_is_closed_although_the_program_has_cleared_the_callbacks(
+    broker: Any, robust: bool, who: str, run: Run
+) -> None:
+    async def close() -> None:
+        connection = await (drop_in.connect_robust if robust else drop_in.connect)(broker.url)
+        connection.close_callbacks.clear()
+        tapped = connection.tapped
+        assert tapped is not None
+        if who == "program":
+            await connection.close()
+        else:
+            broker.close_connections()
+        async with asyncio.timeout(PATIENCE):
+            while not tapped.is_closing():  # noqa: ASYNC110 - no event tells of it
+                await asyncio.sleep(0.001)
+        await connection.close()
+
+    run(close())
