@@ -47,7 +47,7 @@ def test_without_an_outbox_the_environment_cannot_have_messages_spilled(
 def test_an_outbox_that_a_program_asks_for_is_refused_with_the_way_out(drop_in: DropIn, name: str) -> None:
     words = f"{name} is no setting of a connection of {drop_in.library}'s: .* Producer"
     with pytest.raises(TypeError, match=words):
-        drop_in.settings(**{name: OUTBOX[name]})
+        drop_in.split([(name, OUTBOX[name])])
     with pytest.raises(TypeError, match=words):
         drop_in.of_url(f"amqp://localhost?{name}={OUTBOX[name]}")
     with pytest.raises(SettingsError, match="when_flowed='spill' with outbox=None"):
