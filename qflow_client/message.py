@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import IntEnum
-from typing import Any, Self
+from typing import Any, NoReturn
 
 from qflow_client.fields import MAX_DEPTH, encode_short_string, encode_timestamp
 from qflow_client.redaction import shown
 
-__all__ = ["REPUBLISHED", "DeliveryMode", "Message", "as_body", "as_payload", "republished"]
+__all__ = ["REPUBLISHED", "DeliveryMode", "Message", "as_body", "republished"]
 
 #: The header of a message that is sent once more because nobody knows whether it has arrived.
 REPUBLISHED = "x-qflow-republished"
@@ -34,7 +34,7 @@ class Message:
         content_encoding: MIME content encoding.
         headers: a field table. Its keys have at most 255 bytes; its values are ``str``, ``bool``, ``int`` of 64 bits,
             ``float``, ``Decimal`` of 32 bits, bytes, ``datetime`` (a naive one is local time), ``None``, and lists,
-            tuples and mappings of them. `send` copies it, so the application may reuse it.
+            tuples and mappings of them. It is copied, and the copy cannot be changed, so a program may reuse its own.
         delivery_mode: 2, persistent, unless told otherwise.
         priority: 0 to 9 by the standard; brokers take up to 255.
         correlation_id: of the request that this answers.
@@ -95,7 +95,7 @@ class Message:
         if content_encoding is not None:
             given["content_encoding"] = content_encoding
         if headers is not None:
-            given["headers"] = headers
+            given["headers"] = _own_headers(headers)
         given["delivery_mode"] = delivery_mode
         if priority is not None:
             given["priority"] = priority
@@ -128,31 +128,60 @@ class Message:
             if check is not None and value is not None:
                 check(value, name)
 
-    def _detached(self) -> Self:
-        """An equal message whose headers nobody else holds; this one if it has no headers.
 
-        Raises:
-            ValueError: another thread changed the headers meanwhile.
-        """
-        headers = self.headers
-        if headers is None:
-            return self
-        try:
-            own = {key: _own(value, 1) for key, value in headers.items()}
-        except RuntimeError as error:
-            raise ValueError(f"headers cannot be copied: {error}") from error
-        copy = object.__new__(type(self))
-        copy.__dict__.update(self.__dict__)
-        copy.__dict__["headers"] = own
-        return copy
+def _refuse_change(*_: object, **__: object) -> NoReturn:
+    raise TypeError("a message's headers cannot be changed; make another message with headers of its own")
 
 
-# Most values. None of them can be changed.
+class _Table(dict[str, Any]):
+    """A field table that cannot be changed."""
+
+    __slots__ = ()
+
+    __setitem__ = __delitem__ = __ior__ = _refuse_change
+    clear = pop = popitem = setdefault = update = _refuse_change
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Table, (dict(self),)
+
+
+class _Array(list[Any]):
+    """A field array that cannot be changed."""
+
+    __slots__ = ()
+
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse_change
+    append = clear = extend = insert = pop = remove = reverse = sort = _refuse_change
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Array, (list(self),)
+
+
+# The types of most values. None of them can be changed.
 _IMMUTABLE = frozenset((str, int, bool, float, bytes, datetime, type(None)))
 
 
+def _own_headers(headers: Mapping[str, Any]) -> _Table:
+    """Equal headers that cannot be changed (E3).
+
+    Raises:
+        TypeError: they are no mapping.
+        ValueError: another thread changed them meanwhile.
+    """
+    if not isinstance(headers, (dict, Mapping)):
+        raise TypeError(f"headers must be a mapping, not {type(headers).__name__}")
+    try:
+        own = _Table(headers)
+        for value in own.values():
+            if type(value) not in _IMMUTABLE:
+                return _Table({key: _own(each, 1) for key, each in own.items()})
+    except RuntimeError as error:
+        raise ValueError(f"headers cannot be copied: {error}") from error
+    return own
+
+
 def _own(value: Any, depth: int) -> Any:
-    """An equal value of a header that nobody else can change.
+    """An equal value of a header that cannot be changed.
 
     Args:
         value: the value.
@@ -161,9 +190,9 @@ def _own(value: Any, depth: int) -> Any:
     if type(value) in _IMMUTABLE or depth > MAX_DEPTH:
         return value
     if isinstance(value, Mapping):
-        return {key: _own(each, depth + 1) for key, each in value.items()}
+        return _Table({key: _own(each, depth + 1) for key, each in value.items()})
     if isinstance(value, list):
-        return [_own(each, depth + 1) for each in value]
+        return _Array([_own(each, depth + 1) for each in value])
     if isinstance(value, tuple):
         return tuple(_own(each, depth + 1) for each in value)
     if isinstance(value, (bytearray, memoryview)):
@@ -187,11 +216,6 @@ def _check_expiration(value: str, name: str) -> None:
         raise ValueError(f"{name} must be milliseconds as a string of digits, not {shown(value)}")
 
 
-def _check_headers(value: object, name: str) -> None:
-    if not isinstance(value, (dict, Mapping)):
-        raise TypeError(f"{name} must be a mapping, not {type(value).__name__}")
-
-
 def _check_timestamp(value: object, name: str) -> None:
     if isinstance(value, datetime):
         encode_timestamp(value, name)
@@ -205,7 +229,6 @@ _check_seconds = _check_int(0, (1 << 63) - 1)
 _CHECKS: dict[str, Callable[[Any, str], object]] = {
     "content_type": encode_short_string,
     "content_encoding": encode_short_string,
-    "headers": _check_headers,
     "delivery_mode": _check_int(1, 2),
     "priority": _check_int(0, 255),
     "correlation_id": encode_short_string,
@@ -223,22 +246,6 @@ _CHECKS: dict[str, Callable[[Any, str], object]] = {
 def republished(message: Message) -> Message:
     """A message with the mark of one that may be a second copy."""
     return replace(message, headers={**(message.headers or {}), REPUBLISHED: True})
-
-
-def as_payload(message: object) -> bytes | Message:
-    """What `send` admits: nothing that the caller holds can change it (E3).
-
-    Args:
-        message: a body, or a `Message`.
-
-    Returns:
-        The body as bytes, or a message with headers of its own.
-
-    Raises:
-        TypeError: it is neither.
-        ValueError: another thread changed the headers meanwhile.
-    """
-    return message._detached() if isinstance(message, Message) else as_body(message)
 
 
 def as_body(body: object) -> bytes:

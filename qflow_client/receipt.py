@@ -125,14 +125,13 @@ class Receipt:
 
     @property
     def message(self) -> Message:
-        """A copy of the message, with the message id that it has on the wire."""
+        """The message, with the message id that it has on the wire."""
         payload = self._payload
         if not isinstance(payload, Message):
             return Message(payload, message_id=self.message_id)
-        message = payload._detached()
-        if message.message_id is not None or self._id_prefix is None:
-            return message
-        values = {name: getattr(message, name) for name in Message.__dataclass_fields__}
+        if payload.message_id is not None or self._id_prefix is None:
+            return payload
+        values = {name: getattr(payload, name) for name in Message.__dataclass_fields__}
         return Message(**(values | {"message_id": self.message_id}))
 
     @property

@@ -109,6 +109,8 @@ class _Span:
 class _Traced(Message):
     """A message with a span."""
 
+    __slots__ = ("trace",)
+
     trace: _Span
 
 
@@ -310,7 +312,7 @@ class Tracer:
             observer.tell(now=_monotonic())
         except BaseException as error:
             message.trace.span = None
-            if getattr(getattr(error, "message", None), "trace", None) is message.trace:
+            if getattr(error, "message", None) is message:
                 # The application gets back what it gave.
                 error.message = payload  # type: ignore[attr-defined]  # a ProducerFlowed or ProducerClosed
             if span.is_recording():

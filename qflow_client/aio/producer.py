@@ -33,7 +33,7 @@ from qflow_client.events import FlowEvent, FlowState, HoldKind
 from qflow_client.flow import FlowManager, Line
 from qflow_client.logs import write_log
 from qflow_client.manager import flow_manager
-from qflow_client.message import Message, as_payload
+from qflow_client.message import Message, as_body
 from qflow_client.protocol import ProducerProtocol, SendTicket
 from qflow_client.receipt import Receipt
 from qflow_client.redaction import shown
@@ -319,7 +319,7 @@ class AsyncProducer:
         """
         if timeout is not DEFAULT and timeout != 0:
             check_timeout(timeout)
-        payload = message if type(message) is bytes else as_payload(message)
+        payload = message if type(message) is bytes or isinstance(message, Message) else as_body(message)
         if self._loop is not None and self._loop.is_closed() and not self._ended:
             # Nothing would ever write it.
             raise ProducerClosed(_LOOP_CLOSED, payload)
@@ -390,7 +390,7 @@ class AsyncProducer:
         Raises:
             ProducerFlowed: flowed; the message was not sent and never will be.
         """
-        payload = message if type(message) is bytes else as_payload(message)
+        payload = message if type(message) is bytes or isinstance(message, Message) else as_body(message)
         if self._loop is not None and self._loop.is_closed() and not self._ended:
             # Nothing would ever write it.
             raise ProducerClosed(_LOOP_CLOSED, payload)

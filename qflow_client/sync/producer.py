@@ -27,7 +27,7 @@ from qflow_client.events import FlowEvent, FlowState, HoldKind
 from qflow_client.flow import FlowManager, Hold, Line
 from qflow_client.logs import write_log
 from qflow_client.manager import flow_manager
-from qflow_client.message import Message, as_payload
+from qflow_client.message import Message, as_body
 from qflow_client.protocol import LogEntry, ProducerProtocol, SendTicket
 from qflow_client.receipt import Receipt
 from qflow_client.settings import ProducerSettings, WhenFlowed, check_argument, check_timeout
@@ -270,7 +270,7 @@ class Producer:
         """
         if timeout is not DEFAULT and timeout != 0:
             check_timeout(timeout)
-        payload = message if type(message) is bytes else as_payload(message)
+        payload = message if type(message) is bytes or isinstance(message, Message) else as_body(message)
         if exchange is None:
             exchange = self._exchange
         if routing_key is None:
@@ -354,7 +354,7 @@ class Producer:
             TypeError: the message is of another type.
             ValueError: it cannot be encoded.
         """
-        payload = message if type(message) is bytes else as_payload(message)
+        payload = message if type(message) is bytes or isinstance(message, Message) else as_body(message)
         if exchange is None:
             exchange = self._exchange
         if routing_key is None:
@@ -452,7 +452,7 @@ class Producer:
             now = _monotonic()
             take = protocol.send if self._storage is None else partial(self._storage.protocol.store, spills=False)
             for message in messages[begin : begin + _AT_ONCE]:
-                payload = message if type(message) is bytes else as_payload(message)
+                payload = message if type(message) is bytes or isinstance(message, Message) else as_body(message)
                 receipt = take(payload, to, routing_key, now)
                 if receipt is None:
                     return
