@@ -24,6 +24,93 @@ class DeliveryMode(IntEnum):
     PERSISTENT = 2
 
 
+def _refuse_change(*_: object, **__: object) -> NoReturn:
+    raise TypeError("a message's headers cannot be changed; make another message with headers of its own")
+
+
+class _Table(dict[str, Any]):
+    """A field table that cannot be changed."""
+
+    __slots__ = ()
+
+    __setitem__ = __delitem__ = __ior__ = _refuse_change
+    clear = pop = popitem = setdefault = update = _refuse_change
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Table, (dict(self),)
+
+
+class _Array(list[Any]):
+    """A field array that cannot be changed."""
+
+    __slots__ = ()
+
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse_change
+    append = clear = extend = insert = pop = remove = reverse = sort = _refuse_change
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Array, (list(self),)
+
+
+# The types of most values. None of them can be changed.
+_IMMUTABLE = frozenset((str, int, bool, float, bytes, datetime, type(None)))
+
+
+class _Headers:
+    """The attribute `headers` of a message: a read-only table, made when it is asked for.
+
+    The message itself keeps a plain `dict`: the garbage collector need not look at one with plain values.
+    """
+
+    def __get__(self, message: Message | None, kind: type[Message]) -> Mapping[str, Any] | None:
+        own = None if message is None else message.__dict__.get("headers")
+        return None if own is None else _Table(own)
+
+    def __set__(self, message: Message, headers: Mapping[str, Any] | None) -> None:
+        # Called by the constructor that `dataclass` generates for a class of an application's own.
+        if headers is not None:
+            message.__dict__["headers"] = _own_headers(headers)
+
+
+def _own_headers(headers: Mapping[str, Any]) -> dict[str, Any]:
+    """Equal headers that no caller has, and whose values cannot be changed (E3).
+
+    Raises:
+        TypeError: they are no mapping.
+        ValueError: another thread changed them meanwhile.
+    """
+    if not isinstance(headers, (dict, Mapping)):
+        raise TypeError(f"headers must be a mapping, not {type(headers).__name__}")
+    try:
+        own = dict(headers)
+        for value in own.values():
+            if type(value) not in _IMMUTABLE:
+                return {key: _own(each, 1) for key, each in own.items()}
+    except RuntimeError as error:
+        raise ValueError(f"headers cannot be copied: {error}") from error
+    return own
+
+
+def _own(value: Any, depth: int) -> Any:
+    """An equal value of a header that cannot be changed.
+
+    Args:
+        value: the value.
+        depth: of the table or array that it lies in. What lies too deep to be encoded is not copied.
+    """
+    if type(value) in _IMMUTABLE or depth > MAX_DEPTH:
+        return value
+    if isinstance(value, Mapping):
+        return _Table({key: _own(each, depth + 1) for key, each in value.items()})
+    if isinstance(value, list):
+        return _Array([_own(each, depth + 1) for each in value])
+    if isinstance(value, tuple):
+        return tuple(_own(each, depth + 1) for each in value)
+    if isinstance(value, (bytearray, memoryview)):
+        return bytes(value)
+    return value
+
+
 @dataclass(frozen=True, init=False)
 class Message:
     """A body and its basic properties, by their AMQP names (AMQP 0-9-1, section 1.8.1).
@@ -55,7 +142,7 @@ class Message:
     body: bytes
     content_type: str | None = None
     content_encoding: str | None = None
-    headers: Mapping[str, Any] | None = None
+    headers: Mapping[str, Any] | None = _Headers()  # type: ignore[assignment]  # a descriptor for it
     delivery_mode: int | None = DeliveryMode.PERSISTENT
     priority: int | None = None
     correlation_id: str | None = None
@@ -127,77 +214,6 @@ class Message:
             check = _CHECKS.get(name)
             if check is not None and value is not None:
                 check(value, name)
-
-
-def _refuse_change(*_: object, **__: object) -> NoReturn:
-    raise TypeError("a message's headers cannot be changed; make another message with headers of its own")
-
-
-class _Table(dict[str, Any]):
-    """A field table that cannot be changed."""
-
-    __slots__ = ()
-
-    __setitem__ = __delitem__ = __ior__ = _refuse_change
-    clear = pop = popitem = setdefault = update = _refuse_change
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Table, (dict(self),)
-
-
-class _Array(list[Any]):
-    """A field array that cannot be changed."""
-
-    __slots__ = ()
-
-    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse_change
-    append = clear = extend = insert = pop = remove = reverse = sort = _refuse_change
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Array, (list(self),)
-
-
-# The types of most values. None of them can be changed.
-_IMMUTABLE = frozenset((str, int, bool, float, bytes, datetime, type(None)))
-
-
-def _own_headers(headers: Mapping[str, Any]) -> _Table:
-    """Equal headers that cannot be changed (E3).
-
-    Raises:
-        TypeError: they are no mapping.
-        ValueError: another thread changed them meanwhile.
-    """
-    if not isinstance(headers, (dict, Mapping)):
-        raise TypeError(f"headers must be a mapping, not {type(headers).__name__}")
-    try:
-        own = _Table(headers)
-        for value in own.values():
-            if type(value) not in _IMMUTABLE:
-                return _Table({key: _own(each, 1) for key, each in own.items()})
-    except RuntimeError as error:
-        raise ValueError(f"headers cannot be copied: {error}") from error
-    return own
-
-
-def _own(value: Any, depth: int) -> Any:
-    """An equal value of a header that cannot be changed.
-
-    Args:
-        value: the value.
-        depth: of the table or array that it lies in. What lies too deep to be encoded is not copied.
-    """
-    if type(value) in _IMMUTABLE or depth > MAX_DEPTH:
-        return value
-    if isinstance(value, Mapping):
-        return _Table({key: _own(each, depth + 1) for key, each in value.items()})
-    if isinstance(value, list):
-        return _Array([_own(each, depth + 1) for each in value])
-    if isinstance(value, tuple):
-        return tuple(_own(each, depth + 1) for each in value)
-    if isinstance(value, (bytearray, memoryview)):
-        return bytes(value)
-    return value
 
 
 def _check_int(lowest: int, highest: int) -> Callable[[Any, str], object]:
