@@ -182,7 +182,7 @@ class LockFile:
             content = os.pread(self._descriptor, 100, 0) if is_file else None
             if content is None or not _LOCK.fullmatch(content):
                 # It is not written, because it may be a link to a file of somebody's.
-                raise error(f"{path}: {self.path} is no lock file of qflow_client; remove it")
+                raise error(f"{path}: {self.path} is not a lock file of qflow_client; move it away")
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -16,13 +16,14 @@ _PRIVATE = 0o600
 
 # Held while a file is made and closed. To close a file ends all locks of this process on it (POSIX), so SQLite must not
 # open it in between.
-_making = threading.Lock()
+# Reentrant, because a signal handler may make another file meanwhile.
+_making = threading.RLock()
 
 
 def _renew_lock() -> None:
     # Another thread of the parent may have held it.
     global _making
-    _making = threading.Lock()
+    _making = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_renew_lock)

@@ -77,7 +77,7 @@ def _own_headers(headers: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         TypeError: they are no mapping.
-        ValueError: another thread changed them meanwhile.
+        ValueError: another thread changed them meanwhile, or they contain themselves.
     """
     if not isinstance(headers, (dict, Mapping)):
         raise TypeError(f"headers must be a mapping, not {type(headers).__name__}")
@@ -96,10 +96,17 @@ def _own(value: Any, depth: int) -> Any:
 
     Args:
         value: the value.
-        depth: of the table or array that it lies in. What lies too deep to be encoded is not copied.
+        depth: of the table or array that it lies in.
+
+    Raises:
+        ValueError: it lies too deep to be encoded.
     """
-    if type(value) in _IMMUTABLE or depth > MAX_DEPTH:
+    if type(value) in _IMMUTABLE:
         return value
+    if depth > MAX_DEPTH:
+        raise ValueError(
+            f"headers are more than {MAX_DEPTH} tables and lists deep; one that contains itself cannot be sent"
+        )
     if isinstance(value, Mapping):
         return _Table({key: _own(each, depth + 1) for key, each in value.items()})
     if isinstance(value, list):

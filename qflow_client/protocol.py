@@ -74,6 +74,9 @@ _NO_METHOD = (0, 0)
 # Below this length the list of failures is not worth sweeping.
 _SWEEP_FROM = 64
 
+# Without confirms but with `on_delivery`, this many of the last returned messages come up in `flush` and `close`.
+_MOST_RETURNS = 1000
+
 
 class SendTicket(Ticket):
     """A message that waits to be admitted."""
@@ -1012,6 +1015,9 @@ class ProducerProtocol:
             receipt._reply = (code, text)
             receipt._outcome = Outcome.RETURNED
             self._log(logging.WARNING, "%s: %s", self.settings.name, receipt.describe())
+            if self.settled is not None and len(self.failures) >= _MOST_RETURNS:
+                # Programs that are told of receipts may never flush.
+                del self.failures[0]
             self._keep_failure(receipt)
         else:
             self._log(

@@ -118,6 +118,7 @@ def _censor(text: str) -> _Censored:
     user, at, host = authority.rpartition("@")
     name, colon, password = user.partition(":")
     shown_query, secrets, has_at = _censor_query(query or "")
+    has_at = has_at or (not at and ":" in authority and "@" in (query or ""))
     if "@" in path or has_at or not _HOST.fullmatch(host) or ("#" in path and ":" in authority):
         # The password has a / ? or # in it, or the host is missing. All before the last @ may be part of the password.
         hidden, at, tail = text[begin:].rpartition("@")
@@ -196,7 +197,10 @@ def hide_password(url: str) -> str:
 
 def shown(value: object, _depth: int = _DEPTH) -> str:
     """A value as an error may show it: numbers, names and URLs without their passwords; of anything else, its type."""
-    if value is None or isinstance(value, (Number, Enum)):
+    if isinstance(value, Enum):
+        # Programs keep URLs in enumerations, too.
+        return f"{type(value).__name__}.{value.name}"
+    if value is None or isinstance(value, Number):
         return repr(value)
     if isinstance(value, str):
         return repr(hide_password(value))
@@ -214,7 +218,7 @@ def shown(value: object, _depth: int = _DEPTH) -> str:
 
 def shown_of_unknown(value: object) -> str:
     """The value of an argument whose name is not known, as an error may show it: the name may be ``password``."""
-    return shown(value) if value is None or isinstance(value, (Number, Enum)) else _HIDDEN
+    return repr(value) if value is None or isinstance(value, bool) else _HIDDEN
 
 
 def is_clear(url: str) -> bool:

@@ -8,6 +8,7 @@ make a producer.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -15,6 +16,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
@@ -49,6 +51,8 @@ _OPERATION = {"messaging.operation.name": "send", "messaging.operation.type": "s
 _DELIVERED = (Outcome.CONFIRMED, Outcome.SENT)
 
 _monotonic = time.monotonic
+
+logger = logging.getLogger("qflow_client")
 
 
 class _Outbound(Protocol):
@@ -218,14 +222,21 @@ class Observer:
             for key in tuple(self._durations):
                 seconds = self._durations.pop(key, None)
                 if seconds is not None:
-                    self._histogram.record(seconds, self.operation(*key))
+                    self._give(partial(self._histogram.record, seconds, self.operation(*key)))
         while self._spans:
             try:
                 span, receipt, at, spilled = self._spans.popleft()
             except IndexError:
                 # Another thread was faster.
                 return
-            _end_span(span, receipt, at, spilled)
+            self._give(partial(_end_span, span, receipt, at, spilled))
+
+    def _give(self, call: Callable[[], object]) -> None:
+        """Give something to the SDK. What that raises is neither the sender's concern nor the connection's."""
+        try:
+            call()
+        except Exception as error:
+            logger.error("%s: telemetry failed: %r", self.attributes["qflow.producer.name"], error)
 
 
 def _end_span(span: Span, receipt: Receipt, at: int, spilled: bool) -> None:
@@ -308,8 +319,6 @@ class Tracer:
         message = _with_span(payload, span, {**headers, **carrier})
         try:
             yield message
-            # A message that was spilled has ended its span, and nothing else may happen for a while.
-            observer.tell(now=_monotonic())
         except BaseException as error:
             message.trace.span = None
             if getattr(error, "message", None) is message:
@@ -319,6 +328,8 @@ class Tracer:
                 _fail_span(span, type(error).__name__, str(error))
             span.end()
             raise
+        # A message that was spilled has ended its span, and nothing else may happen for a while.
+        observer.tell(now=_monotonic())
 
 
 def _with_span(payload: bytes | Message, span: Span, headers: Mapping[str, Any]) -> _Traced:

@@ -79,6 +79,29 @@ _LOOP_CLOSED = "its event loop is closed; make a producer in the loop that runs 
 _AT_ONCE = 500
 
 
+async def _wait_to_the_end(
+    future: asyncio.Future[Any], *, on_cancel: Callable[[], object] | None = None
+) -> asyncio.CancelledError | None:
+    """Wait until a future is done, however often the caller is cancelled meanwhile.
+
+    Args:
+        future: what to wait for.
+        on_cancel: called at the first cancel, to make it end soon.
+
+    Returns:
+        The first cancel, for the caller to raise; ``None`` if there was none.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait((future,))
+        except asyncio.CancelledError as error:
+            if cancelled is None and on_cancel is not None:
+                on_cancel()
+            cancelled = cancelled or error
+    return cancelled
+
+
 class _FlowEvents:
     """The flow events of a producer, as they come."""
 
@@ -800,13 +823,8 @@ class AsyncProducer:
         left = self._protocol.unsettled_receipts
         # In a task of its own: a caller that is cancelled waits for its end all the same.
         ending = asyncio.create_task(self._end(patience))
-        while not ending.done():
-            try:
-                await asyncio.wait((ending,))
-            except asyncio.CancelledError as caught:
-                if error is None:
-                    error = caught
-                    ending.cancel()
+        cancelled = await _wait_to_the_end(ending, on_cancel=ending.cancel)
+        error = error or cancelled
         undelivered = self._undelivered(left)
         if error is None and not ending.cancelled():
             error = ending.exception()
@@ -842,12 +860,22 @@ class AsyncProducer:
             try:
                 if self._dispatcher is not None:
                     await self._dispatcher.stop()
-                if self._storage is not None:
-                    await asyncio.to_thread(self._storage.close, BRIEF)
             finally:
-                if self._commits is not None:
-                    self._commits.end()
-                self._all_ended.set()
+                await self._end_storage()
+
+    async def _end_storage(self) -> None:
+        """Close the outbox, if there is one. A cancel waits until it is closed, or others would find it in use."""
+        try:
+            if self._storage is not None and self._loop is not None:
+                closing = self._loop.run_in_executor(None, self._storage.close, BRIEF)
+                cancelled = await _wait_to_the_end(closing)
+                closing.result()
+                if cancelled is not None:
+                    raise cancelled
+        finally:
+            if self._commits is not None:
+                self._commits.end()
+            self._all_ended.set()
 
     def _undelivered(self, left: Sequence[Receipt]) -> UndeliveredMessages | None:
         """What was not delivered and the application has not been told of.

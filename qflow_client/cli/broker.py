@@ -31,7 +31,7 @@ from qflow_client.broker import (
 )
 from qflow_client.cli.config import Config, read_config
 from qflow_client.cli.errors import CommandError, ExitCode
-from qflow_client.cli.passwords import USERS, read_users, users_of, warn_of_option
+from qflow_client.cli.passwords import USERS, broker_users, warn_of_option
 from qflow_client.cli.stopping import Stopped, Stopping
 from qflow_client.cli.warned import warnings_shown
 
@@ -110,14 +110,14 @@ def broker(
         typer.Option(
             "--user",
             metavar="NAME:PASSWORD",
-            help="Who may log in; may be repeated; guest:guest if none. Others can read it here.",
+            help="A user; may be repeated; guest:guest if none. Visible to other users of this machine.",
         ),
     ] = None,
     users_file: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help=f"The same, a line NAME:PASSWORD each; '-' for standard input. Or lines in {USERS}.",
+            help=f"Users, one NAME:PASSWORD per line; '-' for standard input. Or set {USERS} to such lines.",
         ),
     ] = None,
     tls_certificate: Annotated[
@@ -263,7 +263,7 @@ def broker(
     flags: dict[str, Any] = {
         "host": host,
         "port": port,
-        "users": users_of(user, "--user") if user else read_users(users_file),
+        "users": broker_users(user, users_file),
         "tls_certificate": tls_certificate,
         "tls_key": tls_key,
         "virtual_host": virtual_host,

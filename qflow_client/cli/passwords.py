@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from qflow_client.cli.errors import CommandError, ExitCode
 from qflow_client.redaction import hide_password
 
-__all__ = ["USERS", "hide_arguments", "read_users", "users_of", "warn_of_option", "warn_of_url"]
+__all__ = ["USERS", "broker_users", "hide_arguments", "users_of", "warn_of_option", "warn_of_url"]
 
 #: The environment variable with the users of a broker.
 USERS = "QFLOW_BROKER_USERS"
@@ -82,20 +82,28 @@ def users_of(lines: Iterable[str], where: str) -> dict[str, str]:
     return users
 
 
-def read_users(file: Path | None) -> dict[str, str] | None:
-    """Users from a file, or else from the environment.
+def broker_users(options: Sequence[str] | None, file: Path | None) -> dict[str, str] | None:
+    """The users of a broker, from ``--user``, or ``--users-file``, or else from the environment.
 
     Args:
-        file: ``NAME:PASSWORD`` in each line; ``-`` for standard input, ``None`` for none.
+        options: ``NAME:PASSWORD`` each.
+        file: ``NAME:PASSWORD`` in each line; ``-`` for standard input.
 
     Returns:
-        Passwords by name; ``None`` if neither has any.
+        Passwords by name; ``None`` if nothing names any.
 
     Raises:
-        CommandError: a line is no user.
+        CommandError: a line is not a user, there is none in the file, or there are both options and a file.
         OSError: the file cannot be read.
     """
+    if options and file is not None:
+        raise CommandError("--user and --users-file: give one; all users can be in the file", ExitCode.USAGE)
     if file is not None:
         text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
-        return users_of(text.splitlines(), f"--users-file {file}")
+        users = users_of(text.splitlines(), f"--users-file {file}")
+        if not users:
+            raise CommandError(f"--users-file {file}: there is no user in it", ExitCode.USAGE)
+        return users
+    if options:
+        return users_of(options, "--user") or None
     return users_of(os.environ.get(USERS, "").splitlines(), USERS) or None

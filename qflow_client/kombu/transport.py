@@ -100,10 +100,10 @@ class Transport(pyamqp.Transport):
 
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:
         """As kombu's. A publish in this thread does not wait while its channel is flowed: the loop would wait, too."""
-        super().register_with_event_loop(connection, loop)  # type: ignore[no-untyped-call]  # kombu's
         connection.loop_runs_here()
         bell = connection.transport.bell()
         loop.add_reader(bell, self._on_left, connection, loop, bell)
+        super().register_with_event_loop(connection, loop)  # type: ignore[no-untyped-call]  # kombu's
 
     def on_readable(self, connection: Any, loop: Any) -> None:
         """Deliver one event, as kombu's does. The bell brings the loop back if frames are left.

@@ -106,3 +106,22 @@ def test_who_waits_for_a_producer_that_is_closed_while_its_outbox_is_opened_is_t
 
     run(main())
     assert bodies(broker) == []
+
+
+def test_E4_a_close_that_is_cancelled_at_any_turn_leaves_the_outbox_to_the_next_producer(
+    run: Run, broker: Broker, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        for turns in range(30):
+            producer = AsyncProducer(broker.url, routing_key="q", outbox=str(tmp_path / "outbox.db"))
+            await producer.connect()
+            await producer.send(b"")
+            closing = asyncio.create_task(producer.close())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            closing.cancel()
+            await asyncio.wait((closing,))
+            # It was cancelled before it began, or is at its end.
+            await producer.close()
+
+    run(main())

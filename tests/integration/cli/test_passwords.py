@@ -99,6 +99,15 @@ def test_E8_what_is_no_secret_is_not_warned_of(
     assert "others can read" not in capsys.readouterr().err
 
 
+def test_users_are_given_one_way_and_a_file_names_some(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "users"
+    file.write_text("\n")
+    assert main(["broker", "--users-file", str(file)]) != 0
+    assert "there is no user in it" in capsys.readouterr().err
+    assert main(["broker", "--users-file", str(file), "--user", "guest:guest"]) != 0
+    assert "--user and --users-file: give one" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("way", ["file", "standard input", "environment"])
 def test_E8_users_of_a_broker_can_be_given_without_the_command_line(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -116,12 +116,12 @@ def test_E8_a_lock_file_that_is_something_else_is_refused_and_left_alone(kind: s
     victim = tmp_path / "victim"
     victim.write_text("precious")
     (tmp_path / "file-lock").hardlink_to(victim)
-    with pytest.raises(error, match=rf"{tmp_path}/file-lock is no lock file of qflow_client; remove it"):
+    with pytest.raises(error, match=rf"{tmp_path}/file-lock is not a lock file of qflow_client; move it away"):
         make(tmp_path / "file")
     assert victim.read_text() == "precious"
     (tmp_path / "file-lock").unlink()
     os.mkfifo(tmp_path / "file-lock")
-    with pytest.raises(error, match="is no lock file"):
+    with pytest.raises(error, match="is not a lock file"):
         make(tmp_path / "file")
 
 

@@ -7,6 +7,7 @@ import logging
 import re
 import traceback
 from collections.abc import Awaitable, Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -271,5 +272,17 @@ def test_E8_what_pika_does_not_understand_is_still_said() -> None:
 def test_E8_a_misspelt_setting_is_named_with_the_one_that_is_near() -> None:
     with pytest.raises(SettingsError, match=r"^urls=\*\*\*: there is no such setting; .*; did you mean url\?$"):
         Producer(urls="amqp://h")
-    with pytest.raises(SettingsError, match=r"^capcity=5: there is no such setting; .*; did you mean capacity.*$"):
+    with pytest.raises(SettingsError, match=r"^capcity=\*\*\*: there is no such setting; .*; did you mean capacity.*$"):
         Producer(capcity=5)
+
+
+def test_E8_what_a_program_keeps_in_an_enumeration_is_shown_by_its_name() -> None:
+    class Place(StrEnum):
+        PROD = "amqp://user:s3cr3t-pw@host"
+
+    doors: list[dict[str, Any]] = [{"on_delivery": Place.PROD}, {"password": Place.PROD}, {"password": 93847261}]
+    for arguments in doors:
+        with pytest.raises((TypeError, SettingsError)) as caught:
+            Producer(**arguments)
+        assert "s3cr3t-pw" not in str(caught.value)
+        assert "93847261" not in str(caught.value)

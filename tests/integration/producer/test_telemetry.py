@@ -17,7 +17,7 @@ from opentelemetry import metrics, propagate, trace
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
@@ -323,6 +323,22 @@ def test_a_spilled_message_has_a_span_that_ends_when_it_is_in_the_outbox(
     receipt.result(20)
     assert headers(broker) == [{"mine": 1, "traceparent": traceparent(span)}]
     spans(1)
+
+
+def test_an_exporter_that_raises_costs_no_sender_its_receipt(
+    monkeypatch: pytest.MonkeyPatch, broker: Broker, make_producer: Callable[..., Producer], tmp_path: Path
+) -> None:
+    class Raising(SpanProcessor):
+        def on_end(self, span: ReadableSpan) -> None:
+            raise OSError("the collector is gone")
+
+    provider = TracerProvider()
+    provider.add_span_processor(Raising())
+    monkeypatch.setattr(trace, "get_tracer", lambda *args, **more: provider.get_tracer(*args, **more))
+    producer = make_producer(tracing=True, outbox=str(tmp_path / "outbox.db"), when_flowed="spill")
+    producer.pause()
+    receipts = [producer.send(b"%d" % number) for number in range(3)]
+    assert len(receipts) == producer.stored == 3
 
 
 PARENT = trace.NonRecordingSpan(trace.SpanContext(7, 8, False, trace.TraceFlags(1)))

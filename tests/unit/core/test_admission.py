@@ -9,10 +9,11 @@ import pytest
 
 from qflow_client import FlowControlTimeout, FlowEventKind, HoldKind, Message, ProducerClosed, SettingsError
 from qflow_client.flow import WeightedLine
+from qflow_client.frames import PublishEncoder, Route
 from qflow_client.protocol import ProducerProtocol, SendTicket
 from qflow_client.settings import ProducerSettings
 
-from .support import FRAME_MAX, PREFIX, drain, holds, logged, make, send, wait, wire, write
+from .support import CHANNEL, FRAME_MAX, PREFIX, drain, holds, logged, make, send, wait, wire, write
 
 NO_KEY = "k" * 256
 
@@ -651,25 +652,27 @@ def test_a_header_too_large_for_the_broker_s_frames_is_the_ticket_s_error_and_th
     assert protocol.window.used == 1
 
 
-class Fickle(dict[str, Any]):
-    """Headers that can be read so many times, and then not: they have a mistake, or somebody presses Ctrl-C."""
+class Fickle(PublishEncoder):
+    """Fails to encode messages as long as it is told to: they are too large, or Ctrl-C comes."""
 
-    def __init__(self, good: int, error: type[BaseException] = ZeroDivisionError) -> None:
-        super().__init__(k="v")
-        self.good = good
-        self.error = error
+    def __init__(self, error: type[BaseException] = ZeroDivisionError) -> None:
+        super().__init__(CHANNEL, FRAME_MAX, id_prefix=PREFIX)
+        self.error: type[BaseException] | None = error
 
-    def items(self) -> Any:
-        self.good -= 1
-        if self.good < 0:
-            raise self.error("of the headers' own")
-        return super().items()
+    def message(self, route: Route, message: Message, number: int | None) -> list[bytes]:
+        if self.error is not None and message.headers:
+            raise self.error("of the encoder's own")
+        return super().message(route, message, number)
+
+
+MARKED = Message(b"x", headers={"k": "v"})
 
 
 def test_whatever_encoding_raises_takes_no_room() -> None:
     protocol = make(capacity=1, capacity_bytes=10)
+    protocol._encoder = Fickle()
     with pytest.raises(ZeroDivisionError):
-        protocol.send(Message(b"x", headers=Fickle(0)), "", "q", 0.0)
+        protocol.send(MARKED, "", "q", 0.0)
     assert protocol.window.used == protocol.unsettled == 0
     assert protocol.byte_window is not None
     assert protocol.byte_window.used == 0
@@ -679,7 +682,8 @@ def test_whatever_encoding_raises_takes_no_room() -> None:
 def test_whatever_encoding_raises_after_the_wait_is_the_ticket_s_error_and_the_next_gets_its_turn() -> None:
     protocol = make(capacity=1)
     send(protocol)
-    bad, after = wait(protocol, Message(b"x", headers=Fickle(1))), wait(protocol, b"y")
+    bad, after = wait(protocol, MARKED), wait(protocol, b"y")
+    protocol._encoder = Fickle()
     drain(protocol)
     protocol.on_ack(1, False, 1.0)
     assert isinstance(bad.error, ZeroDivisionError)
@@ -690,11 +694,11 @@ def test_whatever_encoding_raises_after_the_wait_is_the_ticket_s_error_and_the_n
 def test_ctrl_c_while_a_waiting_message_is_admitted_comes_through_and_leaves_it_waiting() -> None:
     protocol = make(capacity=1)
     send(protocol)
-    headers = Fickle(1, KeyboardInterrupt)
-    other = wait(protocol, Message(b"x", headers=headers), waiter="other")
+    protocol._encoder = encoder = Fickle(KeyboardInterrupt)
+    other = wait(protocol, MARKED, waiter="other")
     with pytest.raises(KeyboardInterrupt):
         protocol.set_capacity(2, 1.0)
-    headers.good = 1
+    encoder.error = None
     assert not other.decided
     assert protocol.window.used == protocol.unsettled == 1
     protocol.on_timer(2.0)

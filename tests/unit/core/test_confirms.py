@@ -314,6 +314,10 @@ def test_without_confirms_a_return_is_not_told_as_a_second_receipt_of_its_messag
     assert len(protocol.settled) == 1
     assert [receipt.outcome for receipt in protocol.failures] == [Outcome.RETURNED]
     assert "WARNING producer: message p-000000000001 to ''/'q': returned (312 NO_ROUTE)" in logged(protocol)
+    for number in range(2000):
+        returned(protocol, "p-000000000001", body=b"%d" % number)
+    # Programs that are told of receipts may never flush.
+    assert [receipt.message.body for receipt in protocol.take_failures()] == [b"%d" % n for n in range(1000, 2000)]
 
 
 # What is on the wire.
