@@ -228,7 +228,7 @@ def test_a_producer_that_cannot_be_registered_leaves_no_connection(broker: Broke
         ({"capacity": "many"}, "capacity='many'"),
         ({"when_flowed": "shout"}, "when_flowed='shout': it must be 'block', 'raise' or 'spill'"),
         ({"connect_timeout": -1}, "connect_timeout=-1"),
-        ({"no_such_setting": 1}, "no_such_setting=1"),
+        ({"no_such_setting": 1}, "no_such_setting=***"),
     ],
 )
 def test_a_bad_value_is_refused_before_anything_is_connected(
@@ -247,7 +247,7 @@ def test_a_bad_value_is_refused_before_anything_is_connected(
         ({"line": WeightedLine}, "line=<class .*WeightedLine'>: it must be None or have the methods of a Line"),
         ({"manager": None}, "manager=None: it must be a FlowManager"),
         ({"manager": "operator"}, "manager='operator': it must be a FlowManager"),
-        ({"settings": {"capacity": 5}}, "settings={'capacity': 5}: it must be a ProducerSettings or None"),
+        ({"settings": {"capacity": 5}}, r"settings={'capacity': \*\*\*}: it must be a ProducerSettings or None"),
         ({"on_delivery": 5}, "on_delivery=5: it must be None or callable"),
     ],
 )

@@ -293,7 +293,7 @@ def test_a_refused_text_is_named_with_the_place_it_came_from(name: str, text: st
 
 
 def test_a_setting_that_does_not_exist_is_refused_with_those_that_do() -> None:
-    with pytest.raises(SettingsError, match=r"capcity=5: there is no such setting; there are url, .*capacity"):
+    with pytest.raises(SettingsError, match=r"capcity=\*\*\*: there is no such setting; there are url, .*capacity"):
         load(capcity=5)
 
 
