@@ -2,10 +2,10 @@
 
 A message that dies without a consumer's rejection goes on to other queues, dies there, and so on. Two rules bound that.
 As in RabbitMQ, a dead letter does not enter a queue where it died before, by its header ``x-death``. That alone admits
-every path through the queues, and between n queues there are more than n! paths. So, other than in RabbitMQ, of all
-copies of one message only the first that dies in a queue is dead-lettered by that queue: there are at most as many dead
-letters as there are ways from one queue to another. A rejection by a consumer ends both rules; a restart of the broker
-ends the second.
+every path through the queues, and between n queues there are more than n! paths. So, other than in RabbitMQ, of the
+copies of one message that die in a queue, the queue dead-letters only the first to each target, which is an exchange
+and a routing key: there is at most one dead letter for each queue and target. A rejection by a consumer ends both
+rules; a restart of the broker ends the second.
 """
 
 from __future__ import annotations
@@ -54,14 +54,15 @@ class DeadLetter(StoredMessage):
         target: the dead-letter exchange and the routing key.
         header: the payload of its content header frame, which tells of its deaths.
         body: the content.
-        deaths: what the header tells of them, the last first; kept because decoding a long list takes long.
+        deaths: what the header tells of them, the last first; kept within a step, because decoding a long list takes
+            long.
     """
 
     __slots__ = ("deaths",)
 
     def __init__(self, target: Target, header: bytes, body: bytes, deaths: list[Death]) -> None:
         super().__init__(target, header, body)
-        self.deaths = deaths
+        self.deaths: list[Death] | None = deaths
 
 
 class DeadLetters:
@@ -75,7 +76,7 @@ class DeadLetters:
         wall_clock: seconds since 1970.
     """
 
-    __slots__ = ("_dead", "_destinations", "_is_burying", "_resolve", "_wall_clock", "_when_read")
+    __slots__ = ("_dead", "_destinations", "_is_burying", "_letters", "_resolve", "_wall_clock", "_when_read")
 
     def __init__(
         self,
@@ -91,6 +92,8 @@ class DeadLetters:
         # Messages that died and are not dead-lettered yet, and whether `died` is at it.
         self._dead: deque[tuple[Queue, StoredMessage, DropReason]] = deque()
         self._is_burying = False
+        # The dead letters of this step.
+        self._letters: list[DeadLetter] = []
 
     def died(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
         """A message was dropped by a queue with a dead-letter exchange.
@@ -106,6 +109,10 @@ class DeadLetters:
                 self._bury_next(*self._dead.popleft())
         finally:
             self._is_burying = False
+            for letter in self._letters:
+                # Decoded again if it dies later: a long list of deaths takes far more memory than its bytes.
+                letter.deaths = None
+            self._letters.clear()
 
     def _bury_next(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
         if message.body is None:
@@ -117,13 +124,6 @@ class DeadLetters:
 
     def _bury(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
         """Send the dead letter of a message where it goes."""
-        left: set[str] = set()
-        if reason is not DropReason.REJECTED:
-            left = message.left = getattr(message, "left", left)
-            if queue.name in left:
-                # Another copy has gone wherever this one would go. Its death is counted.
-                return
-            left.add(queue.name)
         options = queue.options
         key = options.dead_letter_routing_key
         target = self._resolve(options.dead_letter_exchange or "", message.target.routing_key if key is None else key)
@@ -135,10 +135,19 @@ class DeadLetters:
                 options.dead_letter_exchange,
             )
             return
+        left: set[tuple[str, str, str]] = set()
+        if reason is not DropReason.REJECTED:
+            left = message.left = getattr(message, "left", left)
+            way = queue.name, target.exchange, target.routing_key
+            if way in left:
+                # Another copy has gone wherever this one would go. Its death is counted.
+                return
+            left.add(way)
         assert message.body is not None
         deaths, headers = _deaths_and_headers(message, queue.name, reason, self._wall_clock())
         letter = DeadLetter(target, with_headers(message.header, headers), message.body, deaths)
         letter.left = left
+        self._letters.append(letter)
         blocked = _cycle_queues(reason, deaths)
         for destination in self._destinations(letter):
             # There is no publisher to refuse it to, so each destination decides for itself.
@@ -168,7 +177,7 @@ def _deaths_of(message: StoredMessage) -> list[Death]:
     Raises:
         TypeError, ValueError: a client wrote there what cannot be written again.
     """
-    if isinstance(message, DeadLetter):
+    if isinstance(message, DeadLetter) and message.deaths is not None:
         return message.deaths
     entries = decode_headers(message.header).get(_DEATHS)
     if not isinstance(entries, list):

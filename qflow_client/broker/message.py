@@ -46,8 +46,9 @@ class StoredMessage:
 
     __slots__ = ("body", "header", "left", "record", "size", "target")
 
-    #: The names of the queues that have dead-lettered a copy of it; all copies share the set. Only there if any has.
-    left: set[str]
+    #: The queues that have dead-lettered a copy of it, each with the exchange and the routing key. All copies share the
+    #: set. Only there if a queue has.
+    left: set[tuple[str, str, str]]
 
     def __init__(self, target: Target, header: bytes, body: bytes) -> None:
         self.target = target

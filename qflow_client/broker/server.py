@@ -227,7 +227,7 @@ class Connection(asyncio.Protocol):
         self._is_reading = True
         self._has_backlog = False
         # Bytes that the socket had not taken when that was last looked at.
-        self._unwritten = 0
+        self._taken = 0
         # Set when all that the session will ever send is with the transport.
         self._is_finished = False
         # Done when the connection is over.
@@ -379,10 +379,10 @@ class Connection(asyncio.Protocol):
         """Count it as a sign of life if a client that is not read has taken bytes since the last call."""
         if self._transport is None or self._is_reading:
             return
-        unwritten = self._transport.get_write_buffer_size()
-        if unwritten < self._unwritten:
+        taken = self.session.bytes_sent - self._transport.get_write_buffer_size()
+        if taken > self._taken:
             self.session.last_received = now
-        self._unwritten = unwritten
+        self._taken = taken
 
     def _set_timer(self) -> None:
         if self._timer is not None:

@@ -697,6 +697,7 @@ class Session:
         if self.state is State.ENDED:
             return
         self.state = State.ENDED
+        self._held, self.is_held = b"", False
         self.wake_at = float("inf")
         self._end_channels()
         if not self._output_announced:

@@ -245,6 +245,32 @@ def test_E7_a_rejection_by_a_consumer_begins_anew(world, client):
     assert world.queue("work").depth > copies
 
 
+def test_copies_with_other_routing_keys_go_through_one_queue(world, client):
+    """Two services share a queue that delays what they could not handle, and each has its own archive."""
+    for name in ("billing", "shipping"):
+        client.declare(
+            name,
+            arguments={
+                "x-message-ttl": 1,
+                "x-dead-letter-exchange": "amq.direct",
+                "x-dead-letter-routing-key": f"{name}.late",
+            },
+        )
+        client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
+    client.declare("delay", arguments={"x-message-ttl": 1, "x-dead-letter-exchange": "amq.topic"})
+    for name in ("billing", "shipping"):
+        bind = commands.Queue.Bind(queue="delay", exchange="amq.direct", routing_key=f"{name}.late")
+        client.call(1, bind, commands.Queue.BindOk)
+        client.declare(f"{name}-archive")
+        bind = commands.Queue.Bind(queue=f"{name}-archive", exchange="amq.topic", routing_key=f"{name}.#")
+        client.call(1, bind, commands.Queue.BindOk)
+    client.publish(exchange="amq.fanout")
+    for _ in range(10):
+        world.now += 0.001
+        world.host.tick(world.now)
+    assert [bodies(world.queue(f"{name}-archive")) for name in ("billing", "shipping")] == [[b"x"]] * 2
+
+
 def test_two_ways_to_a_queue_bring_two_dead_letters_there(world, client):
     for name, to in (("a", "amq.fanout"), ("b", ""), ("c", "")):
         arguments = {"x-max-length": 0, "x-dead-letter-exchange": to}
