@@ -52,13 +52,18 @@ def _module(drop_in: ModuleType, name: str) -> ModuleType:
 
 
 def classes(pairs: list[tuple[ModuleType, ModuleType]]) -> Classes:
-    """The public classes of modules, theirs and ours."""
+    """The public classes of modules, theirs and ours.
+
+    A module of the library that the drop-in hands on as it is counts with the classes that it defines: what it imports
+    for itself is the library's own.
+    """
     return {
         f"{theirs.__name__}.{name}": (kind, getattr(ours, name))
         for theirs, ours in pairs
         for name, kind in inspect.getmembers(theirs, inspect.isclass)
         # Protocols and typed dictionaries refuse the question.
         if not name.startswith("_") and not getattr(kind, "_is_protocol", False) and not is_typeddict(kind)
+        if ours is not theirs or kind.__module__ == theirs.__name__
     }
 
 
