@@ -263,9 +263,9 @@ class Resending:
         return is_first
 
     def expired(self, now: float) -> Iterator[Receipt]:
-        """What waits to leave again and has been refused for long enough, or was returned since.
+        """Yield the staged messages whose retries are over: refused for too long, or returned meanwhile.
 
-        Each is staged no longer once it is given, and those behind it still are.
+        A message is removed from `staged` just before it is yielded. The caller may stop at any time.
         """
         for each in [each for each in self.staged if self._gives_up(each, now)]:
             self.staged.remove(each)

@@ -52,14 +52,6 @@ class TappedConnection(aio_pika.Connection):
     def _made(self, tapped: TapTransport) -> None:
         self.tapped = tapped
 
-    async def _on_connection_close(self, closing: asyncio.Future[Any]) -> None:
-        # Not one of `close_callbacks`, which are the program's to count and to clear.
-        self.connected.clear()
-        if self.tapped is not None:
-            # aiormq is not relied upon to close the socket where the broker has closed the connection.
-            self.tapped.abort()
-        await super()._on_connection_close(closing)
-
 
 class TappedRobustConnection(TappedConnection, aio_pika.RobustConnection):
     """aio-pika's robust connection, on which producers can be opened."""

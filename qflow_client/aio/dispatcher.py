@@ -22,8 +22,8 @@ def refuse_coroutine_function(name: str, callback: object) -> None:
     """
     if inspect.iscoroutinefunction(callback):
         raise TypeError(
-            f"{name}={shown(callback)}: it must be a plain function, because nobody awaits it; a task that awaits can "
-            "be started in it, or iterate over flow_events()"
+            f"{name}={shown(callback)}: it must be a plain function, because its result is not awaited; start a "
+            "task in it, or iterate over flow_events()"
         )
 
 

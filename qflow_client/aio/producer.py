@@ -695,8 +695,8 @@ class AsyncProducer:
             What to call to have it called no more.
 
         Raises:
-            TypeError: `callback` cannot be called, or is a coroutine function, which nobody would await, or `kinds` are
-                not words.
+            TypeError: `callback` cannot be called, or is a coroutine function, whose result would not be awaited; or
+                `kinds` are not words.
             ValueError: one of `kinds` is not a hold kind.
         """
         check_argument("callback", callback, callable(callback), "callable")

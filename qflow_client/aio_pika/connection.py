@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import weakref
+from collections.abc import Awaitable, Callable
 from ssl import SSLContext
 from typing import Any
 
@@ -102,12 +103,28 @@ async def connect(url: Any = None, *, connection_class: Any = Connection, **keyw
         SettingsError: a setting has a value that is not allowed.
         TypeError: a setting that a connection of aio-pika's does not take.
     """
-    # aio-pika puts them into the URL, whose errors would repeat them.
+    return await checked(_aio_pika.connect, url, connection_class=connection_class, **keywords)
+
+
+async def checked(connect: Callable[..., Awaitable[Any]], url: Any, **keywords: Any) -> Any:
+    """Call a `connect` function of aio-pika's, but check the settings first, and show no password in an error.
+
+    Args:
+        connect: the function.
+        url: its first argument.
+        keywords: the others.
+
+    Raises:
+        SettingsError: a setting has a value that is not allowed.
+        TypeError: a setting that a connection of aio-pika's does not take.
+    """
+    # aio-pika puts them into the URL, and its errors would repeat them.
     AIO_PIKA.settings(**AIO_PIKA.split(keywords.items())[0])
     try:
-        return await _aio_pika.connect(url, connection_class=connection_class, **keywords)
+        return await connect(url, **keywords)
     except (TypeError, ValueError) as error:
         refused = censored(error, url)
+    # Outside of the handler, because the error would be the context and may repeat the password.
     raise refused
 
 

@@ -9,10 +9,8 @@ import aio_pika.robust_connection as _aio_pika
 from yarl import URL
 
 from qflow_client.aio.connection import TappedRobustConnection
-from qflow_client.aio_pika.connection import Connection, same_signature
-from qflow_client.aio_pika.flow import AIO_PIKA
+from qflow_client.aio_pika.connection import Connection, checked, same_signature
 from qflow_client.aio_pika.robust_channel import RobustChannel
-from qflow_client.redaction import censored
 
 __all__ = ["RobustConnection", "connect_robust"]
 
@@ -53,13 +51,7 @@ async def connect_robust(url: Any = None, *, connection_class: Any = RobustConne
         SettingsError: a setting has a value that is not allowed.
         TypeError: a setting that a connection of aio-pika's does not take.
     """
-    # aio-pika puts them into the URL, whose errors would repeat them.
-    AIO_PIKA.settings(**AIO_PIKA.split(keywords.items())[0])
-    try:
-        return await _aio_pika.connect_robust(url, connection_class=connection_class, **keywords)
-    except (TypeError, ValueError) as error:
-        refused = censored(error, url)
-    raise refused
+    return await checked(_aio_pika.connect_robust, url, connection_class=connection_class, **keywords)
 
 
 same_signature(connect_robust, _aio_pika.connect_robust, RobustConnection)

@@ -326,7 +326,7 @@ class Connection(asyncio.Protocol):
         if self.session.is_unresponsive:
             transport.close()
         else:
-            # The peer may have reset the connection already; then reading tells.
+            # Fails if the peer has reset the connection. The transport then reports the loss.
             with suppress(OSError):
                 if transport.can_write_eof():
                     transport.write_eof()

@@ -198,7 +198,8 @@ class Session:
                     elif kind == METHOD_FRAME:
                         channel.on_method(payload)
                         if self._unsent > max_output:
-                            # Content frames are answered by little, and their method frame has been here before.
+                            # Not checked after content frames: they add little, or at most their message, which is
+                            # returned (Basic.Return).
                             self._held, self.is_held = splitter.data[stop + 1 :], True
                             break
                     elif kind == HEADER_FRAME:

@@ -147,7 +147,8 @@ def _field_size(data_type: str, payload: bytes, at: int) -> int:
 def _check_fields(data: bytes, at: int, end: int, depth: int = 1, *, named: bool = True) -> None:
     """Check that the fields of a table, or the values of an array, end where it does, and are not nested too deep.
 
-    Decoders recurse, and so does what tells people of a table: a limit that is told is better than theirs.
+    Decoders recurse for each level, as do the functions that display a table. So the limit is checked here, where the
+    error can name it, and not left to Python's recursion limit.
 
     Args:
         data: where the table is.

@@ -145,13 +145,14 @@ def test_E11_the_socket_is_closed_although_the_program_has_cleared_the_callbacks
         connection.close_callbacks.clear()
         tapped = connection.tapped
         assert tapped is not None
+        writer = tapped.writer
+        assert writer is not None
         if who == "program":
             await connection.close()
         else:
             broker.close_connections()
         async with asyncio.timeout(PATIENCE):
-            while not tapped.is_closing():  # noqa: ASYNC110 - no event tells of it
-                await asyncio.sleep(0.001)
+            await writer.wait_closed()
         await connection.close()
 
     run(close())
