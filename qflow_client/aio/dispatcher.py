@@ -46,7 +46,9 @@ class Dispatcher:
         self._loop.call_soon(self._run, callback, argument)
 
     async def stop(self) -> None:
-        """Wait for the calls that are due."""
+        """Wait for the calls that are due. If the loop is closed, none ever runs."""
+        if self._loop.is_closed():
+            return
         due = asyncio.Event()
         self._loop.call_soon(due.set)
         await due.wait()

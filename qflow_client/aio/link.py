@@ -250,6 +250,9 @@ class Link:
 
     async def _close(self, patience: float) -> None:
         self._stop_waiting()
+        if self._loop.is_closed():
+            # The loop of the connection has ended, so the library's tasks on it never run again.
+            return
         if isinstance(self._connection, TappedRobustConnection):
             self._connection.reconnect_callbacks.discard(self._on_reconnected)
         if self._returning is not None and not self._returning.done():

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -75,29 +76,26 @@ _monotonic = time.monotonic
 
 _LOOP_CLOSED = "its event loop is closed; make a producer in the loop that runs now"
 
+# Seconds that a close that is cancelled waits for the outbox.
+_DISK_PATIENCE = 0.6
+
 # How many messages of a `send_many` are put into the outbox before it waits for the disk.
 _AT_ONCE = 500
 
 
-async def _wait_to_the_end(
-    future: asyncio.Future[Any], *, on_cancel: Callable[[], object] | None = None
-) -> asyncio.CancelledError | None:
-    """Wait until a future is done, however often the caller is cancelled meanwhile.
-
-    Args:
-        future: what to wait for.
-        on_cancel: called at the first cancel, to make it end soon.
+async def _wait_to_the_end(task: asyncio.Task[None]) -> asyncio.CancelledError | None:
+    """Wait until a task is done, however often the caller is cancelled meanwhile. The first cancel cancels the task.
 
     Returns:
         The first cancel, for the caller to raise; ``None`` if there was none.
     """
     cancelled: asyncio.CancelledError | None = None
-    while not future.done():
+    while not task.done():
         try:
-            await asyncio.wait((future,))
+            await asyncio.wait((task,))
         except asyncio.CancelledError as error:
-            if cancelled is None and on_cancel is not None:
-                on_cancel()
+            if cancelled is None:
+                task.cancel()
             cancelled = cancelled or error
     return cancelled
 
@@ -822,8 +820,8 @@ class AsyncProducer:
             raise error
         left = self._protocol.unsettled_receipts
         # In a task of its own: a caller that is cancelled waits for its end all the same.
-        ending = asyncio.create_task(self._end(patience))
-        cancelled = await _wait_to_the_end(ending, on_cancel=ending.cancel)
+        ending = asyncio.create_task(self._end(patience, disk_patience=None if error is None else _DISK_PATIENCE))
+        cancelled = await _wait_to_the_end(ending)
         error = error or cancelled
         undelivered = self._undelivered(left)
         if error is None and not ending.cancelled():
@@ -841,11 +839,12 @@ class AsyncProducer:
             if await self._wait(self._protocol.when_settled, min(deadline - now, LULL)):
                 return
 
-    async def _end(self, patience: float) -> None:
+    async def _end(self, patience: float, *, disk_patience: float | None = None) -> None:
         """End the channel and all that belongs to the producer; also if it is cancelled, only sooner.
 
         Args:
             patience: seconds that the broker may take to answer.
+            disk_patience: seconds that the outbox may take to close; ``None`` for ever, unless it is cancelled.
         """
         try:
             if self._link is not None:
@@ -861,17 +860,28 @@ class AsyncProducer:
                 if self._dispatcher is not None:
                     await self._dispatcher.stop()
             finally:
-                await self._end_storage()
+                ending = asyncio.current_task()
+                await self._end_storage(_DISK_PATIENCE if ending is not None and ending.cancelling() else disk_patience)
 
-    async def _end_storage(self) -> None:
-        """Close the outbox, if there is one. A cancel waits until it is closed, or others would find it in use."""
+    async def _end_storage(self, patience: float | None) -> None:
+        """Close the outbox, if there is one, and wait until it is closed: others would find it in use.
+
+        Args:
+            patience: seconds to wait; ``None`` for ever, unless it is cancelled.
+        """
         try:
-            if self._storage is not None and self._loop is not None:
-                closing = self._loop.run_in_executor(None, self._storage.close, BRIEF)
-                cancelled = await _wait_to_the_end(closing)
-                closing.result()
-                if cancelled is not None:
-                    raise cancelled
+            if self._storage is not None:
+                # The threads of the loop's own executor may all wait for something.
+                executor = ThreadPoolExecutor(1, "qflow-outbox-close")
+                closing = asyncio.get_running_loop().run_in_executor(executor, self._storage.close, BRIEF)
+                executor.shutdown(wait=False)
+                try:
+                    await asyncio.wait((closing,), timeout=patience)
+                except asyncio.CancelledError:
+                    await asyncio.wait((closing,), timeout=_DISK_PATIENCE)
+                    raise
+                if closing.done():
+                    closing.result()
         finally:
             if self._commits is not None:
                 self._commits.end()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +126,70 @@ def test_E4_a_close_that_is_cancelled_at_any_turn_leaves_the_outbox_to_the_next_
             await producer.close()
 
     run(main())
+
+
+def test_E4_close_needs_no_thread_of_the_loops_executor(run: Run, broker: Broker, tmp_path: Path) -> None:
+    async def main() -> None:
+        loop, event = asyncio.get_running_loop(), threading.Event()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        producer = AsyncProducer(broker.url, routing_key="q", outbox=tmp_path / "outbox")
+        await producer.connect()
+        # The program ends this thread only after it has closed the producer.
+        working = loop.run_in_executor(None, event.wait)
+        try:
+            async with asyncio.timeout(PATIENCE):
+                await producer.close()
+        finally:
+            event.set()
+        await working
+
+    run(main())
+
+
+def test_E4_a_cancelled_close_does_not_wait_for_a_disk_that_does_not_answer(
+    run: Run, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    closes = Storage.close
+
+    def late(self: Storage, timeout: float) -> None:
+        assert answers.wait(10 * PATIENCE)
+        closes(self, timeout)
+
+    monkeypatch.setattr(Storage, "close", late)
+
+    async def main() -> None:
+        for turns in (1, 50):
+            producer = AsyncProducer(broker.url, routing_key="q", outbox=tmp_path / f"outbox{turns}")
+            await producer.connect()
+            closing = asyncio.create_task(producer.close())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            closing.cancel()
+            done, _ = await asyncio.wait((closing,), timeout=PATIENCE)
+            assert done
+            assert closing.cancelled()
+
+    try:
+        run(main())
+    finally:
+        answers.set()
+
+
+def test_an_outbox_is_free_after_a_close_whose_producers_loop_is_closed(
+    run: Run, broker: Broker, tmp_path: Path
+) -> None:
+    async def open_one() -> AsyncProducer:
+        producer = AsyncProducer(broker.url, routing_key="q", outbox=tmp_path / "outbox")
+        await producer.connect()
+        return producer
+
+    async def replace(old: AsyncProducer) -> None:
+        await old.close()
+        async with await open_one() as producer:
+            await producer.send(b"x")
+
+    # It ends with the producer open, which `run` would not allow.
+    old = asyncio.run(open_one())
+    run(replace(old))
+    assert broker.queue("q").depth == 1
