@@ -140,7 +140,13 @@ class DeadLetters:
             left = message.left = getattr(message, "left", left)
             way = queue.name, target.exchange, target.routing_key
             if way in left:
-                # Another copy has gone wherever this one would go. Its death is counted.
+                # Another copy has gone wherever this one would go.
+                if DropReason.COPY not in queue.drops:
+                    _log.warning(
+                        "queue '%s': dead-letters only one copy of a message that dies here; others are only counted",
+                        queue.name,
+                    )
+                queue.count_drop(DropReason.COPY)
                 return
             left.add(way)
         assert message.body is not None

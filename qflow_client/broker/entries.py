@@ -31,6 +31,9 @@ class DropReason(StrEnum):
     REFUSED = "refused"
     #: It came as a dead letter, had died here before, and no consumer had rejected it since.
     CYCLE = "cycle"
+    #: It died here and was not dead-lettered, because another copy of the same message had gone from here to the same
+    #: target. It is counted by the reason of its death, too.
+    COPY = "copy"
 
 
 class Owner(Protocol):

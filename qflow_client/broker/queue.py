@@ -966,8 +966,8 @@ class Queue:
 
     @property
     def dropped(self) -> int:
-        """Messages dropped so far, for whatever reason."""
-        return sum(self.drops.values())
+        """Messages dropped so far, for whatever reason. Copies have another reason, too, and are counted once."""
+        return sum(self.drops.values()) - self.drops.get(DropReason.COPY, 0)
 
     @property
     def flow_stopped(self) -> bool:

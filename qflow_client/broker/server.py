@@ -41,8 +41,9 @@ class Server:
 
     #: Seconds after which a broker that stops cuts connections whose clients have not closed them.
     STOP_GRACE = 1.0
-    #: Seconds without a byte from its client after which a broker that stops closes a connection before that.
-    STOP_QUIET = 0.05
+    #: Seconds without a byte from its client after which a finished connection is closed, where the client may not see
+    #: that it is finished.
+    QUIET = 0.1
     #: Turns of the loop from a socket's accept to `connection_made`.
     TURNS_TO_CONNECT = 3
 
@@ -54,6 +55,8 @@ class Server:
         self.controls = controls
         # Oldest first.
         self.connections: dict[Connection, None] = {}
+        # How many of them have nothing more to send and wait for their clients to close.
+        self.finished = 0
         self.clock = time.monotonic
         self._on_change = on_change
         self._server: asyncio.Server | None = None
@@ -123,7 +126,10 @@ class Server:
             connection.session.fail(code, f"{code.title} - the broker shuts down", now)
             connection.session.end()
         self._end_turn()
-        await self._await_quiet(now + self.STOP_GRACE)
+        for connection in tuple(self.connections):
+            connection.close_when_quiet()
+        if self.connections:
+            await asyncio.wait([connection.lost for connection in self.connections], timeout=self.STOP_GRACE)
         for connection in tuple(self.connections):
             connection.abort()
         while self.connections:
@@ -134,21 +140,6 @@ class Server:
         self._loop = None
         if self._ticker is not None:
             self._ticker.cancel()
-
-    async def _await_quiet(self, until: float) -> None:
-        """Wait until all connections are closed, and close those whose clients send nothing more.
-
-        A close before that would reset the connection, and the client might not read why.
-
-        Args:
-            until: seconds of the clock; no longer than that.
-        """
-        while self.connections and (left := until - self.clock()) > 0:
-            received = {connection: connection.session.bytes_received for connection in self.connections}
-            await asyncio.wait([connection.lost for connection in received], timeout=min(left, self.STOP_QUIET))
-            for connection, count in received.items():
-                if connection.session.bytes_received == count:
-                    connection.close()
 
     def has_output(self, connection: Connection) -> None:
         """A connection has something to send, after all those that had before."""
@@ -248,7 +239,7 @@ class Connection(asyncio.Protocol):
         if server.is_stopping:
             self._transport.abort()
             return
-        if len(server.connections) > server.settings.max_connections:
+        if len(server.connections) - server.finished > server.settings.max_connections:
             _log.warning("%s: refused, there are %d connections", self.session.name, server.settings.max_connections)
             self._transport.abort()
             return
@@ -262,6 +253,8 @@ class Connection(asyncio.Protocol):
             self._timer.cancel()
         self.session.lost()
         self._server.connections.pop(self, None)
+        if self._is_finished:
+            self._server.finished -= 1
         self._server.touch()
         self._transport = None
         self.lost.set_result(None)
@@ -322,22 +315,36 @@ class Connection(asyncio.Protocol):
         If the socket were closed while the client has frames under way, the kernel would reset the connection, and the
         client might lose what was sent last, such as ``Connection.Close-Ok``.
         """
+        server = self._server
         self._is_finished = True
-        if self.session.is_unresponsive:
+        server.finished += 1
+        if self.session.is_unresponsive or server.finished > server.settings.max_connections:
             transport.close()
-        else:
+        elif transport.can_write_eof():
             # Fails if the peer has reset the connection. The transport then reports the loss.
             with suppress(OSError):
-                if transport.can_write_eof():
-                    transport.write_eof()
+                transport.write_eof()
             self._check_reading()
-        self.cut_off_after(self._server.settings.close_timeout)
+        else:
+            # asyncio's TLS cannot close one direction, and the client may wait for the end of the stream.
+            self._check_reading()
+            self.close_when_quiet()
+        self.cut_off_after(server.settings.close_timeout)
 
-    def close(self) -> None:
-        """Close the connection when everything is sent."""
+    def close_when_quiet(self, received: int | None = None) -> None:
+        """Close the connection when its client sends nothing for `Server.QUIET` seconds.
+
+        Args:
+            received: the bytes that had come from the client at the previous look; ``None`` at the first.
+        """
         # After a second close, asyncio's TLS transport ignores `abort`.
-        if self._transport is not None and not self._transport.is_closing():
+        if self._transport is None or self._transport.is_closing():
+            return
+        count = self.session.bytes_received
+        if count == received:
             self._transport.close()
+        else:
+            self._loop.call_later(self._server.QUIET, self.close_when_quiet, count)
 
     def _check_reading(self) -> None:
         """Read from the socket, unless too much waits for it or the session wants none (D8)."""

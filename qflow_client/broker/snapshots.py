@@ -131,7 +131,7 @@ class QueueSnapshot:
         acked: messages acked so far.
         dropped: messages that left it, or were refused unbeknown to their senders, without being acked, so far.
         drops: how many of them for which reason: ``rejected``, ``expired``, ``maxlen``, ``conflated``, ``memory``,
-            ``cycle`` or ``refused``.
+            ``cycle`` or ``refused``. Besides, ``copy``: how many were not dead-lettered, because another copy was.
         consumers: how many it has.
         blocked: names of the channels that it flows, the oldest first (J4).
         thresholds: the marks in force.

@@ -150,12 +150,15 @@ def test_E11_close_ok_arrives_though_the_client_still_has_megabytes_under_way(br
 
 
 def test_E11_close_ok_arrives_over_tls_though_the_client_still_has_megabytes_under_way(certificate, connect):
-    with Broker(ssl_context=server_context(certificate)) as broker:
+    with Broker(ssl_context=server_context(certificate), close_timeout=3600) as broker:
         trusting = ssl.create_default_context(cafile=certificate[0])
         client = connect(broker, wrap=lambda plain: trusting.wrap_socket(plain, server_hostname="localhost"))
         client.open().channel().send_bytes(CLOSE + UNDER_WAY)
         client.expect(commands.Connection.CloseOk)
         assert broker.connections() == ()
+        # A client that closes only when the broker has closed does not wait for the time to be over.
+        with pytest.raises(EOFError):
+            client.read()
 
 
 def test_E11_the_brokers_close_arrives_though_the_client_still_has_megabytes_under_way(broker, connect):
@@ -187,6 +190,18 @@ def test_E11_a_broker_that_stops_reads_on_until_its_close_has_arrived(connect):
     assert client.expect(commands.Connection.Close).reply_code == 320
     with pytest.raises(EOFError):
         client.read()
+
+
+def test_closed_connections_do_not_count_against_the_limit_while_clients_keep_their_sockets(connect):
+    with Broker(max_connections=2, close_timeout=3600) as broker:
+        clients = [connect(broker).open() for _ in range(2)]
+        for _ in range(3):
+            for client in clients[-2:]:
+                client.call(0, commands.Connection.Close(200, "", 0, 0), commands.Connection.CloseOk)
+            clients += [connect(broker).open() for _ in range(2)]
+        broker.wait_until(lambda b: len(b.connections()) == 2)
+        refused = connect(broker)
+        assert refused.is_over()
 
 
 def test_a_broker_that_stops_does_not_wait_for_a_client_that_does_not_close(connect):

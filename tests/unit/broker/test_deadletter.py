@@ -271,6 +271,26 @@ def test_copies_with_other_routing_keys_go_through_one_queue(world, client):
     assert [bodies(world.queue(f"{name}-archive")) for name in ("billing", "shipping")] == [[b"x"]] * 2
 
 
+def test_copies_that_die_in_one_queue_are_dead_lettered_once_and_counted(world, client, caplog):
+    """Two services share a queue that delays what they could not handle, and one archive."""
+    late = {"x-message-ttl": 1, "x-dead-letter-exchange": ""}
+    for name in ("billing", "shipping"):
+        client.declare(name, arguments=late | {"x-dead-letter-routing-key": "delay"})
+        client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
+    client.declare("delay", arguments=late | {"x-dead-letter-routing-key": "archive"})
+    client.declare("archive")
+    for published in (1, 2):
+        client.publish(exchange="amq.fanout")
+        for _ in range(10):
+            world.now += 0.001
+            world.host.tick(world.now)
+        delay = world.queue("delay")
+        assert len(bodies(world.queue("archive"))) == published
+        assert delay.drops == {DropReason.EXPIRED: 2 * published, DropReason.COPY: published}
+        assert delay.dropped == 2 * published
+    assert [record.args for record in caplog.records] == [("delay",)]
+
+
 def test_two_ways_to_a_queue_bring_two_dead_letters_there(world, client):
     for name, to in (("a", "amq.fanout"), ("b", ""), ("c", "")):
         arguments = {"x-max-length": 0, "x-dead-letter-exchange": to}
