@@ -21,8 +21,8 @@ __all__ = ["Database", "LockFile"]
 
 # Seconds for which another process may keep the file.
 _BUSY = 10.0
-# What may be in a lock file: the number of the process that has it, or had it.
-_LOCK = re.compile(rb"\d* *")
+# What may be in a lock file: the number of the process that has it, or had it; after a crash of the machine, zeros.
+_LOCK = re.compile(rb"\d*\s*|\0*")
 
 
 class Database:

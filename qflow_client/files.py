@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 __all__ = ["make_private", "open_private"]
@@ -54,12 +55,9 @@ def open_private(path: str | os.PathLike[str], flags: int) -> int:
             if error.errno != errno.ELOOP:
                 raise
         raise OSError(errno.ELOOP, f"{path} is a symbolic link; remove it", os.fspath(path)) from None
-    try:
-        # The umask may take permissions away from the owner, too.
+    # The umask may take permissions away from the owner, too. Some file systems have no permissions, and refuse this.
+    with suppress(OSError):
         os.fchmod(descriptor, _PRIVATE)
-    except BaseException:
-        os.close(descriptor)
-        raise
     return descriptor
 
 

@@ -25,7 +25,9 @@ class DeliveryMode(IntEnum):
 
 
 def _refuse_change(*_: object, **__: object) -> NoReturn:
-    raise TypeError("a message's headers cannot be changed; make another message with headers of its own")
+    raise TypeError(
+        "a message's headers cannot be changed; change a copy.deepcopy() of them, and make another message with it"
+    )
 
 
 class _Table(dict[str, Any]):
@@ -37,7 +39,8 @@ class _Table(dict[str, Any]):
     clear = pop = popitem = setdefault = update = _refuse_change
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Table, (dict(self),)
+        # A copy is for its owner to change.
+        return dict, (dict(self),)
 
 
 class _Array(list[Any]):
@@ -49,7 +52,7 @@ class _Array(list[Any]):
     append = clear = extend = insert = pop = remove = reverse = sort = _refuse_change
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Array, (list(self),)
+        return list, (list(self),)
 
 
 # The types of most values. None of them can be changed.
@@ -221,6 +224,13 @@ class Message:
             check = _CHECKS.get(name)
             if check is not None and value is not None:
                 check(value, name)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        headers = state.get("headers")
+        if headers is not None:
+            # Those of a copied or unpickled message can be changed.
+            self.__dict__["headers"] = _own_headers(headers)
 
 
 def _check_int(lowest: int, highest: int) -> Callable[[Any, str], object]:

@@ -81,8 +81,12 @@ _URL = re.compile(r"([^/?#]*)([^?]*)(?:\?(.*))?", re.DOTALL)
 _HOST = re.compile(r"(\[[^\]@]*\]?|[^:@\[\]]*)(:\d*([\s'\"),;\]].*)?)?", re.DOTALL)
 # The beginning of a URL as a path, which has no two slashes in a row. One letter may be a folder's name.
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+# What separates a user from a password, also where it is encoded by mistake.
+_COLON = re.compile(":|%3a", re.IGNORECASE)
 # Quotes and brackets around a URL in a text.
 _CLOSING = "'\")]"
+# What is not in the value of a harmless parameter: a URL, or another parameter.
+_FOREIGN = re.compile("://|[;=]")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 # How deep a value is looked into.
 _DEPTH = 3
@@ -117,12 +121,14 @@ def _censor(text: str) -> _Censored:
     authority, path, query = found.groups()
     user, at, host = authority.rpartition("@")
     name, colon, password = user.partition(":")
+    is_encoded = not colon and _COLON.search(user) is not None
     shown_query, secrets, has_at = _censor_query(query or "")
     has_at = has_at or (not at and ":" in authority and "@" in (query or ""))
-    if "@" in path or has_at or not _HOST.fullmatch(host) or ("#" in path and ":" in authority):
-        # The password has a / ? or # in it, or the host is missing. All before the last @ may be part of the password.
+    if "@" in path or has_at or is_encoded or not _HOST.fullmatch(host) or ("#" in path and ":" in authority):
+        # The password has a / ? or # in it, or the colon before it is encoded, or the host is missing. All before the
+        # last @ may be part of the password.
         hidden, at, tail = text[begin:].rpartition("@")
-        name, colon, _ = authority.partition(":")
+        name, *colon = _COLON.split(authority, maxsplit=1)
         host, mark, query = tail.partition("?") if at else ("", "", "")
         if not at or not _HOST.fullmatch(host.partition("/")[0]):
             host = _HIDDEN if at else ""
@@ -169,7 +175,8 @@ def _censor_query(query: str) -> tuple[str, list[str], bool]:
 
 def is_harmless(name: str, value: str) -> bool:
     """Return True if a parameter of a URL's query may be shown."""
-    return name in HARMLESS and "://" not in value and _hide_credentials(value) == value
+    # A ; is taken for an & by some.
+    return name in HARMLESS and not _FOREIGN.search(value) and _hide_credentials(value) == value
 
 
 def is_url(path: object) -> bool:

@@ -521,7 +521,7 @@ def _refused(name: str, value: Any, allowed: str) -> SettingsError:
         if "#" in repr(value):
             hint = "; a # is written %23"
         elif isinstance(value, str) and "@" in value and not is_clear(value):
-            hint = "; in a password, a / is written %2F, a ? %3F, and an @ %40"
+            hint = "; the : before a password is not encoded; in a password, a / is written %2F, a ? %3F, and an @ %40"
     return SettingsError(f"{name}={shown(value)}: it must be {allowed}{hint}")
 
 

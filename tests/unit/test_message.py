@@ -292,6 +292,17 @@ def test_E3_headers_are_equal_and_nothing_in_them_can_be_changed(remake: Any, va
     assert _changeable(message.headers, headers) == []
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda headers: pickle.loads(pickle.dumps(headers))])
+def test_E3_a_copy_of_headers_is_for_its_owner_to_change(copied: Any) -> None:
+    message = Message(b"body", headers={"tries": 1, "path": [{"host": "a"}]})
+    headers = copied(message.headers)
+    headers["tries"] += 1
+    headers["path"].append({"host": "b"})
+    headers["path"][0]["host"] = "c"
+    assert message.headers == {"tries": 1, "path": [{"host": "a"}]}
+    assert Message(b"body", headers=headers).headers == {"tries": 2, "path": [{"host": "c"}, {"host": "b"}]}
+
+
 def _changeable(own: Any, given: Any) -> list[Any]:
     """The values that can be changed, or that the caller has too and can change."""
     found = [own] if own is given and isinstance(own, (dict, list, bytearray, memoryview, MappingProxyType)) else []

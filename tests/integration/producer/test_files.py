@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -141,3 +142,24 @@ def test_E8_the_files_of_a_deduplicator_are_its_owners_alone(tmp_path: Path) -> 
     deduplicator = Deduplicator(tmp_path / "seen")
     assert all_private(tmp_path)
     deduplicator.close()
+
+
+def test_E8_files_are_made_where_the_file_system_has_no_permissions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "fchmod", refuse)
+    with Outbox(tmp_path / "orders.outbox") as outbox:
+        outbox.put(b"x", "", "q", "one")
+    with FlowLog(tmp_path / "log"):
+        pass
+    assert all_private(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"123", b"123\n", bytes(20)], ids=repr)
+def test_a_lock_file_that_a_process_or_a_crash_has_left_is_used(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "orders.outbox-lock").write_bytes(content)
+    with Outbox(tmp_path / "orders.outbox"):
+        pass
