@@ -80,15 +80,23 @@ def test_j7_flow_while_the_socket_is_full_lets_the_begun_message_end_and_nothing
     # What the broker says passes.
     broker.flow(False)
     wait_held(stuck, "channel_flow")
+    answers = 1
+    while "transport" not in holds(stuck):
+        # The kernel has made room since.
+        answers += 2
+        broker.flow(True)
+        receipts += fill_transport(stuck, size=300_000, number=len(receipts))
+        broker.flow(False)
+        wait_held(stuck, "channel_flow")
     assert set(holds(stuck)) == {"transport", "channel_flow"}
     in_flight = stuck.in_flight
     proxy.go_on_reading()
-    wire.wait_for("in", "Channel.FlowOk")
+    wire.wait_for("in", "Channel.FlowOk", answers)
     # All that had begun came, and whole.
     broker.wait_until(lambda b: b.queue("q").published == in_flight)
     with pytest.raises(FlowControlTimeout, match="channel_flow"):
         stuck.send(b"no", timeout=0.3)
-    assert wire.came_between(wire.where("in", "Channel.FlowOk")[0]) == []
+    assert wire.came_between(wire.where("in", "Channel.FlowOk")[-1]) == []
     assert stuck.unsettled == len(receipts) - in_flight
     assert stuck.in_flight == 0
     broker.flow(True)

@@ -412,9 +412,15 @@ class Proxy:
         self._runs = False
 
 
-def fill_transport(producer: Producer, *, size: int = 1 << 16, timeout: float = 0.3) -> Iterator[Any]:
-    """Send until the producer is held because its socket takes no more; the receipts of what was admitted."""
-    number = 0
+def fill_transport(producer: Producer, *, size: int = 1 << 16, timeout: float = 0.3, number: int = 0) -> Iterator[Any]:
+    """Send until the producer is held because its socket takes no more; the receipts of what was admitted.
+
+    Args:
+        producer: the producer.
+        size: bytes of a body, which begins with its number.
+        timeout: seconds for which one send is held before the socket counts as full.
+        number: of the first message.
+    """
     while True:
         try:
             yield producer.send(b"%08d" % number + bytes(size - 8), timeout=timeout)
