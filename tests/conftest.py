@@ -1,46 +1,17 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from qflow_client.manager import flow_manager
+from tests.effort import load_profile
 
-# A test with sockets, processes and signals that fails is tried a second time, and the summary names it: it is to be
-# mended. More of them in one run are no accident. What does no I/O has no excuse.
-_SECOND_TRIES = 3
-# What pytest-timeout has ended is not: it has no timer for a second try.
-_HUNG = r"Timeout \(>"
-_WITHOUT_IO = Path(__file__).parent / "unit"
-
-# Nothing here is timed by hypothesis: a busy machine must not fail a property that holds. In CI the same examples are
-# tried each time, so that a failure belongs to the change it appears with.
-settings.register_profile(
-    "ci", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.register_profile("dev", deadline=None, print_blob=True)
-settings.load_profile("ci" if os.environ.get("CI") else "dev")
+load_profile()
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Coverage is of the tests' own processes, and costs nothing in the programs that they start.
     os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if not item.path.is_relative_to(_WITHOUT_IO):
-            item.add_marker(pytest.mark.flaky(reruns=1, rerun_except=_HUNG))
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None and len(reporter.stats.get("rerun", ())) > _SECOND_TRIES:
-        reporter.ensure_newline()
-        reporter.write_line(f"more than {_SECOND_TRIES} tests had to be tried a second time", red=True)
-        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -39,12 +39,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
                 told = {**shown, "outcome": report.outcome} if name == matrix.CONTRACT else shown
                 if name == matrix.FLIGHTS and report.outcome != "passed":
                     continue
-                # A test that is tried again shows what it shows at last.
-                _shown[name] = [each for each in _shown[name] if _of(each) != _of(told)] + [told]
-
-
-def _of(shown: dict[str, Any]) -> list[Any]:
-    return [shown.get(name) for name in ("broker", "producer", "capability", "client")]
+                _shown[name].append(told)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

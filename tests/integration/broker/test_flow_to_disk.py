@@ -12,9 +12,10 @@ import pytest
 
 from qflow_client import Message, Producer
 from qflow_client.broker import Broker, Policy, PolicyDefinition, QueuePolicy
+from tests.effort import EFFORT
 
-#: MiB of messages; `QFLOW_FLOW_TO_DISK=1024` asks for more.
-MESSAGES = int(os.environ.get("QFLOW_FLOW_TO_DISK", 48))
+#: MiB of messages.
+MESSAGES = 1024 if EFFORT == "nightly" else 48
 #: MiB that the broker may have in memory, and that its process may have.
 LIMIT, RESIDENT = (64, 256) if MESSAGES >= 1024 else (4, 80)
 SIZE = 16384

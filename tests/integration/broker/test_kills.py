@@ -16,9 +16,10 @@ import pytest
 from pamqp import body, commands, frame, header
 
 from qflow_client.broker import Broker
+from tests.effort import rounds
 
-#: `QFLOW_KILLS=100` asks for more.
-KILLS = int(os.environ.get("QFLOW_KILLS", 10))
+#: How often the broker is killed.
+KILLS = rounds(10, least=2)
 ROOT = Path(__file__).parents[3]
 PATIENCE = 20.0
 WINDOW = 300

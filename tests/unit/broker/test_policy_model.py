@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import random
 import textwrap
 from typing import Any
@@ -17,13 +16,13 @@ from qflow_client.broker.confirms import Confirms
 from qflow_client.broker.expiry import Expiry
 from qflow_client.broker.journal import Journal
 from qflow_client.flow import StopResume
+from tests.effort import rounds
 
 from .conftest import Disk, World
 from .model import WAIT, Rig
 
 STEPS = 400
-#: As many steps with every change; `QFLOW_MODEL_STEPS` asks for more.
-SEEDS = range(max(1, int(os.environ.get("QFLOW_MODEL_STEPS", 4000)) // STEPS))
+SEEDS = range(rounds(10))
 
 
 def drive(draw, steps, *, limit=None):
@@ -56,7 +55,7 @@ def test_A2_what_flows_to_disk_is_decided_as_if_it_were_in_memory(limit):
 
 
 @given(st.data())
-@settings(max_examples=30)
+@settings(max_examples=rounds(30))
 def test_the_broker_and_the_model_agree_whatever_hypothesis_thinks_of(data):
     drive(lambda values: data.draw(st.sampled_from(list(values))), 30)
 
