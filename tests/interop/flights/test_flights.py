@@ -18,6 +18,7 @@ import pytest
 
 from qflow_client import __version__
 from qflow_client.testing.proxy import FaultProxy
+from tests.effort import EFFORT
 from tests.interop import matrix
 from tests.interop.contract.providers import Inbox, Providers, version_of
 from tests.interop.contract.test_contract import ALL, BROKERJ, OURS, RABBITMQ
@@ -28,7 +29,7 @@ from tests.interop.flights.senders import CUT, RECOVERING, SENDERS
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 #: How many of the flights: all, or as many as fit into a run of the tests.
-COUNT = int(os.environ.get("QFLOW_FLIGHTS", FLIGHTS))
+COUNT = FLIGHTS if EFFORT == "nightly" else 10_000
 # Bytes beyond which a queue stops its producers, where it can, so that what is not taken yet fits into memory.
 CAPACITY = 8_000_000
 

@@ -59,6 +59,12 @@ def test_one_that_takes_the_place_of_another_has_who_waits_there_and_what_was_as
     assert before.controller.waiting == protocol.controller.waiting == 0
 
 
+def test_one_that_takes_the_place_of_another_with_the_same_capacity_keeps_it() -> None:
+    before, protocol = make(opened=False, capacity=3), make(opened=False, capacity=3)
+    protocol.take_over(before, 1.0)
+    assert protocol.window.capacity == 3
+
+
 def test_c6_no_more_than_capacity_messages_are_unsettled() -> None:
     protocol = make(capacity=3)
     for _ in range(3):

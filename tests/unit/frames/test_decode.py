@@ -9,7 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from qflow_client.frames import FrameError, decode_message
+from qflow_client import frames
+from qflow_client.frames import FrameError, decode_message, plain_content_header
 from qflow_client.message import Message
 
 from .support import ALL_PROPERTIES, MESSAGES, content_header, encode
@@ -22,6 +23,17 @@ def test_a_message_that_comes_back_is_the_one_that_went_out(message: Message) ->
         assert isinstance(message.timestamp, int)
         message = replace(message, timestamp=datetime.fromtimestamp(message.timestamp, UTC))
     assert back == message
+
+
+@given(MESSAGES)
+def test_a_stored_content_header_equals_the_one_on_the_wire(message: Message) -> None:
+    assert frames.content_header(message) == content_header(encode(message))
+
+
+def test_the_stored_content_header_of_a_plain_body_has_its_id_and_is_persistent() -> None:
+    stored = plain_content_header(4, b"\3p-1")
+    assert stored == frames.content_header(Message(b"body"), b"\3p-1")
+    assert decode_message(stored, b"body") == Message(b"body", message_id="p-1", delivery_mode=2)
 
 
 @pytest.mark.parametrize(

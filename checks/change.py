@@ -1,0 +1,206 @@
+"""Everything that has to pass before a change is taken: what `.ci/run` runs, from a fresh clone.
+
+Two lanes share the machine. `python` needs nothing but Python; `brokers` installs what else there is to test against,
+and waits more than it computes. A stage uses what an earlier stage of its lane has installed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from checks.stages import PASSED, Stage, run, summary
+
+ROOT: Final = Path(__file__).parents[1]
+PYTHON: Final = "python"
+BROKERS: Final = "brokers"
+
+#: What a run must not leave out because the machine lacks it.
+_REQUIRED: Final = {
+    "CI": "true",
+    "QFLOW_REQUIRE_BROKERS": "1",
+    "QFLOW_REQUIRE_BROWSER": "1",
+    "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    "PIP_NO_INPUT": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+
+# A command that has to be there, and the Debian package that has it.
+_PACKAGES: Final = {
+    "rabbitmq-server": "rabbitmq-server",
+    "javac": "default-jdk-headless",
+    "mvn": "maven",
+    "go": "golang-go",
+    "node": "nodejs",
+    "npm": "npm",
+    "chromium": "chromium",
+}
+
+_CHECK_AUDIT: Final = """
+import json, sys
+audit = json.load(open(sys.argv[1]))
+assert audit["passed"] and audit["messages"] == audit["consumer"]["consumed"] == 336_776, audit
+print("The demonstration took", audit["seconds"], "s.")
+"""
+
+
+def commands_of_readme(text: str) -> tuple[str, str]:
+    """Return the two commands of README's first section: the demonstration, and the tests.
+
+    Raises:
+        ValueError: if README no longer begins with two commands that install something
+    """
+    block = re.search(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = block[1].splitlines() if block else []
+    if len(lines) != 2 or not all(line.startswith("pip install ") for line in lines):
+        raise ValueError(f"README's first sh block must be two commands that begin with 'pip install', not {lines}")
+    return lines[0], lines[1]
+
+
+def claimed_pythons(pyproject: str) -> list[str]:
+    """Return the Python versions that the classifiers name, oldest first."""
+    return re.findall(r'"Programming Language :: Python :: (3\.\d+)"', pyproject)
+
+
+def find_python(version: str) -> str | None:
+    """Return an interpreter of this version that runs, or None: one on the path, or one of pyenv's."""
+    name = f"python{version}"
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    candidates = [shutil.which(name), *map(str, sorted(pyenv.glob(f"versions/{version}.*/bin/{name}"), reverse=True))]
+    for candidate in filter(None, candidates):
+        # One of pyenv's stubs may be there and not run.
+        if subprocess.run([candidate, "-c", ""], capture_output=True, check=False).returncode == 0:
+            return candidate
+    return None
+
+
+def missing_packages() -> list[str]:
+    """Return the Debian packages whose commands are not there."""
+    path = f"{os.environ.get('PATH', '')}:/usr/sbin"
+    return [
+        package
+        for command, package in _PACKAGES.items()
+        if shutil.which(command, path=path) is None
+        and not (command == "chromium" and shutil.which("google-chrome", path=path))
+    ]
+
+
+def stages(folder: Path) -> Iterator[Stage]:
+    """Return the stages of a run.
+
+    Args:
+        folder: for what the stages make outside the repository
+    """
+    demonstrate, test = commands_of_readme((ROOT / "README.md").read_text(encoding="utf-8"))
+    oldest, *others = claimed_pythons((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    tox = folder / "tox" / "bin" / "tox"
+    # Two runs of tox at once must not share a folder.
+    beside = f"{tox} --workdir {folder}/brokers"
+    python = f"{folder}/brokers/interop/bin/python"
+
+    yield Stage(
+        "tests",
+        f"{sys.executable} -m venv {folder}/tox && . {folder}/tox/bin/activate && {test}",
+        PYTHON,
+        limit=1200,
+    )
+    yield Stage("machine", ".ci/machine " + " ".join(missing_packages()), BROKERS)
+    yield Stage("containers", ".ci/containers start && .ci/containers images", BROKERS, ("machine",))
+    yield Stage("coverage", f"{tox} -e coverage", PYTHON, ("tests",))
+    for version in others:
+        if found := find_python(version):
+            name = f"py{version.replace('.', '')}"
+            yield Stage(
+                name, f"{tox} -e {name} --discover {found}", PYTHON, ("tests",), environment={"QFLOW_EFFORT": "quick"}
+            )
+    if found := find_python(oldest):
+        yield Stage(
+            "lowest",
+            f"{tox} -e lowest --discover {found} -- tests/unit/core tests/unit/aio tests/integration/aio "
+            "tests/integration/producer",
+            PYTHON,
+            ("tests",),
+            environment={"QFLOW_EFFORT": "quick"},
+        )
+    yield Stage("pika", f"{tox} -e pika13,pika15", PYTHON, ("tests",), environment={"QFLOW_EFFORT": "quick"})
+    yield Stage("docs", f"{tox} -e docs", PYTHON, ("tests",))
+    yield Stage(
+        "wheel",
+        f"""
+        {sys.executable} -m venv {folder}/build
+        {folder}/build/bin/pip install -q build twine
+        {folder}/build/bin/python -m build --outdir {folder}/dist .
+        {folder}/build/bin/twine check --strict {folder}/dist/*
+        {sys.executable} -m venv {folder}/wheel
+        wheel=$(echo {folder}/dist/*.whl)
+        {folder}/wheel/bin/pip install -q "$wheel[broker,celery,demo]" opentelemetry-sdk pytest
+        cp -r examples README.md checks/readme.py {folder}/
+        cd {folder}
+        wheel/bin/python readme.py README.md
+        for example in examples/*.py; do
+          echo "--- $example"
+          timeout 120 wheel/bin/python "$example"
+        done
+        """,
+        PYTHON,
+    )
+    yield Stage(
+        "demonstration",
+        f"""
+        git clone -q . {folder}/clone
+        {sys.executable} -m venv {folder}/readme
+        . {folder}/readme/bin/activate
+        cd {folder}/clone
+        {demonstrate} --json | tee {folder}/audit.json
+        python - {folder}/audit.json <<'EOF'{_CHECK_AUDIT}EOF
+        """,
+        PYTHON,
+    )
+    yield Stage("interop", f"{beside} -e interop", BROKERS, ("containers",), limit=2400)
+    yield Stage(
+        "soak",
+        f"""
+        {python} -m benchmarks.soak --minutes 1 --broker rabbitmq
+        {python} -m benchmarks.soak --minutes 0.5 --broker embedded
+        """,
+        BROKERS,
+        ("interop",),
+    )
+    yield Stage("kills", f"{python} -m benchmarks.kills --folder {folder}", BROKERS, ("interop",))
+    yield Stage("spark", f"{beside} -e spark", BROKERS, ("machine",))
+    yield Stage("browser", f"{beside} -e browser", BROKERS, ("machine",))
+
+
+def main() -> int:
+    """Run all stages, and return the exit code."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    os.environ.update(_REQUIRED)
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="qflow-change-") as name:
+        folder = Path(name)
+        logs = folder / "logs"
+        logs.mkdir()
+        try:
+            ended = run(list(stages(folder)), ROOT, logs)
+        finally:
+            subprocess.run([ROOT / ".ci" / "containers", "stop"], check=False)
+    versions = claimed_pythons((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    absent = [version for version in versions if find_python(version) is None]
+    print()
+    if absent:
+        print(f"This machine has no Python {', '.join(absent)}: the stages for it were not run.")
+    print(summary(ended, time.monotonic() - begun), flush=True)
+    return 0 if all(each.outcome == PASSED for each in ended) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

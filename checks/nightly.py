@@ -1,0 +1,293 @@
+"""Runs what needs time, in parts, and leaves a dated record of each part in `docs/nightly/`.
+
+    tox -e nightly                      # every part that has not passed on this code
+    tox -e nightly -- soak spark        # these parts
+    tox -e nightly -- --list            # which parts there are, and when each ran
+
+A part takes at most two hours and is a list of steps. A step that has passed is not repeated on the same code, so an
+interrupted part goes on where it was. The record of a part says when it ran, on which commit, and what each step
+printed last; `docs/nightly.md` is made of the records.
+
+Code is the same if nothing but `docs/` differs between two commits: a record may be committed without a new run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from checks.change import find_python
+from checks.repeat import commit_of
+from checks.stages import PASSED, Stage, run_stage
+
+ROOT: Final = Path(__file__).parents[1]
+RECORDS: Final = ROOT / "docs" / "nightly"
+PAGE: Final = ROOT / "docs" / "nightly.md"
+#: What is kept of a part until it ends.
+UNFINISHED: Final = ROOT / "build" / "nightly"
+
+_TOX: Final = f"{sys.executable} -m tox"
+_PYTHON: Final = ".tox/interop/bin/python"
+_HOUR: Final = 3600.0
+# A test at this effort takes longer than in CI.
+_NIGHTLY: Final = {"QFLOW_EFFORT": "nightly", "PYTEST_ADDOPTS": "-o timeout=3600"}
+_COMPATIBILITY: Final = {"QFLOW_COMPATIBILITY": "docs/compatibility.json"}
+_REQUIRED: Final = {"CI": "true", "QFLOW_REQUIRE_BROKERS": "1", "QFLOW_REQUIRE_BROWSER": "1"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is run and recorded together.
+
+    Args:
+        title: in the table of the page
+        steps: in this order; the first that fails ends the part
+    """
+
+    title: str
+    steps: Sequence[Stage]
+
+
+def _step(name: str, script: str, environment: Mapping[str, str] | None = None, *, hours: float = 1.0) -> Stage:
+    return Stage(name, script, limit=hours * _HOUR, environment=environment or {})
+
+
+def _pythons() -> list[Stage]:
+    found = {version: find_python(version) for version in ("3.11", "3.12", "3.13", "3.14")}
+    return [
+        _step(f"Python {version}", f"{_TOX} -e py{version.replace('.', '')} --discover {path}")
+        for version, path in found.items()
+        if path is not None
+    ]
+
+
+PARTS: Final[Mapping[str, Part]] = {
+    "properties": Part(
+        "properties, simulations, fuzzing and kills at 30 times the rounds of CI",
+        [
+            _step("unit", f"{_TOX} -e py -- tests/unit", _NIGHTLY, hours=1.5),
+            _step("integration", f"{_TOX} -e py -- tests/integration", _NIGHTLY, hours=1.5),
+        ],
+    ),
+    "dependencies": Part(
+        "the default suite on every Python, with the oldest and the newest dependencies",
+        [
+            *_pythons(),
+            _step("oldest", f"{_TOX} -e lowest"),
+            _step("newest", f"{_TOX} -e newest"),
+            _step("releases of pika", f"{_TOX} -e pika13,pika14,pika15"),
+        ],
+    ),
+    "interop": Part(
+        "real brokers, clients of other hands, all 336,776 flights",
+        [
+            _step("containers", ".ci/containers start && .ci/containers images"),
+            _step(
+                "contract and clients",
+                f"{_TOX} -e interop -- --ignore=tests/interop/flights tests/interop",
+                _COMPATIBILITY,
+                hours=1.5,
+            ),
+            _step(
+                "flights",
+                f"{_TOX} -e interop -- tests/interop/flights",
+                {**_COMPATIBILITY, **_NIGHTLY},
+                hours=1.5,
+            ),
+            _step("page of compatibility", f"{_PYTHON} -m tests.interop.matrix"),
+        ],
+    ),
+    "soak": Part(
+        "connections cut and brokers killed under load",
+        [
+            _step("environment", f"{_TOX} -e interop --notest"),
+            _step("RabbitMQ", f"{_PYTHON} -m benchmarks.soak --minutes 40 --broker rabbitmq --seed $RANDOM", hours=1.5),
+            _step("embedded broker", f"{_PYTHON} -m benchmarks.soak --minutes 20 --broker embedded --seed $RANDOM"),
+        ],
+    ),
+    "kills": Part(
+        "producers with an outbox, killed with -9",
+        [
+            _step("environment", f"{_TOX} -e interop --notest"),
+            _step("producers", f"{_PYTHON} -m benchmarks.kills --kills 3000 --seed $RANDOM --folder /tmp"),
+        ],
+    ),
+    "spark": Part(
+        "Spark at size",
+        [
+            _step("tests", f"{_TOX} -e spark", _NIGHTLY, hours=1.5),
+            _step("depth", ".tox/spark/bin/python -m benchmarks.spark depth --rows 3000000 --partitions 2"),
+        ],
+    ),
+    "browser": Part("the console in Chromium", [_step("console", f"{_TOX} -e browser", _NIGHTLY)]),
+    "mutants": Part(
+        "300 planted faults: how many the unit tests catch",
+        [_step("mutants", f"{_TOX} -e mutants -- --sample 300 --seed 1", hours=2.0)],
+    ),
+}
+
+
+@dataclass
+class Record:
+    """What a part showed.
+
+    Args:
+        part: its name
+        commit: what it ran on
+        date: when its last step ended, UTC
+        machine: on what
+        steps: name, script, outcome, seconds and last line of each
+    """
+
+    part: str
+    commit: str
+    date: str = ""
+    machine: str = ""
+    steps: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every step of the part has passed."""
+        done = [step["name"] for step in self.steps if step["outcome"] == PASSED]
+        return done == [step.name for step in PARTS[self.part].steps]
+
+
+def is_same_code(commit: str) -> bool:
+    """Return True if nothing but `docs/` differs between a commit and the work tree."""
+    done = subprocess.run(
+        ["git", "diff", "--quiet", commit, "--", ".", ":!docs"], cwd=ROOT, capture_output=True, check=False
+    )
+    return done.returncode == 0
+
+
+def load(path: Path) -> Record | None:
+    """Return the record that a file holds, or None if there is no file."""
+    return Record(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+
+def save(record: Record, folder: Path) -> None:
+    """Write a record."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{record.part}.json"
+    path.write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
+
+
+def run_part(name: str) -> Record:
+    """Run the steps of a part that have not passed on this code, and return its record."""
+    record = load(UNFINISHED / f"{name}.json")
+    if record is None or not is_same_code(record.commit.rstrip("+")) or record.commit.endswith("+"):
+        record = Record(name, commit_of(ROOT, but="docs"))
+    record.steps = [step for step in record.steps if step["outcome"] == PASSED]
+    passed = {step["name"] for step in record.steps}
+    for step in PARTS[name].steps:
+        if step.name in passed:
+            continue
+        print(f"--- {name}: {step.name}", flush=True)
+        log = UNFINISHED / f"{name}-{step.name.replace(' ', '-')}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        ended = run_stage(step, ROOT, log)
+        record.steps.append(
+            {
+                "name": step.name,
+                "script": step.script.replace(sys.executable, "python"),
+                "outcome": ended.outcome,
+                "seconds": round(ended.seconds),
+                "said": last_line(log.read_text(encoding="utf-8", errors="replace")),
+            }
+        )
+        record.date = datetime.now(UTC).date().isoformat()
+        record.machine = f"{os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}"
+        save(record, UNFINISHED)
+        print(f"    {ended.outcome}, {ended.seconds:.0f} s; {log}", flush=True)
+        if ended.outcome != PASSED:
+            break
+    return record
+
+
+def last_line(text: str) -> str:
+    """Return the last line of a step's output that says something about its result."""
+    lines = [line.strip("= ") for line in text.splitlines() if line.strip("= ")]
+    # tox says last how long its environments took.
+    told = [line for line in lines if " passed" in line and " in " in line]
+    return (told or lines or [""])[-1]
+
+
+def render(records: Mapping[str, Record | None]) -> str:
+    """Return the page of the records."""
+    lines = [
+        "# Nightly runs",
+        "",
+        "What needs time is run in parts by `tox -e nightly`, and not with every change. This page is made of the",
+        "records that the last run of each part has left in `docs/nightly/`. The commit is the one that was tested.",
+        "",
+    ]
+    for name, part in PARTS.items():
+        record = records.get(name)
+        lines += [f"## {name}", "", f"{part.title[0].upper()}{part.title[1:]}.", ""]
+        if record is None:
+            lines += ["It has no record yet.", ""]
+            continue
+        lines += [
+            f"{record.date}, commit `{record.commit}`, {record.machine}: "
+            + ("passed." if all(step["outcome"] == PASSED for step in record.steps) else "**failed**."),
+            "",
+            "| step | outcome | seconds | last line |",
+            "|---|---|---|---|",
+        ]
+        lines += [
+            f"| {step['name']} | {step['outcome']} | {step['seconds']:,} | {step['said'].replace('|', chr(92) + '|')} |"
+            for step in record.steps
+        ]
+        lines.append("")
+    return "\n".join(lines[:-1]) + "\n"
+
+
+def load_all() -> dict[str, Record | None]:
+    """Return the record of each part."""
+    return {name: load(RECORDS / f"{name}.json") for name in PARTS}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run parts, write their records and the page, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="tox -e nightly --", description=__doc__.partition("\n")[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help="; ".join(f"{n}: {p.title}" for n, p in PARTS.items()))
+    parser.add_argument("--list", action="store_true", help="say which parts there are, and run nothing")
+    parser.add_argument("--page", action="store_true", help="make the page of the records, and run nothing")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"unknown part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    if options.list:
+        for name, record in load_all().items():
+            print(f"{name:14}", f"{record.date} {record.commit}" if record else "never", PARTS[name].title)
+        return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    os.environ.update(_REQUIRED)
+    failed = []
+    for name in [] if options.page else options.parts or PARTS:
+        kept = load(RECORDS / f"{name}.json")
+        if not options.parts and kept is not None and kept.passed and is_same_code(kept.commit):
+            print(f"--- {name}: passed on {kept.date} on the same code", flush=True)
+            continue
+        record = run_part(name)
+        save(record, RECORDS)
+        if record.passed:
+            (UNFINISHED / f"{name}.json").unlink()
+        else:
+            failed.append(name)
+    PAGE.write_text(render(load_all()), encoding="utf-8")
+    print(f"FAILED: {', '.join(failed)}" if failed else "All passed", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""Runs commands in lanes, and says how long each took and which failed.
+
+A stage is a command. The stages of a lane run one after the other; lanes run beside each other. A stage starts when
+the stages that it needs have passed, and is left out if one of them has not. What a stage prints goes into a file, and
+is printed as a whole when the stage ends, so the output of two lanes is never mixed.
+
+A stage runs in a process group of its own. When its time is over, or when this process is interrupted, the whole group
+is killed: no stage outlives the run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, TextIO
+
+__all__ = ["LEFT_OUT", "PASSED", "Ended", "Stage", "check", "run", "run_stage", "summary"]
+
+PASSED: Final = "passed"
+LEFT_OUT: Final = "left out"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A command, and when it may run.
+
+    Args:
+        name: in the output; other stages need it by this name
+        script: for bash, with `set -euo pipefail`
+        lane: stages of one lane never run at the same time
+        needs: names of stages that must have passed before
+        limit: seconds after which it is killed, and has failed
+        environment: variables to add to those of this process
+    """
+
+    name: str
+    script: str
+    lane: str = ""
+    needs: tuple[str, ...] = ()
+    limit: float = 1800.0
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What became of a stage.
+
+    Args:
+        stage: the stage
+        outcome: `PASSED`, `LEFT_OUT`, or what went wrong
+        seconds: how long it ran
+    """
+
+    stage: Stage
+    outcome: str
+    seconds: float
+
+
+class _Groups:
+    """The process groups that run now, so that all of them can be killed at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[int] = set()
+        self._is_over = False
+
+    def start(self, script: str, cwd: Path, environment: Mapping[str, str], log: TextIO) -> subprocess.Popen[bytes]:
+        with self._lock:
+            if self._is_over:
+                raise KeyboardInterrupt
+            process = subprocess.Popen(
+                ["bash", "-euo", "pipefail", "-c", script],
+                cwd=cwd,
+                env=os.environ | dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            self._running.add(process.pid)
+        return process
+
+    def kill(self, process: subprocess.Popen[bytes]) -> None:
+        """Kill what is left of a group, also if its leader has ended."""
+        with self._lock:
+            self._running.discard(process.pid)
+        _kill(process.pid)
+        process.wait()
+
+    def kill_all(self) -> None:
+        with self._lock:
+            self._is_over = True
+            running, self._running = self._running, set()
+        for group in running:
+            _kill(group)
+
+
+def _kill(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def run_stage(stage: Stage, cwd: Path, log: Path, groups: _Groups | None = None) -> Ended:
+    """Run one stage; its output goes into the file `log`."""
+    groups = groups or _Groups()
+    begun = time.monotonic()
+    with log.open("w", encoding="utf-8") as output:
+        process = groups.start(stage.script, cwd, stage.environment, output)
+        try:
+            code = process.wait(stage.limit)
+            outcome = PASSED if code == 0 else f"exit code {code}" if code > 0 else f"signal {-code}"
+        except subprocess.TimeoutExpired:
+            outcome = f"not over after {stage.limit:.0f} s"
+        finally:
+            groups.kill(process)
+    return Ended(stage, outcome, time.monotonic() - begun)
+
+
+def run(stages: Sequence[Stage], cwd: Path, logs: Path, out: TextIO | None = None) -> list[Ended]:
+    """Run stages in their lanes, and return what became of each, in the order in which they are given.
+
+    Args:
+        stages: a stage comes after those that it needs
+        cwd: the folder to run them in
+        logs: the folder for their output
+        out: where to print it; standard output if None
+
+    Raises:
+        ValueError: if a name is used twice, or a stage needs one that does not come before it
+    """
+    check(stages)
+    out = out or sys.stdout
+    lanes: dict[str, list[Stage]] = {}
+    for stage in stages:
+        lanes.setdefault(stage.lane, []).append(stage)
+    ended: dict[str, Ended] = {}
+    changed = threading.Condition()
+    groups = _Groups()
+
+    def drive(lane: list[Stage]) -> None:
+        for stage in lane:
+            with changed:
+                while not ended.keys() >= set(stage.needs):
+                    changed.wait()
+                missing = [name for name in stage.needs if ended[name].outcome != PASSED]
+            log = logs / f"{stage.name}.log"
+            if missing:
+                result = Ended(stage, LEFT_OUT, 0.0)
+                log.write_text(f"It needs {', '.join(missing)}.\n", encoding="utf-8")
+            else:
+                try:
+                    result = run_stage(stage, cwd, log, groups)
+                except KeyboardInterrupt:
+                    result = Ended(stage, LEFT_OUT, 0.0)
+                except OSError as error:
+                    result = Ended(stage, f"not started: {error}", 0.0)
+            with changed:
+                ended[stage.name] = result
+                print(f"\n=== {stage.name}: {result.outcome} ({result.seconds:.0f} s)", file=out)
+                if log.exists():
+                    print(log.read_text(encoding="utf-8", errors="replace"), end="", file=out)
+                out.flush()
+                changed.notify_all()
+
+    threads = [threading.Thread(target=drive, args=(lane,), name=name) for name, lane in lanes.items()]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException:
+        groups.kill_all()
+        for thread in threads:
+            thread.join()
+        raise
+    return [ended[stage.name] for stage in stages]
+
+
+def check(stages: Sequence[Stage]) -> None:
+    """Raise ValueError if a name is used twice, or a stage needs one that does not come before it."""
+    before: set[str] = set()
+    for stage in stages:
+        if stage.name in before:
+            raise ValueError(f"two stages are called {stage.name!r}; give one of them another name")
+        for name in stage.needs:
+            if name not in before:
+                raise ValueError(f"stage {stage.name!r} needs {name!r}, which does not come before it")
+        before.add(stage.name)
+
+
+def summary(ended: Iterable[Ended], seconds: float) -> str:
+    """Return a table of the stages, and one line that says what failed.
+
+    Args:
+        ended: what became of the stages
+        seconds: how long all of them took
+    """
+    ended = list(ended)
+    width = max(len(each.stage.name) for each in ended)
+    lines = [f"{each.stage.name:{width}}  {each.stage.lane:8}  {each.seconds:6.0f} s  {each.outcome}" for each in ended]
+    failed = [each.stage.name for each in ended if each.outcome != PASSED]
+    count = f"{len(ended)} stages, {seconds:.0f} s"
+    lines.append(f"FAILED: {', '.join(failed)} ({count})" if failed else f"All passed ({count})")
+    return "\n".join(lines)

@@ -1,0 +1,56 @@
+"""What `.ci/run` runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from checks.change import BROKERS, PYTHON, ROOT, claimed_pythons, commands_of_readme, stages
+from checks.nightly import PARTS
+from checks.stages import check
+
+PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+TOX = (ROOT / "tox.ini").read_text(encoding="utf-8")
+
+
+def test_the_commands_of_readme_are_among_the_stages(tmp_path: Path) -> None:
+    demonstrate, test = commands_of_readme((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert demonstrate == "pip install -e '.[demo]' && qflow demo"
+    assert test == "pip install tox && tox"
+    scripts = {stage.name: stage.script for stage in stages(tmp_path)}
+    assert test in scripts["tests"]
+    assert demonstrate in scripts["demonstration"]
+
+
+def test_a_readme_without_the_two_commands_is_refused() -> None:
+    with pytest.raises(ValueError, match="two commands"):
+        commands_of_readme("```sh\nmake\n```\n")
+
+
+def test_the_stages_can_run_and_use_both_lanes(tmp_path: Path) -> None:
+    found = list(stages(tmp_path))
+    check(found)
+    assert {stage.lane for stage in found} == {PYTHON, BROKERS}
+
+
+def test_every_environment_of_tox_is_run_by_a_stage_or_at_night(tmp_path: Path) -> None:
+    scripts = [stage.script for stage in stages(tmp_path)]
+    scripts += [step.script for part in PARTS.values() for step in part.steps]
+    named = {name for script in scripts for names in re.findall(r"-e ([\w,]+)", script) for name in names.split(",")}
+    sections = re.findall(r"^\[testenv:(.+)\]", TOX, re.MULTILINE)
+    names = {name for section in sections for name in _expanded(section)}
+    # `tox` alone runs these; the last one runs the parts.
+    assert names <= named | {"lint", "types", "nightly"}
+
+
+def _expanded(section: str) -> list[str]:
+    found = re.fullmatch(r"(\w+)\{([\d,]+)\}", section)
+    return [found[1] + number for number in found[2].split(",")] if found else [section]
+
+
+def test_the_pythons_that_are_claimed_are_those_from_the_oldest_that_is_required_on() -> None:
+    claimed = claimed_pythons(PYPROJECT)
+    assert f'requires-python = ">={claimed[0]}"' in PYPROJECT
+    assert claimed == [f"3.{minor}" for minor in range(11, 11 + len(claimed))]

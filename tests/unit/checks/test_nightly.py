@@ -1,0 +1,80 @@
+"""The parts of the night, and the page that is made of their records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from checks import nightly
+from checks.nightly import PARTS, Part, Record, last_line, load, load_all, render, run_part, save
+from checks.stages import PASSED, Stage
+
+
+def test_the_page_is_what_is_made_of_the_records() -> None:
+    assert nightly.PAGE.read_text(encoding="utf-8") == render(load_all()), "make it again: tox -e nightly -- --page"
+
+
+def test_no_part_takes_more_than_two_hours_and_a_bit_and_names_no_step_twice() -> None:
+    for part in PARTS.values():
+        names = [step.name for step in part.steps]
+        assert len(set(names)) == len(names)
+        assert max(step.limit for step in part.steps) <= 7200
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(nightly, "UNFINISHED", tmp_path / "unfinished")
+    monkeypatch.setattr(nightly, "RECORDS", tmp_path / "records")
+    monkeypatch.setattr(nightly, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(nightly, "commit_of", lambda *_, **__: "c1")
+    monkeypatch.setattr(nightly, "is_same_code", lambda commit: commit == "c1")
+    steps = [
+        Stage("first", f"echo one >> {tmp_path}/ran; echo 5 passed in 3 s"),
+        Stage("second", f"echo two >> {tmp_path}/ran; test -e {tmp_path}/mended; echo 'a | b'"),
+        Stage("third", f"echo three >> {tmp_path}/ran"),
+    ]
+    monkeypatch.setattr(nightly, "PARTS", {"part": Part("what it shows", steps)})
+    return tmp_path
+
+
+def test_a_part_goes_on_with_the_step_that_failed(folders: Path) -> None:
+    assert nightly.main([]) == 1
+    assert "**failed**" in (folders / "page.md").read_text()
+    (folders / "mended").touch()
+    assert nightly.main([]) == 0
+    assert (folders / "ran").read_text().split() == ["one", "two", "two", "three"]
+    record = load(folders / "records" / "part.json")
+    assert record is not None
+    assert record.passed
+    assert [step["said"] for step in record.steps] == ["5 passed in 3 s", "a | b", ""]
+    page = (folders / "page.md").read_text()
+    assert f"{record.date}, commit `c1`" in page
+    assert "| second | passed | 0 | a \\| b |" in page
+    # It has passed on this code.
+    assert nightly.main([]) == 0
+    assert len((folders / "ran").read_text().split()) == 4
+    # Unless it is named.
+    assert nightly.main(["part"]) == 0
+    assert len((folders / "ran").read_text().split()) == 7
+
+
+def test_a_part_begins_again_on_other_code(folders: Path) -> None:
+    run_part("part")
+    save(Record("part", "c0", steps=[{"name": "first", "outcome": PASSED}]), folders / "unfinished")
+    (folders / "ran").unlink()
+    record = run_part("part")
+    assert (folders / "ran").read_text().split() == ["one", "two"]
+    assert record.commit == "c1"
+
+
+def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        nightly.main(["moon"])
+    assert "unknown part moon; there are properties, " in capsys.readouterr().err
+
+
+def test_the_last_line_is_that_of_the_tests_if_there_is_one() -> None:
+    assert last_line("== 7 passed in 1.0s ==\n  py: OK (3 s)\n\n") == "7 passed in 1.0s"
+    assert last_line("one\n=====\n") == "one"
+    assert last_line("") == ""

@@ -1,0 +1,43 @@
+"""A series of runs can be interrupted, and is counted by commit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from checks import repeat
+from checks.repeat import Run, load_runs, run_once, totals
+
+
+def test_a_run_says_what_passed_and_what_failed(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text("def test_good(): pass\ndef test_bad(): assert False\n")
+    command = f"{repeat._PYTEST} -p no:randomly -c /dev/null --rootdir {tmp_path} {tmp_path}"
+    run = run_once("mine", command, load=1, limit=100, log=tmp_path / "log")
+    assert (run.suite, run.load, run.outcome, run.passed) == ("mine", 1, "exit code 1", 1)
+    assert [name.rpartition("::")[2] for name in run.failures] == ["test_bad"]
+    assert run.commit == repeat.commit_of(repeat.ROOT)
+
+
+def test_a_series_goes_on_until_the_commit_has_run_as_often_as_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(repeat, "SUITES", {"default": f"echo x >> {tmp_path}/ran; echo 3 passed in 1 s"})
+    commits = iter(["a"] * 100)
+    monkeypatch.setattr(repeat, "commit_of", lambda *_, **__: next(commits))
+    record = tmp_path / "runs.jsonl"
+    series = ["default", "--load", "0", "--record", str(record)]
+    assert repeat.main([*series, "--times", "1"]) == 0
+    assert repeat.main([*series, "--times", "3"]) == 0
+    assert (tmp_path / "ran").read_text().count("x") == len(load_runs(record)) == 3
+    commits = iter(["b"] * 100)
+    monkeypatch.setattr(repeat, "SUITES", {"default": "echo FAILED tests/a.py::test_b; exit 1"})
+    assert repeat.main([*series, "--times", "1"]) == 1
+    out = capsys.readouterr().out
+    assert "default at a: 3 runs, 0 failed; 9 tests, 0 s a run\n" in out
+    assert out.endswith("default at b: 1 runs, 1 failed; 0 tests, 0 s a run\n  tests/a.py::test_b\n")
+
+
+def test_totals_of_nothing_are_empty() -> None:
+    assert totals([]) == ""
+    assert totals([Run("s", "c", 0.0, 2.0, 2, "not over after 2 s", 0, [])]).endswith("not over after 2 s")

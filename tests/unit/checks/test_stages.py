@@ -1,0 +1,106 @@
+"""Stages run in their lanes, and their failures are named."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from checks.stages import LEFT_OUT, PASSED, Ended, Stage, run, summary
+
+
+def test_a_stage_passes_or_says_how_it_failed_and_its_output_is_printed(tmp_path: Path) -> None:
+    out = io.StringIO()
+    stages = [
+        Stage("good", "echo $WORD; test -t 0 && exit 3 || true", environment={"WORD": "heard"}),
+        Stage("bad", "false | true"),
+        Stage("killed", "kill -9 $$"),
+    ]
+    assert [ended.outcome for ended in run(stages, tmp_path, tmp_path, out)] == [PASSED, "exit code 1", "signal 9"]
+    assert "=== good: passed (0 s)\nheard\n" in out.getvalue()
+
+
+def test_a_stage_whose_need_has_failed_is_left_out_and_so_is_what_needs_it(tmp_path: Path) -> None:
+    stages = [
+        Stage("install", "exit 1", "a"),
+        Stage("use", "touch used", "b", ("install",)),
+        Stage("use more", "touch used", "a", ("use",)),
+        Stage("alone", "touch alone", "b"),
+    ]
+    ended = run(stages, tmp_path, tmp_path, io.StringIO())
+    assert [each.outcome for each in ended] == ["exit code 1", LEFT_OUT, LEFT_OUT, PASSED]
+    assert not (tmp_path / "used").exists()
+    assert (tmp_path / "alone").exists()
+
+
+def test_lanes_run_beside_each_other_and_stages_of_a_lane_do_not(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    # Each end of a pipe waits for the other.
+    stages = [
+        Stage("write", "echo word > pipe; echo first >> order", "a"),
+        Stage("read", "cat < pipe", "b"),
+        Stage("after", "echo second >> order", "a"),
+    ]
+    ended = run(stages, tmp_path, tmp_path, io.StringIO())
+    assert [each.outcome for each in ended] == [PASSED] * 3
+    assert (tmp_path / "order").read_text() == "first\nsecond\n"
+
+
+def test_a_stage_that_is_not_over_in_time_is_killed_with_what_it_started(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    stages = [Stage("hangs", "sleep 600 & echo $! > child; cat pipe", limit=0.5)]
+    (ended,) = run(stages, tmp_path, tmp_path, io.StringIO())
+    assert ended.outcome == "not over after 0 s"
+    _wait_for_end(int((tmp_path / "child").read_text()))
+
+
+def test_an_interrupt_kills_what_runs_and_starts_nothing_more(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+
+    def interrupt() -> None:
+        # Opened when the stage has.
+        with (tmp_path / "pipe").open() as pipe:
+            pipe.read(1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    stages = [Stage("hangs", "echo $$ > child; (echo x; sleep 600) > pipe", limit=600), Stage("next", "touch next")]
+    with pytest.raises(KeyboardInterrupt):
+        run(stages, tmp_path, tmp_path, io.StringIO())
+    thread.join()
+    assert not (tmp_path / "next").exists()
+    _wait_for_end(int((tmp_path / "child").read_text()))
+
+
+def _wait_for_end(pid: int) -> None:
+    """Wait until a process is gone, or is a zombie that nobody reaps here; the test's own timeout limits it."""
+    status = Path(f"/proc/{pid}/stat")
+    while status.exists():
+        try:
+            if status.read_text().rpartition(")")[2].split()[0] == "Z":
+                return
+        except (FileNotFoundError, ProcessLookupError):
+            return
+
+
+@pytest.mark.parametrize(
+    ("stages", "error"),
+    [
+        ([Stage("a", ""), Stage("a", "")], "two stages are called 'a'"),
+        ([Stage("a", "", needs=("b",)), Stage("b", "")], "'a' needs 'b', which does not come before it"),
+    ],
+)
+def test_stages_that_could_never_run_are_refused(stages: list[Stage], error: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=error):
+        run(stages, tmp_path, tmp_path)
+
+
+def test_the_summary_has_a_line_for_each_stage_and_one_that_says_what_failed() -> None:
+    good, bad = Ended(Stage("docs", "", "python"), PASSED, 12.4), Ended(Stage("spark", ""), "exit code 1", 3.0)
+    assert summary([good], 13.0) == "docs  python        12 s  passed\nAll passed (1 stages, 13 s)"
+    assert summary([good, bad], 13.0).splitlines()[-1] == "FAILED: spark (2 stages, 13 s)"
