@@ -25,6 +25,7 @@ from qflow_client import (
 )
 from qflow_client.frames import CHANNEL_CLOSE, CHANNEL_FLOW, CHANNEL_FLOW_OK, HEARTBEAT_FRAME, PUBLISH
 from qflow_client.testing.brokerj import BrokerJ, BrokerJNode
+from tests.effort import rounds
 from tests.integration.producer.tools import eventually
 from tests.interop.contract.producers import PRODUCERS
 from tests.interop.relay import Relay
@@ -225,10 +226,10 @@ def test_C6_two_producers_overshoot_in_no_round_by_more_than_twice_the_sum_of_th
     brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str], make: Callable[..., Any]
 ) -> None:
     """Many rounds: what a round shows depends on how much the broker reads at once."""
-    capacity, windows, rounds = 20_000, (50, 15), 10
+    capacity, windows, count = 20_000, (50, 15), rounds(4)
     worst = 0.0
     with make(brokerj.url, capacity=windows[0]) as one, make(brokerj.url, capacity=windows[1]) as other:
-        for _ in range(rounds):
+        for _ in range(count):
             name = queue(x_qpid_capacity=capacity, x_qpid_flow_resume_capacity=capacity // 2)
 
             def overfill(producer: Any) -> None:
@@ -253,7 +254,7 @@ def test_C6_two_producers_overshoot_in_no_round_by_more_than_twice_the_sum_of_th
             while one.flow_state.flowed or other.flow_state.flowed or one.unsettled or other.unsettled:
                 assert time.monotonic() < end, (one, other)
                 channel.queue_purge(name)
-    print(f"at most {worst:.2f} windows in {rounds} rounds")
+    print(f"at most {worst:.2f} windows in {count} rounds")
 
 
 def test_J4_a_producer_that_two_queues_hold_is_unflowed_when_neither_does(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -27,7 +26,7 @@ from qflow_client import (
 )
 from qflow_client.testing.rabbitmq import RabbitMQNode
 from tests.integration.producer.tools import Stopwatch
-from tests.interop.test_rabbitmq_producer import PATIENCE, check_nothing_is_lost, flights
+from tests.interop.test_rabbitmq_producer import PATIENCE, SECONDS_OF_LOAD, check_nothing_is_lost
 
 pytestmark = pytest.mark.rabbitmq
 
@@ -70,22 +69,6 @@ async def held(producer: AsyncProducer, kind: HoldKind) -> None:
     async with asyncio.timeout(PATIENCE):
         while not any(hold.kind == kind for hold in producer.flow_state.holds):
             await anext(events)
-
-
-def test_the_flights_arrive_whole_and_in_order(rabbitmq: RabbitMQNode) -> None:
-    rows = flights()
-    assert len(rows) == 336_776
-
-    async def main() -> None:
-        async with own_queue(rabbitmq.url) as (_connection, queue):
-            async with AsyncProducer(rabbitmq.url, routing_key=queue.name) as producer:
-                for row in rows:
-                    await producer.send(row)
-                await producer.flush()
-            received = await drain(queue, len(rows))
-        assert hashlib.sha256(b"\n".join(received)).digest() == hashlib.sha256(b"\n".join(rows)).digest()
-
-    asyncio.run(main())
 
 
 def test_a_thousand_tasks_on_a_shared_connection_await_each_receipt(rabbitmq: RabbitMQNode) -> None:
@@ -164,14 +147,14 @@ def test_closing_under_a_memory_alarm_ends_in_time_and_hands_the_messages_back(o
 
 
 @pytest.mark.slow
-def test_a_connection_at_heartbeat_2_outlives_30_seconds_of_load(rabbitmq: RabbitMQNode) -> None:
+def test_a_connection_at_heartbeat_2_outlives_many_heartbeats_of_load(rabbitmq: RabbitMQNode) -> None:
     async def main() -> None:
         # While confirms flow RabbitMQ sends no heartbeats, and the confirms are withheld from aiormq.
         async with own_queue(rabbitmq.url) as (_connection, queue):
             url = f"{rabbitmq.url}?heartbeat=2"
             async with AsyncProducer(url, routing_key=queue.name, rate=1000, mandatory=False) as producer:
                 before = producer.flow_state.seconds_flowed.get(HoldKind.DISCONNECTED)
-                until = time.monotonic() + 30
+                until = time.monotonic() + SECONDS_OF_LOAD
                 sent = 0
                 while time.monotonic() < until:
                     await producer.send(b"x" * 100, timeout=PATIENCE)
@@ -180,7 +163,7 @@ def test_a_connection_at_heartbeat_2_outlives_30_seconds_of_load(rabbitmq: Rabbi
                 # It is the same connection: the producer would have come back on another one.
                 assert producer.flow_state.seconds_flowed.get(HoldKind.DISCONNECTED) == before
             # That is load, however slow the machine is.
-            assert sent > 1000
+            assert sent > SECONDS_OF_LOAD * 50
             assert (await queue.declare()).message_count == sent
 
     asyncio.run(main())

