@@ -17,6 +17,7 @@ from schemathesis.specs.openapi.checks import (
 from qflow_client import Producer
 from qflow_client.broker import Broker
 from qflow_client.broker.http.operations import api
+from tests.effort import rounds
 
 schema = schemathesis.openapi.from_dict(api.description(has_token=False))
 
@@ -37,7 +38,7 @@ def _url() -> Iterator[str]:
 
 # The events have no end; they have tests of their own.
 @schema.exclude(path="/api/events").parametrize()
-@settings(max_examples=60)
+@settings(max_examples=rounds(60))
 def test_every_answer_is_one_that_is_described(case: schemathesis.Case[Any], url: str) -> None:
     case.call_and_validate(
         base_url=url,

@@ -33,7 +33,7 @@ def is_closed(stranger: socket.socket) -> bool:
 
 @pytest.mark.parametrize("words", [b"", b"GET /api/queues HT", b"GET /api/queues HTTP/1.1\r\nHost: x\r\n"])
 def test_who_has_asked_nothing_in_time_is_closed_and_who_has_stays(words):
-    with Broker(http_port=0, unauthenticated_timeout=1.0) as broker:
+    with Broker(http_port=0, unauthenticated_timeout=0.5) as broker:
         asking = http.client.HTTPConnection(*address(broker), timeout=30)
         for _ in range(2):
             asking.request("GET", "/api/queues")
