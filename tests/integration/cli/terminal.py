@@ -13,6 +13,8 @@ from codecs import getincrementaldecoder
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tests.integration.forked import Forked
+
 __all__ = ["Terminal", "on_a_terminal"]
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -74,7 +76,7 @@ def on_a_terminal(*arguments: str) -> Iterator[Terminal]:
     # What rich takes for a wish to have no terminal, or another.
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         env.pop(name, None)
-    process = subprocess.Popen(
+    process = Forked[bytes](
         [sys.executable, "-m", "qflow_client.cli", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -18,6 +18,7 @@ from qflow_client import Producer
 from qflow_client.broker import Broker, ThresholdsSnapshot
 from qflow_client.cli import main
 from qflow_client.cli.admin import _flow_lines
+from tests.integration.forked import Forked
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -199,7 +200,7 @@ def test_another_server_is_told_from_a_broker(capsys: pytest.CaptureFixture[str]
 @contextmanager
 def watching(broker: Broker, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "qflow_client.cli", "admin", "--url", broker.http_url, "watch", "--period", "0.1"]
-    process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = Forked[str]([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         yield process
     finally:

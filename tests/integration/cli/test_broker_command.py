@@ -23,10 +23,12 @@ from qflow_client.cli import main
 from qflow_client.cli.broker import broker, queue_table, seldom_collected
 from qflow_client.cli.config import MARKS, SETTINGS
 from qflow_client.report import flow_report
+from tests.effort import rounds
+from tests.integration.forked import Forked
 
 
-def start(*arguments: str) -> tuple[subprocess.Popen[str], str]:
-    process = subprocess.Popen(
+def start(*arguments: str, kind: type[subprocess.Popen[str]] = Forked) -> tuple[subprocess.Popen[str], str]:
+    process = kind(
         [sys.executable, "-m", "qflow_client.cli", "broker", "--port", "0", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -36,9 +38,13 @@ def start(*arguments: str) -> tuple[subprocess.Popen[str], str]:
     return process, process.stdout.readline().strip()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_runs_until_it_is_told_to_end(number: signal.Signals) -> None:
-    process, url = start("--queue", "orders")
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    # One as users start it; the tests of the other commands start none of their own.
+    [(signal.SIGINT, subprocess.Popen), (signal.SIGTERM, Forked)],
+)
+def test_it_runs_until_it_is_told_to_end(number: signal.Signals, kind: type[subprocess.Popen[str]]) -> None:
+    process, url = start("--queue", "orders", kind=kind)
     with Producer(url, routing_key="orders") as producer:
         producer.send(b"one").result(20)
     process.send_signal(number)
@@ -285,10 +291,12 @@ def test_the_garbage_collector_is_as_before_when_the_broker_has_ended() -> None:
     assert (gc.get_threshold(), gc.get_freeze_count()) == before
 
 
-def test_its_store_survives_a_kill_and_is_named_from_where_the_configuration_file_is(tmp_path: Path) -> None:
+def test_its_store_survives_a_kill_and_is_named_from_where_the_configuration_file_is(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     config = tmp_path / "broker.toml"
     config.write_text('store = "messages"\nstore_synchronous = "normal"\n')
-    for _ in range(3):
+    for _ in range(rounds(3)):
         process, url = start("--config", str(config), "--queue", "orders")
         with Producer(url, routing_key="orders") as producer:
             producer.send(b"one").result(20)
@@ -297,14 +305,8 @@ def test_its_store_survives_a_kill_and_is_named_from_where_the_configuration_fil
         assert (tmp_path / "messages").exists()
     process, url = start("--store", str(tmp_path / "messages"))
     with pika.BlockingConnection(pika.URLParameters(url)) as connection:
-        assert connection.channel().queue_declare("orders", passive=True).method.message_count == 3
-    other = subprocess.run(
-        [sys.executable, "-m", "qflow_client.cli", "broker", "--port", "0", "--store", str(tmp_path / "messages")],
-        capture_output=True,
-        text=True,
-        timeout=20,
-    )
-    assert other.returncode == 1
-    assert f"is used by another broker in process {process.pid}" in other.stderr
+        assert connection.channel().queue_declare("orders", passive=True).method.message_count == rounds(3)
+    assert main(["broker", "--port", "0", "--store", str(tmp_path / "messages")]) == 1
+    assert f"is used by another broker in process {process.pid}" in capfd.readouterr().err
     process.terminate()
     process.communicate(timeout=20)

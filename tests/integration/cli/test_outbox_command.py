@@ -16,6 +16,7 @@ from qflow_client import Message, Outbox
 from qflow_client.broker import Broker
 from qflow_client.cli import main
 from qflow_client.message import REPUBLISHED
+from tests.integration.forked import Forked
 
 Capture = pytest.CaptureFixture[str]
 
@@ -149,12 +150,10 @@ def test_drain_needs_confirms_an_outbox_and_nobody_else(
 
 def test_drain_that_is_interrupted_keeps_what_is_not_confirmed(path: Path, broker: Broker) -> None:
     broker.withhold_confirms()
-    root = str(Path(__file__).parents[3])
-    with subprocess.Popen(
+    with Forked[str](
         [sys.executable, "-m", "qflow_client.cli", "outbox", "drain", str(path), "--url", broker.url],
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])},
     ) as drain:
         broker.wait_until(lambda broker: broker.queue("orders").depth == 3, timeout=20)
         drain.send_signal(signal.SIGTERM)

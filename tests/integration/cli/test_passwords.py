@@ -14,6 +14,7 @@ import pytest
 
 from qflow_client import Producer
 from qflow_client.cli import main
+from tests.integration.forked import Forked
 
 SECRET = re.compile("s3cr3t|cr3t|3cr3")
 HERE = "127.0.0.1:1/%2F"
@@ -118,7 +119,7 @@ def test_E8_users_of_a_broker_can_be_given_without_the_command_line(
     if way == "environment":
         monkeypatch.setenv("QFLOW_BROKER_USERS", users)
     given = {"file": ["--users-file", str(file)], "standard input": ["--users-file", "-"], "environment": []}[way]
-    process = subprocess.Popen(
+    process = Forked[str](
         [sys.executable, "-m", "qflow_client.cli", "broker", "--port", "0", "--queue", "q", "--quiet", *given],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -19,6 +19,7 @@ from qflow_client.cli import main
 from qflow_client.message import REPUBLISHED
 from qflow_client.testing.proxy import FaultProxy
 from tests.integration.cli.terminal import on_a_terminal
+from tests.integration.forked import Forked
 from tests.integration.producer.tools import eventually
 
 Capture = pytest.CaptureFixture[str]
@@ -296,7 +297,7 @@ def start(
     broker: Broker, records: bytes, url: str = "", *, options: Sequence[str] = ("--json",)
 ) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
     """A run that has sent some records and waits for more, and where to write them."""
-    process = subprocess.Popen(
+    process = Forked[bytes](
         [sys.executable, "-m", "qflow_client.cli", "send", "-u", url or broker.url, "-k", "orders", *options],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
