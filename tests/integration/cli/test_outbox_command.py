@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+import qflow_client.cli.outbox
 from qflow_client import Message, Outbox
 from qflow_client.broker import Broker
 from qflow_client.cli import main
 from qflow_client.message import REPUBLISHED
+from tests.integration.cli.commands import BRIEF
 from tests.integration.forked import Forked
 
 Capture = pytest.CaptureFixture[str]
@@ -118,7 +120,10 @@ def test_drain_leaves_what_is_refused_and_says_so(path: Path, broker: Broker, ca
     assert left(path) == ["id-1", "id-2", "id-3"]
 
 
-def test_drain_gives_up_when_flowed_for_too_long(path: Path, broker: Broker, capsys: Capture) -> None:
+def test_drain_gives_up_when_flowed_for_too_long(
+    path: Path, broker: Broker, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(qflow_client.cli.outbox, "_GRACE", 0.1)
     broker.withhold_confirms()
     url = f"{broker.url}?capacity=2&max_producer_flow_control_wait=0.2"
     assert main(["outbox", "drain", str(path), "--url", url]) == 3
@@ -151,7 +156,7 @@ def test_drain_needs_confirms_an_outbox_and_nobody_else(
 def test_drain_that_is_interrupted_keeps_what_is_not_confirmed(path: Path, broker: Broker) -> None:
     broker.withhold_confirms()
     with Forked[str](
-        [sys.executable, "-m", "qflow_client.cli", "outbox", "drain", str(path), "--url", broker.url],
+        [sys.executable, "-c", BRIEF, "outbox", "drain", str(path), "--url", broker.url],
         stderr=subprocess.PIPE,
         text=True,
     ) as drain:

@@ -13,11 +13,13 @@ from typing import IO, Any
 
 import pytest
 
+import qflow_client.cli.send
 from qflow_client import Outbox
 from qflow_client.broker import Broker
 from qflow_client.cli import main
 from qflow_client.message import REPUBLISHED
 from qflow_client.testing.proxy import FaultProxy
+from tests.integration.cli.commands import BRIEF
 from tests.integration.cli.terminal import on_a_terminal
 from tests.integration.forked import Forked
 from tests.integration.producer.tools import eventually
@@ -184,8 +186,9 @@ def test_confirms_that_are_late_and_come_are_no_failure(
 
 
 def test_confirms_that_do_not_come_are_a_failure_that_says_how_long_it_waited(
-    broker: Broker, stdin: Callable[[bytes], None], capsys: Capture
+    broker: Broker, stdin: Callable[[bytes], None], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(qflow_client.cli.send, "_GRACE", 0.1)
     broker.withhold_confirms()
     stdin(b"one\ntwo\n")
     assert main(["send", "-u", broker.url, "-k", "orders", "--max-producer-flow-control-wait", "0.1"]) == 1
@@ -294,11 +297,16 @@ def unused_url() -> str:
 
 
 def start(
-    broker: Broker, records: bytes, url: str = "", *, options: Sequence[str] = ("--json",)
+    broker: Broker,
+    records: bytes,
+    url: str = "",
+    *,
+    options: Sequence[str] = ("--json",),
+    program: Sequence[str] = ("-m", "qflow_client.cli"),
 ) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
     """A run that has sent some records and waits for more, and where to write them."""
     process = Forked[bytes](
-        [sys.executable, "-m", "qflow_client.cli", "send", "-u", url or broker.url, "-k", "orders", *options],
+        [sys.executable, *program, "send", "-u", url or broker.url, "-k", "orders", *options],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -396,7 +404,7 @@ def test_interrupted_while_it_is_flowed_it_ends_soon_and_sends_nothing_more(brok
 
 def test_interrupted_while_it_waits_for_confirms_it_says_that_their_outcome_is_unknown(broker: Broker) -> None:
     broker.withhold_confirms()
-    process, stdin = start(broker, b"one\ntwo\n")
+    process, stdin = start(broker, b"one\ntwo\n", program=("-c", BRIEF))
     stdin.close()
     process.send_signal(signal.SIGTERM)
     process.wait(timeout=20)
@@ -413,7 +421,7 @@ def test_interrupted_while_it_waits_for_confirms_it_says_that_their_outcome_is_u
 def test_interrupted_while_it_has_no_connection_it_ends_and_says_what_is_unknown(broker: Broker) -> None:
     broker.withhold_confirms()
     with FaultProxy(broker.url) as proxy:
-        process, _ = start(broker, b"one\ntwo\n", proxy.url)
+        process, _ = start(broker, b"one\ntwo\n", proxy.url, program=("-c", BRIEF))
         proxy.refuse()
         proxy.cut()
         proxy.wait_until(lambda _: not proxy.connections)
@@ -461,7 +469,7 @@ def test_what_sigterm_leaves_stays_in_the_outbox_and_the_next_run_sends_it_first
 ) -> None:
     path = tmp_path / "outbox"
     broker.withhold_confirms()
-    process, _ = start(broker, b"one\ntwo\nthree\n", options=("--outbox", str(path)))
+    process, _ = start(broker, b"one\ntwo\nthree\n", options=("--outbox", str(path)), program=("-c", BRIEF))
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=20)
     assert process.returncode == 143
