@@ -1,17 +1,34 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import peers
+from benchmarks import peers, runner
 from benchmarks.publish import FLOOR, main
+from qflow_client.broker import Broker
 
-SHORT = ("--url", "embedded", "--messages", "100", "--repeat", "1")
+SHORT = ("--messages", "20", "--repeat", "1")
 
 
-def test_all_that_are_compared_publish_everything_with_both_sizes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SHORT, "--json"]) == 0
+@pytest.fixture(scope="module")
+def broker() -> Iterator[Broker]:
+    with Broker() as broker:
+        yield broker
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What all tests of this process have made is much to go through before every run."""
+    monkeypatch.setattr(runner, "gc", SimpleNamespace(collect=lambda: 0))
+
+
+def test_all_that_are_compared_publish_everything_with_both_sizes(
+    broker: Broker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SHORT, "--url", broker.url, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     found = {(row["peer"], row["size"]): row for row in told["rows"]}
     assert set(found) == {(name, size) for name in peers.DEFAULT for size in (100, 1024)}
@@ -24,15 +41,16 @@ def test_all_that_are_compared_publish_everything_with_both_sizes(capsys: pytest
         assert found[bar.peer, bar.size][bar.ratio] > 0
 
 
-@pytest.mark.parametrize("more", ["", "--unconfirmed", "--varying", "--latency"])
-def test_the_table_has_a_line_for_each(capsys: pytest.CaptureFixture[str], more: str) -> None:
-    assert main([*SHORT, "--sizes", "100", "--peers", "plain,qflow,qflow_async", *more.split()]) == 0
+@pytest.mark.parametrize("more", ["--url embedded", "--unconfirmed", "--varying", "--latency"])
+def test_the_table_has_a_line_for_each(broker: Broker, capsys: pytest.CaptureFixture[str], more: str) -> None:
+    given = [*SHORT, "--url", broker.url, "--sizes", "100", "--peers", "plain,qflow,qflow_async"]
+    assert main([*given, *more.split()]) == 0
     out = capsys.readouterr().out
     for title in ("plain socket", "qflow_client.Producer", "qflow_client.AsyncProducer"):
         assert title in out
 
 
-def test_a_bar_that_is_missed_is_named_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bar_that_is_missed_is_named_and_fails(broker: Broker, capsys: pytest.CaptureFixture[str]) -> None:
     # Without pika's select nothing can be said of the ratio to it.
-    assert main([*SHORT, "--sizes", "100", "--peers", "plain,qflow", "--check", "floor"]) == 1
+    assert main([*SHORT, "--url", broker.url, "--sizes", "100", "--peers", "plain,qflow", "--check", "floor"]) == 1
     assert "missed: qflow, 100 bytes: to_pika_select >= 1.5: not measured" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from tests.effort import EFFORT
 MESSAGES = 1024 if EFFORT == "nightly" else 48
 #: MiB that the broker may have in memory, and that its process may have.
 LIMIT, RESIDENT = (64, 256) if MESSAGES >= 1024 else (4, 80)
-SIZE = 16384
+SIZE = 65536
 ROOT = Path(__file__).parents[3]
 SPOOL = Policy("spool", PolicyDefinition(policy=QueuePolicy.FLOW_TO_DISK))
 # Tells its URL, and, asked by a line, the most memory that it had.
@@ -62,7 +62,7 @@ def test_A2_messages_that_memory_has_no_room_for_flow_to_disk_and_all_arrive_in_
                     producer.send(Message(number.to_bytes(8, "big") + bytes(SIZE - 8), delivery_mode=1))
                 producer.flush(120)
             assert channel.queue_declare("q", passive=True).method.message_count == count
-            channel.basic_qos(prefetch_count=200)
+            channel.basic_qos(prefetch_count=50)
             numbers = iter(range(count))
             for method, _, body in channel.consume("q", inactivity_timeout=60):
                 assert method is not None, "no more came"

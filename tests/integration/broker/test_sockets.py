@@ -86,7 +86,7 @@ def test_nothing_of_a_connection_that_is_gone_waits_for_the_garbage_collector(br
 
 
 def test_a_half_open_connection_is_closed_in_time(connect):
-    with Broker(unauthenticated_timeout=2.0) as broker:
+    with Broker(unauthenticated_timeout=1.0) as broker:
         silent, greeting = connect(broker), connect(broker)
         greeting.send_bytes(PROTOCOL_HEADER)
         greeting.expect(commands.Connection.Start)

@@ -26,6 +26,7 @@ from qflow_client.broker import Broker, StoreError, keeper
 from qflow_client.broker.http.server import HttpServer
 from qflow_client.broker.keeper import Keeper
 from qflow_client.broker.store import BodyReader, Store
+from tests.integration.forked import Forked
 
 PERSISTENT = pika.BasicProperties(delivery_mode=2)
 
@@ -284,7 +285,7 @@ from qflow_client.broker import Broker
 from qflow_client.broker.store import Store
 write = Store.write
 def slowly(self, batch):
-    time.sleep(0.2)
+    time.sleep(0.1)
     write(self, batch)
 Store.write = slowly
 with Broker(store="store") as broker:
@@ -294,8 +295,9 @@ with Broker(store="store") as broker:
 def killed_after(folder, steps):
     """Run steps with a broker in another process, which is killed as soon as the last of them has returned."""
     program = _SLOWLY + textwrap.indent(textwrap.dedent(steps) + "os.kill(os.getpid(), signal.SIGKILL)\n", "    ")
-    ended = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    with Forked[str]([sys.executable, "-c", program], cwd=folder, stderr=subprocess.PIPE, text=True) as process:
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL, err
 
 
 @pytest.mark.parametrize(
@@ -371,6 +373,7 @@ def full_disk(broker, monkeypatch):
     def fail(self, batch):
         raise StoreError(f"{self.path}: database or disk is full")
 
+    monkeypatch.setattr(Keeper, "RETRY", 0.02)
     broker.declare_queue("q", durable=True)
     with monkeypatch.context() as patched:
         patched.setattr(Store, "write", fail)
@@ -498,8 +501,10 @@ with Broker(store="store") as broker:
     begun.wait()
 declaring.join()
 """
-    ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stdout) == (0, "store: the broker has ended before it was on disk\n"), ended.stderr
+    command = [sys.executable, "-c", program]
+    with Forked[str](command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "store: the broker has ended before it was on disk\n"), err
 
 
 def test_nothing_of_a_store_is_there_without_one(broker, tmp_path, monkeypatch):

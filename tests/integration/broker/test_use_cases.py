@@ -12,8 +12,9 @@ import pytest
 
 from qflow_client import MessageNacked, Producer
 from qflow_client.broker import ApplyTo, Broker, Policy, PolicyDefinition
+from tests.effort import rounds
 
-COUNT = 1000
+COUNT = rounds(1000, least=300)
 CAPACITY = 20
 
 

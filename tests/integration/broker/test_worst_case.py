@@ -6,6 +6,9 @@ import pytest
 from pamqp import commands
 
 from qflow_client.broker import Broker
+from tests.effort import rounds
+
+COUNT = rounds(1000, least=400)
 
 
 class WindowedProducer(threading.Thread):
@@ -43,7 +46,7 @@ class WindowedProducer(threading.Thread):
                     self.unsettled.remove(tag)
 
 
-def start_two(broker, connect, count=1000):
+def start_two(broker, connect, count=COUNT):
     broker.declare_queue("q", arguments={"qpid.flow_stop_count": 100, "qpid.flow_resume_count": 50})
     producers = [
         WindowedProducer(connect(broker).open().channel(confirms=True), capacity, count) for capacity in (50, 15)
