@@ -26,7 +26,7 @@ app.conf.update(
     task_send_sent_event=True,
     worker_send_task_events=True,
     result_chord_retry_interval=0.1,
-    beat_schedule={"tick": {"task": f"{NAME}.tick", "schedule": 0.5}},
+    beat_schedule={"tick": {"task": f"{NAME}.tick", "schedule": 0.2}},
     beat_schedule_filename=str(FOLDER / "schedule"),
     # A worker that goes away has not to leave its queues behind.
     control_queue_expires=60.0,

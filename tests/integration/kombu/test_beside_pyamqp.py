@@ -20,7 +20,7 @@ MARK = 10
 ARGUMENTS = {"qpid.flow_stop_count": MARK, "qpid.flow_resume_count": 5}
 COUNT = 50
 # Seconds that the transport waits for what is not to come. Whatever is to come has `PATIENCE`.
-WAIT = 2.0
+WAIT = 1.0
 # As a transport option it makes a connection of its own in Celery's pool, too.
 SHORT: dict[str, Any] = {"max_producer_flow_control_wait": WAIT}
 
