@@ -115,15 +115,10 @@ def test_C6_who_follows_the_advice_stays_within_the_maximum_and_is_held_less(tmp
     assert _held(after) <= _held(before)
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, FlowReport, int]:
-    """A folder with a flow log, its report, and the most messages that there were in the queue."""
-    folder = tmp_path_factory.mktemp("told")
-    return (folder, *_work(folder, 20, 5, dict.fromkeys(NAMES, 30)))
-
-
-def test_producers_and_broker_tell_the_same_story(told: tuple[Path, FlowReport, int]) -> None:
-    _, report, peak = told
+def test_producers_and_broker_tell_the_same_story_and_qflow_report_says_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report, peak = _work(tmp_path, 20, 5, dict.fromkeys(NAMES, 30))
     assert report.lost == report.unreadable == 0
     (queue,) = report.tables["queues"]
     assert queue["messages"] == queue["left"] == BURST * BURSTS * len(NAMES)
@@ -145,6 +140,17 @@ def test_producers_and_broker_tell_the_same_story(told: tuple[Path, FlowReport, 
         waits = [row for row in report.tables["waits"] if row["waited"] == name and row["reason"] == "channel_flow"]
         assert {row["filled"] for row in waits} <= set(NAMES)
         assert sum(row["seconds"] for row in waits) == pytest.approx(by["broker"]["seconds"])
+    assert main(["report", str(tmp_path), "--maximum", "400", "--delay", "1"]) == 0
+    shown = capsys.readouterr().out
+    for words in ("north", "orders", "channel_flow", "What to set", "Capacities", "What that would have done"):
+        assert words in shown
+    assert main(["report", str(tmp_path), "--maximum", "2", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert "maximum=2 leaves room for 2 messages" in said["no_advice"]["orders"]
+    assert {row["queue"] for row in said["tables"]["queues"]} == {"orders"}
+    assert main(["report", str(tmp_path / "nowhere")]) == 1
+    assert "there is no such file or folder" in capsys.readouterr().err
+    assert main(["report", str(tmp_path), "--delay", "0"]) == 2
 
 
 def test_an_async_producer_is_watched_alike(tmp_path: Path) -> None:
@@ -164,20 +170,3 @@ def test_an_async_producer_is_watched_alike(tmp_path: Path) -> None:
     asyncio.run(work())
     rows = flow_report(tmp_path).tables["holds"]
     assert [(row["producer"], row["reason"], row["episodes"]) for row in rows] == [("east", "paused", 1)]
-
-
-def test_qflow_report_says_it_on_the_terminal(
-    told: tuple[Path, FlowReport, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = str(told[0])
-    assert main(["report", folder, "--maximum", "400", "--delay", "1"]) == 0
-    shown = capsys.readouterr().out
-    for words in ("north", "orders", "channel_flow", "What to set", "Capacities", "What that would have done"):
-        assert words in shown
-    assert main(["report", folder, "--maximum", "2", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert "maximum=2 leaves room for 2 messages" in said["no_advice"]["orders"]
-    assert {row["queue"] for row in said["tables"]["queues"]} == {"orders"}
-    assert main(["report", str(tmp_path / "nowhere")]) == 1
-    assert "there is no such file or folder" in capsys.readouterr().err
-    assert main(["report", folder, "--delay", "0"]) == 2

@@ -38,7 +38,7 @@ def _url() -> Iterator[str]:
 
 # The events have no end; they have tests of their own.
 @schema.exclude(path="/api/events").parametrize()
-@settings(max_examples=rounds(60))
+@settings(max_examples=rounds(40))
 def test_every_answer_is_one_that_is_described(case: schemathesis.Case[Any], url: str) -> None:
     case.call_and_validate(
         base_url=url,
