@@ -58,7 +58,8 @@ class Forked(subprocess.Popen[AnyStr]):
     """As `subprocess.Popen`, for a command that is ``[sys.executable, "-m", MODULE, ...]`` or with ``-c``."""
 
     #: What has been imported before.
-    modules = COMMANDS
+    modules: tuple[str, ...] = COMMANDS
+    _status: socket.socket
 
     def _execute_child(self, *values: Any) -> None:
         # Its parameters are those of the method that this one stands for, whatever the release of Python.
@@ -68,9 +69,10 @@ class Forked(subprocess.Popen[AnyStr]):
         assert python == sys.executable
         environment = dict(os.environ if told["env"] is None else told["env"])
         asked = [arguments, environment, str(told["cwd"] or Path.cwd()), told["start_new_session"]]
-        self._status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._status = ours
         streams = [told[name] for name in ("p2cread", "c2pwrite", "errwrite")]
-        fds = [standard if fd == -1 else fd for standard, fd in enumerate(streams)]
+        fds: list[int] = [standard if fd == -1 else fd for standard, fd in enumerate(streams)]
         socket.send_fds(_nursery(self.modules), [json.dumps(asked).encode()], [*fds, theirs.fileno()])
         theirs.close()
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
@@ -142,7 +144,6 @@ def _become(asked: list[Any], fds: list[int]) -> None:
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     kind, what, *rest = arguments
     if kind == "-m":
         sys.argv = ["", *rest]
