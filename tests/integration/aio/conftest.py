@@ -18,7 +18,45 @@ from .tools import soon
 __all__ = ["certificate"]
 
 
-@pytest.fixture(params=["asyncio", "uvloop"])
+# Where the loop itself matters, tests run on uvloop as well: whole modules, and single tests of other modules.
+_NEAR_THE_LOOP = (
+    # What comes to the socket and to transports, which uvloop has of its own.
+    "aio.test_transport",
+    # The order of callbacks, timers and cancels within one turn of the loop.
+    "aio.test_cancellation",
+    # What a call or a callback costs in turns of the loop, and what a loop that ends leaves.
+    "test_callbacks_are_calls_of_the_loop_in_order_and_never_inside_a_call_of_ours",
+    "test_an_exit_in_on_delivery_costs_it_no_receipt_and_ends_the_loop",
+    "test_a_manager_may_stop_a_producer_whose_loop_is_gone",
+    "test_f8_an_open_gate_costs_a_send_no_turn_of_the_loop_and_many_messages_are_one_write",
+    "test_a_producer_whose_loop_is_closed_admits_nothing",
+    "test_an_outbox_is_free_after_a_close_whose_producers_loop_is_closed",
+    "test_E4_close_needs_no_thread_of_the_loops_executor",
+    # Calls from other threads.
+    "test_d5_managers_and_threads_hold_a_producer_of_a_loop",
+    "test_F6_the_manager_stops_and_starts_it_from_any_thread",
+    # Sockets that are full, cut, refused, wrapped in TLS, or to be closed.
+    "test_one_that_cannot_connect_is_closed_and_says_why",
+    "test_leaving_flushes_and_says_good_bye",
+    "test_a_robust_connection_comes_back_and_its_producers_with_it",
+    "test_close_keeps_its_deadline_while_the_peer_of_a_shared_connection_is_dead",
+    "test_a_close_in_the_middle_of_a_message_does_not_cost_the_others_their_connection",
+    "test_J7_a_stop_is_answered_and_nothing_is_published_until_it_ends",
+    "test_a_robust_channel_keeps_its_gate_true_over_reconnections",
+    "test_what_was_written_when_the_connection_is_lost_raises_as_with_aio_pika",
+    "test_an_unconfirmed_program_is_held_by_a_socket_that_is_full",
+    "test_with_tls_too",
+    "test_E11_the_socket_is_closed_although_the_program_has_cleared_the_callbacks",
+)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "run" in metafunc.fixturenames:
+        near = metafunc.module.__name__.endswith(_NEAR_THE_LOOP) or metafunc.function.__name__ in _NEAR_THE_LOOP
+        metafunc.parametrize("run", ["asyncio", "uvloop"] if near else ["asyncio"], indirect=True)
+
+
+@pytest.fixture
 def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, Any]], Any]:
     """Runs a test's coroutine on a loop, and sees to it that nothing goes on afterwards and nothing fails unseen."""
 

@@ -4,6 +4,7 @@ from tests.integration.aio.conftest import _no_producer_is_left as _no_producer_
 from tests.integration.aio.conftest import broker as broker
 from tests.integration.aio.conftest import make_broker as make_broker
 from tests.integration.aio.conftest import proxy as proxy
+from tests.integration.aio.conftest import pytest_generate_tests as pytest_generate_tests
 from tests.integration.aio.conftest import run as run
 from tests.integration.aio.conftest import wire as wire
 from tests.integration.producer.conftest import certificate as certificate
