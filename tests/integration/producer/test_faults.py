@@ -17,7 +17,7 @@ from qflow_client.testing.proxy import FaultProxy
 
 from .tools import Stopwatch, bodies, holds, wait_held
 
-DEADLINE = 0.3
+DEADLINE = 0.05
 # More than the sockets hold between here and the broker.
 BODY = bytes(100_000)
 

@@ -17,10 +17,12 @@ from qflow_client.frames import frame
 from qflow_client.testing import relay
 from qflow_client.testing.proxy import Direction, FaultProxy
 
+from tests.effort import rounds
+
 from .tools import Stopwatch
 
-DEADLINE = 0.2
-CHANGES = 40
+DEADLINE = 0.05
+CHANGES = rounds(40, least=8)
 # About what a broker says until a channel is open.
 OPENING = 650
 METHODS = sorted(pamqp.commands.INDEX_MAPPING)
@@ -102,7 +104,7 @@ def test_changed_bytes_of_a_broker_end_in_one_of_our_errors_and_in_time(
         change = bytes
         began = time.monotonic()
         skin(proxy.url, routing_key="q").close()
-        deadline = max(DEADLINE, 5 * (time.monotonic() - began))
+        deadline = max(5 * DEADLINE, 10 * (time.monotonic() - began))
         for number in range(CHANGES):
             change = Change(random.Random(f"{seed} {number}"))
             producer = in_time(lambda: skin(proxy.url, routing_key="q", connect_timeout=deadline), deadline)
