@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -26,8 +26,14 @@ def _say(word: str) -> None:
     print(word, flush=True)
 
 
-def interrupted(call: str) -> None:
-    """Ctrl-C while the main task waits, with a message that is not confirmed."""
+def interrupted(*calls: str) -> None:
+    """Ctrl-C while the main task waits, with a message that is not confirmed; once in each of these calls."""
+    for call in calls:
+        _interrupted(call)
+    _say("fine")
+
+
+def _interrupted(call: str) -> None:
     with Broker() as broker:
         broker.declare_queue("q")
 
@@ -63,20 +69,26 @@ def interrupted(call: str) -> None:
             _say("interrupted")
         broker.wait_until(lambda b: not b.connections())
         assert [message.body for message in broker.messages("q")] == [b"written"]
+
+
+def cancelled_while_closing(loop: str, *ways: str) -> None:
+    """`close` is cancelled after so many turns of the loop, in a healthy connection with an unconfirmed message."""
+    new_loop = uvloop.new_event_loop if loop == "uvloop" else asyncio.new_event_loop
+    for way in ways:
+        _cancelled_while_closing(way, new_loop)
     _say("fine")
 
 
-def cancelled_while_closing(way: str, loop: str) -> None:
-    """`close` is cancelled after so many turns of the loop, in a healthy connection with an unconfirmed message."""
+def _cancelled_while_closing(way: str, new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
     reports: list[str] = []
 
     class _Reports(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             reports.append(record.getMessage())
 
-    logging.getLogger("qflow_client").addHandler(_Reports())
+    handler = _Reports()
+    logging.getLogger("qflow_client").addHandler(handler)
     logging.getLogger("aiormq").addHandler(logging.NullHandler())
-    new_loop = uvloop.new_event_loop if loop == "uvloop" else asyncio.new_event_loop
 
     async def main(url: str, turns: int) -> None:
         producer = await AsyncProducer(url, routing_key="q").connect()
@@ -127,12 +139,12 @@ def cancelled_while_closing(way: str, loop: str) -> None:
             ):
                 runner.run(main(broker.url, turns))
             assert flush_logs(20)
-            assert len([report for report in reports if "left by" in report]) == 1, (turns, reports)
-    _say("fine")
+            assert len([report for report in reports if "left by" in report]) == 1, (way, turns, reports)
+    logging.getLogger("qflow_client").removeHandler(handler)
 
 
-def forked(url: str) -> None:
-    """Forks while the producer is in use."""
+def forked(url: str, count: str) -> None:
+    """Forks so often while the producer is in use."""
 
     async def main() -> None:
         async with AsyncProducer(url, routing_key="q") as producer:
@@ -146,7 +158,7 @@ def forked(url: str) -> None:
                     receipts.append(await producer.send(b"parent"))
 
             working = asyncio.create_task(work())
-            for turn in range(5):
+            for turn in range(int(count)):
                 await soon(lambda turn=turn: len(receipts) > 200 * turn)  # type: ignore[misc]
                 pid = os.fork()
                 if pid == 0:
@@ -168,8 +180,8 @@ def forked(url: str) -> None:
     _say("fine")
 
 
-def forked_while_disconnected(url: str, own_url: str) -> None:
-    """Forks between two tries to connect, or in the middle of one, as the one who started it has arranged."""
+def forked_while_disconnected(url: str, own_url: str, count: str) -> None:
+    """Forks so often between two tries to connect, or in the middle of one, as the one who started it has arranged."""
 
     logging.disable()
 
@@ -179,7 +191,7 @@ def forked_while_disconnected(url: str, own_url: str) -> None:
             receipt = await producer.send(b"unsettled")
             _say("sent")
             await held(producer, "disconnected")
-            for _ in range(20):
+            for _ in range(int(count)):
                 pid = os.fork()
                 if pid == 0:
                     if connected_to(url):

@@ -59,8 +59,15 @@ def _join_ours() -> None:
             assert not thread.is_alive(), thread
 
 
-def interrupted(call: str) -> None:
-    """Ctrl-C in one blocking call, and what is left then."""
+def interrupted(*calls: str) -> None:
+    """Ctrl-C in each of these blocking calls, and what is left then."""
+    for call in calls:
+        _interrupted(call)
+    _join_ours()
+    _say("fine")
+
+
+def _interrupted(call: str) -> None:
     broker = Broker().__enter__()
     broker.declare_queue("q")
     producer = Producer(broker.url, routing_key="q", capacity=1)
@@ -120,8 +127,6 @@ def interrupted(call: str) -> None:
         producer.close()
         assert [message.body for message in broker.messages("q")] == [b"written", b"after"]
     broker.__exit__(None, None, None)
-    _join_ours()
-    _say("fine")
 
 
 def interrupted_good_bye() -> None:
@@ -226,8 +231,8 @@ def _child(producer: Producer) -> int:
     return 0 if producer.closed and time.monotonic() - began < 10 else 5
 
 
-def forked_while_disconnected(url: str) -> None:
-    """Forks between two tries to connect, or in the middle of one, as the one who started it has arranged."""
+def forked_while_disconnected(url: str, count: str) -> None:
+    """Forks so often between two tries to connect, or in the middle of one, as the one who started it has arranged."""
     logging.disable()
     producer = Producer(url, routing_key="q", connect_timeout=1.0, reconnect_delay=0.05, reconnect_delay_max=0.1)
     receipt = producer.send(b"unsettled")
@@ -236,7 +241,7 @@ def forked_while_disconnected(url: str) -> None:
     while HoldKind.DISCONNECTED not in {hold.kind for hold in producer.flow_state.holds}:
         time.sleep(0.01)
     copies = 0
-    for _ in range(20):
+    for _ in range(int(count)):
         pid = os.fork()
         if pid == 0:
             if connected_to(url):
@@ -411,8 +416,8 @@ def forgotten_while_threads_send(url: str) -> None:
     _say("fine")
 
 
-def pressed_at_any_moment(url: str) -> None:
-    """Ctrl-C thousands of times in short calls: unlike a tracer, also in the middle of what Python itself does."""
+def pressed_at_any_moment(url: str, count: str) -> None:
+    """Ctrl-C so often in short calls: unlike a tracer, also in the middle of what Python itself does."""
 
     def press(*_: object) -> None:
         raise KeyboardInterrupt
@@ -430,7 +435,7 @@ def pressed_at_any_moment(url: str) -> None:
     signal.signal(signal.SIGALRM, press)
     receipts: list[SyncReceipt] = []
     pressed = 0
-    for number in range(3000):
+    for number in range(int(count)):
         try:
             try:
                 # From the beginning of the call to beyond its end, also where it takes longer.
@@ -453,7 +458,7 @@ def pressed_at_any_moment(url: str) -> None:
     other.join(20)
     assert not other.is_alive()
     producer.flush(timeout=20)
-    assert pressed > 100, pressed
+    assert pressed > int(count) // 30, pressed
     assert all(receipt.outcome is Outcome.CONFIRMED for receipt in (*receipts, *others))
     protocol = producer._protocol
     assert producer.unsettled == protocol.window.used == protocol.controller.waiting == 0

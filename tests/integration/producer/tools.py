@@ -11,10 +11,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
-import aiormq
 import pika
-import pytest
-from pika.heartbeat import HeartbeatChecker
 
 from qflow_client import FlowControlTimeout, FlowEvent, FlowEventKind, Producer
 from qflow_client.broker import Broker
@@ -413,52 +410,6 @@ class Proxy:
     def _stop(self) -> None:
         self._cut()
         self._runs = False
-
-
-class Silence:
-    """Says when the libraries lose patience with a peer that is silent, which else takes pika 12 s and aiormq 6 s.
-
-    Until then they have as much patience as ever, whatever heartbeat there is.
-    """
-
-    # How often pika looks whether it is time.
-    _TICK = 0.05
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        # By the port of the peer: connections that were made before then have waited long enough.
-        self._over: dict[int | None, float] = {}
-        wait, look = HeartbeatChecker._start_check_timer, HeartbeatChecker._check_heartbeat
-
-        def start_check_timer(checker: Any) -> None:
-            _, seconds = vars(checker).setdefault("_grace", (time.monotonic(), checker._check_interval))
-            checker._check_interval, checker._looks_at = self._TICK, time.monotonic() + seconds
-            wait(checker)
-
-        def check_heartbeat(checker: Any) -> None:
-            began, _ = checker._grace
-            if time.monotonic() >= checker._looks_at or self._is_over(checker._connection.params.port, began):
-                look(checker)
-            else:
-                checker._check_timer = checker._connection._adapter_call_later(self._TICK, checker._check_heartbeat)
-
-        def grace(connection: Any) -> float:
-            began, seconds = vars(connection)["_grace"]
-            return 0.01 if self._is_over(connection.url.port, began) else float(seconds)
-
-        def set_grace(connection: Any, seconds: float) -> None:
-            vars(connection)["_grace"] = time.monotonic(), seconds
-
-        monkeypatch.setattr(HeartbeatChecker, "_start_check_timer", start_check_timer)
-        monkeypatch.setattr(HeartbeatChecker, "_check_heartbeat", check_heartbeat)
-        name = "_Connection__heartbeat_grace_timeout"
-        monkeypatch.setattr(aiormq.Connection, name, property(grace, set_grace), raising=False)
-
-    def _is_over(self, port: int | None, began: float) -> bool:
-        return began < self._over.get(port, 0.0)
-
-    def is_over(self, port: int) -> None:
-        """Let them find the peers silent to whom they are connected at that port."""
-        self._over[port] = time.monotonic()
 
 
 def fill_transport(producer: Producer, *, size: int = 1 << 16, timeout: float = 0.3, number: int = 0) -> Iterator[Any]:
