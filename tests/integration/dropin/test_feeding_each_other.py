@@ -64,7 +64,7 @@ def test_D11_what_is_delivered_is_taken_while_a_publish_waits_so_both_go_on(brok
 @pytest.mark.usefixtures("queues")
 def test_D11_acks_that_were_issued_leave_while_a_publish_waits(broker, connect):
     # Who feeds is let go by who takes, whose own publish waits all the time.
-    feeder, taker = connect(max_producer_flow_control_wait=PATIENCE), connect(max_producer_flow_control_wait=0.5)
+    feeder, taker = connect(max_producer_flow_control_wait=PATIENCE), connect(max_producer_flow_control_wait=0.1)
     broker.declare_queue("stopped", arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
     feeds, takes = feeder.channel(), taker.channel()
     for _ in range(6):
@@ -98,7 +98,7 @@ def test_D11_where_each_waits_for_the_other_a_deadline_ends_it(broker):
             broker.publish(b"", routing_key=name)
 
     def program(takes: str, feeds: str) -> None:
-        url = f"{broker.url}?max_producer_flow_control_wait=0.3"
+        url = f"{broker.url}?max_producer_flow_control_wait=0.1"
         with pika.BlockingConnection(pika.URLParameters(url)) as connection:
             channel = connection.channel()
             channel.basic_qos(prefetch_count=1)

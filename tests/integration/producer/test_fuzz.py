@@ -16,7 +16,6 @@ from qflow_client.broker import Broker
 from qflow_client.frames import frame
 from qflow_client.testing import relay
 from qflow_client.testing.proxy import Direction, FaultProxy
-
 from tests.effort import rounds
 
 from .tools import Stopwatch

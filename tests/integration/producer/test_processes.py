@@ -12,7 +12,6 @@ import pytest
 from qflow_client import FlowManager, Outcome, OutcomeUnknown, Producer
 from qflow_client.broker import Broker
 from qflow_client.testing.proxy import FaultProxy
-
 from tests.effort import rounds
 
 from .processes import Start, ends_well, in_child, says, starting

@@ -412,7 +412,7 @@ class Proxy:
         self._runs = False
 
 
-def fill_transport(producer: Producer, *, size: int = 1 << 16, timeout: float = 0.3, number: int = 0) -> Iterator[Any]:
+def fill_transport(producer: Producer, *, size: int = 1 << 16, timeout: float = 0.1, number: int = 0) -> Iterator[Any]:
     """Send until the producer is held because its socket takes no more; the receipts of what was admitted.
 
     Args:
