@@ -51,7 +51,8 @@ _NEAR_THE_LOOP = (
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "run" in metafunc.fixturenames:
+    chosen = any("run" in str(mark.args[0]) for mark in metafunc.definition.iter_markers("parametrize"))
+    if "run" in metafunc.fixturenames and not chosen:
         near = metafunc.module.__name__.endswith(_NEAR_THE_LOOP) or metafunc.function.__name__ in _NEAR_THE_LOOP
         metafunc.parametrize("run", ["asyncio", "uvloop"] if near else ["asyncio"], indirect=True)
 

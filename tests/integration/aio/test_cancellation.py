@@ -12,6 +12,7 @@ import pytest
 
 from qflow_client import AsyncProducer, FlowControlTimeout, Outcome, UndeliveredMessages
 from qflow_client.broker import Broker
+from tests.effort import rounds
 from tests.integration.producer.tools import bodies
 
 from .tools import held, in_line, soon
@@ -177,7 +178,7 @@ def test_a_connect_that_is_cancelled_at_any_point_leaves_nothing(run: Run, broke
     run(main())
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(rounds(4)))
 def test_random_cancels_lose_and_invent_nothing(run: Run, broker: Broker, seed: int) -> None:
     dice = random.Random(seed)
 

@@ -195,7 +195,7 @@ def test_the_socket_s_own_descriptor_is_closed_with_the_connection(run: Run, bro
     run(main())
 
 
-@pytest.mark.parametrize("size", [1000, 150_000])
+@pytest.mark.parametrize(("run", "size"), [("asyncio", 150_000), ("uvloop", 5000)], indirect=["run"])
 def test_heartbeats_get_their_turn_while_the_socket_is_never_empty(
     run: Run, broker: Broker, proxy: Proxy, wire: Wire, size: int
 ) -> None:
@@ -214,7 +214,7 @@ def test_heartbeats_get_their_turn_while_the_socket_is_never_empty(
                     await producer.send(bytes(size))
                     sent += 1
                 beats = wire.count("in", "Heartbeat")
-                while wire.count("in", "Heartbeat") < beats + 2:
+                while wire.count("in", "Heartbeat") == beats:
                     while outbound.size < plenty // 2:
                         await producer.send(bytes(size))
                         sent += 1

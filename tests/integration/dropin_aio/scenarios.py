@@ -11,7 +11,6 @@ import asyncio
 import re
 import warnings
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -91,12 +90,13 @@ async def outcome(module: Any, url: str, name: str, *, robust: bool) -> Any:
         await connection.close()
     again = await original.connect(url)
     async with again:
-        for queue in QUEUES:
-            with suppress(original.exceptions.ChannelClosed):
-                await (await again.channel()).queue_delete(queue)
-        for exchange in EXCHANGES:
-            with suppress(original.exceptions.ChannelClosed):
-                await (await again.channel()).exchange_delete(exchange)
+        channel = await again.channel()
+        deletes = [("queue_delete", name) for name in QUEUES] + [("exchange_delete", name) for name in EXCHANGES]
+        for delete, each in deletes:
+            try:
+                await getattr(channel, delete)(each)
+            except original.exceptions.ChannelClosed:
+                channel = await again.channel()
     return [result, noted, state]
 
 

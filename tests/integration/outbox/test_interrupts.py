@@ -12,11 +12,14 @@ import pytest
 
 from qflow_client import AsyncProducer, Outbox, Producer
 from qflow_client.broker import Broker
+from tests.effort import EFFORT
 from tests.interrupting import interrupted
 
 # Each begins hundreds of times, however busy the machine is.
 pytestmark = pytest.mark.timeout(600)
 PATIENCE = 20.0
+# A quick run interrupts every fifth line only.
+EVERY = 5 if EFFORT == "quick" else 1
 # Where the producers and their outboxes are made.
 MAKERS = ("producer.py", "link.py", "keeper.py", "storing.py", "outbox.py", "outboxfile.py", "database.py")
 
@@ -47,7 +50,7 @@ def test_a_producer_whose_making_is_interrupted_at_any_line_leaves_the_outbox_to
     with Broker() as broker:
         broker.declare_queue("q")
         made: Made = []
-        for at in range(1, 5000):
+        for at in range(1, 5000, EVERY):
             interrupted(lambda: make(broker.url, path, made), at, only=MAKERS)
             if made:
                 break

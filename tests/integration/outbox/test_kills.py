@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.kills import audit, run
 from qflow_client import Outbox
+from tests.effort import rounds
 
 PATIENCE = 20.0
 ROOT = Path(__file__).parents[3]
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.timeout(600)
 SENDER = """
 import os, random, sys
 from qflow_client import Outbox
+from tests.effort import rounds
 
 chance = random.Random(int(sys.argv[2]))
 outbox = Outbox(sys.argv[1])
@@ -78,10 +80,10 @@ def test_whatever_the_moment_of_a_kill_nothing_durable_is_lost_and_the_order_sta
     durable: set[int] = set()
     settling: set[int] = set()
     settled: set[int] = set()
-    number, longest = 0, 0.15
+    number, longest, kills = 0, 0.15, rounds(20, least=5)
     # On a slow machine, until there was something to lose.
-    while number < 20 or len(durable) <= 100 or not settled:
-        if number >= 20:
+    while number < kills or len(durable) <= 100 or not settled:
+        if number >= kills:
             longest *= 2
         assert longest < 30, (len(durable), len(settled))
         number += 1
@@ -109,7 +111,7 @@ def test_whatever_the_moment_of_a_kill_a_producer_loses_nothing_keeps_the_order_
     # A slow machine takes longer until there is something to lose.
     while verdict is None or verdict.told <= 100 or verdict.left_behind == 0:
         assert longest < 30, verdict
-        verdict = run(tmp_path, kills=20, longest=longest)
+        verdict = run(tmp_path, kills=rounds(20, least=5), longest=longest)
         assert verdict.is_good, verdict
         longest *= 3
 

@@ -94,7 +94,8 @@ _THREADS_ONLY = (
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Both producers promise the same, so whatever a fixture makes a producer for is tested with both."""
-    if "skin" in metafunc.fixturenames:
+    chosen = any("skin" in str(mark.args[0]) for mark in metafunc.definition.iter_markers("parametrize"))
+    if "skin" in metafunc.fixturenames and not chosen:
         skins = ["threads"]
         if metafunc.function.__name__ not in _THREADS_ONLY:
             # The loop matters where it comes to the socket.

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -62,7 +63,7 @@ def _join_ours() -> None:
 def interrupted(*calls: str) -> None:
     """Ctrl-C in each of these blocking calls, and what is left then."""
     for call in calls:
-        _interrupted(call)
+        {"connect": _interrupted_connecting, "good_bye": _interrupted_good_bye}.get(call, partial(_interrupted, call))()
     _join_ours()
     _say("fine")
 
@@ -129,7 +130,7 @@ def _interrupted(call: str) -> None:
     broker.__exit__(None, None, None)
 
 
-def interrupted_good_bye() -> None:
+def _interrupted_good_bye() -> None:
     """Ctrl-C while the producer closes and the broker does not say good-bye."""
     with Broker() as broker:
         broker.declare_queue("q")
@@ -144,11 +145,9 @@ def interrupted_good_bye() -> None:
             _say("interrupted")
         # And it is closed for good.
         producer.close(timeout=None)
-    _join_ours()
-    _say("fine")
 
 
-def interrupted_connecting() -> None:
+def _interrupted_connecting() -> None:
     """Ctrl-C while a server does not answer."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -168,8 +167,6 @@ def interrupted_connecting() -> None:
         # It was cut.
         thread.join(20)
         assert not thread.is_alive()
-    _join_ours()
-    _say("fine")
 
 
 def forked() -> None:

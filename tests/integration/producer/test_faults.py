@@ -121,14 +121,14 @@ def test_every_call_returns_within_its_deadline_and_every_message_has_an_end(
     assert bodies(broker).count(BODY) >= confirmed
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 11, 100])
+@pytest.mark.parametrize("size", [1, 7, 100])
 def test_frames_may_be_cut_anywhere(
     faulty: FaultProxy, broker: Broker, make_producer: Callable[..., Producer], size: int
 ) -> None:
     faulty.split(size)
     faulty.merge(3 * size + 1, wait=0.001, direction="to_client")
     producer = make_producer(faulty.url)
-    sent = [b"%d" % number for number in range(100)]
+    sent = [b"%d" % number for number in range(50)]
     for body in sent:
         producer.send(body)
     producer.flush(timeout=20)

@@ -16,6 +16,7 @@ import pytest
 
 from qflow_client import ConnectionFailed, Producer, UndeliveredMessages
 from qflow_client.broker import Broker
+from tests.effort import rounds
 
 from .tools import PATIENCE, Flows, eventually, wait_closed, wait_held
 
@@ -137,7 +138,7 @@ def test_nothing_is_left_behind(
     # What is there by now is nothing of what follows, and much to look through.
     gc.freeze()
     try:
-        for _ in range(10):
+        for _ in range(rounds(10, least=4)):
             way(broker)
         # A socket is closed a moment after its broker's connection has ended, and only the system knows; so there may
         # have been one more before, too.
@@ -164,7 +165,7 @@ def test_a_closed_producer_is_collected(broker: Broker) -> None:
 def test_what_is_settled_is_not_kept(broker: Broker) -> None:
     """A producer that runs for long holds nothing of what is over, looked at or not."""
     with Producer(broker.url, routing_key="q") as producer:
-        for _ in range(3000):
+        for _ in range(rounds(3000)):
             producer.send(b"")
         producer.flush(timeout=20)
         protocol = producer._protocol

@@ -11,6 +11,7 @@ import pytest
 
 from qflow_client import Message, Outcome, Producer, UndeliveredMessages
 from qflow_client.broker import Broker
+from tests.effort import rounds
 
 from .tools import bodies, message_ids, start
 
@@ -79,13 +80,14 @@ def test_small_frames_are_kept_to(make_broker: Callable[..., Broker], make_produ
 
 
 def test_order_and_ids_of_one_thread(producer: Producer, broker: Broker) -> None:
-    receipts = [producer.send(b"%d" % number) for number in range(5000)]
+    count = rounds(5000)
+    receipts = [producer.send(b"%d" % number) for number in range(count)]
     producer.flush(timeout=20)
     assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
-    assert bodies(broker) == [b"%d" % number for number in range(5000)]
+    assert bodies(broker) == [b"%d" % number for number in range(count)]
     ids = [receipt.message_id for receipt in receipts]
     assert message_ids(broker) == ids
-    assert len(set(ids)) == 5000
+    assert len(set(ids)) == count
     assert len({len(str(each)) for each in ids}) == 1
 
 
@@ -118,7 +120,7 @@ def test_a_send_may_go_elsewhere(producer: Producer, broker: Broker) -> None:
 
 
 def test_f4_eight_threads_everything_once_and_in_order_of_each(producer: Producer, broker: Broker) -> None:
-    count = 2000
+    count = rounds(2000)
     together = threading.Barrier(8)
 
     def work(thread: int) -> None:
@@ -140,12 +142,13 @@ def test_f4_eight_threads_everything_once_and_in_order_of_each(producer: Produce
 
 def test_without_confirms_a_message_is_sent(make_producer: Callable[..., Producer], broker: Broker) -> None:
     producer = make_producer(confirms=False)
-    receipts = [producer.send(b"%d" % number) for number in range(3000)]
+    count = rounds(3000)
+    receipts = [producer.send(b"%d" % number) for number in range(count)]
     assert receipts[-1].result(timeout=20) is Outcome.SENT
     producer.flush(timeout=20)
     assert producer.unsettled == 0
-    broker.wait_until(lambda b: b.queue("q").depth == 3000)
-    assert bodies(broker) == [b"%d" % number for number in range(3000)]
+    broker.wait_until(lambda b: b.queue("q").depth == count)
+    assert bodies(broker) == [b"%d" % number for number in range(count)]
 
 
 def test_without_message_ids(make_producer: Callable[..., Producer], broker: Broker) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from qflow_client import FlowControlTimeout, FlowManager, Producer, flow_manager
 from qflow_client.broker import Broker
+from tests.effort import rounds
 
 from .tools import bodies, eventually, holds, start, wait_closed, wait_in_line
 
@@ -104,7 +105,8 @@ def test_a_producer_that_lost_its_connection_is_in_the_registry_until_it_is_forg
 
 def test_d5_stopping_and_starting_while_all_send(make_producer: Callable[..., Producer], broker: Broker) -> None:
     producers = [make_producer() for _ in range(2)]
-    jobs = [start(lambda p: [p.send(b"") for _ in range(2000)], producer) for producer in producers for _ in range(2)]
+    count = rounds(2000)
+    jobs = [start(lambda p: [p.send(b"") for _ in range(count)], producer) for producer in producers for _ in range(2)]
     while alive := [job for job in jobs if job.is_alive()]:
         flow_manager.stop_all()
         flow_manager.start_all()
@@ -114,4 +116,4 @@ def test_d5_stopping_and_starting_while_all_send(make_producer: Callable[..., Pr
         job.result()
     for producer in producers:
         producer.flush(timeout=20)
-    assert broker.queue("q").depth == 8000
+    assert broker.queue("q").depth == 4 * count

@@ -19,6 +19,7 @@ from qflow_client import ProducerSettings
 from qflow_client.protocol import ProducerProtocol
 from qflow_client.sync.pika_io import TapIOServices
 from qflow_client.tap import Tap
+from tests.effort import rounds
 
 _OURS, _PIKAS = 1, 2
 _FRAME_MAX = 4096
@@ -221,7 +222,7 @@ def _both_write(wire: _Wire, dice: random.Random) -> None:
 
 
 @pytest.mark.parametrize("most", [20, 300, 3000])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(rounds(3)))
 def test_frames_are_never_torn_by_a_socket_that_takes_few_bytes(
     make_wire: Callable[..., _Wire], most: int, seed: int
 ) -> None:
@@ -230,7 +231,7 @@ def test_frames_are_never_torn_by_a_socket_that_takes_few_bytes(
     _both_write(wire, random.Random(seed))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(rounds(3)))
 def test_frames_are_never_torn_by_a_tls_socket_that_takes_few_bytes(
     make_wire: Callable[..., _Wire], certificate: tuple[Path, Path], seed: int
 ) -> None:

@@ -116,10 +116,10 @@ def test_a_lone_message_over_which_the_broker_closes_the_channel_is_rejected(
     assert wire.count("in", "Connection.Open") == 1
 
 
-@pytest.mark.parametrize("place", [0, 500, 999])
-def test_a_poison_message_among_a_thousand_harms_only_itself(producer: Producer, broker: Broker, place: int) -> None:
+@pytest.mark.parametrize("place", [0, 150, 299])
+def test_a_poison_message_among_hundreds_harms_only_itself(producer: Producer, broker: Broker, place: int) -> None:
     receipts = []
-    for number in range(1000):
+    for number in range(300):
         exchange = "no such exchange" if number == place else ""
         receipts.append(producer.send(b"%d" % number, exchange=exchange, timeout=None))
     poison = receipts.pop(place)
@@ -128,7 +128,7 @@ def test_a_poison_message_among_a_thousand_harms_only_itself(producer: Producer,
     producer.flush(timeout=20)
     assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
     firsts = list(dict.fromkeys(bodies(broker)))
-    assert firsts == [b"%d" % number for number in range(1000) if number != place]
+    assert firsts == [b"%d" % number for number in range(300) if number != place]
     seen = set()
     for message in broker.messages("q"):
         marked = bool((message.properties.headers or {}).get(REPUBLISHED))

@@ -8,11 +8,13 @@ import pytest
 
 from qflow_client import Outcome, Producer, Receipt
 from qflow_client.broker import Broker
+from tests.effort import rounds
 
 from .tools import Consumer, Job, Wire, bodies, holds, start, wait_flow, wait_held
 
 _MARKS: dict[str, object] = {"qpid.flow_stop_count": 100, "qpid.flow_resume_count": 50}
-_MESSAGES = 400
+# Each more than the queue and both windows take.
+_MESSAGES = rounds(400, least=200)
 
 
 def _two_producers(make_producer: Callable[..., Producer], broker: Broker) -> tuple[list[Producer], list[Job]]:
@@ -59,7 +61,7 @@ def test_c6_completion_reaches_exactly_the_mark_plus_the_sum_of_capacities(
         assert producer.flow_state.times_flowed > 0
 
 
-@pytest.mark.parametrize("turn", range(3))
+@pytest.mark.parametrize("turn", range(rounds(3)))
 def test_c6_both_never_passes_the_mark_plus_the_sum_of_capacities(
     make_broker: Callable[..., Broker], make_producer: Callable[..., Producer], turn: int
 ) -> None:
@@ -93,21 +95,22 @@ def test_c6_many_rounds_with_threads_that_share_producers(
 ) -> None:
     broker = make_broker(arguments=_MARKS)
     producers = [make_producer(broker.url, capacity=capacity) for capacity in (50, 15)]
+    count = rounds(500)
 
     def work(producer: Producer) -> None:
-        for number in range(500):
+        for number in range(count):
             producer.send(b"%d" % number, timeout=None)
 
     with Consumer(broker.url, "q", prefetch=20):
         jobs = [start(work, producer) for producer in producers for _ in range(4)]
         for job in jobs:
             job.result()
-        broker.wait_until(lambda b: b.queue("q").acked == 4000)
+        broker.wait_until(lambda b: b.queue("q").acked == 8 * count)
         for producer in producers:
             producer.flush(timeout=20)
     queue = broker.queue("q")
     assert queue.peak_depth <= 165
-    assert queue.published == 4000
+    assert queue.published == 8 * count
 
 
 @pytest.mark.parametrize("first", ["a", "b"])

@@ -181,7 +181,12 @@ def test_a_connection_cut_in_the_middle_of_a_frame_settles_by_what_was_written(
     assert len(bodies(broker)) <= len(receipts) - failed
 
 
-@pytest.mark.parametrize("size", [5000, 150_000])
+# Less than the mark, and more than the socket takes at once.
+@pytest.mark.parametrize(
+    ("skin", "size"),
+    [("threads", 5000), ("threads", 150_000), ("asyncio", 150_000), ("uvloop", 5000)],
+    indirect=["skin"],
+)
 def test_heartbeats_and_messages_mix_at_frame_borders(
     proxy: Proxy, broker: Broker, make_producer: Callable[..., Producer], wire: Wire, size: int
 ) -> None:
@@ -203,7 +208,11 @@ def test_heartbeats_and_messages_mix_at_frame_borders(
     assert wire.count("out", "Connection.Close") == 0
 
 
-@pytest.mark.parametrize("size", [1000, 150_000])
+@pytest.mark.parametrize(
+    ("skin", "size"),
+    [("threads", 5000), ("threads", 150_000), ("asyncio", 150_000), ("uvloop", 5000)],
+    indirect=["skin"],
+)
 def test_heartbeats_get_their_turn_while_the_socket_is_never_empty(
     proxy: Proxy, broker: Broker, make_producer: Callable[..., Producer], wire: Wire, size: int
 ) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from qflow_client import FlowControlTimeout, Outcome, Producer, SettingsError
 from qflow_client.broker import Broker
+from tests.effort import rounds
 
 from .tools import bodies, eventually, holds, start, wait_in_line
 
@@ -99,18 +100,19 @@ def test_c6_lowering_the_capacity_cancels_nothing_and_admits_nothing_until_there
 
 def test_c6_capacity_changes_under_load_lose_nothing(make_producer: Callable[..., Producer], broker: Broker) -> None:
     producer = make_producer(capacity=50)
-    jobs = [start(lambda: [producer.send(b"") for _ in range(1500)]) for _ in range(4)]
+    count = rounds(1500)
+    jobs = [start(lambda: [producer.send(b"") for _ in range(count)]) for _ in range(4)]
     capacities = [1, 200, 3, 17, 1000, 2]
     turn = 0
     while any(job.is_alive() for job in jobs):
         producer.capacity = capacities[turn % len(capacities)]
         turn += 1
         before = broker.queue("q").published
-        broker.wait_until(lambda b, before=before: b.queue("q").published > before or b.queue("q").published == 6000)  # type: ignore[misc]
+        broker.wait_until(lambda b, before=before: b.queue("q").published > min(before, 4 * count - 1))  # type: ignore[misc]
     for job in jobs:
         job.result()
     producer.flush(timeout=20)
-    assert broker.queue("q").depth == 6000
+    assert broker.queue("q").depth == 4 * count
     assert producer.available == producer.capacity
     assert not producer.flow_state.flowed
 
@@ -119,15 +121,16 @@ def test_a_capacity_that_it_finds_itself_loses_nothing_and_ends_with_a_number(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(capacity="auto", capacity_max=64)
-    jobs = [start(lambda: [producer.send(b"") for _ in range(1500)]) for _ in range(4)]
+    count = rounds(1500)
+    jobs = [start(lambda: [producer.send(b"") for _ in range(count)]) for _ in range(4)]
     while any(job.is_alive() for job in jobs):
         assert 8 <= producer.capacity <= 64
         before = broker.queue("q").published
-        broker.wait_until(lambda b, before=before: b.queue("q").published > before or b.queue("q").published == 6000)  # type: ignore[misc]
+        broker.wait_until(lambda b, before=before: b.queue("q").published > min(before, 4 * count - 1))  # type: ignore[misc]
     for job in jobs:
         job.result()
     producer.flush(timeout=20)
-    assert broker.queue("q").depth == 6000
+    assert broker.queue("q").depth == 4 * count
     assert producer.available == producer.capacity
     producer.capacity = 500
     assert (producer.capacity, producer.available) == (500, 500)
