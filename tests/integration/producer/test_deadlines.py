@@ -356,10 +356,10 @@ def test_f2_a_rate_is_kept_and_holds_by_name(make_producer: Callable[..., Produc
 
 
 def test_f2_a_rate_refuses_who_must_not_wait(make_producer: Callable[..., Producer]) -> None:
-    producer = make_producer(rate=1, rate_burst=5)
+    producer = make_producer(rate=4, rate_burst=5)
 
     def send_at_once() -> None:
-        # A machine would have to take a second for each.
+        # A machine would have to take a quarter of a second for each.
         for number in range(20):
             producer.send_nowait(b"%d" % number)
 
