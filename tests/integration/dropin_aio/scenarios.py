@@ -16,6 +16,7 @@ from typing import Any
 
 import aio_pika as original
 import aiormq
+import pytest
 
 Scenario = Callable[[Any, Any, Any, list[Any]], Awaitable[Any]]
 
@@ -665,3 +666,6 @@ async def Connection__PARAMETERS(_m: Any, connection: Any, _channel: Any, _log: 
 async def Connection__update_secret(_m: Any, connection: Any, _channel: Any, _log: list[Any]) -> Any:
     # Before it is connected: our broker does not know the method.
     return await type(connection)(connection.url).update_secret("guest")
+
+
+all_scenarios = pytest.mark.parametrize("name", SCENARIOS)

@@ -28,7 +28,8 @@ class Silence:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # By the port of the peer: connections that were made before then have waited long enough.
         self._over: dict[int | None, float] = {}
-        wait, look = HeartbeatChecker._start_check_timer, HeartbeatChecker._check_heartbeat
+        kind: Any = HeartbeatChecker
+        wait, look = kind._start_check_timer, kind._check_heartbeat
 
         def start_check_timer(checker: Any) -> None:
             _, seconds = vars(checker).setdefault("_grace", (time.monotonic(), checker._check_interval))
