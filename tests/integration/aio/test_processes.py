@@ -62,7 +62,7 @@ def test_a_forked_child_gets_a_clear_error_and_its_parent_goes_on(program: Start
 def test_a_fork_while_it_waits_for_a_connection_or_makes_one_leaves_parent_and_child_to_themselves(
     program: Start, broker: Broker, fault: Callable[[FaultProxy], object]
 ) -> None:
-    forks = rounds(20, least=5)
+    forks = rounds(20, least=3)
     broker.declare_queue("r")
     broker.withhold_confirms("q")
     with FaultProxy(broker.url) as proxy:

@@ -103,7 +103,7 @@ def test_changed_bytes_of_a_broker_end_in_one_of_our_errors_and_in_time(
         change = bytes
         began = time.monotonic()
         skin(proxy.url, routing_key="q").close()
-        deadline = max(5 * DEADLINE, 10 * (time.monotonic() - began))
+        deadline = max(5 * DEADLINE, 5 * (time.monotonic() - began))
         for number in range(CHANGES):
             change = Change(random.Random(f"{seed} {number}"))
             producer = in_time(lambda: skin(proxy.url, routing_key="q", connect_timeout=deadline), deadline)

@@ -31,6 +31,7 @@ from qflow_client import (
 from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
 from qflow_client.storing import StoringProtocol
+from tests.effort import rounds
 
 from .processes import in_child
 from .tools import PATIENCE, Proxy, bodies, eventually, holds, start, wait_done, wait_held, wait_in_line
@@ -190,13 +191,14 @@ def test_what_close_does_not_get_confirmed_stays_and_is_said_to_stay(
 def test_what_was_left_goes_first_and_in_order(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
-    leave_behind(make_producer, path, 1200)
-    assert len(Outbox.look(path, limit=2000)) == 1200
+    count = rounds(1200, least=400)
+    leave_behind(make_producer, path, count)
+    assert len(Outbox.look(path, limit=2000)) == count
     # Less than what was left, so that it is taken up part by part.
     producer = make_producer(outbox=path, capacity=7)
     producer.send(b"new")
     producer.flush(timeout=PATIENCE)
-    assert bodies(broker) == [b"left %d" % number for number in range(1200)] + [b"new"]
+    assert bodies(broker) == [b"left %d" % number for number in range(count)] + [b"new"]
     # Nobody had written them.
     assert marked(broker) == []
     assert holds(producer) == []
@@ -229,24 +231,25 @@ def test_while_what_was_left_cannot_leave_new_messages_wait_and_are_told_why(
 def test_a_flowed_producer_spills_and_sends_it_in_order_when_it_is_unflowed(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
+    count = rounds(1000, least=300)
     producer = make_producer(outbox=path, when_flowed="spill", capacity=10)
     first = producer.send(b"0")
     first.result(timeout=PATIENCE)
     producer.pause("lunch")
-    spilled = [producer.send(Message(b"%d" % number, type="t")) for number in range(1, 1001)]
+    spilled = [producer.send(Message(b"%d" % number, type="t")) for number in range(1, count + 1)]
     # No place in the window, and not to be lost.
     assert (producer.unsettled, producer.available) == (0, 10)
-    assert len(Outbox.look(path, limit=2000)) >= 1000
+    assert len(Outbox.look(path, limit=2000)) >= count
     assert not spilled[0].done
     assert spilled[4].message == Message(b"5", type="t", message_id=spilled[4].message_id)
     with pytest.raises(ProducerFlowed):
         producer.send_nowait(b"never")
     producer.resume()
-    last = producer.send(b"1001")
+    last = producer.send(b"%d" % (count + 1))
     producer.flush(timeout=PATIENCE)
-    assert bodies(broker) == [b"%d" % number for number in range(1002)]
+    assert bodies(broker) == [b"%d" % number for number in range(count + 2)]
     assert {receipt.outcome for receipt in (*spilled, last)} == {Outcome.CONFIRMED}
-    assert len({receipt.message_id for receipt in (first, *spilled, last)}) == 1002
+    assert len({receipt.message_id for receipt in (first, *spilled, last)}) == count + 2
     assert marked(broker) == []
     assert holds(producer) == []
 

@@ -38,6 +38,7 @@ from qflow_client.logs import flush_logs
 from qflow_client.redaction import hide_password, shown
 from qflow_client.settings import check_timeout
 from qflow_client.skin import kinds_of
+from tests.effort import EFFORT
 
 # What must not be seen of a password, however it is written.
 SECRET = re.compile("s3cr3t|cr3t|3cr3")
@@ -182,9 +183,11 @@ def test_E8_no_password_in_an_error_whatever_argument_it_came_in_by(
     monkeypatch.chdir(tmp_path)
     caplog.set_level(logging.DEBUG)
     seen = {}
-    for kind, value in VALUES.items():
+    # A quick run tries every third value at each door, and another third at the next.
+    step = 3 if EFFORT == "quick" else 1
+    for kind in list(VALUES)[list(DOORS).index(door) % step :: step]:
         caplog.clear()
-        error = raised_by(DOORS[door], value)
+        error = raised_by(DOORS[door], VALUES[kind])
         assert error is not None, kind
         assert flush_logs(20)
         # What a library does with a URL that is its own, and that it takes for another, it logs itself.
