@@ -80,11 +80,11 @@ def commit_of(root: Path, *, but: str = "") -> str:
 
 
 @contextmanager
-def busy(count: int) -> Iterator[None]:
-    """Keep `count` processes computing meanwhile."""
+def busy(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Keep `count` processes computing meanwhile, and return them."""
     processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
-        yield
+        yield processes
     finally:
         for process in processes:
             process.kill()

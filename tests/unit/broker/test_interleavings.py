@@ -26,8 +26,7 @@ class WithoutSecondLook(QueueFlow):
 
 
 @pytest.mark.parametrize("marks", MARKS)
-@pytest.mark.parametrize("publishers", [1, 2, 3])
-@pytest.mark.parametrize("consumers", [1, 2, 3])
+@pytest.mark.parametrize(("publishers", "consumers"), [(1, 1), (1, 3), (3, 1), (3, 3)])
 def test_J5_no_order_leaves_a_publisher_of_a_queue_blocked_for_nothing(
     marks: str, publishers: int, consumers: int
 ) -> None:
@@ -35,7 +34,7 @@ def test_J5_no_order_leaves_a_publisher_of_a_queue_blocked_for_nothing(
 
 
 @pytest.mark.parametrize("marks", MARKS)
-@pytest.mark.parametrize("publishers", [1, 2, 3])
+@pytest.mark.parametrize("publishers", [1, 3])
 def test_J5_without_the_second_look_one_stays_blocked(marks: str, publishers: int) -> None:
     with pytest.raises(AssertionError, match="goes wrong in"):
         assert_nobody_is_blocked_for_nothing(marks, publishers, 3, of_a_queue(WithoutSecondLook))
@@ -76,8 +75,7 @@ class Timed(World):
 
 
 @pytest.mark.parametrize("marks", MARKS)
-@pytest.mark.parametrize("publishers", [1, 2, 3])
-@pytest.mark.parametrize("consumers", [1, 2, 3])
+@pytest.mark.parametrize(("publishers", "consumers"), [(1, 1), (1, 3), (3, 1), (3, 3)])
 def test_J5_whose_turn_comes_later_is_not_left_blocked_either(marks: str, publishers: int, consumers: int) -> None:
     assert_nobody_is_blocked_for_nothing(marks, publishers, consumers, of_a_queue(QueueFlow), Timed)
 

@@ -24,6 +24,7 @@ from qflow_client.broker.errors import ChannelException
 from qflow_client.broker.journal import Journal
 from qflow_client.broker.settings import BrokerSettings
 from qflow_client.broker.store import BodyReader, Store
+from tests.effort import rounds
 
 from .conftest import Disk, World
 
@@ -502,7 +503,7 @@ def test_with_a_store_no_message_may_be_larger_than_a_row(tmp_path):
         host.publish("", "q", b"x" * 11)
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(rounds(25)))
 def test_a_broker_that_ends_between_two_batches_has_lost_nothing_that_was_confirmed_and_has_nothing_twice(seed):
     chance = random.Random(seed)
     world = small_batches(50)
@@ -685,7 +686,7 @@ def survivors(world):
     return queues, exchanges, bindings
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(rounds(25)))
 def test_what_is_found_is_what_there_was_whatever_happened_before(world, seed):
     """Whatever is done, in whatever order: a broker that ends between two commits comes back as of the last."""
     chance = random.Random(seed)

@@ -13,6 +13,7 @@ from qflow_client.broker.journal import Journal
 from qflow_client.broker.paging import Droppable
 from qflow_client.broker.policies import Policy, PolicyDefinition, QueuePolicy
 from qflow_client.broker.snapshots import queue_snapshot
+from tests.effort import rounds
 
 from .conftest import Disk, World
 from .test_flow import STOP_2, flows
@@ -276,7 +277,7 @@ def test_A1_a_drop_lets_go_whom_the_queue_holds_and_is_no_dead_letter(world):
     assert "Basic.Ack" in names
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(rounds(10)))
 def test_A1_whatever_comes_and_goes_the_limit_is_kept_if_it_can_be_and_every_message_is_accounted_for(seed):
     chance = random.Random(seed)
     world = small_world(300)
@@ -310,7 +311,7 @@ def test_A1_whatever_comes_and_goes_the_limit_is_kept_if_it_can_be_and_every_mes
 
 
 @pytest.mark.parametrize("has_store", [False, True])
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(rounds(10)))
 def test_A1_whatever_is_put_back_shared_and_said_nothing_that_can_be_dropped_is_overlooked(seed, has_store):
     chance = random.Random(seed)
     world = small_world(200, has_store=has_store)

@@ -15,6 +15,7 @@ from qflow_client.broker.journal import Journal
 from qflow_client.broker.paging import level
 from qflow_client.broker.policies import Policy, PolicyDefinition
 from qflow_client.broker.settings import BrokerSettings
+from tests.effort import rounds
 
 from .conftest import Disk, World
 
@@ -266,7 +267,7 @@ def test_A2_without_a_store_nothing_flows_to_disk(world):
     assert limits.policy == "flow_to_disk"
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(rounds(30)))
 def test_A2_whatever_is_done_and_however_slow_the_disk_is_all_arrive_in_order_and_whole(seed):
     chance = random.Random(seed)
     it = Evicting(chance.choice((30, 200, 2000)))

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from qflow_client.broker.entries import Completion
+from tests.effort import rounds
 
 from .tools import Publisher, make_queue, message
 
@@ -177,5 +178,5 @@ class QueueMachine(RuleBasedStateMachine):
         assert sorted(self.completed) == sorted(self.pending - held)
 
 
-QueueMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
+QueueMachine.TestCase.settings = settings(max_examples=rounds(100), stateful_step_count=40)
 TestQueue = QueueMachine.TestCase

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
 from checks import repeat
-from checks.repeat import Run, load_runs, run_once, totals
+from checks.repeat import Run, busy, load_runs, run_once, totals
 
 
 def test_a_run_says_what_passed_and_what_failed(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text("def test_good(): pass\ndef test_bad(): assert False\n")
     command = f"{repeat._PYTEST} -p no:randomly -c /dev/null --rootdir {tmp_path} {tmp_path}"
-    run = run_once("mine", command, load=1, limit=100, log=tmp_path / "log")
-    assert (run.suite, run.load, run.outcome, run.passed) == ("mine", 1, "exit code 1", 1)
+    run = run_once("mine", command, load=0, limit=100, log=tmp_path / "log")
+    assert (run.suite, run.load, run.outcome, run.passed) == ("mine", 0, "exit code 1", 1)
     assert [name.rpartition("::")[2] for name in run.failures] == ["test_bad"]
     assert run.commit == repeat.commit_of(repeat.ROOT)
+
+
+def test_load_is_there_meanwhile_and_gone_afterwards() -> None:
+    with busy(1) as processes:
+        assert [process.poll() for process in processes] == [None]
+    assert [process.poll() for process in processes] == [-signal.SIGKILL]
 
 
 def test_a_series_goes_on_until_the_commit_has_run_as_often_as_asked(

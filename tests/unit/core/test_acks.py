@@ -13,6 +13,7 @@ from qflow_client import Message, Outcome
 from qflow_client.frames import ACK, BODY_FRAME, CHANNEL_FLOW, HEARTBEAT, METHOD_FRAME, NACK, RETURN, FrameError, frame
 from qflow_client.protocol import ProducerProtocol
 from qflow_client.tap import Tap
+from tests.effort import rounds
 
 from .support import CHANNEL, drain, holds, logged, make, returned, send, write
 
@@ -206,7 +207,7 @@ answers = st.one_of(
 )
 
 
-@hypothesis_settings(max_examples=200)
+@hypothesis_settings(max_examples=rounds(200))
 @given(
     sizes=st.lists(st.sampled_from([0, 1, 7, 20, 60]), min_size=12, max_size=25),
     share=st.sampled_from([1.0, 1.0, 0.9, 0.5]),

@@ -30,6 +30,7 @@ from qflow_client.frames import (
 )
 from qflow_client.outbound import Outbound
 from qflow_client.tap import Tap
+from tests.effort import rounds
 
 from .support import Wire, drain, holds, make, send, wire
 
@@ -218,7 +219,7 @@ def frames(draw: st.DrawFn) -> tuple[bytes, bytes, list[tuple[Any, ...]]]:
     return data, data, []
 
 
-@settings(max_examples=60)
+@settings(max_examples=rounds(60))
 @given(st.lists(frames(), max_size=8), st.data())
 def test_however_the_stream_is_cut_each_side_gets_its_own_frames_whole_and_in_order(
     broker: list[tuple[bytes, bytes, list[tuple[Any, ...]]]], data: st.DataObject
@@ -677,7 +678,7 @@ def test_a_channel_whose_writes_all_end_in_mid_frame_still_lets_the_others_write
     assert written == (b"0" * 150 + b"1" * 150) * 10
 
 
-@settings(max_examples=30)
+@settings(max_examples=rounds(30))
 @given(st.data())
 def test_between_the_frames_of_a_message_other_channels_may_write_and_its_own_channel_may_not(
     data: st.DataObject,

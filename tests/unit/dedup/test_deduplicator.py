@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from qflow_client import DeduplicationError, Deduplicator, may_be_second_copy
 from qflow_client.message import REPUBLISHED
+from tests.effort import rounds
 
 PATIENCE = 20.0
 IDS = st.sampled_from("abcdefgh")
@@ -374,4 +375,4 @@ class Model(RuleBasedStateMachine):
 
 
 TestModel = Model.TestCase
-TestModel.settings = settings(max_examples=60, stateful_step_count=30)
+TestModel.settings = settings(max_examples=rounds(60), stateful_step_count=30)

@@ -12,8 +12,7 @@ from tests.interleavings import DEPTHS, MARKS, SIZE, Scenario, World, assert_nob
 
 
 @pytest.mark.parametrize("marks", MARKS)
-@pytest.mark.parametrize("publishers", [1, 2, 3])
-@pytest.mark.parametrize("consumers", [1, 2, 3])
+@pytest.mark.parametrize(("publishers", "consumers"), [(1, 1), (1, 3), (3, 1), (3, 3)])
 def test_J5_no_order_of_publishers_and_consumers_leaves_one_blocked_for_nothing(
     marks: str, publishers: int, consumers: int
 ) -> None:
@@ -54,7 +53,7 @@ class ReleasesWithoutLooking(FlowController):
 
 
 @pytest.mark.parametrize("marks", MARKS)
-@pytest.mark.parametrize("publishers", [1, 2, 3])
+@pytest.mark.parametrize("publishers", [1, 3])
 @pytest.mark.parametrize("mutant", [WithoutSecondLook, LooksBeforeItBlocks, ReleasesWithoutLooking])
 def test_J5_the_same_walk_catches_a_controller_without_the_second_look(
     marks: str, publishers: int, mutant: type[FlowController]

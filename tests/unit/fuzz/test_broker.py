@@ -18,6 +18,7 @@ from qflow_client.broker.settings import BrokerSettings
 from qflow_client.broker.snapshots import message_copy, queue_snapshot
 from qflow_client.broker.virtualhost import VirtualHost
 from qflow_client.frames import FRAME_MIN_SIZE, FRAME_OVERHEAD, FrameSplitter
+from tests.effort import rounds
 
 from .strategies import cut, mutated
 
@@ -83,13 +84,13 @@ def run(pieces: list[bytes]) -> Server:
 said = st.sampled_from(CORPUS).map(Path.read_bytes)
 
 
-@settings(max_examples=300)
+@settings(max_examples=rounds(300))
 @given(cut(mutated(said)))
 def test_whatever_a_client_says_its_connection_ends_in_order(pieces: list[bytes]) -> None:
     run(pieces)
 
 
-@settings(max_examples=100)
+@settings(max_examples=rounds(100))
 @given(cut(st.binary(max_size=200).map(lambda data: b"AMQP\0\0\x09\x01" + data)))
 def test_noise_after_the_protocol_header_is_refused(pieces: list[bytes]) -> None:
     run(pieces)

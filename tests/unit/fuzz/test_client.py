@@ -22,6 +22,7 @@ from qflow_client.flow import Hold
 from qflow_client.frames import ACK, NACK, FrameError, FrameSplitter, frame
 from qflow_client.protocol import ProducerProtocol
 from qflow_client.tap import Tap
+from tests.effort import rounds
 
 from .strategies import cut, mutated
 
@@ -187,7 +188,7 @@ frames = st.one_of(
 said = st.one_of(st.lists(frames, max_size=12).map(b"".join), st.sampled_from(CORPUS).map(Path.read_bytes))
 
 
-@settings(max_examples=400)
+@settings(max_examples=rounds(400))
 @given(cut(mutated(said)))
 @example([b"\1\0\1\0\0\0\0\xce"])
 @example([b"\1\0\1\0\0\0\4\0<\0P\xce"])
@@ -195,7 +196,7 @@ def test_whatever_a_broker_says_the_client_ends_in_order(pieces: list[bytes]) ->
     run(pieces)
 
 
-@settings(max_examples=100)
+@settings(max_examples=rounds(100))
 @given(mutated(said), st.integers(0, 4000))
 def test_how_it_is_cut_changes_nothing(data: bytes, at: int) -> None:
     # All are sent before, so that what is known when something arrives is the same.

@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from qflow_client import Message, Outbox, OutboxError, OutboxFull, OutboxInUse, StoredMessage
 from qflow_client.database import LockFile
 from qflow_client.message import REPUBLISHED
+from tests.effort import rounds
 
 from .support import change, crash
 
@@ -606,4 +607,4 @@ class Model(RuleBasedStateMachine):
 
 
 TestModel = Model.TestCase
-TestModel.settings = settings(max_examples=40, stateful_step_count=30)
+TestModel.settings = settings(max_examples=rounds(40), stateful_step_count=30)

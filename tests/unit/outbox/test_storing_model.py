@@ -22,6 +22,7 @@ from qflow_client import Message, OutboxError, OutboxFull
 from qflow_client.outbox import Outbox
 from qflow_client.protocol import SendTicket
 from qflow_client.receipt import Outcome, Receipt
+from tests.effort import rounds
 from tests.unit.core.support import Wire
 
 from .support import FRAME_MAX, MARK, Kept
@@ -377,6 +378,6 @@ class Storing(RuleBasedStateMachine):
 
 
 TestStoring = Storing.TestCase
-TestStoring.settings = settings(max_examples=30, stateful_step_count=40)
+TestStoring.settings = settings(max_examples=rounds(30), stateful_step_count=40)
 # However busy the machine is.
 TestStoring.pytestmark = [pytest.mark.timeout(600)]  # type: ignore[attr-defined]  # pytest looks for it

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from qflow_client.report.histogram import bucket_of, percentile, top_of
 from qflow_client.report.tables import Tables, bin_width, sum_up
+from tests.effort import rounds
 from tests.unit.simulation.telemetry import lines_of
 
 from .reference import reference
 
-COUNT = 100_000
+COUNT = rounds(100_000)
 
 
 @pytest.fixture(scope="module", name="lines")
@@ -22,7 +23,7 @@ def _lines():
     return list(lines_of(range(16), COUNT))
 
 
-def test_the_tables_of_100_000_lines_of_simulated_lives_equal_the_plain_reference_exactly(lines) -> None:
+def test_the_tables_of_many_lines_of_simulated_lives_equal_the_plain_reference_exactly(lines) -> None:
     assert len(lines) == COUNT
     width = bin_width(lines[0]["at"], lines[-1]["at"])
     expected = reference(lines, width)

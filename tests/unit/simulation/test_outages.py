@@ -10,6 +10,7 @@ from qflow_client.protocol import ProducerProtocol
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.recovery import retries
 from qflow_client.resending import Resending
+from tests.effort import rounds
 
 from .life import BrokenContract
 from .outages import Outages
@@ -17,7 +18,7 @@ from .outages import Outages
 STEPS = 4000
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(rounds(12, least=3)))
 def test_nothing_is_lost_over_lost_connections_closed_channels_and_refusals(seed: int) -> None:
     outages = Outages(seed)
     outages.live(3 * STEPS)
