@@ -41,6 +41,8 @@ __all__ = ["Link", "parameters", "url_parameters"]
 
 # Seconds that the end of a connection that is cut may take; it waits for no peer.
 _CUT_GRACE = 0.3
+# Seconds by which the limits that pika is given are later than `connect_timeout`.
+_MARGIN = 1.0
 
 
 # How pika writes the broker's words in what it makes of a connection that was refused.
@@ -106,11 +108,13 @@ def parameters(url: str, settings: ProducerSettings) -> pika.URLParameters:
     """
     found = url_parameters(url)
     found.client_properties = client_properties(settings.name) | (found.client_properties or {})
-    # pika's own defaults would cut a longer `connect_timeout` short; what the URL says does.
+    # pika's defaults would cut a longer `connect_timeout` short; what the URL says may. Otherwise pika's limits are later
+    # than ours, so that the error is always the same.
     said = dict(parse_qsl(urlsplit(url).query))
+    latest = settings.connect_timeout + _MARGIN
     for name in ("socket_timeout", "stack_timeout"):
         own = getattr(found, name) if name in said else None
-        setattr(found, name, min(settings.connect_timeout, own or settings.connect_timeout))
+        setattr(found, name, min(latest, own or latest))
     return found
 
 

@@ -204,7 +204,7 @@ def test_a_host_that_is_not_understood_is_refused_before_another_is_tried(silent
 
 @pytest.mark.parametrize(
     ("query", "expected"),
-    [("", (40.0, 40.0)), ("?socket_timeout=5", (5.0, 40.0)), ("?stack_timeout=50&socket_timeout=45", (40.0, 40.0))],
+    [("", (41.0, 41.0)), ("?socket_timeout=5", (5.0, 41.0)), ("?stack_timeout=50&socket_timeout=45", (41.0, 41.0))],
 )
 def test_connect_timeout_is_not_cut_short_by_a_default_of_pikas(query: str, expected: tuple[float, float]) -> None:
     found = parameters(f"amqp://guest:guest@localhost/%2F{query}", ProducerSettings(connect_timeout=40))
