@@ -28,7 +28,7 @@ from checks.stages import Stage, run_stage
 ROOT: Final = Path(__file__).parents[1]
 _PYTEST: Final = f"{sys.executable} -m pytest -q -p no:cacheprovider"
 SUITES: Final = {
-    "default": f"{_PYTEST} -n 6 --ignore=tests/browser --ignore=tests/interop --ignore=tests/spark tests",
+    "default": f"{_PYTEST} -n 4 --ignore=tests/browser --ignore=tests/interop --ignore=tests/spark tests",
     "interop": f"{_PYTEST} tests/interop",
     "spark": f"{_PYTEST} tests/spark",
     "browser": f"{_PYTEST} tests/browser",
