@@ -126,7 +126,13 @@ def looking(path: str | os.PathLike[str]) -> Iterator[Database]:
     path = Path(os.fspath(path))
     if not path.exists():
         raise OutboxError(f"{path}: there is no such outbox")
-    file = open_file(path, read_only=True)
+    try:
+        file = open_file(path, read_only=True)
+    except OutboxError as error:
+        if getattr(error.__cause__, "sqlite_errorname", "") != "SQLITE_READONLY_ROLLBACK":
+            raise
+        # The process that made the file was killed meanwhile: SQLite must undo its changes before anything is read.
+        file = open_file(path)
     try:
         yield file
     finally:

@@ -108,8 +108,8 @@ def parameters(url: str, settings: ProducerSettings) -> pika.URLParameters:
     """
     found = url_parameters(url)
     found.client_properties = client_properties(settings.name) | (found.client_properties or {})
-    # pika's defaults would cut a longer `connect_timeout` short; what the URL says may. Otherwise pika's limits are later
-    # than ours, so that the error is always the same.
+    # pika's defaults would cut a longer `connect_timeout` short; what the URL says may. Otherwise pika's limits are
+    # later than ours, so that the error is always the same.
     said = dict(parse_qsl(urlsplit(url).query))
     latest = settings.connect_timeout + _MARGIN
     for name in ("socket_timeout", "stack_timeout"):

@@ -510,6 +510,19 @@ def test_one_can_look_at_it_while_it_is_used(path: Path) -> None:
 # Against a model.
 
 
+def test_an_outbox_whose_making_was_killed_is_read_as_empty(tmp_path: Path) -> None:
+    beginning = sqlite3.connect(tmp_path / "beginning", isolation_level=None)
+    # Pages go to the file, and their old content to the journal, before the commit.
+    beginning.executescript("PRAGMA cache_size = 1; BEGIN IMMEDIATE; CREATE TABLE other (content);")
+    beginning.execute("INSERT INTO other VALUES (zeroblob(1000000))")
+    for suffix in ("", "-journal"):
+        (tmp_path / f"killed{suffix}").write_bytes((tmp_path / f"beginning{suffix}").read_bytes())
+    beginning.close()
+    assert Outbox.look(tmp_path / "killed") == []
+    with Outbox(tmp_path / "killed") as outbox:
+        assert len(outbox) == 0
+
+
 class Model(RuleBasedStateMachine):
     """An outbox that is put, settled, committed, closed and crashed holds what a dict would."""
 
