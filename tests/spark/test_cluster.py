@@ -74,9 +74,9 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_C6_tasks_on_two_workers_share_the_capacity_that_is_held_as_credits(cluster: Cluster, package: Path) -> None:
-    rows, stop, capacity = 10_000, 1000, 300
+    rows, stop, capacity = 5000, 600, 300
     with Broker() as broker:
-        broker.declare_queue("rows", arguments={"qpid.flow_stop_count": stop, "qpid.flow_resume_count": 700})
+        broker.declare_queue("rows", arguments={"qpid.flow_stop_count": stop, "qpid.flow_resume_count": 400})
         with SlowConsumer(broker.url, "rows", when_stopped(broker, "rows")) as consumer:
             program = cluster.submit(
                 WRITE, broker.url, str(rows), str(SLOTS), str(capacity), py_files=package, cores=SLOTS

@@ -15,7 +15,7 @@ from qflow_client.broker import Broker
 from tests.spark.support import PATIENCE, eventually
 
 ROOT = Path(__file__).parents[2]
-ROWS = 5000
+ROWS = 3000
 
 QUERY = """
 import sys
