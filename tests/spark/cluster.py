@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ import time
 import venv
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from py_compile import PycInvalidationMode
 from types import TracebackType
 from typing import Self
 
@@ -39,9 +41,10 @@ def bare_python(folder: Path) -> Path:
 
 
 def zipped(folder: Path) -> Path:
-    """The package as one file for ``--py-files``."""
+    """The package as one file for ``--py-files``, compiled, or each of many processes would do it anew."""
     parts = folder / "parts"
     shutil.copytree(ROOT / "qflow_client", parts / "qflow_client", ignore=shutil.ignore_patterns("__pycache__"))
+    compileall.compile_dir(parts, quiet=1, legacy=True, invalidation_mode=PycInvalidationMode.UNCHECKED_HASH)
     return Path(shutil.make_archive(str(folder / "qflow_client"), "zip", parts))
 
 

@@ -53,8 +53,8 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     session.stop()
 
 
-@pytest.fixture(scope="module")
-def node() -> Iterator[RabbitMQNode]:
+@pytest.fixture(scope="session")
+def _node() -> Iterator[RabbitMQNode]:
     try:
         node = RabbitMQNode()
     except RabbitMQNotInstalled as missing:
@@ -63,6 +63,15 @@ def node() -> Iterator[RabbitMQNode]:
         pytest.skip(str(missing))
     with node:
         yield node
+
+
+@pytest.fixture
+def node(_node: RabbitMQNode) -> RabbitMQNode:
+    """A node for all, where each test has queues of its own."""
+    if not _node.running:
+        # A test that killed it failed.
+        _node.start()
+    return _node
 
 
 @pytest.fixture

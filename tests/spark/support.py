@@ -14,7 +14,7 @@ import pika
 from qflow_client.broker import Broker
 
 #: Of the stream `lines`: the files, each of which is a batch, and the rows of each.
-FILES, ROWS = 3, 2000
+FILES, ROWS = 3, 1000
 
 #: Seconds that anything may take: the first job of a session, on a busy machine, takes minutes.
 PATIENCE = 300.0

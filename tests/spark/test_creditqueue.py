@@ -22,6 +22,7 @@ from qflow_client.spark.credits import CreditError
 from qflow_client.spark.options import SinkOptions
 from qflow_client.spark.sink import Task, write_task
 from qflow_client.testing.rabbitmq import RabbitMQNode
+from tests.effort import rounds
 from tests.spark.support import PATIENCE, SlowConsumer, eventually, in_background, when_stopped, write
 
 SCHEMA = StructType().add("body", "string")
@@ -76,7 +77,12 @@ def tasks(of: SinkOptions, count: int, rows: int) -> list[Any]:
     return [task(of, at, at * rows, (at + 1) * rows) for at in range(count)]
 
 
-@pytest.mark.parametrize("capacity", [1, 5, 200, 3000])
+@pytest.mark.parametrize(
+    ("url", "capacity"),
+    [("embedded", capacity) for capacity in (1, 5, 200, 3000)]
+    + [pytest.param("rabbitmq", capacity, marks=pytest.mark.rabbitmq) for capacity in (5, 3000)],
+    indirect=["url"],
+)
 def test_C6_every_row_is_sent_once_with_a_budget_below_and_above_the_number_of_tasks(url: str, capacity: int) -> None:
     of = options(url, capacity=capacity)
     prepare(of.producer, CREDITS)
@@ -92,7 +98,7 @@ def test_C6_every_row_is_sent_once_with_a_budget_below_and_above_the_number_of_t
 
 
 def test_C6_the_peak_is_stop_plus_capacity_with_eight_tasks_and_a_slow_consumer() -> None:
-    rows, stop, capacity = 5000, 1000, 300
+    rows, stop, capacity = rounds(2000, least=1000), 1000, 300
     with Broker() as broker:
         broker.declare_queue("rows", arguments={"qpid.flow_stop_count": stop, "qpid.flow_resume_count": 700})
         of = options(broker.url, capacity=capacity)
@@ -109,7 +115,7 @@ def test_C6_the_peak_is_stop_plus_capacity_with_eight_tasks_and_a_slow_consumer(
 
 @pytest.mark.rabbitmq
 def test_C6_on_RabbitMQ_a_full_queue_never_has_more_than_its_maximum_and_the_capacity(node: RabbitMQNode) -> None:
-    maximum, capacity, rows = 1000, 300, 2000
+    maximum, capacity, rows = 1000, 300, 500
     queues = {
         "rows": {"x-max-length": maximum, "x-overflow": "reject-publish"},
         CREDITS: None,
@@ -180,7 +186,8 @@ def batches_until(broker: Broker, depth: int) -> Iterator[pa.RecordBatch]:
     yield pa.RecordBatch.from_pydict({"body": ["last"]})
 
 
-def test_what_is_wrong_with_the_options_is_said(url: str) -> None:
+def test_what_is_wrong_with_the_options_is_said() -> None:
+    url = "amqp://127.0.0.1:1/"
     with pytest.raises(SettingsError, match=r"capacityPerTask=3 and creditQueue='credits': .*; leave capacityPerTask"):
         options(url, capacityPerTask=3)
     with pytest.raises(SettingsError, match="capacity='auto': of creditQueue it must be a number"):
@@ -306,8 +313,8 @@ def test_C6_a_task_that_dies_gives_its_credits_back_and_adds_no_more_than_it_hel
 
 
 def test_a_job_takes_its_capacity_from_the_queue(spark: SparkSession, url: str, tmp_path: Path) -> None:
-    frame = spark.range(10_000, numPartitions=4).selectExpr("cast(id as string) as body")
+    frame = spark.range(2000, numPartitions=4).selectExpr("cast(id as string) as body")
     write(frame, url, routingKey="rows", capacity=50, creditQueue=CREDITS)
-    assert ready(url, "rows") == 10_000
+    assert ready(url, "rows") == 2000
     with pytest.raises(AnalysisException, match="capacity=60: the credits in queue 'credits' are of a capacity of 50"):
         write(frame, url, routingKey="rows", capacity=60, creditQueue=CREDITS)

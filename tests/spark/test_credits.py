@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from qflow_client.spark.credits import Credit, Purse, issue
+from tests.effort import rounds
 
 
 @pytest.mark.parametrize("capacity", [1, 3, 50, 256, 257, 1000, 1_000_003])
@@ -181,8 +182,8 @@ class Cluster(Model, RuleBasedStateMachine):
         """Nobody starves: with every task getting its turn, and every message its confirm, all that is left is sent."""
         if not hasattr(self, "tasks"):
             return
-        rounds = sum(task.to_come + task.left for task in self.tasks) * 4 + 20
-        for _ in range(rounds):
+        turns = sum(task.to_come + task.left for task in self.tasks) * 4 + 20
+        for _ in range(turns):
             for task in self.tasks:
                 if not task.left:
                     task.left = min(10, task.to_come)
@@ -197,7 +198,7 @@ class Cluster(Model, RuleBasedStateMachine):
 
 
 TestCluster = Cluster.TestCase
-TestCluster.settings = settings(max_examples=60, stateful_step_count=40)
+TestCluster.settings = settings(max_examples=rounds(60), stateful_step_count=40)
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 100, 600])

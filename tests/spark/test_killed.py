@@ -7,45 +7,49 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql.streaming import StreamingQuery
 
 from qflow_client import Producer
 from qflow_client.broker import Broker
+from qflow_client.spark import register
 from tests.spark.support import PATIENCE, eventually
 
 ROOT = Path(__file__).parents[2]
-ROWS = 5000
-
-QUERY = """
-import sys
-from pyspark.sql import SparkSession
-from qflow_client.spark import register
-
-url, folder, until_end = sys.argv[1:]
-spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", False).getOrCreate()
-register(spark)
-frame = spark.readStream.format("amqp").options(
-    url=url, queue="in", spoolPath=f"{folder}/spool", maxMessagesPerTrigger=1000
-).load()
-# The message ids of the source are those of the sink.
-sink = {"url": url, "routingKey": "out", "capacity": "100", "maxProducerFlowControlWait": "1000"}
-writer = frame.select("body", "message_id").writeStream.format("amqp").options(**sink)
-writer = writer.option("checkpointLocation", f"{folder}/checkpoint")
-trigger = {"availableNow": True} if until_end == "yes" else {"processingTime": "0 seconds"}
-writer.trigger(**trigger).start().awaitTermination()
-"""
+ROWS = 3000
 
 
-def run(broker: Broker, folder: Path, until_end: str) -> subprocess.Popen[bytes]:
+def start(spark: SparkSession, url: str, folder: Path, **trigger: Any) -> StreamingQuery:
+    source = {"url": url, "queue": "in", "spoolPath": str(folder / "spool"), "maxMessagesPerTrigger": "1000"}
+    frame = spark.readStream.format("amqp").options(**source).load()
+    # The message ids of the source are those of the sink.
+    sink = {"url": url, "routingKey": "out", "capacity": "100", "maxProducerFlowControlWait": "1000"}
+    writer = frame.select("body", "message_id").writeStream.format("amqp").options(**sink)
+    return writer.option("checkpointLocation", str(folder / "checkpoint")).trigger(**trigger).start()
+
+
+def main(url: str, folder: str) -> None:
+    """What is killed: it never ends by itself."""
+    spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", False).getOrCreate()
+    register(spark)
+    start(spark, url, Path(folder), processingTime="0 seconds").awaitTermination()
+
+
+def run(broker: Broker, folder: Path) -> subprocess.Popen[bytes]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYSPARK_PYTHON": sys.executable}
-    command = [sys.executable, "-c", QUERY, broker.url, str(folder), until_end]
+    program = "import sys; from tests.spark.test_killed import main; main(*sys.argv[1:])"
+    command = [sys.executable, "-c", program, broker.url, str(folder)]
     # A group of its own, with its JVM and its workers in it.
     return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, start_new_session=True)
 
 
 @pytest.mark.timeout(1000)
-def test_nothing_is_missing_after_a_restart_and_repeats_have_the_same_message_id(tmp_path: Path) -> None:
+def test_nothing_is_missing_after_a_restart_and_repeats_have_the_same_message_id(
+    spark: SparkSession, tmp_path: Path
+) -> None:
     with Broker() as broker:
         broker.declare_queue("in")
         # However late it is killed, it has not come to the end.
@@ -53,7 +57,7 @@ def test_nothing_is_missing_after_a_restart_and_repeats_have_the_same_message_id
         with Producer(broker.url, routing_key="in") as producer:
             for number in range(ROWS):
                 producer.send(str(number))
-        killed = run(broker, tmp_path, "no")
+        killed = run(broker, tmp_path)
         try:
             broker.wait_until(lambda b: b.queue("out").depth > 1500, timeout=PATIENCE)
         finally:
@@ -63,7 +67,7 @@ def test_nothing_is_missing_after_a_restart_and_repeats_have_the_same_message_id
         # It acknowledged nothing that it had not sent on.
         assert broker.queue("in").depth >= ROWS - broker.queue("out").depth > 0
         broker.set_thresholds("out", flow_stop_count=0, flow_resume_count=0)
-        assert run(broker, tmp_path, "yes").wait(PATIENCE) == 0
+        assert start(spark, broker.url, tmp_path, availableNow=True).awaitTermination(int(PATIENCE))
         broker.wait_until(lambda b: b.queue("in").depth == 0, timeout=100)
         rows = {(int(message.body), message.properties.message_id) for message in broker.messages("out")}
         assert sorted(number for number, _ in rows) == list(range(ROWS))

@@ -12,8 +12,13 @@ import pytest
 from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as sf
+from pyspark.sql.datasource import CaseInsensitiveDict
 
 from qflow_client.broker import Broker
+from qflow_client.errors import SettingsError
+from qflow_client.spark.columns import SchemaError
+from qflow_client.spark.datasource import AmqpDataSource
+from tests.effort import rounds
 from tests.spark.support import (
     PATIENCE,
     SlowConsumer,
@@ -25,6 +30,13 @@ from tests.spark.support import (
     when_stopped,
     write,
 )
+
+
+class Source(AmqpDataSource):
+    """As `register` makes it for a session of two slots."""
+
+    max_concurrent_tasks = 2
+    is_local = True
 
 
 @pytest.fixture
@@ -39,8 +51,8 @@ def numbers(spark: SparkSession, count: int, partitions: int = 2) -> DataFrame:
 
 
 def test_every_row_is_in_the_queue_and_confirmed_when_the_write_returns(spark: SparkSession, broker: Broker) -> None:
-    write(numbers(spark, 10_000, 4), broker.url, routingKey="rows")
-    assert sorted(map(int, bodies(broker, "rows"))) == list(range(10_000))
+    write(numbers(spark, 4000, 4), broker.url, routingKey="rows")
+    assert sorted(map(int, bodies(broker, "rows"))) == list(range(4000))
     eventually(lambda: not broker.connections())
 
 
@@ -148,10 +160,21 @@ def test_what_cannot_work_is_refused_at_planning(
     spark: SparkSession, schema: str, options: dict[str, str], words: str
 ) -> None:
     # No broker: nothing is connected to before all of this is right.
-    given = {"url": "amqp://guest:secret@127.0.0.1:1/"} | options
-    with pytest.raises(AnalysisException, match=words) as caught:
-        write(spark.createDataFrame([], schema), **given)
+    source = Source(CaseInsensitiveDict({"url": "amqp://guest:secret@127.0.0.1:1/"} | options))
+    with pytest.raises((SettingsError, SchemaError), match=words) as caught:
+        source.writer(spark.createDataFrame([], schema).schema, overwrite=False)
     assert "secret" not in str(caught.value)
+
+
+def test_Spark_says_what_cannot_work_at_planning(spark: SparkSession) -> None:
+    url = "amqp://guest:secret@127.0.0.1:1/"
+    for schema, options, words in (
+        ("body string", {"capacity": 1}, "the whole job's, and 2 tasks run at once"),
+        ("text string", {}, "column text"),
+    ):
+        with pytest.raises(AnalysisException, match=words) as caught:
+            write(spark.createDataFrame([], schema), url, **options)
+        assert "secret" not in str(caught.value)
 
 
 def test_a_queue_cannot_be_overwritten(spark: SparkSession) -> None:
@@ -170,15 +193,15 @@ def test_a_row_that_cannot_be_sent_fails_the_job_and_is_named(spark: SparkSessio
 
 def test_what_no_queue_takes_fails_the_job_after_one_batch_of_rows(spark: SparkSession, broker: Broker) -> None:
     with pytest.raises(Exception, match=r"returned \(312 NO_ROUTE\)"):
-        write(numbers(spark, 200_000, 1), broker.url, routingKey="nobody", capacity=100)
+        write(numbers(spark, 30_000, 1), broker.url, routingKey="nobody", capacity=100)
     eventually(lambda: not broker.connections())
 
 
-@pytest.mark.parametrize("partitions", [2, 8])
-def test_C6_a_job_never_overshoots_by_more_than_its_capacity(spark: SparkSession, partitions: int) -> None:
-    rows, stop, capacity = 100_000, 5000, 2000
+def test_C6_a_job_never_overshoots_by_more_than_its_capacity(spark: SparkSession) -> None:
+    # Four times as many partitions as tasks that run at once.
+    rows, partitions, stop, capacity = rounds(20_000, least=8000), 8, 1000, 400
     with Broker() as broker:
-        broker.declare_queue("rows", arguments={"qpid.flow_stop_count": stop, "qpid.flow_resume_count": 3500})
+        broker.declare_queue("rows", arguments={"qpid.flow_stop_count": stop, "qpid.flow_resume_count": 700})
         with SlowConsumer(broker.url, "rows", when_stopped(broker, "rows")) as consumer:
             write(numbers(spark, rows, partitions), broker.url, routingKey="rows", capacity=capacity)
             consumer.wait_for(rows)

@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.datasource import CaseInsensitiveDict
 
 from qflow_client import Message, Producer
 from qflow_client.broker import Broker
+from qflow_client.errors import SettingsError
+from qflow_client.spark.datasource import AmqpDataSource
+from qflow_client.spark.deliveries import SCHEMA
 
 
 @pytest.fixture
@@ -41,26 +45,26 @@ def numbers(frame: DataFrame) -> list[int]:
 def test_all_that_is_in_the_queue_is_read_once_and_is_acknowledged(
     spark: SparkSession, broker: Broker, tmp_path: Path, shared: str
 ) -> None:
-    fill(broker, 5000)
+    fill(broker, 1000)
     frame = load(spark, broker, tmp_path / "spool", sharedSpool=shared, numPartitions=3)
-    assert numbers(frame) == list(range(5000))
+    assert numbers(frame) == list(range(1000))
     queue = broker.queue("rows")
-    assert (queue.depth, queue.acked) == (0, 5000)
+    assert (queue.depth, queue.acked) == (0, 1000)
     # It stays what it was, whatever comes into the queue.
-    fill(broker, 10, 5000)
-    assert frame.count() == 5000
-    assert [row.offset for row in frame.orderBy("offset").collect()] == list(range(5000))
+    fill(broker, 10, 1000)
+    assert frame.count() == 1000
+    assert [row.offset for row in frame.orderBy("offset").collect()] == list(range(1000))
     assert broker.queue("rows").depth == 10
-    assert numbers(load(spark, broker, tmp_path / "next")) == list(range(5000, 5010))
+    assert numbers(load(spark, broker, tmp_path / "next")) == list(range(1000, 1010))
 
 
 def test_at_most_so_many_are_read_and_the_rest_is_not_touched(
     spark: SparkSession, broker: Broker, tmp_path: Path
 ) -> None:
-    fill(broker, 5000)
-    assert numbers(load(spark, broker, tmp_path / "spool", maxMessages=3001)) == list(range(3001))
+    fill(broker, 1000)
+    assert numbers(load(spark, broker, tmp_path / "spool", maxMessages=601)) == list(range(601))
     left = broker.messages("rows")
-    assert [int(message.body) for message in left] == list(range(3001, 5000))
+    assert [int(message.body) for message in left] == list(range(601, 1000))
     assert not any(message.redelivered for message in left)
 
 
@@ -122,9 +126,14 @@ def test_a_schema_of_ones_own_takes_the_columns_that_are_wanted(
         ({"queue": "rows", "spoolPath": "x", "capacity": "5"}, "no option 'capacity'"),
     ],
 )
-def test_what_cannot_be_read_is_refused(spark: SparkSession, options: dict[str, str], words: str) -> None:
-    with pytest.raises(AnalysisException, match=words):
-        spark.read.format("amqp").options(**options).load().collect()
+def test_what_cannot_be_read_is_refused(options: dict[str, str], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        AmqpDataSource(CaseInsensitiveDict(options)).reader(SCHEMA)
+
+
+def test_Spark_says_what_cannot_be_read(spark: SparkSession) -> None:
+    with pytest.raises(AnalysisException, match="the option spoolPath is missing"):
+        spark.read.format("amqp").option("queue", "rows").load().collect()
 
 
 def test_a_queue_that_is_not_there_and_a_spool_of_another_are_named(

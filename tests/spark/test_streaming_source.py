@@ -69,20 +69,20 @@ def committed(folder: Path) -> int:
 def test_all_there_is_comes_in_batches_and_is_acknowledged_when_it_is_committed(
     spark: SparkSession, broker: Broker, tmp_path: Path
 ) -> None:
-    fill(broker, 5000)
-    query = start(load(spark, broker, tmp_path, maxMessagesPerTrigger=1500), tmp_path)
+    fill(broker, 2000)
+    query = start(load(spark, broker, tmp_path, maxMessagesPerTrigger=900), tmp_path)
     query.awaitTermination()
     batches = [progress["numInputRows"] for progress in query.recentProgress if progress["numInputRows"]]
     # A batch is what has come when Spark asks, up to so many.
-    assert sum(batches) == 5000
-    assert max(batches) <= 1500
-    assert written(spark, tmp_path) == list(range(5000))
+    assert sum(batches) == 2000
+    assert max(batches) <= 900
+    assert written(spark, tmp_path) == list(range(2000))
     queue = broker.queue("rows")
-    assert (queue.depth, queue.acked) == (0, 5000)
+    assert (queue.depth, queue.acked) == (0, 2000)
     # The next run takes what has come since.
-    fill(broker, 10, 5000)
+    fill(broker, 10, 2000)
     start(load(spark, broker, tmp_path), tmp_path).awaitTermination()
-    assert written(spark, tmp_path) == list(range(5010))
+    assert written(spark, tmp_path) == list(range(2010))
     assert broker.queue("rows").depth == 0
 
 
@@ -101,13 +101,12 @@ def test_a_query_that_goes_on_takes_what_comes_and_acknowledges_the_last_batch_t
     eventually(lambda: not broker.connections())
 
 
-@pytest.mark.parametrize("ids", [True, False])
 def test_a_query_that_failed_gets_the_same_batch_again_and_no_message_twice(
-    spark: SparkSession, broker: Broker, tmp_path: Path, ids: bool
+    spark: SparkSession, broker: Broker, tmp_path: Path
 ) -> None:
-    fill(broker, 1000, ids=ids)
-    # Messages that are alike are told apart by their number only.
-    fill(broker, 500, ids=ids)
+    # Without ids, messages that are alike are told apart by their number only.
+    fill(broker, 1000, ids=False)
+    fill(broker, 500, ids=False)
     seen = tmp_path / "seen"
     seen.mkdir()
 

@@ -530,7 +530,7 @@ def test_other_variables_are_not_warned_of() -> None:
         "CONTAINERS",
         "CHROMIUM",
     ]
-    words += ["COMPATIBILITY", "CONSOLE_LIMIT", "MODEL_STEPS", "FLOW_TO_DISK", "HTTP_TOKEN", "ADMIN_URL", "USERS"]
+    words += ["COMPATIBILITY", "MODEL_STEPS", "FLOW_TO_DISK", "HTTP_TOKEN", "ADMIN_URL", "USERS"]
     load(environ={f"QFLOW_{word}": "1" for word in words} | {"OFLOW_CAPCITY": "5"})
 
 
