@@ -104,7 +104,7 @@ def stages(folder: Path) -> Iterator[Stage]:
     oldest, *others = claimed_pythons((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     tox = folder / "tox" / "bin" / "tox"
     # Two runs of tox at once must not share a folder.
-    beside = f"{tox} --workdir {folder}/brokers"
+    beside = f"{folder}/beside/bin/tox --workdir {folder}/brokers"
     python = f"{folder}/brokers/interop/bin/python"
 
     yield Stage(
@@ -112,6 +112,9 @@ def stages(folder: Path) -> Iterator[Stage]:
         f"{sys.executable} -m venv {folder}/tox && . {folder}/tox/bin/activate && {test}",
         PYTHON,
         limit=1200,
+    )
+    yield Stage(
+        "beside", f"{sys.executable} -m venv {folder}/beside && {folder}/beside/bin/pip install -q tox", BROKERS
     )
     yield Stage("machine", ".ci/machine " + " ".join(missing_packages()), BROKERS)
     yield Stage("containers", ".ci/containers start && .ci/containers images", BROKERS, ("machine",))
@@ -165,7 +168,7 @@ def stages(folder: Path) -> Iterator[Stage]:
         """,
         PYTHON,
     )
-    yield Stage("interop", f"{beside} -e interop", BROKERS, ("containers",), limit=2400)
+    yield Stage("interop", f"{beside} -e interop", BROKERS, ("beside", "containers"), limit=2400)
     yield Stage(
         "soak",
         f"""
@@ -176,8 +179,8 @@ def stages(folder: Path) -> Iterator[Stage]:
         ("interop",),
     )
     yield Stage("kills", f"{python} -m benchmarks.kills --folder {folder}", BROKERS, ("interop",))
-    yield Stage("spark", f"{beside} -e spark", BROKERS, ("machine",))
-    yield Stage("browser", f"{beside} -e browser", BROKERS, ("machine",))
+    yield Stage("spark", f"{beside} -e spark", BROKERS, ("beside", "machine"))
+    yield Stage("browser", f"{beside} -e browser", BROKERS, ("beside", "machine"))
 
 
 def main() -> int:
