@@ -205,12 +205,16 @@ class Node(ABC):
             self._process = None
 
 
-def free_port(taken: set[int]) -> int:
-    """A port that nobody listens on, and that is not in `taken`."""
+def free_port(taken: set[int], *, for_proxy: bool = False) -> int:
+    """Return a port that has no listener and is not in `taken`.
+
+    Nodes and proxies have ranges of their own. A node listens seconds after its ports were chosen, and proxies come and
+    go in other processes meanwhile.
+    """
     # Below the range from which systems take the ports of outgoing connections. Out of that range, a client that
     # reconnects while the broker is down can be given the broker's port, and so connect to itself.
     while True:
-        port = random.randrange(20_000, 32_000)
+        port = random.randrange(20_000, 26_000) if for_proxy else random.randrange(26_000, 32_000)
         if port not in taken:
             with socket.socket() as probe, contextlib.suppress(OSError):
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -207,7 +207,7 @@ class FaultProxy:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER)
             # Not one that the system gives to outgoing connections: while it refuses, a client that connects again and
             # again could be given that port, and so be connected to itself.
-            self._port = self._port or free_port(set())
+            self._port = self._port or free_port(set(), for_proxy=True)
             listener.bind((_HOST, self._port))
             listener.listen(128)
             listener.setblocking(False)
