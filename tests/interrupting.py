@@ -6,13 +6,24 @@ import gc
 import linecache
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import qflow_client
+from tests.effort import EFFORT
+
+#: The step from one line at which a call is interrupted to the next, where all of them together take long.
+STRIDE = 3 if EFFORT == "quick" else 1
 
 _PACKAGE = str(Path(qflow_client.__file__).parent)
+
+
+@cache
+def _can_come_before(file: str, line: int) -> bool:
+    """Whether a signal can come there: a tracer also comes between the last line of a block and its lock's release."""
+    return not linecache.getline(file, line).lstrip().startswith("with ")
 
 
 def interrupted(call: Callable[[], Any], at: int, *, only: tuple[str, ...] = (), again: int = 0) -> int:
@@ -38,22 +49,19 @@ def interrupted(call: Callable[[], Any], at: int, *, only: tuple[str, ...] = (),
             if calls == again:
                 raise KeyboardInterrupt
 
-    def trace(frame: FrameType, event: str, _argument: Any) -> Any:
+    def trace_lines(frame: FrameType, event: str, _argument: Any) -> Any:
         nonlocal lines
-        file = frame.f_code.co_filename
-        # A tracer can come between the last line of a block and the release of the lock around it, a signal cannot.
-        if (
-            event == "line"
-            and file.startswith(_PACKAGE)
-            and (not only or file.endswith(only))
-            and not linecache.getline(file, frame.f_lineno).lstrip().startswith("with ")
-        ):
+        if event == "line" and _can_come_before(frame.f_code.co_filename, frame.f_lineno):
             lines += 1
             if lines == at:
                 if again:
                     sys.setprofile(count_calls)
                 raise KeyboardInterrupt
-        return trace
+        return trace_lines
+
+    def trace(frame: FrameType, _event: str, _argument: Any) -> Any:
+        file = frame.f_code.co_filename
+        return trace_lines if file.startswith(_PACKAGE) and (not only or file.endswith(only)) else None
 
     before, profile = sys.gettrace(), sys.getprofile()
     # What other calls have left behind is not to be interrupted instead.

@@ -12,7 +12,7 @@ from qflow_client import Message
 from qflow_client.outbox import Outbox
 from qflow_client.protocol import SendTicket
 from qflow_client.receipt import Outcome, Receipt
-from tests.interrupting import interrupted
+from tests.interrupting import STRIDE, interrupted
 from tests.unit.core.support import Wire
 
 from .support import Kept, leave
@@ -20,8 +20,6 @@ from .support import Kept, leave
 DAY = 86_400.0
 # What is new with an outbox, and what calls it; the rest is interrupted in tests/unit/core.
 STORING = ("storing.py", "outbox.py", "outboxfile.py", "database.py", "protocol.py")
-# Each begins hundreds of times, however busy the machine is.
-pytestmark = pytest.mark.timeout(600)
 OWN = {"plain": b"own", "with an id of its own": Message(b"own", message_id="own")}
 
 
@@ -66,8 +64,8 @@ def all_gets_out(kept: Kept) -> list[bytes]:
 def every_line(
     path: Path, begin: Callable[[Kept], Any], call: Callable[[Kept], Any], least: int, **settings: Any
 ) -> Iterator[tuple[Kept, int]]:
-    """A producer for every line at which a call can be interrupted, after it was; and at last one where it was not."""
-    for at in range(1, 2000):
+    """A producer for every line at which a call is interrupted, after it was; and at last one where it was not."""
+    for at in range(1, 2000, STRIDE):
         kept = Kept(path, f"{at}-", **settings)
         try:
             begin(kept)
