@@ -8,8 +8,9 @@ states are walked on from once only, however many orders lead to them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from qflow_client.flow import Capacity, FlowController, FlowSource, StopResume, ThresholdLimiter, Thresholds
 
@@ -121,10 +122,17 @@ DEPTHS = (2, 3, 4)
 
 
 def assert_nobody_is_blocked_for_nothing(
-    marks: str, publishers: int, consumers: int, make: Make, world_type: type[World] = World
+    marks: str, counts: Iterable[tuple[int, int]], make: Make, world_type: type[World] = World
 ) -> None:
-    """Walk every order from one below the mark, from the mark, and from one above it."""
-    for depth in DEPTHS:
+    """Walk every order from one below the mark, from the mark, and from one above it.
+
+    Args:
+        marks: the name of the queue's marks.
+        counts: of publishers and of consumers, for each walk.
+        make: makes the controller of the queue.
+        world_type: in which they run.
+    """
+    for (publishers, consumers), depth in product(counts, DEPTHS):
         # Only what is there can be consumed.
         scenario = Scenario(MARKS[marks], depth, publishers, min(consumers, depth), world_type)
         orders, wrong, examples = scenario.walk(make)

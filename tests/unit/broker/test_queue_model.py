@@ -178,5 +178,5 @@ class QueueMachine(RuleBasedStateMachine):
         assert sorted(self.completed) == sorted(self.pending - held)
 
 
-QueueMachine.TestCase.settings = settings(max_examples=rounds(100), stateful_step_count=40)
+QueueMachine.TestCase.settings = settings(max_examples=rounds(60), stateful_step_count=40)
 TestQueue = QueueMachine.TestCase

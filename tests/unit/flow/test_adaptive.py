@@ -55,11 +55,11 @@ def test_it_finds_what_is_under_way_on_paths_of_any_length_and_little_more(
     round_trip: float, bottleneck: float
 ) -> None:
     conditions = Conditions(delay=round_trip / 2, rate=bottleneck, batch=max(4, int(bottleneck * round_trip / 100)))
-    simulation = adapted(conditions, 3.0 + 20 * round_trip)
+    simulation = adapted(conditions, 2.0 + 20 * round_trip)
     under_way = bottleneck * round_trip
     confirmed = sum(simulation.confirmed)
-    mean = mean_capacity(simulation, 2.0)
-    assert sum(simulation.confirmed) - confirmed >= 0.95 * bottleneck * 2.0
+    mean = mean_capacity(simulation, 1.0)
+    assert sum(simulation.confirmed) - confirmed >= 0.95 * bottleneck
     assert under_way < mean <= 1.6 * under_way + FLOOR
 
 
@@ -128,11 +128,11 @@ def test_overshoot_is_a_fraction_of_that_of_a_fixed_window(producers: int) -> No
 
 @pytest.mark.parametrize("producers", [2, 4])
 def test_producers_that_share_a_broker_do_not_drive_each_other_up(producers: int) -> None:
-    simulation = adapted(replace(FAST, mood=0.05), 12.0, producers=producers)
+    simulation = adapted(replace(FAST, mood=0.05), 6.0, producers=producers)
     confirmed = list(simulation.confirmed)
-    assert mean_capacity(simulation, 6.0) < MAXIMUM
+    assert mean_capacity(simulation, 2.0) < MAXIMUM
     own = [now - before for now, before in zip(simulation.confirmed, confirmed, strict=True)]
-    assert sum(own) >= 0.95 * 6 * 57_000
+    assert sum(own) >= 0.95 * 2 * 57_000
     assert min(own) >= sum(own) / producers / 5, "and none of them starves"
 
 
@@ -156,19 +156,20 @@ def test_it_shrinks_within_two_seconds_when_the_broker_becomes_slower() -> None:
 
 @pytest.mark.parametrize(("before", "after"), [(0.001, 0.05), (0.05, 0.001), (0.02, 0.04)])
 def test_it_survives_that_the_way_becomes_another_one(before: float, after: float) -> None:
-    conditions = Conditions(delay=before / 2, rate=20_000)
+    conditions = Conditions(delay=before / 2, rate=8000)
     simulation = adapted(conditions, 3.0)
     simulation.conditions = replace(conditions, delay=after / 2)
     simulation.run(8.0)
-    assert simulation.run(2.0) >= 0.95 * 2 * 20_000
+    assert simulation.run(2.0) >= 0.95 * 2 * 8000
     window = simulation.windows[0]
     assert isinstance(window, AdaptiveWindow)
     assert window.way <= after * 1.5
 
 
 def test_the_way_is_looked_at_again_when_it_was_not_seen_for_long() -> None:
-    simulation = adapted(FAST, 5.0)
-    assert min_capacity(simulation, 8.0) == FLOOR
+    simulation = adapted(replace(FAST, rate=10_000), 3.0)
+    assert simulation.in_use > 2 * FLOOR
+    assert min_capacity(simulation, 9.0) == FLOOR
 
 
 def min_capacity(simulation: Simulation, seconds: float) -> int:
@@ -183,12 +184,12 @@ def min_capacity(simulation: Simulation, seconds: float) -> int:
 
 
 def test_an_application_that_sends_little_does_not_change_the_window() -> None:
-    simulation = adapted(Conditions(), 3.0)
+    simulation = adapted(Conditions(), 1.0)
     simulation.backlog[0] = 0
     simulation.run(0.1)
     before = simulation.in_use
-    # A third of what the broker manages, one by one, for a minute.
-    for _ in range(2000):
+    # A third of what the broker manages, one by one, for a quarter of a minute.
+    for _ in range(500):
         simulation.offer(0, 1)
         simulation.run(0.03)
     assert simulation.in_use == before
@@ -197,16 +198,16 @@ def test_an_application_that_sends_little_does_not_change_the_window() -> None:
 
 
 def test_nor_does_a_pause() -> None:
-    simulation = adapted(Conditions(), 3.0)
+    simulation = adapted(Conditions(), 1.0)
     simulation.backlog[0] = 0
-    simulation.run(3600.0)
+    simulation.run(600.0)
     assert simulation.in_use >= 60
     simulation.offer(0, 10**9)
     assert simulation.run(0.5) >= 0.95 * 0.5 * 60_000
 
 
 def test_bursts_with_pauses_between_them_do_not_shrink_it() -> None:
-    simulation = adapted(Conditions(), 3.0)
+    simulation = adapted(Conditions(), 1.0)
     simulation.backlog[0] = 0
     simulation.run(0.1)
     for _ in range(100):

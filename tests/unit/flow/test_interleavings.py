@@ -12,11 +12,9 @@ from tests.interleavings import DEPTHS, MARKS, SIZE, Scenario, World, assert_nob
 
 
 @pytest.mark.parametrize("marks", MARKS)
-@pytest.mark.parametrize(("publishers", "consumers"), [(1, 1), (1, 3), (3, 1), (3, 3)])
-def test_J5_no_order_of_publishers_and_consumers_leaves_one_blocked_for_nothing(
-    marks: str, publishers: int, consumers: int
-) -> None:
-    assert_nobody_is_blocked_for_nothing(marks, publishers, consumers, made_of(FlowController))
+def test_J5_no_order_of_publishers_and_consumers_leaves_one_blocked_for_nothing(marks: str) -> None:
+    counts = itertools.product([1, 2, 3], [1, 2, 3])
+    assert_nobody_is_blocked_for_nothing(marks, counts, made_of(FlowController))
 
 
 class WithoutSecondLook(FlowController):
@@ -53,13 +51,11 @@ class ReleasesWithoutLooking(FlowController):
 
 
 @pytest.mark.parametrize("marks", MARKS)
-@pytest.mark.parametrize("publishers", [1, 3])
 @pytest.mark.parametrize("mutant", [WithoutSecondLook, LooksBeforeItBlocks, ReleasesWithoutLooking])
-def test_J5_the_same_walk_catches_a_controller_without_the_second_look(
-    marks: str, publishers: int, mutant: type[FlowController]
-) -> None:
-    with pytest.raises(AssertionError, match="goes wrong in"):
-        assert_nobody_is_blocked_for_nothing(marks, publishers, 3, made_of(mutant))
+def test_J5_the_same_walk_catches_one_without_the_second_look(marks: str, mutant: type[FlowController]) -> None:
+    for publishers in (1, 2):
+        with pytest.raises(AssertionError, match="goes wrong in"):
+            assert_nobody_is_blocked_for_nothing(marks, [(publishers, 3)], made_of(mutant))
 
 
 @pytest.mark.parametrize("marks", MARKS)
@@ -72,8 +68,7 @@ def test_J5_without_the_second_look_it_takes_one_to_come_in_between(marks: str) 
         assert not scenario.run(made_of(FlowController), order).is_wrong()
 
 
-@pytest.mark.parametrize("mutant", [FlowController, WithoutSecondLook])
-@pytest.mark.parametrize("marks", ["count, gap", "capacity"])
+@pytest.mark.parametrize(("marks", "mutant"), [("count, gap", WithoutSecondLook), ("capacity", FlowController)])
 def test_J5_the_walk_leaves_no_order_out(marks: str, mutant: type[FlowController]) -> None:
     scenario = Scenario(MARKS[marks], 3, 2, 2)
     walked = itertools.count()

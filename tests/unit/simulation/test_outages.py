@@ -18,12 +18,15 @@ from .outages import Outages
 STEPS = 4000
 
 
-@pytest.mark.parametrize("seed", range(rounds(12, least=3)))
+@pytest.mark.parametrize("seed", range(rounds(12)))
 def test_nothing_is_lost_over_lost_connections_closed_channels_and_refusals(seed: int) -> None:
-    outages = Outages(seed)
-    outages.live(3 * STEPS)
+    Outages(seed).live(STEPS)
+
+
+def test_all_that_can_befall_a_message_does() -> None:
+    outages = Outages(0)
+    outages.live(2 * STEPS)
     assert set(outages.counts) == {do.__name__ for do, _ in Outages.STEPS}
-    # All that can befall a message did, to some.
     assert outages.refused
     outcomes = {receipt._outcome for receipt in outages.admitted.values()}
     assert outcomes == {Outcome.CONFIRMED, Outcome.REJECTED, Outcome.UNKNOWN}
