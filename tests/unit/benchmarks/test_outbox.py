@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,15 @@ def test_everything_is_put_and_settled(tmp_path: Path, batch: int, threads: int)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_producers_with_and_without_an_outbox_are_put_side_by_side(tmp_path: Path, way: str) -> None:
+@pytest.fixture(scope="module", name="url")
+def _url() -> Iterator[str]:
     with broker_url(EMBEDDED) as url:
-        comparison = compare(tmp_path, url, way, messages=400, size=10, rounds=1)
+        yield url
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_producers_with_and_without_an_outbox_are_put_side_by_side(tmp_path: Path, url: str, way: str) -> None:
+    comparison = compare(tmp_path, url, way, messages=200, size=10, rounds=1)
     assert comparison.without > 0
     assert comparison.with_outbox > 0
     assert list(tmp_path.iterdir()) == []

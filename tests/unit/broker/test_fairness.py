@@ -110,7 +110,7 @@ def test_F4_a_publisher_that_ends_is_passed_over(make_world):
     assert [flows(client) for client in (first, third)] == [[True], [True]]
 
 
-def flap(make_world, interval, publishers=10, burst=20, rounds=1000):
+def flap(make_world, interval, publishers=10, burst=20, rounds=500):
     """Equal publishers, each of which sends a burst whenever it may, and a consumer that takes 30 in each round.
 
     Returns:

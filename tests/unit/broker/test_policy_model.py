@@ -152,6 +152,10 @@ DISK_BUGS = [
 ]
 
 
+#: What is caught by few seeds is looked for from one of them on; those before it take seconds.
+FIRST_SEEDS = {"D9: an older value comes back": 21}
+
+
 @pytest.mark.parametrize("bug", [*BUGS, *DISK_BUGS], ids=lambda bug: bug[0])
 def test_the_model_catches_what_is_wrong(bug, monkeypatch):
     _, function, right, wrong = bug
@@ -164,4 +168,4 @@ def test_the_model_catches_what_is_wrong(bug, monkeypatch):
     name = function.__qualname__.split(".")
     monkeypatch.setattr(scope[name[0]], name[1], mutant[name[1]])
     with pytest.raises((AssertionError, AttributeError, KeyError, ValueError)):
-        drive_all(range(200), **options)
+        drive_all(range(FIRST_SEEDS.get(bug[0], 0), 200), **options)

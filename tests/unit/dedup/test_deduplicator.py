@@ -236,9 +236,11 @@ def _die_half_way(path: Path) -> None:
         os._exit(9)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
 def test_processes_share_a_file(tmp_path: Path) -> None:
     path = tmp_path / "ids"
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     children = [context.Process(target=_remember, args=(path, number)) for number in range(4)]
     for child in children:
         child.start()
