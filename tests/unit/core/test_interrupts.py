@@ -10,7 +10,7 @@ import pytest
 from qflow_client import Message, ProducerClosed, ProducerSettings, Receipt
 from qflow_client.flow import FifoLine, Line, Ticket, WeightedLine
 from qflow_client.protocol import ProducerProtocol, SendTicket
-from tests.interrupting import STRIDE, interrupted
+from tests.interrupting import EVERY, interrupted
 
 from .support import MAX_BODY, Wire, drain, make, returned, send, wait, write
 
@@ -102,7 +102,7 @@ def consistent(protocol: ProducerProtocol) -> bool:
 def test_a_second_interrupt_while_the_first_one_is_put_right_changes_nothing(payload: bytes | Message) -> None:
     twice = 0
     times = 2
-    for at in range(1, 1000, STRIDE):
+    for at in range(1, 1000, EVERY):
         # The first call is that of what puts it right, within a microsecond after the first interrupt.
         for again in range(2, 1000):
             protocol, _ = started()
@@ -113,7 +113,7 @@ def test_a_second_interrupt_while_the_first_one_is_put_right_changes_nothing(pay
             twice += 1
         if times == 0:
             break
-    assert twice > 100 / STRIDE
+    assert twice > 100 / EVERY
 
 
 class Watch:

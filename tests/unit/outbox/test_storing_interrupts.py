@@ -12,7 +12,7 @@ from qflow_client import Message
 from qflow_client.outbox import Outbox
 from qflow_client.protocol import SendTicket
 from qflow_client.receipt import Outcome, Receipt
-from tests.interrupting import STRIDE, interrupted
+from tests.interrupting import EVERY, interrupted
 from tests.unit.core.support import Wire
 
 from .support import Kept, leave
@@ -65,7 +65,7 @@ def every_line(
     path: Path, begin: Callable[[Kept], Any], call: Callable[[Kept], Any], least: int, **settings: Any
 ) -> Iterator[tuple[Kept, int]]:
     """A producer for every line at which a call is interrupted, after it was; and at last one where it was not."""
-    for at in range(1, 2000, STRIDE):
+    for at in range(1, 2000, EVERY):
         kept = Kept(path, f"{at}-", **settings)
         try:
             begin(kept)

@@ -20,7 +20,7 @@ STEPS = 4000
 
 @pytest.mark.parametrize("seed", range(rounds(12)))
 def test_nothing_is_lost_over_lost_connections_closed_channels_and_refusals(seed: int) -> None:
-    Outages(seed).live(STEPS)
+    Outages(seed).live(2 * STEPS)
 
 
 def test_all_that_can_befall_a_message_does() -> None:
