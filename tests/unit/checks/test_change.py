@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from checks.change import BROKERS, PYTHON, ROOT, claimed_pythons, commands_of_readme, stages
 from checks.nightly import PARTS
-from checks.stages import check
+from checks.stages import Stage, check
 
 PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 TOX = (ROOT / "tox.ini").read_text(encoding="utf-8")
 
 
-def test_the_commands_of_readme_are_among_the_stages(tmp_path: Path) -> None:
+@pytest.fixture(scope="module", name="found")
+def _found(tmp_path_factory: pytest.TempPathFactory) -> list[Stage]:
+    # They ask each Python what it is.
+    return list(stages(tmp_path_factory.mktemp("stages")))
+
+
+def test_the_commands_of_readme_are_among_the_stages(found: list[Stage]) -> None:
     demonstrate, test = commands_of_readme((ROOT / "README.md").read_text(encoding="utf-8"))
     assert demonstrate == "pip install -e '.[demo]' && qflow demo"
     assert test == "pip install tox && tox"
-    scripts = {stage.name: stage.script for stage in stages(tmp_path)}
+    scripts = {stage.name: stage.script for stage in found}
     assert test in scripts["tests"]
     assert demonstrate in scripts["demonstration"]
 
@@ -29,14 +34,13 @@ def test_a_readme_without_the_two_commands_is_refused() -> None:
         commands_of_readme("```sh\nmake\n```\n")
 
 
-def test_the_stages_can_run_and_use_both_lanes(tmp_path: Path) -> None:
-    found = list(stages(tmp_path))
+def test_the_stages_can_run_and_use_both_lanes(found: list[Stage]) -> None:
     check(found)
     assert {stage.lane for stage in found} == {PYTHON, BROKERS}
 
 
-def test_every_environment_of_tox_is_run_by_a_stage_or_at_night(tmp_path: Path) -> None:
-    scripts = [stage.script for stage in stages(tmp_path)]
+def test_every_environment_of_tox_is_run_by_a_stage_or_at_night(found: list[Stage]) -> None:
+    scripts = [stage.script for stage in found]
     scripts += [step.script for part in PARTS.values() for step in part.steps]
     named = {name for script in scripts for names in re.findall(r"-e ([\w,]+)", script) for name in names.split(",")}
     sections = re.findall(r"^\[testenv:(.+)\]", TOX, re.MULTILINE)

@@ -11,7 +11,9 @@ from checks import repeat
 from checks.repeat import Run, busy, load_runs, run_once, totals
 
 
-def test_a_run_says_what_passed_and_what_failed(tmp_path: Path) -> None:
+def test_a_run_says_what_passed_and_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # It needs none, and some take seconds to load.
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     (tmp_path / "test_it.py").write_text("def test_good(): pass\ndef test_bad(): assert False\n")
     command = f"{repeat._PYTEST} -p no:randomly -c /dev/null --rootdir {tmp_path} {tmp_path}"
     run = run_once("mine", command, load=0, limit=100, log=tmp_path / "log")

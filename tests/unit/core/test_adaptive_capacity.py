@@ -41,7 +41,7 @@ def test_the_window_grows_while_throughput_does_and_no_further_than_allowed() ->
 def test_c6_no_more_than_the_capacity_of_the_moment_is_unsettled() -> None:
     protocol = make(capacity="auto")
     now = 0.0
-    for _ in range(50):
+    for _ in range(20):
         fill(protocol, now)
         assert protocol.unsettled <= protocol.window.capacity
         now += 0.03

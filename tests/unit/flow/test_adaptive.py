@@ -21,7 +21,7 @@ SLOW = Conditions(delay=0.0005, rate=1000, batch=1)
 FAR = Conditions(delay=0.01, rate=60_000, batch=32)
 
 
-def rate(conditions: Conditions, window: WindowLimiter, *, after: float = 3.0, seconds: float = 2.0) -> float:
+def rate(conditions: Conditions, window: WindowLimiter, *, after: float = 2.0, seconds: float = 1.0) -> float:
     """Messages per second that are confirmed, once the window has found its size."""
     simulation = Simulation(conditions, [window])
     simulation.run(after)

@@ -15,17 +15,17 @@ from tests.effort import rounds
 from .life import BrokenContract
 from .outages import Outages
 
-STEPS = 4000
+STEPS = 8000
 
 
 @pytest.mark.parametrize("seed", range(rounds(12)))
 def test_nothing_is_lost_over_lost_connections_closed_channels_and_refusals(seed: int) -> None:
-    Outages(seed).live(2 * STEPS)
+    Outages(seed).live(STEPS)
 
 
 def test_all_that_can_befall_a_message_does() -> None:
     outages = Outages(0)
-    outages.live(2 * STEPS)
+    outages.live(STEPS)
     assert set(outages.counts) == {do.__name__ for do, _ in Outages.STEPS}
     assert outages.refused
     outcomes = {receipt._outcome for receipt in outages.admitted.values()}
@@ -146,8 +146,8 @@ BUGS: list[Callable[..., ProducerProtocol]] = [
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught(bug: type[ProducerProtocol]) -> None:
     def lives() -> None:
-        for seed in range(12):
-            Outages(seed, bug).live(STEPS)
+        for seed in range(100):
+            Outages(seed, bug).live(600)
 
     with pytest.raises(BrokenContract):
         lives()
