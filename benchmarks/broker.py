@@ -17,7 +17,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -298,7 +298,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, An
     )
     parts = options.parts.split(",")
     found: dict[str, Any] = {}
-    with broker_process() as (ours, _):
+    with broker_process() if {"rates", "policies"} & set(parts) else nullcontext(("", 0)) as (ours, _):
         if "rates" in parts:
             with Wire(options.url) as wire:
                 found["RabbitMQ"] = broker_name(wire.server_properties)
