@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from qflow_client.testing.node import free_port
 from qflow_client.testing.rabbitmq import RabbitMQNode, RabbitMQNotInstalled
 
 try:
@@ -44,6 +45,10 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
         .config("spark.sql.shuffle.partitions", 2)
         .config("spark.sql.warehouse.dir", str(tmp_path_factory.mktemp("warehouse")))
         .config("spark.ui.enabled", False)
+        # Of Spark Connect: for its clients, and no JVM more.
+        .config("spark.plugins", "org.apache.spark.sql.connect.SparkConnectPlugin")
+        .config("spark.connect.grpc.binding.address", "127.0.0.1")
+        .config("spark.connect.grpc.binding.port", free_port(set()))
         .config("spark.ui.showConsoleProgress", False)
         .getOrCreate()
     )

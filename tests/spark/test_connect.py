@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from pyspark.sql import SparkSession
 
 from qflow_client.broker import Broker
 from tests.spark.cluster import run_python
@@ -14,7 +15,7 @@ from tests.spark.cluster import run_python
 if os.environ.get("QFLOW_REQUIRE_SPARK") != "1" and importlib.util.find_spec("grpc") is None:
     pytest.skip("Spark Connect needs grpcio: pip install 'pyspark[connect]'", allow_module_level=True)
 
-# It starts a server, which is a JVM, in a process of its own: a session of the other kind may be in this one.
+# The client is a process of its own: a session of the other kind is in this one.
 pytestmark = pytest.mark.timeout(600)
 
 PROGRAM = """
@@ -23,8 +24,8 @@ from pyspark.sql import SparkSession
 from pyspark.sql.connect.session import SparkSession as ConnectSession
 from qflow_client.spark import register
 
-url, folder = sys.argv[1:]
-spark = SparkSession.builder.remote("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+url, folder, server = sys.argv[1:]
+spark = SparkSession.builder.remote(server).getOrCreate()
 assert isinstance(spark, ConnectSession)
 register(spark)
 frame = spark.range(1000, numPartitions=2).selectExpr("cast(id as string) as body")
@@ -56,9 +57,10 @@ spark.stop()
 """
 
 
-def test_sink_and_source_work_with_Spark_Connect(tmp_path: Path) -> None:
+def test_sink_and_source_work_with_Spark_Connect(spark: SparkSession, tmp_path: Path) -> None:
+    server = f"sc://127.0.0.1:{spark.conf.get('spark.connect.grpc.binding.port')}"
     with Broker() as broker:
         broker.declare_queue("rows")
         broker.declare_queue("copies")
-        assert run_python(PROGRAM, broker.url, str(tmp_path), timeout=500).split()[-1] == "done"
+        assert run_python(PROGRAM, broker.url, str(tmp_path), server, timeout=500).split()[-1] == "done"
         broker.wait_until(lambda b: [b.queue(name).depth for name in ("rows", "copies")] == [0, 0], timeout=100)

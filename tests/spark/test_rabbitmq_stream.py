@@ -90,6 +90,8 @@ def test_a_stream_is_read_in_ranges_by_several_tasks_in_order_as_often_as_one_li
     assert rows(load(spark, node, stream, startingOffsets="latest")) == []
     assert rows(load(spark, node, stream, startingTimestamp=int(time.time() * 1000) + 3_600_000)) == []
     assert rows(load(spark, node, stream, startingTimestamp=0)) == same(0, 2010)
+    with pytest.raises(AnalysisException, match="ends at offset 2010, and the offsets from 2012 to 2010 are "):
+        load(spark, node, stream, startingOffsets=2012).collect()
 
 
 def test_a_stream_that_is_empty_gives_no_rows(spark: SparkSession, node: RabbitMQNode, stream: str) -> None:
@@ -203,7 +205,7 @@ def numbers(found: list[tuple[int, int]]) -> range:
 
 
 def test_messages_that_retention_has_removed_are_an_error_unless_one_goes_on_without(
-    spark: SparkSession, node: RabbitMQNode, declare: Declare, tmp_path: Path
+    spark: SparkSession, node: RabbitMQNode, declare: Declare
 ) -> None:
     stream = declare(x_max_length_bytes=50_000, x_stream_max_segment_size_bytes=10_000)
     for first in range(0, 1000, 100):
@@ -219,22 +221,10 @@ def test_messages_that_retention_has_removed_are_an_error_unless_one_goes_on_wit
     assert left.start > 0
     assert left.stop == 1000
     assert rows(load(spark, node, stream, startingOffsets=0, endingOffsets=5, failOnDataLoss="false")) == []
-    with pytest.raises(StreamingQueryException, match=gone):
-        start(follow(spark, node, stream, startingOffsets=0), tmp_path).awaitTermination()
-
-
-def test_a_stream_that_was_made_again_is_not_taken_for_the_old_one(
-    spark: SparkSession, node: RabbitMQNode, declare: Declare, tmp_path: Path
-) -> None:
-    stream = declare()
-    fill(node, stream, 20)
-    start(follow(spark, node, stream), tmp_path).awaitTermination()
-    declare()
-    fill(node, stream, 5)
-    with pytest.raises(StreamingQueryException, match=r"checkpoint is at offset 20, and stream .* ends at 5: it was"):
-        start(follow(spark, node, stream), tmp_path).awaitTermination()
-    with pytest.raises(AnalysisException, match=r"ends at offset 5, and the offsets from 7 to 5 are asked for"):
-        load(spark, node, stream, startingOffsets=7).collect()
+    query = reader(node, stream)
+    part, *_ = query.partitions({"offset": 0}, {"offset": 1000})
+    with pytest.raises(StreamError, match=gone):
+        list(query.read(part))
 
 
 @pytest.mark.parametrize(

@@ -138,16 +138,6 @@ def test_a_query_that_failed_gets_the_same_batch_again_and_no_message_twice(
     assert broker.queue("rows").depth == 0
 
 
-def test_a_spool_that_was_deleted_is_not_passed_over(spark: SparkSession, broker: Broker, tmp_path: Path) -> None:
-    fill(broker, 10)
-    start(load(spark, broker, tmp_path), tmp_path).awaitTermination()
-    (tmp_path / "spool").rename(tmp_path / "elsewhere")
-    fill(broker, 5, 10)
-    with pytest.raises(StreamingQueryException, match="they belong together"):
-        start(load(spark, broker, tmp_path), tmp_path).awaitTermination()
-    assert broker.queue("rows").depth == 5
-
-
 def test_what_has_come_into_another_spool_than_the_checkpoints_is_not_acknowledged_for_it(
     broker: Broker, tmp_path: Path
 ) -> None:
@@ -187,14 +177,3 @@ def test_a_query_that_was_refused_for_its_spool_is_refused_again_and_loses_nothi
             query.stop()
     assert broker.queue("rows").depth == 20
     assert not list((tmp_path / "spool").glob("*.arrow"))
-
-
-def test_two_queries_cannot_have_one_spool(spark: SparkSession, broker: Broker, tmp_path: Path) -> None:
-    query = start(load(spark, broker, tmp_path), tmp_path, all_there_is=False)
-    try:
-        broker.wait_until(lambda b: b.queue("rows").consumers == 1, timeout=PATIENCE)
-        other = tmp_path / "other"
-        with pytest.raises(StreamingQueryException, match="is in use by another query"):
-            start(load(spark, broker, other, spoolPath=tmp_path / "spool"), other).awaitTermination()
-    finally:
-        query.stop()
