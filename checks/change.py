@@ -111,7 +111,7 @@ def stages(folder: Path) -> Iterator[Stage]:
         "tests",
         f"{sys.executable} -m venv {folder}/tox && . {folder}/tox/bin/activate && {test}",
         PYTHON,
-        limit=1200,
+        limit=2400,
     )
     yield Stage(
         "beside", f"{sys.executable} -m venv {folder}/beside && {folder}/beside/bin/pip install -q tox", BROKERS
