@@ -97,11 +97,11 @@ class Database:
                 "by itself"
             )
 
-    def execute(self, statement: str, *values: object) -> sqlite3.Cursor:
-        """Execute one statement."""
+    def execute(self, statement: str, *values: object, **named: object) -> sqlite3.Cursor:
+        """Execute one statement with its values: in order for ``?``, or by name for ``:name``."""
         self._check_process()
         try:
-            return self._file.execute(statement, values)
+            return self._file.execute(statement, named or values)
         except sqlite3.Error as failure:
             raise self._error(f"{self.path}: {failure}") from failure
 

@@ -51,34 +51,35 @@ _TABLES = (
     )""",
 )
 _CHANGES: Mapping[str, tuple[str, ...]] = {
-    "queue": ("INSERT INTO queue VALUES (?1, ?2, ?3, ?4)",),
-    "no_queue": ("DELETE FROM queue WHERE name = ?1", "DELETE FROM binding WHERE kind = 'queue' AND destination = ?1"),
-    "exchange": ("INSERT INTO exchange VALUES (?1, ?2, ?3, ?4, ?5)",),
+    "queue": ("INSERT INTO queue VALUES (?, ?, ?, ?)",),
+    "no_queue": ("DELETE FROM queue WHERE name = ?", "DELETE FROM binding WHERE kind = 'queue' AND destination = ?"),
+    "exchange": ("INSERT INTO exchange VALUES (?, ?, ?, ?, ?)",),
     "no_exchange": (
-        "DELETE FROM exchange WHERE name = ?1",
-        "DELETE FROM binding WHERE source = ?1 OR (kind = 'exchange' AND destination = ?1)",
+        "DELETE FROM exchange WHERE name = ?",
+        "DELETE FROM binding WHERE source = ?",
+        "DELETE FROM binding WHERE kind = 'exchange' AND destination = ?",
     ),
-    "binding": ("INSERT OR IGNORE INTO binding VALUES (?1, ?2, ?3, ?4, ?5)",),
+    "binding": ("INSERT OR IGNORE INTO binding VALUES (?, ?, ?, ?, ?)",),
     "no_binding": (
         """DELETE FROM binding
-            WHERE source = ?1 AND kind = ?2 AND destination = ?3 AND routing_key = ?4 AND arguments = ?5""",
+            WHERE source = ? AND kind = ? AND destination = ? AND routing_key = ? AND arguments = ?""",
     ),
 }
 # One statement for all rows: between two of them this thread gives the interpreter away, and may wait long for it when
 # the event loop is busy. So all bytes are one value, and where in it they are is another, in JSON.
 _PUT = """INSERT INTO message
     SELECT number, queues, at,
-        substr(?2, start, names), substr(?2, start + names, header), substr(?2, start + names + header, body)
+        substr(:bytes, start, names), substr(:bytes, start + names, header), substr(:bytes, start + names + header, body)
     FROM (
         SELECT json_extract(value, '$[0]') AS number, json_extract(value, '$[1]') AS queues,
             json_extract(value, '$[2]') AS at, json_extract(value, '$[3]') AS start,
             json_extract(value, '$[4]') AS names, json_extract(value, '$[5]') AS header,
             json_extract(value, '$[6]') AS body
-        FROM json_each(?1)
+        FROM json_each(:rows)
     )"""
 _MOVE = """UPDATE message SET queues = json_extract(value, '$[1]')
-    FROM json_each(?1) WHERE number = json_extract(value, '$[0]')"""
-_REMOVE = "DELETE FROM message WHERE number IN (SELECT value FROM json_each(?1))"
+    FROM json_each(?) WHERE number = json_extract(value, '$[0]')"""
+_REMOVE = "DELETE FROM message WHERE number IN (SELECT value FROM json_each(?))"
 _BODIES = "SELECT number, body FROM message WHERE number IN (SELECT value FROM json_each(?))"
 # Bytes of messages that are written by one statement; SQLite takes 1,000,000,000 in one value, and no more.
 _PORTION = 16 << 20
@@ -131,7 +132,8 @@ class Store:
             for change in batch.changes:
                 self._change(change)
             for puts in _portions(batch.puts):
-                file.execute(_PUT, *_packed(puts))
+                rows, joined = _packed(puts)
+                file.execute(_PUT, rows=rows, bytes=joined)
             if batch.moves:
                 file.execute(_MOVE, json.dumps(list(batch.moves.items())))
             if batch.removals:
