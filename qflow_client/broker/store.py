@@ -69,7 +69,9 @@ _CHANGES: Mapping[str, tuple[str, ...]] = {
 # the event loop is busy. So all bytes are one value, and where in it they are is another, in JSON.
 _PUT = """INSERT INTO message
     SELECT number, queues, at,
-        substr(:bytes, start, names), substr(:bytes, start + names, header), substr(:bytes, start + names + header, body)
+        substr(:parts, start, names),
+        substr(:parts, start + names, header),
+        substr(:parts, start + names + header, body)
     FROM (
         SELECT json_extract(value, '$[0]') AS number, json_extract(value, '$[1]') AS queues,
             json_extract(value, '$[2]') AS at, json_extract(value, '$[3]') AS start,
@@ -132,8 +134,8 @@ class Store:
             for change in batch.changes:
                 self._change(change)
             for puts in _portions(batch.puts):
-                rows, joined = _packed(puts)
-                file.execute(_PUT, rows=rows, bytes=joined)
+                rows, parts = _packed(puts)
+                file.execute(_PUT, rows=rows, parts=parts)
             if batch.moves:
                 file.execute(_MOVE, json.dumps(list(batch.moves.items())))
             if batch.removals:

@@ -129,7 +129,7 @@ def test_many_senders_share_their_commits(broker: Broker, make_producer: Callabl
     commits = 0
     execute = file.execute
 
-    def count(statement: str, *values: Any) -> Any:
+    def count(statement: str, *values: Any, **named: Any) -> Any:
         nonlocal commits
         if statement.startswith(("COMMIT", "INSERT")):
             with lock:
@@ -138,7 +138,7 @@ def test_many_senders_share_their_commits(broker: Broker, make_producer: Callabl
             if first:
                 # The disk takes its time, in which all the others come.
                 eventually(lambda: len(outbox._inserting) + len(outbox._rows) == 16, "the others' messages")
-        return execute(statement, *values)
+        return execute(statement, *values, **named)
 
     file.execute = count  # type: ignore[method-assign]
     jobs = [start(lambda: [producer.send(b"x") for _ in range(25)]) for _ in range(16)]

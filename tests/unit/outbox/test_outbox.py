@@ -274,8 +274,8 @@ def test_a_commit_that_ctrl_c_breaks_off_when_it_is_done_can_be_repeated(path: P
         outbox.settle(one)
         execute = outbox._file.execute
 
-        def interrupted(statement: str, *values: object) -> sqlite3.Cursor:
-            done = execute(statement, *values)
+        def interrupted(statement: str, *values: object, **named: object) -> sqlite3.Cursor:
+            done = execute(statement, *values, **named)
             if statement == "COMMIT":
                 raise KeyboardInterrupt
             return done
