@@ -49,6 +49,14 @@ class TappedConnection(aio_pika.Connection):
         # aio-pika's arguments for every connection that aiormq makes.
         self.kwargs = {**self.kwargs, "transport_factory": factory, "client_properties": client_properties}
 
+    def __del__(self) -> None:
+        # Without a running loop, aio-pika's makes a coroutine that is never awaited, and Python warns of it.
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        super().__del__()
+
     def _made(self, tapped: TapTransport) -> None:
         self.tapped = tapped
 

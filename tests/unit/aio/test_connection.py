@@ -1,0 +1,27 @@
+"""aio-pika's connection classes with our additions."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import pytest
+from yarl import URL
+
+from qflow_client.aio.connection import TappedConnection, TappedRobustConnection
+
+
+@pytest.mark.parametrize("kind", [TappedConnection, TappedRobustConnection])
+def test_a_connection_that_is_collected_while_its_loop_stands_still_warns_of_nothing(
+    kind: type[TappedConnection], recwarn: pytest.WarningsRecorder
+) -> None:
+    async def make() -> TappedConnection:
+        return kind(URL("amqp://localhost"))
+
+    asyncio.set_event_loop(None)
+    loop = asyncio.new_event_loop()
+    connection = loop.run_until_complete(make())
+    del connection
+    gc.collect()
+    loop.close()
+    assert not recwarn.list
