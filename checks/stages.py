@@ -172,15 +172,17 @@ def run(stages: Sequence[Stage], cwd: Path, logs: Path, out: TextIO | None = Non
                 changed.notify_all()
 
     threads = [threading.Thread(target=drive, args=(lane,), name=name) for name, lane in lanes.items()]
-    for thread in threads:
-        thread.start()
     try:
+        for thread in threads:
+            thread.start()
         for thread in threads:
             thread.join()
     except BaseException:
+        # A thread that starts only now finds that all is over.
         groups.kill_all()
         for thread in threads:
-            thread.join()
+            if thread.is_alive():
+                thread.join()
         raise
     return [ended[stage.name] for stage in stages]
 
