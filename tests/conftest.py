@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from qflow_client.logs import flush_logs
 from qflow_client.manager import flow_manager
 from tests.effort import load_profile
 
@@ -20,6 +21,13 @@ def _manager_is_its_own() -> None:
     for each in flow_manager.resources:
         flow_manager.unregister(each)
     flow_manager.start_all()
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """pytest's own, after the log lines that earlier tests have left to write."""
+    assert flush_logs(20)
+    return caplog
 
 
 @pytest.fixture

@@ -128,6 +128,14 @@ class RabbitMQ(ABC):
         """
         self.ctl("set_disk_free_limit", "50MB")
 
+    def sync(self) -> None:
+        """Write to disk what was declared. RabbitMQ 3 does so when it likes, and a crash may lose the rest.
+
+        Raises:
+            RabbitMQError: If the node does not take the command.
+        """
+        self.ctl("eval", "mnesia:sync_log().")
+
 
 class RabbitMQNode(Node, RabbitMQ):
     """A private RabbitMQ node.

@@ -196,6 +196,7 @@ def test_a_node_that_is_killed_and_starts_again_has_everything(own_rabbitmq: Rab
     async def main() -> None:
         async with await connect_async(own_rabbitmq.url) as first:
             await (await first.channel()).declare_queue("q", durable=True)
+        await asyncio.to_thread(own_rabbitmq.sync)
         connection = await connect_async(own_rabbitmq.url, robust=True, reconnect_interval=0.5) if shared else None
         where: dict[str, Any] = {"connection": connection} if shared else {"url": own_rabbitmq.url}
         async with AsyncProducer(**where, routing_key="q", capacity=500) as producer:

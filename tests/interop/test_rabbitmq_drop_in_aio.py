@@ -212,6 +212,7 @@ def test_a_robust_channel_waits_over_a_crash_of_the_node(own_rabbitmq: RabbitMQN
         async with await drop_in.connect_robust(url) as connection:
             channel = await connection.channel()
             await channel.declare_queue("orders", durable=True)
+            await on_thread(own_rabbitmq.sync)
             await on_thread(own_rabbitmq.raise_memory_alarm)
             exchange = channel.default_exchange
             written = asyncio.ensure_future(exchange.publish(drop_in.Message(b"written"), "orders"))

@@ -124,8 +124,7 @@ def test_a_durable_queue_and_its_persistent_message_survive_a_crash(own_rabbitmq
         channel = confirming_channel(connection)
         channel.queue_declare("survivor", durable=True)
         channel.basic_publish("", "survivor", b"still here", PERSISTENT)
-        # RabbitMQ confirms a message once it is on disk, and writes what was declared when it likes.
-        own_rabbitmq.ctl("eval", "mnesia:sync_log().")
+        own_rabbitmq.sync()
         own_rabbitmq.kill()
         assert not own_rabbitmq.running
         with pytest.raises(pika.exceptions.AMQPConnectionError):

@@ -255,6 +255,7 @@ def test_a_node_that_is_killed_twice_and_starts_again_has_everything(own_rabbitm
     connection = pika.BlockingConnection(pika.URLParameters(own_rabbitmq.url))
     connection.channel().queue_declare("q", durable=True)
     connection.close()
+    own_rabbitmq.sync()
     with Producer(own_rabbitmq.url, routing_key="q", capacity=500) as producer:
         sending = threading.Thread(
             target=lambda: [producer.send(b"%d" % number, timeout=None) for number in range(count)]

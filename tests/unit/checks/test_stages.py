@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,10 @@ def test_a_stage_that_is_not_over_in_time_is_killed_with_what_it_started(tmp_pat
     _wait_for_end(int((tmp_path / "child").read_text()))
 
 
-def test_an_interrupt_kills_what_runs_and_starts_nothing_more(tmp_path: Path) -> None:
+def test_an_interrupt_kills_what_runs_and_starts_nothing_more(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    # A shell ignores interrupts for what it runs in the background.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(partial(signal.signal, signal.SIGINT, before))
     os.mkfifo(tmp_path / "pipe")
 
     def interrupt() -> None:
