@@ -82,7 +82,7 @@ def message_ids(broker: Broker, queue: str = "q") -> list[str]:
 
 
 class Stopwatch:
-    """Seconds that a block takes; judged as a deadline: never early, and less than `_LATE` seconds late.
+    """Seconds that a block takes; judged as a deadline: never early, and less than a second late.
 
     What a thread that only sleeps meanwhile is late by is the machine's own lateness, and nobody's fault.
     """
@@ -90,8 +90,6 @@ class Stopwatch:
     _TICK = 0.01
     # What threads that take their turns make each other wait for anyway.
     _USUAL = 0.02
-    # Less than what waits for another limit than it should, and more than a busy machine takes.
-    _LATE = 5.0
 
     def __enter__(self) -> Self:
         self.late = 0.0
@@ -120,7 +118,7 @@ class Stopwatch:
         return now
 
     def kept(self, deadline: float) -> bool:
-        return deadline <= self.seconds and self.within(deadline + self._LATE)
+        return deadline <= self.seconds and self.within(deadline + 1.0)
 
     def within(self, limit: float) -> bool:
         """Whether it took less than that, but for the machine's lateness."""
