@@ -178,7 +178,7 @@ def run(stages: Sequence[Stage], cwd: Path, logs: Path, out: TextIO | None = Non
         for thread in threads:
             thread.join()
     except BaseException:
-        # A thread that starts only now finds that all is over.
+        # A thread that starts after this starts no stage.
         groups.kill_all()
         for thread in threads:
             if thread.is_alive():

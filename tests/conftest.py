@@ -25,7 +25,7 @@ def _manager_is_its_own() -> None:
 
 @pytest.fixture
 def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """pytest's own, after the log lines that earlier tests have left to write."""
+    """pytest's own, once the log lines of earlier tests are written."""
     assert flush_logs(20)
     return caplog
 

@@ -50,7 +50,7 @@ class TappedConnection(aio_pika.Connection):
         self.kwargs = {**self.kwargs, "transport_factory": factory, "client_properties": client_properties}
 
     def __del__(self) -> None:
-        # Without a running loop, aio-pika's makes a coroutine that is never awaited, and Python warns of it.
+        # Without a running loop, aio-pika's creates a coroutine that is never awaited, and Python warns about it.
         try:
             asyncio.get_running_loop()
         except RuntimeError:

@@ -129,7 +129,7 @@ class RabbitMQ(ABC):
         self.ctl("set_disk_free_limit", "50MB")
 
     def sync(self) -> None:
-        """Write to disk what was declared. RabbitMQ 3 does so when it likes, and a crash may lose the rest.
+        """Flush declarations to disk. RabbitMQ 3 writes them some time after it answers, so a crash can lose them.
 
         Raises:
             RabbitMQError: If the node does not take the command.

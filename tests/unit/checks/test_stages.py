@@ -60,7 +60,7 @@ def test_a_stage_that_is_not_over_in_time_is_killed_with_what_it_started(tmp_pat
 
 
 def test_an_interrupt_kills_what_runs_and_starts_nothing_more(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    # A shell ignores interrupts for what it runs in the background.
+    # A shell starts background jobs with SIGINT ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(partial(signal.signal, signal.SIGINT, before))
     os.mkfifo(tmp_path / "pipe")
