@@ -117,6 +117,9 @@ class Stopwatch:
             self.late += late
         return now
 
+    def __repr__(self) -> str:
+        return f"<{self.seconds:.3f} s, of which the machine was late by {self.late:.3f} s>"
+
     def kept(self, deadline: float) -> bool:
         return deadline <= self.seconds and self.within(deadline + 1.0)
 
