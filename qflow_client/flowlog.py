@@ -337,9 +337,6 @@ class FlowLog:
 
     def _write_waiting(self) -> None:
         with self._writing:
-            if time.monotonic() >= self._tell_at:
-                self._tell_at = time.monotonic() + self.period
-                self._tell()
             lines: list[bytes] = []
             for line in self._take():
                 lines.append(_encode(line).encode())
@@ -358,6 +355,15 @@ class FlowLog:
                     self._finish()
 
     def _take(self) -> Iterator[Line]:
+        # All events of before this moment are taken before holds are told up to it.
+        at = microseconds(time.time())
+        yield from self._drain()
+        if time.monotonic() >= self._tell_at:
+            self._tell_at = time.monotonic() + self.period
+            self._tell(at)
+            yield from self._drain()
+
+    def _drain(self) -> Iterator[Line]:
         # Events make lines, which are put behind: so many, and not without end.
         waiting = self._waiting
         for _ in range(2 * len(waiting)):
@@ -370,16 +376,12 @@ class FlowLog:
             else:
                 yield item
 
-    def _tell(self) -> None:
+    def _tell(self, at: int) -> None:
         """Tell of holds that go on, and forget producers that are closed: those are held by nothing any more."""
         with self._lock:
             watches = tuple(self._watches)
-        # First what has happened: a hold that was lifted is told of by that.
-        at = microseconds(time.time())
-        events = any(isinstance(item, tuple) for item in self._waiting)
         for watch in watches:
-            if not events:
-                watch.lines.tell(at)
+            watch.lines.tell(at)
             if watch.producer.closed:
                 with self._lock:
                     if watch in self._watches:

@@ -384,6 +384,8 @@ class Proxy:
                     function, done = self._calls.pop(0)
                     function()
                     done.set()
+                    # What else was ready may no longer be registered.
+                    break
                 else:
                     self._relay(key.fileobj)
 

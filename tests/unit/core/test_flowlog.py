@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,8 +151,17 @@ def test_a_forked_child_leaves_its_parents_file_alone(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_any_thread_may_write(tmp_path: Path) -> None:
-    with FlowLog(tmp_path) as log:
+@pytest.fixture
+def eager_threads() -> Iterator[None]:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("eager_threads")
+def test_any_thread_may_write_while_holds_are_told(tmp_path: Path) -> None:
+    with FlowLog(tmp_path, period=1e-6) as log:
 
         def write() -> None:
             for number in range(500):
@@ -160,8 +170,8 @@ def test_any_thread_may_write(tmp_path: Path) -> None:
         threads = [threading.Thread(target=write) for _ in range(4)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        while any(thread.is_alive() for thread in threads):
+            log.flush()
     assert len(_lines(tmp_path)) == 2000
 
 
