@@ -6,7 +6,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import billiard.pool
 from celery import Celery
+
+# A child of a prefork worker waits at its end until its parent has read all results, which a parent that ends as well
+# may no longer do: 300 times this long.
+billiard.pool.GUARANTEE_MESSAGE_CONSUMPTION_RETRY_INTERVAL = 0.01
 
 #: What tells two of them apart on one broker.
 NAME = os.environ.get("PROGRAM_NAME", "program")
