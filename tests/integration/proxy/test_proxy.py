@@ -303,7 +303,7 @@ def test_one_byte_at_a_time(dial, proxy, sizes):
     assert time.monotonic() - began >= 0.07
 
 
-def test_splits_are_drawn_from_the_seed(listener, sizes):
+def test_splits_are_drawn_from_the_seed(listener, sizes: list[int]):
     def pieces(seed: int) -> list[int]:
         sizes.clear()
         with FaultProxy(f"127.0.0.1:{listener.getsockname()[1]}", seed=seed) as proxy:
