@@ -44,11 +44,13 @@ class _Writer:
                 return
             self._records.put(record)
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name="qflow-log", daemon=True)
-                # Refused by a process that has too many, or that ends: the record waits for the next, or for `flush`.
-                with suppress(RuntimeError):
-                    thread.start()
-                    self._thread = thread
+                # Known before it runs, because its first record's handler may flush.
+                self._thread = threading.Thread(target=self._run, name="qflow-log", daemon=True)
+                try:
+                    self._thread.start()
+                except RuntimeError:
+                    # A process has too many, or ends: the record waits for the next, or for `flush`.
+                    self._thread = None
 
     def flush(self, timeout: float) -> bool:
         if self._thread is threading.current_thread():

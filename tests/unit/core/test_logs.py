@@ -88,11 +88,24 @@ def test_behind_a_handler_that_is_stuck_only_so_much_is_kept_and_the_rest_is_cou
     assert seen == ["first", dropped, *map(str, range(5))]
 
 
-def test_a_handler_that_flushes_does_not_wait_for_itself(
-    handle: Callable[[Callable[[logging.LogRecord], object]], None],
+def test_a_handler_that_flushes_does_not_wait_for_itself_from_the_first_record_on(
+    handle: Callable[[Callable[[logging.LogRecord], object]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flushed = []
-    handle(lambda _record: flushed.append(logs.flush_logs(20)))
+    class Quick(threading.Thread):
+        def start(self) -> None:
+            super().start()
+            # Its first record is handled before its maker goes on.
+            assert handled.wait(20)
+
+    def flush(_record: logging.LogRecord) -> None:
+        flushed.append(logs.flush_logs(20))
+        handled.set()
+
+    monkeypatch.setattr(threading, "Thread", Quick)
+    monkeypatch.setattr(logs, "_writer", logs._Writer())
+    flushed: list[bool] = []
+    handled = threading.Event()
+    handle(flush)
     logs.log(logging.INFO, "x")
     assert logs.flush_logs(20)
     assert flushed == [False]
