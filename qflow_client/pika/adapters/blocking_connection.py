@@ -290,6 +290,9 @@ def good_bye(connection: Any) -> Iterator[None]:
     def give_up() -> None:
         nonlocal timer
         timer = None
+        if impl.is_closed:
+            # The deadline of the connection, or of another of its channels, has ended it.
+            return
         if ConnectionFlow.of(impl).blocked is not None or _Turns(connection).unwritten:
             impl._terminate_stream(
                 exceptions.ConnectionBlockedTimeout(

@@ -406,6 +406,28 @@ def test_a_blocked_connection_is_closed_in_time(broker, connect, proxy):
     assert connection.is_closed
 
 
+def test_a_blocked_connection_is_ended_by_one_of_its_deadlines_alone(broker, connect, proxy, monkeypatch):
+    connection = connect(proxy.url(broker), max_producer_flow_control_wait=0.4)
+    channel = connection.channel()
+    broker.block("no memory")
+    held(channel, HoldKind.CONNECTION_BLOCKED)
+    proxy.stop_reading()
+    loop = connection._impl.ioloop
+    call_later, later = loop.call_later, []
+
+    def call_one_later(seconds: float, deadline: Any) -> Any:
+        later.append(deadline)
+        return call_later(seconds, deadline) if len(later) == 1 else None
+
+    # The connection's deadline ends it, and as soon as it has ended the channel's has passed, too.
+    monkeypatch.setattr(loop, "call_later", call_one_later)
+    connection._impl.add_on_close_callback(lambda *_: call_later(0, later[1]))
+    with pytest.raises(pika.exceptions.ConnectionBlockedTimeout):
+        connection.close()
+    assert connection.is_closed
+    assert len(later) == 2
+
+
 def test_a_connection_whose_socket_is_full_is_closed_in_time(broker, connect, proxy):
     connection = connect(proxy.url(broker), max_producer_flow_control_wait=0.4)
     channel = connection.channel()
