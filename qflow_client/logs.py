@@ -48,9 +48,11 @@ class _Writer:
                 self._thread = threading.Thread(target=self._run, name="qflow-log", daemon=True)
                 try:
                     self._thread.start()
-                except RuntimeError:
-                    # A process has too many, or ends: the record waits for the next, or for `flush`.
+                except BaseException as error:
                     self._thread = None
+                    # A process has too many, or ends: the record waits for the next, or for `flush`.
+                    if not isinstance(error, RuntimeError):
+                        raise
 
     def flush(self, timeout: float) -> bool:
         if self._thread is threading.current_thread():

@@ -88,6 +88,25 @@ def test_behind_a_handler_that_is_stuck_only_so_much_is_kept_and_the_rest_is_cou
     assert seen == ["first", dropped, *map(str, range(5))]
 
 
+def test_ctrl_c_while_the_thread_that_logs_is_started_costs_the_next_record_nothing(
+    handle: Callable[[Callable[[logging.LogRecord], object]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(logs, "_writer", logs._Writer())
+    seen: list[str] = []
+    handle(lambda record: seen.append(record.getMessage()))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            logs.log(logging.INFO, "first")
+    logs.log(logging.INFO, "second")
+    assert logs._writer._thread is not None
+    assert logs.flush_logs(20)
+    assert seen == ["first", "second"]
+
+
 def test_a_handler_that_flushes_does_not_wait_for_itself_from_the_first_record_on(
     handle: Callable[[Callable[[logging.LogRecord], object]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
