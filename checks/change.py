@@ -123,11 +123,9 @@ def stages(folder: Path) -> Iterator[Stage]:
     for version in others:
         if found := find_python(version):
             name = f"py{version.replace('.', '')}"
-            # All tests on the second Python; on later ones those of what decides.
-            tests = "tests" if version == others[0] else f"tests/unit {deciding}"
             yield Stage(
                 name,
-                f"{tox} -e {name} --discover {found} -- {tests}",
+                f"{tox} -e {name} --discover {found} -- tests/unit {deciding}",
                 PYTHON,
                 ("tests",),
                 environment={"QFLOW_EFFORT": "quick"},
@@ -146,12 +144,12 @@ def stages(folder: Path) -> Iterator[Stage]:
         "wheel",
         f"""
         {sys.executable} -m venv {folder}/build
-        {folder}/build/bin/pip install -q build twine
+        {folder}/build/bin/pip install -q --no-compile build twine
         {folder}/build/bin/python -m build --outdir {folder}/dist .
         {folder}/build/bin/twine check --strict {folder}/dist/*
         {sys.executable} -m venv {folder}/wheel
         wheel=$(echo {folder}/dist/*.whl)
-        {folder}/wheel/bin/pip install -q "$wheel[broker,celery,demo]" opentelemetry-sdk pytest
+        {folder}/wheel/bin/pip install -q --no-compile "$wheel[broker,celery,demo]" opentelemetry-sdk pytest
         cp -r examples README.md checks/readme.py {folder}/
         cd {folder}
         wheel/bin/python readme.py README.md
