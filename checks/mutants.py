@@ -30,10 +30,10 @@ ROOT: Final = Path(__file__).parents[1]
 #: Source files, and the tests that have to catch what goes wrong in them.
 TARGETS: Final = {
     "qflow_client/flow/*.py": ("tests/unit/flow",),
-    "qflow_client/frames.py": ("tests/unit/frames",),
-    "qflow_client/fields.py": ("tests/unit/frames",),
-    "qflow_client/coalescing.py": ("tests/unit/core/test_coalescing.py",),
-    "qflow_client/tap.py": ("tests/unit/core/test_tap.py", "tests/unit/fuzz/test_client.py"),
+    "qflow_client/amqp/frames.py": ("tests/unit/frames",),
+    "qflow_client/amqp/fields.py": ("tests/unit/frames",),
+    "qflow_client/amqp/coalescing.py": ("tests/unit/core/test_coalescing.py",),
+    "qflow_client/amqp/tap.py": ("tests/unit/core/test_tap.py", "tests/unit/fuzz/test_client.py"),
 }
 # Seconds after which a run of the tests counts as a fault that is caught: it hangs.
 _LIMIT: Final = 300.0

@@ -17,9 +17,9 @@ from functools import cached_property
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
+from qflow_client.amqp.frames import PublishEncoder, Route
 from qflow_client.errors import ProducerFlowed
 from qflow_client.events import FlowEvent, HoldKind
-from qflow_client.frames import PublishEncoder, Route
 from qflow_client.logs import log, write_log
 from qflow_client.message import Message
 from qflow_client.protocol import ProducerProtocol

@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import IntEnum
+from struct import error as struct_error
 from typing import Any, NoReturn
 
-from qflow_client.fields import MAX_DEPTH, encode_short_string, encode_timestamp
+from qflow_client.amqp.fields import MAX_DEPTH, encode_short_string, encode_timestamp
+from qflow_client.amqp.frames import FrameError, decode_properties
 from qflow_client.redaction import shown
 
-__all__ = ["REPUBLISHED", "DeliveryMode", "Message", "as_body", "republished"]
+__all__ = ["REPUBLISHED", "DeliveryMode", "Message", "as_body", "decode_message", "republished"]
 
 #: The header of a message that is sent once more because nobody knows whether it has arrived.
 REPUBLISHED = "x-qflow-republished"
@@ -292,3 +294,18 @@ def as_body(body: object) -> bytes:
     if isinstance(body, (bytes, bytearray, memoryview)):
         return bytes(body)
     raise TypeError(f"a message body must be bytes or str, not {type(body).__name__}; encode it first (json.dumps(…))")
+
+
+def decode_message(header: bytes, body: bytes) -> Message:
+    """A message from the payload of its content header frame and its content.
+
+    Raises:
+        FrameError: the header is none, or has what no `Message` can have.
+    """
+    try:
+        values = decode_properties(header)
+        # `Message` has a mode unless it is told that there is none.
+        values.setdefault("delivery_mode", None)
+        return Message(body, **values)
+    except (IndexError, TypeError, ValueError, struct_error) as error:
+        raise FrameError(f"a content header that cannot be decoded: {error}") from error

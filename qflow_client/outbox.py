@@ -32,9 +32,9 @@ from types import TracebackType
 from typing import Self
 
 from qflow_client import outboxfile
+from qflow_client.amqp.fields import encode_short_string
+from qflow_client.amqp.frames import content_header, plain_content_header
 from qflow_client.database import LockFile
-from qflow_client.fields import encode_short_string
-from qflow_client.frames import content_header, plain_content_header
 from qflow_client.message import Message
 from qflow_client.outboxfile import OutboxError, OutboxFull, OutboxInUse, StoredMessage
 from qflow_client.redaction import shown

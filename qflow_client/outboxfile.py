@@ -13,10 +13,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qflow_client.amqp.frames import FrameError, body_size
 from qflow_client.database import Database
 from qflow_client.errors import QflowError
-from qflow_client.frames import FrameError, body_size, decode_message
-from qflow_client.message import Message, republished
+from qflow_client.message import Message, decode_message, republished
 
 if TYPE_CHECKING:
     from qflow_client.receipt import Receipt

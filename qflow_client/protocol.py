@@ -20,6 +20,8 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Protocol
 
+from qflow_client.amqp.frames import FrameError, PublishEncoder, Route, flow_ok, properties
+from qflow_client.amqp.outbound import Outbound
 from qflow_client.errors import FlowControlTimeout, ProducerClosed, SettingsError
 from qflow_client.events import FlowEvent, FlowEventKind, FlowState, HoldKind
 from qflow_client.flow import (
@@ -34,10 +36,8 @@ from qflow_client.flow import (
     Ticket,
     WindowLimiter,
 )
-from qflow_client.frames import FrameError, PublishEncoder, Route, decode_message, flow_ok, properties
 from qflow_client.interrupts import to_the_end
-from qflow_client.message import Message, republished
-from qflow_client.outbound import Outbound
+from qflow_client.message import Message, decode_message, republished
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.resending import Pauses, Resending, is_want_of_room, narrowed
 from qflow_client.settings import OnDisconnect, ProducerSettings, check_argument, check_setting

@@ -18,7 +18,7 @@ from qflow_client.errors import (
 from qflow_client.message import Message
 
 if TYPE_CHECKING:
-    from qflow_client.frames import Route
+    from qflow_client.amqp.frames import Route
 
 __all__ = ["Outcome", "Receipt"]
 

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
+from qflow_client.amqp.frames import Route
 from qflow_client.events import HoldKind
 from qflow_client.flow import CompositeLimiter, Hold, Limiter
-from qflow_client.frames import Route
 from qflow_client.interrupts import to_the_end
 from qflow_client.message import Message
 from qflow_client.outbox import Outbox, OutboxFull, StoredMessage

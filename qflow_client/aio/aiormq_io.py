@@ -20,10 +20,10 @@ from typing import Any
 from aiormq import AMQPConnectionError, TransportFactory
 from yarl import URL
 
-from qflow_client.frames import CHANNEL_CLOSE, CONNECTION_UNBLOCKED, METHOD_FRAME, FrameError, frame
+from qflow_client.amqp.frames import CHANNEL_CLOSE, CONNECTION_UNBLOCKED, METHOD_FRAME, FrameError, frame
+from qflow_client.amqp.tap import Tap
 from qflow_client.logs import log
 from qflow_client.skin import GOOD_BYE, TLS_WRITE_CHUNK, WRITE_CHUNK
-from qflow_client.tap import Tap
 
 __all__ = ["TapTransport", "TapTransportFactory"]
 

@@ -13,7 +13,7 @@ from aiormq import ConnectionClosed
 
 from qflow_client.aio.aiormq_io import TapTransport
 from qflow_client.aio.connection import TappedConnection, TappedRobustConnection, connect_async, final, words
-from qflow_client.coalescing import Coalescing
+from qflow_client.amqp.coalescing import Coalescing
 from qflow_client.errors import ConnectionFailed
 from qflow_client.logs import log
 from qflow_client.protocol import ProducerProtocol

@@ -30,11 +30,11 @@ from pamqp.header import ContentHeader
 from qflow_client.aio.aiormq_io import TapTransport
 from qflow_client.aio.dispatcher import Dispatcher, refuse_coroutine_function
 from qflow_client.aio.turn import Turns, wake_at
+from qflow_client.amqp.frames import HEADER_FRAME, PublishEncoder, frame
 from qflow_client.dropin import ADDRESSING, RECONNECTING, RETRYING, DropIn, DropInFlow, EncodedMessage, EncodedProtocol
 from qflow_client.errors import ConfirmTimeout, FlowControlTimeout
 from qflow_client.events import FlowEvent, FlowState, HoldKind
 from qflow_client.flow import Hold
-from qflow_client.frames import HEADER_FRAME, PublishEncoder, frame
 from qflow_client.logs import log
 from qflow_client.manager import flow_manager
 from qflow_client.receipt import Outcome, Receipt

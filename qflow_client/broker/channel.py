@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pamqp.base
 from pamqp import commands
 
+from qflow_client.amqp.frames import ACK, PUBLISH
 from qflow_client.broker import wire
 from qflow_client.broker.confirms import Confirms
 from qflow_client.broker.consuming import Consuming
@@ -22,7 +23,6 @@ from qflow_client.broker.queueflow import CountedSource, QueueFlow
 from qflow_client.broker.transaction import Settlement, Transaction
 from qflow_client.broker.waiting import WaitingPublish
 from qflow_client.flow import FlowController
-from qflow_client.frames import ACK, PUBLISH
 
 if TYPE_CHECKING:
     from qflow_client.broker.consumer import Delivery

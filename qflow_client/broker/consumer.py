@@ -5,10 +5,10 @@ from __future__ import annotations
 from struct import Struct
 from typing import TYPE_CHECKING
 
+from qflow_client.amqp.frames import METHOD_FRAME
 from qflow_client.broker import wire
 from qflow_client.broker.entries import QueueEntry
 from qflow_client.broker.queue import Queue
-from qflow_client.frames import METHOD_FRAME
 
 if TYPE_CHECKING:
     from qflow_client.broker.consuming import Consuming

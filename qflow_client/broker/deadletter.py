@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from qflow_client.amqp.fields import encode_table
 from qflow_client.broker.entries import DropReason
 from qflow_client.broker.message import StoredMessage, Target
 from qflow_client.broker.wire import decode_headers, expiration_of, with_headers
-from qflow_client.fields import encode_table
 
 if TYPE_CHECKING:
     from qflow_client.broker.queue import Queue

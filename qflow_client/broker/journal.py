@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from qflow_client.amqp.fields import encode_table
 from qflow_client.broker.errors import ChannelException, ReplyCode
 from qflow_client.broker.paging import bring_back
-from qflow_client.fields import encode_table
 
 if TYPE_CHECKING:
     from qflow_client.broker.entries import Completion, QueueEntry

@@ -15,15 +15,7 @@ from typing import Any
 import pamqp.base
 from pamqp import commands
 
-from qflow_client.broker import wire
-from qflow_client.broker.channel import Channel
-from qflow_client.broker.controls import Controls
-from qflow_client.broker.discipline import Discipline
-from qflow_client.broker.errors import ChannelException, ConnectionException, ReplyCode
-from qflow_client.broker.profiles import PROTOCOL_HEADER, OnAlarm
-from qflow_client.broker.settings import BrokerSettings
-from qflow_client.broker.virtualhost import VirtualHost
-from qflow_client.frames import (
+from qflow_client.amqp.frames import (
     CHANNEL_CLOSE,
     CHANNEL_CLOSE_OK,
     CONNECTION_CLOSE,
@@ -37,6 +29,14 @@ from qflow_client.frames import (
     FrameError,
     FrameSplitter,
 )
+from qflow_client.broker import wire
+from qflow_client.broker.channel import Channel
+from qflow_client.broker.controls import Controls
+from qflow_client.broker.discipline import Discipline
+from qflow_client.broker.errors import ChannelException, ConnectionException, ReplyCode
+from qflow_client.broker.profiles import PROTOCOL_HEADER, OnAlarm
+from qflow_client.broker.settings import BrokerSettings
+from qflow_client.broker.virtualhost import VirtualHost
 
 __all__ = ["PROTOCOL_HEADER", "Session", "State"]
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self, TypedDict
 
+from qflow_client.amqp.frames import FRAME_MIN_SIZE
 from qflow_client.broker.policies import Enforcement, Policy, QueuePolicy
 from qflow_client.broker.profiles import DIALECTS, Dialect, OnAlarm, Profile
 from qflow_client.flow import Capacity, StopResume
 from qflow_client.flowlog import FlowLog
-from qflow_client.frames import FRAME_MIN_SIZE
 from qflow_client.redaction import shown
 
 __all__ = ["BrokerOptions", "BrokerSettings", "Enforcement", "FlowScope", "Synchronous", "Trace", "is_loopback"]

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from qflow_client.amqp.fields import decode_short_string, decode_table
 from qflow_client.broker.journal import Batch, Change, Found, FoundMessage, Put
 from qflow_client.database import Database, LockFile
 from qflow_client.errors import QflowError
-from qflow_client.fields import decode_short_string, decode_table
 
 __all__ = ["BodyReader", "Store", "StoreError"]
 

@@ -15,9 +15,8 @@ import pamqp.commands
 import pamqp.decode
 import pamqp.header
 
-from qflow_client.broker.errors import ChannelException, ConnectionException, ReplyCode
-from qflow_client.fields import MAX_DEPTH
-from qflow_client.frames import (
+from qflow_client.amqp.fields import MAX_DEPTH
+from qflow_client.amqp.frames import (
     BODY_FRAME,
     CHANNEL_CLOSE,
     CONNECTION_CLOSE,
@@ -26,6 +25,7 @@ from qflow_client.frames import (
     METHOD_FRAME,
     frame,
 )
+from qflow_client.broker.errors import ChannelException, ConnectionException, ReplyCode
 
 __all__ = [
     "CONTENT_HEADER",

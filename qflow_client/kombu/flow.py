@@ -12,9 +12,9 @@ from amqp import spec
 from amqp.basic_message import Message
 from amqp.serialization import dumps
 
+from qflow_client.amqp.frames import PublishEncoder, properties
 from qflow_client.dropin import ADDRESSING, RECONNECTING, RETRYING, DropIn, DropInFlow, EncodedMessage, EncodedProtocol
 from qflow_client.events import HoldKind
-from qflow_client.frames import PublishEncoder, properties
 from qflow_client.kombu.wire import Wire
 from qflow_client.manager import flow_manager
 from qflow_client.settings import ProducerSettings

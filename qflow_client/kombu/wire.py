@@ -21,8 +21,8 @@ from typing import Any
 from amqp.exceptions import RecoverableConnectionError, UnexpectedFrame
 from amqp.transport import SSLTransport, TCPTransport
 
-from qflow_client.frames import METHOD_FRAME, FrameError
-from qflow_client.tap import Tap
+from qflow_client.amqp.frames import METHOD_FRAME, FrameError
+from qflow_client.amqp.tap import Tap
 
 __all__ = ["PlainWire", "TLSWire", "Unanswered", "Wire"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import pika.channel
 from pika import frame, spec
 
+from qflow_client.amqp.frames import PublishEncoder
 from qflow_client.events import FlowEvent, FlowState
-from qflow_client.frames import PublishEncoder
 from qflow_client.pika.flow import ChannelFlow, Publish
 
 __all__ = ["Channel"]

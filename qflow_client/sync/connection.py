@@ -26,8 +26,7 @@ import pika.connection
 from pika.adapters.select_connection import IOLoop
 from pika.adapters.utils.selector_ioloop_adapter import SelectorIOServicesAdapter
 
-from qflow_client.errors import ConnectionFailed, SettingsError
-from qflow_client.frames import (
+from qflow_client.amqp.frames import (
     CHANNEL_CLOSE,
     CHANNEL_CLOSE_OK,
     CHANNEL_OPEN,
@@ -41,6 +40,8 @@ from qflow_client.frames import (
     FrameSplitter,
     frame,
 )
+from qflow_client.amqp.tap import Tap
+from qflow_client.errors import ConnectionFailed, SettingsError
 from qflow_client.logs import log
 from qflow_client.protocol import ProducerProtocol
 from qflow_client.redaction import hide_password, shown
@@ -50,7 +51,6 @@ from qflow_client.sync.channel_io import ChannelIO
 from qflow_client.sync.latch import Latch
 from qflow_client.sync.link import _words, url_parameters
 from qflow_client.sync.pika_io import TapIOServices
-from qflow_client.tap import Tap
 
 __all__ = ["SharedLink", "TappedConnection", "connect"]
 

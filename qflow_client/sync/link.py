@@ -15,7 +15,8 @@ import pika
 from pika.exceptions import AuthenticationError, ChannelClosedByBroker, ProtocolVersionMismatch
 from pika.exceptions import ConnectionClosed as PikaConnectionClosed
 
-from qflow_client.coalescing import Coalescing
+from qflow_client.amqp.coalescing import Coalescing
+from qflow_client.amqp.tap import Tap
 from qflow_client.errors import SettingsError
 from qflow_client.logs import log
 from qflow_client.protocol import ProducerProtocol
@@ -35,7 +36,6 @@ from qflow_client.skin import (
 )
 from qflow_client.sync.channel_io import ChannelIO
 from qflow_client.sync.pika_io import TapIOServices
-from qflow_client.tap import Tap
 
 __all__ = ["Link", "parameters", "url_parameters"]
 

@@ -21,9 +21,9 @@ from typing import Any
 from pika.adapters.select_connection import IOLoop
 from pika.adapters.utils.selector_ioloop_adapter import SelectorIOServicesAdapter
 
-from qflow_client.frames import FrameError
+from qflow_client.amqp.frames import FrameError
+from qflow_client.amqp.tap import Tap
 from qflow_client.skin import TLS_WRITE_CHUNK, WRITE_CHUNK
-from qflow_client.tap import Tap
 
 __all__ = ["TapIOServices"]
 

@@ -7,8 +7,8 @@ import threading
 from contextlib import suppress
 from typing import Self
 
-from qflow_client.frames import METHOD_FRAME, FrameSplitter
-from qflow_client.tap import Tap
+from qflow_client.amqp.frames import METHOD_FRAME, FrameSplitter
+from qflow_client.amqp.tap import Tap
 
 PATIENCE = 100.0
 _PROTOCOL_HEADER = 8

@@ -16,7 +16,7 @@ import pytest
 import qflow_client.aio_pika
 import qflow_client.pika as drop_in
 from qflow_client import FlowControlTimeout, HoldKind
-from qflow_client.frames import CHANNEL_CLOSE, CHANNEL_FLOW, CHANNEL_FLOW_OK
+from qflow_client.amqp.frames import CHANNEL_CLOSE, CHANNEL_FLOW, CHANNEL_FLOW_OK
 from qflow_client.testing.brokerj import BrokerJ
 from tests.integration.producer.tools import PATIENCE
 from tests.interop.relay import Relay

@@ -23,7 +23,7 @@ from qflow_client import (
     Outcome,
     Producer,
 )
-from qflow_client.frames import CHANNEL_CLOSE, CHANNEL_FLOW, CHANNEL_FLOW_OK, HEARTBEAT_FRAME, PUBLISH
+from qflow_client.amqp.frames import CHANNEL_CLOSE, CHANNEL_FLOW, CHANNEL_FLOW_OK, HEARTBEAT_FRAME, PUBLISH
 from qflow_client.testing.brokerj import BrokerJ, BrokerJNode
 from tests.effort import rounds
 from tests.integration.producer.tools import eventually

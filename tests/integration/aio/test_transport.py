@@ -25,8 +25,8 @@ from qflow_client import (
     connect_async,
 )
 from qflow_client.aio import aiormq_io
+from qflow_client.amqp.frames import HEARTBEAT
 from qflow_client.broker import Broker
-from qflow_client.frames import HEARTBEAT
 from tests.integration.producer.tools import PATIENCE, Proxy, Stopwatch, Wire, bodies
 
 from .tools import soon

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from qflow_client.amqp.frames import flow_ok
 from qflow_client.cli import main
 from qflow_client.cli.demo.actors import produce
-from qflow_client.frames import flow_ok
 from qflow_client.protocol import ProducerProtocol
 from tests.effort import rounds
 from tests.integration.cli.terminal import on_a_terminal

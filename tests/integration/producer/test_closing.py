@@ -19,9 +19,9 @@ from qflow_client import (
     Receipt,
     UndeliveredMessages,
 )
+from qflow_client.amqp.tap import Tap
 from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
-from qflow_client.tap import Tap
 
 from .tools import (
     PATIENCE,

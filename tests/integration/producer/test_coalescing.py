@@ -12,8 +12,8 @@ import pytest
 import qflow_client
 from qflow_client import AsyncProducer, HoldKind, Producer
 from qflow_client.aio.aiormq_io import TapTransport
+from qflow_client.amqp.coalescing import Coalescing
 from qflow_client.broker import Broker
-from qflow_client.coalescing import Coalescing
 from qflow_client.sync.pika_io import TapIOServices
 
 from .tools import PATIENCE, wait_held

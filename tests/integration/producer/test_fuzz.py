@@ -12,8 +12,8 @@ import pamqp.commands
 import pytest
 
 from qflow_client import ConnectionFailed, Producer, QflowError, Receipt
+from qflow_client.amqp.frames import frame
 from qflow_client.broker import Broker
-from qflow_client.frames import frame
 from qflow_client.testing import relay
 from qflow_client.testing.proxy import Direction, FaultProxy
 from tests.effort import rounds

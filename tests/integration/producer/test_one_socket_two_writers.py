@@ -16,9 +16,9 @@ from typing import Any, cast
 import pytest
 
 from qflow_client import ProducerSettings
+from qflow_client.amqp.tap import Tap
 from qflow_client.protocol import ProducerProtocol
 from qflow_client.sync.pika_io import TapIOServices
-from qflow_client.tap import Tap
 from tests.effort import rounds
 
 _OURS, _PIKAS = 1, 2

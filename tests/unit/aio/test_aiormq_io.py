@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qflow_client.aio.aiormq_io import TapTransport
-from qflow_client.outbound import Outbound
-from qflow_client.tap import Tap
+from qflow_client.amqp.outbound import Outbound
+from qflow_client.amqp.tap import Tap
 
 
 class _Loop:

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 from pamqp import body, commands, frame, header
 
+from qflow_client.amqp.frames import FrameSplitter
 from qflow_client.broker.controls import Controls
 from qflow_client.broker.session import PROTOCOL_HEADER, Session, State
 from qflow_client.broker.settings import BrokerSettings
 from qflow_client.broker.virtualhost import VirtualHost
-from qflow_client.frames import FrameSplitter
 
 CAPABILITIES = {
     "publisher_confirms": True,

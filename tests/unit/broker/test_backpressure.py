@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pamqp import body, commands, frame, header
 
+from qflow_client.amqp.frames import FrameSplitter
 from qflow_client.broker.session import Session, State
-from qflow_client.frames import FrameSplitter
 
 from .test_paging import Evicting
 

@@ -9,12 +9,12 @@ import pytest
 from pamqp import commands, frame
 from pydantic_core import to_json
 
-from qflow_client import frames
+from qflow_client.amqp import frames
+from qflow_client.amqp.fields import MAX_DEPTH
+from qflow_client.amqp.frames import FRAME_MIN_SIZE
 from qflow_client.broker import BrokerSettings
 from qflow_client.broker.session import PROTOCOL_HEADER, State
 from qflow_client.broker.snapshots import connection_snapshot
-from qflow_client.fields import MAX_DEPTH
-from qflow_client.frames import FRAME_MIN_SIZE
 
 CLOSE = commands.Connection.Close
 START_OK = frame.marshal(commands.Connection.StartOk({}, "PLAIN", "\0guest\0sesame", "en_US"), 0)

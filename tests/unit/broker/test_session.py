@@ -8,9 +8,9 @@ import pytest
 from pamqp import body, commands, frame, header
 
 from qflow_client import __version__
+from qflow_client.amqp.frames import BODY_FRAME, FRAME_OVERHEAD, HEARTBEAT, FrameSplitter
 from qflow_client.broker.session import PROTOCOL_HEADER, State
 from qflow_client.broker.snapshots import message_copy
-from qflow_client.frames import BODY_FRAME, FRAME_OVERHEAD, HEARTBEAT, FrameSplitter
 
 CLOSE = commands.Connection.Close
 CHANNEL_CLOSE = commands.Channel.Close

@@ -10,9 +10,19 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from qflow_client import Message, Outcome
-from qflow_client.frames import ACK, BODY_FRAME, CHANNEL_FLOW, HEARTBEAT, METHOD_FRAME, NACK, RETURN, FrameError, frame
+from qflow_client.amqp.frames import (
+    ACK,
+    BODY_FRAME,
+    CHANNEL_FLOW,
+    HEARTBEAT,
+    METHOD_FRAME,
+    NACK,
+    RETURN,
+    FrameError,
+    frame,
+)
+from qflow_client.amqp.tap import Tap
 from qflow_client.protocol import ProducerProtocol
-from qflow_client.tap import Tap
 from tests.effort import rounds
 
 from .support import CHANNEL, drain, holds, logged, make, returned, send, write

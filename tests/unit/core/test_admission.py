@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from qflow_client import FlowControlTimeout, FlowEventKind, HoldKind, Message, ProducerClosed, SettingsError
+from qflow_client.amqp.frames import PublishEncoder, Route
 from qflow_client.flow import WeightedLine
-from qflow_client.frames import PublishEncoder, Route
 from qflow_client.protocol import ProducerProtocol, SendTicket
 from qflow_client.settings import ProducerSettings
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qflow_client.coalescing import Coalescing
+from qflow_client.amqp.coalescing import Coalescing
 
 # Of an ack, in bytes.
 _SIZE = 21

@@ -15,7 +15,7 @@ from qflow_client import (
     Outcome,
     Receipt,
 )
-from qflow_client.frames import FrameError
+from qflow_client.amqp.frames import FrameError
 
 from .support import FRAME_MAX, PREFIX, Wire, drain, logged, make, returned, send, wait, wire, write
 

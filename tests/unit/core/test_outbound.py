@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qflow_client.outbound import Outbound
+from qflow_client.amqp.outbound import Outbound
 
 
 def test_an_empty_queue_has_nothing_to_write() -> None:

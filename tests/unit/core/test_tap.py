@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qflow_client.frames import (
+from qflow_client.amqp.frames import (
     ACK,
     BODY_FRAME,
     CHANNEL_CLOSE,
@@ -28,8 +28,8 @@ from qflow_client.frames import (
     FrameError,
     frame,
 )
-from qflow_client.outbound import Outbound
-from qflow_client.tap import Tap
+from qflow_client.amqp.outbound import Outbound
+from qflow_client.amqp.tap import Tap
 from tests.effort import rounds
 
 from .support import Wire, drain, holds, make, send, wire

@@ -30,8 +30,8 @@ from qflow_client import (
     SettingsError,
     UndeliveredMessages,
 )
+from qflow_client.amqp.frames import Route
 from qflow_client.flow import Hold
-from qflow_client.frames import Route
 
 HOLDS = (Hold("channel_flow", 1.0), Hold("paused", 2.0, "manager", "stock-taking"))
 

@@ -16,7 +16,7 @@ import pika.frame
 import pika.spec
 from hypothesis import strategies as st
 
-from qflow_client.frames import FRAME_OVERHEAD, HEADER_FRAME, FrameError, FrameSplitter, PublishEncoder
+from qflow_client.amqp.frames import FRAME_OVERHEAD, HEADER_FRAME, FrameError, FrameSplitter, PublishEncoder
 from qflow_client.message import Message
 
 Whole = tuple[int, int, bytes]

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from qflow_client import frames
-from qflow_client.frames import FrameError, decode_message, plain_content_header
-from qflow_client.message import Message
+from qflow_client.amqp import frames
+from qflow_client.amqp.frames import FrameError, plain_content_header
+from qflow_client.message import Message, decode_message
 
 from .support import ALL_PROPERTIES, MESSAGES, content_header, encode
 

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from qflow_client import fields
-from qflow_client.fields import MAX_DEPTH, decode_table, encode_table
+from qflow_client.amqp import fields
+from qflow_client.amqp.fields import MAX_DEPTH, decode_table, encode_table
 
 from .support import HEADERS, as_pamqp_reads, as_pika_reads
 

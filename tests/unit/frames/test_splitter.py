@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from qflow_client.frames import (
+from qflow_client.amqp.frames import (
     BODY_FRAME,
     FRAME_OVERHEAD,
     HEADER_FRAME,

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qflow_client.amqp.frames import FRAME_MIN_SIZE, FRAME_OVERHEAD, FrameSplitter
 from qflow_client.broker.controls import Controls
 from qflow_client.broker.session import Session, State
 from qflow_client.broker.settings import BrokerSettings
 from qflow_client.broker.snapshots import message_copy, queue_snapshot
 from qflow_client.broker.virtualhost import VirtualHost
-from qflow_client.frames import FRAME_MIN_SIZE, FRAME_OVERHEAD, FrameSplitter
 from tests.effort import rounds
 
 from .strategies import cut, mutated

@@ -18,10 +18,10 @@ from pamqp.body import ContentBody
 from pamqp.heartbeat import Heartbeat
 
 from qflow_client import Message, ProducerSettings, Receipt
+from qflow_client.amqp.frames import ACK, NACK, FrameError, FrameSplitter, frame
+from qflow_client.amqp.tap import Tap
 from qflow_client.flow import Hold
-from qflow_client.frames import ACK, NACK, FrameError, FrameSplitter, frame
 from qflow_client.protocol import ProducerProtocol
-from qflow_client.tap import Tap
 from tests.effort import rounds
 
 from .strategies import cut, mutated

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from qflow_client.amqp.frames import flow_ok
+from qflow_client.amqp.outbound import Outbound
 from qflow_client.flow import FifoLine
-from qflow_client.frames import flow_ok
-from qflow_client.outbound import Outbound
 from qflow_client.protocol import ProducerProtocol, SendTicket
 from qflow_client.receipt import Outcome, Receipt
 from tests.effort import EFFORT, rounds

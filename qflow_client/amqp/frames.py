@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from struct import Struct
-from struct import error as struct_error
-from typing import Any
+from typing import Any, Protocol
 
-from qflow_client.fields import (
+from qflow_client.amqp.fields import (
     decode_octet,
     decode_short_string,
     decode_table,
@@ -21,7 +20,6 @@ from qflow_client.fields import (
     encode_table,
     encode_timestamp,
 )
-from qflow_client.message import Message
 
 __all__ = [
     "ACK",
@@ -49,12 +47,13 @@ __all__ = [
     "NACK",
     "PUBLISH",
     "RETURN",
+    "Content",
     "FrameError",
     "FrameSplitter",
     "PublishEncoder",
     "Route",
     "content_header",
-    "decode_message",
+    "decode_properties",
     "flow_ok",
     "frame",
     "plain_content_header",
@@ -259,6 +258,13 @@ def properties(given: Mapping[str, Any], message_id: bytes = b"") -> tuple[int, 
     return flags, b"".join(values)
 
 
+class Content(Protocol):
+    """A body; its properties are attributes of the object itself, by name, in the order of the wire."""
+
+    @property
+    def body(self) -> bytes: ...
+
+
 class Route:
     """An exchange and a routing key, with the frame that every message to them begins with."""
 
@@ -366,7 +372,7 @@ class PublishEncoder:
         self._sizes[length] = head, tail
         return head, tail
 
-    def message(self, route: Route, message: Message, number: int | None) -> list[bytes]:
+    def message(self, route: Route, message: Content, number: int | None) -> list[bytes]:
         """The frames of a message with properties of its own, or with a body of any length.
 
         Args:
@@ -404,8 +410,8 @@ class PublishEncoder:
         return frames
 
 
-def content_header(message: Message, message_id: bytes = b"") -> bytes:
-    """The payload of a message's content header frame, as `decode_message` takes it.
+def content_header(message: Content, message_id: bytes = b"") -> bytes:
+    """The payload of a message's content header frame, as `decode_properties` takes it.
 
     Args:
         message: the message.
@@ -437,27 +443,23 @@ def body_size(header: bytes) -> int:
     return int(_BODY_SIZE.unpack_from(header, 4)[0])
 
 
-def decode_message(header: bytes, body: bytes) -> Message:
-    """A message from the payload of its content header frame and its content.
+def decode_properties(header: bytes) -> dict[str, Any]:
+    """The properties that the payload of a content header frame has, by name.
 
     Returns:
         What was encoded; its timestamps are in UTC, and its arrays are lists.
 
     Raises:
-        FrameError: the header is none, or has what no `Message` can have.
+        IndexError, ValueError, struct.error: the header is none.
     """
-    try:
-        kind, _, _, flags = _HEADER_HEAD.unpack_from(header)
-        if kind != _BASIC or flags & 3:
-            raise ValueError(f"class {kind} or property flags 0x{flags:04x} that are none of class basic")
-        # Which a message has by default.
-        values: dict[str, Any] = {"delivery_mode": None}
-        at = _HEADER_HEAD.size
-        for name, (flag, _, decode) in _PROPERTIES.items():
-            if flags & flag:
-                values[name], at = decode(header, at)
-        if at != len(header):
-            raise ValueError(f"{len(header) - at} bytes follow the last property")
-        return Message(body, **values)
-    except (IndexError, TypeError, ValueError, struct_error) as error:
-        raise FrameError(f"a content header that cannot be decoded: {error}") from error
+    kind, _, _, flags = _HEADER_HEAD.unpack_from(header)
+    if kind != _BASIC or flags & 3:
+        raise ValueError(f"class {kind} or property flags 0x{flags:04x} that are none of class basic")
+    values: dict[str, Any] = {}
+    at = _HEADER_HEAD.size
+    for name, (flag, _, decode) in _PROPERTIES.items():
+        if flags & flag:
+            values[name], at = decode(header, at)
+    if at != len(header):
+        raise ValueError(f"{len(header) - at} bytes follow the last property")
+    return values

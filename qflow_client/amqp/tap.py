@@ -14,8 +14,8 @@ from struct import Struct
 from struct import error as struct_error
 from typing import Protocol
 
-from qflow_client.fields import decode_table, encode_table
-from qflow_client.frames import (
+from qflow_client.amqp.fields import decode_table, encode_table
+from qflow_client.amqp.frames import (
     ACK,
     BODY_FRAME,
     CHANNEL_CLOSE,
