@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
-from qflow_client.amqp.frames import PublishEncoder, Route
+from qflow_client.amqp.frames import Content, PublishEncoder, Route
 from qflow_client.errors import ProducerFlowed
 from qflow_client.events import FlowEvent, HoldKind
 from qflow_client.logs import log, write_log
@@ -169,7 +169,7 @@ class _ReadyFrames(PublishEncoder):
 
     __slots__ = ()
 
-    def message(self, _route: Route, message: Message, _number: int | None) -> list[bytes]:
+    def message(self, _route: Route, message: Content, _number: int | None) -> list[bytes]:
         assert isinstance(message, EncodedMessage)
         return [message.frames]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from qflow_client import FlowControlTimeout, FlowEventKind, HoldKind, Message, ProducerClosed, SettingsError
-from qflow_client.amqp.frames import PublishEncoder, Route
+from qflow_client.amqp.frames import Content, PublishEncoder, Route
 from qflow_client.flow import WeightedLine
 from qflow_client.protocol import ProducerProtocol, SendTicket
 from qflow_client.settings import ProducerSettings
@@ -665,7 +665,8 @@ class Fickle(PublishEncoder):
         super().__init__(CHANNEL, FRAME_MAX, id_prefix=PREFIX)
         self.error: type[BaseException] | None = error
 
-    def message(self, route: Route, message: Message, number: int | None) -> list[bytes]:
+    def message(self, route: Route, message: Content, number: int | None) -> list[bytes]:
+        assert isinstance(message, Message)
         if self.error is not None and message.headers:
             raise self.error("of the encoder's own")
         return super().message(route, message, number)
