@@ -1,0 +1,187 @@
+"""Whether publishing is as fast as in another checkout, such as the commit before: both in one run, in turn.
+
+    git worktree add ../before HEAD~1
+    python -m benchmarks.against ../before
+
+Each peer runs in a process that has the modules of one checkout, its benchmarks included. Ratios are of rounds that
+followed one another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import Final, Self
+
+from benchmarks.embedded import EMBEDDED, broker_url
+from benchmarks.peers import Job, Peer, Timing
+from benchmarks.report import aligned
+from benchmarks.runner import Lost, Measurement, Plan, measure
+
+__all__ = ["main"]
+
+_ROOT: Final = Path(__file__).parents[1]
+_PEERS: Final = ("qflow", "qflow_8", "qflow_64", "qflow_async", "qflow_tasks")
+
+# What a process does: of two checkouts only this text is sure to be the same.
+_SERVE: Final = """
+import json, os, sys
+from dataclasses import asdict
+sys.path.insert(0, sys.argv[1])
+import benchmarks, qflow_client
+for module in benchmarks, qflow_client:
+    if not module.__file__.startswith(sys.argv[1] + os.sep):
+        sys.exit(f"{sys.argv[1]} has no {module.__name__}")
+from benchmarks.peers import Job, load
+answers = sys.stdout
+sys.stdout = sys.stderr
+peers = {}
+for line in sys.stdin:
+    asked = json.loads(line)
+    name, size = asked.pop("peer"), asked.pop("size")
+    if name not in peers:
+        peers[name] = load(name)
+    timing = peers[name].run(Job(body=b"x" * size, **asked))
+    print(json.dumps(asdict(timing)), file=answers, flush=True)
+"""
+
+
+class _Checkout:
+    """The processes of one checkout; the one of a peer begins with its first run."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._processes: dict[str, subprocess.Popen[str]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for process in self._processes.values():
+            process.kill()
+            process.communicate()
+
+    def run(self, peer: str, job: Job) -> Timing:
+        """Have a peer do a job.
+
+        Raises:
+            RuntimeError: its process ended; why is on stderr.
+        """
+        if peer not in self._processes:
+            self._processes[peer] = subprocess.Popen(
+                [sys.executable, "-c", _SERVE, self._folder],
+                cwd=self._folder,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        process = self._processes[peer]
+        assert process.stdin is not None
+        assert process.stdout is not None
+        asked = asdict(replace(job, body=b""))
+        del asked["body"]
+        print(json.dumps({**asked, "peer": peer, "size": len(job.body)}), file=process.stdin, flush=True)
+        answer = process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"{self._folder}: {peer} ended with exit code {process.wait()}")
+        timing = json.loads(answer)
+        return Timing(**{**timing, "latencies": tuple(timing["latencies"])})
+
+
+class _Peer:
+    """A peer as one checkout has it."""
+
+    distribution = ""
+    varies = True
+
+    def __init__(self, name: str, checkout: _Checkout) -> None:
+        self.title = name
+        self._checkout = checkout
+
+    def run(self, job: Job) -> Timing:
+        """Run it."""
+        return self._checkout.run(self.title, job)
+
+
+def _p99(measurements: Sequence[Measurement]) -> float:
+    latencies = sorted(latency for each in measurements for latency in each.latencies)
+    return latencies[int(0.99 * len(latencies))] * 1000 if latencies else 0.0
+
+
+def _row(measurements: Sequence[Measurement], name: str, size: int) -> tuple[str, ...]:
+    before, after = (
+        [each for each in measurements if each.size == size and each.peer == f"{name} {which}"]
+        for which in ("before", "after")
+    )
+    pairs = list(zip(before, after, strict=True))
+    rate = median(new.rate / old.rate for old, new in pairs)
+    processor = median(new.cpu_seconds / old.cpu_seconds for old, new in pairs)
+    row = [name, f"{size:,}", f"{median(each.rate for each in before):,.0f}", f"{rate:.3f}", f"{processor:.3f}"]
+    if old := _p99(before):
+        row.append(f"{_p99(after) / old:.3f}")
+    return tuple(row)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it.
+
+    Returns:
+        The exit code: 1 if messages were lost, or a rate is below ``--floor``.
+    """
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.against", description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="the other checkout")
+    parser.add_argument("--url", default="amqp://guest:guest@localhost:5672/%2F", help=f"of the broker, or {EMBEDDED}")
+    parser.add_argument("--peers", default=",".join(_PEERS), help="separated by commas (%(default)s)")
+    parser.add_argument("--sizes", default="100,1024", help="of bodies, in bytes (%(default)s)")
+    parser.add_argument("--messages", type=int, default=5000, help="per run (%(default)s)")
+    parser.add_argument("--window", type=int, default=1000, help="the most unconfirmed messages (%(default)s)")
+    parser.add_argument("--repeat", type=int, default=31, help="rounds, of which the median counts (%(default)s)")
+    parser.add_argument("--varying", action="store_true", help="every message has headers and a timestamp of its own")
+    parser.add_argument("--latency", action="store_true", help="time the confirms too, which costs some of the rate")
+    parser.add_argument("--floor", type=float, default=0.0, help="fail if a rate is below so much of the other's")
+    options = parser.parse_args(arguments)
+    names, sizes = options.peers.split(","), tuple(map(int, options.sizes.split(",")))
+    with ExitStack() as stack:
+        url = stack.enter_context(broker_url(options.url))
+        peers: dict[str, Peer] = {}
+        for which, folder in ("before", options.folder.resolve()), ("after", _ROOT):
+            checkout = stack.enter_context(_Checkout(folder))
+            peers |= {f"{name} {which}": _Peer(name, checkout) for name in names}
+        plan = Plan(
+            url,
+            options.messages,
+            sizes,
+            options.window,
+            options.repeat,
+            confirmed=True,
+            varying=options.varying,
+            sample=97 if options.latency else 0,
+        )
+        # Those that are compared run one after the other.
+        pairs = {f"{name} {which}": peers[f"{name} {which}"] for name in names for which in ("before", "after")}
+        try:
+            measurements = measure(plan, pairs, lambda text: None)
+        except Lost as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    rows = [_row(measurements, name, size) for size in sizes for name in names]
+    head = ("peer", "bytes", "before, 1/s", "rate", "processor time", "p99")[: len(rows[0])]
+    print(aligned(f"after / before, median of {plan.repeat} rounds", [head, *rows]))
+    slow = [row for row in rows if float(row[3]) < options.floor]
+    for row in slow:
+        print(f"below {options.floor}: {row[0]} with {row[1]} bytes", file=sys.stderr)
+    return 1 if slow else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
