@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 from benchmarks.embedded import EMBEDDED, broker_url
 from qflow_client import AsyncProducer, FlowControlTimeout, Producer, ProducerSettings
 from qflow_client.broker import Broker
-from qflow_client.protocol import ProducerProtocol
+from qflow_client.core.protocol import ProducerProtocol
 
 __all__ = ["BARS", "blocked_tasks", "blocked_threads", "deadlines", "main", "open_gate", "resume"]
 

@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from qflow_client.amqp.frames import Content, PublishEncoder, Route
+from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.errors import ProducerFlowed
 from qflow_client.events import FlowEvent, HoldKind
 from qflow_client.logs import log, write_log
 from qflow_client.message import Message
-from qflow_client.protocol import ProducerProtocol
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import ProducerSettings, WhenFlowed, check_argument, variable
 
@@ -169,9 +169,15 @@ class _ReadyFrames(PublishEncoder):
 
     __slots__ = ()
 
-    def message(self, _route: Route, message: Content, _number: int | None) -> list[bytes]:
+    def prepare(self, message: Content, *, has_id: bool) -> Any:
         assert isinstance(message, EncodedMessage)
-        return [message.frames]
+        return message.frames
+
+    def cost(self, _route: Route, _length: int, prepared: Any) -> int:
+        return len(prepared)
+
+    def frames(self, _route: Route, _body: bytes, prepared: Any, _number: int) -> list[bytes]:
+        return [prepared]
 
 
 class EncodedProtocol(ProducerProtocol):
@@ -179,9 +185,8 @@ class EncodedProtocol(ProducerProtocol):
 
     __slots__ = ()
 
-    def _use_channel(self, number: int, frame_max: int) -> None:
-        super()._use_channel(number, frame_max)
-        self._encoder = _ReadyFrames(number, frame_max)
+    def _make_encoder(self, number: int, frame_max: int) -> PublishEncoder:
+        return _ReadyFrames(number, frame_max)
 
     def forget_past(self) -> None:
         """The program ends the channel itself, which is no flow control: it is as it was before it was first opened."""
@@ -193,18 +198,15 @@ class EncodedProtocol(ProducerProtocol):
         Returns:
             Whether it is taken back.
         """
-        number = self._tag(receipt._number)
-        if receipt._outcome is not None or not self.outbound.withdraw(number):
+        self._take_back()
+        if receipt not in self._line:
             return False
+        self._line.remove(receipt)
+        self.unwritten -= self._cost(receipt)
         # Nobody is to be told of it but who calls.
         receipt._outcome = Outcome.FAILED
-        kept = [(tag - (tag > number), each) for tag, each in self._unsettled.items() if each is not receipt]
-        self._unsettled = dict(kept)
-        self._resent = {each._number: tag for tag, each in kept}
-        self._flushes = [(last - (last >= number), waiter) for last, waiter in self._flushes]
-        self._ahead += 1
         self._left([receipt], now)
-        if self.outbound.size <= self._max_unwritten // 2:
+        if self.unwritten <= self._max_unwritten // 2:
             self.lift(HoldKind.TRANSPORT, now)
         return True
 

@@ -18,7 +18,7 @@ from qflow_client.errors import (
 from qflow_client.message import Message
 
 if TYPE_CHECKING:
-    from qflow_client.amqp.frames import Route
+    from qflow_client.amqp.frames import Prepared, Route
 
 __all__ = ["Outcome", "Receipt"]
 
@@ -50,7 +50,18 @@ class Receipt:
     """What is known of one admitted message. The producers' own receipts add ways to wait for it."""
 
     # One is made for every message, so it holds references to what is there anyway, and computes the rest when asked.
-    __slots__ = ("_id_prefix", "_number", "_outcome", "_payload", "_reply", "_route", "_seen", "_waiter")
+    __slots__ = (
+        "_id_prefix",
+        "_number",
+        "_outcome",
+        "_payload",
+        "_prepared",
+        "_reply",
+        "_route",
+        "_seen",
+        "_tag",
+        "_waiter",
+    )
 
     def __init__(self, payload: bytes | Message, route: Route, id_prefix: str | None, number: int) -> None:
         # What the application gave; a plain body stands for a persistent message without further properties.
@@ -60,6 +71,8 @@ class Receipt:
         self._id_prefix = id_prefix
         # The producer's number for it, in the order of admission.
         self._number = number
+        # Its delivery tag on the last channel on which it had one; 0 before.
+        self._tag = 0
         # None while unsettled.
         self._outcome: Outcome | None = None
         # The broker's code and words, once it has returned the message or closed the channel over it; 0 and the reason,
@@ -67,6 +80,8 @@ class Receipt:
         self._reply: tuple[int, str] | None = None
         # Whether the application has been told of a failure, so that flush and close need not.
         self._seen = False
+        # Its properties as they are encoded, if it is no plain message (`PublishEncoder.prepare`).
+        self._prepared: Prepared | None = None
         # What a waiting skin has put here to be woken by; None while nobody waits.
         self._waiter: Any = None
 

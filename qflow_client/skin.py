@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from uuid import uuid4
 from weakref import WeakKeyDictionary, WeakSet
 
+from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.errors import ConfirmTimeout, ConnectionFailed, SettingsError, UndeliveredMessages
 from qflow_client.events import FlowEvent, HoldKind
 from qflow_client.flow import FlowManager, Line
 from qflow_client.logs import log
-from qflow_client.protocol import ProducerProtocol
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.recovery import retries
 from qflow_client.redaction import hide_password, shown
@@ -424,7 +424,7 @@ def gives_up(protocol: ProducerProtocol, before: int, now: float) -> bool:
     """
     protocol.controller.look(now)
     late = any(map(protocol.gate.is_held_by, (HoldKind.CAPACITY, HoldKind.TRANSPORT)))
-    stopped = protocol.outbound.stopped or any(map(protocol.gate.is_held_by, (HoldKind.DISCONNECTED, HoldKind.REFUSED)))
+    stopped = protocol.is_stopped or any(map(protocol.gate.is_held_by, (HoldKind.DISCONNECTED, HoldKind.REFUSED)))
     return stopped or (late and protocol.unsettled == before)
 
 

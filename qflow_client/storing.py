@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from qflow_client.amqp.frames import Route
+from qflow_client.core.protocol import ProducerProtocol, SendTicket
 from qflow_client.events import HoldKind
 from qflow_client.flow import CompositeLimiter, Hold, Limiter
 from qflow_client.interrupts import to_the_end
 from qflow_client.message import Message
 from qflow_client.outbox import Outbox, OutboxFull, StoredMessage
-from qflow_client.protocol import ProducerProtocol, SendTicket
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import OnOutboxFull, ProducerSettings, WhenFlowed
 
@@ -256,7 +256,7 @@ class StoringProtocol(ProducerProtocol):
         """Put a message into the outbox, and its receipt into the ticket with which it stood in line."""
         outbox, backlog_last = self.outbox, self._backlog_last
         # Names that cannot be encoded are refused.
-        route = self._encoder.route(exchange, routing_key)
+        route = self._unconfirmed.encoder.route(exchange, routing_key)
         try:
             sequence = outbox.last + 1
             receipt = self._spilled_type(None, route, self._spill_prefix, sequence)  # type: ignore[arg-type]  # not yet
@@ -460,7 +460,7 @@ class StoringProtocol(ProducerProtocol):
 
     def _fail(self, stored: StoredMessage, why: str) -> None:
         """Settle a message of the backlog that is not sent."""
-        route = self._encoder.route(stored.exchange, stored.routing_key)
+        route = self._unconfirmed.encoder.route(stored.exchange, stored.routing_key)
         receipt: Receipt | None = self._spilled.get(stored.sequence)
         if receipt is None:
             receipt = self._plain_type(stored.message, route, None, 0)

@@ -14,9 +14,9 @@ from aiormq import ConnectionClosed
 from qflow_client.aio.aiormq_io import TapTransport
 from qflow_client.aio.connection import TappedConnection, TappedRobustConnection, connect_async, final, words
 from qflow_client.amqp.coalescing import Coalescing
+from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.errors import ConnectionFailed
 from qflow_client.logs import log
-from qflow_client.protocol import ProducerProtocol
 from qflow_client.recovery import Reconnection
 from qflow_client.redaction import hide_password
 from qflow_client.skin import (
@@ -296,7 +296,7 @@ class Link:
         return True
 
     def _message_ended(self) -> bool:
-        return self._protocol.outbound.stop()
+        return self._protocol.end_writing()
 
     async def _end(self, patience: float) -> None:
         """End the connection that is our own: in order if the broker answers in time, otherwise cut it."""
@@ -444,9 +444,9 @@ class Link:
             self.arm_timer()
         if self._ended is not None and not self._ended.done() and self._message_ended():
             self._ended.set_result(None)
-        outbound = self._protocol.outbound
+        protocol = self._protocol
         # A stop is answered at once, and a go-ahead lets out at once who has waited for it.
-        return outbound.size > _ENOUGH or (outbound.stopped and outbound.size > 0)
+        return protocol.unwritten > _ENOUGH or (protocol.is_stopped and protocol.has_answer)
 
 
 def _cut(connection: Any) -> None:

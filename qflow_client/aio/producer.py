@@ -21,6 +21,7 @@ from qflow_client.aio.dispatcher import Dispatcher, refuse_coroutine_function
 from qflow_client.aio.link import Link
 from qflow_client.aio.receipt import AsyncReceipt
 from qflow_client.aio.turn import Turns
+from qflow_client.core.protocol import ProducerProtocol, SendTicket
 from qflow_client.errors import (
     ConnectionFailed,
     FlowControlTimeout,
@@ -35,7 +36,6 @@ from qflow_client.flow import FlowManager, Line
 from qflow_client.logs import write_log
 from qflow_client.manager import flow_manager
 from qflow_client.message import Message, as_body
-from qflow_client.protocol import ProducerProtocol, SendTicket
 from qflow_client.receipt import Receipt
 from qflow_client.redaction import shown
 from qflow_client.settings import ProducerSettings, WhenFlowed, check_argument, check_timeout
@@ -564,7 +564,7 @@ class AsyncProducer:
 
     def _kick(self) -> None:
         """Have what there is written, and tell whom there is to tell."""
-        if self._link is not None and self._protocol.outbound.size > 0:
+        if self._link is not None and self._protocol.unwritten > 0:
             tapped = self._link.tapped
             if tapped is not None and not tapped.awake:
                 tapped.wake()

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from time import monotonic as _monotonic
 from typing import Any
 
+from qflow_client.core.protocol import ProducerProtocol, SendTicket
 from qflow_client.errors import FlowControlTimeout
 from qflow_client.message import Message
-from qflow_client.protocol import ProducerProtocol, SendTicket
 
 __all__ = ["Turns", "wake_at"]
 

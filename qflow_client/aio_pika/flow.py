@@ -402,7 +402,7 @@ class ChannelFlow(DropInFlow):
             return FlowControlTimeout(
                 holds or (socket,), waited, body, "a longer timeout, or max_producer_flow_control_wait, waits"
             )
-        if self.protocol.delivery_tag(receipt) > self.protocol.outbound.finished:
+        if self.protocol.delivery_tag(receipt) > self.protocol.written:
             return ConfirmTimeout(
                 f"a part of the message is written after {waited:.3g} s, and the broker takes no more; what is left "
                 f"stays first in line, so the message may still arrive: {receipt.describe()}{self.held}"
@@ -454,13 +454,13 @@ class ChannelFlow(DropInFlow):
         self.after()
         if self.settings.rate is not None:
             self._arm()
-        outbound = self.protocol.outbound
+        protocol = self.protocol
         # A stop is answered at once, and a go-ahead lets out at once who has waited for it.
-        return outbound.size > _ENOUGH or (outbound.stopped and outbound.size > 0)
+        return protocol.unwritten > _ENOUGH or (protocol.is_stopped and protocol.has_answer)
 
     def _kick(self) -> None:
         """Have what there is written, and tell whom there is to tell."""
-        if self._number is not None and self.protocol.outbound.size > 0 and not self._tapped.awake:
+        if self._number is not None and self.protocol.unwritten > 0 and not self._tapped.awake:
             self._tapped.wake()
         self.after()
 

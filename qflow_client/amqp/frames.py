@@ -43,6 +43,7 @@ __all__ = [
     "HEADER_FRAME",
     "HEARTBEAT",
     "HEARTBEAT_FRAME",
+    "LAST_DIGITS",
     "METHOD_FRAME",
     "NACK",
     "PUBLISH",
@@ -50,6 +51,7 @@ __all__ = [
     "Content",
     "FrameError",
     "FrameSplitter",
+    "Prepared",
     "PublishEncoder",
     "Route",
     "content_header",
@@ -239,6 +241,14 @@ def properties(given: Mapping[str, Any], message_id: bytes = b"") -> tuple[int, 
     Raises:
         TypeError, ValueError: headers that AMQP cannot carry.
     """
+    flags, before, after = _split_properties(given)
+    if message_id and not flags & _MESSAGE_ID:
+        return flags | _MESSAGE_ID, before + message_id + after
+    return flags, before + after
+
+
+def _split_properties(given: Mapping[str, Any]) -> tuple[int, bytes, bytes]:
+    """As `properties`, but the values before a message id that is to be put in, and those after it."""
     flags = 0
     values = []
     # How many values come before the message id.
@@ -252,10 +262,12 @@ def properties(given: Mapping[str, Any], message_id: bytes = b"") -> tuple[int, 
         values.append(encode(value, name))
         if flag > _MESSAGE_ID:
             before += 1
-    if message_id and not flags & _MESSAGE_ID:
-        flags |= _MESSAGE_ID
-        values.insert(before, message_id)
-    return flags, b"".join(values)
+    return flags, b"".join(values[:before]), b"".join(values[before:])
+
+
+#: The flags of a message's properties, their values before and after the message id that it is given, and how many
+#: bytes that has.
+Prepared = tuple[int, bytes, bytes, int]
 
 
 class Content(Protocol):
@@ -266,20 +278,23 @@ class Content(Protocol):
 
 
 class Route:
-    """An exchange and a routing key, with the frame that every message to them begins with."""
+    """An exchange and a routing key, with the frame that every message to them begins with on one channel."""
 
-    __slots__ = ("exchange", "method", "routing_key")
+    __slots__ = ("cost", "exchange", "made_by", "method", "routing_key")
 
     def __init__(self, channel: int, exchange: str, routing_key: str, mandatory: bool) -> None:
         self.exchange = exchange
         self.routing_key = routing_key
+        # The encoder sets both: how many bytes a plain message has besides its body, if that is not empty; its mark.
+        self.cost = 0
+        self.made_by: object = None
         names = encode_short_string(exchange, "exchange") + encode_short_string(routing_key, "routing_key")
         # The whole Basic.Publish frame.
         self.method = frame(METHOD_FRAME, channel, b"%b\0\0%b%b" % (PUBLISH, names, bytes((mandatory,))))
 
 
-# The last two digits of a message id.
-_LAST_DIGITS = tuple(b"%02x" % number for number in range(256))
+#: The last two digits of a message id, by the last byte of its number.
+LAST_DIGITS = tuple(b"%02x" % number for number in range(256))
 
 
 class PublishEncoder:
@@ -302,6 +317,7 @@ class PublishEncoder:
         "_sizes",
         "channel",
         "mandatory",
+        "mark",
         "max_body",
     )
 
@@ -313,6 +329,8 @@ class PublishEncoder:
     def __init__(self, channel: int, frame_max: int, *, id_prefix: str = "", mandatory: bool = False) -> None:
         self.channel = channel
         self.mandatory = mandatory
+        #: What its routes are known by.
+        self.mark = object()
         # The longest body, and the largest header, that one frame carries.
         self.max_body = (frame_max or 1 << 31) - FRAME_OVERHEAD
         prefix = id_prefix.encode()
@@ -340,21 +358,29 @@ class PublishEncoder:
         if route is None:
             if len(self._routes) >= self.MAX_ROUTES:
                 self._routes.clear()
-            route = self._routes[key] = Route(self.channel, exchange, routing_key, self.mandatory)
+            route = Route(self.channel, exchange, routing_key, self.mandatory)
+            header = _HEADER_HEAD.size + 1 + len(self._id_head) + 12
+            route.cost = len(route.method) + header + 2 * FRAME_OVERHEAD
+            route.made_by = self.mark
+            self._routes[key] = route
         return route
 
-    def plain(self, route: Route, body: bytes, number: int) -> bytes:
-        """The frames of a persistent message whose only other property is its message id.
+    def plain(self, route: Route, length: int, number: int) -> tuple[bytes, bytes]:
+        """What the frames of a persistent message consist of whose only other property is its message id.
 
         Args:
             route: from `route`.
-            body: the content, of at most `max_body` bytes.
+            length: of its body, at most `max_body` bytes.
             number: the number in the message id, below 2**48.
+
+        Returns:
+            What comes before the last two digits of the message id, and what comes between them and the body. Both are
+            the same for all numbers that differ in these digits only. A frame's end follows the body.
         """
         if number >> 8 != self._hundreds:
             self._next_hundreds(number >> 8)
-        head, tail = self._sizes.get(len(body)) or self._next_size(len(body))
-        return b"".join((route.method, head, self._plain_middle, _LAST_DIGITS[number & 255], tail, body, b"\xce"))
+        head, tail = self._sizes.get(length) or self._next_size(length)
+        return b"".join((route.method, head, self._plain_middle)), tail
 
     def _next_hundreds(self, hundreds: int) -> None:
         self._id_start = b"%b%010x" % (self._id_head, hundreds)
@@ -372,41 +398,69 @@ class PublishEncoder:
         self._sizes[length] = head, tail
         return head, tail
 
-    def message(self, route: Route, message: Content, number: int | None) -> list[bytes]:
-        """The frames of a message with properties of its own, or with a body of any length.
+    def prepare(self, message: Content, *, has_id: bool) -> Prepared:
+        """Encode the properties of a message.
 
         Args:
-            route: from `route`.
-            message: its own message id, if it has one, goes out.
-            number: the number in the message id for a message that has none; ``None`` to send it without.
-
-        Returns:
-            The frames: the first piece has all up to the first body frame, each further piece is a body frame.
+            message: the message.
+            has_id: whether a message that has no id is given one.
 
         Raises:
             TypeError, ValueError: headers that AMQP cannot carry, or properties larger than a frame.
         """
-        message_id = b""
-        if number is not None:
-            if number >> 8 != self._hundreds:
-                self._next_hundreds(number >> 8)
-            message_id = self._id_start + _LAST_DIGITS[number & 255]
-        flags, values = properties(message.__dict__, message_id)
-        header = _HEADER_HEAD.size + len(values)
-        body = message.body
-        length = len(body)
+        flags, before, after = _split_properties(message.__dict__)
+        id_size = 0
+        if has_id and not flags & _MESSAGE_ID:
+            id_size = len(self._id_head) + 12
+            flags |= _MESSAGE_ID
+        header = _HEADER_HEAD.size + len(before) + id_size + len(after)
         size = self.max_body
         if header > size:
             raise ValueError(
                 f"the message's properties need a frame of {header + FRAME_OVERHEAD} bytes, and the broker takes "
                 f"{size + FRAME_OVERHEAD}; shorten its headers"
             )
+        return flags, before, after, id_size
+
+    def cost(self, route: Route, length: int, prepared: Prepared) -> int:
+        """How many bytes the frames of a message have.
+
+        Args:
+            route: from `route`.
+            length: of its body.
+            prepared: its properties.
+        """
+        _, before, after, id_size = prepared
+        header = _HEADER_HEAD.size + len(before) + id_size + len(after)
+        return len(route.method) + header + length + FRAME_OVERHEAD * (1 - -length // self.max_body)
+
+    def frames(self, route: Route, body: bytes, prepared: Prepared, number: int) -> list[bytes]:
+        """The frames of a message.
+
+        Args:
+            route: from `route`.
+            body: the content, of any length.
+            prepared: its properties.
+            number: the number in its message id, if it is given one.
+
+        Returns:
+            The first piece has all up to the first body frame, each further piece is a body frame.
+        """
+        flags, before, after, id_size = prepared
+        message_id = b""
+        if id_size:
+            if number >> 8 != self._hundreds:
+                self._next_hundreds(number >> 8)
+            message_id = self._id_start + LAST_DIGITS[number & 255]
+        length = len(body)
+        size = self.max_body
+        header = _HEADER_HEAD.size + len(before) + id_size + len(after)
         head = _HEADER_FRAME_HEAD.pack(HEADER_FRAME, self.channel, header, _BASIC, 0, length, flags)
         if length <= size:
             _, tail = self._sizes.get(length) or self._next_size(length)
-            return [b"".join((route.method, head, values, tail, body, b"\xce"))]
+            return [b"".join((route.method, head, before, message_id, after, tail, body, b"\xce"))]
         frames = [frame(BODY_FRAME, self.channel, body[at : at + size]) for at in range(0, length, size)]
-        frames[0] = b"".join((route.method, head, values, b"\xce", frames[0]))
+        frames[0] = b"".join((route.method, head, before, message_id, after, b"\xce", frames[0]))
         return frames
 
 

@@ -1,186 +1,157 @@
-"""What is to be written on one channel, in the order of the wire, and how far that has got.
+"""What is being written on one channel, and how far that has got.
 
-The one place that knows which message has begun: a stop (``Channel.Flow``) lets the message that has begun end, then
-the answer goes out, then nothing.
+The channel's messages come in batches. A batch is one piece of bytes with two lists of offsets: where its messages end,
+and where its frames do, so that another channel may write. Messages of a batch that have not begun can be taken back:
+when the broker stops the channel (``Channel.Flow``), the message that has begun ends, then the answer goes out, then
+nothing.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import deque
+from collections.abc import Iterable
 
 __all__ = ["Outbound"]
 
 
-class _More(bytes):
-    """A frame that continues the message of the piece before it."""
-
-
-class _Control(bytes):
-    """A frame that belongs to no message."""
-
-
 class Outbound:
-    """A queue of whole frames, and an offset into the first of them."""
+    """One batch, an offset into it, and control frames that go between two messages."""
 
-    __slots__ = ("_offered", "_offset", "_pieces", "_special", "begun", "finished", "size", "stopped")
+    __slots__ = ("_at", "_borders", "_controls", "_data", "_done", "_ends", "_goes_on", "_rest", "stopped")
 
     def __init__(self) -> None:
-        # Each piece is one or more whole frames; plain ``bytes`` begin a message.
-        self._pieces: deque[bytes] = deque()
-        # Bytes of the first piece that are written.
-        self._offset = 0
-        # How many pieces of which size together `data` has returned since the last `advance`, if not all.
-        self._offered = 0, 0
-        # Pieces that are not plain.
-        self._special = 0
-        # Bytes that are not written.
-        self.size = 0
-        # Messages of which at least one byte is written, and those of which all are.
-        self.begun = 0
-        self.finished = 0
-        # While True no message may begin.
+        # What is being written, how much of it is, and the offsets at which messages and frames end.
+        self._data = b""
+        self._at = 0
+        self._ends: list[int] = []
+        self._borders: list[int] = []
+        # Further frames of the message that the data does not end.
+        self._rest: deque[bytes] = deque()
+        # Whether the data begins within a message.
+        self._goes_on = False
+        # Messages that were written before.
+        self._done = 0
+        self._controls: list[bytes] = []
+        #: While True no message may begin.
         self.stopped = False
+
+    def put(self, parts: Iterable[bytes], ends: list[int], borders: list[int], rest: Iterable[bytes] = ()) -> None:
+        """Have a batch of messages written. The one before is written.
+
+        Args:
+            parts: its bytes.
+            ends: the offsets at which its messages end.
+            borders: the offsets at which its frames end, so far as another channel may write there; its length is last.
+            rest: the other frames of the last message, if the batch does not end it.
+        """
+        self._data = b"".join(parts)
+        self._ends, self._borders = ends, borders
+        self._rest.extend(rest)
+
+    def put_control(self, frame: bytes) -> None:
+        """Have a frame written after the messages of the batch; `take_back` what it is to precede."""
+        self._controls.append(frame)
+
+    def take_back(self) -> int:
+        """Forget the messages of the batch that have not begun.
+
+        Returns:
+            How many they are.
+        """
+        begun = self.begun - self._done
+        is_open = bool(self._rest) or (bool(self._data) and self._has_open_end)
+        count = len(self._ends) + is_open - begun
+        if count:
+            size = self._ends[begun - 1] if begun else 0
+            if is_open:
+                self._rest.clear()
+            self._data = self._data[:size]
+            del self._ends[begun:]
+            self._borders = self._borders[: bisect_right(self._borders, size)]
+            if self._at == size:
+                self._end_batch()
+        return count
+
+    @property
+    def _has_open_end(self) -> bool:
+        return self._has_messages and (not self._ends or self._ends[-1] < len(self._data))
+
+    @property
+    def _has_messages(self) -> bool:
+        return self._goes_on or bool(self._ends) or bool(self._rest)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is left to be written."""
+        return not (self._data or self._rest or self._controls)
+
+    @property
+    def size(self) -> int:
+        """Bytes that are not written."""
+        return len(self._data) - self._at + sum(map(len, self._rest)) + sum(map(len, self._controls))
+
+    @property
+    def begun(self) -> int:
+        """Messages of which at least one byte is written."""
+        has_begun = self._goes_on or (self._at > 0 and self._has_messages)
+        return self._done + has_begun + bisect_left(self._ends, self._at)
+
+    @property
+    def finished(self) -> int:
+        """Messages of which all bytes are written."""
+        return self._done + bisect_right(self._ends, self._at)
 
     @property
     def mid_frame(self) -> bool:
         """Whether a frame has begun and not ended, so that nothing else may be written on the connection."""
-        return self._offset > 0
+        at = self._at
+        return at > 0 and self._borders[bisect_left(self._borders, at)] != at
 
     @property
     def unfinished(self) -> bytes:
-        """The rest of the piece that has begun; empty at a frame border."""
-        return self._pieces[0][self._offset :] if self._offset else b""
+        """The rest of the frames that have begun; empty at a frame border."""
+        if not self.mid_frame:
+            return b""
+        return self._data[self._at : self._borders[bisect_left(self._borders, self._at)]]
 
     def stop(self) -> bool:
         """Have no message begin any more; whether none has begun and not ended."""
         self.stopped = True
-        return self.begun == self.finished and not self._offset
-
-    def put(self, frames: bytes) -> None:
-        """Append a whole message."""
-        self._pieces.append(frames)
-        self.size += len(frames)
-
-    def put_frames(self, frames: list[bytes]) -> None:
-        """Append a whole message as several frames, between which other channels may write."""
-        self.put(frames[0])
-        for more in frames[1:]:
-            self.put(_More(more))
-            self._special += 1
-
-    def drop_after(self, count: int) -> None:
-        """Keep so many messages, counted from the first that was ever put, and drop what was put after them.
-
-        Nothing of that may have begun. It may have been put in part only, so the bytes are counted anew.
-        """
-        pieces = self._pieces
-        # What has begun and is not all written has no beginning in the queue.
-        last = self.begun + sum(type(piece) is bytes for piece in pieces)
-        if self._offset and type(pieces[0]) is bytes:
-            last -= 1
-        while last > count:
-            if type(pieces.pop()) is bytes:
-                last -= 1
-        self.size = sum(map(len, pieces)) - self._offset
-        self._special = sum(type(piece) is not bytes for piece in pieces)
-
-    def withdraw(self, number: int) -> bool:
-        """Take out one message, counted from the first that was ever put, unless it has begun or is not there.
-
-        Those behind it move up.
-
-        Returns:
-            Whether it is taken out.
-        """
-        if number <= self.begun:
-            return False
-        pieces = self._pieces
-        count = self.begun
-        for at, piece in enumerate(pieces):
-            if type(piece) is bytes and not (at == 0 and self._offset):
-                count += 1
-                if count == number:
-                    break
-        else:
-            return False
-        del pieces[at]
-        self.size -= len(piece)
-        while at < len(pieces) and type(pieces[at]) is _More:
-            self.size -= len(pieces[at])
-            self._special -= 1
-            del pieces[at]
-        return True
-
-    def put_control(self, frame: bytes) -> None:
-        """Have a frame written before every message that has not begun."""
-        pieces = self._pieces
-        at = 1 if self._offset else 0
-        while at < len(pieces) and type(pieces[at]) is not bytes:
-            at += 1
-        pieces.insert(at, _Control(frame))
-        self._special += 1
-        self.size += len(frame)
+        return self.begun == self.finished and not self._at
 
     def data(self, limit: int) -> bytes:
-        """The next bytes to write, about `limit` of them at the most (a piece is not cut); empty if there are none."""
-        pieces = self._pieces
-        if not pieces:
-            return b""
-        if self.stopped:
-            return self._data_while_stopped()
-        if self.size <= limit:
-            joined = b"".join(pieces)
-        else:
-            taken, size = [], 0
-            # They are more than the limit, so it always breaks.
-            for piece in pieces:  # pragma: no branch
-                taken.append(piece)
-                size += len(piece)
-                if size >= limit:
-                    break
-            joined = b"".join(taken)
-            self._offered = len(taken), size
-        return joined[self._offset :] if self._offset else joined
+        """The next bytes to write; empty if there are none before the next batch.
 
-    def _data_while_stopped(self) -> bytes:
-        taken = []
-        for at, piece in enumerate(self._pieces):
-            if type(piece) is bytes and not (at == 0 and self._offset):
-                break
-            taken.append(piece)
-        return b"".join(taken)[self._offset :]
+        Args:
+            limit: bytes, about which are returned at the most of a message's further frames.
+        """
+        if not self._data:
+            if self._rest:
+                self._take_rest(limit)
+            elif self._controls:
+                self._data = b"".join(self._controls)
+                self._controls = []
+                self._borders = [len(self._data)]
+        return self._data[self._at :] if self._at else self._data
+
+    def _take_rest(self, limit: int) -> None:
+        rest, taken, size, borders = self._rest, [], 0, []
+        while rest and size < limit:
+            taken.append(rest.popleft())
+            size += len(taken[-1])
+            borders.append(size)
+        self._data, self._borders = b"".join(taken), borders
+        if not rest:
+            self._ends = [size]
 
     def advance(self, count: int) -> None:
         """Take note that so many bytes of `data` are written."""
-        pieces = self._pieces
-        offered, size = self._offered
-        self._offered = 0, 0
-        if count == self.size and not self._special and not self._offset:
-            self.begun += len(pieces)
-            self.finished += len(pieces)
-            self.size = 0
-            pieces.clear()
-            return
-        self.size -= count
-        if offered and count == size and not self._special and not self._offset:
-            # As many whole messages, one by one only to be rid of them.
-            self.begun += offered
-            self.finished += offered
-            for _ in range(offered):
-                pieces.popleft()
-            return
-        while count:
-            piece = pieces[0]
-            if not self._offset and type(piece) is bytes:
-                self.begun += 1
-            left = len(piece) - self._offset
-            if count < left:
-                self._offset += count
-                return
-            count -= left
-            self._offset = 0
-            pieces.popleft()
-            if type(piece) is not bytes:
-                self._special -= 1
-            if type(piece) is not _Control and not (pieces and type(pieces[0]) is _More):
-                self.finished += 1
+        self._at += count
+        if self._at and self._at == len(self._data):
+            self._end_batch()
+
+    def _end_batch(self) -> None:
+        self._goes_on = bool(self._rest)
+        self._done += len(self._ends)
+        self._data, self._at, self._ends, self._borders = b"", 0, [], []

@@ -280,7 +280,7 @@ class Channel(pyamqp.Channel):
             self._raise_failures("earlier messages; the message of this call was not sent")
         protocol = flow.protocol
         encoded = flow.encode(message, exchange, routing_key, bits, argsig, connection.frame_max)
-        if protocol.outbound.size:
+        if protocol.unwritten:
             # What an earlier call could not wait for.
             flow.write()
         if not is_writable or wire.unwritten:
@@ -291,7 +291,7 @@ class Channel(pyamqp.Channel):
         if receipt is None:
             receipt = self._when_unflowed(flow, encoded, exchange or "", routing_key or "", timeout)
         flow.write()
-        if protocol.outbound.size:
+        if protocol.unwritten:
             self._write_all(flow, encoded)
         return receipt
 
@@ -351,7 +351,7 @@ class Channel(pyamqp.Channel):
         if is_full and is_writable and not connection.transport.unwritten:
             protocol.lift(HoldKind.TRANSPORT, _monotonic())
         protocol.on_timer(_monotonic())
-        if protocol.outbound.size:
+        if protocol.unwritten:
             flow.write()
 
     def _deadline(self, timeout: float | None) -> float:
@@ -366,14 +366,14 @@ class Channel(pyamqp.Channel):
     def _write_all(self, flow: ChannelFlow, encoded: EncodedMessage) -> None:
         wait = self._limit()
         deadline = self._deadline(wait)
-        outbound = flow.protocol.outbound
+        protocol = flow.protocol
         size = len(encoded.frames)
-        while outbound.size:
+        while protocol.unwritten:
             if _monotonic() >= deadline:
                 assert wait is not None
                 refuse(
                     ConfirmTimeout(
-                        f"{max(0, size - outbound.size)} of {size} bytes of the message are written after "
+                        f"{max(0, size - protocol.unwritten)} of {size} bytes of the message are written after "
                         f"{wait:.3g} s, and the broker takes no more; what is left stays first in line, so the "
                         "message may still arrive"
                     )

@@ -156,7 +156,7 @@ class Connection(pyamqp.Connection):
         for channel in tuple((self.channels or {}).values()):
             flow = getattr(channel, "_flow", None)
             if flow is not None:
-                if flow.protocol.outbound.size:
+                if flow.protocol.unwritten:
                     # What the broker has said of the flow is to be answered, and what it held may go.
                     wire.flush()
                 flow.look()

@@ -91,12 +91,13 @@ class _Protocol(EncodedProtocol):
 
     def advance(self, count: int, now: float) -> bool:
         # Who is admitted is written at once, so nobody is before all is written.
-        outbound = self.outbound
+        outbound = self._unconfirmed.outbound
         outbound.advance(count)
+        self.unwritten -= count
         if self.before is None:
             # Nobody will answer.
             super().on_ack(0, True, now)
-        if not self.gate.is_open and not outbound.size:
+        if not self.gate.is_open and not self.unwritten:
             self.lift(HoldKind.TRANSPORT, now)
         return not outbound.mid_frame
 
@@ -158,7 +159,7 @@ class ChannelFlow(DropInFlow):
         if self.protocol.before is None:
             # One that is half written comes before.
             self._wire.finish()
-            self.protocol.before = self.protocol.outbound.finished
+            self.protocol.before = self.protocol.written
 
     @property
     def tells_confirms(self) -> bool:

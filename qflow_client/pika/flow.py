@@ -166,7 +166,7 @@ class ChannelFlow(DropInFlow):
     def confirms_begin(self) -> None:
         """``Confirm.Select`` is sent: the next message has delivery tag 1, if it is the first of them."""
         if self._before_confirms is None:
-            self._before_confirms = self.protocol.outbound.finished
+            self._before_confirms = self.protocol.written
 
     def on_confirm(self, answer: Any) -> None:
         """``Basic.Ack`` or ``Basic.Nack``."""

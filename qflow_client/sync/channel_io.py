@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from qflow_client.protocol import ProducerProtocol
+from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.sync.pika_io import TapIOServices
 
 __all__ = ["ChannelIO"]

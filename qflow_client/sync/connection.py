@@ -41,9 +41,9 @@ from qflow_client.amqp.frames import (
     frame,
 )
 from qflow_client.amqp.tap import Tap
+from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.errors import ConnectionFailed, SettingsError
 from qflow_client.logs import log
-from qflow_client.protocol import ProducerProtocol
 from qflow_client.redaction import hide_password, shown
 from qflow_client.settings import check_setting
 from qflow_client.skin import BRIEF, GIVEN_UP, connection_failed, lost, no_answer, no_confirms
@@ -621,7 +621,7 @@ class SharedLink(ChannelIO):
         self._after_io()
         if self._leaves:
             with self._lock:
-                has_ended = self._protocol.outbound.stop()
+                has_ended = self._protocol.end_writing()
             if has_ended:
                 self._part()
 

@@ -17,9 +17,9 @@ from pika.exceptions import ConnectionClosed as PikaConnectionClosed
 
 from qflow_client.amqp.coalescing import Coalescing
 from qflow_client.amqp.tap import Tap
+from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.errors import SettingsError
 from qflow_client.logs import log
-from qflow_client.protocol import ProducerProtocol
 from qflow_client.recovery import Reconnection, is_final
 from qflow_client.redaction import shown, words_of
 from qflow_client.settings import ProducerSettings

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import pika
 
 from qflow_client import telemetry
+from qflow_client.core.protocol import LogEntry, ProducerProtocol, SendTicket
 from qflow_client.errors import (
     ConnectionFailed,
     FlowControlTimeout,
@@ -28,7 +29,6 @@ from qflow_client.flow import FlowManager, Hold, Line
 from qflow_client.logs import write_log
 from qflow_client.manager import flow_manager
 from qflow_client.message import Message, as_body
-from qflow_client.protocol import LogEntry, ProducerProtocol, SendTicket
 from qflow_client.receipt import Receipt
 from qflow_client.settings import ProducerSettings, WhenFlowed, check_argument, check_timeout
 from qflow_client.skin import (
@@ -551,7 +551,7 @@ class Producer:
         with self._lock:
             # That is for the I/O thread, because no Ctrl-C comes there, as long as there is one.
             ended = self._link.ended
-            asleep = not self._services.awake and protocol.outbound.size > 0
+            asleep = not self._services.awake and protocol.unwritten > 0
             news = protocol.wake or protocol.events or protocol.settled or protocol.logs
         if ended:
             self._after()

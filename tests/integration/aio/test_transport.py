@@ -207,20 +207,20 @@ def test_heartbeats_get_their_turn_while_the_socket_is_never_empty(
         # The kernel takes a megabyte or more at a time.
         plenty = 16_000_000
         async with AsyncProducer(url, routing_key="q", capacity=100_000, max_unwritten_bytes=plenty) as producer:
-            outbound = producer._protocol.outbound
+            protocol = producer._protocol
             sent = 0
             async with asyncio.timeout(3 * PATIENCE):
-                while outbound.size < plenty // 2:
+                while protocol.unwritten < plenty // 2:
                     await producer.send(bytes(size))
                     sent += 1
                 beats = wire.count("in", "Heartbeat")
                 while wire.count("in", "Heartbeat") == beats:
-                    while outbound.size < plenty // 2:
+                    while protocol.unwritten < plenty // 2:
                         await producer.send(bytes(size))
                         sent += 1
                     # To count takes its time, and so much is not written in between.
                     await asyncio.sleep(0.01)
-                    assert outbound.size > 0
+                    assert protocol.unwritten > 0
             proxy.slow_down(0)
             await producer.flush(timeout=3 * PATIENCE)
             assert broker.queue("q").depth == sent

@@ -13,7 +13,7 @@ import pytest
 from qflow_client.amqp.frames import flow_ok
 from qflow_client.cli import main
 from qflow_client.cli.demo.actors import produce
-from qflow_client.protocol import ProducerProtocol
+from qflow_client.core.protocol import ProducerProtocol
 from tests.effort import rounds
 from tests.integration.cli.terminal import on_a_terminal
 from tests.integration.forked import Forked
@@ -96,7 +96,7 @@ def produce_regardless(*arguments: Any) -> None:
 
     def answer(protocol: ProducerProtocol, active: bool, now: float) -> None:
         assert protocol.channel is not None
-        protocol.outbound.put_control(flow_ok(protocol.channel, active))
+        protocol._unconfirmed.outbound.put_control(flow_ok(protocol.channel, active))
 
     ProducerProtocol.on_flow = answer  # type: ignore[assignment, method-assign]  # a fault that is planted
     produce(*arguments)

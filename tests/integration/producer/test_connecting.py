@@ -10,9 +10,9 @@ import pytest
 
 from qflow_client import ConnectionFailed, FlowManager, Outcome, Producer, ProducerSettings, SettingsError, WhenFlowed
 from qflow_client.broker import Broker
+from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.flow import WeightedLine
 from qflow_client.logs import flush_logs
-from qflow_client.protocol import ProducerProtocol
 from qflow_client.sync.link import parameters
 
 from .tools import Stopwatch, Wire, bodies, start

@@ -169,7 +169,9 @@ def test_what_is_settled_is_not_kept(broker: Broker) -> None:
             producer.send(b"")
         producer.flush(timeout=20)
         protocol = producer._protocol
-        assert not protocol._unsettled
+        assert protocol.unsettled_receipts == ()
+        assert not protocol._unconfirmed.flight
+        assert not protocol._resending.copies
         assert not protocol._by_id
         assert not protocol.failures
-        assert protocol.outbound.size == 0
+        assert protocol.unwritten == 0

@@ -17,7 +17,7 @@ import pytest
 
 from qflow_client import ProducerSettings
 from qflow_client.amqp.tap import Tap
-from qflow_client.protocol import ProducerProtocol
+from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.sync.pika_io import TapIOServices
 from tests.effort import rounds
 
@@ -161,7 +161,7 @@ class _Wire:
 
     @property
     def is_empty(self) -> bool:
-        return not self.transport.get_write_buffer_size() and not self.protocol.outbound.size and not self.tapped.full
+        return not self.transport.get_write_buffer_size() and not self.protocol.unwritten and not self.tapped.full
 
     def close(self) -> None:
         if self.transport is not None and not self.lost.is_set():
@@ -252,7 +252,7 @@ def test_neither_writer_starves_while_both_always_have_something_to_write(
         while wire.transport.get_write_buffer_size() < 2 * chunk:
             wire.transport.write(_frame(written))
             written += 1
-        while wire.protocol.outbound.size < 2 * chunk:
+        while wire.protocol.unwritten < 2 * chunk:
             wire.send(bytes(300))
         wire.turn()
     while not wire.is_empty:

@@ -11,8 +11,8 @@ import pytest
 
 from qflow_client import FlowControlTimeout, Producer
 from qflow_client.broker import Broker
+from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.flow import WeightedLine
-from qflow_client.protocol import ProducerProtocol
 from tests.effort import rounds
 
 from .tools import PATIENCE, PATIENCE_WITH_JOBS, bodies, eventually, start, wait_held, wait_in_line

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qflow_client.aio.aiormq_io import TapTransport
-from qflow_client.amqp.outbound import Outbound
 from qflow_client.amqp.tap import Tap
+from tests.unit.messages import Messages
 
 
 class _Loop:
@@ -81,7 +81,7 @@ class _Channel:
     """A publishing channel whose frames are letters in brackets."""
 
     def __init__(self) -> None:
-        self.outbound = Outbound()
+        self.outbound = Messages()
 
     @property
     def unfinished(self) -> bytes:
@@ -120,7 +120,7 @@ def test_the_library_gets_the_next_border_even_if_every_write_ends_in_mid_frame(
     # 100 bytes a frame, and 33 at a time: only the hundredth write would end at a border by itself.
     with parts([33] * 90) as (tapped, channel, written, _):
         for _ in range(200):
-            channel.outbound.put(b"[" + b"x" * 98 + b"]")
+            channel.outbound.add(b"[" + b"x" * 98 + b"]")
         tapped.pump()
         tapped.pump()
         assert len(written) == 66
@@ -133,7 +133,7 @@ def test_the_library_gets_the_next_border_even_if_every_write_ends_in_mid_frame(
 def test_two_that_both_have_much_to_write_take_turns() -> None:
     with parts([0]) as (tapped, channel, written, _):
         for _ in range(4):
-            channel.outbound.put(b"[" + b"x" * 200_000 + b"]")
+            channel.outbound.add(b"[" + b"x" * 200_000 + b"]")
         tapped.pump()
         for _ in range(4):
             tapped.write(b"<" + b"y" * 1000 + b">")
@@ -155,7 +155,7 @@ def test_however_the_socket_cuts_frames_stay_whole_and_in_order(takes: list[int]
                 tapped.write(library[-1])
             elif what == "C":
                 ours.append(b"[%d:" % number + b"x" * size + b"]")
-                channel.outbound.put(ours[-1])
+                channel.outbound.add(ours[-1])
                 if not tapped.awake:
                     tapped.pump()
             else:

@@ -11,9 +11,9 @@ import pamqp.frame
 import pamqp.header
 
 from qflow_client import HoldKind, Message, ProducerSettings, Receipt
+from qflow_client.core.protocol import ProducerProtocol, SendTicket
+from qflow_client.core.resending import Pauses
 from qflow_client.flow import Line
-from qflow_client.protocol import ProducerProtocol, SendTicket
-from qflow_client.resending import Pauses
 
 FRAME_MAX = 4096
 PREFIX = "p-"
@@ -65,10 +65,24 @@ def drain(protocol: ProducerProtocol, now: float = 0.0) -> bytes:
 
 def write(protocol: ProducerProtocol, count: int, now: float = 0.0) -> bytes:
     """Write so many bytes."""
-    data = protocol.data_to_write(1 << 20)[:count]
-    assert len(data) == count
-    protocol.advance(count, now)
-    return data
+    written = b""
+    while len(written) < count:
+        data = protocol.data_to_write(1 << 20)[: count - len(written)]
+        assert data
+        protocol.advance(len(data), now)
+        written += data
+    return written
+
+
+def check_order(protocol: ProducerProtocol) -> None:
+    """All that is not on the wire stands in the order of admission, and the wire begins with an unsettled message."""
+    numbers = [receipt._number for receipt in (*protocol._resending.again, *protocol._line)]
+    assert numbers == sorted(set(numbers))
+    unconfirmed = protocol._unconfirmed
+    assert not unconfirmed.flight or unconfirmed.find(unconfirmed.oldest) is unconfirmed.flight[0]
+    on_the_wire = [receipt._number for receipt in unconfirmed]
+    assert unconfirmed.oldest_number() == min(on_the_wire, default=0)
+    assert protocol.unsettled == len(protocol.unsettled_receipts) == len(numbers) + len(on_the_wire)
 
 
 def holds(protocol: ProducerProtocol) -> list[str]:

@@ -22,10 +22,10 @@ from qflow_client.amqp.frames import (
     frame,
 )
 from qflow_client.amqp.tap import Tap
-from qflow_client.protocol import ProducerProtocol
+from qflow_client.core.protocol import ProducerProtocol
 from tests.effort import rounds
 
-from .support import CHANNEL, drain, holds, logged, make, returned, send, write
+from .support import CHANNEL, check_order, drain, holds, logged, make, returned, send, write
 
 
 def ack(tag: int, bits: int = 0, channel: int = CHANNEL) -> bytes:
@@ -144,7 +144,7 @@ def test_of_a_run_that_has_been_answered_in_part_the_rest_is_settled() -> None:
     protocol.on_ack(2, True, 0.0)
     protocol.on_ack_run(1, 5, 0.0)
     assert [receipt.outcome for receipt in receipts] == [*[Outcome.CONFIRMED] * 6, None, None]
-    assert protocol._oldest == 7, "or a multiple ack would walk through all that was ever sent"
+    assert protocol._unconfirmed.oldest == 7, "or a multiple ack would walk through all that was ever sent"
     protocol.on_ack_run(7, 2, 0.0)
     assert protocol.wake == ["all"]
 
@@ -153,7 +153,7 @@ def test_of_a_run_beyond_what_is_written_only_the_written_is_settled() -> None:
     protocol = make()
     protocol.logs.clear()
     receipts = [send(protocol) for _ in range(3)]
-    write(protocol, protocol.outbound.size - 1)
+    write(protocol, protocol.unwritten - 1)
     protocol.on_ack_run(0, 5, 0.0)
     assert [receipt.done for receipt in receipts] == [True, True, False]
     assert [arguments[1] for _, _, arguments in protocol.logs] == [0, 3, 4]
@@ -181,18 +181,20 @@ def busy(sizes: list[int], share: float, settings: dict[str, Any], *, wants_all:
             receipt._waiter = f"receipt {number}"
         if number % 7 == 0:
             protocol.when_flushed(f"flush {number}")
-    protocol.advance(int(protocol.outbound.size * share), 0.0)
+    write(protocol, int(protocol.unwritten * share))
     for tag in (3, 4):
-        if tag in protocol._unsettled and tag <= protocol.outbound.finished:
-            returned(protocol, protocol._unsettled[tag].message_id)
+        receipt = protocol._unconfirmed.find(tag)
+        if receipt is not None and tag <= protocol.written:
+            returned(protocol, receipt.message_id)
     return protocol
 
 
 def state(protocol: ProducerProtocol) -> dict[str, Any]:
     return {
-        "unsettled": {tag: receipt.message_id for tag, receipt in protocol._unsettled.items()},
-        "oldest": protocol._oldest,
-        "next": protocol._next_tag,
+        "unsettled": [receipt.message_id for receipt in protocol.unsettled_receipts],
+        "tags": {receipt._tag: receipt._number for receipt in protocol._unconfirmed},
+        "oldest": protocol._unconfirmed.oldest,
+        "admitted": protocol.admitted,
         "window": protocol.window.used,
         "bytes": protocol.byte_window and protocol.byte_window.used,
         "ids": {name: [receipt._number for receipt in own] for name, own in protocol._by_id.items()},
@@ -202,8 +204,8 @@ def state(protocol: ProducerProtocol) -> dict[str, Any]:
         "holds": holds(protocol),
         "waiting": protocol.controller.waiting,
         "flushes": protocol._flushes,
-        "stopped": protocol.outbound.stopped,
-        "unwritten": protocol.outbound.size,
+        "stopped": protocol.is_stopped,
+        "unwritten": protocol.unwritten,
         "wire": protocol.data_to_write(1 << 20),
     }
 
@@ -249,5 +251,5 @@ def test_however_acks_come_and_are_cut_they_do_what_they_do_one_by_one(
     assert fast_passed == slow_passed
     assert warnings(fast) == warnings(slow)
     assert state(fast) == state(slow)
-    assert fast._oldest == min(fast._unsettled, default=fast._next_tag)
+    check_order(fast)
     assert [r.outcome for r in fast.unsettled_receipts] == [None] * fast.unsettled

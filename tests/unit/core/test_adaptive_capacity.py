@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qflow_client import HoldKind, SettingsError
-from qflow_client.protocol import ProducerProtocol
+from qflow_client.core.protocol import ProducerProtocol
 
 from .support import drain, holds, make, send, wait
 
@@ -68,10 +68,10 @@ def test_the_window_shrinks_when_answers_are_held_back() -> None:
     for _ in range(8):
         fill(protocol, now)
         now += 0.01
-        protocol.on_ack(protocol._oldest + protocol.unsettled // 2, True, now)
+        protocol.on_ack(protocol._unconfirmed.oldest + protocol.unsettled // 2, True, now)
         fill(protocol, now)
         now += 10.0
-        protocol.on_ack(protocol._oldest, False, now)
+        protocol.on_ack(protocol._unconfirmed.oldest, False, now)
     assert protocol.window.capacity < before / 8
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from qflow_client import FlowControlTimeout, FlowEventKind, HoldKind, Message, ProducerClosed, SettingsError
-from qflow_client.amqp.frames import Content, PublishEncoder, Route
+from qflow_client.amqp.frames import Content, Prepared, PublishEncoder
+from qflow_client.core.protocol import ProducerProtocol, SendTicket
 from qflow_client.flow import WeightedLine
-from qflow_client.protocol import ProducerProtocol, SendTicket
 from qflow_client.settings import ProducerSettings
 
 from .support import CHANNEL, FRAME_MAX, PREFIX, drain, holds, logged, make, send, wait, wire, write
@@ -111,7 +111,7 @@ def test_a_message_larger_than_capacity_bytes_is_admitted_alone() -> None:
 def test_in_flight_is_what_has_begun_to_be_written_and_is_not_settled() -> None:
     protocol = make()
     send(protocol, b"1")
-    size = protocol.outbound.size
+    size = protocol.unwritten
     send(protocol, b"2")
     assert protocol.in_flight == 0
     write(protocol, 1)
@@ -626,7 +626,7 @@ def test_a_name_that_cannot_be_encoded_is_refused_and_takes_no_room() -> None:
         with pytest.raises(ValueError, match="routing_key has 256 bytes"):
             protocol.send(payload, "", NO_KEY, 0.0)
     assert protocol.unsettled == protocol.window.used == 0
-    assert protocol.outbound.size == 0
+    assert protocol.unwritten == 0
     receipt = send(protocol)
     assert receipt.message_id == "p-000000000001", "no number is spent"
 
@@ -665,11 +665,11 @@ class Fickle(PublishEncoder):
         super().__init__(CHANNEL, FRAME_MAX, id_prefix=PREFIX)
         self.error: type[BaseException] | None = error
 
-    def message(self, route: Route, message: Content, number: int | None) -> list[bytes]:
+    def prepare(self, message: Content, *, has_id: bool) -> Prepared:
         assert isinstance(message, Message)
         if self.error is not None and message.headers:
             raise self.error("of the encoder's own")
-        return super().message(route, message, number)
+        return super().prepare(message, has_id=has_id)
 
 
 MARKED = Message(b"x", headers={"k": "v"})
@@ -677,7 +677,7 @@ MARKED = Message(b"x", headers={"k": "v"})
 
 def test_whatever_encoding_raises_takes_no_room() -> None:
     protocol = make(capacity=1, capacity_bytes=10)
-    protocol._encoder = Fickle()
+    protocol._unconfirmed.encoder = Fickle()
     with pytest.raises(ZeroDivisionError):
         protocol.send(MARKED, "", "q", 0.0)
     assert protocol.window.used == protocol.unsettled == 0
@@ -686,11 +686,31 @@ def test_whatever_encoding_raises_takes_no_room() -> None:
     send(protocol)
 
 
+def test_whatever_an_observer_raises_takes_no_room_and_expects_no_return() -> None:
+    class Refusing(dict[int, float]):
+        def __setitem__(self, number: int, value: float) -> None:
+            raise ZeroDivisionError
+
+    class Watch:
+        began = Refusing()
+
+    protocol = make(capacity=2)
+    send(protocol, Message(b"x", message_id="own"))
+    protocol.observer = Watch()  # type: ignore[assignment]  # it is never told
+    with pytest.raises(ZeroDivisionError):
+        protocol.send(Message(b"y", message_id="own"), "", "q", 0.0)
+    protocol.observer = None
+    assert protocol.window.used == protocol.unsettled == 1
+    assert list(map(len, protocol._by_id.values())) == [1]
+    assert len(wire(drain(protocol)).messages) == 1
+    assert protocol.unwritten == 0
+
+
 def test_whatever_encoding_raises_after_the_wait_is_the_ticket_s_error_and_the_next_gets_its_turn() -> None:
     protocol = make(capacity=1)
     send(protocol)
     bad, after = wait(protocol, MARKED), wait(protocol, b"y")
-    protocol._encoder = Fickle()
+    protocol._unconfirmed.encoder = Fickle()
     drain(protocol)
     protocol.on_ack(1, False, 1.0)
     assert isinstance(bad.error, ZeroDivisionError)
@@ -701,7 +721,7 @@ def test_whatever_encoding_raises_after_the_wait_is_the_ticket_s_error_and_the_n
 def test_ctrl_c_while_a_waiting_message_is_admitted_comes_through_and_leaves_it_waiting() -> None:
     protocol = make(capacity=1)
     send(protocol)
-    protocol._encoder = encoder = Fickle(KeyboardInterrupt)
+    protocol._unconfirmed.encoder = encoder = Fickle(KeyboardInterrupt)
     other = wait(protocol, MARKED, waiter="other")
     with pytest.raises(KeyboardInterrupt):
         protocol.set_capacity(2, 1.0)
@@ -802,10 +822,10 @@ def test_the_transport_holds_beyond_its_mark_and_lets_go_at_half_of_it() -> None
     protocol = make(max_unwritten_bytes=1000)
     while protocol.gate.is_open:
         send(protocol, b"x" * 50)
-        assert protocol.gate.is_open == (protocol.outbound.size <= 1000)
+        assert protocol.gate.is_open == (protocol.unwritten <= 1000)
     assert holds(protocol) == [HoldKind.TRANSPORT]
     ticket = wait(protocol, waiter="me")
-    write(protocol, protocol.outbound.size - 501)
+    write(protocol, protocol.unwritten - 501)
     assert not protocol.gate.is_open
     write(protocol, 1)
     assert protocol.gate.is_open

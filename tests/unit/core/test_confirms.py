@@ -44,7 +44,7 @@ def test_a_multiple_ack_confirms_all_up_to_its_message() -> None:
 def test_a_multiple_ack_of_tag_0_confirms_all_that_is_written_and_no_more() -> None:
     protocol = make()
     receipts = [send(protocol, b"1")]
-    size = protocol.outbound.size
+    size = protocol.unwritten
     receipts += [send(protocol, b"2"), send(protocol, b"3")]
     write(protocol, size + 5)
     protocol.on_ack(0, True, 0.0)
@@ -73,7 +73,7 @@ def test_an_answer_to_what_was_never_written_settles_nothing_and_is_logged(tag: 
     protocol = make(name="orders")
     protocol.logs.clear()
     receipts = [send(protocol, b"12")]
-    size = protocol.outbound.size
+    size = protocol.unwritten
     receipts += [send(protocol, b"34"), send(protocol, b"56")]
     write(protocol, 2 * size)
     protocol.on_ack(tag, multiple, 0.0)
@@ -86,7 +86,7 @@ def test_an_answer_to_what_was_never_written_settles_nothing_and_is_logged(tag: 
 def test_a_half_written_message_is_confirmed_only_after_its_end() -> None:
     protocol = make()
     receipt = send(protocol)
-    write(protocol, protocol.outbound.size - 1)
+    write(protocol, protocol.unwritten - 1)
     protocol.on_ack(1, False, 0.0)
     assert not receipt.done
     write(protocol, 1)
@@ -213,7 +213,7 @@ def test_a_return_that_fits_no_message_in_flight_settles_nothing_and_is_logged(m
 def test_what_is_not_all_written_cannot_have_come_back(message_id: str | None) -> None:
     protocol = make()
     first = send(protocol, Message(b"1", message_id=message_id))
-    size = protocol.outbound.size
+    size = protocol.unwritten
     second = send(protocol, Message(b"2", message_id=message_id))
     write(protocol, size + 1)
     returned(protocol, second.message_id)
@@ -253,7 +253,7 @@ def test_without_confirms_a_message_is_sent_once_all_of_it_is_written() -> None:
     protocol = make(confirms=False, capacity=2)
     protocol.settled = []
     receipts = [send(protocol, b"1")]
-    size = protocol.outbound.size
+    size = protocol.unwritten
     receipts.append(send(protocol, b"2"))
     ticket = wait(protocol, waiter="me")
     write(protocol, size - 1)

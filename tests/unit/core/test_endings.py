@@ -26,7 +26,7 @@ def test_a_lost_connection_settles_the_written_as_unknown_and_the_others_as_fail
     protocol = make(capacity_bytes=1000)
     protocol.settled = []
     receipts = [send(protocol, b"1")]
-    size = protocol.outbound.size
+    size = protocol.unwritten
     receipts += [send(protocol, b"2"), send(protocol, b"3")]
     write(protocol, size + 1)
     protocol.connection_lost("reset by peer", 1.0)
@@ -38,7 +38,7 @@ def test_a_lost_connection_settles_the_written_as_unknown_and_the_others_as_fail
     assert protocol.unsettled == protocol.in_flight == protocol.window.used == 0
     assert protocol.byte_window is not None
     assert protocol.byte_window.used == 0
-    assert protocol.outbound.size == 0
+    assert protocol.unwritten == 0
 
 
 def test_a_message_of_many_frames_that_is_half_written_is_unknown() -> None:
@@ -95,7 +95,7 @@ def test_what_broker_and_socket_said_ends_with_the_connection() -> None:
     protocol.hold(HoldKind.PAUSED, 1.0)
     protocol.connection_lost("reset by peer", 2.0)
     assert set(holds(protocol)) == {HoldKind.PAUSED, HoldKind.DISCONNECTED}
-    assert not protocol.outbound.stopped
+    assert not protocol.is_stopped
     assert protocol.channel is None
     assert all(event.flowed for event in protocol.events), "it is never unflowed in between"
 
@@ -206,13 +206,13 @@ def test_the_only_message_in_flight_that_was_not_returned_is_the_culprit() -> No
 def test_without_confirms_nobody_knows_the_culprit() -> None:
     protocol = make(confirms=False)
     written, half = send(protocol), send(protocol)
-    write(protocol, protocol.outbound.size - 1)
+    write(protocol, protocol.unwritten - 1)
     protocol.channel_closed(404, "NOT_FOUND", PUBLISH, 1.0)
     assert [written.outcome, half.outcome] == [Outcome.SENT, None]
     assert any("without confirms nobody can tell" in line for line in logged(protocol))
     # Alone on its channel it can only be that one.
     protocol.channel_opened(1, FRAME_MAX, 2.0)
-    write(protocol, protocol.outbound.size - 1)
+    write(protocol, protocol.unwritten - 1)
     protocol.channel_closed(404, "NOT_FOUND", PUBLISH, 3.0)
     assert half.outcome is Outcome.REJECTED
 
@@ -259,10 +259,10 @@ def test_however_far_writing_and_answers_got_every_receipt_is_settled_exactly_on
     protocol = make(capacity_bytes=1 << 20)
     protocol.settled = []
     receipts = [send(protocol, b"x" * size) for size in sizes]
-    write(protocol, int(protocol.outbound.size * share))
+    write(protocol, int(protocol.unwritten * share))
     for tag, multiple, ack in answers:
         (protocol.on_ack if ack else protocol.on_nack)(tag, multiple, 0.0)
-    finished, begun = protocol.outbound.finished, protocol.outbound.begun
+    finished, begun = protocol.written, protocol._unconfirmed.outbound.begun
     protocol.connection_lost("reset by peer", 1.0)
     assert sorted(map(id, protocol.settled)) == sorted(map(id, receipts))
     for number, receipt in enumerate(receipts, 1):
@@ -297,7 +297,7 @@ def test_a_lost_connection_is_told_once() -> None:
 def test_what_ends_with_the_channel_says_why() -> None:
     protocol = make(on_disconnect="fail")
     receipts = [send(protocol) for _ in range(3)]
-    write(protocol, 2 * protocol.outbound.size // 3)
+    write(protocol, 2 * protocol.unwritten // 3)
     protocol.channel_closed(404, "NOT_FOUND - no exchange", PUBLISH, 1.0)
     assert [str(receipt.error()).split(": ", 1)[1] for receipt in receipts] == [
         f"{outcome} (the broker closed the channel: 404 NOT_FOUND - no exchange)"

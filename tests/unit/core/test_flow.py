@@ -13,7 +13,7 @@ from qflow_client import FlowControlTimeout, FlowEventKind, HoldKind, Message
 from qflow_client.flow import Hold
 from qflow_client.logs import flush_logs, write_log
 
-from .support import MAX_BODY, Wire, drain, holds, make, send, wait, wire, write
+from .support import MAX_BODY, Published, Wire, drain, holds, make, send, wait, wire, write
 
 BODIES = [b"first", b"second", b"third"]
 
@@ -48,8 +48,9 @@ def test_j7_a_message_of_many_frames_that_has_begun_is_brought_to_its_end(border
     protocol = make()
     large = b"L" * (3 * MAX_BODY)
     send(protocol, large)
-    first = len(protocol.outbound._pieces[0])
     send(protocol, b"after")
+    protocol.data_to_write(1 << 20)
+    first = protocol._unconfirmed.outbound._borders[0]
     read = Wire().read(write(protocol, first + border))
     protocol.on_flow(False, 1.0)
     read.read(drain(protocol))
@@ -61,7 +62,7 @@ def test_j7_a_message_of_many_frames_that_has_begun_is_brought_to_its_end(border
 def test_j7_a_message_that_is_written_whole_does_not_drag_the_next_along() -> None:
     protocol = make()
     send(protocol, BODIES[0])
-    size = protocol.outbound.size
+    size = protocol.unwritten
     send(protocol, BODIES[1])
     read = Wire().read(write(protocol, size))
     protocol.on_flow(False, 1.0)
@@ -176,7 +177,7 @@ def test_a_connection_that_is_blocked_before_the_channel_is_there_stays_blocked(
     protocol.on_blocked("low on memory", 1.0)
     protocol.channel_opened(1, 4096, 2.0)
     assert ticket.receipt is None
-    assert protocol.outbound.stopped
+    assert protocol.is_stopped
     protocol.on_unblocked(3.0)
     assert wire(drain(protocol)).short == [b"x"]
 
@@ -303,7 +304,7 @@ def test_what_holds_while_the_producer_first_connects_counts_from_then_on() -> N
 def test_confirms_lift_no_hold_of_the_socket() -> None:
     protocol = make(max_unwritten_bytes=100)
     first = send(protocol)
-    size = protocol.outbound.size
+    size = protocol.unwritten
     send(protocol, b"y" * 200)
     ticket = wait(protocol)
     write(protocol, size)
@@ -378,3 +379,33 @@ def test_a_second_connection_counts_as_having_been_flowed_and_the_first_does_not
     protocol.channel_opened(1, 4096, 6.0)
     state = protocol.flow_state(7.0)
     assert (state.times_flowed, state.seconds_flowed) == (1, {"disconnected": 2.0})
+
+
+def test_j7_a_message_of_many_frames_that_is_made_and_has_not_begun_waits_for_flow_to_be_active() -> None:
+    protocol = make()
+    send(protocol, bytes(3 * MAX_BODY))
+    assert protocol.data_to_write(1)
+    protocol.on_flow(False, 0.0)
+    assert protocol.is_stopped
+    assert protocol.has_answer
+    assert wire(drain(protocol)).seen == [False]
+    assert not protocol.has_answer
+    assert (protocol.unsettled, protocol.in_flight) == (1, 0)
+    protocol.on_flow(True, 1.0)
+    answer, message = wire(drain(protocol)).seen
+    assert answer is True
+    assert isinstance(message, Published)
+    assert len(message.body) == 3 * MAX_BODY
+
+
+def test_who_ends_writing_is_told_whether_a_message_has_begun_and_not_ended() -> None:
+    protocol = make()
+    for _ in range(3):
+        send(protocol, b"body")
+    written = write(protocol, 1)
+    assert not protocol.end_writing()
+    written += drain(protocol)
+    assert len(wire(written).messages) == 1
+    assert protocol.end_writing()
+    assert drain(protocol) == b""
+    assert (protocol.unsettled, protocol.written) == (3, 1)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from qflow_client import Message, ProducerClosed, ProducerSettings, Receipt
+from qflow_client.core.protocol import ProducerProtocol, SendTicket
 from qflow_client.flow import FifoLine, Line, Ticket, WeightedLine
-from qflow_client.protocol import ProducerProtocol, SendTicket
 from tests.interrupting import EVERY, interrupted
 
-from .support import MAX_BODY, Wire, drain, make, returned, send, wait, write
+from .support import MAX_BODY, Wire, check_order, drain, make, returned, send, wait, write
 
 PAYLOADS = {
     "plain": b"abc",
@@ -27,7 +27,7 @@ def started() -> tuple[ProducerProtocol, Wire]:
     protocol = make(capacity_bytes=1 << 20)
     protocol.settled = []
     send(protocol, Message(b"1", message_id="own"))
-    size = protocol.outbound.size
+    size = protocol.unwritten
     send(protocol, b"2" * 2 * MAX_BODY)
     send(protocol, Message(b"3", message_id="own"))
     return protocol, Wire().read(write(protocol, size + MAX_BODY + 200))
@@ -73,7 +73,7 @@ def test_a_send_that_is_interrupted_at_any_line_is_admitted_whole_or_not_at_all(
         returned(protocol, after.message_id, body=b"after", key=key)
         protocol.on_ack(len(bodies), True, 0.0)
         assert [each.delivered for each in receipts] == [True] * (len(bodies) - 1) + [False]
-        assert protocol.window.used == protocol.byte_window.used == protocol.outbound.size == 0
+        assert protocol.window.used == protocol.byte_window.used == protocol.unwritten == 0
         assert not protocol._by_id
         assert protocol.settled == list(receipts)
     assert admitted == sorted(admitted), "from one line on"
@@ -87,15 +87,9 @@ def test_of_an_interrupted_message_with_an_id_of_its_own_no_return_is_expected_u
 
 def consistent(protocol: ProducerProtocol) -> bool:
     """Whether what the protocol counts is what it has."""
-    outbound = protocol.outbound
-    # The piece that has begun is the first.
-    to_begin = [
-        piece for at, piece in enumerate(outbound._pieces) if type(piece) is bytes and (at or not outbound._offset)
-    ]
-    return (
-        protocol.window.used == len(protocol._unsettled) == protocol._next_tag - 1
-        and outbound.begun + len(to_begin) == protocol._next_tag - 1
-    )
+    check_order(protocol)
+    costs = sum(map(protocol._cost, (*protocol._resending.again, *protocol._line)))
+    return protocol.unwritten == protocol._unconfirmed.outbound.size + costs
 
 
 @pytest.mark.parametrize("payload", [b"abc", Message(b"abc", message_id="own")])
@@ -506,8 +500,9 @@ def test_a_resume_that_is_interrupted_at_any_line_is_made_good_for_who_waits() -
 def test_an_interrupted_send_never_gives_another_message_s_id() -> None:
     for at in range(1, 1000):
         protocol = make()
-        # As after 254 messages on channels before this one.
-        protocol._next_number, protocol._ahead = 255, 254
+        # As after 254 messages.
+        protocol._next_number = 255
+        protocol.window.used = 0
         send(protocol)
         come = interrupted(lambda: protocol.send(b"x", "", "q", 0.0), at)  # noqa: B023  # called at once
         send(protocol)

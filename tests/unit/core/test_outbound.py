@@ -1,6 +1,8 @@
-"""The queue of frames: what has begun, what is finished, and where an answer goes."""
+"""Batches of messages: what has begun, what is finished, what can be taken back, and where an answer goes."""
 
 from __future__ import annotations
+
+from itertools import accumulate
 
 import pytest
 from hypothesis import given
@@ -8,41 +10,46 @@ from hypothesis import strategies as st
 
 from qflow_client.amqp.outbound import Outbound
 
+# Messages of one frame or several.
+MESSAGES = st.lists(st.lists(st.binary(min_size=1, max_size=5), min_size=1, max_size=4), min_size=1, max_size=8)
 
-def test_an_empty_queue_has_nothing_to_write() -> None:
+
+def put(outbound: Outbound, messages: list[list[bytes]], limit: int = 1 << 20) -> None:
+    """Put a batch, of which a last message that is larger than the limit is in part."""
+    *whole, last = messages
+    first, *rest = last
+    parts = [*(frame for frames in whole for frame in frames), first]
+    while rest and sum(map(len, parts)) < limit:
+        parts.append(rest.pop(0))
+    sizes = [len(b"".join(frames)) for frames in (whole if rest else messages)]
+    outbound.put(parts, [*accumulate(sizes)], [*accumulate(map(len, parts))], rest)
+
+
+def batch(*messages: list[bytes]) -> Outbound:
     outbound = Outbound()
-    assert outbound.data(100) == b""
+    put(outbound, list(messages))
+    return outbound
+
+
+def test_an_empty_one_has_nothing_to_write() -> None:
+    outbound = Outbound()
+    assert outbound.data(100) == outbound.unfinished == b""
+    assert outbound.is_empty
     assert not outbound.mid_frame
-    assert outbound.unfinished == b""
-    outbound.stopped = True
-    assert outbound.data(100) == b""
+    assert outbound.take_back() == 0
+    assert outbound.stop()
 
 
 def test_all_at_once() -> None:
-    outbound = Outbound()
-    outbound.put(b"one")
-    outbound.put(b"two")
-    assert outbound.data(100) == b"onetwo"
+    outbound = batch([b"one"], [b"two"])
+    assert outbound.data(1) == b"onetwo", "a batch is not cut"
     outbound.advance(6)
     assert (outbound.begun, outbound.finished, outbound.size) == (2, 2, 0)
-
-
-def test_a_piece_is_not_cut_by_the_limit() -> None:
-    outbound = Outbound()
-    for piece in (b"one", b"two", b"three"):
-        outbound.put(piece)
-    assert outbound.data(1) == b"one"
-    assert outbound.data(3) == b"one"
-    assert outbound.data(4) == b"onetwo"
-    outbound.advance(1)
-    assert outbound.data(3) == b"ne"
-    assert outbound.data(100) == b"netwothree"
+    assert outbound.is_empty
 
 
 def test_messages_begin_with_their_first_byte_and_finish_with_their_last() -> None:
-    outbound = Outbound()
-    outbound.put_frames([b"ab", b"cd"])
-    outbound.put(b"ef")
+    outbound = batch([b"ab", b"cd"], [b"ef"])
     seen = []
     for _ in range(6):
         outbound.advance(1)
@@ -58,162 +65,101 @@ def test_messages_begin_with_their_first_byte_and_finish_with_their_last() -> No
 
 
 def test_taking_no_bytes_changes_nothing() -> None:
-    outbound = Outbound()
-    outbound.put(b"ab")
+    outbound = batch([b"ab"])
     outbound.advance(0)
     assert (outbound.begun, outbound.size, outbound.mid_frame) == (0, 2, False)
 
 
-def test_an_answer_goes_before_what_has_not_begun_and_after_earlier_answers() -> None:
-    outbound = Outbound()
-    outbound.put(b"one")
+def test_answers_go_behind_the_batch_in_their_order() -> None:
+    outbound = batch([b"one"])
     outbound.put_control(b"A")
     outbound.put_control(b"B")
-    assert outbound.data(100) == b"ABone"
+    assert outbound.data(100) == b"one"
+    outbound.advance(3)
+    assert outbound.data(100) == b"AB"
+    outbound.advance(1)
+    assert outbound.mid_frame
+    assert outbound.unfinished == b"B"
+    outbound.advance(1)
+    assert (outbound.begun, outbound.finished, outbound.size) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("limit", [1, 4, 100])
+def test_an_answer_goes_behind_all_frames_of_what_has_begun_and_before_what_has_not(limit: int) -> None:
+    outbound = Outbound()
+    put(outbound, [[b"ab", b"cd", b"ef"]], limit)
     outbound.advance(2)
+    outbound.put_control(b"A")
+    assert outbound.take_back() == 0
+    written = b""
+    while data := outbound.data(limit):
+        written += data
+        outbound.advance(len(data))
+    assert written == b"cdefA"
+    assert (outbound.begun, outbound.finished) == (1, 1)
+    outbound = batch([b"ab"], [b"cd"])
+    outbound.put_control(b"A")
+    assert outbound.take_back() == 2
+    assert outbound.data(limit) == b"A"
+    outbound.advance(1)
     assert (outbound.begun, outbound.finished) == (0, 0)
 
 
-def test_an_answer_goes_behind_all_frames_of_what_has_begun() -> None:
-    outbound = Outbound()
-    outbound.put_frames([b"ab", b"cd", b"ef"])
-    outbound.put(b"gh")
-    outbound.advance(2)
-    outbound.put_control(b"A")
-    outbound.stopped = True
-    assert outbound.data(1) == b"cdefA", "the limit does not matter to the little that may leave"
-    outbound.advance(5)
-    assert outbound.data(100) == b""
-    assert (outbound.begun, outbound.finished, outbound.size) == (1, 1, 2)
-    outbound.stopped = False
-    assert outbound.data(100) == b"gh"
-
-
-def state(outbound: Outbound) -> tuple[object, ...]:
-    pieces = [(type(piece).__name__, piece) for piece in outbound._pieces]
-    return pieces, outbound._offset, outbound._special, outbound.size, outbound.begun, outbound.finished
-
-
-@given(
-    st.lists(st.lists(st.binary(min_size=2, max_size=5), min_size=1, max_size=3), max_size=5),
-    st.lists(st.binary(min_size=2, max_size=5), min_size=1, max_size=3),
-    st.booleans(),
-    st.data(),
-)
-def test_what_was_put_last_can_be_dropped_however_far_that_got(
-    messages: list[list[bytes]], last: list[bytes], control: bool, data: st.DataObject
-) -> None:
-    outbounds = Outbound(), Outbound()
-    written = data.draw(st.integers(0, sum(len(frame) for frames in messages for frame in frames)))
-    for outbound in outbounds:
-        for frames in messages:
-            outbound.put_frames(frames)
-        outbound.advance(written)
-        if control:
-            outbound.put_control(b"control")
-    kept, dropped = outbounds
-    dropped.put_frames(last)
-    # Interrupted: not all is put, or not all is counted.
-    for _ in range(data.draw(st.integers(0, len(last) - 1))):
-        dropped._pieces.pop()
-    dropped.size -= data.draw(st.integers(0, 1))
-    dropped._special -= data.draw(st.integers(0, 1))
-    dropped.drop_after(len(messages))
-    assert state(dropped) == state(kept)
-
-
-@given(
-    st.lists(st.lists(st.binary(min_size=1, max_size=5), min_size=1, max_size=4), max_size=8),
-    st.data(),
-)
+@given(batches=st.lists(MESSAGES, max_size=3), limit=st.integers(1, 12), data=st.data())
 def test_however_it_is_written_every_byte_leaves_once_and_in_order(
-    messages: list[list[bytes]], data: st.DataObject
+    batches: list[list[list[bytes]]], limit: int, data: st.DataObject
 ) -> None:
     outbound = Outbound()
-    for frames in messages:
-        outbound.put_frames(frames)
-    whole = [b"".join(frames) for frames in messages]
-    written = b""
-    while outbound.size:
-        offered = outbound.data(data.draw(st.integers(1, 30)))
-        assert offered
-        count = data.draw(st.integers(0, len(offered)), label="count") or len(offered)
-        outbound.advance(count)
-        written += offered[:count]
-        ends = [sum(map(len, whole[: number + 1])) for number in range(len(whole))]
-        assert outbound.finished == sum(end <= len(written) for end in ends)
-        assert outbound.begun == sum(end - len(each) < len(written) for end, each in zip(ends, whole, strict=True))
-        assert outbound.size == len(b"".join(whole)) - len(written)
-    assert written == b"".join(whole)
+    written, ends, done = b"", [0], 0
+    for messages in batches:
+        put(outbound, messages, limit)
+        ends += [ends[-1] + end for end in accumulate(len(b"".join(frames)) for frames in messages)]
+        left = outbound.size
+        while left:
+            offered = outbound.data(limit)
+            assert offered
+            count = data.draw(st.integers(0, len(offered)), label="count") or len(offered)
+            outbound.advance(count)
+            written += offered[:count]
+            left -= count
+            assert outbound.size == left
+            assert outbound.finished == sum(end <= len(written) for end in ends[1:])
+            assert outbound.begun == sum(end < len(written) for end in ends[:-1])
+            assert outbound.unfinished == (outbound.data(limit)[: len(outbound.unfinished)] if left else b"")
+        done += len(messages)
+        assert outbound.finished == outbound.begun == done
+    assert written == b"".join(frame for messages in batches for frames in messages for frame in frames)
+
+
+@given(messages=MESSAGES, limit=st.integers(1, 12), written=st.integers(0, 60))
+def test_what_has_not_begun_is_taken_back_and_the_rest_leaves_whole(
+    messages: list[list[bytes]], limit: int, written: int
+) -> None:
+    outbound = Outbound()
+    put(outbound, messages, limit)
+    sent = b""
+    while len(sent) < written and (data := outbound.data(limit)):
+        data = data[: written - len(sent)]
+        outbound.advance(len(data))
+        sent += data
+    begun = outbound.begun
+    assert outbound.take_back() == len(messages) - begun
+    assert outbound.take_back() == 0
+    while data := outbound.data(limit):
+        outbound.advance(len(data))
+        sent += data
+    assert sent == b"".join(map(b"".join, messages[:begun]))
+    assert outbound.finished == outbound.begun == begun
+    assert outbound.is_empty
 
 
 def test_a_stop_tells_whether_a_message_has_begun_and_not_ended() -> None:
-    outbound = Outbound()
+    outbound = batch([b"ab", b"cd"], [b"ef"])
     assert outbound.stop()
-    outbound.put_frames([b"ab", b"cd"])
-    outbound.put(b"ef")
-    assert outbound.stop()
-    outbound.stopped = False
-    outbound.advance(1)
     seen = []
     for _ in range(4):
+        outbound.advance(1)
+        outbound.take_back()
         seen.append(outbound.stop())
-        outbound.advance(len(outbound.data(1)) and 1)
     assert seen == [False, False, False, True]
     assert outbound.data(100) == b""
-
-
-@pytest.mark.parametrize("taken", range(13))
-def test_a_part_of_what_was_asked_for_may_be_taken_and_more_may_be_put_meanwhile(taken: int) -> None:
-    outbound = Outbound()
-    for piece in (b"abc", b"def", b"ghi", b"jkl"):
-        outbound.put(piece)
-    assert outbound.data(5) == b"abcdef"
-    outbound.put(b"mno")
-    assert outbound.data(8) == b"abcdefghi"
-    outbound.advance(taken)
-    whole = taken // 3
-    assert (outbound.finished, outbound.begun) == (whole, whole + bool(taken % 3))
-    assert outbound.size == 15 - taken
-    assert outbound.data(100) == b"abcdefghijklmno"[taken:]
-    # What was offered before is of no account any more.
-    if outbound.size >= 9:
-        outbound.advance(9)
-        assert outbound.data(100) == b"abcdefghijklmno"[taken + 9 :]
-        assert outbound.finished == (taken + 9) // 3
-
-
-def test_messages_of_several_frames_are_counted_once_however_they_are_offered() -> None:
-    outbound = Outbound()
-    for _ in range(3):
-        outbound.put_frames([b"ab", b"cd"])
-    assert outbound.data(6) == b"abcdab"
-    outbound.advance(6)
-    assert (outbound.begun, outbound.finished) == (2, 1)
-
-
-@given(
-    messages=st.lists(st.lists(st.binary(min_size=1, max_size=3), min_size=1, max_size=3), max_size=6),
-    written=st.integers(min_value=0, max_value=40),
-    number=st.integers(min_value=0, max_value=7),
-)
-def test_a_message_is_taken_out_whole_unless_it_has_begun(
-    messages: list[list[bytes]], written: int, number: int
-) -> None:
-    outbound = Outbound()
-    for frames in messages:
-        outbound.put_frames(frames)
-    written = min(written, outbound.size)
-    whole = b"".join(map(b"".join, messages))
-    outbound.advance(written)
-    begun = outbound.begun
-    if outbound.withdraw(number):
-        assert begun < number <= len(messages)
-        del messages[number - 1]
-    else:
-        assert number <= begun or number > len(messages)
-    left = b"".join(map(b"".join, messages))[written:]
-    assert whole.startswith(b"".join(map(b"".join, messages))[:written])
-    assert (outbound.data(1 << 20), outbound.size, outbound.begun) == (left, len(left), begun)
-    outbound.advance(len(left))
-    assert outbound.finished == outbound.begun == len(messages)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from qflow_client import Outcome, Receipt
+from qflow_client import Message, Outcome, Receipt
+from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.core.resending import is_want_of_room
 from qflow_client.message import REPUBLISHED
-from qflow_client.protocol import ProducerProtocol
 from qflow_client.recovery import Backoff
-from qflow_client.resending import is_want_of_room
 
-from .support import CHANNEL, FRAME_MAX, Wire, drain, holds, logged, make, returned, send, wait, wire
+from .support import CHANNEL, FRAME_MAX, Wire, check_order, drain, holds, logged, make, returned, send, wait, wire
 
 PUBLISH = (60, 40)
 
@@ -367,8 +368,7 @@ def test_whatever_happens_every_message_ends_once_and_the_window_is_right(steps:
             if tags and step != "write":
                 answer(tags if step == "nacks" else tags[:1], step == "ack", step == "nacks")
         assert protocol.window.used == protocol.unsettled == sum(not receipt.done for receipt in receipts)
-        assert list(protocol._unsettled) == sorted(protocol._unsettled)
-        assert protocol._oldest == min(protocol._unsettled, default=protocol._next_tag)
+        check_order(protocol)
     for _ in range(30):
         now += 10.0
         protocol.on_timer(now)
@@ -417,3 +417,88 @@ def test_nothing_new_overtakes_suspects_that_wait_when_there_is_room_again() -> 
     assert left(protocol) == [b"new"]
     protocol.on_ack(5, False, 7.0)
     assert new.outcome is Outcome.CONFIRMED
+
+
+def test_what_is_tried_again_is_flushed_although_younger_messages_left_before_it() -> None:
+    protocol = patient(capacity=10)
+    first = three(protocol)[0]
+    protocol.on_nack(1, False, 0.0)
+    protocol.on_timer(1.0)
+    assert left(protocol) == [b"1"]
+    new = send(protocol, b"new", 1.0) if protocol.gate.is_open else None
+    assert new is None
+    assert protocol.when_flushed("flush")
+    protocol.on_ack(3, True, 2.0)
+    assert protocol.wake == []
+    check_order(protocol)
+    protocol.on_ack(4, False, 3.0)
+    assert first.outcome is Outcome.CONFIRMED
+    assert protocol.wake == ["flush"]
+
+
+def test_a_refused_message_whose_mark_makes_it_too_large_is_nacked_alone() -> None:
+    protocol = patient()
+    room = FRAME_MAX - 8
+    # Class, weight and body size; flags; delivery mode; message id; the table's head; a key and its value's head.
+    message = Message(b"x", headers={"k": "x" * (room - 12 - 2 - 1 - 15 - 4 - 2 - 5)})
+    large, other = send(protocol, message), send(protocol, b"other")
+    drain(protocol)
+    protocol.on_nack(2, True, 0.0)
+    assert large.outcome is Outcome.NACKED
+    assert "it cannot be sent again: the message's properties need a frame of" in str(large.error())
+    assert other.outcome is None
+    assert (protocol.unsettled, protocol.window.used) == (1, 1)
+    protocol.on_timer(1.0)
+    assert left(protocol, 1.0) == [b"other"]
+    check_order(protocol)
+
+
+@pytest.mark.parametrize("how", ["nacked", "closed channel", "lost"])
+def test_to_give_up_many_refused_messages_costs_each_the_same(how: str) -> None:
+    def lines(count: int) -> int:
+        protocol = patient(capacity=count, retry_for=5.0)
+        receipts = [send(protocol, b"x") for _ in range(count)]
+        drain(protocol)
+        for tag in range(1, count + 1):
+            protocol.on_nack(tag, False, 0.0)
+        if how != "nacked":
+            if how == "lost":
+                protocol.connection_lost("lost", 0.0, reconnects=True)
+            else:
+                protocol.channel_closed(506, "RESOURCE_ERROR", (0, 0), 0.0)
+            protocol.channel_opened(CHANNEL, FRAME_MAX, 0.0)
+        taken = 0
+
+        def trace(*_: Any) -> Any:
+            nonlocal taken
+            taken += 1
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            protocol.on_timer(6.0)
+        finally:
+            sys.settrace(before)
+        assert {receipt.outcome for receipt in receipts} == {Outcome.NACKED}
+        return taken
+
+    assert lines(400) < 4.4 * lines(100)
+
+
+def test_the_time_in_which_nothing_can_leave_is_no_time_of_trying() -> None:
+    protocol = patient(retry_for=5.0)
+    receipts = three(protocol)
+    protocol.on_nack(3, True, 0.0)
+    protocol.on_blocked("no memory", 1.0)
+    protocol.on_timer(60.0)
+    protocol.connection_lost("lost", 70.0, reconnects=True)
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 130.0)
+    assert {receipt.outcome for receipt in receipts} == {None}
+    assert protocol.next_timer(130.0) is not None
+    protocol.on_timer(133.9)
+    assert left(protocol, 133.9) == [b"1"]
+    protocol.on_nack(1, False, 133.9)
+    assert {receipt.outcome for receipt in receipts} == {None}
+    protocol.on_timer(134.1)
+    assert {receipt.outcome for receipt in receipts} == {Outcome.NACKED}

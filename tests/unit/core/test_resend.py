@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qflow_client import Message, Outcome
+from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.message import REPUBLISHED
-from qflow_client.protocol import ProducerProtocol
 
 from .support import (
     CHANNEL,
@@ -338,13 +338,34 @@ def test_headers_that_are_too_large_for_the_next_broker_harm_their_own_message_a
 def test_the_delivery_tag_of_a_message_is_that_of_its_last_channel() -> None:
     protocol = make()
     receipts = [send(protocol, b"%d" % number) for number in range(3)]
-    assert [protocol.delivery_tag(receipt) for receipt in receipts] == [1, 2, 3]
     drain(protocol)
+    assert [protocol.delivery_tag(receipt) for receipt in receipts] == [1, 2, 3]
     protocol.on_ack(1, False, 0.0)
     protocol.connection_lost("cut", 1.0, reconnects=True)
     protocol.channel_opened(CHANNEL, FRAME_MAX, 2.0)
     receipts.append(send(protocol, b"new", 2.0))
-    assert [protocol.delivery_tag(receipt) for receipt in receipts[1:]] == [1, 2, 3]
     drain(protocol)
     protocol.on_ack(0, True, 3.0)
     assert [protocol.delivery_tag(receipt) for receipt in receipts[1:]] == [1, 2, 3]
+
+
+def test_what_leaves_again_is_made_as_the_socket_takes_it() -> None:
+    protocol = make(capacity=1000, max_unwritten_bytes=10_000_000)
+    body = bytes(100_000)
+    for _ in range(50):
+        send(protocol, body)
+    drain(protocol)
+    lose(protocol)
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 1.0)
+    assert protocol.unwritten > 50 * len(body), "all of it counts"
+    outbound = protocol._unconfirmed.outbound
+    assert outbound.size == 0, "and nothing is made"
+    most = seen = 0
+    while data := protocol.data_to_write(1 << 14):
+        most = max(most, len(data))
+        seen += 1
+        assert outbound.size < 2 * len(body)
+        protocol.advance(len(data), 1.0)
+    assert seen > 50
+    assert most < (1 << 14) + FRAME_MAX
+    assert protocol.unwritten == 0

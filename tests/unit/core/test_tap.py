@@ -28,9 +28,9 @@ from qflow_client.amqp.frames import (
     FrameError,
     frame,
 )
-from qflow_client.amqp.outbound import Outbound
 from qflow_client.amqp.tap import Tap
 from tests.effort import rounds
+from tests.unit.messages import Messages
 
 from .support import Wire, drain, holds, make, send, wire
 
@@ -42,7 +42,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
-        self.outbound = Outbound()
+        self.outbound = Messages()
 
     @property
     def unfinished(self) -> bytes:
@@ -627,8 +627,8 @@ def test_nothing_to_write() -> None:
 
 def test_the_library_writes_only_at_a_border_of_our_frames() -> None:
     tap, channel = attached()
-    channel.outbound.put(b"one")
-    channel.outbound.put(b"two")
+    channel.outbound.add(b"one")
+    channel.outbound.add(b"two")
     assert tap.at_border
     assert tap.unfinished == b""
     assert one(tap, 2) == b"on"
@@ -642,7 +642,7 @@ def test_the_library_writes_only_at_a_border_of_our_frames() -> None:
 
 def test_a_socket_that_takes_nothing_begins_nothing() -> None:
     tap, channel = attached()
-    channel.outbound.put(b"one")
+    channel.outbound.add(b"one")
     assert one(tap, 0) == b""
     assert tap.at_border
     assert tap.data_to_write(100) == b"one"
@@ -654,8 +654,8 @@ def test_several_channels_write_in_turn() -> None:
     for number, channel in channels.items():
         tap.attach(number, channel, 0.0)
         for _ in range(3):
-            channel.outbound.put(b"%d" % number)
-    channels[3].outbound.put(b"3")
+            channel.outbound.add(b"%d" % number)
+    channels[3].outbound.add(b"3")
     written = b""
     while data := tap.data_to_write(1):
         tap.advance(len(data), 0.0)
@@ -669,7 +669,7 @@ def test_a_channel_whose_writes_all_end_in_mid_frame_still_lets_the_others_write
     for number, channel in enumerate(channels):
         tap.attach(number + 1, channel, 0.0)
         for _ in range(10):
-            channel.outbound.put(b"%d" % number * 150)
+            channel.outbound.add(b"%d" % number * 150)
     written = b""
     # A socket that takes 100 bytes at a time.
     while data := tap.data_to_write(1 << 17)[:100]:
@@ -712,9 +712,9 @@ def test_a_frame_that_has_begun_is_brought_to_its_end_when_its_channel_goes(clos
     tap, channel = attached()
     other = Recorder()
     tap.attach(2, other, 0.0)
-    channel.outbound.put(b"begun")
-    channel.outbound.put(b"never")
-    other.outbound.put(b"other")
+    channel.outbound.add(b"begun")
+    channel.outbound.add(b"never")
+    other.outbound.add(b"other")
     assert one(tap, 2) == b"be"
     close(tap)
     assert not tap.at_border
@@ -730,8 +730,8 @@ def test_a_frame_that_has_begun_is_brought_to_its_end_when_its_channel_goes(clos
 
 def test_a_channel_that_goes_at_a_border_leaves_nothing_behind() -> None:
     tap, channel = attached()
-    channel.outbound.put(b"one")
-    channel.outbound.put(b"two")
+    channel.outbound.add(b"one")
+    channel.outbound.add(b"two")
     assert one(tap, 3, limit=1) == b"one"
     tap.detach(1)
     tap.detach(1)
@@ -743,8 +743,8 @@ def test_another_channel_goes_while_one_is_in_mid_frame() -> None:
     tap, channel = attached()
     other = Recorder()
     tap.attach(2, other, 0.0)
-    channel.outbound.put(b"one")
-    other.outbound.put(b"never")
+    channel.outbound.add(b"one")
+    other.outbound.add(b"never")
     one(tap, 1)
     tap.detach(2)
     assert not tap.at_border
@@ -794,8 +794,8 @@ def test_behind_the_librarys_close_of_a_channel_no_message_comes_but_answers_are
     other = Recorder()
     tap.attach(2, other, 0.0)
     for each in channel, other:
-        each.outbound.put(b"one")
-        each.outbound.put(b"two")
+        each.outbound.add(b"one")
+        each.outbound.add(b"two")
     # The first of the channel has begun; it is brought to its end, and the library may write then.
     assert tap.data_to_write(3) == b"one"
     tap.advance(2, 0.0)
@@ -815,7 +815,7 @@ def test_behind_the_librarys_close_of_a_channel_no_message_comes_but_answers_are
     tap.detach(1)
     again = Recorder()
     tap.attach(1, again, 0.0)
-    again.outbound.put(b"again")
+    again.outbound.add(b"again")
     assert tap.data_to_write(100) == b"again"
 
 
@@ -825,7 +825,7 @@ def test_an_answer_to_the_message_that_ends_behind_the_librarys_close_of_its_cha
     protocol = make()
     tap.attach(1, protocol, 0.0)
     receipt = send(protocol, body)
-    size = protocol.outbound.size
+    size = protocol.unwritten
     send(protocol, b"never begun")
     data = tap.data_to_write(1 << 20)
     # Up to its last frame, in which it stops.
@@ -850,8 +850,8 @@ def test_a_channel_that_goes_in_the_middle_of_its_last_frame_has_that_ended_all_
     tap, channel = attached()
     other = Recorder()
     tap.attach(2, other, 0.0)
-    channel.outbound.put(b"last")
-    other.outbound.put(b"other")
+    channel.outbound.add(b"last")
+    other.outbound.add(b"other")
     assert tap.data_to_write(1) == b"last"
     tap.advance(1, 0.0)
     tap.closes(1)
@@ -859,7 +859,7 @@ def test_a_channel_that_goes_in_the_middle_of_its_last_frame_has_that_ended_all_
     assert tap.data_to_write(100) == b"ast"
     tap.advance(3, 0.0)
     # Alone, the other writes as much as it may.
-    other.outbound.put(b"more")
+    other.outbound.add(b"more")
     assert tap.data_to_write(100) == b"othermore"
     tap.advance(2, 0.0)
     assert tap.data_to_write(100) == b"hermore"

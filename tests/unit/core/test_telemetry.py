@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from qflow_client import Message, Outcome, ProducerClosed, ProducerSettings, telemetry
-from qflow_client.protocol import ProducerProtocol
+from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.telemetry import Observer
 
 from .support import CHANNEL, FRAME_MAX, drain, make, returned, send, wait
@@ -160,7 +160,7 @@ def test_what_a_connection_takes_with_it_is_told(recorded: Recorded) -> None:
     observer = observe(protocol, recorded)
     send(protocol)
     drain(protocol)
-    protocol.outbound.stopped = True
+    protocol._unconfirmed.outbound.stopped = True
     send(protocol)
     protocol.connection_lost("gone", now=2.0)
     assert observer.counts == {("q", Outcome.UNKNOWN): 1, ("q", Outcome.FAILED): 1}

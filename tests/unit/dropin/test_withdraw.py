@@ -54,13 +54,13 @@ def test_A4_what_is_taken_back_is_never_sent_and_all_else_is_confirmed_as_if_it_
             wire += data
             protocol.advance(len(data), 0.0)
         elif what == "ack":
-            last = min(tag + number, protocol.outbound.finished)
+            last = min(tag + number, protocol.written)
             if last > tag:
                 tag = last
                 protocol.on_ack(tag, True, 0.0)
         elif what == "withdraw" and receipts:
             receipt = receipts[-1 - number % len(receipts)]
-            begun = receipt in kept[: protocol.outbound.begun]
+            begun = receipt in kept[: protocol._unconfirmed.outbound.begun]
             was_settled = receipt.done
             assert protocol.withdraw(receipt, 0.0) is not (begun or was_settled)
             if not (begun or was_settled):
@@ -68,9 +68,10 @@ def test_A4_what_is_taken_back_is_never_sent_and_all_else_is_confirmed_as_if_it_
                 assert receipt._outcome is Outcome.FAILED
         assert [each for each in kept if not each.done] == list(protocol.unsettled_receipts)
         assert protocol.window.used == protocol.unsettled
-        assert protocol.in_flight == protocol.outbound.begun - tag
-    wire += (data := protocol.data_to_write(1 << 20))
-    protocol.advance(len(data), 0.0)
+        assert protocol.in_flight == protocol._unconfirmed.outbound.begun - tag
+    while data := protocol.data_to_write(1 << 20):
+        wire += data
+        protocol.advance(len(data), 0.0)
     protocol.on_ack(0, True, 0.0)
     assert wire == b"".join(each._payload.frames for each in kept)  # type: ignore[union-attr]
     assert all(each._outcome is Outcome.CONFIRMED for each in kept)

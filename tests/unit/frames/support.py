@@ -16,7 +16,15 @@ import pika.frame
 import pika.spec
 from hypothesis import strategies as st
 
-from qflow_client.amqp.frames import FRAME_OVERHEAD, HEADER_FRAME, FrameError, FrameSplitter, PublishEncoder
+from qflow_client.amqp.frames import (
+    FRAME_OVERHEAD,
+    HEADER_FRAME,
+    LAST_DIGITS,
+    FrameError,
+    FrameSplitter,
+    PublishEncoder,
+    Route,
+)
 from qflow_client.message import Message
 
 Whole = tuple[int, int, bytes]
@@ -214,9 +222,25 @@ ALL_PROPERTIES = Message(
 )
 
 
+def pieces_of(encoder: PublishEncoder, route: Route, message: Message, number: int | None) -> list[bytes]:
+    """The frames of a message; without a number it is given no id."""
+    prepared = encoder.prepare(message, has_id=number is not None)
+    pieces = encoder.frames(route, message.body, prepared, number or 0)
+    assert sum(map(len, pieces)) == encoder.cost(route, len(message.body), prepared)
+    return pieces
+
+
+def plain(encoder: PublishEncoder, route: Route, body: bytes, number: int) -> bytes:
+    """The frames of a persistent message that has an id and no further property."""
+    head, tail = encoder.plain(route, len(body), number)
+    data = b"".join((head, LAST_DIGITS[number & 255], tail, body, b"\xce"))
+    assert len(data) == (route.cost + len(body) if body else route.cost - FRAME_OVERHEAD)
+    return data
+
+
 def encode(message: Message, number: int | None = None, *, id_prefix: str = "", frame_max: int = 0) -> bytes:
     encoder = PublishEncoder(1, frame_max, id_prefix=id_prefix)
-    return b"".join(encoder.message(encoder.route("", "q"), message, number))
+    return b"".join(pieces_of(encoder, encoder.route("", "q"), message, number))
 
 
 def content_header(data: bytes) -> bytes:

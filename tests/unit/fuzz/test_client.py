@@ -20,8 +20,8 @@ from pamqp.heartbeat import Heartbeat
 from qflow_client import Message, ProducerSettings, Receipt
 from qflow_client.amqp.frames import ACK, NACK, FrameError, FrameSplitter, frame
 from qflow_client.amqp.tap import Tap
+from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.flow import Hold
-from qflow_client.protocol import ProducerProtocol
 from tests.effort import rounds
 
 from .strategies import cut, mutated

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from qflow_client import Message
+from qflow_client.core.protocol import SendTicket
 from qflow_client.outbox import Outbox
-from qflow_client.protocol import SendTicket
 from qflow_client.receipt import Outcome, Receipt
 from tests.interrupting import EVERY, interrupted
 from tests.unit.core.support import Wire

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from qflow_client import Message, OutboxError, OutboxFull
+from qflow_client.core.protocol import SendTicket
 from qflow_client.outbox import Outbox
-from qflow_client.protocol import SendTicket
 from qflow_client.receipt import Outcome, Receipt
 from tests.effort import rounds
 from tests.unit.core.support import Wire

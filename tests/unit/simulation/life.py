@@ -18,9 +18,9 @@ import pamqp.exceptions
 import pamqp.frame
 import pamqp.header
 
+from qflow_client.core.protocol import ProducerProtocol, SendTicket
 from qflow_client.errors import FlowControlTimeout
 from qflow_client.message import Message
-from qflow_client.protocol import ProducerProtocol, SendTicket
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import ProducerSettings
 
@@ -339,7 +339,9 @@ class Life:
             self.protocol.on_ack_run(tag, last - tag + 1, self.now)
             self.settle([each for each in tags if tag <= each <= last], Outcome.CONFIRMED)
             return
-        wire_tag = 0 if multiple and run == tags and self.wire.publishes == self.protocol.outbound.begun else tag
+        wire_tag = (
+            0 if multiple and run == tags and self.wire.publishes == self.protocol._unconfirmed.outbound.begun else tag
+        )
         if nack:
             self.protocol.on_nack(wire_tag, multiple, self.now)
             self.settle(run, Outcome.NACKED)
@@ -474,7 +476,9 @@ class Life:
         if protocol.byte_window is not None:
             self.check(protocol.byte_window.used == self.used_bytes, "the byte window leaks")
         self.check(protocol.controller.waiting == len(self.line), "the line is wrong")
-        self.check(protocol._oldest == min(self.unsettled, default=self.next_tag), "the oldest unsettled tag is wrong")
+        # What has no frames yet has no tag.
+        oldest = min(min(self.unsettled, default=self.next_tag), protocol._unconfirmed._given + 1)
+        self.check(protocol._unconfirmed.oldest == oldest, "the oldest unsettled tag is wrong")
         own: dict[str, list[Receipt]] = {}
         for sent in self.unsettled.values():
             if not sent.returned and not sent.message_id.startswith(ID_PREFIX):
@@ -490,7 +494,7 @@ class Life:
         expected = self.holds | ({("transport", "")} if self.transport else set())
         self.check(told - ours == expected, f"holds are {told - ours} instead of {expected}")
         self.check(protocol.gate.is_open == (not told), "the gate is not open exactly when no hold is left")
-        self.check(protocol.outbound.size == self.unwritten, "unwritten bytes are wrong")
+        self.check(protocol.unwritten == self.unwritten, "unwritten bytes are wrong")
         woken = self.woken | set(protocol.wake)
         oldest = min(self.unsettled, default=self.next_tag)
         for entry in list(self.flushes):

@@ -13,9 +13,9 @@ import pamqp.commands
 import pamqp.frame
 import pamqp.header
 
+from qflow_client.core.protocol import ProducerProtocol, SendTicket
 from qflow_client.errors import FlowControlTimeout
 from qflow_client.message import REPUBLISHED
-from qflow_client.protocol import ProducerProtocol, SendTicket
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.recovery import retries
 from qflow_client.settings import ProducerSettings
@@ -104,7 +104,8 @@ class Outages:
 
     def publish(self, body: bytes) -> None:
         self.tag += 1
-        told = self.protocol._tag(int(self.coming_id.removeprefix(ID_PREFIX), 16))
+        receipt = self.protocol._unconfirmed.with_number(int(self.coming_id.removeprefix(ID_PREFIX), 16))
+        told = 0 if receipt is None else receipt._tag
         self.check(told == self.tag, f"{self.coming_id} is taken for delivery tag {told}, and is {self.tag}")
         if body.startswith(POISON):
             self.protocol.channel_closed(404, "NOT_FOUND", _PUBLISH, self.now)
@@ -136,7 +137,7 @@ class Outages:
     def do_write(self) -> None:
         data = self.protocol.data_to_write(self.random.choice([10, 1000, 1 << 16]))
         if data and self.protocol.channel is not None:
-            count = self.random.randint(1, len(data))
+            count = self.random.randint(1, self.random.choice([len(data), min(len(data), 200)]))
             self.protocol.advance(count, self.now)
             self.on_the_way += data[:count]
 
@@ -154,6 +155,8 @@ class Outages:
                 self.unconfirmed.clear()
 
     def do_lose(self) -> None:
+        # Often in the middle of a batch.
+        self.do_write()
         # Of what was on the way, some arrives.
         if self.random.random() < 0.5:
             self.on_the_way = self.on_the_way[: self.random.randint(0, len(self.on_the_way))]

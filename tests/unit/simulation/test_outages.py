@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from qflow_client.protocol import ProducerProtocol
+from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.core.resending import Resending
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.recovery import retries
-from qflow_client.resending import Resending
 from tests.effort import rounds
 
 from .life import BrokenContract
@@ -36,9 +36,9 @@ def test_all_that_can_befall_a_message_does() -> None:
 class NeverMarked(ProducerProtocol):
     """What may have arrived leaves again without the mark."""
 
-    def _put_staged(self, now: float) -> None:
+    def _fit(self, now: float) -> None:
         self._resending.copies.clear()
-        super()._put_staged(now)
+        super()._fit(now)
 
 
 class MarkedOnlyIfSuspected(ProducerProtocol):
@@ -54,26 +54,23 @@ class LastOneLost(ProducerProtocol):
 
     def channel_opened(self, channel: int, frame_max: int, now: float) -> None:
         super().channel_opened(channel, frame_max, now)
-        if self._resending.staged:
-            self._resending.staged.pop()
+        if self._resending.again:
+            self._resending.again.pop()
 
 
 class NewOnesFirst(ProducerProtocol):
     """What is new may leave before all that is old has."""
 
     def channel_opened(self, channel: int, frame_max: int, now: float) -> None:
-        staged = list(self._unsettled.values())
         super().channel_opened(channel, frame_max, now)
-        if len(staged) > 1:
-            self._resending.staged.reverse()
+        self._resending.again.reverse()
 
 
 class OldAnswers(ProducerProtocol):
     """What is unsettled when the connection is lost is taken for confirmed."""
 
     def connection_lost(self, reason: str, now: float, *, reconnects: bool = False, shared: bool = False) -> bool:
-        if self.outbound.finished:
-            self._settle_run(self._oldest, self.outbound.finished + 1, Outcome.CONFIRMED, now)
+        self._settle_run(self._unconfirmed.oldest, self.written + 1, Outcome.CONFIRMED, now)
         return super().connection_lost(reason, now, reconnects=reconnects, shared=shared)
 
 
@@ -81,7 +78,7 @@ class FirstIsToBlame(ProducerProtocol):
     """The oldest message is rejected when the channel is closed, alone or not."""
 
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
-        first = next(iter(self._unsettled.values()))
+        first = self.unsettled_receipts[0]
         first._reply = (code, text)
         self._disconnect(text, now)
         self._keep(now, (), (first,))
@@ -120,13 +117,10 @@ class RefusedAndForgotten(ProducerProtocol):
 class SettledTwice(ProducerProtocol):
     """What is kept over a loss is settled at once as well."""
 
-    def _retag(self, receipts: list[tuple[int, Receipt]]) -> None:
-        self._report(receipt for _, receipt in receipts[:1])
-        super()._retag(receipts)
-
-    def _report(self, receipts: Iterable[Receipt]) -> None:
+    def channel_opened(self, channel: int, frame_max: int, now: float) -> None:
+        super().channel_opened(channel, frame_max, now)
         if self.settled is not None:
-            self.settled.extend(receipts)
+            self.settled += self.unsettled_receipts[:1]
 
 
 BUGS: list[Callable[..., ProducerProtocol]] = [

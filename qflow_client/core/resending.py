@@ -1,20 +1,24 @@
-"""What leaves on a new channel before anything new, sans-I/O: in which order, what of it marked, and what of it alone.
+"""What is to leave again, sans-I/O: in which order, when, and what of it alone.
+
+Two things come here: what an ended channel left without an answer, and what a broker refused because it has no room.
+All of it was written before, so all of it leaves as a second copy, in the order of admission, and before anything that
+was never written.
 
 A broker that closes a channel over a message does not say which. Its words may name an exchange or a routing key, and
-what is narrowed down by them leaves again one at a time, with nothing else in flight; so what fails then fails alone.
-Everything keeps its place in the order: delivery tags are given to all of it at once, and what comes after such a
-suspect is staged until the suspect has its answer.
+what is narrowed down by them leaves one at a time, with nothing else in flight; so what fails then fails alone.
 
-What a broker refuses because it has no room leaves again, too, behind what was admitted before it: after a pause one
-message as a probe, after a longer one another if that is refused, and the rest once one is not.
+What was refused leaves after a pause: one message as a probe, after a longer pause another if that is refused, and the
+rest once one is not. `retry_for` counts the time in which the broker takes messages at all.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from bisect import bisect
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
 from typing import Protocol
 
 from qflow_client.receipt import Receipt
@@ -70,7 +74,7 @@ class Pauses(Protocol):
 
 
 class Resending:
-    """The messages of a producer that are unsettled and not all put on its channel yet, and what is known of them.
+    """What of a producer is to leave again, and what is known of it.
 
     Args:
         proves: seconds that a connection has to hold before its loss says anything about a message that is sent then,
@@ -81,6 +85,8 @@ class Resending:
 
     __slots__ = (
         "_alone",
+        "_idle_for",
+        "_idle_since",
         "_losses",
         "_pauses",
         "_proven_at",
@@ -90,11 +96,11 @@ class Resending:
         "_sent_at",
         "_settled",
         "_strikes",
+        "again",
         "copies",
         "dreaded",
         "probe",
         "retry_at",
-        "staged",
         "suspects",
     )
 
@@ -111,40 +117,46 @@ class Resending:
         # From when on it is, when it was last, and how many connections were lost by that.
         self._proven_at = self._sent_at = 0.0
         self._strikes = 0
-        #: The numbers of messages that may have arrived by an earlier channel.
+        #: What is to leave again, in the order of admission.
+        self.again: deque[Receipt] = deque()
+        #: The numbers of unsettled messages that were written before, and may have arrived.
         self.copies: set[int] = set()
         #: The numbers of messages over one of which an earlier channel may have been closed.
         self.suspects: set[int] = set()
-        #: What is not put on the channel yet, in order. It has the last delivery tags.
-        self.staged: deque[Receipt] = deque()
-        # The delivery tag of the last suspect that was put; 0 before the first.
-        self._alone = 0
-        # By number, when the broker first refused a message. That counts until it is settled.
+        # The last suspect that left alone.
+        self._alone: Receipt | None = None
+        # By number, when the broker first refused a message, by the clock of `_working`; kept until it is settled.
         self._refused: dict[int, float] = {}
         #: While the broker refuses: before when no probe leaves. None while it does not.
         self.retry_at: float | None = None
         #: The refused message that has left to see whether there is room; None while none has.
         self.probe: Receipt | None = None
+        # Since when the broker takes nothing at all, None while it does, and for how long it took nothing before.
+        self._idle_since: float | None = None
+        self._idle_for = 0.0
 
-    def keep(self, kept: Iterable[Receipt], begun: Iterable[Receipt], suspects: Iterable[Receipt]) -> None:
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is to leave before what was never written."""
+        return not self.again and self.retry_at is None and (self._alone is None or self._alone.done)
+
+    # What becomes of channels and connections.
+
+    def keep(self, begun: Iterable[Receipt], suspects: Iterable[Receipt]) -> None:
         """The channel is gone.
 
         Args:
-            kept: what is to leave again.
-            begun: the part of it that may have arrived.
-            suspects: the part of it over one of which the channel was closed.
+            begun: what may have arrived, and is to leave again.
+            suspects: the part of that over one of which the channel was closed.
         """
-        numbers = {receipt._number for receipt in kept}
-        self.copies = (self.copies & numbers) | {receipt._number for receipt in begun}
-        self.suspects = (self.suspects & numbers) | {receipt._number for receipt in suspects}
-        self._refused = {number: since for number, since in self._refused.items() if number in numbers}
-        self.staged.clear()
-        self.probe = None
+        self.again = deque(sorted((*self.again, *begun), key=_number))
+        self.copies = set(map(_number, self.again))
+        self.suspects = (self.suspects & self.copies) | set(map(_number, suspects))
+        self._refused = {number: since for number, since in self._refused.items() if number in self.copies}
+        self.probe = self._alone = None
 
-    def begin(self, receipts: Iterable[Receipt], now: float) -> None:
-        """There is a new channel, and this is to leave on it, in order."""
-        self.staged = deque(receipts)
-        self._alone = 0
+    def begin(self, now: float) -> None:
+        """There is a new channel."""
         self._proven_at = now + self._proves
 
     def lost(self, in_flight: Sequence[Receipt], settled: int, text: str, now: float) -> Sequence[Receipt]:
@@ -181,33 +193,96 @@ class Resending:
         """Whether the dreaded message has cost connections enough."""
         return self._strikes >= _CONVICTING
 
+    # What may leave.
+
     def waits_until(self) -> float | None:
         """When the dreaded message is to be sent, if it is the next; ``None`` if it is not."""
-        return self._proven_at if self.dreaded and self.staged and self.staged[0]._number == self.dreaded else None
+        return self._proven_at if self.dreaded and self.again and self.again[0]._number == self.dreaded else None
 
-    def forget(self) -> None:
-        """Nothing is to leave any more."""
-        self.keep((), (), ())
+    def may_leave(self, source: deque[Receipt], is_alone: bool, now: float) -> int:
+        """How many messages may leave now.
 
-    def may_go(self, now: float) -> bool:
-        """Whether anything is to be put on the channel now, as far as refusals and lost connections go."""
+        Args:
+            source: what is to leave next, in order: what is to leave again, or else what was never written.
+            is_alone: whether nothing is in flight.
+            now: seconds.
+        """
+        if not source or (self._alone is not None and not self._alone.done) or not self._is_time(now):
+            return 0
+        if source[0]._number in self.suspects:
+            return int(is_alone)
+        if self.retry_at is not None:
+            return 1
+        if not self.suspects:
+            return len(source)
+        return next((at for at, each in enumerate(source) if each._number in self.suspects), len(source))
+
+    def _is_time(self, now: float) -> bool:
         waits_until = self.waits_until()
         if waits_until is not None and now < waits_until:
             return False
         if self.retry_at is None:
             return True
-        probe = self.probe
-        if probe is None:
-            return now >= self.retry_at
-        if probe.done:
+        return self.probe is None and now >= self.retry_at
+
+    def look(self) -> None:
+        """Take note of it if the broker has taken the probe."""
+        if self.probe is not None and self.probe.done:
             # There is room again.
             self.probe = self.retry_at = None
-        return probe.done
+
+    def leaves_slowly(self, now_leave: int) -> bool:
+        """Whether suspects are still to leave, one at a time, besides the first so many messages."""
+        return bool(self.suspects) and any(
+            each._number in self.suspects for each in islice(self.again, now_leave, None)
+        )
+
+    def leaves(self, first: Receipt, now: float) -> None:
+        """This message, and perhaps others behind it, is about to leave."""
+        if first._number in self.suspects:
+            self._alone = first
+            self._sent_at = now
+        if self.retry_at is not None:
+            self.probe = first
+
+    def take_back(self, receipts: Iterable[Receipt]) -> None:
+        """These were about to leave, and do not."""
+        again = self.again
+        for receipt in receipts:
+            if receipt is self.probe:
+                self.probe = None
+            if receipt is self._alone:
+                self._alone = None
+            number = receipt._number
+            if number not in self.copies:
+                # It was never written, and stands in line again.
+                continue
+            if again and again[-1]._number > number:
+                again.insert(bisect(again, number, key=_number), receipt)
+            else:
+                again.append(receipt)
+
+    # What the broker refuses.
 
     @property
     def retries(self) -> bool:
         """Whether what the broker refuses leaves again."""
         return self._pauses is not None
+
+    def rest(self, now: float) -> None:
+        """The broker takes nothing at all for a while: there is no connection, or it has stopped what there is."""
+        if self._idle_since is None:
+            self._idle_since = now
+
+    def go_on(self, now: float) -> None:
+        """It takes messages again."""
+        if self._idle_since is not None:
+            self._idle_for += now - self._idle_since
+            self._idle_since = None
+
+    def _working(self, now: float) -> float:
+        """The time on a clock that stands still while the broker takes nothing."""
+        return (now if self._idle_since is None else self._idle_since) - self._idle_for
 
     def refused(self, receipt: Receipt, now: float) -> bool:
         """The broker has refused a message for want of room.
@@ -215,7 +290,7 @@ class Resending:
         Returns:
             Whether it is to be settled, not to leave again: it has tried for long enough, or was returned.
         """
-        self._refused.setdefault(receipt._number, now)
+        self._refused.setdefault(receipt._number, self._working(now))
         return self._gives_up(receipt, now)
 
     def was_refused(self, receipt: Receipt) -> bool:
@@ -223,29 +298,24 @@ class Resending:
         return receipt._number in self._refused
 
     def _gives_up(self, receipt: Receipt, now: float) -> bool:
-        return receipt._reply is not None or now >= self._refused.get(receipt._number, math.inf) + self._retry_for
+        since = self._refused.get(receipt._number, math.inf)
+        return receipt._reply is not None or self._working(now) >= since + self._retry_for
 
-    def insert(self, receipt: Receipt) -> bool:
-        """Have a refused message leave again, behind those that were admitted before it.
+    def put(self, receipt: Receipt) -> bool:
+        """Have a refused message leave again.
 
         Returns:
             Whether it was the probe.
         """
-        at = len(self.staged)
-        while at and self.staged[at - 1]._number > receipt._number:
-            at -= 1
-        self.staged.insert(at, receipt)
-        self.copies.add(receipt._number)
         was_probe = receipt is self.probe
-        if was_probe:
-            self.probe = None
+        self.copies.add(receipt._number)
+        self.take_back((receipt,))
         return was_probe
 
-    def hold(self, unsettled: Iterable[Receipt], now: float, *, again: bool) -> bool:
+    def hold(self, now: float, *, again: bool) -> bool:
         """Have no probe leave for a while.
 
         Args:
-            unsettled: all that is, at least one message.
             now: seconds.
             again: whether a probe was refused; else a pause that goes on stays as it is.
 
@@ -258,23 +328,33 @@ class Resending:
             self._pauses.begin(now)
         if is_first or again:
             # Nothing is tried for longer than it may.
-            limit = min(self._refused.get(each._number, now) for each in unsettled) + self._retry_for
-            self.retry_at = min(now + (self._pauses.pause(now) or 0.0), max(now, limit))
+            oldest = min(
+                (self._refused[each._number] for each in self.again if self.was_refused(each)),
+                default=self._working(now),
+            )
+            left = max(0.0, oldest + self._retry_for - self._working(now))
+            self.retry_at = now + min(self._pauses.pause(now) or 0.0, left)
         return is_first
 
-    def expired(self, now: float) -> Iterator[Receipt]:
-        """Yield the staged messages whose retries are over: refused for too long, or returned meanwhile.
+    def expired(self, now: float) -> list[Receipt]:
+        """Take away what has been refused for too long, or was returned meanwhile, and return it."""
+        expired = [each for each in self.again if self._gives_up(each, now)]
+        if expired:
+            self.again = deque(each for each in self.again if not self._gives_up(each, now))
+        return expired
 
-        A message is removed from `staged` just before it is yielded. The caller may stop at any time.
+    def forget(self) -> None:
+        """Nothing is to leave any more."""
+        self.again.clear()
+        self.keep((), ())
+
+    def is_tried(self, waiting: bool) -> bool:
+        """Whether the broker has room again, or nothing is left to try.
+
+        Args:
+            waiting: whether messages that were never written wait to be.
         """
-        for each in [each for each in self.staged if self._gives_up(each, now)]:
-            self.staged.remove(each)
-            yield each
-
-    @property
-    def is_tried(self) -> bool:
-        """Whether the broker has room again, or nothing is left to try."""
-        return self.retry_at is None or not (self.staged or self.probe)
+        return self.retry_at is None or not (self.again or self.probe or waiting)
 
     def room_again(self, unsettled: Collection[int]) -> None:
         """What was refused is tried.
@@ -286,28 +366,6 @@ class Resending:
         self._refused = {number: since for number, since in self._refused.items() if number in unsettled}
         self.copies.intersection_update(unsettled)
 
-    def next(self, oldest: int, next_tag: int, now: float) -> Receipt | None:
-        """The next message to put on the channel; ``None`` if none is to be put now.
 
-        Args:
-            oldest: the delivery tag of the oldest unsettled message.
-            next_tag: that of the next message to be admitted.
-            now: seconds.
-        """
-        if not self.staged or oldest <= self._alone:
-            return None
-        if self.staged[0]._number in self.suspects:
-            tag = next_tag - len(self.staged)
-            if oldest < tag:
-                return None
-            self._alone = tag
-            self._sent_at = now
-        receipt = self.staged.popleft()
-        if self.retry_at is not None:
-            self.probe = receipt
-        return receipt
-
-    def skip(self) -> None:
-        """What `next` gave cannot be put on the channel, so nothing waits for its answer."""
-        self._alone = 0
-        self.probe = None
+def _number(receipt: Receipt) -> int:
+    return receipt._number

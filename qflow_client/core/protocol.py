@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import logging
 import math
-from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any, Protocol
 
-from qflow_client.amqp.frames import FrameError, PublishEncoder, Route, flow_ok, properties
-from qflow_client.amqp.outbound import Outbound
+from qflow_client.amqp.frames import FRAME_OVERHEAD, FrameError, PublishEncoder, Route, flow_ok, properties
+from qflow_client.core.resending import Pauses, Resending, is_want_of_room, narrowed
+from qflow_client.core.unconfirmed import Unconfirmed
 from qflow_client.errors import FlowControlTimeout, ProducerClosed, SettingsError
 from qflow_client.events import FlowEvent, FlowEventKind, FlowState, HoldKind
 from qflow_client.flow import (
@@ -39,7 +39,6 @@ from qflow_client.flow import (
 from qflow_client.interrupts import to_the_end
 from qflow_client.message import Message, decode_message, republished
 from qflow_client.receipt import Outcome, Receipt
-from qflow_client.resending import Pauses, Resending, is_want_of_room, narrowed
 from qflow_client.settings import OnDisconnect, ProducerSettings, check_argument, check_setting
 
 __all__ = ["LogEntry", "MessageObserver", "ProducerProtocol", "SendTicket"]
@@ -169,30 +168,27 @@ class ProducerProtocol:
     # CPython (3.11) is quick at no more than 30 attributes that have no slots.
     __slots__ = (
         "_adaptive",
-        "_ahead",
         "_by_id",
         "_confirms",
-        "_encoder",
         "_flushes",
         "_id_prefix",
         "_is_over",
         "_last_exchange",
         "_last_key",
         "_last_route",
+        "_line",
         "_mandatory",
         "_max_plain",
         "_max_unwritten",
         "_most",
         "_next_number",
         "_notice_at",
-        "_oldest",
+        "_now",
         "_receipt_type",
         "_resending",
-        "_resent",
-        "_skipped",
         "_sweep_at",
+        "_unconfirmed",
         "_unflow_waiters",
-        "_unsettled",
         "_untold",
         "_waiting",
         "_wall_offset",
@@ -206,10 +202,10 @@ class ProducerProtocol:
         "gate",
         "logs",
         "observer",
-        "outbound",
         "refusals",
         "settings",
         "settled",
+        "unwritten",
         "wake",
         "window",
     )
@@ -258,25 +254,21 @@ class ProducerProtocol:
         self._wall_offset = wall_offset
         # The number of the next message; with the prefix it is its message id. To count it on is what admits a message.
         self._next_number = 1
-        # How many numbers were skipped, because a refused message got another delivery tag on the same channel.
-        self._skipped = 0
-        # How far the numbers are ahead of the delivery tags, which run in step with them on one channel.
-        self._ahead = 0
-        # Replaced when a channel opens.
+        # What is admitted and was never written, in order.
+        self._line: deque[Receipt] = deque()
+        #: Bytes of messages, and of answers on the channel, that are not written.
+        self.unwritten = 0
+        # What is on the wire of the channel; replaced when one opens.
         self._use_channel(0, 0)
-        self.outbound = Outbound()
-        # By delivery tag, which on one channel is the order of admission.
-        self._unsettled: dict[int, Receipt] = {}
-        # The oldest unsettled tag, or the next one if there is none.
-        self._oldest = 1
         # Mandatory messages with an id of their own, because a return names nothing else.
         self._by_id: dict[str, list[Receipt]] = {}
-        # By number, the delivery tags of messages that an earlier channel has left unsettled. They are not in step.
-        self._resent: dict[int, int] = {}
-        # What is still to leave on this channel before anything new, and how.
+        # What was written before and is to leave again, before anything else.
         self._resending = Resending(settings.reconnect_delay_max, retries, settings.retry_for)
-        # Who waits until every tag up to one is settled, and who waits for an open gate, with the source of the holds
-        # that it does not wait for.
+        self._resending.rest(now)
+        # The time of the last call that told it.
+        self._now = now
+        # Who waits until every number up to one is settled; and who waits for an open gate, with the source of the
+        # holds that it does not wait for.
         self._flushes: list[tuple[int, Any]] = []
         self._unflow_waiters: list[tuple[str, Any]] = []
         # Who stands in line, the longest wait first.
@@ -315,33 +307,33 @@ class ProducerProtocol:
 
     def _use_channel(self, number: int, frame_max: int) -> None:
         settings = self.settings
-        self._encoder = PublishEncoder(number, frame_max, id_prefix=self._id_prefix or "", mandatory=self._mandatory)
+        encoder = self._make_encoder(number, frame_max)
+        self._unconfirmed = Unconfirmed(encoder)
         # The longest body that can go without a closer look; -1 for none, if a body alone gets no message id.
-        self._max_plain = -1 if self._id_prefix is None else self._encoder.max_body
+        self._max_plain = -1 if self._id_prefix is None else encoder.max_body
         # The route that was taken last: to tell by identity that the next message goes there too is the cheapest way.
         self._last_exchange, self._last_key = settings.exchange, settings.routing_key
-        self._last_route = self._encoder.route(settings.exchange, settings.routing_key)
+        self._last_route = encoder.route(settings.exchange, settings.routing_key)
+
+    def _make_encoder(self, number: int, frame_max: int) -> PublishEncoder:
+        return PublishEncoder(number, frame_max, id_prefix=self._id_prefix or "", mandatory=self._mandatory)
 
     # What the application does.
 
     @property
     def unsettled(self) -> int:
         """Messages that are admitted and not settled."""
-        return len(self._unsettled)
+        return self.window.used
 
     @property
     def admitted(self) -> int:
         """Messages that were admitted so far."""
-        return self._next_number - 1 - self._skipped
-
-    @property
-    def _next_tag(self) -> int:
-        return self._next_number - self._ahead
+        return self._next_number - 1
 
     @property
     def in_flight(self) -> int:
         """The part of the unsettled messages that has begun to be written."""
-        return len(self._unsettled) - (self._next_tag - 1 - self.outbound.begun)
+        return self._unconfirmed.in_flight
 
     def send(self, payload: bytes | Message, exchange: str, routing_key: str, now: float) -> Receipt | None:
         """Admit a message if that is possible now.
@@ -395,7 +387,7 @@ class ProducerProtocol:
         if self.closed is not None:
             raise ProducerClosed(self.closed, payload)
         # Names and properties that cannot be encoded are refused before the wait, not after it.
-        self._encoder.route(exchange, routing_key)
+        self._unconfirmed.encoder.route(exchange, routing_key)
         if isinstance(payload, Message):
             properties(payload.__dict__)
             size = len(payload.body)
@@ -589,9 +581,9 @@ class ProducerProtocol:
         Returns:
             False if it is already, and the waiter is not kept.
         """
-        if not self._unsettled:
+        if not self.window.used:
             return False
-        self._flushes.append((self._next_tag - 1, waiter))
+        self._flushes.append((self._next_number - 1, waiter))
         return True
 
     def when_unflowed(self, waiter: Any, now: float, *, in_callback: bool = False) -> bool:
@@ -678,7 +670,8 @@ class ProducerProtocol:
     @property
     def unsettled_receipts(self) -> tuple[Receipt, ...]:
         """The receipts of the unsettled messages, in the order of admission."""
-        return tuple(self._unsettled.values())
+        written = sorted((*self._resending.again, *self._unconfirmed), key=lambda receipt: receipt._number)
+        return (*written, *self._line)
 
     # What happens to the connection.
 
@@ -691,11 +684,12 @@ class ProducerProtocol:
             now: seconds.
         """
         self.channel = channel
+        self._now = now
         self._use_channel(channel, frame_max)
-        self.outbound = Outbound()
-        self._look_at_stops()
-        self._resending.begin(self._unsettled.values(), now)
-        self._put_staged(now)
+        self._resending.begin(now)
+        self._look_at_stops(now)
+        self._fit(now)
+        self._look_at_resending(now)
         if not self._was_open and self.gate.is_open:
             # That a producer connects before it can send is no flow control.
             self.gate.forget_past()
@@ -711,11 +705,11 @@ class ProducerProtocol:
             method: class and method id that it names.
             now: seconds.
         """
-        begun = self.outbound.begun
+        begun = self._unconfirmed.begun()
         # Who may be the culprit: what is not returned. Without confirms it can also be what is settled already.
         suspects: list[Receipt] = []
-        if method in (_BASIC_PUBLISH, _NO_METHOD) and (self._confirms or begun == 1):
-            suspects = [each for tag, each in self._unsettled.items() if tag <= begun and each._reply is None]
+        if method in (_BASIC_PUBLISH, _NO_METHOD) and (self._confirms or self._unconfirmed.outbound.begun == 1):
+            suspects = [each for each in begun if each._reply is None]
         # Only a lone one can be told to be it. If no method is named an operator may have closed the channel, who would
         # hardly do so twice.
         culprit = None
@@ -737,7 +731,7 @@ class ProducerProtocol:
             for each in tried:
                 each._reply = (code, text)
             self._keep(now, (), tried)
-            if self._unsettled:
+            if self.window.used:
                 self._hold_refused(f"{code} {text}", now, again=True)
             return
         if suspects and not self._resending.copies.intersection(each._number for each in suspects):
@@ -748,12 +742,12 @@ class ProducerProtocol:
     @property
     def settled_so_far(self) -> int:
         """How many messages are settled; it only grows."""
-        return self.admitted - len(self._unsettled)
+        return self.admitted - self.window.used
 
     @property
     def wants_channel(self) -> bool:
         """Whether a channel is of use: messages may be admitted, or wait to leave."""
-        return self.closed is None or bool(self._unsettled)
+        return self.closed is None or self.window.used > 0
 
     def connection_lost(self, reason: str, now: float, *, reconnects: bool = False, shared: bool = False) -> bool:
         """The connection is gone, or given up.
@@ -772,8 +766,7 @@ class ProducerProtocol:
         if reconnects and self.wants_channel:
             suspects: Sequence[Receipt] = ()
             if not shared:
-                begun = self.outbound.begun
-                in_flight = [each for tag, each in self._unsettled.items() if tag <= begun and each._reply is None]
+                in_flight = [each for each in self._unconfirmed.begun() if each._reply is None]
                 suspects = self._resending.lost(in_flight, self.settled_so_far, reason, now)
             # Who flushes while it closes is held, too.
             self._disconnect(reason, now)
@@ -791,6 +784,7 @@ class ProducerProtocol:
 
     def _disconnect(self, reason: str, now: float, *, held: bool = True) -> None:
         self.channel = None
+        self._resending.rest(now)
         if held:
             self.gate.hold(HoldKind.DISCONNECTED, now=now, detail=reason)
         # What the broker said about the channel and the connection ends with them, and so does what the socket said.
@@ -815,107 +809,99 @@ class ProducerProtocol:
             culprits: what is settled instead.
             outcome: how the culprits are settled.
         """
-        begun = self.outbound.begun
-        self.outbound = Outbound()
+        begun, unbegun = self._part()
         # A returned message has been answered, though its ack did not come.
-        answered = [receipt for receipt in self._unsettled.values() if receipt._reply is not None]
-        kept = [(tag, receipt) for tag, receipt in self._unsettled.items() if receipt._reply is None]
-        kept.sort(key=lambda entry: entry[1]._number)
-        self._resending.keep(
-            [receipt for _, receipt in kept], [receipt for tag, receipt in kept if tag <= begun], suspects
-        )
+        answered = [each for each in (*begun, *unbegun) if each._reply is not None]
+        self._line.extendleft(each for each in reversed(unbegun) if each._reply is None)
+        self._resending.keep([each for each in begun if each._reply is None], suspects)
         for receipt in answered:
             self._settle(receipt, outcome if receipt in culprits else Outcome.RETURNED)
-        self._retag(kept)
         self._left(answered, now)
 
-    def _retag(self, receipts: list[tuple[int, Receipt]]) -> None:
-        """Give these, and no others, the delivery tags from 1 on.
+    def _part(self) -> tuple[list[Receipt], list[Receipt]]:
+        """Have nothing on the wire any more.
 
-        Args:
-            receipts: with the delivery tags that they had.
+        Returns:
+            What is unsettled of that, and may have arrived; and what was never written.
         """
-        # A flush waits for the last of those that it waited for, wherever that stands now.
-        moved = sorted((tag, at) for at, (tag, _) in enumerate(receipts, 1))
-        tags = [tag for tag, _ in moved]
-        last_of = list(accumulate((at for _, at in moved), max, initial=0))
-        self._flushes = [(last_of[bisect_right(tags, last)], waiter) for last, waiter in self._flushes]
-        self._unsettled = {at: receipt for at, (_, receipt) in enumerate(receipts, 1)}
-        self._resent = {receipt._number: at for at, receipt in self._unsettled.items()}
-        self._ahead = self._next_number - 1 - len(receipts)
-        self._oldest = 1
+        begun = self._unconfirmed.begun()
+        written = {receipt._number for receipt in begun} | self._resending.copies
+        both = list(self._unconfirmed)
+        self._use_channel(0, 0)
+        self.unwritten = 0
+        return (
+            [each for each in both if each._number in written],
+            [each for each in both if each._number not in written],
+        )
 
-    def _put_staged(self, now: float) -> None:
-        """Have unsettled messages leave on a channel that has opened, as far as they may."""
-        encoder, resending = self._encoder, self._resending
-        refused = resending.retry_at is not None
-        if refused:
-            self._expire(now)
-        unfit: list[Receipt] = []
-        while resending.may_go(now) and (receipt := resending.next(self._oldest, self._next_tag, now)) is not None:
+    def _fit(self, now: float) -> None:
+        """Encode for a channel that has opened what is admitted, and settle what does not fit into its frames."""
+        again, line = self._resending.again, self._line
+        unfit = []
+        for receipt in (*again, *line):
             try:
-                route = encoder.route(receipt.exchange, receipt.routing_key)
-                message = receipt.message
-                if receipt._number in resending.copies:
-                    message = republished(message)
-                self.outbound.put_frames(encoder.message(route, message, None))
+                self._encode(receipt)
             except Exception as error:
                 # This broker takes smaller frames than the one that it was admitted for.
                 receipt._reply = (0, f"it cannot be encoded again: {error}")
                 unfit.append(receipt)
-                resending.skip()
-                self._untag(receipt)
-            else:
-                receipt._route = route
-        for receipt in unfit:
-            self._settle(receipt, Outcome.UNKNOWN if receipt._number in resending.copies else Outcome.FAILED)
-        if self.outbound.size > self._max_unwritten:
+        if unfit:
+            was_written = self._resending.copies
+            self._resending.again = deque(each for each in again if each._reply is None)
+            self._line = deque(each for each in line if each._reply is None)
+            for receipt in unfit:
+                self._settle(receipt, Outcome.UNKNOWN if receipt._number in was_written else Outcome.FAILED)
+            self._left(unfit, now)
+        if self.unwritten > self._max_unwritten:
             self.gate.hold(HoldKind.TRANSPORT, now=now)
-        # Before all is put nothing new is admitted, or it would overtake them.
-        if not resending.staged or resending.retry_at is not None:
-            self.gate.lift(HoldKind.DISCONNECTED, now=now)
-        elif refused:
-            # There is room again, but suspects leave one at a time.
+
+    def _encode(self, receipt: Receipt) -> None:
+        """Encode the properties of a message that is admitted, as a second copy if it may have arrived."""
+        encoder = self._unconfirmed.encoder
+        route = receipt._route = encoder.route(receipt.exchange, receipt.routing_key)
+        payload = receipt._payload
+        size = receipt.size
+        if receipt._number in self._resending.copies:
+            receipt._prepared = encoder.prepare(republished(receipt.message), has_id=False)
+        elif type(payload) is bytes and size <= self._max_plain:
+            receipt._prepared = None
+            self.unwritten += route.cost + size if size else route.cost - FRAME_OVERHEAD
+            return
+        else:
+            message = payload if isinstance(payload, Message) else Message(payload)
+            receipt._prepared = encoder.prepare(message, has_id=self._id_prefix is not None)
+        self.unwritten += encoder.cost(route, size, receipt._prepared)
+
+    def _look_at_resending(self, now: float) -> None:
+        """Admit new messages, or none, by what is to leave before them."""
+        resending = self._resending
+        if self.channel is None:
+            return
+        if resending.retry_at is not None:
+            self._expire(now)
+            resending.look()
+            if resending.is_tried(bool(self._line)):
+                self._room_again(now)
+        leave = resending.may_leave(resending.again, not self._unconfirmed.flight, now)
+        if resending.retry_at is None and resending.leaves_slowly(leave):
             detail = "what an earlier channel has left leaves first"
             self.gate.hold(HoldKind.DISCONNECTED, now=now, detail=detail)
-        if refused and resending.is_tried:
-            self._room_again(now)
-        if unfit:
-            self._left(unfit, now)
+        else:
+            self.gate.lift(HoldKind.DISCONNECTED, now=now)
 
     def _expire(self, now: float) -> None:
         """Settle what has been refused for long enough and waits to leave again."""
-        expired = []
-        for receipt in self._resending.expired(now):
-            self._untag(receipt)
+        expired = self._resending.expired(now)
+        for receipt in expired:
+            self.unwritten -= self._cost(receipt)
             self._settle(receipt, Outcome.NACKED if receipt._reply is None else Outcome.RETURNED)
-            expired.append(receipt)
         if expired:
             self._left(expired, now)
 
     def _room_again(self, now: float) -> None:
         """The broker has room again, or nothing is left to try."""
-        unsettled = {receipt._number for receipt in self._unsettled.values()}
-        self._resending.room_again(unsettled)
-        self._resent = {number: tag for number, tag in self._resent.items() if number in unsettled}
+        self._resending.room_again({receipt._number for receipt in self.unsettled_receipts})
         self.gate.lift(HoldKind.REFUSED, now=now)
-
-    def _untag(self, receipt: Receipt) -> None:
-        """Take the delivery tag from a message that is never put, and move up what is staged behind it."""
-        tag = self._resent.pop(receipt._number)
-        del self._unsettled[tag]
-        self._flushes = [(last - (last >= tag), waiter) for last, waiter in self._flushes]
-        self._ahead += 1
-        self._tag_staged()
-
-    def _tag_staged(self) -> None:
-        """Give what is staged the last delivery tags."""
-        staged = self._resending.staged
-        for each in staged:
-            self._unsettled.pop(self._resent.get(each._number, 0), None)
-        for tag, each in enumerate(staged, self._next_tag - len(staged)):
-            self._unsettled[tag] = each
-            self._resent[each._number] = tag
 
     def _end(self, reason: str, now: float) -> None:
         self._is_over = True
@@ -926,13 +912,16 @@ class ProducerProtocol:
 
     def _give_back(self, reason: str, now: float, culprit: Receipt | None = None) -> None:
         """Settle everything as it is."""
-        unsettled, self._unsettled = self._unsettled, {}
-        begun = self.outbound.begun
-        self.outbound = Outbound()
+        resending = self._resending
+        begun = {receipt._number for receipt in self._unconfirmed.begun()}
+        unsettled = self.unsettled_receipts
+        self._use_channel(0, 0)
+        self.unwritten = 0
+        self._line.clear()
         size = 0
         # One for all.
         why = (0, reason)
-        for tag, receipt in unsettled.items():
+        for receipt in unsettled:
             size += receipt.size
             if receipt is culprit:
                 outcome = Outcome.REJECTED
@@ -940,18 +929,18 @@ class ProducerProtocol:
                 outcome = Outcome.RETURNED
             else:
                 receipt._reply = why
-                has_begun = tag <= begun or receipt._number in self._resending.copies
-                outcome = Outcome.UNKNOWN if has_begun else Outcome.FAILED
-                if tag > begun and self._resending.was_refused(receipt):
+                number = receipt._number
+                if number not in begun and resending.was_refused(receipt):
                     outcome = Outcome.NACKED
+                else:
+                    outcome = Outcome.UNKNOWN if number in begun or number in resending.copies else Outcome.FAILED
             self._settle(receipt, outcome)
+        resending.forget()
         if self.observer is not None and unsettled:
-            self.observer.settled(tuple(unsettled.values()), now)
+            self.observer.settled(unsettled, now)
         self._by_id.clear()
         self._released(len(unsettled), size, now)
-        self._resending.forget()
         self._room_again(now)
-        self._retag([])
 
     # What the broker says.
 
@@ -960,7 +949,10 @@ class ProducerProtocol:
         if self.channel is None:
             # There is nobody left to answer.
             return
-        self.outbound.put_control(flow_ok(self.channel, active))
+        self._take_back()
+        answer = flow_ok(self.channel, active)
+        self._unconfirmed.outbound.put_control(answer)
+        self.unwritten += len(answer)
         if active:
             self.lift(HoldKind.CHANNEL_FLOW, now)
         else:
@@ -980,7 +972,7 @@ class ProducerProtocol:
 
     def on_ack_run(self, first: int, count: int, now: float) -> None:
         """As `on_ack` for so many single tags, one after the other, in one pass."""
-        if first and first + count - 1 <= self.outbound.finished:
+        if first and first + count - 1 <= self._unconfirmed.outbound.finished:
             self._settle_run(first, first + count, Outcome.CONFIRMED, now)
         else:
             for tag in range(first, first + count):
@@ -1003,10 +995,6 @@ class ProducerProtocol:
         """
         message = decode_message(header, body)
         receipt = self._find(message.message_id, exchange, routing_key)
-        if receipt is None and message.message_id is not None:
-            # Broker-J nacks what no queue takes, and returns it afterwards.
-            staged = self._resending.staged
-            receipt = next((each for each in staged if each.message_id == message.message_id), None)
         if receipt is not None:
             receipt._reply = (code, text)
         elif not self._confirms:
@@ -1033,7 +1021,7 @@ class ProducerProtocol:
 
     def _route_of_return(self, exchange: str, routing_key: str) -> Route:
         try:
-            return self._encoder.route(exchange, routing_key)
+            return self._unconfirmed.encoder.route(exchange, routing_key)
         except ValueError as error:
             # Bytes that are no UTF-8 get longer by being replaced.
             raise FrameError(f"a return of what nobody can have published: {error}") from error
@@ -1041,9 +1029,7 @@ class ProducerProtocol:
     def _find(self, message_id: str | None, exchange: str, routing_key: str) -> Receipt | None:
         if message_id is None:
             return None
-        # What has a higher tag is not all written.
-        last = self.outbound.finished
-        own = [receipt for receipt in self._by_id.get(message_id, ()) if self._tag(receipt._number) <= last]
+        own = [receipt for receipt in self._by_id.get(message_id, ()) if self._is_written(receipt)]
         if own:
             # One id may have gone to several places, of which only some have a queue.
             there = [each for each in own if (each.exchange, each.routing_key) == (exchange, routing_key)]
@@ -1057,23 +1043,51 @@ class ProducerProtocol:
             number = int(message_id[len(prefix) :], 16)
         except ValueError:
             return None
-        tag = self._tag(number)
-        found = self._unsettled.get(tag) if tag <= last else None
+        found = self._unconfirmed.with_number(number)
+        if found is None:
+            # Broker-J nacks what no queue takes, and returns it afterwards.
+            found = next((each for each in self._resending.again if each._number == number), None)
+        elif not self._is_written(found):
+            return None
         return found if found is not None and found.message_id == message_id else None
 
-    def delivery_tag(self, receipt: Receipt) -> int:
-        """The delivery tag of a message; once it is settled, until its channel is gone."""
-        return self._tag(receipt._number)
+    def _is_written(self, receipt: Receipt) -> bool:
+        """Whether an unsettled message is all written, on this channel, or was refused there."""
+        if receipt._number in self._resending.copies and self._unconfirmed.tag_of(receipt) == 0:
+            return True
+        return 0 < self._unconfirmed.tag_of(receipt) <= self._unconfirmed.outbound.finished
 
-    def _tag(self, number: int) -> int:
-        """The delivery tag of an unsettled message."""
-        return self._resent.get(number, number - self._ahead)
+    def delivery_tag(self, receipt: Receipt) -> int:
+        """The delivery tag that a message has, or had, on the last channel that it was written on; 0 before."""
+        return receipt._tag
 
     # What the socket says.
 
     def data_to_write(self, limit: int) -> bytes:
         """The next bytes to write, about `limit` at the most; empty if nothing may be written now."""
-        return self.outbound.data(limit)
+        unconfirmed, resending = self._unconfirmed, self._resending
+        outbound = unconfirmed.outbound
+        data = outbound.data(limit)
+        if data or outbound.stopped or self.channel is None:
+            return data
+        source = resending.again or self._line
+        if not source:
+            return b""
+        most = len(source)
+        if not resending.is_idle:
+            most = resending.may_leave(source, not unconfirmed.flight, self._now)
+            if not most:
+                return b""
+            resending.leaves(source[0], self._now)
+        unconfirmed.make(source, limit, most)
+        return outbound.data(limit)
+
+    def _take_back(self) -> None:
+        """Have nothing on the wire that has not begun."""
+        taken = self._unconfirmed.take_back()
+        copies = self._resending.copies
+        self._line.extendleft(each for each in reversed(taken) if each._number not in copies)
+        self._resending.take_back(taken)
 
     def advance(self, count: int, now: float) -> bool:
         """Take note that so many bytes of `data_to_write` were taken by the socket.
@@ -1081,18 +1095,40 @@ class ProducerProtocol:
         Returns:
             True if that ends at a frame border, so that something else may be written on the connection.
         """
-        outbound = self.outbound
+        outbound = self._unconfirmed.outbound
         outbound.advance(count)
+        self.unwritten -= count
+        self._now = now
         if not self._confirms:
             self._written(now)
-        if not self.gate.is_open and outbound.size <= self._max_unwritten // 2:
+        if not self.gate.is_open and self.unwritten <= self._max_unwritten // 2:
             self.lift(HoldKind.TRANSPORT, now)
         return not outbound.mid_frame
 
     @property
+    def written(self) -> int:
+        """How many messages are all written on this channel."""
+        return self._unconfirmed.outbound.finished
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether no message may begin."""
+        return self._unconfirmed.outbound.stopped
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether something is to be written that a stop does not keep back."""
+        return not self._unconfirmed.outbound.is_empty
+
+    def end_writing(self) -> bool:
+        """Have no message begin any more; whether none has begun and not ended."""
+        self._take_back()
+        return self._unconfirmed.outbound.stop()
+
+    @property
     def unfinished(self) -> bytes:
         """What is still to be written of frames that have begun; empty at a frame border."""
-        return self.outbound.unfinished
+        return self._unconfirmed.outbound.unfinished
 
     # What the clock says.
 
@@ -1112,13 +1148,14 @@ class ProducerProtocol:
 
     def on_timer(self, now: float) -> None:
         """Time has passed."""
+        self._now = now
         self._go_on(now)
         self._grant(now)
 
     def look_anew(self, now: float) -> None:
         """Do what should have followed from a step that was interrupted at any point, by Ctrl-C."""
         self.gate.mend()
-        self._look_at_stops()
+        self._look_at_stops(now)
         self._look_at_unflow_waiters()
         self._grant(now)
 
@@ -1127,42 +1164,55 @@ class ProducerProtocol:
     def _admit(self, payload: bytes | Message, exchange: str, routing_key: str, size: int, now: float) -> Receipt:
         # Whoever calls this has the room for it, and undoes it if anything is raised.
         number = self._next_number
-        encoder = self._encoder
-        outbound = self.outbound
+        unconfirmed = self._unconfirmed
         if exchange is self._last_exchange and routing_key is self._last_key:
             route = self._last_route
         else:
-            route = encoder.route(exchange, routing_key)
+            route = unconfirmed.encoder.route(exchange, routing_key)
             # Together, or an exception in between leaves a route under another's name.
             self._last_exchange, self._last_key, self._last_route = exchange, routing_key, route
         receipt = self._receipt_type(payload, route, self._id_prefix, number)
-        self._unsettled[number - self._ahead] = receipt
-        if self.observer is not None:
-            self.observer.began[number] = now
         if type(payload) is bytes and size <= self._max_plain:
-            outbound.put(encoder.plain(route, payload, number))
+            cost = route.cost + size if size else route.cost - FRAME_OVERHEAD
         else:
             message = payload if isinstance(payload, Message) else Message(payload)
-            outbound.put_frames(encoder.message(route, message, None if self._id_prefix is None else number))
+            encoder = unconfirmed.encoder
+            receipt._prepared = encoder.prepare(message, has_id=self._id_prefix is not None)
+            cost = encoder.cost(route, size, receipt._prepared)
             if message.message_id is not None and self._mandatory:
                 self._by_id.setdefault(message.message_id, []).append(receipt)
+        self._line.append(receipt)
+        if self.observer is not None:
+            self.observer.began[number] = now
+        unwritten = self.unwritten = self.unwritten + cost
         self._next_number = number + 1
-        if outbound.size > self._max_unwritten:
+        if unwritten > self._max_unwritten:
             self.gate.hold(HoldKind.TRANSPORT, now=now)
         return receipt
 
     def _undo_admission(self) -> None:
         """Forget the message that was being admitted when something was raised, which Ctrl-C can be at any point."""
-        receipt = self._unsettled.get(self._next_tag)
-        if receipt is not None:
-            self._forget_id(receipt)
-            del self._unsettled[self._next_tag]
+        number = self._next_number
+        if self._line and self._line[-1]._number == number:
+            self._line.pop()
+        for own in tuple(self._by_id.values()):
+            for receipt in own:
+                if receipt._number == number:
+                    self._forget_id(receipt)
         if self.observer is not None:
-            self.observer.began.pop(self._next_number, None)
-        self.outbound.drop_after(self._next_tag - 1)
-        self.window.used = len(self._unsettled)
+            self.observer.began.pop(number, None)
+        unsettled = self.unsettled_receipts
+        self.window.used = len(unsettled)
         if self.byte_window is not None:
-            self.byte_window.used = sum(receipt.size for receipt in self._unsettled.values())
+            self.byte_window.used = sum(receipt.size for receipt in unsettled)
+        self.unwritten = self._unconfirmed.outbound.size + sum(map(self._cost, (*self._resending.again, *self._line)))
+
+    def _cost(self, receipt: Receipt) -> int:
+        """How many bytes the frames of a message have."""
+        size, prepared = receipt.size, receipt._prepared
+        if prepared is not None:
+            return self._unconfirmed.encoder.cost(receipt._route, size, prepared)
+        return receipt._route.cost + size if size else receipt._route.cost - FRAME_OVERHEAD
 
     def _grant(self, now: float) -> None:
         """Admit from the line whom the gate and the window let in now."""
@@ -1198,7 +1248,7 @@ class ProducerProtocol:
         for ticket in self._waiting:
             if 0 < ticket.number < self._next_number and ticket.receipt is None and ticket.error is None:
                 # It was admitted, and only that was not noted any more.
-                ticket.receipt = self._unsettled[ticket.number - self._ahead]
+                ticket.receipt = next(each for each in reversed(self._line) if each._number == ticket.number)
             if not ticket.decided:
                 # Another may be admitted under that number.
                 ticket.number = 0
@@ -1212,7 +1262,7 @@ class ProducerProtocol:
 
     def _answered(self, tag: int, multiple: bool, outcome: Outcome, now: float) -> None:
         # A message that is half written cannot have arrived.
-        written = self.outbound.finished
+        written = self._unconfirmed.outbound.finished
         if tag > written or (tag == 0 and not multiple):
             self._log(
                 logging.WARNING,
@@ -1223,7 +1273,7 @@ class ProducerProtocol:
             )
             return
         # Tag 0 stands for all (AMQP 0-9-1, Basic.Ack).
-        first, stop = (self._oldest, (tag or written) + 1) if multiple else (tag, tag + 1)
+        first, stop = (self._unconfirmed.oldest, (tag or written) + 1) if multiple else (tag, tag + 1)
         if outcome is Outcome.NACKED and self._resending.retries:
             self._refuse(first, stop, now)
         else:
@@ -1231,46 +1281,38 @@ class ProducerProtocol:
 
     def _refuse(self, first: int, stop: int, now: float) -> None:
         """Have what is unsettled of these tags leave again, unless it has tried for long enough."""
-        resending, unsettled = self._resending, self._unsettled
-        for tag in range(first, stop):
-            receipt = unsettled.get(tag)
+        resending, unconfirmed = self._resending, self._unconfirmed
+        for tag in range(max(first, unconfirmed.oldest), stop):
+            receipt = unconfirmed.find(tag)
             if receipt is None:
                 continue
             if resending.refused(receipt, now):
                 self._settle_run(tag, tag + 1, Outcome.NACKED, now)
                 continue
-            del unsettled[tag]
-            self._resent.pop(receipt._number, None)
-            was_probe = resending.insert(receipt)
-            self._next_number += 1
-            self._skipped += 1
-            if resending.staged[-1] is receipt:
-                unsettled[self._next_tag - 1] = receipt
-                self._resent[receipt._number] = self._next_tag - 1
-            else:
-                self._tag_staged()
-            while self._oldest not in unsettled:
-                self._oldest += 1
-            # Whoever waits for it waits for what is before it, too.
-            self._flushes = [(self._next_tag - 1 if last >= tag else last, waiter) for last, waiter in self._flushes]
+            unconfirmed.refuse(tag)
+            was_probe = resending.put(receipt)
+            try:
+                self._encode(receipt)
+            except Exception as error:
+                # With the mark of a second copy its properties are larger than a frame.
+                receipt._reply = (0, f"it cannot be sent again: {error}")
+                resending.again.remove(receipt)
+                self._settle(receipt, Outcome.NACKED)
+                self._left([receipt], now)
+                continue
             self._hold_refused("Basic.Nack", now, again=was_probe)
 
     def _hold_refused(self, detail: str, now: float, *, again: bool) -> None:
         """No probe leaves for a while; `again` if one has been refused."""
-        if self._resending.hold(self._unsettled.values(), now, again=again):
+        if self._resending.hold(now, again=again):
             self.gate.hold(HoldKind.REFUSED, now=now, detail=detail)
 
     def _settle_run(self, first: int, stop: int, outcome: Outcome, now: float) -> None:
         """Settle what is unsettled of the tags from `first` to before `stop`, all of which are written."""
-        unsettled = self._unsettled
         wake = self.wake
         confirmed = outcome is Outcome.CONFIRMED
-        receipts = []
-        for tag in range(first, stop):
-            receipt = unsettled.pop(tag, None)
-            if receipt is None:
-                continue
-            receipts.append(receipt)
+        receipts = self._unconfirmed.take(first, stop)
+        for receipt in receipts:
             if not confirmed:
                 self._settle(receipt, outcome, report=False)
             elif receipt._reply is None:
@@ -1279,24 +1321,17 @@ class ProducerProtocol:
                     wake.append(receipt._waiter)
             else:
                 self._settle(receipt, Outcome.RETURNED, report=False)
-        if first <= self._oldest < stop:
-            # Later ones may have been answered before.
-            while stop not in unsettled and stop < self._next_tag:
-                stop += 1
-            self._oldest = stop
+        self._unconfirmed.drop_settled()
         if self.settled is not None:
             self.settled += receipts
         self._left(receipts, now)
 
     def _written(self, now: float) -> None:
         """Without confirms a message is settled once it is written."""
-        finished = self.outbound.finished
-        receipts = []
-        while self._oldest <= finished:
-            receipt = self._unsettled.pop(self._oldest)
-            self._oldest += 1
+        unconfirmed = self._unconfirmed
+        receipts = unconfirmed.take(unconfirmed.oldest, unconfirmed.outbound.finished + 1)
+        for receipt in receipts:
             self._settle(receipt, Outcome.SENT)
-            receipts.append(receipt)
         if receipts:
             self._left(receipts, now)
 
@@ -1352,19 +1387,23 @@ class ProducerProtocol:
 
     def _go_on(self, now: float) -> None:
         """Put on the channel what may leave on it by now."""
-        if self.channel is not None and (self._resending.staged or self.holds_back):
-            self._put_staged(now)
+        if (self.channel is not None and not self._resending.is_idle) or self.gate.is_held_by(HoldKind.DISCONNECTED):
+            self._look_at_resending(now)
 
     def _look_at_flushes(self) -> None:
-        done = self._oldest if self._unsettled else self._next_tag
-        self.wake += [waiter for tag, waiter in self._flushes if tag < done]
-        self._flushes = [entry for entry in self._flushes if entry[0] >= done]
+        parts = (
+            self._unconfirmed.oldest_number(),
+            *(each[0]._number for each in (self._resending.again, self._line) if each),
+        )
+        oldest = min(filter(None, parts), default=self._next_number)
+        self.wake += [waiter for number, waiter in self._flushes if number < oldest]
+        self._flushes = [entry for entry in self._flushes if entry[0] >= oldest]
 
     # What follows from a hold that is raised or lifted.
 
     def _gate_changed(self, hold: Hold, raised: bool, now: float) -> None:
         if hold.kind in _STOPS_WRITING:
-            self._look_at_stops()
+            self._look_at_stops(now)
         if self._unflow_waiters and not raised:
             self._look_at_unflow_waiters()
         level = _LOG_LEVELS.get(hold.kind, logging.DEBUG)
@@ -1392,8 +1431,14 @@ class ProducerProtocol:
         self.wake += [waiter for ignored, waiter in self._unflow_waiters if self._is_unflowed(ignored)]
         self._unflow_waiters = [entry for entry in self._unflow_waiters if not self._is_unflowed(entry[0])]
 
-    def _look_at_stops(self) -> None:
-        self.outbound.stopped = any(self.gate.is_held_by(kind) for kind in _STOPS_WRITING)
+    def _look_at_stops(self, now: float) -> None:
+        stopped = any(map(self.gate.is_held_by, _STOPS_WRITING))
+        self._unconfirmed.outbound.stopped = stopped
+        if stopped:
+            self._take_back()
+            self._resending.rest(now)
+        elif self.channel is not None:
+            self._resending.go_on(now)
 
     # Notices, events and the log.
 

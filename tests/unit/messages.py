@@ -1,0 +1,34 @@
+"""What a channel that is no producer's has to write."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from qflow_client.amqp.outbound import Outbound
+
+
+class Messages(Outbound):
+    """Messages of one frame each, put one by one, that are made to batches when they are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: deque[bytes] = deque()
+
+    def add(self, message: bytes) -> None:
+        self._waiting.append(message)
+
+    @property
+    def size(self) -> int:
+        return super().size + sum(map(len, self._waiting))
+
+    def data(self, limit: int) -> bytes:
+        if not super().data(limit) and self._waiting:
+            parts: list[bytes] = []
+            ends: list[int] = []
+            size = 0
+            while self._waiting and size < limit:
+                parts.append(self._waiting.popleft())
+                size += len(parts[-1])
+                ends.append(size)
+            self.put(parts, ends, ends)
+        return super().data(limit)
