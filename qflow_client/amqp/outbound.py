@@ -93,13 +93,13 @@ class Outbound:
 
     @property
     def begun(self) -> int:
-        """Messages of which at least one byte is written."""
+        """Messages that have begun: at least one byte is written."""
         has_begun = self._goes_on or (self._at > 0 and self._has_messages)
         return self._done + has_begun + bisect_left(self._ends, self._at)
 
     @property
     def finished(self) -> int:
-        """Messages of which all bytes are written."""
+        """Messages whose last byte is written, too."""
         return self._done + bisect_right(self._ends, self._at)
 
     @property

@@ -147,7 +147,7 @@ class Resending:
 
         Args:
             begun: what may have arrived, and is to leave again.
-            suspects: the part of that over one of which the channel was closed.
+            suspects: the part of `begun` that may be the cause, if the broker closed the channel.
         """
         self.again = deque(sorted((*self.again, *begun), key=_number))
         self.copies = set(map(_number, self.again))

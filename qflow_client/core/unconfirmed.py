@@ -34,8 +34,7 @@ def body_of(payload: bytes | Message) -> bytes:
 
 def _gone() -> Receipt:
     """What stands on the wire in place of a message that was refused, and is to leave again."""
-    # Nobody asks it for more.
-    receipt = Receipt(b"", None, None, 0)  # type: ignore[arg-type]
+    receipt = Receipt(b"", None, None, 0)  # type: ignore[arg-type]  # nobody asks for its route
     receipt._outcome = Outcome.NACKED
     return receipt
 
@@ -110,7 +109,7 @@ class Unconfirmed:
         return (each for each in self.flight if each._outcome is None)
 
     def begun(self) -> list[Receipt]:
-        """The unsettled messages of which at least one byte is written."""
+        """The unsettled messages that have begun: at least one byte is written."""
         count = self.outbound.begun - self.oldest + 1
         return [each for at, each in enumerate(self.flight) if at < count and each._outcome is None]
 
@@ -122,7 +121,7 @@ class Unconfirmed:
     # What is answered.
 
     def take(self, first: int, stop: int) -> list[Receipt]:
-        """The unsettled messages of the tags from `first` to before `stop`, all of which are given.
+        """The unsettled messages of the tags from `first` to before `stop`; all these tags were given.
 
         They are to be settled, and then `drop_settled` is to be called.
         """

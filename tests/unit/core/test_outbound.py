@@ -15,7 +15,7 @@ MESSAGES = st.lists(st.lists(st.binary(min_size=1, max_size=5), min_size=1, max_
 
 
 def put(outbound: Outbound, messages: list[list[bytes]], limit: int = 1 << 20) -> None:
-    """Put a batch, of which a last message that is larger than the limit is in part."""
+    """Put a batch; of a last message that is larger than the limit, only a part."""
     *whole, last = messages
     first, *rest = last
     parts = [*(frame for frames in whole for frame in frames), first]
