@@ -9,8 +9,8 @@ nothing.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 __all__ = ["Outbound"]
 
@@ -18,7 +18,7 @@ __all__ = ["Outbound"]
 class Outbound:
     """One batch, an offset into it, and control frames that go between two messages."""
 
-    __slots__ = ("_at", "_borders", "_controls", "_data", "_done", "_ends", "_goes_on", "_rest", "stopped")
+    __slots__ = ("_at", "_borders", "_controls", "_data", "_done", "_ends", "_goes_on", "_rest", "_taken", "stopped")
 
     def __init__(self) -> None:
         # What is being written, how much of it is, and the offsets at which messages and frames end.
@@ -26,8 +26,9 @@ class Outbound:
         self._at = 0
         self._ends: list[int] = []
         self._borders: list[int] = []
-        # Further frames of the message that the data does not end.
-        self._rest: deque[bytes] = deque()
+        # The frames of the message that the data does not end, and how many of them have been in the data.
+        self._rest: Sequence[bytes] = ()
+        self._taken = 0
         # Whether the data begins within a message.
         self._goes_on = False
         # Messages that were written before.
@@ -36,7 +37,7 @@ class Outbound:
         #: While True no message may begin.
         self.stopped = False
 
-    def put(self, parts: Iterable[bytes], ends: list[int], borders: list[int], rest: Iterable[bytes] = ()) -> None:
+    def put(self, parts: Iterable[bytes], ends: list[int], borders: list[int], rest: Sequence[bytes] = ()) -> None:
         """Have a batch of messages written. The one before is written.
 
         Args:
@@ -45,33 +46,25 @@ class Outbound:
             borders: the offsets at which its frames end, so far as another channel may write there; its length is last.
             rest: the other frames of the last message, if the batch does not end it.
         """
-        self._data = b"".join(parts)
-        self._ends, self._borders = ends, borders
-        self._rest.extend(rest)
+        data = b"".join(parts)
+        # Together, here and below: Ctrl-C leaves all of it or nothing.
+        self._data, self._ends, self._borders, self._rest, self._taken = data, ends, borders, rest, 0
 
     def put_control(self, frame: bytes) -> None:
         """Have a frame written after the messages of the batch; `take_back` what it is to precede."""
         self._controls.append(frame)
 
-    def take_back(self) -> int:
-        """Forget the messages of the batch that have not begun.
-
-        Returns:
-            How many they are.
-        """
-        begun = self.begun - self._done
-        is_open = bool(self._rest) or (bool(self._data) and self._has_open_end)
-        count = len(self._ends) + is_open - begun
-        if count:
-            size = self._ends[begun - 1] if begun else 0
-            if is_open:
-                self._rest.clear()
-            self._data = self._data[:size]
-            del self._ends[begun:]
-            self._borders = self._borders[: bisect_right(self._borders, size)]
-            if self._at == size:
-                self._end_batch()
-        return count
+    def take_back(self) -> None:
+        """Forget the messages of the batch that have not begun."""
+        begun = self.begun
+        if begun == self.given:
+            return
+        ends = self._ends[: begun - self._done]
+        size = ends[-1] if ends else 0
+        data = self._data[:size]
+        borders = self._borders[: bisect_right(self._borders, size)]
+        self._data, self._ends, self._borders, self._rest, self._taken = data, ends, borders, (), 0
+        self._end_if_written()
 
     @property
     def _has_open_end(self) -> bool:
@@ -79,17 +72,28 @@ class Outbound:
 
     @property
     def _has_messages(self) -> bool:
-        return self._goes_on or bool(self._ends) or bool(self._rest)
+        return self._goes_on or bool(self._ends) or self._has_rest
+
+    @property
+    def _has_rest(self) -> bool:
+        return self._taken < len(self._rest)
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is left to be written."""
-        return not (self._data or self._rest or self._controls)
+        return not (self._data or self._has_rest or self._controls)
 
     @property
     def size(self) -> int:
         """Bytes that are not written."""
-        return len(self._data) - self._at + sum(map(len, self._rest)) + sum(map(len, self._controls))
+        rest = islice(self._rest, self._taken, None)
+        return len(self._data) - self._at + sum(map(len, rest)) + sum(map(len, self._controls))
+
+    @property
+    def given(self) -> int:
+        """Messages that were put, but for those that were taken back."""
+        is_open = self._has_rest or (bool(self._data) and self._has_open_end)
+        return self._done + len(self._ends) + is_open
 
     @property
     def begun(self) -> int:
@@ -126,32 +130,36 @@ class Outbound:
         Args:
             limit: bytes, about which are returned at the most of a message's further frames.
         """
+        self._end_if_written()
         if not self._data:
-            if self._rest:
+            if self._has_rest:
                 self._take_rest(limit)
             elif self._controls:
-                self._data = b"".join(self._controls)
-                self._controls = []
-                self._borders = [len(self._data)]
+                data, controls = b"".join(self._controls), list[bytes]()
+                borders = [len(data)]
+                self._data, self._controls, self._borders = data, controls, borders
         return self._data[self._at :] if self._at else self._data
 
     def _take_rest(self, limit: int) -> None:
-        rest, taken, size, borders = self._rest, [], 0, []
-        while rest and size < limit:
-            taken.append(rest.popleft())
-            size += len(taken[-1])
+        rest, first = self._rest, self._taken
+        borders: list[int] = []
+        size, stop = 0, first
+        while stop < len(rest) and size < limit:
+            size += len(rest[stop])
             borders.append(size)
-        self._data, self._borders = b"".join(taken), borders
-        if not rest:
-            self._ends = [size]
+            stop += 1
+        data = b"".join(rest[first:stop])
+        ends = [size] if stop == len(rest) else []
+        self._data, self._ends, self._borders, self._taken = data, ends, borders, stop
 
     def advance(self, count: int) -> None:
         """Take note that so many bytes of `data` are written."""
         self._at += count
-        if self._at and self._at == len(self._data):
-            self._end_batch()
+        self._end_if_written()
 
-    def _end_batch(self) -> None:
-        self._goes_on = bool(self._rest)
-        self._done += len(self._ends)
-        self._data, self._at, self._ends, self._borders = b"", 0, [], []
+    def _end_if_written(self) -> None:
+        """End the batch if it is written; what Ctrl-C has left of an end is made good by the next call."""
+        if not self._at or self._at < len(self._data):
+            return
+        goes_on, done = self._has_rest, self._done + len(self._ends)
+        self._goes_on, self._done, self._data, self._at, self._ends, self._borders = goes_on, done, b"", 0, [], []

@@ -670,7 +670,9 @@ class ProducerProtocol:
     @property
     def unsettled_receipts(self) -> tuple[Receipt, ...]:
         """The receipts of the unsettled messages, in the order of admission."""
-        written = sorted((*self._resending.again, *self._unconfirmed), key=lambda receipt: receipt._number)
+        written = sorted(
+            (*self._resending.again, *self._unconfirmed.flight.values()), key=lambda receipt: receipt._number
+        )
         return (*written, *self._line)
 
     # What happens to the connection.
@@ -826,7 +828,7 @@ class ProducerProtocol:
         """
         begun = self._unconfirmed.begun()
         written = {receipt._number for receipt in begun} | self._resending.copies
-        both = list(self._unconfirmed)
+        both = list(self._unconfirmed.flight.values())
         self._use_channel(0, 0)
         self.unwritten = 0
         return (
@@ -951,8 +953,12 @@ class ProducerProtocol:
             return
         self._take_back()
         answer = flow_ok(self.channel, active)
-        self._unconfirmed.outbound.put_control(answer)
-        self.unwritten += len(answer)
+        try:
+            self._unconfirmed.outbound.put_control(answer)
+            self.unwritten += len(answer)
+        except BaseException:
+            to_the_end(self._count_unwritten)
+            raise
         if active:
             self.lift(HoldKind.CHANNEL_FLOW, now)
         else:
@@ -1079,15 +1085,29 @@ class ProducerProtocol:
             if not most:
                 return b""
             resending.leaves(source[0], self._now)
-        unconfirmed.make(source, limit, most)
+        try:
+            unconfirmed.make(source, limit, most)
+        except BaseException:
+            to_the_end(lambda: unconfirmed.mend_make(source))
+            raise
         return outbound.data(limit)
 
     def _take_back(self) -> None:
         """Have nothing on the wire that has not begun."""
-        taken = self._unconfirmed.take_back()
-        copies = self._resending.copies
-        self._line.extendleft(each for each in reversed(taken) if each._number not in copies)
-        self._resending.take_back(taken)
+        try:
+            self._move_back()
+        except BaseException:
+            to_the_end(self._move_back)
+            raise
+
+    def _move_back(self) -> None:
+        unconfirmed, line = self._unconfirmed, self._line
+        unconfirmed.outbound.take_back()
+        # The last first. To begin anew changes nothing.
+        while (receipt := unconfirmed.beyond()) is not None:
+            if not self._resending.take_back(receipt) and (not line or line[0] is not receipt):
+                line.appendleft(receipt)
+            unconfirmed.flight.popitem()
 
     def advance(self, count: int, now: float) -> bool:
         """Take note that so many bytes of `data_to_write` were taken by the socket.
@@ -1096,8 +1116,12 @@ class ProducerProtocol:
             True if that ends at a frame border, so that something else may be written on the connection.
         """
         outbound = self._unconfirmed.outbound
-        outbound.advance(count)
-        self.unwritten -= count
+        try:
+            outbound.advance(count)
+            self.unwritten -= count
+        except BaseException:
+            to_the_end(self._count_unwritten)
+            raise
         self._now = now
         if not self._confirms:
             self._written(now)
@@ -1205,6 +1229,9 @@ class ProducerProtocol:
         self.window.used = len(unsettled)
         if self.byte_window is not None:
             self.byte_window.used = sum(receipt.size for receipt in unsettled)
+        self._count_unwritten()
+
+    def _count_unwritten(self) -> None:
         self.unwritten = self._unconfirmed.outbound.size + sum(map(self._cost, (*self._resending.again, *self._line)))
 
     def _cost(self, receipt: Receipt) -> int:
@@ -1321,7 +1348,6 @@ class ProducerProtocol:
                     wake.append(receipt._waiter)
             else:
                 self._settle(receipt, Outcome.RETURNED, report=False)
-        self._unconfirmed.drop_settled()
         if self.settled is not None:
             self.settled += receipts
         self._left(receipts, now)

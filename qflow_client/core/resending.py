@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
@@ -245,22 +245,25 @@ class Resending:
         if self.retry_at is not None:
             self.probe = first
 
-    def take_back(self, receipts: Iterable[Receipt]) -> None:
-        """These were about to leave, and do not."""
+    def take_back(self, receipt: Receipt) -> bool:
+        """A message was about to leave, and does not.
+
+        Returns:
+            Whether it leaves as a second copy later; otherwise it was never written, and stands in line again.
+        """
+        if receipt is self.probe:
+            self.probe = None
+        if receipt is self._alone:
+            self._alone = None
+        number = receipt._number
+        if number not in self.copies:
+            return False
         again = self.again
-        for receipt in receipts:
-            if receipt is self.probe:
-                self.probe = None
-            if receipt is self._alone:
-                self._alone = None
-            number = receipt._number
-            if number not in self.copies:
-                # It was never written, and stands in line again.
-                continue
-            if again and again[-1]._number > number:
-                again.insert(bisect(again, number, key=_number), receipt)
-            else:
-                again.append(receipt)
+        if not again or again[-1]._number < number:
+            again.append(receipt)
+        elif again[at := bisect_left(again, number, key=_number)] is not receipt:
+            again.insert(at, receipt)
+        return True
 
     # What the broker refuses.
 
@@ -309,7 +312,7 @@ class Resending:
         """
         was_probe = receipt is self.probe
         self.copies.add(receipt._number)
-        self.take_back((receipt,))
+        self.take_back(receipt)
         return was_probe
 
     def hold(self, now: float, *, again: bool) -> bool:

@@ -1,9 +1,8 @@
 """What is on the wire of one channel and not settled.
 
 A message has a *number* from its admission on, which gives the order. It has a *delivery tag* once its frames are
-made, because a tag is nothing but a place on the wire. Receipts stand in a deque in the order of their tags, so each
-tag follows from a place, and a run of confirms is a run of ``popleft``. One that is answered before older ones
-keeps its place until those are answered, too.
+made, because a tag is nothing but a place on the wire. Tags are given one after the other, so the unsettled messages
+stand in a dict in the order of their tags, and what is settled leaves nothing behind.
 
 Frames are made a batch at a time, when the socket takes more. What a stop (``Channel.Flow``) finds made and not begun
 is taken back and loses its tag.
@@ -12,16 +11,19 @@ is taken back and loses its tag.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import Any
 
 from qflow_client.amqp.frames import FRAME_OVERHEAD, LAST_DIGITS, PublishEncoder
 from qflow_client.amqp.outbound import Outbound
 from qflow_client.message import Message
-from qflow_client.receipt import Outcome, Receipt
+from qflow_client.receipt import Receipt
 
 __all__ = ["Unconfirmed", "body_of"]
+
+# Below this length a heap is not worth making anew.
+_SWEEP_FROM = 64
 
 # What ends the last frame of a message.
 _END = b"\xce"
@@ -32,16 +34,6 @@ def body_of(payload: bytes | Message) -> bytes:
     return payload if type(payload) is bytes else payload.body  # type: ignore[union-attr]  # a Message
 
 
-def _gone() -> Receipt:
-    """What stands on the wire in place of a message that was refused, and is to leave again."""
-    receipt = Receipt(b"", None, None, 0)  # type: ignore[arg-type]  # nobody asks for its route
-    receipt._outcome = Outcome.NACKED
-    return receipt
-
-
-_GONE = _gone()
-
-
 class Unconfirmed:
     """The messages on the wire, and the bytes that are made of them.
 
@@ -49,51 +41,52 @@ class Unconfirmed:
         encoder: of the channel.
     """
 
-    __slots__ = ("_given", "_holes", "_is_ordered", "_last", "encoder", "flight", "outbound")
+    __slots__ = ("_by_number", "_is_ordered", "_last", "_low", "encoder", "flight", "outbound")
 
     def __init__(self, encoder: PublishEncoder) -> None:
         self.encoder = encoder
-        #: What is on the wire, in the order of the tags. The first is unsettled.
-        self.flight: deque[Receipt] = deque()
+        #: The unsettled messages on the wire, by tag, in the order of the tags.
+        self.flight: dict[int, Receipt] = {}
         #: What is being written.
         self.outbound = Outbound()
-        # How many delivery tags were given, and how many of those in flight are settled.
-        self._given = self._holes = 0
+        # A tag below which nothing is unsettled.
+        self._low = 1
         # The number of the last message that got one, and whether all in flight are in the order of admission.
         self._last = 0
         self._is_ordered = True
+        # If they are not and somebody has asked for the oldest: a heap of numbers, tags and messages. Some may have
+        # left the wire.
+        self._by_number: list[tuple[int, int, Receipt]] = []
 
     @property
     def oldest(self) -> int:
         """The delivery tag of the oldest message on the wire; if there is none, the next one that is given."""
-        return self._given - len(self.flight) + 1
+        low, given, flight = self._low, self.outbound.given, self.flight
+        # Each tag is passed once.
+        while low <= given and low not in flight:
+            low += 1
+        self._low = low
+        return low
 
     def find(self, tag: int) -> Receipt | None:
         """The unsettled message of a delivery tag; ``None`` if there is none."""
-        at = tag - self.oldest
-        receipt = self.flight[at] if 0 <= at < len(self.flight) else None
-        return receipt if receipt is not None and receipt._outcome is None else None
+        return self.flight.get(tag)
 
     def tag_of(self, receipt: Receipt) -> int:
         """The delivery tag of a message; 0 if it is not on the wire any more, or not yet."""
-        return receipt._tag if self.find(receipt._tag) is receipt else 0
+        return receipt._tag if self.flight.get(receipt._tag) is receipt else 0
 
     def with_number(self, number: int) -> Receipt | None:
         """The unsettled message on the wire of a number; ``None`` if there is none."""
-        at = self._place(number)
-        receipt = self.flight[at] if at >= 0 else None
-        return receipt if receipt is not None and receipt._outcome is None else None
-
-    def _place(self, number: int) -> int:
-        """Where in flight a number stands; -1 if nowhere."""
         flight = self.flight
         if not flight:
-            return -1
+            return None
         # As a rule they follow one another.
-        at = number - flight[0]._number
-        if 0 <= at < len(flight) and flight[at]._number == number:
-            return at
-        return next((at for at, each in enumerate(flight) if each._number == number), -1)
+        oldest = self.oldest
+        receipt = flight.get(oldest + number - flight[oldest]._number)
+        if receipt is not None and receipt._number == number:
+            return receipt
+        return next((each for each in flight.values() if each._number == number), None)
 
     def oldest_number(self) -> int:
         """The lowest number of what is unsettled on the wire; 0 if nothing is."""
@@ -101,57 +94,35 @@ class Unconfirmed:
         if not flight:
             return 0
         if self._is_ordered:
-            return flight[0]._number
-        return min(each._number for each in flight if each._outcome is None)
-
-    def __iter__(self) -> Iterator[Receipt]:
-        """Yield the unsettled messages on the wire, in the order of the tags."""
-        return (each for each in self.flight if each._outcome is None)
+            return flight[self.oldest]._number
+        heap = self._by_number
+        while heap and flight.get(heap[0][1]) is not heap[0][2]:
+            heappop(heap)
+        if not heap or len(heap) > 2 * len(flight) + _SWEEP_FROM:
+            heap[:] = [(each._number, tag, each) for tag, each in flight.items()]
+            heapify(heap)
+        return heap[0][0]
 
     def begun(self) -> list[Receipt]:
         """The unsettled messages that have begun: at least one byte is written."""
-        count = self.outbound.begun - self.oldest + 1
-        return [each for at, each in enumerate(self.flight) if at < count and each._outcome is None]
+        return list(islice(self.flight.values(), self.in_flight))
 
     @property
     def in_flight(self) -> int:
         """How many unsettled messages have begun to be written."""
-        return max(0, self.outbound.begun - self.oldest + 1 - self._holes)
+        # What is made and has not begun has no answer.
+        return len(self.flight) - (self.outbound.given - self.outbound.begun)
 
     # What is answered.
 
     def take(self, first: int, stop: int) -> list[Receipt]:
-        """The unsettled messages of the tags from `first` to before `stop`; all these tags were given.
-
-        They are to be settled, and then `drop_settled` is to be called.
-        """
-        flight, oldest = self.flight, self.oldest
-        if first > oldest:
-            taken = [each for each in islice(flight, first - oldest, stop - oldest) if each._outcome is None]
-            self._holes += len(taken)
-            return taken
-        take = flight.popleft
-        taken = [take() for _ in range(stop - oldest)]
-        if self._holes:
-            count = len(taken)
-            taken = [each for each in taken if each._outcome is None]
-            self._holes -= count - len(taken)
-        return taken
-
-    def drop_settled(self) -> None:
-        """Have the wire begin with an unsettled message."""
-        flight = self.flight
-        while flight and flight[0]._outcome is not None:
-            flight.popleft()
-            self._holes -= 1
-        if not flight:
-            self._is_ordered = True
+        """Take the unsettled messages of the tags from `first` to before `stop`, which are to be settled."""
+        take = self.flight.pop
+        return [receipt for tag in range(first, stop) if (receipt := take(tag, None)) is not None]
 
     def refuse(self, tag: int) -> None:
         """Take away an unsettled message that is to leave again."""
-        self.flight[tag - self.oldest] = _GONE
-        self._holes += 1
-        self.drop_settled()
+        del self.flight[tag]
 
     # What is written.
 
@@ -171,7 +142,7 @@ class Unconfirmed:
         rest: list[bytes] = []
         batch: list[Receipt] = []
         size = 0
-        tag = self._given
+        tag = given = self.outbound.given
         hundreds = length = -1
         made_for = None
         head = tail = b""
@@ -210,18 +181,31 @@ class Unconfirmed:
                     ends.append(size)
             if size >= limit:
                 break
-        if batch[0]._number < self._last:
+        if not self.flight:
+            self._is_ordered = True
+            self._by_number.clear()
+        elif batch[0]._number < self._last:
             self._is_ordered = False
+        if self._by_number:
+            for each in batch:
+                heappush(self._by_number, (each._number, each._tag, each))
         self._last = batch[-1]._number
-        self._given = tag
-        self.flight.extend(batch)
+        # In this order, so that `mend_make` can tell how far it came.
+        self.flight.update(zip(range(given + 1, tag + 1), batch, strict=True))
+        self.outbound.put(parts, ends, borders, rest)
         for _ in batch:
             source.popleft()
-        self.outbound.put(parts, ends, borders, rest)
 
-    def take_back(self) -> list[Receipt]:
-        """Take what has frames and has not begun off the wire, and return it in order."""
-        taken = [self.flight.pop() for _ in range(self.outbound.take_back())]
-        self._given -= len(taken)
-        taken.reverse()
-        return taken
+    def mend_make(self, source: deque[Receipt]) -> None:
+        """Finish a `make` that Ctrl-C has interrupted if its frames are there, and otherwise undo it."""
+        flight, given = self.flight, self.outbound.given
+        while flight and next(reversed(flight)) > given:
+            flight.popitem()
+        while source and flight.get(source[0]._tag) is source[0]:
+            source.popleft()
+
+    def beyond(self) -> Receipt | None:
+        """The last message in flight if its frames were taken back; ``None`` if they were not."""
+        flight = self.flight
+        last = next(reversed(flight), 0)
+        return flight[last] if last > self.outbound.given else None

@@ -75,12 +75,13 @@ def write(protocol: ProducerProtocol, count: int, now: float = 0.0) -> bytes:
 
 
 def check_order(protocol: ProducerProtocol) -> None:
-    """All that is not on the wire stands in the order of admission, and the wire begins with an unsettled message."""
+    """All that is not on the wire stands in the order of admission, and what is on it in that of the tags."""
     numbers = [receipt._number for receipt in (*protocol._resending.again, *protocol._line)]
     assert numbers == sorted(set(numbers))
     unconfirmed = protocol._unconfirmed
-    assert not unconfirmed.flight or unconfirmed.find(unconfirmed.oldest) is unconfirmed.flight[0]
-    on_the_wire = [receipt._number for receipt in unconfirmed]
+    assert unconfirmed.oldest == min(unconfirmed.flight, default=unconfirmed.outbound.given + 1)
+    assert list(unconfirmed.flight) == sorted(unconfirmed.flight)
+    on_the_wire = [receipt._number for receipt in unconfirmed.flight.values()]
     assert unconfirmed.oldest_number() == min(on_the_wire, default=0)
     assert protocol.unsettled == len(protocol.unsettled_receipts) == len(numbers) + len(on_the_wire)
 

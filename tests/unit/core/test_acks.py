@@ -192,7 +192,7 @@ def busy(sizes: list[int], share: float, settings: dict[str, Any], *, wants_all:
 def state(protocol: ProducerProtocol) -> dict[str, Any]:
     return {
         "unsettled": [receipt.message_id for receipt in protocol.unsettled_receipts],
-        "tags": {receipt._tag: receipt._number for receipt in protocol._unconfirmed},
+        "tags": {tag: receipt._number for tag, receipt in protocol._unconfirmed.flight.items()},
         "oldest": protocol._unconfirmed.oldest,
         "admitted": protocol.admitted,
         "window": protocol.window.used,

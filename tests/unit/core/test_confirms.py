@@ -488,3 +488,17 @@ def test_settling_does_not_open_a_gate_that_others_hold() -> None:
     assert ticket.receipt is None
     protocol.lift(HoldKind.PAUSED, 3.0)
     assert ticket.receipt is not None
+
+
+def test_E6_a_confirm_that_does_not_come_keeps_nothing_but_its_own_message() -> None:
+    protocol = make(capacity=10)
+    first = send(protocol, b"first")
+    drain(protocol)
+    for tag in range(2, 1000):
+        send(protocol, b"x")
+        drain(protocol)
+        protocol.on_ack(tag, False, 0.0)
+    assert protocol._unconfirmed.flight == {1: first}
+    assert protocol.in_flight == protocol.unsettled == 1
+    protocol.on_ack(0, True, 0.0)
+    assert first.outcome is Outcome.CONFIRMED

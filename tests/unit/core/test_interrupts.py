@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from qflow_client import Message, ProducerClosed, ProducerSettings, Receipt
+from qflow_client.amqp.outbound import Outbound
 from qflow_client.core.protocol import ProducerProtocol, SendTicket
+from qflow_client.core.resending import Resending
 from qflow_client.flow import FifoLine, Line, Ticket, WeightedLine
 from tests.interrupting import EVERY, interrupted
 
-from .support import MAX_BODY, Wire, check_order, drain, make, returned, send, wait, write
+from .support import CHANNEL, FRAME_MAX, MAX_BODY, Wire, check_order, drain, make, returned, send, wait, write
 
 PAYLOADS = {
     "plain": b"abc",
@@ -513,3 +515,96 @@ def test_an_interrupted_send_never_gives_another_message_s_id() -> None:
         if not come:
             assert at > 15
             return
+
+
+# What is on the wire has its delivery tag, and what is not has none.
+
+BODIES = (b"1", b"2" * 2 * MAX_BODY, b"3", b"4", b"5" * 3 * MAX_BODY, b"6")
+
+
+def make_frames(protocol: ProducerProtocol) -> None:
+    protocol.data_to_write(2 * MAX_BODY)
+
+
+def stop(protocol: ProducerProtocol) -> None:
+    protocol.on_flow(False, 0.0)
+
+
+@pytest.mark.parametrize("written", [0, 300, 3 * MAX_BODY])
+@pytest.mark.parametrize("second", [0, 2, 20])
+@pytest.mark.parametrize("step", [make_frames, stop])
+def test_every_message_leaves_once_and_in_order_whichever_step_is_interrupted(
+    step: Callable[[ProducerProtocol], None], second: int, written: int
+) -> None:
+    for at in range(1, 1000):
+        protocol = make()
+        receipts = [send(protocol, body) for body in BODIES]
+        read = Wire().read(write(protocol, written))
+        if not interrupted(lambda: step(protocol), at, again=second):  # noqa: B023  # called at once
+            assert at > 5
+            return
+        if protocol.is_stopped:
+            protocol.on_flow(True, 0.0)
+        assert consistent(protocol), at
+        read.read(drain(protocol))
+        assert [message.body for message in read.messages] == list(BODIES), at
+        assert [receipt._tag for receipt in receipts] == [1, 2, 3, 4, 5, 6], at
+        protocol.on_ack(6, True, 0.0)
+        assert all(receipt.delivered for receipt in receipts)
+        assert protocol.window.used == protocol.unwritten == 0
+
+
+@pytest.mark.parametrize("done", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (Outbound, "put"),
+        (Outbound, "put_control"),
+        (Outbound, "take_back"),
+        (Outbound, "advance"),
+        (Resending, "take_back"),
+    ],
+)
+def test_a_step_that_runs_out_of_memory_is_made_good(
+    kind: type[Any], name: str, done: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    protocol = make()
+    for body in BODIES[:4]:
+        send(protocol, body)
+    write(protocol, 300)
+    protocol.connection_lost("cut", 0.0, reconnects=True)
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 0.0)
+    for body in BODIES[4:]:
+        send(protocol, body)
+    # On the wire are two second copies, of which one has begun.
+    read = Wire().read(write(protocol, 10))
+    step = getattr(kind, name)
+    failed: list[str] = []
+
+    def fail_once(*arguments: Any) -> Any:
+        if failed:
+            return step(*arguments)
+        failed.append(name)
+        if done:
+            step(*arguments)
+        raise MemoryError
+
+    monkeypatch.setattr(kind, name, fail_once)
+    taken: list[bytes] = []
+
+    def stop_and_write() -> None:
+        protocol.on_flow(False, 0.0)
+        protocol.on_flow(True, 0.0)
+        while data := protocol.data_to_write(100):
+            taken.append(data)
+            protocol.advance(len(data), 0.0)
+
+    with pytest.raises(MemoryError):
+        stop_and_write()
+    read.read(b"".join(taken[:-1] if name == "advance" and not done else taken))
+    if protocol.is_stopped:
+        protocol.on_flow(True, 0.0)
+    assert consistent(protocol)
+    read.read(drain(protocol))
+    assert [message.body for message in read.messages] == list(BODIES)
+    assert list(protocol._unconfirmed.flight) == [1, 2, 3, 4, 5, 6]

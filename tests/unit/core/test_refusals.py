@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,6 +25,24 @@ PUBLISH = (60, 40)
 def patient(**settings: Any) -> ProducerProtocol:
     """A producer that waits 1, 2, 4, 8, 8, … s."""
     return make(retries=Backoff(1.0, 8.0, 0.0), **settings)
+
+
+def lines(call: Callable[[], object]) -> int:
+    """How many lines of Python a call takes."""
+    taken = 0
+
+    def trace(*_: Any) -> Any:
+        nonlocal taken
+        taken += 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return taken
 
 
 def left(protocol: ProducerProtocol, now: float = 0.0) -> list[bytes]:
@@ -454,8 +474,8 @@ def test_a_refused_message_whose_mark_makes_it_too_large_is_nacked_alone() -> No
 
 
 @pytest.mark.parametrize("how", ["nacked", "closed channel", "lost"])
-def test_to_give_up_many_refused_messages_costs_each_the_same(how: str) -> None:
-    def lines(count: int) -> int:
+def test_E7_to_give_up_many_refused_messages_costs_each_the_same(how: str) -> None:
+    def cost(count: int) -> int:
         protocol = patient(capacity=count, retry_for=5.0)
         receipts = [send(protocol, b"x") for _ in range(count)]
         drain(protocol)
@@ -467,38 +487,58 @@ def test_to_give_up_many_refused_messages_costs_each_the_same(how: str) -> None:
             else:
                 protocol.channel_closed(506, "RESOURCE_ERROR", (0, 0), 0.0)
             protocol.channel_opened(CHANNEL, FRAME_MAX, 0.0)
-        taken = 0
-
-        def trace(*_: Any) -> Any:
-            nonlocal taken
-            taken += 1
-            return trace
-
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            protocol.on_timer(6.0)
-        finally:
-            sys.settrace(before)
+        taken = lines(partial(protocol.on_timer, 6.0))
         assert {receipt.outcome for receipt in receipts} == {Outcome.NACKED}
         return taken
 
-    assert lines(400) < 4.4 * lines(100)
+    assert cost(400) < 4.4 * cost(100)
 
 
-def test_the_time_in_which_nothing_can_leave_is_no_time_of_trying() -> None:
-    protocol = patient(retry_for=5.0)
-    receipts = three(protocol)
-    protocol.on_nack(3, True, 0.0)
-    protocol.on_blocked("no memory", 1.0)
-    protocol.on_timer(60.0)
-    protocol.connection_lost("lost", 70.0, reconnects=True)
-    protocol.channel_opened(CHANNEL, FRAME_MAX, 130.0)
-    assert {receipt.outcome for receipt in receipts} == {None}
-    assert protocol.next_timer(130.0) is not None
-    protocol.on_timer(133.9)
-    assert left(protocol, 133.9) == [b"1"]
-    protocol.on_nack(1, False, 133.9)
-    assert {receipt.outcome for receipt in receipts} == {None}
-    protocol.on_timer(134.1)
-    assert {receipt.outcome for receipt in receipts} == {Outcome.NACKED}
+def test_E7_to_flush_what_leaves_again_behind_younger_messages_costs_each_the_same() -> None:
+    def cost(count: int) -> int:
+        protocol = patient(capacity=2 * count)
+        for _ in range(2 * count):
+            send(protocol, b"x")
+        drain(protocol)
+        # The older half leaves again: first one as a probe, then the others.
+        protocol.on_nack(count, True, 0.0)
+        protocol.on_timer(1.0)
+        drain(protocol, 1.0)
+        protocol.on_ack(2 * count + 1, False, 1.0)
+        drain(protocol, 1.0)
+        assert protocol.when_flushed("flush")
+
+        def answer() -> None:
+            for tag in range(count + 1, 3 * count + 1):
+                assert protocol.wake == []
+                protocol.on_ack(tag, False, 1.0)
+
+        taken = lines(answer)
+        assert (protocol.wake, protocol.unsettled) == (["flush"], 0)
+        return taken
+
+    assert cost(400) < 4.4 * cost(100)
+
+
+def test_E6_what_is_settled_behind_the_oldest_while_somebody_flushes_is_let_go() -> None:
+    protocol = patient(capacity=10)
+    one, two, three = (send(protocol, b"%d" % number) for number in range(1, 4))
+    drain(protocol)
+    protocol.on_nack(2, True, 0.0)
+    protocol.on_timer(1.0)
+    drain(protocol, 1.0)
+    protocol.on_ack(4, False, 1.0)
+    # Behind the younger one, and never answered.
+    assert left(protocol, 1.0) == [b"2"]
+    assert protocol.when_flushed("flush")
+    for tag in range(6, 1000):
+        send(protocol, b"x", now=1.0)
+        drain(protocol, 1.0)
+        protocol.on_ack(tag, False, 1.0)
+    assert [one.outcome, two.outcome, three.outcome] == ["confirmed", None, None]
+    assert len(protocol._unconfirmed._by_number) < 100
+    protocol.on_ack(5, False, 1.0)
+    assert protocol.wake == []
+    check_order(protocol)
+    protocol.on_ack(3, False, 1.0)
+    assert protocol.wake == ["flush"]

@@ -477,7 +477,7 @@ class Life:
             self.check(protocol.byte_window.used == self.used_bytes, "the byte window leaks")
         self.check(protocol.controller.waiting == len(self.line), "the line is wrong")
         # What has no frames yet has no tag.
-        oldest = min(min(self.unsettled, default=self.next_tag), protocol._unconfirmed._given + 1)
+        oldest = min(min(self.unsettled, default=self.next_tag), protocol._unconfirmed.outbound.given + 1)
         self.check(protocol._unconfirmed.oldest == oldest, "the oldest unsettled tag is wrong")
         own: dict[str, list[Receipt]] = {}
         for sent in self.unsettled.values():

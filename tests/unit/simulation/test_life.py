@@ -173,13 +173,13 @@ class StopForgetsTheBegun(ProducerProtocol):
     class _Outbound(Outbound):
         __slots__ = ()
 
-        def take_back(self) -> int:
-            count = super().take_back()
+        def take_back(self) -> None:
+            super().take_back()
             if self._data:
                 end = self._borders[bisect_left(self._borders, self._at)]
                 self._data, self._borders, self._ends = self._data[:end], [end], []
-                self._rest.clear()
-            return count
+                self._rest = ()
+                self._taken = 0
 
     def channel_opened(self, channel: int, frame_max: int, now: float) -> None:
         super().channel_opened(channel, frame_max, now)
