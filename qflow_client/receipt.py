@@ -63,14 +63,14 @@ class Receipt:
         "_waiter",
     )
 
-    def __init__(self, payload: bytes | Message, route: Route, id_prefix: str | None, number: int) -> None:
+    def __init__(self, payload: bytes | Message, route: Route, id_prefix: str | None) -> None:
         # What the application gave; a plain body stands for a persistent message without further properties.
         self._payload = payload
         self._route = route
         # The beginning of the ids that the producer gives; None if it gives none.
         self._id_prefix = id_prefix
-        # The producer's number for it, in the order of admission.
-        self._number = number
+        # The producer's number for it, in the order of admission; 0 before.
+        self._number = 0
         # Its delivery tag on the last channel on which it had one; 0 before.
         self._tag = 0
         # None while unsettled.

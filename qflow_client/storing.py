@@ -68,9 +68,9 @@ class Spilled(Receipt):
         self._sequence = sequence  # type: ignore[misc]  # as said above
         self._id = own_id  # type: ignore[misc]  # likewise
 
-    def take_up(self, payload: bytes | Message, route: Route, number: int) -> None:
+    def take_up(self, payload: bytes | Message, route: Route) -> None:
         """Its message is on its way."""
-        self._payload, self._route, self._number = payload, route, number
+        self._payload, self._route = payload, route
 
     @property
     def message_id(self) -> str | None:
@@ -138,7 +138,6 @@ class StoringProtocol(ProducerProtocol):
         "_failing",
         "_inner",
         "_last_sequence",
-        "_plain_type",
         "_read_to",
         "_ready",
         "_sequences",
@@ -146,7 +145,6 @@ class StoringProtocol(ProducerProtocol):
         "_spilled",
         "_spilled_type",
         "_spills",
-        "_taken",
         "called",
         "keeper",
         "outbox",
@@ -181,10 +179,8 @@ class StoringProtocol(ProducerProtocol):
         self._spill_prefix = f"{id_prefix[:-1]}+"
         # Who waits until the backlog up to a sequence is settled.
         self._backlog_flushes: list[tuple[int, Any]] = []
-        # The receipt of the message that is being taken up; None if that has none, or a new message is admitted.
-        self._taken: Spilled | None = None
-        self._plain_type = self._receipt_type
-        self._receipt_type = self._receipt  # type: ignore[assignment]  # it is only called
+        # What is admitted has to be noted on disk, which takes a step.
+        self._is_simple = False
         # What limits the window, and what lets new messages in.
         self._inner = self.controller.limiter
         self._blocks = settings.outbox_full is OnOutboxFull.BLOCK
@@ -196,13 +192,6 @@ class StoringProtocol(ProducerProtocol):
             self.gate.hold(HoldKind.OUTBOX, now=options["now"], source=BACKLOG, detail=detail)
 
     # What the application does.
-
-    def send(self, payload: bytes | Message, exchange: str, routing_key: str, now: float) -> Receipt | None:
-        """Nothing: what is admitted here has to be made durable, so the way in is `store`.
-
-        It is the skins' fast path, which a producer without an outbox has for itself.
-        """
-        return None
 
     def take_over(self, other: ProducerProtocol, now: float) -> None:
         super().take_over(other, now)
@@ -240,7 +229,7 @@ class StoringProtocol(ProducerProtocol):
         size = len(payload) if type(payload) is bytes else len(payload.body)  # type: ignore[union-attr]  # a Message
         outbox = self.outbox
         outbox.check_room(size, waits=self._blocks)
-        receipt = super().send(payload, exchange, routing_key, now)
+        receipt = self.send(payload, exchange, routing_key, now)
         if receipt is not None or not spills or self.controller.waiting or not outbox.has_room(size):
             return receipt
         return self._spill(payload, exchange, routing_key, now)
@@ -259,7 +248,8 @@ class StoringProtocol(ProducerProtocol):
         route = self._unconfirmed.encoder.route(exchange, routing_key)
         try:
             sequence = outbox.last + 1
-            receipt = self._spilled_type(None, route, self._spill_prefix, sequence)  # type: ignore[arg-type]  # not yet
+            receipt = self._spilled_type(None, route, self._spill_prefix)  # type: ignore[arg-type]  # not yet
+            receipt._number = sequence
             receipt.spill(outbox.path, sequence, payload.message_id if isinstance(payload, Message) else None)
             message_id = f"{self._spill_prefix}{sequence:012x}"
             outbox.put(payload, exchange, routing_key, message_id, permit=False, overdraw=True)
@@ -438,16 +428,20 @@ class StoringProtocol(ProducerProtocol):
 
     def _admit_stored(self, stored: StoredMessage, now: float) -> None:
         message = stored.to_send()
+        spilled = self._spilled.get(stored.sequence)
         try:
-            self._taken = self._spilled.get(stored.sequence)
-            self._sequences[self._next_number] = stored.sequence
-            super()._admit(message, stored.exchange, stored.routing_key, len(message.body), now)
+            route = self._route(stored.exchange, stored.routing_key)
+            receipt = self._receipt_type(message, route, self._id_prefix) if spilled is None else spilled
+            if spilled is not None:
+                spilled.take_up(message, route)
+            cost = self._prepare(receipt)
         except Exception as error:
             # This broker takes smaller frames than the one that it was put for.
-            self._undo_admission()
+            self._recount()
             self._fail(stored, f"it cannot be encoded: {error}")
-        finally:
-            self._taken = None
+            return
+        self._sequences[self._next_number] = stored.sequence
+        super()._admit(receipt, cost, now)
         self._spilled.pop(stored.sequence, None)
 
     def _oldest_sent(self, now: float) -> float:
@@ -463,7 +457,7 @@ class StoringProtocol(ProducerProtocol):
         route = self._unconfirmed.encoder.route(stored.exchange, stored.routing_key)
         receipt: Receipt | None = self._spilled.get(stored.sequence)
         if receipt is None:
-            receipt = self._plain_type(stored.message, route, None, 0)
+            receipt = self._receipt_type(stored.message, route, None)
         else:
             receipt._payload = stored.message
         receipt._reply = (0, why)
@@ -507,26 +501,20 @@ class StoringProtocol(ProducerProtocol):
 
     # Into the outbox, when a message is admitted.
 
-    def _receipt(self, payload: bytes | Message, route: Route, id_prefix: str | None, number: int) -> Receipt:
-        if self._taken is None:
-            return self._plain_type(payload, route, id_prefix, number)
-        self._taken.take_up(payload, route, number)
-        return self._taken
-
-    def _admit(self, payload: bytes | Message, exchange: str, routing_key: str, size: int, now: float) -> Receipt:
+    def _admit(self, receipt: Receipt, cost: int, now: float) -> None:
         number = self._next_number
-        sequence = self.outbox.put(
-            payload, exchange, routing_key, f"{self._id_prefix}{number:012x}", overdraw=self._blocks
-        )
+        payload, message_id = receipt._payload, f"{self._id_prefix}{number:012x}"
+        sequence = self.outbox.put(payload, receipt.exchange, receipt.routing_key, message_id, overdraw=self._blocks)
         self._sequences[number] = sequence
-        receipt = super()._admit(payload, exchange, routing_key, size, now)
+        super()._admit(receipt, cost, now)
         self._last_sequence = sequence
-        return receipt
 
-    def _undo_admission(self) -> None:
-        super()._undo_admission()
+    def _recount(self) -> None:
+        super()._recount()
         self._end_failing()
-        self._sequences.pop(self._next_number, None)
+        numbers = {receipt._number for receipt in self.unsettled_receipts}
+        while self._sequences and next(reversed(self._sequences)) not in numbers:
+            self._sequences.popitem()
         self._forget_orphans()
         # What was admitted, and only that was not noted any more.
         taken = next(reversed(self._sequences.values()), 0)

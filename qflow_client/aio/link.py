@@ -107,6 +107,11 @@ class Link:
                         self.url, client_properties=client_properties(self._settings.name)
                     )
                 await self._open_channel()
+        except GeneratorExit:
+            # The loop is gone, so nothing can be waited for.
+            if self._is_own and self._connection is not None:
+                _cut(self._connection)
+            raise
         except BaseException as error:
             if self._is_own and self._connection is not None:
                 await self._end(BRIEF)

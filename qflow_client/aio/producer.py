@@ -353,7 +353,7 @@ class AsyncProducer:
                 return await self.send(
                     traced, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source
                 )
-        receipt = self._protocol.send(payload, exchange, routing_key, _monotonic())
+        receipt = self._protocol.send_at_once(payload, exchange, routing_key)
         if receipt is not None:
             tapped = self._link.tapped  # type: ignore[union-attr]  # it is open, or nothing would be admitted
             if not tapped.awake:  # type: ignore[union-attr]  # likewise
@@ -363,6 +363,11 @@ class AsyncProducer:
             stored = self._store(payload, exchange, routing_key, spills=True)
             if stored is not None:
                 return await self._made_durable(stored)
+        else:
+            receipt = self._protocol.send(payload, exchange, routing_key, _monotonic())
+            if receipt is not None:
+                self._kick()
+                return receipt  # type: ignore[return-value]  # as above
         if self.settings.when_flowed is WhenFlowed.RAISE:
             return self._send_or_refuse(payload, exchange, routing_key, ProducerFlowed, BLOCKING_WAITS)
         timeout = limit_of(timeout, self.settings)
@@ -476,7 +481,7 @@ class AsyncProducer:
             for message in messages:
                 receipt: Any = None
                 if type(message) is bytes and self._tracer is None:
-                    receipt = self._protocol.send(message, to, key, _monotonic())
+                    receipt = self._protocol.send_at_once(message, to, key)
                 if receipt is None:
                     receipt = await self.send(
                         message, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source

@@ -171,13 +171,14 @@ class ProducerProtocol:
         "_by_id",
         "_confirms",
         "_flushes",
+        "_grants",
         "_id_prefix",
         "_is_over",
-        "_last_exchange",
-        "_last_key",
-        "_last_route",
+        "_is_simple",
+        "_last",
         "_line",
         "_mandatory",
+        "_mark",
         "_max_plain",
         "_max_unwritten",
         "_most",
@@ -245,6 +246,10 @@ class ProducerProtocol:
             parts[0] if len(parts) == 1 else CompositeLimiter(parts), line=line, name=settings.name
         )
         self.gate = self.controller.gate
+        # Whether a window of messages is all that limits admission.
+        self._is_simple = len(parts) == 1
+        # Whether messages that have waited are being admitted.
+        self._grants = False
         # What every message asks for.
         self._confirms = settings.confirms
         self._mandatory = settings.is_mandatory
@@ -309,11 +314,12 @@ class ProducerProtocol:
         settings = self.settings
         encoder = self._make_encoder(number, frame_max)
         self._unconfirmed = Unconfirmed(encoder)
+        self._mark = encoder.mark
         # The longest body that can go without a closer look; -1 for none, if a body alone gets no message id.
         self._max_plain = -1 if self._id_prefix is None else encoder.max_body
         # The route that was taken last: to tell by identity that the next message goes there too is the cheapest way.
-        self._last_exchange, self._last_key = settings.exchange, settings.routing_key
-        self._last_route = encoder.route(settings.exchange, settings.routing_key)
+        exchange, routing_key = settings.exchange, settings.routing_key
+        self._last = exchange, routing_key, encoder.route(exchange, routing_key)
 
     def _make_encoder(self, number: int, frame_max: int) -> PublishEncoder:
         return PublishEncoder(number, frame_max, id_prefix=self._id_prefix or "", mandatory=self._mandatory)
@@ -335,6 +341,49 @@ class ProducerProtocol:
         """The part of the unsettled messages that has begun to be written."""
         return self._unconfirmed.in_flight
 
+    def send_at_once(self, payload: bytes | Message, exchange: str, routing_key: str) -> Receipt | None:
+        """Admit a message if nothing but a window with room limits that.
+
+        It is the one method that needs no step: any thread may call it, also inside a step (E2). Between two lines that
+        call nothing CPython runs no other thread, signal handler or finalizer.
+
+        Returns:
+            Its receipt; ``None`` if only `send` can tell, and nothing has happened.
+
+        Raises:
+            TypeError, ValueError: it cannot be encoded.
+        """
+        last = self._last
+        if exchange is last[0] and routing_key is last[1]:
+            route = last[2]
+        else:
+            route = self._route(exchange, routing_key)
+        receipt = self._receipt_type(payload, route, self._id_prefix)
+        if type(payload) is bytes and (size := len(payload)) <= self._max_plain:
+            cost = route.cost + size if size else route.cost - FRAME_OVERHEAD
+        else:
+            cost = self._prepare(receipt)
+            if self._is_asked_for_by_id(payload):
+                return None
+        window = self.window
+        # From here on nothing is called.
+        if (
+            window.used < window._capacity
+            and self._is_simple
+            and self.gate.is_open
+            and not self.controller.waiting
+            and not self._grants
+            and self.observer is None
+            and self.unwritten + cost <= self._max_unwritten
+            # It was made for the channel that is open.
+            and route.made_by is self._mark
+        ):
+            number = receipt._number = self._next_number
+            window.used, self._next_number, self.unwritten = window.used + 1, number + 1, self.unwritten + cost
+            self._line.append(receipt)
+            return receipt
+        return None
+
     def send(self, payload: bytes | Message, exchange: str, routing_key: str, now: float) -> Receipt | None:
         """Admit a message if that is possible now.
 
@@ -343,14 +392,15 @@ class ProducerProtocol:
 
         Raises:
             ProducerClosed: no message will ever be admitted again.
-            ValueError: it cannot be encoded.
+            TypeError, ValueError: it cannot be encoded.
         """
-        size = len(payload) if type(payload) is bytes else len(payload.body)  # type: ignore[union-attr]  # a Message
+        receipt, cost = self._receipt_for(payload, exchange, routing_key)
         try:
-            if self.controller.try_acquire(size, now):
-                return self._admit(payload, exchange, routing_key, size, now)
+            if self.controller.try_acquire(receipt.size, now):
+                self._admit(receipt, cost, now)
+                return receipt
         except BaseException:
-            to_the_end(self._undo_admission)
+            to_the_end(self._recount)
             raise
         if self.closed is not None:
             raise ProducerClosed(self.closed, payload)
@@ -860,19 +910,12 @@ class ProducerProtocol:
     def _encode(self, receipt: Receipt) -> None:
         """Encode the properties of a message that is admitted, as a second copy if it may have arrived."""
         encoder = self._unconfirmed.encoder
-        route = receipt._route = encoder.route(receipt.exchange, receipt.routing_key)
-        payload = receipt._payload
-        size = receipt.size
+        receipt._route = encoder.route(receipt.exchange, receipt.routing_key)
         if receipt._number in self._resending.copies:
             receipt._prepared = encoder.prepare(republished(receipt.message), has_id=False)
-        elif type(payload) is bytes and size <= self._max_plain:
-            receipt._prepared = None
-            self.unwritten += route.cost + size if size else route.cost - FRAME_OVERHEAD
-            return
+            self.unwritten += encoder.cost(receipt._route, receipt.size, receipt._prepared)
         else:
-            message = payload if isinstance(payload, Message) else Message(payload)
-            receipt._prepared = encoder.prepare(message, has_id=self._id_prefix is not None)
-        self.unwritten += encoder.cost(route, size, receipt._prepared)
+            self.unwritten += self._prepare(receipt)
 
     def _look_at_resending(self, now: float) -> None:
         """Admit new messages, or none, by what is to leave before them."""
@@ -1005,7 +1048,7 @@ class ProducerProtocol:
             receipt._reply = (code, text)
         elif not self._confirms:
             # Its receipt was settled when it was written, and that was told. So `flush` and `close` bring this up.
-            receipt = self._receipt_type(message, self._route_of_return(exchange, routing_key), None, 0)
+            receipt = self._receipt_type(message, self._route_of_return(exchange, routing_key), None)
             receipt._reply = (code, text)
             receipt._outcome = Outcome.RETURNED
             self._log(logging.WARNING, "%s: %s", self.settings.name, receipt.describe())
@@ -1179,60 +1222,82 @@ class ProducerProtocol:
     def look_anew(self, now: float) -> None:
         """Do what should have followed from a step that was interrupted at any point, by Ctrl-C."""
         self.gate.mend()
+        self._recount()
         self._look_at_stops(now)
         self._look_at_unflow_waiters()
         self._grant(now)
 
     # Admission.
 
-    def _admit(self, payload: bytes | Message, exchange: str, routing_key: str, size: int, now: float) -> Receipt:
-        # Whoever calls this has the room for it, and undoes it if anything is raised.
-        number = self._next_number
-        unconfirmed = self._unconfirmed
-        if exchange is self._last_exchange and routing_key is self._last_key:
-            route = self._last_route
-        else:
-            route = unconfirmed.encoder.route(exchange, routing_key)
-            # Together, or an exception in between leaves a route under another's name.
-            self._last_exchange, self._last_key, self._last_route = exchange, routing_key, route
-        receipt = self._receipt_type(payload, route, self._id_prefix, number)
-        if type(payload) is bytes and size <= self._max_plain:
-            cost = route.cost + size if size else route.cost - FRAME_OVERHEAD
-        else:
-            message = payload if isinstance(payload, Message) else Message(payload)
-            encoder = unconfirmed.encoder
-            receipt._prepared = encoder.prepare(message, has_id=self._id_prefix is not None)
-            cost = encoder.cost(route, size, receipt._prepared)
-            if message.message_id is not None and self._mandatory:
-                self._by_id.setdefault(message.message_id, []).append(receipt)
-        self._line.append(receipt)
-        if self.observer is not None:
-            self.observer.began[number] = now
-        unwritten = self.unwritten = self.unwritten + cost
-        self._next_number = number + 1
-        if unwritten > self._max_unwritten:
-            self.gate.hold(HoldKind.TRANSPORT, now=now)
-        return receipt
+    def _receipt_for(self, payload: bytes | Message, exchange: str, routing_key: str) -> tuple[Receipt, int]:
+        """Make what is to be admitted, and say how many bytes its frames have; nothing has happened by that."""
+        receipt = self._receipt_type(payload, self._route(exchange, routing_key), self._id_prefix)
+        return receipt, self._prepare(receipt)
 
-    def _undo_admission(self) -> None:
-        """Forget the message that was being admitted when something was raised, which Ctrl-C can be at any point."""
-        number = self._next_number
-        if self._line and self._line[-1]._number == number:
-            self._line.pop()
-        for own in tuple(self._by_id.values()):
-            for receipt in own:
-                if receipt._number == number:
-                    self._forget_id(receipt)
+    def _route(self, exchange: str, routing_key: str) -> Route:
+        last = self._last
+        if exchange is last[0] and routing_key is last[1] and last[2].made_by is self._mark:
+            return last[2]
+        route = self._unconfirmed.encoder.route(exchange, routing_key)
+        self._last = exchange, routing_key, route
+        return route
+
+    def _prepare(self, receipt: Receipt) -> int:
+        """Encode the properties of a message that was never written, and say how many bytes its frames have."""
+        payload, route = receipt._payload, receipt._route
+        if type(payload) is bytes and (size := len(payload)) <= self._max_plain:
+            receipt._prepared = None
+            return route.cost + size if size else route.cost - FRAME_OVERHEAD
+        message = payload if isinstance(payload, Message) else Message(payload)
+        encoder = self._unconfirmed.encoder
+        receipt._prepared = encoder.prepare(message, has_id=self._id_prefix is not None)
+        return encoder.cost(route, receipt.size, receipt._prepared)
+
+    def _is_asked_for_by_id(self, payload: bytes | Message) -> bool:
+        """Whether a return names a message by an id of its own."""
+        return self._mandatory and isinstance(payload, Message) and payload.message_id is not None
+
+    def _admit(self, receipt: Receipt, cost: int, now: float) -> None:
+        """Admit what there is room for: whoever calls this has its permits, and counts anew if anything is raised."""
+        payload = receipt._payload
+        if self._is_asked_for_by_id(payload):
+            self._by_id.setdefault(payload.message_id, []).append(receipt)  # type: ignore[union-attr, arg-type]  # it is
         if self.observer is not None:
-            self.observer.began.pop(number, None)
-        unsettled = self.unsettled_receipts
-        self.window.used = len(unsettled)
+            self.observer.began[self._next_number] = now
+        # From here on nothing is called, as in `send_at_once`.
+        number = receipt._number = self._next_number
+        self._next_number, self.unwritten = number + 1, self.unwritten + cost
+        self._line.append(receipt)
+        if self.unwritten > self._max_unwritten:
+            self.gate.hold(HoldKind.TRANSPORT, now=now)
+
+    def _recount(self) -> None:
+        """Count anew what is admitted, after an admission in which something was raised, as Ctrl-C is at any point."""
+        if self.observer is not None:
+            self.observer.began.pop(self._next_number, None)
+        for message_id, own in tuple(self._by_id.items()):
+            own[:] = [receipt for receipt in own if receipt._number]
+            if not own:
+                del self._by_id[message_id]
+        while True:
+            # What others admit meanwhile makes it more.
+            used = self.window.used
+            unsettled = self.unsettled_receipts
+            if used == self.window.used:
+                self.window.used = len(unsettled)
+                break
         if self.byte_window is not None:
             self.byte_window.used = sum(receipt.size for receipt in unsettled)
         self._count_unwritten()
 
     def _count_unwritten(self) -> None:
-        self.unwritten = self._unconfirmed.outbound.size + sum(map(self._cost, (*self._resending.again, *self._line)))
+        while True:
+            before = self.unwritten
+            size = self._unconfirmed.outbound.size + sum(map(self._cost, (*self._resending.again, *self._line)))
+            # As above.
+            if before == self.unwritten:
+                self.unwritten = size
+                return
 
     def _cost(self, receipt: Receipt) -> int:
         """How many bytes the frames of a message have."""
@@ -1244,6 +1309,8 @@ class ProducerProtocol:
     def _grant(self, now: float) -> None:
         """Admit from the line whom the gate and the window let in now."""
         controller = self.controller
+        # Who comes now does not go before them.
+        self._grants = True
         try:
             while (ticket := controller.grant(now)) is not None:
                 assert isinstance(ticket, SendTicket)
@@ -1251,6 +1318,7 @@ class ProducerProtocol:
             if self._unflow_waiters or (not controller.waiting and any(map(self.gate.is_held_by, _LIMITS))):
                 # Such a hold ends when there is room, not only when somebody next asks for it.
                 controller.look(now)
+            self._grants = False
         except BaseException:
             to_the_end(self._mend)
             raise
@@ -1258,24 +1326,25 @@ class ProducerProtocol:
     def _let_in(self, ticket: SendTicket, now: float) -> None:
         ticket.number = self._next_number
         try:
-            ticket.receipt = self._admit(ticket.payload, ticket.exchange, ticket.routing_key, ticket.size, now)
-            if self.observer is not None:
-                self.observer.began[ticket.receipt._number] = ticket.since
+            receipt, cost = self._receipt_for(ticket.payload, ticket.exchange, ticket.routing_key)
         except Exception as error:
             # The channel that opened meanwhile may take smaller frames. The sender gets the error.
-            self._undo_admission()
+            self._recount()
             ticket.error = error
+        else:
+            self._admit(receipt, cost, ticket.since)
+            ticket.receipt = receipt
         self.wake.append(ticket.waiter)
         del self._waiting[ticket]
 
     def _mend(self) -> None:
         """Put right what an interrupted step has left half done: Ctrl-C can come at any point of a main thread's."""
-        self._undo_admission()
+        self._recount()
         waiting: dict[SendTicket, None] = {}
         for ticket in self._waiting:
             if 0 < ticket.number < self._next_number and ticket.receipt is None and ticket.error is None:
                 # It was admitted, and only that was not noted any more.
-                ticket.receipt = next(each for each in reversed(self._line) if each._number == ticket.number)
+                ticket.receipt = next((each for each in reversed(self._line) if each._number == ticket.number), None)
             if not ticket.decided:
                 # Another may be admitted under that number.
                 ticket.number = 0
@@ -1284,6 +1353,7 @@ class ProducerProtocol:
                 self.wake.append(ticket.waiter)
         self._waiting = waiting
         self.controller.relist(waiting)
+        self._grants = False
 
     # Answers, and what they settle.
 

@@ -203,14 +203,16 @@ class TapIOServices(SelectorIOServicesAdapter):
         self._ours = False
         # Bytes that pika has sent since a producer had its turn.
         self.library_sent = 0
-        # Whether `pump` runs, or will without being asked; guarded by the lock.
+        # Whether `pump` runs, or will without being asked. It is cleared before the last look at what there is, so who
+        # has put something and finds it set need not wake.
         self.awake = False
         # pika's interest in what comes, and what ends the time for which that is left to gather; None if it is read.
         self._library_reader: Callable[[], None] | None = None
         self._gathers: Any = None
 
     def wake(self) -> None:
-        """Have `pump` run soon. For any thread that has found `awake` False under the lock."""
+        """Have `pump` run soon. For any thread that has put something and found `awake` False."""
+        self.awake = True
         self.add_callback_threadsafe(self.pump)
 
     # The socket's bytes.
@@ -258,9 +260,15 @@ class TapIOServices(SelectorIOServicesAdapter):
             with lock:
                 data = tap.unfinished if yields else tap.data_to_write(tapped.write_chunk)
                 if not data:
-                    self.awake = yields
                     self.library_sent = 0
-                    break
+                    if yields:
+                        break
+                    self.awake = False
+                    # What was put before that.
+                    data = tap.data_to_write(tapped.write_chunk)
+                    if not data:
+                        break
+                    self.awake = True
             if len(data) > tapped.write_chunk:
                 data = data[: tapped.write_chunk]
             sent = tapped.send_ours(data)

@@ -278,27 +278,24 @@ class Producer:
         if self._tracer is not None and self._tracer.wants(payload):
             with self._tracer.span(payload, exchange, routing_key) as traced:
                 return self.send(traced, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source)
-        services = self._services
         try:
-            with self._lock:
-                receipt = self._protocol.send(payload, exchange, routing_key, _monotonic())
-                if receipt is not None:
-                    if services.awake:
-                        return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
-                    services.awake = True
+            receipt = self._protocol.send_at_once(payload, exchange, routing_key)
             if receipt is not None:
-                services.wake()
-                return receipt  # type: ignore[return-value]  # as above
-        except ProducerClosed:
-            raise
+                if not self._services.awake:
+                    self._services.wake()
+                return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
         except BaseException:
-            # Ctrl-C may have come before the wake.
+            # What a signal handler raises, Ctrl-C above all, may have come before the wake.
             self._look_anew()
             raise
         if self._storage is not None:
             stored = self._store(payload, exchange, routing_key, spills=True)
             if stored is not None:
                 return self._made_durable(stored)
+        else:
+            receipt = self._step(lambda protocol: protocol.send(payload, exchange, routing_key, _monotonic()))
+            if receipt is not None:
+                return receipt  # type: ignore[return-value]  # as above
         if self.settings.when_flowed is WhenFlowed.RAISE:
             return self._send_or_refuse(payload, exchange, routing_key, ProducerFlowed, BLOCKING_WAITS)
         timeout = limit_of(timeout, self.settings)
@@ -374,22 +371,18 @@ class Producer:
         return self._send_or_refuse(payload, exchange, routing_key, ProducerFlowed, advice)
 
     def _admit(self, payload: bytes | Message, exchange: str, routing_key: str) -> SyncReceipt | None:
-        """Admit a message, if that can be done now; `send` itself does it in line, which is faster."""
-        services = self._services
+        """Admit a message, if that can be done now."""
         try:
-            with self._lock:
-                receipt = self._protocol.send(payload, exchange, routing_key, _monotonic())
-                if receipt is None or services.awake:
-                    return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
-                services.awake = True
-            services.wake()
-            return receipt  # type: ignore[return-value]  # as above
-        except ProducerClosed:
-            raise
+            receipt = self._protocol.send_at_once(payload, exchange, routing_key)
+            if receipt is not None:
+                if not self._services.awake:
+                    self._services.wake()
+                return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
         except BaseException:
-            # Ctrl-C may have come before the wake.
+            # As in `send`.
             self._look_anew()
             raise
+        return self._step(lambda protocol: protocol.send(payload, exchange, routing_key, _monotonic()))  # type: ignore[return-value]  # as above
 
     def send_many(
         self,

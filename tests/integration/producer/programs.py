@@ -330,7 +330,7 @@ def forked_in_the_middle() -> None:
                 assert isinstance(receipt.error(), OutcomeUnknown)
                 _raises(OutcomeUnknown, receipt.result)
             _raises(MessageReturned, returned.result)
-            assert not SyncReceipt(b"", receipts[0]._route, None, 1).wait(timeout=0.01)
+            assert not SyncReceipt(b"", receipts[0]._route, None).wait(timeout=0.01)
             for each in (producer, quiet):
                 assert each.closed
                 assert each.unsettled == each.in_flight == 0

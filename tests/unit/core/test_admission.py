@@ -646,7 +646,7 @@ def test_what_cannot_be_encoded_is_refused_before_it_waits() -> None:
 def test_a_header_too_large_for_the_broker_s_frames_is_the_ticket_s_error_and_the_next_gets_its_turn() -> None:
     protocol = make(capacity=1)
     send(protocol)
-    large = wait(protocol, Message(b"x", headers={"k": "v" * FRAME_MAX}), waiter="large")
+    large = protocol.stand_in_line(Message(b"x", headers={"k": "v" * FRAME_MAX}), "", "q", 0.0, waiter="large")
     after = protocol.stand_in_line(b"y", "", "q", 0.0, waiter="after")
     drain(protocol)
     protocol.on_ack(1, False, 1.0)
@@ -722,7 +722,7 @@ def test_ctrl_c_while_a_waiting_message_is_admitted_comes_through_and_leaves_it_
     protocol = make(capacity=1)
     send(protocol)
     protocol._unconfirmed.encoder = encoder = Fickle(KeyboardInterrupt)
-    other = wait(protocol, MARKED, waiter="other")
+    other = protocol.stand_in_line(MARKED, "", "q", 0.0, waiter="other")
     with pytest.raises(KeyboardInterrupt):
         protocol.set_capacity(2, 1.0)
     encoder.error = None

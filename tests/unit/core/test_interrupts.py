@@ -414,12 +414,11 @@ def test_what_was_admitted_as_ctrl_c_came_is_admitted_once_and_told() -> None:
     class Admitted(ProducerProtocol):
         pressed = False
 
-        def _admit(self, *message: Any) -> Receipt:
-            receipt = super()._admit(*message)
+        def _admit(self, *message: Any) -> None:
+            super()._admit(*message)
             if self.pressed:
                 self.pressed = False
                 raise KeyboardInterrupt
-            return receipt
 
     protocol = Admitted(ProducerSettings(capacity=1, routing_key="q"), id_prefix="p-", now=0.0)
     protocol.channel_opened(1, 4096, 0.0)
@@ -448,11 +447,11 @@ def test_one_whose_admission_was_interrupted_does_not_take_the_place_of_the_next
     class Interrupted(ProducerProtocol):
         pressed = False
 
-        def _admit(self, *message: Any) -> Receipt:
+        def _admit(self, *message: Any) -> None:
             if self.pressed:
                 self.pressed = False
                 raise KeyboardInterrupt
-            return super()._admit(*message)
+            super()._admit(*message)
 
     protocol = Interrupted(ProducerSettings(capacity=1, routing_key="q"), id_prefix="p-", now=0.0)
     protocol.channel_opened(1, 4096, 0.0)

@@ -37,7 +37,8 @@ HOLDS = (Hold("channel_flow", 1.0), Hold("paused", 2.0, "manager", "stock-taking
 
 
 def receipt(outcome: Outcome | None = None, reply: tuple[int, str] | None = None, number: int = 1) -> Receipt:
-    made = Receipt(b"body", Route(1, "ex", "key", True), "p-", number)
+    made = Receipt(b"body", Route(1, "ex", "key", True), "p-")
+    made._number = number
     made._outcome = outcome
     made._reply = reply
     return made
@@ -86,7 +87,7 @@ def test_a_receipt_knows_its_message() -> None:
     assert made.message_id == "p-000000000001"
     assert made.message == Message(b"body", message_id="p-000000000001")
     assert repr(made) == "<Receipt message p-000000000001 to 'ex'/'key': unsettled>"
-    own = Receipt(Message(b"abc", message_id="own", priority=3), Route(1, "", "k", False), "p-", 2)
+    own = Receipt(Message(b"abc", message_id="own", priority=3), Route(1, "", "k", False), "p-")
     assert (own.size, own.message_id, own.message.priority) == (3, "own", 3)
     assert receipt(Outcome.REJECTED, (404, "NOT_FOUND")).describe().endswith(": rejected (404 NOT_FOUND)")
     assert receipt(Outcome.UNKNOWN, (0, "reset by peer")).describe().endswith(": unknown (reset by peer)")
@@ -208,7 +209,8 @@ def test_d5_the_process_has_a_registry_of_its_own() -> None:
     ],
 )
 def test_a_message_that_nobody_takes_is_told_with_the_way_out(exchange: str, code: int, words: str) -> None:
-    made = Receipt(b"body", Route(1, exchange, "key", True), "p-", 1)
+    made = Receipt(b"body", Route(1, exchange, "key", True), "p-")
+    made._number = 1
     made._outcome = Outcome.RETURNED
     made._reply = (code, "WHY")
     text = str(made.error())

@@ -207,7 +207,7 @@ def test_a_wait_for_the_disk_can_be_interrupted_and_begun_anew(path: Path) -> No
     def begin(kept: Kept) -> None:
         assert kept.protocol.store(b"own", "", "q", kept.now, spills=False) is not None
 
-    for kept, _ in every_line(path, begin, lambda kept: kept.outbox.wait_durable(kept.outbox.last), 30):
+    for kept, _ in every_line(path, begin, lambda kept: kept.outbox.wait_durable(kept.outbox.last), 20):
         kept.outbox.wait_durable(kept.outbox.last)
         assert [stored.message.body for stored in Outbox.look(path)] == [b"own"]
         assert all_gets_out(kept) == [b"own"]
