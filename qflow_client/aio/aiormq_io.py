@@ -168,9 +168,9 @@ class TapTransport(asyncio.Transport):
         self._closing = False
         # Whether `pump` runs, or will without being asked.
         self.awake = False
-        # Told the size of answers that were taken, and the time, it says for how many seconds what comes next may
-        # gather; None to read everything as it comes, which is right for a connection that others use, too.
-        self.delay: Callable[[int, float], float] | None = None
+        # Told the size of answers that were taken, it says for how many seconds what comes next may gather; None to
+        # read everything as it comes, which is right for a connection that others use, too.
+        self.delay: Callable[[int], float] | None = None
         # What ends that time; None if it is read. And whether the library wants to read, and the socket is read.
         self._gathers: asyncio.TimerHandle | None = None
         self._library_reads = self._reads = True
@@ -215,7 +215,7 @@ class TapTransport(asyncio.Transport):
             # Behind the tasks that have been woken by now: what they send goes out in the same write.
             self.wake()
         if self.delay is not None and self._gathers is None and not for_library:
-            delay = self.delay(size, _monotonic())
+            delay = self.delay(size)
             if delay:
                 self._gathers = self._loop.call_later(delay, self._read_on)
                 self._watch_reads()

@@ -13,7 +13,7 @@ from aiormq import ConnectionClosed
 
 from qflow_client.aio.aiormq_io import TapTransport
 from qflow_client.aio.connection import TappedConnection, TappedRobustConnection, connect_async, final, words
-from qflow_client.amqp.coalescing import Coalescing
+from qflow_client.amqp import coalescing
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.errors import ConnectionFailed
 from qflow_client.logs import log
@@ -86,6 +86,9 @@ class Link:
         # When the timer that is armed fires, and the timer; None if none is.
         self._timer_at: float | None = None
         self._timer: asyncio.TimerHandle | None = None
+
+    def _delay(self, size: int) -> float:
+        return coalescing.delay(size, self._protocol.in_flight)
 
     @property
     def url(self) -> str:
@@ -217,7 +220,7 @@ class Link:
         tapped.tap.attach(number, self._protocol, now)
         tapped.add_after(self._after_io)
         if self._is_own:
-            tapped.delay = Coalescing(self._protocol).delay
+            tapped.delay = self._delay
         channel.closing.add_done_callback(self._on_channel_close)
         self._stop_waiting()
         self._after_io()

@@ -15,7 +15,7 @@ import pika
 from pika.exceptions import AuthenticationError, ChannelClosedByBroker, ProtocolVersionMismatch
 from pika.exceptions import ConnectionClosed as PikaConnectionClosed
 
-from qflow_client.amqp.coalescing import Coalescing
+from qflow_client.amqp import coalescing
 from qflow_client.amqp.tap import Tap
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.errors import SettingsError
@@ -146,7 +146,7 @@ class Link(ChannelIO):
         self._lock = lock
         self._after = after
         self._tap = Tap()
-        self.services = TapIOServices(self._tap, lock, self._after_io, Coalescing(protocol).delay)
+        self.services = TapIOServices(self._tap, lock, self._after_io, self._delay)
         self._connection: pika.SelectConnection | None = None
         # Set once the channel is there, or failed once it cannot be.
         self._opened: Future[None] = Future()
@@ -163,6 +163,9 @@ class Link(ChannelIO):
         # When the timer that is armed fires; None if none is.
         self._timer_at: float | None = None
         self._thread = threading.Thread(target=self._run, name=f"qflow-io {self._settings.name}", daemon=True)
+
+    def _delay(self, size: int) -> float:
+        return coalescing.delay(size, self._protocol.in_flight)
 
     @property
     def url(self) -> str:
@@ -253,8 +256,6 @@ class Link(ChannelIO):
     def _connect_again(self) -> None:
         with self._lock:
             self._tap = self.services.tap = Tap()
-            # The time in which there was none says nothing of the new connection.
-            self.services.delay = Coalescing(self._protocol).delay
         self._next = self.services.call_later(self._settings.connect_timeout, self._time_is_up)
         self._connect()
 

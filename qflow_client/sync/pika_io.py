@@ -176,8 +176,8 @@ class TapIOServices(SelectorIOServicesAdapter):
         tap: the tap.
         lock: held around every use of the tap and of the channels behind it.
         after: called, without the lock, after anything that may have changed a channel.
-        delay: told the size of answers that were taken and the time, with the lock, it says for how many seconds what
-            comes next may gather; unless given, everything is read as it comes.
+        delay: told the size of answers that were taken, with the lock, it says for how many seconds what comes next may
+            gather; unless given, everything is read as it comes.
     """
 
     def __init__(
@@ -185,13 +185,13 @@ class TapIOServices(SelectorIOServicesAdapter):
         tap: Tap,
         lock: Lock,
         after: Callable[[], None],
-        delay: Callable[[int, float], float] = lambda _size, _now: 0.0,
+        delay: Callable[[int], float] = lambda _size: 0.0,
     ) -> None:
         super().__init__(IOLoop())  # type: ignore[arg-type]  # pika's own loop is what it takes
         self.tap = tap
         self.lock = lock
         self._after = after
-        self.delay = delay
+        self._delay = delay
         # The socket, once it is connected and until it is closed.
         self.tapped: _TapSocket | None = None
         # pika's transport on it, likewise, but only once TLS is there.
@@ -226,7 +226,7 @@ class TapIOServices(SelectorIOServicesAdapter):
             except FrameError as error:
                 raise ConnectionAbortedError(errno.ECONNABORTED, f"the broker sent {error}") from error
             self.awake = True
-            delay = 0.0 if passed else self.delay(len(data), now)
+            delay = 0.0 if passed else self._delay(len(data))
         # What waits to be written first: whoever is woken wants the interpreter for itself.
         self.pump()
         self._after()

@@ -198,7 +198,7 @@ def test_nothing_is_read_while_answers_gather_or_the_library_has_enough(pauses: 
         raw: Any = tapped._raw
         loop: Any = tapped._loop
         delays = [0.0, 0.25, 0.125]
-        tapped.delay = lambda _size, _now: delays.pop(0)
+        tapped.delay = lambda _size: delays.pop(0)
         tapped.received(21, for_library=False)
         # What is for the library says nothing of how long the next may wait.
         tapped.received(21, for_library=True)
