@@ -26,6 +26,7 @@ __all__ = [
     "MessageRejected",
     "MessageReturned",
     "MessageStored",
+    "NestedCall",
     "OutcomeUnknown",
     "ProducerClosed",
     "ProducerFlowed",
@@ -88,6 +89,22 @@ class ProducerFlowed(QflowError):
 
 class FlowControlTimeout(ProducerFlowed, TimeoutError):
     """The producer was still flowed when the time to wait was up. The message was not sent and never will be (A4)."""
+
+
+class NestedCall(ProducerFlowed):
+    """A call would have had to wait where nothing can be waited for, and nothing has happened (E2).
+
+    It came from inside a step of a producer, by a signal handler, a finalizer or a log handler, or on the thread that a
+    connection depends on. What it was to send was not sent and never will be.
+    """
+
+    def __init__(self, what: str, message: Any = None) -> None:
+        super().__init__((), 0.0, message)
+        text = (
+            f"{what} would have to wait for a step of a producer that it interrupts, or for the thread that it is on: "
+            "call it from the application's own code, not from a signal handler, a finalizer or a log handler"
+        )
+        self.args = (text,)
 
 
 class ConfirmTimeout(QflowError, TimeoutError):

@@ -29,30 +29,38 @@ _AT_EXIT = 1.0
 
 
 class _Writer:
-    """A thread that has records handled, in order, from the first one on."""
+    """A thread that has records handled, in order, from the first one on.
+
+    It has no lock, which a finalizer that logs could find taken by the thread that it interrupts.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._records: SimpleQueue[logging.LogRecord | SimpleQueue[None]] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._dropped = 0
 
     def put(self, record: logging.LogRecord) -> None:
-        with self._lock:
-            if self._records.qsize() >= _MOST:
-                self._dropped += 1
-                return
-            self._records.put(record)
+        if self._records.qsize() >= _MOST:
+            self._dropped += 1
+            return
+        self._records.put(record)
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="qflow-log", daemon=True)
+            # Nobody comes between the look and the store. Known before it runs, because its first record's handler may
+            # flush.
             if self._thread is None:
-                # Known before it runs, because its first record's handler may flush.
-                self._thread = threading.Thread(target=self._run, name="qflow-log", daemon=True)
-                try:
-                    self._thread.start()
-                except BaseException as error:
-                    self._thread = None
-                    # A process has too many, or ends: the record waits for the next, or for `flush`.
-                    if not isinstance(error, RuntimeError):
-                        raise
+                self._thread = thread
+            if self._thread is thread:
+                self._start(thread)
+
+    def _start(self, thread: threading.Thread) -> None:
+        try:
+            thread.start()
+        except BaseException as error:
+            self._thread = None
+            # A process has too many, or ends: the record waits for the next, or for `flush`.
+            if not isinstance(error, RuntimeError):
+                raise
 
     def flush(self, timeout: float) -> bool:
         if self._thread is threading.current_thread():
@@ -82,8 +90,7 @@ class _Writer:
             return
         try:
             logger.handle(record)
-            with self._lock:
-                dropped, self._dropped = self._dropped, 0
+            dropped, self._dropped = self._dropped, 0
             if dropped:
                 text = "%d log records were dropped: the handlers are slower than what there is to say"
                 logger.handle(_record(logging.WARNING, text, (dropped,)))

@@ -21,9 +21,9 @@ EVERY = 3 if EFFORT == "quick" else 1
 _PACKAGE = str(Path(qflow_client.__file__).parent)
 
 
-# Behind these instructions CPython looks whether a signal has come (3.11 to 3.13). Functions begin with `RESUME`, which
-# also follows every `yield`, and with an argument of 2 or more every `await`, where it does not look.
-_LOOKS = {"CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD", "RESUME"}
+# CPython (3.11 to 3.13) looks whether a signal has come where a function begins, which is at `RESUME`, and goes on
+# behind a `yield`, but not behind an `await`; where a loop turns; and at the end of a call of a built-in function.
+_LOOKS = {"JUMP_BACKWARD", "RESUME"}
 
 
 @cache
@@ -34,70 +34,79 @@ def _instructions(code: CodeType) -> dict[int, str]:
     }
 
 
-def interrupted(call: Callable[[], Any], at: int, *, only: tuple[str, ...] = (), again: int = 0) -> int:
-    """Call, with Ctrl-C at the so many-th point of ours on this thread at which Python raises it.
+def press() -> None:
+    """What a signal handler does that nobody has set."""
+    raise KeyboardInterrupt
+
+
+def interrupted(
+    call: Callable[[], Any],
+    at: int,
+    *,
+    only: tuple[str, ...] = (),
+    again: int = 0,
+    handler: Callable[[], object] = press,
+) -> int:
+    """Call, with Ctrl-C at the so many-th point of ours on this thread at which Python runs signal handlers.
 
     Args:
         call: what to call.
         at: at which point.
         only: the ends of the names of the files whose points count; empty for all.
-        again: how many calls of ours, or of built-in functions by ours, after that it comes a second time; 0 for never.
+        again: how many points of ours after that it comes a second time; 0 for never.
+        handler: what handles it.
 
     Returns:
         How often it came.
     """
     points = 0
-    calls = 0
     # By frame, its instructions and the last one.
     frames: dict[FrameType, tuple[dict[int, str], str]] = {}
 
-    def count_calls(frame: FrameType, event: str, _argument: Any) -> None:
-        nonlocal calls
-        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(_PACKAGE):
-            calls += 1
-            if calls == again:
-                raise KeyboardInterrupt
+    def is_ours(code: CodeType) -> bool:
+        # What puts right what the first has left is to be interrupted wherever it is.
+        return code.co_filename.startswith(_PACKAGE) and (points >= at or not only or code.co_filename.endswith(only))
 
     def come() -> None:
         nonlocal points
         points += 1
-        if points == at:
-            if again:
-                sys.setprofile(count_calls)
-            raise KeyboardInterrupt
+        if points == at or (again and points == at + again):
+            handler()
 
     def trace_instructions(frame: FrameType, event: str, _argument: Any) -> Any:
         if event == "opcode":
             instructions, last = frames[frame]
-            name = instructions[frame.f_lasti]
-            frames[frame] = instructions, name
-            # What a call raises is there before a signal.
-            if last in _LOOKS and name != "PUSH_EXC_INFO":
+            frames[frame] = instructions, instructions[frame.f_lasti]
+            if last in _LOOKS:
                 come()
         elif event == "return" and not frame.f_code.co_flags & CO_GENERATOR:
             del frames[frame]
         return trace_instructions
 
     def trace(frame: FrameType, _event: str, _argument: Any) -> Any:
-        code = frame.f_code
-        if not code.co_filename.startswith(_PACKAGE) or (only and not code.co_filename.endswith(only)):
+        if not is_ours(frame.f_code):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         # The first instruction that it tells is the one behind that.
-        frames.setdefault(frame, (_instructions(code), "RESUME"))
+        frames.setdefault(frame, (_instructions(frame.f_code), "RESUME"))
         return trace_instructions
 
-    before, profile = sys.gettrace(), sys.getprofile()
+    def profile(frame: FrameType, event: str, _argument: Any) -> None:
+        if event == "c_return" and is_ours(frame.f_code):
+            come()
+
+    before, profiled = sys.gettrace(), sys.getprofile()
     # What other calls have left behind is not to be interrupted instead.
     gc.disable()
     sys.settrace(trace)
+    sys.setprofile(profile)
     try:
         call()
     except KeyboardInterrupt:
-        return 1 + (0 < again <= calls)
+        assert handler is press
     finally:
-        sys.setprofile(profile)
+        sys.setprofile(profiled)
         sys.settrace(before)
         frames.clear()
         gc.enable()
-    return 0
+    return (points >= at) + (0 < again <= points - at)

@@ -41,7 +41,7 @@ from qflow_client.message import Message, decode_message, republished
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import OnDisconnect, ProducerSettings, check_argument, check_setting
 
-__all__ = ["LogEntry", "MessageObserver", "ProducerProtocol", "SendTicket"]
+__all__ = ["LogEntry", "MessageObserver", "ProducerProtocol", "SendTicket", "check_capacity"]
 
 logger = logging.getLogger("qflow_client")
 
@@ -75,6 +75,17 @@ _SWEEP_FROM = 64
 
 # Without confirms but with `on_delivery`, this many of the last returned messages come up in `flush` and `close`.
 _MOST_RETURNS = 1000
+
+
+def check_capacity(capacity: object) -> None:
+    """Refuse what the window of a producer that is made cannot be set to.
+
+    Raises:
+        SettingsError: the setting `capacity` cannot have this value.
+    """
+    check_setting("capacity", capacity)
+    if isinstance(capacity, str):
+        raise SettingsError(f"capacity={capacity!r}: a producer that is already made can only be given a number")
 
 
 class SendTicket(Ticket):
@@ -581,9 +592,7 @@ class ProducerProtocol:
         Raises:
             SettingsError: the setting `capacity` cannot have this value.
         """
-        check_setting("capacity", capacity)
-        if isinstance(capacity, str):
-            raise SettingsError(f"capacity={capacity!r}: a producer that is already made can only be given a number")
+        check_capacity(capacity)
         self._adaptive = None
         self.window.capacity = self._most = capacity
         self._grant(now)
@@ -608,6 +617,10 @@ class ProducerProtocol:
     def flow_state(self, now: float) -> FlowState:
         """The flow at this moment."""
         self.controller.look(now)
+        return self.flow_seen(now)
+
+    def flow_seen(self, now: float) -> FlowState:
+        """The flow as it was last looked at; it changes nothing, so it needs no step."""
         since = self.gate.closed_since
         return FlowState(
             self.holds,
@@ -1280,11 +1293,12 @@ class ProducerProtocol:
             if not own:
                 del self._by_id[message_id]
         while True:
-            # What others admit meanwhile makes it more.
             used = self.window.used
             unsettled = self.unsettled_receipts
+            count = len(unsettled)
+            # What others have admitted meanwhile has made it more. Nobody comes between the look and the store.
             if used == self.window.used:
-                self.window.used = len(unsettled)
+                self.window.used = count
                 break
         if self.byte_window is not None:
             self.byte_window.used = sum(receipt.size for receipt in unsettled)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 
 from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.guard import Guard
 from qflow_client.sync.pika_io import TapIOServices
 
 __all__ = ["ChannelIO"]
@@ -20,7 +20,7 @@ class ChannelIO:
     ended: bool
     # The producer's state, and what guards it.
     _protocol: ProducerProtocol
-    _lock: threading.Lock
+    _lock: Guard
     # Called on the I/O thread, without the lock, after anything that may have changed the protocol.
     _after: Callable[[], None]
     # When the timer that is armed fires; None if none is.

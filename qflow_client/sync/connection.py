@@ -43,6 +43,7 @@ from qflow_client.amqp.frames import (
 from qflow_client.amqp.tap import Tap
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.errors import ConnectionFailed, SettingsError
+from qflow_client.guard import Guard, serve
 from qflow_client.logs import log
 from qflow_client.redaction import hide_password, shown
 from qflow_client.settings import check_setting
@@ -70,7 +71,7 @@ _GOOD_BYE = CHANNEL_CLOSE + bytes((0, 200, 0, 0, 0, 0, 0))
 class _SocketServices(TapIOServices):
     """The I/O thread's."""
 
-    def __init__(self, tap: Tap, lock: threading.Lock, after: Callable[[], None], drained: Callable[[], None]) -> None:
+    def __init__(self, tap: Tap, lock: Guard, after: Callable[[], None], drained: Callable[[], None]) -> None:
         super().__init__(tap, lock, after)
         self._drained = drained
         # Whether anything has come since somebody last looked.
@@ -98,7 +99,7 @@ class Carrier:
         self.url = url
         self.tap = Tap()
         # Guards the tap and the protocols of all producers on the connection, and all of this that says so.
-        self.lock = threading.Lock()
+        self.lock = Guard()
         self.services = _SocketServices(self.tap, self.lock, self._after, self._go_on_reading)
         # The producers' links; replaced, never changed. Guarded by the lock.
         self._links: tuple[SharedLink, ...] = ()
@@ -127,7 +128,7 @@ class Carrier:
         # How many looks in a row nothing had come from the broker.
         self._silent = 0
         self._heartbeat = 0
-        self._thread = threading.Thread(target=self._run, name=f"qflow-io {url}", daemon=True)
+        self._thread = threading.Thread(target=serve, args=(self._run,), name=f"qflow-io {url}", daemon=True)
 
     def start(
         self,
@@ -159,10 +160,13 @@ class Carrier:
 
     def add(self, link: SharedLink) -> str | None:
         """Take a producer's link; why that cannot be, or ``None``. For any thread."""
-        with self.lock:
+
+        def add() -> str | None:
             if self.ended is None:
                 self._links += (link,)
             return self.ended
+
+        return self.lock.take(add)
 
     # On the I/O thread.
 

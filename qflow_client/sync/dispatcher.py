@@ -43,12 +43,17 @@ class Dispatcher:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread, unless it was. Whoever calls sees to it that nobody else does at the same time."""
+        """Start the thread, unless it was. Not inside a step: it waits for the thread, which may find garbage."""
+        if self._thread is not None:
+            return
+        thread = threading.Thread(target=_run, args=(self._calls,), name=self._name, daemon=True)
+        # Nobody comes between the look and the store.
         if self._thread is None:
-            self._thread = threading.Thread(target=_run, args=(self._calls,), name=self._name, daemon=True)
-            self._thread.start()
+            self._thread = thread
+        if self._thread is thread:
             # The end of the process needs it to the last.
             weakref.finalize(self, self._calls.put, None).atexit = False
+            thread.start()
 
     def call(self, callback: Callable[[Any], object], argument: Any) -> None:
         """Have ``callback(argument)`` called after all that was asked for before."""

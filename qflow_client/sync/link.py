@@ -19,6 +19,7 @@ from qflow_client.amqp import coalescing
 from qflow_client.amqp.tap import Tap
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.errors import SettingsError
+from qflow_client.guard import Guard, serve
 from qflow_client.logs import log
 from qflow_client.recovery import Reconnection, is_final
 from qflow_client.redaction import shown, words_of
@@ -136,7 +137,7 @@ class Link(ChannelIO):
         hosts: Sequence[pika.URLParameters],
         host: int,
         protocol: ProducerProtocol,
-        lock: threading.Lock,
+        lock: Guard,
         after: Callable[[], None],
     ) -> None:
         self._hosts = hosts
@@ -162,7 +163,9 @@ class Link(ChannelIO):
         self._cut_for: tuple[str, bool] | None = None
         # When the timer that is armed fires; None if none is.
         self._timer_at: float | None = None
-        self._thread = threading.Thread(target=self._run, name=f"qflow-io {self._settings.name}", daemon=True)
+        self._thread = threading.Thread(
+            target=serve, args=(self._run,), name=f"qflow-io {self._settings.name}", daemon=True
+        )
 
     def _delay(self, size: int) -> float:
         return coalescing.delay(size, self._protocol.in_flight)

@@ -12,10 +12,10 @@ import os
 import socket
 import ssl
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from threading import Lock
 from typing import Any
 
 from pika.adapters.select_connection import IOLoop
@@ -23,6 +23,7 @@ from pika.adapters.utils.selector_ioloop_adapter import SelectorIOServicesAdapte
 
 from qflow_client.amqp.frames import FrameError
 from qflow_client.amqp.tap import Tap
+from qflow_client.guard import Guard, is_inside, take
 from qflow_client.skin import TLS_WRITE_CHUNK, WRITE_CHUNK
 
 __all__ = ["TapIOServices"]
@@ -183,11 +184,18 @@ class TapIOServices(SelectorIOServicesAdapter):
     def __init__(
         self,
         tap: Tap,
-        lock: Lock,
+        lock: Guard,
         after: Callable[[], None],
         delay: Callable[[int], float] = lambda _size: 0.0,
     ) -> None:
         super().__init__(IOLoop())  # type: ignore[arg-type]  # pika's own loop is what it takes
+        # What other threads ask for, and the two ends by which they wake the loop. Not pika's own way, which has a lock
+        # that a signal handler or a finalizer may find taken by the thread that it interrupts.
+        self._calls: deque[Callable[[], object]] = deque()
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+        super().set_reader(self._woken.fileno(), self._on_woken)
         self.tap = tap
         self.lock = lock
         self._after = after
@@ -212,8 +220,36 @@ class TapIOServices(SelectorIOServicesAdapter):
 
     def wake(self) -> None:
         """Have `pump` run soon. For any thread that has put something and found `awake` False."""
+        if is_inside():
+            # What is interrupted may be this.
+            self.add_callback_threadsafe(self.pump)
+        else:
+            # Who comes in between must not wait for what is not begun.
+            take(self._wake)
+
+    def _wake(self) -> None:
         self.awake = True
         self.add_callback_threadsafe(self.pump)
+
+    def add_callback_threadsafe(self, callback: Callable[[], object]) -> None:
+        """As pika's; at any moment, also from a signal handler or a finalizer."""
+        self._calls.append(callback)
+        # It is full of bytes that wake as well, or closed.
+        with suppress(OSError):
+            self._waker.send(b"\0")
+
+    def _on_woken(self) -> None:
+        # First, so that what is asked for from here on wakes again.
+        with suppress(BlockingIOError):
+            self._woken.recv(_READ_CHUNK)
+        for _ in range(len(self._calls)):
+            self._calls.popleft()()
+
+    def close(self) -> None:
+        """As pika's."""
+        super().close()
+        self._waker.close()
+        self._woken.close()
 
     # The socket's bytes.
 

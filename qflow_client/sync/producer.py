@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import pika
 
 from qflow_client import telemetry
-from qflow_client.core.protocol import LogEntry, ProducerProtocol, SendTicket
+from qflow_client.core.protocol import LogEntry, ProducerProtocol, SendTicket, check_capacity
 from qflow_client.errors import (
     ConnectionFailed,
     FlowControlTimeout,
+    NestedCall,
     ProducerClosed,
     ProducerFlowed,
     SettingsError,
@@ -26,6 +27,7 @@ from qflow_client.errors import (
 )
 from qflow_client.events import FlowEvent, FlowState, HoldKind
 from qflow_client.flow import FlowManager, Hold, Line
+from qflow_client.guard import Guard, check_can_wait, is_inside
 from qflow_client.logs import write_log
 from qflow_client.manager import flow_manager
 from qflow_client.message import Message, as_body
@@ -156,7 +158,7 @@ class Producer:
                 "cannot be taken before pika gets them; make it with qflow_client.connect(url)"
             )
         # Guards the protocol, the link's `awake`, and who listens; one for all producers on a connection.
-        self._lock = threading.Lock() if connection is None else connection.carrier.lock
+        self._lock = Guard() if connection is None else connection.carrier.lock
         # None unless admitted messages are kept on disk.
         self._storage: Storage | None = None
         self._exchange = self.settings.exchange
@@ -288,6 +290,7 @@ class Producer:
             # What a signal handler raises, Ctrl-C above all, may have come before the wake.
             self._look_anew()
             raise
+        check_can_wait("send()", payload)
         if self._storage is not None:
             stored = self._store(payload, exchange, routing_key, spills=True)
             if stored is not None:
@@ -360,6 +363,7 @@ class Producer:
             with self._tracer.span(payload, exchange, routing_key) as traced:
                 return self.send_nowait(traced, exchange=exchange, routing_key=routing_key)
         if self._storage is not None:
+            check_can_wait("send_nowait()", payload)
             stored = self._store(payload, exchange, routing_key)
             if stored is not None:
                 return self._made_durable(stored)
@@ -382,6 +386,7 @@ class Producer:
             # As in `send`.
             self._look_anew()
             raise
+        check_can_wait("send_nowait()", payload)
         return self._step(lambda protocol: protocol.send(payload, exchange, routing_key, _monotonic()))  # type: ignore[return-value]  # as above
 
     def send_many(
@@ -519,38 +524,41 @@ class Producer:
 
     def _step(self, step: Callable[[ProducerProtocol], _T]) -> _T:
         """Take a step of the protocol that may let somebody go on, and do what follows from it."""
-        # No context manager of Python's own may hold the lock: Ctrl-C inside it would leave it held.
         try:
-            with self._lock:
-                result = step(self._protocol)
+            result = self._lock.take(lambda: step(self._protocol))
             self._kick()
             return result
+        except NestedCall:
+            raise
         except BaseException:
             self._look_anew()
             raise
+
+    def _ask(self, step: Callable[[ProducerProtocol], object]) -> None:
+        """Take a step whose result nobody waits for: from inside another step, have the I/O thread take it."""
+        if is_inside():
+            self._services.add_callback_threadsafe(lambda: self._step(step))
+        else:
+            self._step(step)
 
     def _look_anew(self) -> None:
         """Have the I/O thread look at everything, because Ctrl-C may have come before anything that was to follow."""
         if not self._link.ended:
             self._link.look()
-            return
-        with self._lock:
-            self._protocol.look_anew(_monotonic())
-        self._after()
+        elif not is_inside():
+            self._lock.take(lambda: self._protocol.look_anew(_monotonic()))
+            self._after()
 
     def _kick(self) -> None:
         """Have the I/O thread write what there is, and tell whom there is to tell."""
         protocol = self._protocol
-        with self._lock:
-            # That is for the I/O thread, because no Ctrl-C comes there, as long as there is one.
-            ended = self._link.ended
-            asleep = not self._services.awake and protocol.unwritten > 0
-            news = protocol.wake or protocol.events or protocol.settled or protocol.logs
-        if ended:
+        # As long as there is an I/O thread, that is for it, because no Ctrl-C comes there.
+        if self._link.ended:
             self._after()
-        elif asleep:
+            return
+        if not self._services.awake and protocol.unwritten > 0:
             self._services.wake()
-        if news and not ended:
+        if protocol.wake or protocol.events or protocol.settled or protocol.logs:
             self._link.tell()
 
     def _arm_timer(self) -> None:
@@ -573,11 +581,11 @@ class Producer:
         """
         if self._is_copy:
             raise ProducerClosed(str(self._protocol.closed))
+        check_can_wait("flush()")
         timeout = limit_of(timeout, self.settings)
         if not self._wait(self._protocol.when_flushed, _deadline(timeout)):
             raise unflushed(self._protocol, self._storage, timeout)
-        with self._lock:
-            failures = self._protocol.take_failures()
+        failures = self._lock.take(self._protocol.take_failures)
         if failures:
             raise UndeliveredMessages(failures)
 
@@ -590,9 +598,8 @@ class Producer:
             if waits:
                 waiter.wait_until(deadline)
         finally:
-            with self._lock:
-                # Not what the waiter says: it may have come at the last moment, with the wake still on its way.
-                came = not self._protocol.forget_waiter(waiter)
+            # Not what the waiter says: it may have come at the last moment, with the wake still on its way.
+            came = not self._lock.take(lambda: self._protocol.forget_waiter(waiter))
         return came
 
     # The window.
@@ -611,7 +618,9 @@ class Producer:
 
     @capacity.setter
     def capacity(self, capacity: int) -> None:
-        self._step(lambda protocol: protocol.set_capacity(capacity, _monotonic()))
+        # Before it is handed to another thread, where nobody would learn of it.
+        check_capacity(capacity)
+        self._ask(lambda protocol: protocol.set_capacity(capacity, _monotonic()))
 
     @property
     def available(self) -> int:
@@ -631,14 +640,15 @@ class Producer:
     @property
     def in_flight(self) -> int:
         """The part of the unsettled messages that has begun to be written."""
-        with self._lock:
-            return self._protocol.in_flight
+        return self._protocol.in_flight
 
     # Flow.
 
     @property
     def flow_state(self) -> FlowState:
         """Whether the producer is flowed, by what, since when and how often."""
+        if is_inside():
+            return self._protocol.flow_seen(_monotonic())
         return self._step(lambda protocol: protocol.flow_state(_monotonic()))
 
     def wait_unflowed(self, timeout: float | None = None) -> bool:
@@ -663,6 +673,7 @@ class Producer:
             return waits
 
         deadline = _deadline(timeout)
+        check_can_wait("wait_unflowed()")
         if self._protocol.closed is None and not self._wait(enroll, deadline):
             return False
         if self._protocol.closed is not None:
@@ -690,14 +701,20 @@ class Producer:
         wanted = kinds_of(kinds)
 
         def unsubscribe() -> None:
-            with self._lock:
-                self._listeners.remove(unsubscribe)
+            self._ask(lambda _protocol: self._listeners.remove(unsubscribe))
 
-        with self._lock:
+        def add(protocol: ProducerProtocol) -> None:
             if not self._ended:
-                self._dispatcher.start()
-                self._listeners.add(self._protocol, unsubscribe, callback, wanted)
+                self._listeners.add(protocol, unsubscribe, callback, wanted)
 
+        def listen() -> None:
+            self._dispatcher.start()
+            self._step(add)
+
+        if is_inside():
+            self._services.add_callback_threadsafe(listen)
+        elif not self._ended:
+            listen()
         return unsubscribe
 
     def flow_events(self, *, kinds: Iterable[str] | None = None) -> Iterator[FlowEvent]:
@@ -711,11 +728,14 @@ class Producer:
         """
         wanted = kinds_of(kinds)
         events: queue.SimpleQueue[FlowEvent | None] = queue.SimpleQueue()
-        with self._lock:
+
+        def listen(protocol: ProducerProtocol) -> None:
             if self._ended:
                 events.put(None)
             else:
-                self._listeners.iterate(self._protocol, events, wanted)
+                self._listeners.iterate(protocol, events, wanted)
+
+        self._ask(listen)
         return iter(events.get, None)
 
     def pause(self, reason: str = "") -> None:
@@ -738,7 +758,7 @@ class Producer:
             source: who raises it.
             detail: what people should read.
         """
-        self._step(lambda protocol: protocol.hold(kind, _monotonic(), source=source, detail=detail))
+        self._ask(lambda protocol: protocol.hold(kind, _monotonic(), source=source, detail=detail))
 
     def lift(self, kind: str, *, source: str) -> None:
         """Lift a hold; for managers. Applications use `resume`.
@@ -747,7 +767,7 @@ class Producer:
             kind: why it was raised.
             source: who raised it.
         """
-        self._step(lambda protocol: protocol.lift(kind, _monotonic(), source=source))
+        self._ask(lambda protocol: protocol.lift(kind, _monotonic(), source=source))
 
     # The end.
 
@@ -782,11 +802,16 @@ class Producer:
     def _close(self, timeout: float | None, *, waits_for_holds: bool = True) -> UndeliveredMessages | None:
         """Close it, and return what was not delivered and nobody has been told of."""
         deadline = _deadline(timeout)
+        check_can_wait("close()")
         first = False
+
+        def end() -> None:
+            nonlocal first
+            first = not self._ended
+            self._ended = True
+
         try:
-            with self._lock:
-                first = not self._ended
-                self._ended = True
+            self._lock.take(end)
             if first:
                 self._step(lambda protocol: protocol.close(CLOSED, _monotonic()))
                 self._manager.unregister(self)
@@ -809,10 +834,9 @@ class Producer:
         """Wait until all is settled, but for no hold."""
         before = -1
         while (now := _monotonic()) < deadline:
-            with self._lock:
-                if gives_up(self._protocol, before, now):
-                    return
-                before = self._protocol.unsettled
+            if self._lock.take(partial(gives_up, self._protocol, before, now)):
+                return
+            before = self._protocol.unsettled
             if self._wait(self._protocol.when_settled, min(deadline, now + LULL)):
                 return
 
@@ -825,8 +849,7 @@ class Producer:
         """
         # Again, after Ctrl-C: what the first time has found is as true.
         try:
-            with self._lock:
-                self._left = self._left or self._protocol.unsettled_receipts
+            self._left = self._left or self._lock.take(lambda: self._protocol.unsettled_receipts)
             # Once more, after Ctrl-C.
             self._manager.unregister(self)
             try:
@@ -835,8 +858,7 @@ class Producer:
                 self._after()
                 if self._observer is not None:
                     telemetry.unwatch(self._observer)
-                with self._lock:
-                    self._listeners.end()
+                self._lock.take(self._listeners.end)
                 if self._deliveries is not None and deadline is not None:
                     patience = min(max(BRIEF, deadline - _monotonic()), threading.TIMEOUT_MAX)
                 self._dispatcher.stop(patience)
@@ -847,8 +869,7 @@ class Producer:
             finally:
                 # Others wait for no more than that.
                 self._all_ended.set()
-        with self._lock:
-            failures = self._protocol.take_failures()
+        failures = self._lock.take(self._protocol.take_failures)
         if self._deliveries is not None:
             failures += self._deliveries.undelivered(self._left)
         return undelivered_of(failures, self._storage)
@@ -880,32 +901,29 @@ class Producer:
             protocol.observer.tell(now=_monotonic())
         if not protocol.wake and not protocol.events and not protocol.settled and not protocol.logs:
             return
-        logs: list[LogEntry] = []
-        with self._lock:
-            settled: list[Receipt] = []
-            if protocol.settled:
-                settled = protocol.take_settled(_monotonic())
-            wake, protocol.wake = protocol.wake, []
-            if protocol.logs:
-                logs, protocol.logs = protocol.logs, []
-            # In the order of the lock, so that two threads cannot swap what they tell.
-            if protocol.events:
-                self._listeners.tell(protocol, self._dispatcher.call)
-            if settled:
-                assert self._deliveries is not None
-                self._deliveries.hand(settled)
-                self._dispatcher.call(self._deliveries.tell, settled)
+        wake, logs = self._lock.take(self._take_news)
         for waiter in wake:
             waiter.set()
         # Last, because it may take its time.
         write_log(logs)
 
+    def _take_news(self) -> tuple[list[Any], list[LogEntry]]:
+        """Tell of events and receipts, and take whom to wake and what to log."""
+        protocol = self._protocol
+        settled = protocol.take_settled(_monotonic()) if protocol.settled else []
+        wake, protocol.wake = protocol.wake, []
+        logs, protocol.logs = protocol.logs, []
+        # In the order of the steps, so that two threads cannot swap what they tell.
+        if protocol.events:
+            self._listeners.tell(protocol, self._dispatcher.call)
+        if settled:
+            assert self._deliveries is not None
+            self._deliveries.hand(settled)
+            self._dispatcher.call(self._deliveries.tell, settled)
+        return wake, logs
+
     def _told(self, count: int) -> None:
-        with self._lock:
-            held = not self._protocol.gate.is_open
-            self._protocol.told(count, _monotonic())
-        if held:
-            self._kick()
+        self._step(lambda protocol: protocol.told(count, _monotonic()))
 
     # Forks and the end of the process.
 
@@ -915,7 +933,7 @@ class Producer:
         self._manager.forked()
         self._link.forget()
         # Its threads may have held these, or been at work in it.
-        self._lock = threading.Lock()
+        self._lock = Guard()
         self._all_ended = Latch()
         self._all_ended.set()
         self._protocol, self._storage = disown(self._protocol, self._storage, self._pid), None
@@ -928,5 +946,4 @@ class Producer:
         self._flush_unheld(_monotonic() + _AT_EXIT)
         if self._storage is not None:
             self._storage.close(BRIEF)
-        with self._lock:
-            log_forgotten(self._protocol, self._storage)
+        self._lock.take(lambda: log_forgotten(self._protocol, self._storage))

@@ -5,20 +5,22 @@ from __future__ import annotations
 import os
 import threading
 
+from qflow_client.guard import check_can_wait
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import check_timeout
 from qflow_client.sync.latch import Latch
 
 __all__ = ["SyncReceipt"]
 
-# Guards the making of a receipt's latch; held for an instant, so one for all will do.
-_making = threading.Lock()
+# Guards the making of a receipt's latch; held for an instant, so one for all will do. Reentrant, because a finalizer
+# may come in that instant and wait for a receipt.
+_making = threading.RLock()
 
 
 def _after_fork_in_child() -> None:
     # A thread that is not in the child may have held it.
     global _making
-    _making = threading.Lock()
+    _making = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):
@@ -45,9 +47,11 @@ class SyncReceipt(Receipt):
         if timeout is not None:
             check_timeout(timeout)
         if self._outcome is None:
+            check_can_wait("to wait for a receipt")
             with _making:
+                latch = Latch()
                 if self._waiter is None:
-                    self._waiter = Latch()
+                    self._waiter = latch
             # Settled meanwhile: the one who settles sets the outcome first and looks for a waiter then.
             if self._outcome is None:
                 self._waiter.wait(timeout)

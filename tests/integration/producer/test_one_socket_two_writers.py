@@ -18,6 +18,7 @@ import pytest
 from qflow_client import ProducerSettings
 from qflow_client.amqp.tap import Tap
 from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.guard import Guard
 from qflow_client.sync.pika_io import TapIOServices
 from tests.effort import rounds
 
@@ -74,7 +75,7 @@ class _Wire:
 
     def __init__(self, sock: socket.socket, peer: socket.socket, tls: tuple[Path, Path] | None = None) -> None:
         self.tap = Tap()
-        self.lock = threading.Lock()
+        self.lock = Guard()
         self.services = TapIOServices(self.tap, self.lock, lambda: None)
         self.protocol = _protocol()
         self._loop = cast(Any, self.services.get_native_ioloop())
@@ -166,7 +167,7 @@ class _Wire:
     def close(self) -> None:
         if self.transport is not None and not self.lost.is_set():
             self.transport.abort()
-            self._loop.process_timeouts()
+            self.services._on_woken()
         self._loop.deactivate_poller()
         self.services.close()
         self._peer.close()

@@ -217,7 +217,7 @@ def test_a_grant_that_is_interrupted_at_any_line_takes_nobody_s_turn(
         if line is fifo:
             assert bodies[first:] == [b"3", b"4", b"5", b"6"]
         if not come:
-            assert at > 60
+            assert at > 40
             return
 
 
@@ -242,7 +242,7 @@ def test_a_send_that_is_interrupted_as_it_stands_in_line_leaves_nothing_behind(
             bodies = [body for body in bodies if body != b"own"]
         else:
             assert b"own" in bodies
-            assert at > 30
+            assert at > 20
             return
         assert sorted(bodies) == [b"3", b"4", b"5", b"6"]
 
@@ -540,7 +540,7 @@ def test_every_message_leaves_once_and_in_order_whichever_step_is_interrupted(
         receipts = [send(protocol, body) for body in BODIES]
         read = Wire().read(write(protocol, written))
         if not interrupted(lambda: step(protocol), at, again=second):  # noqa: B023  # called at once
-            assert at > 5
+            assert at > 3
             return
         if protocol.is_stopped:
             protocol.on_flow(True, 0.0)

@@ -85,7 +85,7 @@ def test_a_message_that_is_stored_is_admitted_whole_or_not_at_all(path: Path, pa
     def begin(kept: Kept) -> None:
         assert kept.store(b"before") is not None
 
-    for kept, come in every_line(path, begin, lambda kept: kept.store(payload), 40):
+    for kept, come in every_line(path, begin, lambda kept: kept.store(payload), 30):
         admitted.append(kept.protocol.unsettled == 2)
         assert kept.store(b"after") is not None
         assert all_gets_out(kept) == [b"before", *([b"own"] if admitted[-1] else []), b"after"]
@@ -100,7 +100,7 @@ def test_a_message_that_is_spilled_waits_on_disk_or_nowhere(path: Path) -> None:
         assert kept.store(b"before", spills=True) is not None
 
     spilled = []
-    for kept, come in every_line(path, begin, lambda kept: kept.store(b"own", spills=True), 40, when_flowed="spill"):
+    for kept, come in every_line(path, begin, lambda kept: kept.store(b"own", spills=True), 30, when_flowed="spill"):
         assert kept.store(b"after", spills=True) is not None
         bodies = all_gets_out(kept)
         spilled.append(b"own" in bodies)
@@ -114,7 +114,7 @@ def test_nothing_overtakes_the_first_message_that_is_spilled(path: Path) -> None
         path,
         lambda kept: kept.protocol.hold("paused", kept.now),
         lambda kept: kept.store(b"own", spills=True),
-        40,
+        30,
         when_flowed="spill",
     ):
         kept.protocol.look_anew(kept.now)
@@ -142,7 +142,7 @@ def test_what_waits_on_disk_is_taken_up_once_and_in_order(path: Path, way: str) 
         else:
             kept.protocol.set_capacity(3, kept.now)
 
-    for kept, _ in every_line(path, begin, call, 20, when_flowed="spill", capacity=1):
+    for kept, _ in every_line(path, begin, call, 15, when_flowed="spill", capacity=1):
         assert all_gets_out(kept) == [b"0", b"1", b"2"]
 
 
@@ -164,7 +164,7 @@ def test_who_stands_in_line_is_spilled_once_and_in_order(path: Path) -> None:
     def call(kept: Kept) -> None:
         kept.protocol.give_up(tickets[0], kept.now)
 
-    for kept, _ in every_line(path, begin, call, 60, when_flowed="spill", outbox_max_bytes=800):
+    for kept, _ in every_line(path, begin, call, 40, when_flowed="spill", outbox_max_bytes=800):
         # As the skins do.
         kept.protocol.give_up(tickets[0], kept.now)
         bodies = all_gets_out(kept)
@@ -192,7 +192,7 @@ def test_what_is_too_old_when_it_is_taken_up_is_settled_and_told_once(path: Path
         path,
         begin,
         lambda kept: kept.protocol.lift("paused", kept.now),
-        40,
+        30,
         when_flowed="spill",
         outbox_max_age=60.0,
     ):
@@ -207,7 +207,7 @@ def test_a_wait_for_the_disk_can_be_interrupted_and_begun_anew(path: Path) -> No
     def begin(kept: Kept) -> None:
         assert kept.protocol.store(b"own", "", "q", kept.now, spills=False) is not None
 
-    for kept, _ in every_line(path, begin, lambda kept: kept.outbox.wait_durable(kept.outbox.last), 20):
+    for kept, _ in every_line(path, begin, lambda kept: kept.outbox.wait_durable(kept.outbox.last), 15):
         kept.outbox.wait_durable(kept.outbox.last)
         assert [stored.message.body for stored in Outbox.look(path)] == [b"own"]
         assert all_gets_out(kept) == [b"own"]
@@ -215,7 +215,7 @@ def test_a_wait_for_the_disk_can_be_interrupted_and_begun_anew(path: Path) -> No
 
 def test_a_read_can_be_interrupted_and_begun_anew(path: Path) -> None:
     for kept, _ in every_line(
-        path, lambda kept: kept.outbox.put(b"own", "", "q", "id"), lambda kept: kept.outbox.read(), 20
+        path, lambda kept: kept.outbox.put(b"own", "", "q", "id"), lambda kept: kept.outbox.read(), 10
     ):
         (stored,) = kept.outbox.read()
         kept.outbox.settle(stored.sequence)

@@ -1,0 +1,121 @@
+"""One step of a producer's state at a time, and none inside another (E2).
+
+While a thread takes a step, Python may run foreign code on it between any two instructions: a signal handler, or a
+finalizer that the collector or a reference count has found due, which logs, whose handler sends. If that waited for the
+step's lock it would wait for itself; if it took another producer's, two threads could wait for each other. So a thread
+is marked before it waits for a lock, until after it has let go of it, and what comes from a marked thread is refused,
+or handed to the I/O thread, if it needs a step. To send while there is room needs none (`send_at_once`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from threading import get_ident
+from types import TracebackType
+from typing import TypeVar
+
+from qflow_client.errors import NestedCall
+
+__all__ = ["Guard", "check_can_wait", "is_inside", "serve", "take"]
+
+_T = TypeVar("_T")
+
+# The threads that are inside a step, and those that connections depend on.
+_inside: set[int] = set()
+_serving: set[int] = set()
+
+
+def is_inside() -> bool:
+    """Whether this thread is inside a step of any producer."""
+    return get_ident() in _inside
+
+
+def check_can_wait(what: str, message: object = None) -> None:
+    """Refuse to wait where that could be for ever.
+
+    Args:
+        what: the call, for people.
+        message: what it was to send.
+
+    Raises:
+        NestedCall: this thread is inside a step, or a connection depends on it.
+    """
+    me = get_ident()
+    if me in _inside or me in _serving:
+        raise NestedCall(what, message)
+
+
+def take(step: Callable[[], _T]) -> _T:
+    """Take a step that only one thread takes.
+
+    Raises:
+        NestedCall: this thread is inside one.
+    """
+    me = get_ident()
+    if me in _inside:
+        raise NestedCall("a call")
+    try:
+        _inside.add(me)
+        return step()
+    finally:
+        _inside.discard(me)
+
+
+def serve(run: Callable[[], None]) -> None:
+    """Run the loop of a connection, on a thread of ours, which is marked as one that the connection depends on."""
+    me = get_ident()
+    _serving.add(me)
+    try:
+        run()
+    finally:
+        _serving.discard(me)
+
+
+class Guard:
+    """The lock of what several threads take steps of."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def take(self, step: Callable[[], _T]) -> _T:
+        """Take a step, on any thread.
+
+        Raises:
+            NestedCall: this thread is inside one.
+        """
+        me = get_ident()
+        if me in _inside:
+            raise NestedCall("a call")
+        try:
+            _inside.add(me)
+            with self._lock:
+                return step()
+        finally:
+            _inside.discard(me)
+
+    # As a context manager, only on threads of ours: no Ctrl-C comes there.
+
+    def __enter__(self) -> None:
+        _inside.add(get_ident())
+        self._lock.acquire()
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
+        self._lock.release()
+        _inside.discard(get_ident())
+
+
+def _after_fork_in_child() -> None:
+    # Of the parent's threads only this one is here. It may be inside a step, and then ends it.
+    me = get_ident()
+    _inside.intersection_update({me})
+    _serving.intersection_update({me})
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,245 @@
+"""E2: signal handlers, finalizers and log handlers call producers at any moment, and nothing is entered twice."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import qflow_client
+from qflow_client import NestedCall, Producer, ProducerClosed, ProducerFlowed
+from qflow_client.broker import Broker
+from tests.interrupting import EVERY, interrupted
+
+from .tools import PATIENCE
+
+
+def pause(producer: Producer) -> None:
+    producer.pause("nested")
+    producer.resume()
+
+
+# What may be called at any moment, besides to send.
+CALLS: dict[str, Callable[[Producer], object]] = {
+    "flush": lambda producer: producer.flush(timeout=PATIENCE),
+    "wait_unflowed": lambda producer: producer.wait_unflowed(timeout=0.01),
+    "close": lambda producer: producer.close(timeout=PATIENCE),
+    "capacity": lambda producer: setattr(producer, "capacity", 2),
+    "pause": lambda producer: pause(producer),
+    "flow_state": lambda producer: producer.flow_state,
+    "numbers": lambda producer: (producer.in_flight, producer.available, producer.unsettled, repr(producer)),
+    "on_flow": lambda producer: producer.on_flow(print)(),
+    "flow_events": lambda producer: producer.flow_events(),
+    "send_many": lambda producer: producer.send_many([b"n1", b"n2", b"n3"], timeout=0),
+}
+
+
+def in_time(run: Callable[[], None]) -> None:
+    """Run on a thread, and fail if that hangs."""
+    errors: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            run()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    thread.join(2 * PATIENCE)
+    assert not thread.is_alive(), "it hangs"
+    if errors:
+        raise errors[0]
+
+
+@pytest.fixture
+def two(broker: Broker) -> Iterator[tuple[Producer, Producer]]:
+    """Two producers, of which the first has a small window."""
+    with Producer(broker.url, routing_key="q", capacity=2) as one, Producer(broker.url, routing_key="q") as other:
+        yield one, other
+
+
+@pytest.mark.parametrize("call", ["send", *CALLS])
+@pytest.mark.parametrize("inside", ["send", "full", "pause", "flush"])
+def test_E2_a_handler_may_call_anything_at_any_point_of_any_call(broker: Broker, call: str, inside: str) -> None:
+    receipts: list[Any] = []
+    refused: list[ProducerFlowed] = []
+    calls = 0
+
+    def run() -> None:
+        nonlocal calls
+        with Producer(broker.url, routing_key="q", capacity=2) as one, Producer(broker.url, routing_key="q") as other:
+
+            def handler() -> None:
+                nonlocal calls
+                calls += 1
+                for producer in (one, other):
+                    try:
+                        if call == "send":
+                            receipts.append(producer.send(b"nested", timeout=0))
+                        elif producer is one or call != "close":
+                            CALLS[call](producer)
+                    except ProducerFlowed as error:
+                        refused.append(error)
+                        receipts.extend(error.receipts)
+
+            def interrupt() -> None:
+                match inside:
+                    case "send":
+                        receipts.append(one.send(b"own", timeout=PATIENCE))
+                    case "full":
+                        receipts.extend(one.send_many([b"own"] * 4, timeout=PATIENCE))
+                    case "pause":
+                        one.pause()
+                        one.resume()
+                    case "flush":
+                        one.flush(PATIENCE)
+
+            for at in range(1, 2000, EVERY):
+                try:
+                    if not interrupted(interrupt, at, handler=handler):
+                        break
+                except ProducerClosed as error:
+                    assert call == "close"
+                    receipts.extend(error.receipts)
+                    return
+            one.flush(PATIENCE)
+            other.flush(PATIENCE)
+
+    in_time(run)
+    assert calls > 2 or call == "close"
+    for receipt in receipts:
+        receipt.result(PATIENCE)
+    ids = [receipt.message_id for receipt in receipts]
+    assert len(set(ids)) == len(ids)
+
+
+class Garbage:
+    """Is collected, and then calls what it was given."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.call = call
+        self.cycle = self
+
+    def __del__(self) -> None:
+        self.call()
+
+
+def test_E2_finalizers_on_any_thread_may_call_anything(two: tuple[Producer, Producer]) -> None:
+    turns = itertools.count()
+    nested: list[Any] = []
+    threads: set[str] = set()
+    failures: list[BaseException] = []
+    calls = [call for name, call in CALLS.items() if name not in ("close", "capacity")]
+
+    def finalize() -> None:
+        if threading.current_thread().name == "qflow-broker":
+            # Who waits there waits for the broker.
+            return
+        threads.add(threading.current_thread().name)
+        turn = next(turns)
+        try:
+            if turn % 2:
+                nested.append(two[turn // 2 % 2].send(b"nested", timeout=0))
+            else:
+                calls[turn // 2 % len(calls)](two[turn % 4 // 2])
+        except ProducerFlowed as error:
+            nested.extend(error.receipts)
+        except BaseException as error:
+            failures.append(error)
+
+    def run() -> None:
+        own: list[Any] = []
+        until = time.monotonic() + 2.0
+        while time.monotonic() < until:
+            for producer in two:
+                Garbage(finalize)
+                own.append(producer.send(b"own", timeout=PATIENCE))
+        for producer in two:
+            producer.flush(PATIENCE)
+        receipts = [*own, *nested]
+        for receipt in receipts:
+            receipt.result(PATIENCE)
+        ids = [receipt.message_id for receipt in receipts]
+        assert len(set(ids)) == len(ids)
+
+    thresholds = gc.get_threshold()
+    gc.set_threshold(20, 1, 1)
+    try:
+        in_time(run)
+    finally:
+        gc.set_threshold(*thresholds)
+    assert not failures
+    assert len(nested) > 10
+
+
+def test_E2_what_would_wait_on_the_thread_of_a_connection_is_refused(broker: Broker) -> None:
+    errors: list[NestedCall] = []
+    done = threading.Event()
+    with Producer(broker.url, routing_key="q", capacity=1) as producer:
+        receipt = producer.send(b"1")
+        receipt.result(PATIENCE)
+        producer.pause()
+
+        def on_its_thread() -> None:
+            for call in (
+                lambda: producer.send(b"2"),
+                lambda: producer.send_nowait(b"2"),
+                lambda: producer.flush(),
+                lambda: producer.close(),
+                lambda: producer.wait_unflowed(),
+            ):
+                try:
+                    call()
+                except NestedCall as error:
+                    errors.append(error)
+            done.set()
+
+        producer._services.add_callback_threadsafe(on_its_thread)
+        assert done.wait(PATIENCE)
+        assert [str(error).split(" ")[0] for error in errors] == [
+            "send()",
+            "send_nowait()",
+            "flush()",
+            "close()",
+            "wait_unflowed()",
+        ]
+        assert [error.message for error in errors[:2]] == [b"2", b"2"]
+        assert not producer.closed
+        producer.resume()
+    assert broker.queue("q").depth == 1
+
+
+def test_E2_two_producers_on_one_connection_call_each_other(broker: Broker) -> None:
+    connection = qflow_client.connect(broker.url)
+    receipts: list[Any] = []
+
+    def run() -> None:
+        with (
+            Producer(connection=connection, routing_key="q", capacity=2) as one,
+            Producer(connection=connection, routing_key="q", capacity=2) as other,
+        ):
+
+            def handler() -> None:
+                try:
+                    receipts.append(other.send(b"nested", timeout=0))
+                except ProducerFlowed:
+                    return
+
+            for at in range(1, 2000, EVERY):
+                if not interrupted(lambda: receipts.append(one.send(b"own", timeout=PATIENCE)), at, handler=handler):
+                    break
+            one.flush(PATIENCE)
+            other.flush(PATIENCE)
+
+    try:
+        in_time(run)
+    finally:
+        connection.close()
+    assert all(receipt.delivered for receipt in receipts)
+    assert len({receipt.message_id for receipt in receipts}) == len(receipts)

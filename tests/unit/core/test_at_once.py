@@ -1,0 +1,241 @@
+"""E2: what is admitted without a step, at any moment and from any thread."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from qflow_client import Message, ProducerSettings, Receipt
+from qflow_client.core.protocol import ProducerProtocol
+from tests.interrupting import EVERY, interrupted
+
+from .support import CHANNEL, FRAME_MAX, MAX_BODY, Wire, check_order, drain, make, send, write
+
+
+class Watch:
+    began: dict[int, float] = {}  # noqa: RUF012  # nothing is put here
+
+    def settled(self, receipts: Sequence[Receipt], now: float) -> None: ...
+
+    def spilled(self, payload: bytes | Message, receipt: Receipt) -> None: ...
+
+    def tell(self, *, now: float) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "payload", [b"abc", b"", b"x" * (3 * MAX_BODY), Message(b"abc", headers={"k": 1}), Message(b"", priority=3)]
+)
+@pytest.mark.parametrize("key", ["q", "another"])
+def test_it_is_as_if_it_were_sent(payload: bytes | Message, key: str) -> None:
+    protocol, twin = make(), make()
+    for each in (payload, b"after"):
+        receipt, other = protocol.send_at_once(each, "", key), twin.send(each, "", key, 0.0)
+        assert receipt is not None
+        assert other is not None
+        assert (receipt.message_id, receipt.message) == (other.message_id, other.message)
+    assert protocol.window.used == protocol.unsettled == 2
+    assert protocol.unwritten == twin.unwritten
+    assert drain(protocol) == drain(twin)
+    assert protocol.unwritten == 0
+
+
+def _watch(protocol: ProducerProtocol) -> None:
+    protocol.observer = Watch()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], Callable[[ProducerProtocol], object]]] = {
+    "full": ({"capacity": 1}, lambda protocol: send(protocol)),
+    "held": ({}, lambda protocol: protocol.hold("paused", 0.0)),
+    "closed": ({}, lambda protocol: protocol.close("closed", 0.0)),
+    "others wait": ({}, lambda protocol: setattr(protocol.controller, "waiting", 1)),
+    "others are admitted": ({}, lambda protocol: setattr(protocol, "_grants", True)),
+    "watched": ({}, _watch),
+    "by bytes": ({"capacity_bytes": 100}, lambda protocol: None),
+    "by rate": ({"rate": 10.0}, lambda protocol: None),
+    "too much to write": ({"max_unwritten_bytes": 1}, lambda protocol: None),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_takes_a_closer_look_is_not_admitted_and_nothing_has_happened(why: str) -> None:
+    settings, prepare = REFUSED[why]
+    protocol = make(**settings)
+    prepare(protocol)
+    before = protocol.admitted, protocol.window.used, protocol.unwritten, protocol.unsettled_receipts
+    assert protocol.send_at_once(b"abc", "", "q") is None
+    assert (protocol.admitted, protocol.window.used, protocol.unwritten, protocol.unsettled_receipts) == before
+
+
+def test_nor_is_what_a_return_would_name_by_its_own_id() -> None:
+    protocol = make()
+    assert protocol.send_at_once(Message(b"abc", message_id="own"), "", "q") is None
+    protocol = make(mandatory=False)
+    assert protocol.send_at_once(Message(b"abc", message_id="own"), "", "q") is not None
+
+
+def test_what_was_made_for_a_channel_that_is_gone_is_not_admitted() -> None:
+    reopened: list[int] = []
+
+    class Reopening(Receipt):
+        __slots__ = ()
+
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            if not reopened:
+                reopened.append(CHANNEL + 1)
+                protocol.channel_closed(404, "NOT_FOUND", (60, 40), 1.0)
+                protocol.channel_opened(CHANNEL + 1, FRAME_MAX, 1.0)
+
+    settings = ProducerSettings(routing_key="q")
+    protocol = ProducerProtocol(settings, id_prefix="p-", receipt_type=Reopening, now=0.0)
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 0.0)
+    assert protocol.send_at_once(b"abc", "", "another") is None
+    assert protocol.admitted == 0
+    assert protocol.send_at_once(b"abc", "", "another") is not None
+    assert write(protocol, 10)[1:3] == (CHANNEL + 1).to_bytes(2, "big")
+
+
+def test_it_is_admitted_whole_or_not_at_all_at_whatever_point_it_is_interrupted() -> None:
+    admitted = []
+    for at in range(1, 1000):
+        protocol = make()
+        send(protocol, b"1")
+        come = interrupted(lambda: protocol.send_at_once(b"2", "", "another"), at)  # noqa: B023  # called at once
+        receipts = protocol.unsettled_receipts
+        assert protocol.window.used == len(receipts) == protocol.admitted
+        admitted.append(len(receipts) == 2)
+        send(protocol, b"3")
+        wire = Wire().read(drain(protocol))
+        assert [each.body for each in wire.messages] == [b"1", *([b"2"] if admitted[-1] else []), b"3"]
+        assert protocol.unwritten == 0
+        if not come:
+            break
+    assert at > 3
+    assert admitted == sorted(admitted), "from one point on"
+
+
+def _refuse(protocol: ProducerProtocol) -> None:
+    protocol.on_nack(2, False, 0.5)
+
+
+def _flow(protocol: ProducerProtocol) -> None:
+    protocol.on_flow(False, 0.5)
+    protocol.on_flow(True, 0.5)
+
+
+def _lose(protocol: ProducerProtocol) -> None:
+    protocol.connection_lost("lost", 0.5, reconnects=True)
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 0.5)
+
+
+STEPS: dict[str, Callable[[ProducerProtocol], object]] = {
+    "send": lambda protocol: protocol.send(b"own", "", "q", 0.5),
+    "at once": lambda protocol: protocol.send_at_once(b"own", "", "another"),
+    "write": lambda protocol: drain(protocol, 0.5),
+    "confirm": lambda protocol: protocol.on_ack_run(1, 2, 0.5),
+    "confirm many": lambda protocol: protocol.on_ack(3, True, 0.5),
+    "refuse": _refuse,
+    "flow": _flow,
+    "lose": _lose,
+    "capacity": lambda protocol: protocol.set_capacity(50, 0.5),
+    "look anew": lambda protocol: protocol.look_anew(0.5),
+    "flow state": lambda protocol: protocol.flow_state(0.5),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_it_may_come_inside_any_step(step: str) -> None:
+    nested = 0
+    for at in range(1, 3000, EVERY):
+        protocol = make(capacity=100)
+        for number in range(4):
+            send(protocol, b"%d" % number)
+        size = protocol.unwritten
+        for number in range(4, 6):
+            send(protocol, b"%d" % number)
+        # Four are written, and the next has begun.
+        write(protocol, size + 10)
+        receipts: list[Receipt | None] = []
+
+        def handler() -> None:
+            receipts.append(protocol.send_at_once(b"nested", "", "q"))  # noqa: B023  # called at once
+
+        come = interrupted(lambda: STEPS[step](protocol), at, handler=handler)  # noqa: B023  # likewise
+        nested += any(receipts)
+        check_order(protocol)
+        unsettled = protocol.unsettled_receipts
+        assert protocol.window.used == len(unsettled)
+        assert all(receipt in unsettled for receipt in receipts if receipt is not None)
+        assert len({receipt._number for receipt in unsettled}) == len(unsettled)
+        drain(protocol, 1.0)
+        assert protocol.unwritten == 0
+        protocol.on_ack(0, True, 2.0)
+        drain(protocol, 3.0)
+        protocol.on_ack(0, True, 3.0)
+        assert protocol.unsettled == 0
+        if not come:
+            break
+    assert nested or step in ("capacity",)
+
+
+class Meanwhile(ProducerProtocol):
+    """Admits a message whenever somebody looks at all of them, or at one, as long as it is told to."""
+
+    times = costs = 0
+
+    @property
+    def unsettled_receipts(self) -> tuple[Receipt, ...]:
+        receipts = super().unsettled_receipts
+        if self.times:
+            self.times -= 1
+            self.send_at_once(b"meanwhile", "", "q")
+        return receipts
+
+    def _cost(self, receipt: Receipt) -> int:
+        cost = super()._cost(receipt)
+        if self.costs:
+            self.costs -= 1
+            self.send_at_once(b"meanwhile", "", "q")
+        return cost
+
+
+@pytest.mark.parametrize(("times", "costs"), [(1, 0), (2, 0), (0, 1), (2, 2)])
+def test_what_is_admitted_while_all_is_counted_anew_is_counted(times: int, costs: int) -> None:
+    protocol = Meanwhile(ProducerSettings(routing_key="q"), id_prefix="p-", now=0.0)
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 0.0)
+    send(protocol)
+    # One with an id of its own, which is noted and then not admitted.
+    protocol._by_id = {"own": [Receipt(b"", protocol._last[2], None)]}
+    protocol.times, protocol.costs = times, costs
+    protocol.look_anew(0.0)
+    assert protocol._by_id == {}
+    assert protocol.window.used == len(protocol.unsettled_receipts) == 1 + times + costs
+    drain(protocol)
+    assert protocol.unwritten == 0
+
+
+def test_threads_get_numbers_in_the_order_of_the_line() -> None:
+    protocol = make(capacity=10_000)
+    interval = sys.getswitchinterval()
+
+    def run() -> None:
+        for number in range(500):
+            assert protocol.send_at_once(b"%d" % number, "", "q" if number % 3 else "another") is not None
+
+    threads = [threading.Thread(target=run) for _ in range(8)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert [receipt._number for receipt in protocol.unsettled_receipts] == list(range(1, 4001))
+    assert protocol.window.used == 4000
+    drain(protocol)
+    assert protocol.unwritten == 0
