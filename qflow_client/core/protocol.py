@@ -926,9 +926,10 @@ class ProducerProtocol:
         receipt._route = encoder.route(receipt.exchange, receipt.routing_key)
         if receipt._number in self._resending.copies:
             receipt._prepared = encoder.prepare(republished(receipt.message), has_id=False)
-            self.unwritten += encoder.cost(receipt._route, receipt.size, receipt._prepared)
+            cost = encoder.cost(receipt._route, receipt.size, receipt._prepared)
         else:
-            self.unwritten += self._prepare(receipt)
+            cost = self._prepare(receipt)
+        self.unwritten += cost
 
     def _look_at_resending(self, now: float) -> None:
         """Admit new messages, or none, by what is to leave before them."""
@@ -951,7 +952,8 @@ class ProducerProtocol:
         """Settle what has been refused for long enough and waits to leave again."""
         expired = self._resending.expired(now)
         for receipt in expired:
-            self.unwritten -= self._cost(receipt)
+            cost = self._cost(receipt)
+            self.unwritten -= cost
             self._settle(receipt, Outcome.NACKED if receipt._reply is None else Outcome.RETURNED)
         if expired:
             self._left(expired, now)
@@ -1009,9 +1011,11 @@ class ProducerProtocol:
             return
         self._take_back()
         answer = flow_ok(self.channel, active)
+        # Nothing is called while the sum is made, or what is admitted meanwhile would not be counted. So everywhere.
+        size = len(answer)
         try:
             self._unconfirmed.outbound.put_control(answer)
-            self.unwritten += len(answer)
+            self.unwritten += size
         except BaseException:
             to_the_end(self._count_unwritten)
             raise
