@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from qflow_client.errors import NestedCall
 
-__all__ = ["Guard", "check_can_wait", "is_inside", "serve", "take"]
+__all__ = ["LOOPS", "Guard", "check_can_wait", "is_inside", "serve", "take"]
 
 _T = TypeVar("_T")
 
@@ -110,7 +110,12 @@ class Guard:
         _inside.discard(get_ident())
 
 
+#: Of all producers for asyncio: several may be on one connection, and as a rule there is one loop.
+LOOPS = Guard()
+
+
 def _after_fork_in_child() -> None:
+    LOOPS.__init__()  # type: ignore[misc]  # another thread may have held its lock
     # Of the parent's threads only this one is here. It may be inside a step, and then ends it.
     me = get_ident()
     _inside.intersection_update({me})

@@ -216,7 +216,8 @@ class Listeners(Generic[_Events]):
             for iterator, kinds in tuple(self.iterators.items()):
                 if kinds is None or kind in kinds:
                     iterator.put(event)
-            for callback, kinds in self._callbacks.values():
+            # One may come from inside this.
+            for callback, kinds in tuple(self._callbacks.values()):
                 if kinds is None or kind in kinds:
                     call(callback, event)
 

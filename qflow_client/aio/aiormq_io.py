@@ -15,6 +15,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+from threading import get_ident
 from typing import Any
 
 from aiormq import AMQPConnectionError, TransportFactory
@@ -22,6 +24,7 @@ from yarl import URL
 
 from qflow_client.amqp.frames import CHANNEL_CLOSE, CONNECTION_UNBLOCKED, METHOD_FRAME, FrameError, frame
 from qflow_client.amqp.tap import Tap
+from qflow_client.guard import LOOPS
 from qflow_client.logs import log
 from qflow_client.skin import GOOD_BYE, TLS_WRITE_CHUNK, WRITE_CHUNK
 
@@ -82,7 +85,7 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
     def data_received(self, data: bytes) -> None:
         """Give what came to the tap, and do what follows from it."""
         try:
-            passed = self._tap.received(data, _monotonic())
+            passed = LOOPS.take(lambda: self._tap.received(data, _monotonic()))
         except FrameError as error:
             self._garbage(error)
             return
@@ -166,8 +169,10 @@ class TapTransport(asyncio.Transport):
         # Set by the first failure to write, or the end of the connection; the library meets that when it reads.
         self._broken = False
         self._closing = False
-        # Whether `pump` runs, or will without being asked.
+        # Whether `pump` runs, or will without being asked. It is cleared before the last look at what there is, so who
+        # has put something and finds it set need not wake.
         self.awake = False
+        self._thread = get_ident()
         # Told the size of answers that were taken, it says for how many seconds what comes next may gather; None to
         # read everything as it comes, which is right for a connection that others use, too.
         self.delay: Callable[[int], float] | None = None
@@ -195,9 +200,12 @@ class TapTransport(asyncio.Transport):
         return self._watching
 
     def wake(self) -> None:
-        """Have `pump` run in the loop's next turn. Only if `awake` is False."""
+        """Have `pump` run in the loop's next turn. For any thread that has put something and found `awake` False."""
         self.awake = True
-        self._loop.call_soon(self.pump)
+        if get_ident() == self._thread:
+            self._loop.call_soon(self.pump)
+        else:
+            self._loop.call_soon_threadsafe(self.pump)
 
     def received(self, size: int, *, for_library: bool) -> None:
         """The tap has been given something: do what follows from it.
@@ -256,21 +264,27 @@ class TapTransport(asyncio.Transport):
             # To the next border and no further if the library waits for it, or a socket that is always full would keep
             # its heartbeats and acks back for ever.
             waited_for = self._closing or (self._library and not tap.at_border)
-            data = tap.unfinished if waited_for else tap.data_to_write(self._write_chunk)
+            data = tap.unfinished if waited_for else LOOPS.take(self._data_to_write)
             if not data:
                 if self._library:
                     continue
-                break
+                self.awake = False
+                # What was put before that.
+                data = b"" if waited_for else LOOPS.take(self._data_to_write)
+                if not data:
+                    break
+                self.awake = True
             if len(data) > self._write_chunk:
                 data = data[: self._write_chunk]
             sent = self._send(data)
-            tap.advance(sent, _monotonic())
+            LOOPS.take(partial(tap.advance, sent, _monotonic()))
             changed = True
             full = sent < len(data) or (self._is_tls and self._raw.get_write_buffer_size() > 0)
         full = full and not self._broken
         if full != self._watching:
             self._watch(full)
-        self.awake = full
+        if full or self._broken:
+            self.awake = full
         if changed:
             for after in tuple(self._afters):
                 after()
@@ -279,6 +293,9 @@ class TapTransport(asyncio.Transport):
             self._protocol.resume_writing()
         if self._closing and not full:
             self._transport.close()
+
+    def _data_to_write(self) -> bytes:
+        return self.tap.data_to_write(self._write_chunk)
 
     def _pump_library(self) -> bool:
         """Write of the library's chunk; whether the socket is full."""

@@ -16,6 +16,7 @@ from qflow_client.aio.connection import TappedConnection, TappedRobustConnection
 from qflow_client.amqp import coalescing
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.errors import ConnectionFailed
+from qflow_client.guard import LOOPS
 from qflow_client.logs import log
 from qflow_client.recovery import Reconnection
 from qflow_client.redaction import hide_password
@@ -180,7 +181,7 @@ class Link:
 
     def _give_up(self, reason: str) -> None:
         self._stop_waiting()
-        self._protocol.connection_lost(reason, time.monotonic())
+        LOOPS.take(lambda: self._protocol.connection_lost(reason, time.monotonic()))
         self._after()
 
     def _stop_waiting(self) -> None:
@@ -216,8 +217,12 @@ class Link:
         now = time.monotonic()
         tapped.tap.heartbeat = float(amqp.heartbeat_timeout)
         tapped.tap.frame_max = amqp.connection_tune.frame_max
-        self._protocol.channel_opened(number, amqp.connection_tune.frame_max, now)
-        tapped.tap.attach(number, self._protocol, now)
+
+        def opened() -> None:
+            self._protocol.channel_opened(number, amqp.connection_tune.frame_max, now)
+            tapped.tap.attach(number, self._protocol, now)
+
+        LOOPS.take(opened)
         tapped.add_after(self._after_io)
         if self._is_own:
             tapped.delay = self._delay
@@ -304,7 +309,7 @@ class Link:
         return True
 
     def _message_ended(self) -> bool:
-        return self._protocol.end_writing()
+        return LOOPS.take(self._protocol.end_writing)
 
     async def _end(self, patience: float) -> None:
         """End the connection that is our own: in order if the broker answers in time, otherwise cut it."""
@@ -343,7 +348,7 @@ class Link:
     def arm_timer(self) -> None:
         """Have the protocol told when its time comes."""
         now = time.monotonic()
-        at = self._protocol.next_timer(now)
+        at = LOOPS.take(lambda: self._protocol.next_timer(now))
         if at is not None and (self._timer_at is None or at < self._timer_at):
             if self._timer is not None:
                 self._timer.cancel()
@@ -352,7 +357,7 @@ class Link:
 
     def _on_timer(self) -> None:
         self._timer_at = self._timer = None
-        self._protocol.on_timer(time.monotonic())
+        LOOPS.take(lambda: self._protocol.on_timer(time.monotonic()))
         self._after_io()
         if self.tapped is not None:
             self.tapped.pump()
@@ -434,7 +439,10 @@ class Link:
         # If the broker closed the channel the tap has told of it.
         if reconnects or self._protocol.channel is not None:
             now = time.monotonic()
-            wanted = self._protocol.connection_lost(reason, now, reconnects=reconnects, shared=not self._is_own)
+            shared = not self._is_own
+            wanted = LOOPS.take(
+                lambda: self._protocol.connection_lost(reason, now, reconnects=reconnects, shared=shared)
+            )
         if number is not None and tapped is not None:
             self._after_io()
             tapped.remove_after(self._after_io)

@@ -10,8 +10,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import aio_pika
 
@@ -21,7 +22,7 @@ from qflow_client.aio.dispatcher import Dispatcher, refuse_coroutine_function
 from qflow_client.aio.link import Link
 from qflow_client.aio.receipt import AsyncReceipt
 from qflow_client.aio.turn import Turns
-from qflow_client.core.protocol import ProducerProtocol, SendTicket
+from qflow_client.core.protocol import LogEntry, ProducerProtocol, SendTicket, check_capacity
 from qflow_client.errors import (
     ConnectionFailed,
     FlowControlTimeout,
@@ -32,7 +33,8 @@ from qflow_client.errors import (
     UndeliveredMessages,
 )
 from qflow_client.events import FlowEvent, FlowState, HoldKind
-from qflow_client.flow import FlowManager, Line
+from qflow_client.flow import FlowManager, Hold, Line
+from qflow_client.guard import LOOPS, check_can_wait, is_inside
 from qflow_client.logs import write_log
 from qflow_client.manager import flow_manager
 from qflow_client.message import Message, as_body
@@ -71,6 +73,8 @@ if TYPE_CHECKING:
     from qflow_client.keeper import Storage, StoringStep
 
 __all__ = ["AsyncProducer"]
+
+_T = TypeVar("_T")
 
 _monotonic = time.monotonic
 
@@ -282,8 +286,7 @@ class AsyncProducer:
             if storage is None:
                 # A child of the process that this is of.
                 return
-            step(storage.protocol, _monotonic())
-            self._kick()
+            self._step(lambda _protocol: step(storage.protocol, _monotonic()))
             self._arm_timer()
 
         assert self._loop is not None
@@ -359,14 +362,14 @@ class AsyncProducer:
             if not tapped.awake:  # type: ignore[union-attr]  # likewise
                 tapped.wake()  # type: ignore[union-attr]  # likewise
             return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
+        check_can_wait("send()", payload)
         if self._storage is not None:
             stored = self._store(payload, exchange, routing_key, spills=True)
             if stored is not None:
                 return await self._made_durable(stored)
         else:
-            receipt = self._protocol.send(payload, exchange, routing_key, _monotonic())
+            receipt = self._step(lambda protocol: protocol.send(payload, exchange, routing_key, _monotonic()))
             if receipt is not None:
-                self._kick()
                 return receipt  # type: ignore[return-value]  # as above
         if self.settings.when_flowed is WhenFlowed.RAISE:
             return self._send_or_refuse(payload, exchange, routing_key, ProducerFlowed, BLOCKING_WAITS)
@@ -384,9 +387,8 @@ class AsyncProducer:
         """With an outbox: admit a message, or put it there, if that can be done now. It is not durable yet."""
         assert self._storage is not None
         spills = spills and self.settings.when_flowed is WhenFlowed.SPILL
-        receipt = self._storage.protocol.store(payload, exchange, routing_key, _monotonic(), spills=spills)
-        if receipt is not None:
-            self._kick()
+        store = self._storage.protocol.store
+        receipt = self._step(lambda _protocol: store(payload, exchange, routing_key, _monotonic(), spills=spills))
         return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
 
     async def _made_durable(self, receipt: AsyncReceipt) -> AsyncReceipt:
@@ -428,14 +430,19 @@ class AsyncProducer:
             with self._tracer.span(payload, exchange, routing_key) as traced:
                 return self.send_nowait(traced, exchange=exchange, routing_key=routing_key)
         if self._storage is not None:
+            check_can_wait("send_nowait()", payload)
             stored = self._store(payload, exchange, routing_key)
             if stored is not None:
                 self._storage.wait_durable(stored)
                 return stored
         else:
-            receipt = self._protocol.send(payload, exchange, routing_key, _monotonic())
+            receipt = self._protocol.send_at_once(payload, exchange, routing_key)
+            if receipt is None:
+                check_can_wait("send_nowait()", payload)
+                receipt = self._step(lambda protocol: protocol.send(payload, exchange, routing_key, _monotonic()))
+            elif not self._link.tapped.awake:  # type: ignore[union-attr]  # it is open, or nothing would be admitted
+                self._link.tapped.wake()  # type: ignore[union-attr]  # likewise
             if receipt is not None:
-                self._kick()
                 return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
         advice = instead_of_nowait(self.settings.when_flowed)
         return self._send_or_refuse(payload, exchange, routing_key, ProducerFlowed, advice)
@@ -533,23 +540,29 @@ class AsyncProducer:
         """Refuse what was not admitted, unless a callback sends it, for whose end others may wait."""
         if self._loop is None or self._dispatcher is None:
             raise self._not_connected(payload)
-        protocol = self._protocol
-        try:
-            if self._deliveries is None or not self._dispatcher.is_running:
-                holds = protocol.holds
-                protocol.count_refusal()
-                raise error_type(holds, 0.0, payload, advice)
+        waiter = self._loop.create_future()
+
+        def refuse(protocol: ProducerProtocol) -> tuple[Hold, ...]:
+            protocol.count_refusal()
+            return protocol.holds
+
+        def stand_in_front(protocol: ProducerProtocol) -> SendTicket:
             now = _monotonic()
-            waiter = self._loop.create_future()
             ticket = protocol.stand_in_line(payload, exchange, routing_key, now, timeout=0, waiter=waiter, first=True)
             try:
                 protocol.look_at(ticket, now)
-            except FlowControlTimeout as error:
-                raise error_type(error.holds, 0.0, payload, advice) from None
             finally:
                 protocol.give_up(ticket, now)
-        finally:
+            return ticket
+
+        try:
+            if self._deliveries is None or not self._dispatcher.is_running:
+                raise error_type(self._step(refuse), 0.0, payload, advice)
+            ticket = self._step(stand_in_front)
+        except FlowControlTimeout as error:
             self._kick()
+            raise error_type(error.holds, 0.0, payload, advice) from None
+        finally:
             self._arm_timer()
         receipt = self._admitted(ticket)
         if self._storage is not None:
@@ -566,6 +579,21 @@ class AsyncProducer:
     @staticmethod
     def _not_connected(payload: bytes | Message | None = None) -> ProducerClosed:
         return ProducerClosed("it is not connected yet; use async with, or await connect() first", payload)
+
+    def _step(self, step: Callable[[ProducerProtocol], _T]) -> _T:
+        """Take a step of the protocol that may let somebody go on, and do what follows from it."""
+        result = LOOPS.take(lambda: step(self._protocol))
+        self._kick()
+        return result
+
+    def _ask(self, step: Callable[[ProducerProtocol], object]) -> None:
+        """Take a step whose result nobody waits for: from inside another, or another thread, in the loop's turn."""
+        if self._loop is None or (self._thread in (None, threading.get_ident()) and not is_inside()):
+            self._step(step)
+            return
+        # A loop that is closed has nothing to hold.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._step, step)
 
     def _kick(self) -> None:
         """Have what there is written, and tell whom there is to tell."""
@@ -597,23 +625,22 @@ class AsyncProducer:
         check_timeout(timeout)
         if not await self._wait(self._protocol.when_flushed, timeout):
             raise unflushed(self._protocol, self._storage, timeout)
-        failures = self._protocol.take_failures()
+        failures = LOOPS.take(self._protocol.take_failures)
         if failures:
             raise UndeliveredMessages(failures)
 
     async def _wait(self, enroll: Callable[[asyncio.Future[None]], bool], timeout: float | None) -> bool:
         """Wait for something of the protocol's, at most so many seconds; whether it came."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waits = enroll(waiter)
         # Whoever asks whether the window is full raises its hold, or lifts it.
-        self._after()
+        waits = self._step(lambda _protocol: enroll(waiter))
         if not waits:
             return True
         try:
             await asyncio.wait((waiter,), timeout=timeout)
             return waiter.done()
         finally:
-            self._protocol.forget_waiter(waiter)
+            LOOPS.take(lambda: self._protocol.forget_waiter(waiter))
 
     # The window.
 
@@ -624,8 +651,9 @@ class AsyncProducer:
 
     @capacity.setter
     def capacity(self, capacity: int) -> None:
-        self._protocol.set_capacity(capacity, _monotonic())
-        self._kick()
+        # Before it is handed on, where nobody would learn of it.
+        check_capacity(capacity)
+        self._ask(lambda protocol: protocol.set_capacity(capacity, _monotonic()))
 
     @property
     def available(self) -> int:
@@ -652,9 +680,9 @@ class AsyncProducer:
     @property
     def flow_state(self) -> FlowState:
         """Whether the producer is flowed, by what, since when and how often."""
-        state = self._protocol.flow_state(_monotonic())
-        self._after()
-        return state
+        if is_inside():
+            return self._protocol.flow_seen(_monotonic())
+        return self._step(lambda protocol: protocol.flow_state(_monotonic()))
 
     async def wait_unflowed(self, timeout: float | None = None) -> bool:
         """Wait until no hold is left.
@@ -671,8 +699,9 @@ class AsyncProducer:
 
         def enroll(waiter: asyncio.Future[None]) -> bool:
             waits = self._protocol.when_unflowed(waiter, _monotonic())
-            if waits:
-                self._arm_timer()
+            if waits and self._loop is not None:
+                # Which takes a step of its own.
+                self._loop.call_soon(self._arm_timer)
             return waits
 
         check_timeout(timeout)
@@ -738,30 +767,11 @@ class AsyncProducer:
 
     def hold(self, kind: str, *, source: str, detail: str) -> None:
         """Raise a hold; for managers. Applications use `pause`. From another thread, in the loop's next turn."""
-
-        def hold() -> None:
-            self._protocol.hold(kind, _monotonic(), source=source, detail=detail)
-            self._after()
-
-        self._on_loop(hold)
+        self._ask(lambda protocol: protocol.hold(kind, _monotonic(), source=source, detail=detail))
 
     def lift(self, kind: str, *, source: str) -> None:
         """Lift a hold; for managers. Applications use `resume`. From another thread, in the loop's next turn."""
-
-        def lift() -> None:
-            self._protocol.lift(kind, _monotonic(), source=source)
-            self._kick()
-
-        self._on_loop(lift)
-
-    def _on_loop(self, call: Callable[[], None]) -> None:
-        if self._thread is None or self._thread == threading.get_ident():
-            call()
-            return
-        assert self._loop is not None
-        # A loop that is closed has nothing to hold.
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(call)
+        self._ask(lambda protocol: protocol.lift(kind, _monotonic(), source=source))
 
     # The end.
 
@@ -803,7 +813,7 @@ class AsyncProducer:
         deadline = math.inf if timeout is None else _monotonic() + timeout
         again = self._ended
         self._ended = True
-        self._protocol.close(CLOSED, _monotonic())
+        LOOPS.take(lambda: self._protocol.close(CLOSED, _monotonic()))
         if again:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout):
@@ -839,7 +849,7 @@ class AsyncProducer:
     async def _flush_unheld(self, deadline: float) -> None:
         """Wait until all is settled, but for no hold."""
         before = -1
-        while (now := _monotonic()) < deadline and not gives_up(self._protocol, before, now):
+        while (now := _monotonic()) < deadline and not LOOPS.take(partial(gives_up, self._protocol, before, now)):
             before = self._protocol.unsettled
             if await self._wait(self._protocol.when_settled, min(deadline - now, LULL)):
                 return
@@ -898,7 +908,7 @@ class AsyncProducer:
         Args:
             left: what was unsettled before the channel was ended.
         """
-        failures = self._protocol.take_failures()
+        failures = LOOPS.take(self._protocol.take_failures)
         if self._deliveries is not None:
             failures += self._deliveries.undelivered(left)
         return undelivered_of(failures, self._storage)
@@ -932,16 +942,11 @@ class AsyncProducer:
             protocol.observer.tell(now=_monotonic())
         if not protocol.wake and not protocol.events and not protocol.settled and not protocol.logs:
             return
-        settled: list[Receipt] = []
-        if protocol.settled:
-            settled = protocol.take_settled(_monotonic())
-        wake, protocol.wake = protocol.wake, []
+        settled, wake, logs = LOOPS.take(self._take_news)
         for waiter in wake:
             if not waiter.done():
                 waiter.set_result(None)
-        if protocol.logs:
-            logs, protocol.logs = protocol.logs, []
-            write_log(logs)
+        write_log(logs)
         if self._loop is None or self._dispatcher is None or self._loop.is_closed():
             # There are no turns of a loop. Events wait for the first.
             return
@@ -952,6 +957,13 @@ class AsyncProducer:
             self._deliveries.hand(settled)
             self._dispatcher.call(self._deliver, settled)
 
+    def _take_news(self) -> tuple[list[Receipt], list[Any], list[LogEntry]]:
+        protocol = self._protocol
+        settled = protocol.take_settled(_monotonic()) if protocol.settled else []
+        wake, protocol.wake = protocol.wake, []
+        logs, protocol.logs = protocol.logs, []
+        return settled, wake, logs
+
     def _deliver(self, receipts: list[Receipt]) -> None:
         assert self._deliveries is not None
         error = self._deliveries.tell(receipts)
@@ -960,10 +972,7 @@ class AsyncProducer:
             raise error
 
     def _told(self, count: int) -> None:
-        held = not self._protocol.gate.is_open
-        self._protocol.told(count, _monotonic())
-        if held:
-            self._kick()
+        self._step(lambda protocol: protocol.told(count, _monotonic()))
 
     # Forks and the end of the process.
 

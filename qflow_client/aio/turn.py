@@ -9,6 +9,7 @@ from typing import Any
 
 from qflow_client.core.protocol import ProducerProtocol, SendTicket
 from qflow_client.errors import FlowControlTimeout
+from qflow_client.guard import LOOPS, is_inside
 from qflow_client.message import Message
 
 __all__ = ["Turns", "wake_at"]
@@ -106,8 +107,10 @@ class Turns:
         """
         protocol = self._protocol()
         turn = _Turn(self, self._loop)
-        ticket = protocol.stand_in_line(
-            payload, exchange, routing_key, _monotonic(), timeout=timeout, waiter=turn, source=source
+        ticket = LOOPS.take(
+            lambda: protocol.stand_in_line(
+                payload, exchange, routing_key, _monotonic(), timeout=timeout, waiter=turn, source=source
+            )
         )
         turn.ticket = ticket
         self._kick()
@@ -127,7 +130,7 @@ class Turns:
                     timer.cancel()
         try:
             # Raises if nothing but its time has come. Another may have taken the protocol's place.
-            self._protocol().look_at(ticket, _monotonic())
+            LOOPS.take(lambda: self._protocol().look_at(ticket, _monotonic()))
         except FlowControlTimeout:
             # It may have stood before one that goes now.
             self._kick()
@@ -136,13 +139,17 @@ class Turns:
 
     def give_up(self, ticket: SendTicket) -> None:
         """What was not admitted is not sent."""
-        self._protocol().give_up(ticket, _monotonic())
+        if is_inside():
+            # A finalizer cancels a task, say.
+            self._loop.call_soon(self.give_up, ticket)
+            return
+        LOOPS.take(lambda: self._protocol().give_up(ticket, _monotonic()))
         self._kick()
 
     def _on_notice(self) -> None:
         self._notice = None
         now = _monotonic()
-        at = self._protocol().notice(now)
+        at = LOOPS.take(lambda: self._protocol().notice(now))
         if at is not None:
             self._kick()
             self._notice = self._loop.call_later(at - now, self._on_notice)

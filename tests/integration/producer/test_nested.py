@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import threading
@@ -12,14 +13,14 @@ from typing import Any
 import pytest
 
 import qflow_client
-from qflow_client import NestedCall, Producer, ProducerClosed, ProducerFlowed
+from qflow_client import AsyncProducer, NestedCall, Producer, ProducerClosed, ProducerFlowed
 from qflow_client.broker import Broker
 from tests.interrupting import EVERY, interrupted
 
 from .tools import PATIENCE
 
 
-def pause(producer: Producer) -> None:
+def pause(producer: Producer | AsyncProducer) -> None:
     producer.pause("nested")
     producer.resume()
 
@@ -243,3 +244,113 @@ def test_E2_two_producers_on_one_connection_call_each_other(broker: Broker) -> N
         connection.close()
     assert all(receipt.delivered for receipt in receipts)
     assert len({receipt.message_id for receipt in receipts}) == len(receipts)
+
+
+# What may be called on the loop at any moment, and is not to be awaited.
+ASYNC_CALLS: dict[str, Callable[[AsyncProducer], object]] = {
+    "send_nowait": lambda producer: producer.send_nowait(b"nested"),
+    "capacity": lambda producer: setattr(producer, "capacity", 2),
+    "pause": lambda producer: pause(producer),
+    "flow_state": lambda producer: producer.flow_state,
+    "numbers": lambda producer: (producer.in_flight, producer.available, producer.unsettled, repr(producer)),
+    "on_flow": lambda producer: producer.on_flow(print)(),
+    "flow_events": lambda producer: producer.flow_events(),
+}
+
+
+@pytest.mark.parametrize("call", ASYNC_CALLS)
+@pytest.mark.parametrize("inside", ["send_nowait", "send", "pause"])
+def test_E2_a_handler_may_call_anything_on_a_loop_at_any_point(broker: Broker, call: str, inside: str) -> None:
+    receipts: list[Any] = []
+    calls = 0
+
+    async def run() -> None:
+        nonlocal calls
+        async with AsyncProducer(broker.url, routing_key="q", capacity=2) as one:
+            sends: list[asyncio.Task[Any]] = []
+
+            def handler() -> None:
+                nonlocal calls
+                calls += 1
+                try:
+                    result = ASYNC_CALLS[call](one)
+                except ProducerFlowed:
+                    return
+                if call == "send_nowait":
+                    receipts.append(result)
+
+            def interrupt() -> None:
+                match inside:
+                    case "send_nowait":
+                        try:
+                            receipts.append(one.send_nowait(b"own"))
+                        except ProducerFlowed:
+                            return
+                    case "send":
+                        task: asyncio.Task[Any] = asyncio.get_running_loop().create_task(one.send(b"own"))
+                        sends.append(task)
+                    case "pause":
+                        pause(one)
+
+            for at in range(1, 2000, EVERY):
+                if not interrupted(interrupt, at, handler=handler):
+                    break
+                await asyncio.sleep(0)
+            async with asyncio.timeout(PATIENCE):
+                receipts.extend(await asyncio.gather(*sends))
+            await one.flush(PATIENCE)
+
+    in_time(lambda: asyncio.run(run()))
+    assert calls > 2 or inside == "send"
+    assert all(receipt.delivered for receipt in receipts)
+    assert len({receipt.message_id for receipt in receipts}) == len(receipts)
+
+
+def test_E2_finalizers_on_the_loop_s_thread_may_call_anything(broker: Broker) -> None:
+    turns = itertools.count()
+    nested: list[Any] = []
+    failures: list[BaseException] = []
+    calls = [each for name, each in ASYNC_CALLS.items() if name not in ("send_nowait", "capacity")]
+
+    async def run() -> None:
+        async with (
+            AsyncProducer(broker.url, routing_key="q", capacity=2) as one,
+            AsyncProducer(broker.url, routing_key="q") as other,
+        ):
+            two = one, other
+
+            def finalize() -> None:
+                turn = next(turns)
+                try:
+                    if turn % 2:
+                        # On any thread.
+                        nested.append(two[turn // 2 % 2].send_nowait(b"nested"))
+                    elif threading.current_thread().name != "qflow-broker":
+                        calls[turn // 2 % len(calls)](two[turn % 4 // 2])
+                except ProducerFlowed:
+                    return
+                except BaseException as error:
+                    failures.append(error)
+
+            own: list[Any] = []
+            until = time.monotonic() + 2.0
+            while time.monotonic() < until:
+                for producer in two:
+                    Garbage(finalize)
+                    own.append(await producer.send(b"own", timeout=PATIENCE))
+            gc.set_threshold(*thresholds)
+            for producer in two:
+                await producer.flush(PATIENCE)
+            receipts = [*own, *nested]
+            assert all(receipt.delivered for receipt in receipts)
+            ids = [receipt.message_id for receipt in receipts]
+            assert len(set(ids)) == len(ids)
+
+    thresholds = gc.get_threshold()
+    gc.set_threshold(20, 1, 1)
+    try:
+        in_time(lambda: asyncio.run(run()))
+    finally:
+        gc.set_threshold(*thresholds)
+    assert not failures
+    assert len(nested) > 10
