@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -75,6 +76,11 @@ _SWEEP_FROM = 64
 
 # Without confirms but with `on_delivery`, this many of the last returned messages come up in `flush` and `close`.
 _MOST_RETURNS = 1000
+
+
+def _is_undisturbed() -> bool:
+    """Whether no thread, signal or finalizer comes between instructions that call nothing: CPython with its GIL."""
+    return sys.implementation.name == "cpython" and bool(getattr(sys, "_is_gil_enabled", lambda: True)())
 
 
 def check_capacity(capacity: object) -> None:
@@ -257,8 +263,8 @@ class ProducerProtocol:
             parts[0] if len(parts) == 1 else CompositeLimiter(parts), line=line, name=settings.name
         )
         self.gate = self.controller.gate
-        # Whether a window of messages is all that limits admission.
-        self._is_simple = len(parts) == 1
+        # Whether `send_at_once` may admit: a window of messages is all that limits it, and nobody comes in between.
+        self._is_simple = len(parts) == 1 and _is_undisturbed()
         # Whether messages that have waited are being admitted.
         self._grants = False
         # What every message asks for.

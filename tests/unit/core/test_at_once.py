@@ -70,6 +70,19 @@ def test_what_takes_a_closer_look_is_not_admitted_and_nothing_has_happened(why: 
     assert (protocol.admitted, protocol.window.used, protocol.unwritten, protocol.unsettled_receipts) == before
 
 
+@pytest.mark.parametrize("missing", ["GIL", "CPython"])
+def test_nothing_is_where_others_may_come_between_any_two_instructions(
+    monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    if missing == "GIL":
+        monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    else:
+        monkeypatch.setattr(sys.implementation, "name", "pypy")
+    protocol = make()
+    assert protocol.send_at_once(b"abc", "", "q") is None
+    assert send(protocol, b"abc").message_id
+
+
 def test_nor_is_what_a_return_would_name_by_its_own_id() -> None:
     protocol = make()
     assert protocol.send_at_once(Message(b"abc", message_id="own"), "", "q") is None
