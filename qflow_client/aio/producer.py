@@ -587,7 +587,7 @@ class AsyncProducer:
         return result
 
     def _ask(self, step: Callable[[ProducerProtocol], object]) -> None:
-        """Take a step whose result nobody waits for: from inside another, or another thread, in the loop's turn."""
+        """Take a step without waiting for its result; inside another step or on another thread, it is taken later."""
         if self._loop is None or (self._thread in (None, threading.get_ident()) and not is_inside()):
             self._step(step)
             return
@@ -651,7 +651,7 @@ class AsyncProducer:
 
     @capacity.setter
     def capacity(self, capacity: int) -> None:
-        # Before it is handed on, where nobody would learn of it.
+        # Checked now: the caller would not see an error that the loop raises later.
         check_capacity(capacity)
         self._ask(lambda protocol: protocol.set_capacity(capacity, _monotonic()))
 

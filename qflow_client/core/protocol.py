@@ -263,7 +263,7 @@ class ProducerProtocol:
             parts[0] if len(parts) == 1 else CompositeLimiter(parts), line=line, name=settings.name
         )
         self.gate = self.controller.gate
-        # Whether `send_at_once` may admit: a window of messages is all that limits it, and nobody comes in between.
+        # Whether `send_at_once` may admit: only a window of messages limits it, and no other thread can interrupt it.
         self._is_simple = len(parts) == 1 and _is_undisturbed()
         # Whether messages that have waited are being admitted.
         self._grants = False
@@ -1281,7 +1281,7 @@ class ProducerProtocol:
         return self._mandatory and isinstance(payload, Message) and payload.message_id is not None
 
     def _admit(self, receipt: Receipt, cost: int, now: float) -> None:
-        """Admit what there is room for: whoever calls this has its permits, and counts anew if anything is raised."""
+        """Admit a message. The caller has its permits, and calls `_recount` if anything is raised."""
         payload = receipt._payload
         if self._is_asked_for_by_id(payload):
             self._by_id.setdefault(payload.message_id, []).append(receipt)  # type: ignore[union-attr, arg-type]  # it is

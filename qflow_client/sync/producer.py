@@ -535,7 +535,7 @@ class Producer:
             raise
 
     def _ask(self, step: Callable[[ProducerProtocol], object]) -> None:
-        """Take a step whose result nobody waits for: from inside another step, have the I/O thread take it."""
+        """Take a step without waiting for its result; inside another step, the I/O thread takes it later."""
         if is_inside():
             self._services.add_callback_threadsafe(lambda: self._step(step))
         else:
@@ -618,7 +618,7 @@ class Producer:
 
     @capacity.setter
     def capacity(self, capacity: int) -> None:
-        # Before it is handed to another thread, where nobody would learn of it.
+        # Checked now: the caller would not see an error that the I/O thread raises later.
         check_capacity(capacity)
         self._ask(lambda protocol: protocol.set_capacity(capacity, _monotonic()))
 
@@ -908,7 +908,7 @@ class Producer:
         write_log(logs)
 
     def _take_news(self) -> tuple[list[Any], list[LogEntry]]:
-        """Tell of events and receipts, and take whom to wake and what to log."""
+        """Report events and receipts; return the waiters to wake and the entries to log."""
         protocol = self._protocol
         settled = protocol.take_settled(_monotonic()) if protocol.settled else []
         wake, protocol.wake = protocol.wake, []
