@@ -86,9 +86,9 @@ def interrupted(
     def trace(frame: FrameType, _event: str, _argument: Any) -> Any:
         if not is_ours(frame.f_code):
             return None
-        # In this order: 3.13 tells instructions only of a frame that is being traced.
+        # Python 3.13 reports opcodes only if `f_trace` is set first.
         frame.f_trace, frame.f_trace_opcodes, frame.f_trace_lines = trace_instructions, True, False
-        # The first instruction that it tells is the one behind that.
+        # The first opcode that is reported comes after RESUME.
         frames.setdefault(frame, (_instructions(frame.f_code), "RESUME"))
         return trace_instructions
 
@@ -99,7 +99,7 @@ def interrupted(
     before, profiled = sys.gettrace(), sys.getprofile()
     # What other calls have left behind is not to be interrupted instead.
     gc.disable()
-    # 3.12 tells no instructions unless a frame has asked for them before.
+    # Python 3.12 reports opcodes only if a frame has asked for them before `settrace`.
     sys._getframe().f_trace_opcodes = True
     sys.settrace(trace)
     sys.setprofile(profile)
