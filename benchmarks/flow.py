@@ -71,7 +71,7 @@ def open_gate(number: int = 200_000) -> dict[str, float]:
     def burst() -> None:
         nonlocal tag
         for _ in range(500):
-            protocol.send(body, "", "orders", 0.0)
+            protocol.admission.send(body, "", "orders", 0.0)
         protocol.advance(len(protocol.data_to_write(1 << 30)), 0.0)
         tag += 500
         protocol.on_ack(tag, True, 0.0)

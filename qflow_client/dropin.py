@@ -20,10 +20,9 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 from qflow_client.amqp.frames import Content, PublishEncoder, Route
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.errors import ProducerFlowed
-from qflow_client.events import FlowEvent, HoldKind
+from qflow_client.events import FlowEvent
 from qflow_client.logs import log, write_log
 from qflow_client.message import Message
-from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import ProducerSettings, WhenFlowed, check_argument, variable
 
 __all__ = [
@@ -183,32 +182,12 @@ class _ReadyFrames(PublishEncoder):
 class EncodedProtocol(ProducerProtocol):
     """A publishing channel whose messages are `EncodedMessage`."""
 
-    __slots__ = ()
-
-    def _make_encoder(self, number: int, frame_max: int) -> PublishEncoder:
-        return _ReadyFrames(number, frame_max)
+    def __init__(self, settings: ProducerSettings, **options: Any) -> None:
+        super().__init__(settings, id_prefix="", encoder=_ReadyFrames, **options)
 
     def forget_past(self) -> None:
         """The program ends the channel itself, which is no flow control: it is as it was before it was first opened."""
-        self._was_open = False
-
-    def withdraw(self, receipt: Receipt, now: float) -> bool:
-        """Take back a message that is admitted, unless a byte of it is written: then it is not sent and never will be.
-
-        Returns:
-            Whether it is taken back.
-        """
-        self._take_back()
-        if receipt not in self._line:
-            return False
-        self._line.remove(receipt)
-        self.unwritten -= self._cost(receipt)
-        # Nobody is to be told of it but who calls.
-        receipt._outcome = Outcome.FAILED
-        self._left([receipt], now)
-        if self.unwritten <= self._max_unwritten // 2:
-            self.lift(HoldKind.TRANSPORT, now)
-        return True
+        self.channel.was_open = False
 
 
 class DropInFlow:
@@ -235,7 +214,7 @@ class DropInFlow:
             changes["name"] = name
         now = time.monotonic()
         #: What decides.
-        self.protocol = protocol(replace(settings, **changes), id_prefix="", now=now, wall_offset=time.time() - now)
+        self.protocol = protocol(replace(settings, **changes), now=now, wall_offset=time.time() - now)
         self._listeners: list[Callable[[FlowEvent], object]] = []
         self._is_telling = False
 
@@ -263,15 +242,15 @@ class DropInFlow:
     def after(self) -> None:
         """Log what there is to log, and tell whom there is to tell."""
         protocol = self.protocol
-        logs, protocol.logs = protocol.logs, []
+        logs, protocol.reports.logs = protocol.reports.logs, []
         write_log(logs)
         if self._is_telling:
             # A listener has changed something: it hears of it when all have heard what came before.
             return
         self._is_telling = True
         try:
-            while protocol.events:
-                events, protocol.events = protocol.events, []
+            while protocol.reports.events:
+                events, protocol.reports.events = protocol.reports.events, []
                 for event in events:
                     for listener in tuple(self._listeners):
                         self._tell(listener, event)
@@ -294,8 +273,8 @@ class DropInFlow:
             TypeError: the listener cannot be called.
         """
         check_argument("callback", listener, callable(listener), "callable")
-        if self.protocol.events is None:
-            self.protocol.events = []
+        if self.protocol.reports.events is None:
+            self.protocol.reports.events = []
         self._listeners.append(listener)
 
         def stop() -> None:
@@ -307,14 +286,14 @@ class DropInFlow:
     @property
     def held(self) -> str:
         """What may be the reason why nothing comes, to be appended to an error."""
-        holds = self.protocol.holds
+        holds = self.protocol.reports.holds
         return f"; held by {', '.join(map(str, holds))}" if holds else ""
 
     def flowed(self, message: EncodedMessage) -> ProducerFlowed:
         """The error for a message that is refused."""
-        self.protocol.count_refusal()
+        self.protocol.admission.count_refusal()
         error = ProducerFlowed(
-            self.protocol.holds, 0.0, message.body, "a flow callback, or flow_state, tells when to go on"
+            self.protocol.reports.holds, 0.0, message.body, "a flow callback, or flow_state, tells when to go on"
         )
         self.after()
         return error

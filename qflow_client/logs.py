@@ -16,7 +16,7 @@ import traceback
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
-from qflow_client.core.protocol import LogEntry
+from qflow_client.core.reporting import LogEntry
 
 __all__ = ["flush_logs", "log", "write_log"]
 

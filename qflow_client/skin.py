@@ -198,8 +198,8 @@ class Listeners(Generic[_Events]):
         self._listen(protocol)
 
     def _listen(self, protocol: ProducerProtocol) -> None:
-        if protocol.events is None:
-            protocol.events = []
+        if protocol.reports.events is None:
+            protocol.reports.events = []
 
     def tell(
         self, protocol: ProducerProtocol, call: Callable[[Callable[[FlowEvent], object], FlowEvent], object]
@@ -210,7 +210,7 @@ class Listeners(Generic[_Events]):
             protocol: the producer's state, which has events.
             call: has ``callback(event)`` called.
         """
-        events, protocol.events = protocol.events or (), []
+        events, protocol.reports.events = protocol.reports.events or (), []
         for event in events:
             kind = None if event.hold is None else event.hold.kind
             for iterator, kinds in tuple(self.iterators.items()):
@@ -459,7 +459,7 @@ def leave_word(name: str, error: BaseException, undelivered: UndeliveredMessages
 
 def log_forgotten(protocol: ProducerProtocol, outbox: Sized | None) -> None:
     """Say what is lost, or left behind, with a producer that the end of the process found open."""
-    failures = protocol.take_failures()
+    failures = protocol.reports.take_failures()
     if outbox is None:
         failures += protocol.unsettled_receipts
     undelivered = undelivered_of(failures, outbox)

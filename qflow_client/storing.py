@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from qflow_client.amqp.frames import Route
-from qflow_client.core.protocol import ProducerProtocol, SendTicket
+from qflow_client.core.admission import SendTicket
+from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.core.step import step
 from qflow_client.events import HoldKind
 from qflow_client.flow import CompositeLimiter, Hold, Limiter
-from qflow_client.interrupts import to_the_end
 from qflow_client.message import Message
 from qflow_client.outbox import Outbox, OutboxFull, StoredMessage
 from qflow_client.receipt import Outcome, Receipt
@@ -33,9 +34,6 @@ BACKLOG = "backlog"
 
 # The next part of the backlog is read when no more than this is left of the last.
 _FEW = 250
-
-# Outcomes of a message that no broker has answered.
-_UNANSWERED = (Outcome.UNKNOWN, Outcome.FAILED, Outcome.NACKED)
 
 
 class Plan(NamedTuple):
@@ -131,26 +129,6 @@ class StoringProtocol(ProducerProtocol):
         options: likewise.
     """
 
-    __slots__ = (
-        "_backlog_flushes",
-        "_backlog_last",
-        "_blocks",
-        "_failing",
-        "_inner",
-        "_last_sequence",
-        "_read_to",
-        "_ready",
-        "_sequences",
-        "_spill_prefix",
-        "_spilled",
-        "_spilled_type",
-        "_spills",
-        "called",
-        "keeper",
-        "outbox",
-        "plan",
-    )
-
     def __init__(
         self, settings: ProducerSettings, *, outbox: Outbox, spilled_type: type[Spilled], id_prefix: str, **options: Any
     ) -> None:
@@ -164,6 +142,9 @@ class StoringProtocol(ProducerProtocol):
         self.plan: Plan | None = None
         # The sequences of the messages in the window, by number.
         self._sequences: dict[int, int] = {}
+        self._id_prefix = id_prefix if settings.message_ids else None
+        # The sequence of the message of the backlog that is being admitted; 0 if none is.
+        self._admitting = 0
         # The last sequence that a message of ours has got.
         self._last_sequence = outbox.last
         # The backlog: its last sequence, how far it is read, and what is read and not in the window yet, in order.
@@ -179,8 +160,7 @@ class StoringProtocol(ProducerProtocol):
         self._spill_prefix = f"{id_prefix[:-1]}+"
         # Who waits until the backlog up to a sequence is settled.
         self._backlog_flushes: list[tuple[int, Any]] = []
-        # What is admitted has to be noted on disk, which takes a step.
-        self._is_simple = False
+        self.admission.use_store(self)
         # What limits the window, and what lets new messages in.
         self._inner = self.controller.limiter
         self._blocks = settings.outbox_full is OnOutboxFull.BLOCK
@@ -193,17 +173,13 @@ class StoringProtocol(ProducerProtocol):
 
     # What the application does.
 
-    def take_over(self, other: ProducerProtocol, now: float) -> None:
-        super().take_over(other, now)
-        # As `store` refuses it: what never has room would keep all behind it from going.
-        for ticket in tuple(self._waiting):
-            try:
-                self.outbox.check_room(ticket.size, waits=self._blocks)
-            except OutboxFull as error:
-                ticket.error = error
-                self.wake.append(ticket.waiter)
-                del self._waiting[ticket]
-        self.controller.relist(self._waiting)
+    def _refusal(self, ticket: SendTicket) -> BaseException | None:
+        # A message for which there will never be room would keep all behind it waiting.
+        try:
+            self.outbox.check_room(ticket.size, waits=self._blocks)
+        except OutboxFull as error:
+            return error
+        return None
 
     def store(
         self, payload: bytes | Message, exchange: str, routing_key: str, now: float, *, spills: bool
@@ -229,9 +205,13 @@ class StoringProtocol(ProducerProtocol):
         size = len(payload) if type(payload) is bytes else len(payload.body)  # type: ignore[union-attr]  # a Message
         outbox = self.outbox
         outbox.check_room(size, waits=self._blocks)
-        receipt = self.send(payload, exchange, routing_key, now)
+        receipt = self.admission.send(payload, exchange, routing_key, now)
         if receipt is not None or not spills or self.controller.waiting or not outbox.has_room(size):
             return receipt
+        return self._spill_one(payload, exchange, routing_key, now)
+
+    @step
+    def _spill_one(self, payload: bytes | Message, exchange: str, routing_key: str, now: float) -> Spilled:
         return self._spill(payload, exchange, routing_key, now)
 
     def _spill(
@@ -245,7 +225,7 @@ class StoringProtocol(ProducerProtocol):
         """Put a message into the outbox, and its receipt into the ticket with which it stood in line."""
         outbox, backlog_last = self.outbox, self._backlog_last
         # Names that cannot be encoded are refused.
-        route = self._unconfirmed.encoder.route(exchange, routing_key)
+        route = self.unconfirmed.encoder.route(exchange, routing_key)
         try:
             sequence = outbox.last + 1
             receipt = self._spilled_type(None, route, self._spill_prefix)  # type: ignore[arg-type]  # not yet
@@ -263,8 +243,8 @@ class StoringProtocol(ProducerProtocol):
                 ticket.receipt = receipt
             # That it is there counts from here on, also if Ctrl-C comes.
             self._last_sequence = sequence
-            if self.observer is not None:
-                self.observer.spilled(payload, receipt)
+            if self.admission.observer is not None:
+                self.admission.observer.spilled(payload, receipt)
         except BaseException:
             if self._last_sequence < outbox.last:
                 self._backlog_last = backlog_last
@@ -277,23 +257,22 @@ class StoringProtocol(ProducerProtocol):
         self._look_for_more()
         return receipt
 
-    def _spill_line(self, now: float) -> None:
-        """Put what waits for room into the outbox, as far as there is."""
+    def spill_line(self, now: float) -> None:
+        """Put messages that wait in line into the outbox, as far as there is room."""
         controller = self.controller
-        try:
-            while controller.waiting and self.outbox.has_room(controller.next_size):
-                ticket = controller.dismiss()
-                assert isinstance(ticket, SendTicket)
-                try:
-                    self._spill(ticket.payload, ticket.exchange, ticket.routing_key, now, ticket)
-                except Exception as error:
-                    # The sender gets the error, and the rest of the line goes on.
-                    ticket.error = error
-                self.wake.append(ticket.waiter)
-                del self._waiting[ticket]
-        except BaseException:
-            to_the_end(self._mend)
-            raise
+        while self._spills and controller.waiting and self.outbox.has_room(controller.next_size):
+            ticket = controller.dismiss()
+            assert isinstance(ticket, SendTicket)
+            try:
+                self._spill(ticket.payload, ticket.exchange, ticket.routing_key, now, ticket)
+            except Exception as error:
+                # The sender gets the error, and the rest of the line goes on.
+                ticket.error = error
+            self.reports.wake.append(ticket.waiter)
+            del self.admission.waiting[ticket]
+        if self.gate.is_held_by(HoldKind.OUTBOX):
+            # There may be room.
+            controller.look(now)
 
     def when_flushed(self, waiter: Any) -> bool:
         if not self.has_backlog:
@@ -309,7 +288,7 @@ class StoringProtocol(ProducerProtocol):
 
     @property
     def wants_channel(self) -> bool:
-        return super().wants_channel or (self.has_backlog and not self._is_over)
+        return super().wants_channel or (self.has_backlog and not self.channel.is_over)
 
     # The backlog.
 
@@ -324,22 +303,24 @@ class StoringProtocol(ProducerProtocol):
             self.plan is None
             and self._read_to < self._backlog_last
             and len(self._ready) <= _FEW
-            and not self._is_over
+            and not self.channel.is_over
             and not any(map(self._keeps_back, self.gate.holds))
         ):
             self._ring(Plan(self._read_to, self._backlog_last, sends=True))
 
+    @step
     def look_for_old(self, now: float) -> None:
         """Have the backlog looked through for messages that are too old, whether or not it could leave."""
         if self._ready:
-            self._grant(now)
-        if self.plan is None and self._read_to < self._backlog_last and not self._is_over:
+            self.admission.grant(now)
+        if self.plan is None and self._read_to < self._backlog_last and not self.channel.is_over:
             self._ring(Plan(self._read_to, self._backlog_last, sends=False))
 
     def _ring(self, plan: Plan) -> None:
         self.plan = plan
-        self.wake.append(self.keeper)
+        self.reports.wake.append(self.keeper)
 
+    @step
     def feed(
         self, plan: Plan, batch: Sequence[StoredMessage], now: float, damaged: Mapping[int, str] | None = None
     ) -> None:
@@ -352,13 +333,13 @@ class StoringProtocol(ProducerProtocol):
             damaged: by sequence, why others were set aside.
         """
         self.plan = None
-        if self._is_over:
+        if self.channel.is_over:
             return
         for sequence, why in (damaged or {}).items():
             receipt = self._spilled.pop(sequence, None)
             if receipt is not None:
                 receipt._reply = (0, f"it is damaged there, and set aside: {why}")
-                self._settle(receipt, Outcome.STORED)
+                self.reports.settle_unadmitted(receipt, Outcome.STORED)
         oldest = self._oldest_sent(now)
         for stored in batch:
             if stored.at < oldest:
@@ -373,29 +354,20 @@ class StoringProtocol(ProducerProtocol):
             # What was there has left the file by another way.
             self._read_to = max(self._read_to, plan.upto)
         self._go_on(now)
-        self._grant(now)
 
+    @step
     def refuse_plan(self) -> None:
         """The backlog could not be read; it is tried again."""
         plan, self.plan = self.plan, None
-        if plan is not None and not self._is_over:
+        if plan is not None and not self.channel.is_over:
             # Another one, because this one was tried.
             self._ring(Plan(*plan))
 
-    def _grant(self, now: float) -> None:
-        # At the end the window gets empty, and what waits on disk stays there.
-        if not self._is_over and (self.has_backlog or self.gate.is_held_by(HoldKind.OUTBOX)):
-            try:
-                self._take_up(now)
-            except BaseException:
-                to_the_end(self._mend)
-                raise
-        super()._grant(now)
-        if self.controller.waiting and self._spills:
-            self._spill_line(now)
-        if self.gate.is_held_by(HoldKind.OUTBOX):
-            # There may be room.
-            self.controller.look(now)
+    def admit_backlog(self, now: float) -> None:
+        """Admit messages of the backlog before any that waits in line."""
+        # At the end the window gets empty, and the messages on disk stay there.
+        if not self.channel.is_over and (self.has_backlog or self.gate.is_held_by(HoldKind.OUTBOX)):
+            self._take_up(now)
 
     def _take_up(self, now: float) -> None:
         """Have what is read of the backlog leave, as far as it may; what has got too old in memory never does."""
@@ -430,34 +402,34 @@ class StoringProtocol(ProducerProtocol):
         message = stored.to_send()
         spilled = self._spilled.get(stored.sequence)
         try:
-            route = self._route(stored.exchange, stored.routing_key)
-            receipt = self._receipt_type(message, route, self._id_prefix) if spilled is None else spilled
+            route = self.admission.route(stored.exchange, stored.routing_key)
+            receipt = self.admission.receipt_type(message, route, self._id_prefix) if spilled is None else spilled
             if spilled is not None:
                 spilled.take_up(message, route)
-            cost = self._prepare(receipt)
+            cost = self.admission.prepare(receipt)
         except Exception as error:
             # This broker takes smaller frames than the one that it was put for.
-            self._recount()
+            self._inner.remove(len(stored.message.body), 1)
             self._fail(stored, f"it cannot be encoded: {error}")
             return
-        self._sequences[self._next_number] = stored.sequence
-        super()._admit(receipt, cost, now)
+        self._admitting = stored.sequence
+        self.admission.admit(receipt, cost, now)
         self._spilled.pop(stored.sequence, None)
 
     def _oldest_sent(self, now: float) -> float:
         """Before when a message must not have been put to be sent, in seconds since 1970."""
         age = self.settings.outbox_max_age
-        return -1.0 if age is None else now + self._wall_offset - age
+        return -1.0 if age is None else self.reports.wall_time(now) - age
 
     def _fail_as_old(self, stored: StoredMessage) -> None:
         self._fail(stored, f"it was in the outbox for more than outbox_max_age={self.settings.outbox_max_age:g} s")
 
     def _fail(self, stored: StoredMessage, why: str) -> None:
         """Settle a message of the backlog that is not sent."""
-        route = self._unconfirmed.encoder.route(stored.exchange, stored.routing_key)
+        route = self.unconfirmed.encoder.route(stored.exchange, stored.routing_key)
         receipt: Receipt | None = self._spilled.get(stored.sequence)
         if receipt is None:
-            receipt = self._receipt_type(stored.message, route, None)
+            receipt = self.admission.receipt_type(stored.message, route, None)
         else:
             receipt._payload = stored.message
         receipt._reply = (0, why)
@@ -472,9 +444,10 @@ class StoringProtocol(ProducerProtocol):
         sequence, receipt, outcome = self._failing
         self.outbox.settle(sequence)
         self._call()
-        told = self.failures if self.settled is None else self.settled
+        reports = self.reports
+        told = reports.failures if reports.settled is None else reports.settled
         if not told or told[-1] is not receipt:
-            self._settle(receipt, outcome)
+            reports.settle_unadmitted(receipt, outcome)
         self._spilled.pop(sequence, None)
         if self._ready and self._ready[0].sequence == sequence:
             self._ready.popleft()
@@ -489,7 +462,7 @@ class StoringProtocol(ProducerProtocol):
             if last > done:
                 self._backlog_flushes.append((last, waiter))
             elif not self.when_settled(waiter):
-                self.wake.append(waiter)
+                self.reports.wake.append(waiter)
 
     def next_timer(self, now: float) -> float | None:
         at = super().next_timer(now)
@@ -501,22 +474,28 @@ class StoringProtocol(ProducerProtocol):
 
     # Into the outbox, when a message is admitted.
 
-    def _admit(self, receipt: Receipt, cost: int, now: float) -> None:
-        number = self._next_number
-        payload, message_id = receipt._payload, f"{self._id_prefix}{number:012x}"
-        sequence = self.outbox.put(payload, receipt.exchange, receipt.routing_key, message_id, overdraw=self._blocks)
-        self._sequences[number] = sequence
-        super()._admit(receipt, cost, now)
-        self._last_sequence = sequence
+    def admitting(self, receipt: Receipt, number: int) -> None:
+        """Note a message that is about to be admitted under a number, unless it is in the outbox already.
 
-    def _recount(self) -> None:
-        super()._recount()
+        Raises:
+            OutboxFull: there is no room.
+        """
+        sequence, self._admitting = self._admitting, 0
+        if not sequence:
+            payload, message_id = receipt._payload, f"{self._id_prefix}{number:012x}"
+            exchange, routing_key = receipt.exchange, receipt.routing_key
+            sequence = self.outbox.put(payload, exchange, routing_key, message_id, overdraw=self._blocks)
+        self._sequences[number] = sequence
+
+    def heal(self, unsettled: Sequence[Receipt]) -> None:
+        """Repair what an unfinished step has left."""
+        self._admitting = 0
         self._end_failing()
-        numbers = {receipt._number for receipt in self.unsettled_receipts}
+        numbers = {receipt._number for receipt in unsettled}
         while self._sequences and next(reversed(self._sequences)) not in numbers:
             self._sequences.popitem()
         self._forget_orphans()
-        # What was admitted, and only that was not noted any more.
+        # They are admitted, and the interrupt came before they left the list.
         taken = next(reversed(self._sequences.values()), 0)
         while self._ready and self._ready[0].sequence <= taken:
             self._ready.popleft()
@@ -531,21 +510,15 @@ class StoringProtocol(ProducerProtocol):
 
     # Out of it, when it is settled.
 
-    def _left(self, receipts: list[Receipt], now: float) -> None:
-        self._let_go(receipts)
-        super()._left(receipts, now)
-
-    def _give_back(self, reason: str, now: float, culprit: Receipt | None = None) -> None:
-        receipts = self.unsettled_receipts
-        super()._give_back(reason, now, culprit)
-        self._let_go(receipt for receipt in receipts if receipt._outcome is not Outcome.STORED)
-
-    def _let_go(self, receipts: Iterable[Receipt]) -> None:
-        """Have what is settled leave the outbox."""
+    def settled(self, receipts: Iterable[Receipt]) -> None:
+        """Have settled messages leave the outbox, except those that stay in it for the next producer."""
         sequences, settle = self._sequences, self.outbox.settle
         first = last = 0
         for receipt in receipts:
+            if receipt._outcome is Outcome.STORED:
+                continue
             sequence = sequences.pop(receipt._number, 0)
+            self._last_sequence = max(self._last_sequence, sequence)
             if sequence == last + 1 and last:
                 last = sequence
                 continue
@@ -559,12 +532,7 @@ class StoringProtocol(ProducerProtocol):
     def _call(self) -> None:
         if not self.called:
             self.called = True
-            self.wake.append(self.keeper)
-
-    def _settle(self, receipt: Receipt, outcome: Outcome, *, report: bool = True) -> None:
-        if self._is_over and outcome in _UNANSWERED:
-            outcome = Outcome.STORED
-        super()._settle(receipt, outcome, report=report)
+            self.reports.wake.append(self.keeper)
 
     # The end.
 
@@ -573,7 +541,7 @@ class StoringProtocol(ProducerProtocol):
         self._ready.clear()
         for receipt in sorted(self._spilled.values(), key=lambda receipt: receipt._sequence):
             receipt._reply = (0, reason)
-            self._settle(receipt, Outcome.STORED)
+            self.reports.settle_unadmitted(receipt, Outcome.STORED)
         self._spilled.clear()
-        self.wake += [waiter for _, waiter in self._backlog_flushes]
+        self.reports.wake += [waiter for _, waiter in self._backlog_flushes]
         self._backlog_flushes.clear()

@@ -63,13 +63,19 @@ class _Controller(Protocol):
     waiting: int
 
 
+class _Admission(Protocol):
+    observer: Any
+    refusals: dict[str, int]
+
+
 class _Watched(Protocol):
     """What is read of a producer's protocol."""
 
     gate: Gate
     window: WindowLimiter
-    observer: Any
-    refusals: dict[str, int]
+
+    @property
+    def admission(self) -> _Admission: ...
 
     @property
     def controller(self) -> _Controller: ...
@@ -369,7 +375,7 @@ def _by_hold(observer: Observer, values: Mapping[str, float]) -> Iterator[_Point
 
 
 def _refusals(observer: Observer) -> Iterator[_Point]:
-    return _by_hold(observer, observer.protocol.refusals)
+    return _by_hold(observer, observer.protocol.admission.refusals)
 
 
 def _flow_stops(observer: Observer) -> Iterator[_Point]:
@@ -469,7 +475,7 @@ class _Metrics:
                 series = dict(past)
                 for observer in self._observers:
                     # Who collects is an SDK, maybe one that came after the producer.
-                    observer.protocol.observer = observer
+                    observer.protocol.admission.observer = observer
                     observer.tell()
                     _add(series, read(observer))
             return [self._api.Observation(value, attributes) for value, attributes in series.values()]
@@ -499,7 +505,7 @@ class _Metrics:
         """In a child process: the producers are the parent's, and so is what they counted."""
         self._lock = threading.RLock()
         for observer in self._observers:
-            observer.protocol.observer = None
+            observer.protocol.admission.observer = None
         self._observers.clear()
         for past in self._past.values():
             past.clear()
@@ -526,7 +532,7 @@ def watch(producer: object, protocol: _Watched, settings: ProducerSettings, url:
     if settings.tracing:
         observer.tracer = Tracer(observer)
     if settings.tracing or _metrics.has_sdk:
-        protocol.observer = observer
+        protocol.admission.observer = observer
     _metrics.add(observer)
     weakref.finalize(producer, _metrics.remove, observer).atexit = False
     return observer

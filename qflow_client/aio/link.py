@@ -368,7 +368,7 @@ class Link:
             return
         error = _error(closing)
         # The tap tells of what the broker closes. Otherwise aiormq's tasks are cancelled: the loop ends.
-        by_broker = error is not None and self._protocol.channel is None
+        by_broker = error is not None and self._protocol.channel.number is None
         self._leave("the channel was closed" if error is None else f"the channel was closed: {words(error)}")
         if self._closing is not None:
             return
@@ -437,7 +437,7 @@ class Link:
             tapped.delay = None
         wanted = False
         # If the broker closed the channel the tap has told of it.
-        if reconnects or self._protocol.channel is not None:
+        if reconnects or self._protocol.channel.number is not None:
             now = time.monotonic()
             shared = not self._is_own
             wanted = LOOPS.take(

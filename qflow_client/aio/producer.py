@@ -22,7 +22,9 @@ from qflow_client.aio.dispatcher import Dispatcher, refuse_coroutine_function
 from qflow_client.aio.link import Link
 from qflow_client.aio.receipt import AsyncReceipt
 from qflow_client.aio.turn import Turns
-from qflow_client.core.protocol import LogEntry, ProducerProtocol, SendTicket, check_capacity
+from qflow_client.core.admission import SendTicket, check_capacity
+from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.core.reporting import LogEntry
 from qflow_client.errors import (
     ConnectionFailed,
     FlowControlTimeout,
@@ -188,7 +190,7 @@ class AsyncProducer:
         # None if nobody is to be told of receipts.
         self._deliveries = None if on_delivery is None else Deliveries(on_delivery, self._told)
         if self._deliveries is not None:
-            self._protocol.settled = []
+            self._protocol.reports.settled = []
         self._connection = connection
         self._manager = manager
         self._listeners: Listeners[_FlowEvents] = Listeners()
@@ -356,7 +358,7 @@ class AsyncProducer:
                 return await self.send(
                     traced, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source
                 )
-        receipt = self._protocol.send_at_once(payload, exchange, routing_key)
+        receipt = self._protocol.admission.send_at_once(payload, exchange, routing_key)
         if receipt is not None:
             tapped = self._link.tapped  # type: ignore[union-attr]  # it is open, or nothing would be admitted
             if not tapped.awake:  # type: ignore[union-attr]  # likewise
@@ -368,7 +370,7 @@ class AsyncProducer:
             if stored is not None:
                 return await self._made_durable(stored)
         else:
-            receipt = self._step(lambda protocol: protocol.send(payload, exchange, routing_key, _monotonic()))
+            receipt = self._step(lambda protocol: protocol.admission.send(payload, exchange, routing_key, _monotonic()))
             if receipt is not None:
                 return receipt  # type: ignore[return-value]  # as above
         if self.settings.when_flowed is WhenFlowed.RAISE:
@@ -436,10 +438,12 @@ class AsyncProducer:
                 self._storage.wait_durable(stored)
                 return stored
         else:
-            receipt = self._protocol.send_at_once(payload, exchange, routing_key)
+            receipt = self._protocol.admission.send_at_once(payload, exchange, routing_key)
             if receipt is None:
                 check_can_wait("send_nowait()", payload)
-                receipt = self._step(lambda protocol: protocol.send(payload, exchange, routing_key, _monotonic()))
+                receipt = self._step(
+                    lambda protocol: protocol.admission.send(payload, exchange, routing_key, _monotonic())
+                )
             elif not self._link.tapped.awake:  # type: ignore[union-attr]  # it is open, or nothing would be admitted
                 self._link.tapped.wake()  # type: ignore[union-attr]  # likewise
             if receipt is not None:
@@ -488,7 +492,7 @@ class AsyncProducer:
             for message in messages:
                 receipt: Any = None
                 if type(message) is bytes and self._tracer is None:
-                    receipt = self._protocol.send_at_once(message, to, key)
+                    receipt = self._protocol.admission.send_at_once(message, to, key)
                 if receipt is None:
                     receipt = await self.send(
                         message, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source
@@ -543,16 +547,18 @@ class AsyncProducer:
         waiter = self._loop.create_future()
 
         def refuse(protocol: ProducerProtocol) -> tuple[Hold, ...]:
-            protocol.count_refusal()
-            return protocol.holds
+            protocol.admission.count_refusal()
+            return protocol.reports.holds
 
         def stand_in_front(protocol: ProducerProtocol) -> SendTicket:
             now = _monotonic()
-            ticket = protocol.stand_in_line(payload, exchange, routing_key, now, timeout=0, waiter=waiter, first=True)
+            ticket = protocol.admission.stand_in_line(
+                payload, exchange, routing_key, now, timeout=0, waiter=waiter, first=True
+            )
             try:
-                protocol.look_at(ticket, now)
+                protocol.admission.look_at(ticket, now)
             finally:
-                protocol.give_up(ticket, now)
+                protocol.admission.give_up(ticket, now)
             return ticket
 
         try:
@@ -625,7 +631,7 @@ class AsyncProducer:
         check_timeout(timeout)
         if not await self._wait(self._protocol.when_flushed, timeout):
             raise unflushed(self._protocol, self._storage, timeout)
-        failures = LOOPS.take(self._protocol.take_failures)
+        failures = LOOPS.take(self._protocol.reports.take_failures)
         if failures:
             raise UndeliveredMessages(failures)
 
@@ -908,7 +914,7 @@ class AsyncProducer:
         Args:
             left: what was unsettled before the channel was ended.
         """
-        failures = LOOPS.take(self._protocol.take_failures)
+        failures = LOOPS.take(self._protocol.reports.take_failures)
         if self._deliveries is not None:
             failures += self._deliveries.undelivered(left)
         return undelivered_of(failures, self._storage)
@@ -938,9 +944,9 @@ class AsyncProducer:
 
     def _after(self) -> None:
         protocol = self._protocol
-        if protocol.observer is not None:
-            protocol.observer.tell(now=_monotonic())
-        if not protocol.wake and not protocol.events and not protocol.settled and not protocol.logs:
+        if protocol.admission.observer is not None:
+            protocol.admission.observer.tell(now=_monotonic())
+        if protocol.reports.is_empty:
             return
         settled, wake, logs = LOOPS.take(self._take_news)
         for waiter in wake:
@@ -950,7 +956,7 @@ class AsyncProducer:
         if self._loop is None or self._dispatcher is None or self._loop.is_closed():
             # There are no turns of a loop. Events wait for the first.
             return
-        if protocol.events:
+        if protocol.reports.events:
             self._listeners.tell(protocol, self._dispatcher.call)
         if settled:
             assert self._deliveries is not None
@@ -959,9 +965,9 @@ class AsyncProducer:
 
     def _take_news(self) -> tuple[list[Receipt], list[Any], list[LogEntry]]:
         protocol = self._protocol
-        settled = protocol.take_settled(_monotonic()) if protocol.settled else []
-        wake, protocol.wake = protocol.wake, []
-        logs, protocol.logs = protocol.logs, []
+        settled = protocol.take_settled(_monotonic()) if protocol.reports.settled else []
+        wake, protocol.reports.wake = protocol.reports.wake, []
+        logs, protocol.reports.logs = protocol.reports.logs, []
         return settled, wake, logs
 
     def _deliver(self, receipts: list[Receipt]) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from time import monotonic as _monotonic
 from typing import Any
 
-from qflow_client.core.protocol import ProducerProtocol, SendTicket
+from qflow_client.core.admission import SendTicket
+from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.errors import FlowControlTimeout
 from qflow_client.guard import LOOPS, is_inside
 from qflow_client.message import Message
@@ -108,7 +109,7 @@ class Turns:
         protocol = self._protocol()
         turn = _Turn(self, self._loop)
         ticket = LOOPS.take(
-            lambda: protocol.stand_in_line(
+            lambda: protocol.admission.stand_in_line(
                 payload, exchange, routing_key, _monotonic(), timeout=timeout, waiter=turn, source=source
             )
         )
@@ -130,7 +131,7 @@ class Turns:
                     timer.cancel()
         try:
             # Raises if nothing but its time has come. Another may have taken the protocol's place.
-            LOOPS.take(lambda: self._protocol().look_at(ticket, _monotonic()))
+            LOOPS.take(lambda: self._protocol().admission.look_at(ticket, _monotonic()))
         except FlowControlTimeout:
             # It may have stood before one that goes now.
             self._kick()
@@ -143,13 +144,13 @@ class Turns:
             # A finalizer cancels a task, say.
             self._loop.call_soon(self.give_up, ticket)
             return
-        LOOPS.take(lambda: self._protocol().give_up(ticket, _monotonic()))
+        LOOPS.take(lambda: self._protocol().admission.give_up(ticket, _monotonic()))
         self._kick()
 
     def _on_notice(self) -> None:
         self._notice = None
         now = _monotonic()
-        at = LOOPS.take(lambda: self._protocol().notice(now))
+        at = LOOPS.take(lambda: self._protocol().admission.notice(now))
         if at is not None:
             self._kick()
             self._notice = self._loop.call_later(at - now, self._on_notice)

@@ -31,6 +31,7 @@ from qflow_client.aio.aiormq_io import TapTransport
 from qflow_client.aio.dispatcher import Dispatcher, refuse_coroutine_function
 from qflow_client.aio.turn import Turns, wake_at
 from qflow_client.amqp.frames import HEADER_FRAME, PublishEncoder, frame
+from qflow_client.core.step import step
 from qflow_client.dropin import ADDRESSING, RECONNECTING, RETRYING, DropIn, DropInFlow, EncodedMessage, EncodedProtocol
 from qflow_client.errors import ConfirmTimeout, FlowControlTimeout
 from qflow_client.events import FlowEvent, FlowState, HoldKind
@@ -75,10 +76,8 @@ _monotonic = time.monotonic
 
 
 class _Protocol(EncodedProtocol):
-    __slots__ = ("returned",)
-
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
+    def __init__(self, settings: ProducerSettings, **options: Any) -> None:
+        super().__init__(settings, **options)
         # What was returned, of which nobody has been told: the method, the payload of the header frame, and the body.
         self.returned: list[tuple[spec.Basic.Return, bytes, bytes]] = []
 
@@ -86,6 +85,7 @@ class _Protocol(EncodedProtocol):
         method = spec.Basic.Return(reply_code=code, reply_text=text, exchange=exchange, routing_key=routing_key)
         self.returned.append((method, header, body))
 
+    @step
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
         # What is unsettled is settled when aiormq has closed its side, which decides what is raised.
         self._disconnect(f"the broker closed the channel: {code} {text}", now)
@@ -152,7 +152,8 @@ class ChannelFlow(DropInFlow):
         self._methods.clear()
         protocol = self.protocol
         if not self._is_named:
-            protocol.settings = replace(protocol.settings, name=f"aio-pika channel {number}")
+            protocol.reports.name = f"aio-pika channel {number}"
+            protocol.settings = replace(protocol.settings, name=protocol.reports.name)
         now = _monotonic()
         if self._restores and self._was_open:
             protocol.hold(HoldKind.DISCONNECTED, now, source=_RESTORING, detail="what was declared is declared again")
@@ -213,7 +214,7 @@ class ChannelFlow(DropInFlow):
     def ended(self) -> None:
         """There will be no other channel, unless the program opens it again: nobody waits for one."""
         flow_manager.unregister(self)
-        self.protocol.give_up_all(_monotonic())
+        self.protocol.admission.give_up_all(_monotonic())
         for waiter in tuple(self._unflow_waiters):
             _wake(waiter)
         self.after()
@@ -267,7 +268,9 @@ class ChannelFlow(DropInFlow):
             message_id = properties.message_id = UUID(int=getrandbits(128), version=4).hex
         header = ContentHeader(properties=properties, body_size=len(body))
         if timeout is not None and timeout <= 0:
-            raise FlowControlTimeout(self.protocol.holds, 0.0, body, f"timeout={timeout!r} leaves no time to send it")
+            raise FlowControlTimeout(
+                self.protocol.reports.holds, 0.0, body, f"timeout={timeout!r} leaves no time to send it"
+            )
         if channel.is_closed:
             raise ChannelInvalidStateError(f"{channel!r} closed")
         message = EncodedMessage(self._frames(channel, method, header, body), body)
@@ -294,7 +297,7 @@ class ChannelFlow(DropInFlow):
         """Publish a message; `mandatory` is its message id, if it is."""
         began = now = _monotonic()
         limit = self.settings.max_producer_flow_control_wait if timeout is None else timeout
-        receipt = self.protocol.send(message, exchange, routing_key, now)
+        receipt = self.protocol.admission.send(message, exchange, routing_key, now)
         if receipt is None:
             receipt = await self._when_unflowed(message, exchange, routing_key, limit)
             if timeout is None:
@@ -383,26 +386,26 @@ class ChannelFlow(DropInFlow):
     def _verdict(self, receipt: Receipt, began: float, body: bytes) -> spec.Basic.Ack | None:
         match receipt._outcome:
             case Outcome.CONFIRMED:
-                return spec.Basic.Ack(delivery_tag=self.protocol.delivery_tag(receipt))
+                return spec.Basic.Ack(delivery_tag=receipt._tag)
             case Outcome.SENT:
                 return None
             case Outcome.NACKED:
-                raise DeliveryError(None, spec.Basic.Nack(delivery_tag=self.protocol.delivery_tag(receipt)))
+                raise DeliveryError(None, spec.Basic.Nack(delivery_tag=receipt._tag))
             case None:
                 raise self._too_late(receipt, began, body)
         raise self._ended_by()
 
     def _too_late(self, receipt: Receipt, began: float, body: bytes) -> Exception:
         waited = _monotonic() - began
-        holds = self.protocol.holds
+        holds = self.protocol.reports.holds
         if self._withdraw(receipt):
-            self.protocol.count_refusal()
+            self.protocol.admission.count_refusal()
             detail = "the socket takes no bytes"
             socket = Hold(HoldKind.TRANSPORT, since=time.time() - waited, detail=detail)
             return FlowControlTimeout(
                 holds or (socket,), waited, body, "a longer timeout, or max_producer_flow_control_wait, waits"
             )
-        if self.protocol.delivery_tag(receipt) > self.protocol.written:
+        if receipt._tag > self.protocol.written:
             return ConfirmTimeout(
                 f"a part of the message is written after {waited:.3g} s, and the broker takes no more; what is left "
                 f"stays first in line, so the message may still arrive: {receipt.describe()}{self.held}"
@@ -437,13 +440,13 @@ class ChannelFlow(DropInFlow):
         protocol = self.protocol
         if protocol.returned:
             self._tell_returns()
-        wake, protocol.wake = protocol.wake, []
+        wake, protocol.reports.wake = protocol.reports.wake, []
         for waiter in wake:
             _wake(waiter)
-        if protocol.failures:
+        if protocol.reports.failures:
             # Whoever published is told.
-            protocol.failures.clear()
-        if protocol.logs or protocol.events:
+            protocol.reports.failures.clear()
+        if protocol.reports.logs or protocol.reports.events:
             super().after()
 
     def _tell(self, listener: Callable[[FlowEvent], object], event: FlowEvent) -> None:

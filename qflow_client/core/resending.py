@@ -149,7 +149,9 @@ class Resending:
             begun: what may have arrived, and is to leave again.
             suspects: the part of `begun` that may be the cause, if the broker closed the channel.
         """
-        self.again = deque(sorted((*self.again, *begun), key=_number))
+        # By number, because an interrupted call may be made again.
+        by_number = {receipt._number: receipt for receipt in (*self.again, *begun)}
+        self.again = deque(by_number[number] for number in sorted(by_number))
         self.copies = set(map(_number, self.again))
         self.suspects = (self.suspects & self.copies) | set(map(_number, suspects))
         self._refused = {number: since for number, since in self._refused.items() if number in self.copies}
@@ -251,19 +253,23 @@ class Resending:
         Returns:
             Whether it leaves as a second copy later; otherwise it was never written, and stands in line again.
         """
-        if receipt is self.probe:
-            self.probe = None
-        if receipt is self._alone:
-            self._alone = None
+        self.leave_out(receipt)
         number = receipt._number
         if number not in self.copies:
             return False
         again = self.again
         if not again or again[-1]._number < number:
             again.append(receipt)
-        elif again[at := bisect_left(again, number, key=_number)] is not receipt:
-            again.insert(at, receipt)
+        else:
+            again.insert(bisect_left(again, number, key=_number), receipt)
         return True
+
+    def leave_out(self, receipt: Receipt) -> None:
+        """A message that had left alone tells nothing any more."""
+        if receipt is self.probe:
+            self.probe = None
+        if receipt is self._alone:
+            self._alone = None
 
     # What the broker refuses.
 
@@ -340,11 +346,13 @@ class Resending:
         return is_first
 
     def expired(self, now: float) -> list[Receipt]:
-        """Take away what has been refused for too long, or was returned meanwhile, and return it."""
-        expired = [each for each in self.again if self._gives_up(each, now)]
-        if expired:
-            self.again = deque(each for each in self.again if not self._gives_up(each, now))
-        return expired
+        """Return the messages that have been refused for too long, or were returned meanwhile."""
+        return [each for each in self.again if self._gives_up(each, now)]
+
+    def drop_settled(self) -> None:
+        """Forget the messages that are settled."""
+        if any(each._outcome is not None for each in self.again):
+            self.again = deque(each for each in self.again if each._outcome is None)
 
     def forget(self) -> None:
         """Nothing is to leave any more."""

@@ -1,18 +1,18 @@
-"""What is on the wire of one channel and not settled.
+"""The messages on the wire of the channel, and the bytes that are made of them.
 
 A message has a *number* from its admission on, which gives the order. It has a *delivery tag* once its frames are
 made, because a tag is nothing but a place on the wire. Tags are given one after the other, so the unsettled messages
-stand in a dict in the order of their tags, and what is settled leaves nothing behind.
+stand in a dict in the order of their tags, and a settled message leaves nothing behind.
 
-Frames are made a batch at a time, when the socket takes more. What a stop (``Channel.Flow``) finds made and not begun
-is taken back and loses its tag.
+Frames are made a batch at a time, when the socket takes more. Messages whose frames are made and not begun when the
+broker stops the channel (``Channel.Flow``) are taken back and lose their tags.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from heapq import heapify, heappop, heappush
-from itertools import islice
+from itertools import repeat
 from typing import Any
 
 from qflow_client.amqp.frames import FRAME_OVERHEAD, LAST_DIGITS, PublishEncoder
@@ -35,16 +35,13 @@ def body_of(payload: bytes | Message) -> bytes:
 
 
 class Unconfirmed:
-    """The messages on the wire, and the bytes that are made of them.
-
-    Args:
-        encoder: of the channel.
-    """
+    """The messages on the wire of one channel after the other."""
 
     __slots__ = ("_by_number", "_is_ordered", "_last", "_low", "encoder", "flight", "outbound")
 
-    def __init__(self, encoder: PublishEncoder) -> None:
-        self.encoder = encoder
+    encoder: PublishEncoder
+
+    def __init__(self) -> None:
         #: The unsettled messages on the wire, by tag, in the order of the tags.
         self.flight: dict[int, Receipt] = {}
         #: What is being written.
@@ -57,6 +54,18 @@ class Unconfirmed:
         # If they are not and somebody has asked for the oldest: a heap of numbers, tags and messages. Some may have
         # left the wire.
         self._by_number: list[tuple[int, int, Receipt]] = []
+
+    def begin(self, encoder: PublishEncoder) -> None:
+        """Forget all, and begin with delivery tag 1.
+
+        Args:
+            encoder: of the new channel.
+        """
+        # The new values are made first. The stores call nothing, so an interrupt leaves all or none of them.
+        flight: dict[int, Receipt] = {}
+        outbound, by_number = Outbound(), list[tuple[int, int, Receipt]]()
+        self.encoder, self.flight, self.outbound, self._by_number = encoder, flight, outbound, by_number
+        self._low, self._last, self._is_ordered = 1, 0, True
 
     @property
     def oldest(self) -> int:
@@ -105,7 +114,8 @@ class Unconfirmed:
 
     def begun(self) -> list[Receipt]:
         """The unsettled messages that have begun: at least one byte is written."""
-        return list(islice(self.flight.values(), self.in_flight))
+        begun = self.outbound.begun
+        return [receipt for tag, receipt in self.flight.items() if tag <= begun]
 
     @property
     def in_flight(self) -> int:
@@ -115,13 +125,20 @@ class Unconfirmed:
 
     # What is answered.
 
-    def take(self, first: int, stop: int) -> list[Receipt]:
-        """Take the unsettled messages of the tags from `first` to before `stop`, which are to be settled."""
-        take = self.flight.pop
-        return [receipt for tag in range(first, stop) if (receipt := take(tag, None)) is not None]
+    def take_into(self, receipts: list[Receipt], first: int, stop: int) -> None:
+        """Move the unsettled messages of the tags from `first` to before `stop` into a list.
 
-    def refuse(self, tag: int) -> None:
-        """Take away an unsettled message that is to leave again."""
+        An interrupt leaves each message in one of the two; there may be ``None`` in the list then.
+        """
+        flight = self.flight
+        before = len(flight)
+        # One call into C, between whose steps no signal handler runs.
+        receipts.extend(map(flight.pop, range(first, stop), repeat(None)))  # type: ignore[misc]  # see above
+        if before - len(flight) != len(receipts):
+            receipts[:] = [receipt for receipt in receipts if receipt is not None]
+
+    def drop(self, tag: int) -> None:
+        """Forget a message: it is settled, or is to leave again."""
         del self.flight[tag]
 
     # What is written.
@@ -190,18 +207,10 @@ class Unconfirmed:
             for each in batch:
                 heappush(self._by_number, (each._number, each._tag, each))
         self._last = batch[-1]._number
-        # In this order, so that `mend_make` can tell how far it came.
+        # In this order, so that `heal` can tell how far it came.
         self.flight.update(zip(range(given + 1, tag + 1), batch, strict=True))
         self.outbound.put(parts, ends, borders, rest)
         for _ in batch:
-            source.popleft()
-
-    def mend_make(self, source: deque[Receipt]) -> None:
-        """Finish a `make` that Ctrl-C has interrupted if its frames are there, and otherwise undo it."""
-        flight, given = self.flight, self.outbound.given
-        while flight and next(reversed(flight)) > given:
-            flight.popitem()
-        while source and flight.get(source[0]._tag) is source[0]:
             source.popleft()
 
     def beyond(self) -> Receipt | None:
@@ -209,3 +218,22 @@ class Unconfirmed:
         flight = self.flight
         last = next(reversed(flight), 0)
         return flight[last] if last > self.outbound.given else None
+
+    def heal(self, again: deque[Receipt], line: deque[Receipt]) -> None:
+        """Repair what an unfinished step has left: a message stands in one place only.
+
+        Args:
+            again: what is to leave again.
+            line: what was never written.
+        """
+        flight, given, begun = self.flight, self.outbound.given, self.outbound.begun
+        for source in (again, line):
+            # `make` has made their frames.
+            while source and begun < source[0]._tag <= given and flight.get(source[0]._tag) is source[0]:
+                source.popleft()
+        # `make` has only noted them, or they were taken back or refused, or the channel has ended.
+        for receipt in (*again, *line):
+            if flight.get(receipt._tag) is receipt:
+                del flight[receipt._tag]
+        for tag in [tag for tag, receipt in flight.items() if receipt._outcome is not None]:
+            flight.pop(tag, None)

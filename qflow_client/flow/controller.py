@@ -410,11 +410,11 @@ class FlowController:
             self._pop(ticket)
         return ticket
 
-    def relist(self, tickets: Iterable[Ticket]) -> None:
-        """Have these, and no others, wait, after a step of this controller was interrupted at any point (by Ctrl-C).
+    def set_line(self, tickets: Iterable[Ticket]) -> None:
+        """Have these, and no others, wait.
 
         Args:
-            tickets: those that were to be in line, or in front of it, in the order in which they came.
+            tickets: in the order in which they came.
         """
         self._front = None
         self._line.clear()

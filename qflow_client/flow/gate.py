@@ -116,8 +116,8 @@ class Gate:
             self.observer(hold, False, now)
         return hold
 
-    def mend(self) -> None:
-        """Put right what a `hold` or a `lift` that was interrupted at any point (by Ctrl-C) has left half done."""
+    def heal(self) -> None:
+        """Repair what a `hold` or a `lift` has left that was interrupted."""
         since = min((hold.since for hold in self._holds.values()), default=None)
         self.is_open = since is None and not self.is_shut
         if since is None or self._closed_at is None:

@@ -276,7 +276,7 @@ class Channel(pyamqp.Channel):
             connection.hear()
         flow = self._open_flow()
         flow.look()
-        if flow.protocol.failures:
+        if flow.protocol.reports.failures:
             self._raise_failures("earlier messages; the message of this call was not sent")
         protocol = flow.protocol
         encoded = flow.encode(message, exchange, routing_key, bits, argsig, connection.frame_max)
@@ -287,7 +287,7 @@ class Channel(pyamqp.Channel):
             protocol.hold(HoldKind.TRANSPORT, _monotonic(), detail="the socket takes no more bytes")
         elif not protocol.gate.is_open:
             protocol.lift(HoldKind.TRANSPORT, _monotonic())
-        receipt = protocol.send(encoded, exchange or "", routing_key or "", _monotonic())
+        receipt = protocol.admission.send(encoded, exchange or "", routing_key or "", _monotonic())
         if receipt is None:
             receipt = self._when_unflowed(flow, encoded, exchange or "", routing_key or "", timeout)
         flow.write()
@@ -319,9 +319,9 @@ class Channel(pyamqp.Channel):
         if timeout is None:
             timeout = settings.max_producer_flow_control_wait
         flow.has_given_up = True
-        ticket = protocol.stand_in_line(encoded, exchange, routing_key, _monotonic(), timeout=timeout)
+        ticket = protocol.admission.stand_in_line(encoded, exchange, routing_key, _monotonic(), timeout=timeout)
         try:
-            while (look_at := protocol.look_at(ticket, _monotonic())) is not None:
+            while (look_at := protocol.admission.look_at(ticket, _monotonic())) is not None:
                 self._turn(flow, look_at)
         except FlowControlTimeout as error:
             refuse(
@@ -330,7 +330,7 @@ class Channel(pyamqp.Channel):
                 )
             )
         finally:
-            protocol.give_up(ticket, _monotonic())
+            protocol.admission.give_up(ticket, _monotonic())
             flow.after()
         if ticket.receipt is None:
             self._raise_closed()
@@ -405,12 +405,12 @@ class Channel(pyamqp.Channel):
             connection.hear()
         if receipt._outcome is Outcome.NACKED:
             if self._flow is not None:
-                self._flow.protocol.failures.clear()
+                self._flow.protocol.reports.failures.clear()
             raise MessageNacked()
 
     def _raise_failures(self, about: str) -> None:
         assert self._flow is not None
-        failures = self._flow.protocol.take_failures()
+        failures = self._flow.protocol.reports.take_failures()
         refuse(MessageNacked(f"{len(failures)} messages were not taken by the broker: {about}"))
 
     def wait_for_confirms(self, timeout: float | None = DEFAULT) -> None:
@@ -442,7 +442,7 @@ class Channel(pyamqp.Channel):
         flow.after()
         if self.connection.transport.has_news:
             self.connection.hear()
-        if flow.protocol.failures:
+        if flow.protocol.reports.failures:
             self._raise_failures("messages that were published before")
 
     # Flow.

@@ -13,10 +13,12 @@ from amqp.basic_message import Message
 from amqp.serialization import dumps
 
 from qflow_client.amqp.frames import PublishEncoder, properties
+from qflow_client.core.step import step
 from qflow_client.dropin import ADDRESSING, RECONNECTING, RETRYING, DropIn, DropInFlow, EncodedMessage, EncodedProtocol
 from qflow_client.events import HoldKind
 from qflow_client.kombu.wire import Wire
 from qflow_client.manager import flow_manager
+from qflow_client.receipt import Outcome
 from qflow_client.settings import ProducerSettings
 
 __all__ = ["KOMBU", "ChannelFlow"]
@@ -58,8 +60,6 @@ _OVERHEAD = 8
 class _Protocol(EncodedProtocol):
     """A publishing channel of py-amqp's, between the tap and what decides."""
 
-    __slots__ = ("before", "flow")
-
     # Set at once by who makes it.
     flow: ChannelFlow
     #: How many messages were written before the broker began to count them; None while it does not confirm.
@@ -89,16 +89,18 @@ class _Protocol(EncodedProtocol):
             content.inbound_body(body)
         self.flow.tell(spec.Basic.Return, "Bsss", (code, text, exchange, routing_key), content)
 
+    @step
     def advance(self, count: int, now: float) -> bool:
-        # Who is admitted is written at once, so nobody is before all is written.
-        outbound = self._unconfirmed.outbound
+        # An admitted message is written at once, so none is admitted before all bytes are written.
+        outbound = self.unconfirmed.outbound
         outbound.advance(count)
-        self.unwritten -= count
+        self.admission.unwritten -= count
         if self.before is None:
-            # Nobody will answer.
-            super().on_ack(0, True, now)
+            # The broker does not answer.
+            self.settling.answer(0, True, Outcome.CONFIRMED, now)
+            self._update(now)
         if not self.gate.is_open and not self.unwritten:
-            self.lift(HoldKind.TRANSPORT, now)
+            self._lift(HoldKind.TRANSPORT, now)
         return not outbound.mid_frame
 
     def on_flow(self, active: bool, now: float) -> None:
@@ -186,13 +188,13 @@ class ChannelFlow(DropInFlow):
         while self._calls:
             self._calls.popleft()()
         protocol = self.protocol
-        if protocol.logs or protocol.events or protocol.wake:
+        if not protocol.reports.is_empty:
             self.after()
 
     def after(self) -> None:
         """Log what there is to log, and tell whom there is to tell."""
         # Whoever waits looks by itself.
-        self.protocol.wake.clear()
+        self.protocol.reports.wake.clear()
         super().after()
 
     # Publishing.

@@ -198,13 +198,13 @@ class ChannelFlow(DropInFlow):
             if self._before_confirms is None:
                 # Nobody will answer.
                 protocol.on_ack(0, True, now)
-        if protocol.logs or protocol.events or protocol.wake:
+        if not protocol.reports.is_empty:
             self.after()
 
     def after(self) -> None:
         """Log what there is to log, and tell whom there is to tell."""
         # Whoever waits looks by itself.
-        self.protocol.wake.clear()
+        self.protocol.reports.wake.clear()
         super().after()
 
     # Who cannot wait.
@@ -217,7 +217,7 @@ class ChannelFlow(DropInFlow):
         """
         now = _monotonic()
         self._look_at_transport(now)
-        receipt = self.protocol.send(publish, *publish.arguments[:2], now)
+        receipt = self.protocol.admission.send(publish, *publish.arguments[:2], now)
         if receipt is None:
             error = self.flowed(publish)
             self._arm()

@@ -31,8 +31,8 @@ class ChannelIO:
         self.services.add_callback_threadsafe(self._after)
 
     def look(self) -> None:
-        """Have the I/O thread look at the whole protocol anew. For any thread, unless it has ended."""
-        self.services.add_callback_threadsafe(self._look_anew)
+        """Have the I/O thread take a step, which repairs an interrupted one. For any thread, unless it has ended."""
+        self.services.add_callback_threadsafe(self._on_timer)
 
     def arm_timer(self) -> None:
         """Have the protocol told when its time comes. For any thread."""
@@ -63,13 +63,7 @@ class ChannelIO:
         with self._lock:
             self._protocol.on_timer(time.monotonic())
         self._after_io()
-        self.services.pump()
-
-    def _look_anew(self) -> None:
-        with self._lock:
-            self._protocol.look_anew(time.monotonic())
-        self._after_io()
         tapped = self.services.tapped
-        # A socket that is full says itself when it takes more.
+        # A full socket says itself when it takes more.
         if tapped is not None and not tapped.full:
             self.services.pump()

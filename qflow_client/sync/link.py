@@ -351,7 +351,7 @@ class Link(ChannelIO):
     def _leave(self) -> None:
         self._leaves = True
         with self._lock:
-            number = self._protocol.channel
+            number = self._protocol.channel.number
             if number is not None:
                 self._tap.detach(number)
             self._protocol.connection_lost(GIVEN_UP, time.monotonic())

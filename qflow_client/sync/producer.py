@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import pika
 
 from qflow_client import telemetry
-from qflow_client.core.protocol import LogEntry, ProducerProtocol, SendTicket, check_capacity
+from qflow_client.core.admission import SendTicket, check_capacity
+from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.core.reporting import LogEntry
 from qflow_client.errors import (
     ConnectionFailed,
     FlowControlTimeout,
@@ -187,7 +189,7 @@ class Producer:
             self._observer = telemetry.watch(self, self._protocol, self.settings, self._link.url)
             self._tracer = self._observer.tracer
             if self._deliveries is not None:
-                self._protocol.settled = []
+                self._protocol.reports.settled = []
                 self._dispatcher.start()
             manager.register(self)
             watch_process(self)
@@ -281,7 +283,7 @@ class Producer:
             with self._tracer.span(payload, exchange, routing_key) as traced:
                 return self.send(traced, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source)
         try:
-            receipt = self._protocol.send_at_once(payload, exchange, routing_key)
+            receipt = self._protocol.admission.send_at_once(payload, exchange, routing_key)
             if receipt is not None:
                 if not self._services.awake:
                     self._services.wake()
@@ -296,7 +298,7 @@ class Producer:
             if stored is not None:
                 return self._made_durable(stored)
         else:
-            receipt = self._step(lambda protocol: protocol.send(payload, exchange, routing_key, _monotonic()))
+            receipt = self._step(lambda protocol: protocol.admission.send(payload, exchange, routing_key, _monotonic()))
             if receipt is not None:
                 return receipt  # type: ignore[return-value]  # as above
         if self.settings.when_flowed is WhenFlowed.RAISE:
@@ -377,7 +379,7 @@ class Producer:
     def _admit(self, payload: bytes | Message, exchange: str, routing_key: str) -> SyncReceipt | None:
         """Admit a message, if that can be done now."""
         try:
-            receipt = self._protocol.send_at_once(payload, exchange, routing_key)
+            receipt = self._protocol.admission.send_at_once(payload, exchange, routing_key)
             if receipt is not None:
                 if not self._services.awake:
                     self._services.wake()
@@ -387,7 +389,7 @@ class Producer:
             self._look_anew()
             raise
         check_can_wait("send_nowait()", payload)
-        return self._step(lambda protocol: protocol.send(payload, exchange, routing_key, _monotonic()))  # type: ignore[return-value]  # as above
+        return self._step(lambda protocol: protocol.admission.send(payload, exchange, routing_key, _monotonic()))  # type: ignore[return-value]  # as above
 
     def send_many(
         self,
@@ -448,7 +450,11 @@ class Producer:
 
         def admit(protocol: ProducerProtocol) -> None:
             now = _monotonic()
-            take = protocol.send if self._storage is None else partial(self._storage.protocol.store, spills=False)
+            take = (
+                protocol.admission.send
+                if self._storage is None
+                else partial(self._storage.protocol.store, spills=False)
+            )
             for message in messages[begin : begin + _AT_ONCE]:
                 payload = message if type(message) is bytes or isinstance(message, Message) else as_body(message)
                 receipt = take(payload, to, routing_key, now)
@@ -474,8 +480,8 @@ class Producer:
         """Refuse what was not admitted, unless a callback sends it, for whose end others may wait."""
 
         def refuse(protocol: ProducerProtocol) -> tuple[Hold, ...]:
-            protocol.count_refusal()
-            return protocol.holds
+            protocol.admission.count_refusal()
+            return protocol.reports.holds
 
         if self._deliveries is None or not self._dispatcher.is_current_thread:
             holds = self._step(refuse)
@@ -498,20 +504,20 @@ class Producer:
         def stand_in_line(protocol: ProducerProtocol) -> float | None:
             now = _monotonic()
             tickets.append(
-                protocol.stand_in_line(
+                protocol.admission.stand_in_line(
                     payload, exchange, routing_key, now, timeout=timeout, waiter=waiter, source=source, first=first
                 )
             )
-            return protocol.look_at(tickets[0], now)
+            return protocol.admission.look_at(tickets[0], now)
 
         try:
             look_at = self._step(stand_in_line)
             self._arm_timer()
             while look_at is not None and not waiter.wait_until(look_at):
-                look_at = self._step(lambda protocol: protocol.look_at(tickets[0], _monotonic()))
+                look_at = self._step(lambda protocol: protocol.admission.look_at(tickets[0], _monotonic()))
         except BaseException:
             # Ctrl-C above all: what was not admitted is not sent.
-            self._step(lambda protocol: protocol.give_up_of(waiter, tickets, _monotonic()))
+            self._step(lambda protocol: protocol.admission.give_up_of(waiter, tickets, _monotonic()))
             raise
         return self._admitted(tickets[0])
 
@@ -546,7 +552,7 @@ class Producer:
         if not self._link.ended:
             self._link.look()
         elif not is_inside():
-            self._lock.take(lambda: self._protocol.look_anew(_monotonic()))
+            self._lock.take(lambda: self._protocol.on_timer(_monotonic()))
             self._after()
 
     def _kick(self) -> None:
@@ -558,7 +564,7 @@ class Producer:
             return
         if not self._services.awake and protocol.unwritten > 0:
             self._services.wake()
-        if protocol.wake or protocol.events or protocol.settled or protocol.logs:
+        if not protocol.reports.is_empty:
             self._link.tell()
 
     def _arm_timer(self) -> None:
@@ -585,7 +591,7 @@ class Producer:
         timeout = limit_of(timeout, self.settings)
         if not self._wait(self._protocol.when_flushed, _deadline(timeout)):
             raise unflushed(self._protocol, self._storage, timeout)
-        failures = self._lock.take(self._protocol.take_failures)
+        failures = self._lock.take(self._protocol.reports.take_failures)
         if failures:
             raise UndeliveredMessages(failures)
 
@@ -869,7 +875,7 @@ class Producer:
             finally:
                 # Others wait for no more than that.
                 self._all_ended.set()
-        failures = self._lock.take(self._protocol.take_failures)
+        failures = self._lock.take(self._protocol.reports.take_failures)
         if self._deliveries is not None:
             failures += self._deliveries.undelivered(self._left)
         return undelivered_of(failures, self._storage)
@@ -897,9 +903,9 @@ class Producer:
 
     def _after(self) -> None:
         protocol = self._protocol
-        if protocol.observer is not None:
-            protocol.observer.tell(now=_monotonic())
-        if not protocol.wake and not protocol.events and not protocol.settled and not protocol.logs:
+        if protocol.admission.observer is not None:
+            protocol.admission.observer.tell(now=_monotonic())
+        if protocol.reports.is_empty:
             return
         wake, logs = self._lock.take(self._take_news)
         for waiter in wake:
@@ -910,11 +916,11 @@ class Producer:
     def _take_news(self) -> tuple[list[Any], list[LogEntry]]:
         """Report events and receipts; return the waiters to wake and the entries to log."""
         protocol = self._protocol
-        settled = protocol.take_settled(_monotonic()) if protocol.settled else []
-        wake, protocol.wake = protocol.wake, []
-        logs, protocol.logs = protocol.logs, []
+        settled = protocol.take_settled(_monotonic()) if protocol.reports.settled else []
+        wake, protocol.reports.wake = protocol.reports.wake, []
+        logs, protocol.reports.logs = protocol.reports.logs, []
         # In the order of the steps, so that two threads cannot swap what they tell.
-        if protocol.events:
+        if protocol.reports.events:
             self._listeners.tell(protocol, self._dispatcher.call)
         if settled:
             assert self._deliveries is not None

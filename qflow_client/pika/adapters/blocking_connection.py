@@ -402,7 +402,7 @@ class BlockingChannel(_pika.BlockingChannel):
             self._look_at_transport(is_writable)
         elif not protocol.gate.is_open:
             protocol.lift(HoldKind.TRANSPORT, _monotonic())
-        receipt = protocol.send(publish, exchange, routing_key, _monotonic())
+        receipt = protocol.admission.send(publish, exchange, routing_key, _monotonic())
         if receipt is None:
             receipt = self._when_unflowed(publish)
         services = turns.services
@@ -450,11 +450,11 @@ class BlockingChannel(_pika.BlockingChannel):
             raise self._flow.flowed(publish)
         exchange, routing_key, _ = publish.arguments
         now = _monotonic()
-        ticket = protocol.stand_in_line(
+        ticket = protocol.admission.stand_in_line(
             publish, exchange, routing_key, now, timeout=settings.max_producer_flow_control_wait
         )
         try:
-            while (look_at := protocol.look_at(ticket, _monotonic())) is not None:
+            while (look_at := protocol.admission.look_at(ticket, _monotonic())) is not None:
                 self._flow.after()
                 self._turn(look_at)
         except FlowControlTimeout as error:
@@ -462,7 +462,7 @@ class BlockingChannel(_pika.BlockingChannel):
                 error.holds, error.waited, publish.body, "a longer max_producer_flow_control_wait waits"
             ) from None
         finally:
-            protocol.give_up(ticket, _monotonic())
+            protocol.admission.give_up(ticket, _monotonic())
             self._flow.write()
         if ticket.receipt is None:
             self._check_open()
@@ -572,13 +572,13 @@ class BlockingChannel(_pika.BlockingChannel):
         Each has the ``Basic.Publish``, the properties and the body.
         """
         protocol = self._flow.protocol
-        receipts = [*protocol.failures, *protocol.unsettled_receipts]
+        receipts = [*protocol.reports.failures, *protocol.unsettled_receipts]
         return tuple(_published(each) for each in receipts if each._outcome in (None, Outcome.UNKNOWN))
 
     def _raise_failures(self, about: str) -> None:
         error: exceptions.NackError | exceptions.UnroutableError
-        if self._flow.protocol.failures:
-            error = exceptions.NackError([_published(each) for each in self._flow.protocol.take_failures()])
+        if self._flow.protocol.reports.failures:
+            error = exceptions.NackError([_published(each) for each in self._flow.protocol.reports.take_failures()])
         elif self._returned:
             returned, self._returned = self._returned, []
             error = exceptions.UnroutableError(returned)

@@ -94,7 +94,7 @@ def test_a_deadline_that_falls_together_with_a_cancel(run: Run, broker: Broker) 
                 with pytest.raises((asyncio.CancelledError, FlowControlTimeout)):
                     await task
             assert producer._protocol.controller.waiting == 0
-            assert producer._protocol._waiting == {}
+            assert producer._protocol.admission.waiting == {}
             producer.resume()
             await (await producer.send(b"yes"))
 
@@ -123,7 +123,7 @@ def test_cancelled_waits_leave_nobody_to_be_woken(run: Run, broker: Broker) -> N
             results = await asyncio.gather(*tasks, return_exceptions=True)
             assert {type(result) for result in results} == {asyncio.CancelledError}
             protocol = producer._protocol
-            assert (protocol._flushes, protocol._unflow_waiters) == ([], [])
+            assert (protocol.waiters.settled, protocol.waiters.unflowed) == ([], [])
             producer.resume()
             broker.release_confirms()
             assert await receipt is Outcome.CONFIRMED
@@ -139,7 +139,7 @@ def test_a_close_that_is_cancelled_gives_up_and_says_what(run: Run, broker: Brok
         receipt = await producer.send(b"1")
         await soon(lambda: broker.queue("q").depth)
         closing = asyncio.create_task(producer.close(timeout=None))
-        await soon(lambda: producer._protocol._flushes)
+        await soon(lambda: producer._protocol.waiters.settled)
         second = asyncio.create_task(producer.close(timeout=None))
         await asyncio.sleep(0)
         closing.cancel()
@@ -229,7 +229,7 @@ def test_random_cancels_lose_and_invent_nothing(run: Run, broker: Broker, seed: 
         assert producer._protocol.byte_window is not None
         assert producer._protocol.byte_window.used == 0
         assert producer._protocol.controller.waiting == 0
-        assert producer._protocol._waiting == {}
+        assert producer._protocol.admission.waiting == {}
         await producer.close()
         found = bodies(broker)
         assert len(found) == len(set(found))

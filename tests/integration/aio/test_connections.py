@@ -78,7 +78,7 @@ def test_producers_on_one_connection_are_flowed_independently(run: Run, broker: 
             two = await AsyncProducer(connection=connection, routing_key="r", name="two").connect()
             await asyncio.gather(one.send(b""), two.send(b""))
             await asyncio.gather(one.flush(), two.flush())
-            numbers = {producer: producer._protocol.channel for producer in (one, two)}
+            numbers = {producer: producer._protocol.channel.number for producer in (one, two)}
             (name,) = [c.name for c in broker.channels() if c.number == numbers[one]]
             broker.flow(False, name)
             await held(one, "channel_flow")
@@ -336,7 +336,7 @@ def test_a_close_in_the_middle_of_a_message_does_not_cost_the_others_their_conne
             large = [await producer.send(bytes(6_000_000), timeout=None)]
             with pytest.raises(FlowControlTimeout):
                 await producer.send(b"no", timeout=0.1)
-            assert not producer._protocol._unconfirmed.outbound.mid_frame or producer.in_flight == 1
+            assert not producer._protocol.unconfirmed.outbound.mid_frame or producer.in_flight == 1
             closing = asyncio.create_task(producer.close(timeout=0.1))
             await soon(lambda: producer._link is not None and producer._link._ended is not None)
             if reads_again:

@@ -95,10 +95,10 @@ def produce_regardless(*arguments: Any) -> None:
     """As `produce`, with producers that answer ``Channel.Flow`` and publish on, in a process of their own."""
 
     def answer(protocol: ProducerProtocol, active: bool, now: float) -> None:
-        assert protocol.channel is not None
-        protocol._unconfirmed.outbound.put_control(flow_ok(protocol.channel, active))
+        assert protocol.channel.number is not None
+        protocol.unconfirmed.outbound.put_control(flow_ok(protocol.channel.number, active))
 
-    ProducerProtocol.on_flow = answer  # type: ignore[assignment, method-assign]  # a fault that is planted
+    ProducerProtocol.on_flow = answer  # type: ignore[method-assign]  # a fault that is planted
     produce(*arguments)
 
 

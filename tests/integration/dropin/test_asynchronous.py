@@ -276,7 +276,7 @@ def test_a_channel_that_was_made_elsewhere_can_be_wrapped(broker):
     assert done.result(PATIENCE) is channel
     assert isinstance(channel, pika.Channel)
     broker.flow(False, broker.channels()[0].name)
-    eventually(lambda: broker.channels()[0].flow_ok and channel.flow_control.protocol.holds)
+    eventually(lambda: broker.channels()[0].flow_ok and channel.flow_control.protocol.reports.holds)
     refused: Future[Any] = Future()
 
     def publish() -> None:

@@ -335,7 +335,7 @@ def test_D5_all_producers_are_stopped_and_started_from_another_thread(broker, co
     try:
         job = start(channel.basic_publish, "", "q", b"")
         eventually(lambda: channel._flow.protocol.controller.waiting == 1)
-        assert [str(hold) for hold in channel._flow.protocol.holds] == ["paused (manager: maintenance)"]
+        assert [str(hold) for hold in channel._flow.protocol.reports.holds] == ["paused (manager: maintenance)"]
     finally:
         flow_manager.start_all()
     job.result()

@@ -163,7 +163,7 @@ def test_what_the_broker_refuses_of_pipelined_messages_is_raised_by_the_next(bro
     producer.channel.wait_for_confirms()
     broker.nack_publishes()
     producer.publish("refused", routing_key="q")
-    eventually(lambda: producer.channel.flow_state and producer.channel._flow.protocol.failures)
+    eventually(lambda: producer.channel.flow_state and producer.channel._flow.protocol.reports.failures)
     broker.nack_publishes(False)
     with pytest.raises(OperationalError, match="1 messages were not taken by the broker: earlier") as caught:
         producer.publish("not sent", routing_key="q", retry=True)
@@ -301,7 +301,7 @@ def faulty(broker: Broker, stack: ExitStack) -> FaultProxy:
 
 
 def half_written(channel: Any) -> bool:
-    outbound = channel._flow.protocol._unconfirmed.outbound
+    outbound = channel._flow.protocol.unconfirmed.outbound
     return bool(outbound.begun > outbound.finished)
 
 

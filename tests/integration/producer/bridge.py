@@ -109,7 +109,7 @@ class Bridged:
             common = {"__slots__": (), "run": self._loop}
             self._producer._options["receipt_type"] = type("BridgedReceipt", (_Receipt,), common)
             self._producer._options["spilled_type"] = type("BridgedSpilled", (_Receipt, SpilledReceipt), common)
-            self._producer._protocol._receipt_type = self._producer._options["receipt_type"]
+            self._producer._protocol.admission.receipt_type = self._producer._options["receipt_type"]
             self._loop(self._producer.connect())
             self._protocol = self._producer._protocol
         except BaseException:

@@ -83,12 +83,12 @@ def _interrupted(call: str) -> None:
     _say_when(
         {
             "send": lambda: protocol.controller.waiting,
-            "flush": lambda: protocol._flushes,
+            "flush": lambda: protocol.waiters.settled,
             "result": lambda: receipt._waiter is not None,
-            "wait_unflowed": lambda: protocol._unflow_waiters,
+            "wait_unflowed": lambda: protocol.waiters.unflowed,
             "flow_events": lambda: len(producer._listeners.iterators),
-            "close": lambda: protocol._flushes,
-            "leaving": lambda: protocol._flushes,
+            "close": lambda: protocol.waiters.settled,
+            "leaving": lambda: protocol.waiters.settled,
         }[call]
     )
     logging.getLogger("qflow_client").setLevel(logging.CRITICAL)
@@ -116,8 +116,8 @@ def _interrupted(call: str) -> None:
         assert interrupt.undelivered.receipts == (receipt,)
         assert isinstance(interrupt.__context__, LookupError if call == "leaving" else type(None))
     assert protocol.controller.waiting == 0
-    assert not protocol._flushes
-    assert not protocol._unflow_waiters
+    assert not protocol.waiters.settled
+    assert not protocol.waiters.unflowed
     broker.release_confirms()
     if call in ("close", "leaving"):
         assert producer.closed

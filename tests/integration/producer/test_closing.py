@@ -229,7 +229,7 @@ def test_close_waits_for_what_is_late(producer: Producer, broker: Broker) -> Non
     broker.withhold_confirms()
     receipt = producer.send(b"")
     closing = start(producer.close, timeout=None)
-    eventually(lambda: producer._protocol._flushes)
+    eventually(lambda: producer._protocol.waiters.settled)
     with pytest.raises(ProducerClosed):
         producer.send(b"")
     assert closing.is_alive()
@@ -289,7 +289,7 @@ def test_leaving_by_an_exception_waits_for_what_is_confirmed_under_a_full_window
     assert holds(producer) == ["capacity"]
 
     def release() -> None:
-        eventually(lambda: producer._protocol._flushes)
+        eventually(lambda: producer._protocol.waiters.settled)
         broker.release_confirms()
 
     job = start(release)
@@ -319,7 +319,7 @@ def test_leaving_by_an_exception_ends_with_the_hold_that_comes_meanwhile(broker:
     broker.wait_until(lambda b: b.queue("q").depth == 1)
 
     def stop() -> None:
-        eventually(lambda: producer._protocol._flushes)
+        eventually(lambda: producer._protocol.waiters.settled)
         if way == "channel_flow":
             broker.flow(False)
         else:
@@ -464,7 +464,7 @@ def test_the_broker_goes_away_while_the_producer_closes(producer: Producer, brok
     producer.send(b"")
     broker.wait_until(lambda b: b.queue("q").depth == 1)
     closing = start(producer.close, timeout=None)
-    eventually(lambda: producer._protocol._flushes)
+    eventually(lambda: producer._protocol.waiters.settled)
     broker.drop_connections()
     assert isinstance(closing.wait(), UndeliveredMessages)
 

@@ -155,7 +155,7 @@ def test_producers_on_one_connection_are_flowed_independently(
     for producer in (one, two):
         producer.send(b"")
         producer.flush()
-    (name,) = [each.name for each in broker.channels() if each.number == one._protocol.channel]
+    (name,) = [each.name for each in broker.channels() if each.number == one._protocol.channel.number]
     broker.flow(False, name)
     wait_held(one, "channel_flow")
     waiting = start(one.send, b"waits", timeout=None)

@@ -322,7 +322,7 @@ def test_flush_waits_for_what_was_admitted_before_it_and_no_more(
         producer.send(b"%d" % number)
     broker.wait_until(lambda b: b.queue("q").held_confirms == 2)
     flushed = start(producer.flush, timeout=None)
-    eventually(lambda: producer._protocol._flushes)
+    eventually(lambda: producer._protocol.waiters.settled)
     producer.send(b"after")
     broker.wait_until(lambda b: b.queue("q").held_confirms == 3)
     assert [broker.get("q").body for _ in range(3)] == [b"0", b"1", b"2"]  # type: ignore[union-attr]
@@ -336,7 +336,7 @@ def test_wait_unflowed_keeps_its_deadline(producer: Producer, broker: Broker) ->
         assert not producer.wait_unflowed(timeout=0.2)
     assert watch.kept(0.2)
     jobs = [start(producer.wait_unflowed) for _ in range(4)]
-    eventually(lambda: len(producer._protocol._unflow_waiters) == 4)
+    eventually(lambda: len(producer._protocol.waiters.unflowed) == 4)
     broker.flow(True)
     assert [job.result() for job in jobs] == [True] * 4
 
@@ -405,7 +405,7 @@ def test_a_timeout_may_be_longer_than_anything_waits(producer: Producer, broker:
         start(receipt.result, timeout=timeout),
     ]
     wait_in_line(producer, 1)
-    eventually(lambda: producer._protocol._unflow_waiters and producer._protocol._flushes and receipt._waiter)
+    eventually(lambda: producer._protocol.waiters.unflowed and producer._protocol.waiters.settled and receipt._waiter)
     producer.resume()
     broker.release_confirms()
     for job in jobs:

@@ -126,7 +126,7 @@ class _Wire:
 
     def send(self, body: bytes) -> None:
         with self.lock:
-            assert self.protocol.send(body, "", "q", 0.0) is not None
+            assert self.protocol.admission.send(body, "", "q", 0.0) is not None
             asleep, self.services.awake = not self.services.awake, True
         if asleep:
             self.services.wake()
@@ -203,7 +203,7 @@ def _both_write(wire: _Wire, dice: random.Random) -> None:
         if dice.random() < 0.5:
             body = bytes(dice.choice([0, 10, 200, 6000]))
             wire.send(body)
-            twin.send(body, "", "q", 0.0)
+            twin.admission.send(body, "", "q", 0.0)
         if dice.random() < 0.5:
             wire.transport.write(_frame(written))
             written += 1

@@ -64,7 +64,7 @@ def test_what_comes_back_without_confirms_comes_up(make_producer: Callable[..., 
     producer = make_producer(confirms=False)
     receipt = producer.send(b"lost", routing_key="nowhere")
     assert receipt.result(timeout=20) is Outcome.SENT
-    eventually(lambda: producer._protocol.failures)
+    eventually(lambda: producer._protocol.reports.failures)
     with pytest.raises(UndeliveredMessages, match="312") as caught:
         producer.flush(timeout=20)
     assert [message.body for message in caught.value.unsent] == [b"lost"]
@@ -77,7 +77,7 @@ def test_without_confirms_on_delivery_is_called_once_for_a_returned_message(
     told = Growing()
     producer = make_producer(confirms=False, on_delivery=told.append)
     producer.send(b"lost", routing_key="nowhere")
-    eventually(lambda: producer._protocol.failures)
+    eventually(lambda: producer._protocol.reports.failures)
     with pytest.raises(UndeliveredMessages, match="312"):
         getattr(producer, end)(timeout=20)
     producer.close()
@@ -176,7 +176,9 @@ def test_a_lost_connection_settles_everything_and_wakes_everybody(
         start(producer.flush, timeout=None),
         start(receipts[0].result, timeout=None),
     ]
-    eventually(lambda: producer._protocol._unflow_waiters and producer._protocol._flushes and receipts[0]._waiter)
+    eventually(
+        lambda: producer._protocol.waiters.unflowed and producer._protocol.waiters.settled and receipts[0]._waiter
+    )
     with Stopwatch() as watch:
         getattr(broker, how)()
         errors = [job.wait() for job in waiting]

@@ -194,8 +194,8 @@ def test_durations_are_recorded_less_often_than_messages_are_sent_and_the_longes
     assert 1 <= point.count < 1000
     assert 0 < point.min <= point.max < 10
     # Nothing is kept of what is settled.
-    assert producer._protocol.observer is not None
-    assert producer._protocol.observer.began == {}
+    assert producer._protocol.admission.observer is not None
+    assert producer._protocol.admission.observer.began == {}
 
 
 def test_C7_flow_stops_time_holds_and_refusals_are_counted_by_kind(
@@ -453,7 +453,7 @@ def test_tracing_without_an_sdk_makes_no_headers(broker: Broker, make_producer: 
 def test_without_an_sdk_nothing_watches_messages(make_producer: Callable[..., Producer]) -> None:
     producer = make_producer()
     producer.send(b"x").result(20)
-    assert producer._protocol.observer is None
+    assert producer._protocol.admission.observer is None
     assert getattr(producer, "_producer", producer)._tracer is None
 
 

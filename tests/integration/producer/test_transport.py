@@ -145,7 +145,7 @@ def test_leaving_by_an_exception_waits_for_a_peer_that_goes_on_reading(
     count = len(list(fill_transport(stuck)))
 
     def go_on() -> None:
-        eventually(lambda: stuck._protocol._flushes)
+        eventually(lambda: stuck._protocol.waiters.settled)
         proxy.go_on_reading()
 
     job = start(go_on)

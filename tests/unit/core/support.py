@@ -11,7 +11,8 @@ import pamqp.frame
 import pamqp.header
 
 from qflow_client import HoldKind, Message, ProducerSettings, Receipt
-from qflow_client.core.protocol import ProducerProtocol, SendTicket
+from qflow_client.core.admission import SendTicket
+from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.core.resending import Pauses
 from qflow_client.flow import Line
 
@@ -43,15 +44,15 @@ def make(
 
 def send(protocol: ProducerProtocol, payload: bytes | Message = b"x", now: float = 0.0, key: str = "q") -> Receipt:
     """Send what must be admitted at once."""
-    receipt = protocol.send(payload, "", key, now)
+    receipt = protocol.admission.send(payload, "", key, now)
     assert receipt is not None
     return receipt
 
 
 def wait(protocol: ProducerProtocol, payload: bytes | Message = b"x", now: float = 0.0, **more: Any) -> SendTicket:
     """Have a message wait that is not admitted at once."""
-    assert protocol.send(payload, "", "q", now) is None
-    return protocol.stand_in_line(payload, "", "q", now, **more)
+    assert protocol.admission.send(payload, "", "q", now) is None
+    return protocol.admission.stand_in_line(payload, "", "q", now, **more)
 
 
 def drain(protocol: ProducerProtocol, now: float = 0.0) -> bytes:
@@ -76,9 +77,9 @@ def write(protocol: ProducerProtocol, count: int, now: float = 0.0) -> bytes:
 
 def check_order(protocol: ProducerProtocol) -> None:
     """All that is not on the wire stands in the order of admission, and what is on it in that of the tags."""
-    numbers = [receipt._number for receipt in (*protocol._resending.again, *protocol._line)]
+    numbers = [receipt._number for receipt in (*protocol.resending.again, *protocol.admission.line)]
     assert numbers == sorted(set(numbers))
-    unconfirmed = protocol._unconfirmed
+    unconfirmed = protocol.unconfirmed
     assert unconfirmed.oldest == min(unconfirmed.flight, default=unconfirmed.outbound.given + 1)
     assert list(unconfirmed.flight) == sorted(unconfirmed.flight)
     on_the_wire = [receipt._number for receipt in unconfirmed.flight.values()]
@@ -93,7 +94,7 @@ def holds(protocol: ProducerProtocol) -> list[str]:
 
 def logged(protocol: ProducerProtocol) -> list[str]:
     """What it has to log: levels and words."""
-    return [f"{logging.getLevelName(level)} {text % arguments}" for level, text, arguments in protocol.logs]
+    return [f"{logging.getLevelName(level)} {text % arguments}" for level, text, arguments in protocol.reports.logs]
 
 
 def returned(

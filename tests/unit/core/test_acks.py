@@ -144,19 +144,19 @@ def test_of_a_run_that_has_been_answered_in_part_the_rest_is_settled() -> None:
     protocol.on_ack(2, True, 0.0)
     protocol.on_ack_run(1, 5, 0.0)
     assert [receipt.outcome for receipt in receipts] == [*[Outcome.CONFIRMED] * 6, None, None]
-    assert protocol._unconfirmed.oldest == 7, "or a multiple ack would walk through all that was ever sent"
+    assert protocol.unconfirmed.oldest == 7, "or a multiple ack would walk through all that was ever sent"
     protocol.on_ack_run(7, 2, 0.0)
-    assert protocol.wake == ["all"]
+    assert protocol.reports.wake == ["all"]
 
 
 def test_of_a_run_beyond_what_is_written_only_the_written_is_settled() -> None:
     protocol = make()
-    protocol.logs.clear()
+    protocol.reports.logs.clear()
     receipts = [send(protocol) for _ in range(3)]
     write(protocol, protocol.unwritten - 1)
     protocol.on_ack_run(0, 5, 0.0)
     assert [receipt.done for receipt in receipts] == [True, True, False]
-    assert [arguments[1] for _, _, arguments in protocol.logs] == [0, 3, 4]
+    assert [arguments[1] for _, _, arguments in protocol.reports.logs] == [0, 3, 4]
 
 
 # What both ways leave behind.
@@ -170,20 +170,20 @@ def busy(sizes: list[int], share: float, settings: dict[str, Any], *, wants_all:
     """A producer in the middle of its work: ids of its own, returns, flushes, and sends and readers that wait."""
     protocol = make(**settings)
     if wants_all:
-        protocol.settled = []
+        protocol.reports.settled = []
     for number, size in enumerate(sizes):
         body = b"%d" % (number % 10) * size
         payload = Message(body, message_id=f"own {number % 2}") if size == 7 else body
-        receipt = protocol.send(payload, "", "q", 0.0)
+        receipt = protocol.admission.send(payload, "", "q", 0.0)
         if receipt is None:
-            protocol.stand_in_line(payload, "", "q", 0.0, waiter=f"ticket {number}")
+            protocol.admission.stand_in_line(payload, "", "q", 0.0, waiter=f"ticket {number}")
         elif number % 2:
             receipt._waiter = f"receipt {number}"
         if number % 7 == 0:
             protocol.when_flushed(f"flush {number}")
     write(protocol, int(protocol.unwritten * share))
     for tag in (3, 4):
-        receipt = protocol._unconfirmed.find(tag)
+        receipt = protocol.unconfirmed.find(tag)
         if receipt is not None and tag <= protocol.written:
             returned(protocol, receipt.message_id)
     return protocol
@@ -192,18 +192,18 @@ def busy(sizes: list[int], share: float, settings: dict[str, Any], *, wants_all:
 def state(protocol: ProducerProtocol) -> dict[str, Any]:
     return {
         "unsettled": [receipt.message_id for receipt in protocol.unsettled_receipts],
-        "tags": {tag: receipt._number for tag, receipt in protocol._unconfirmed.flight.items()},
-        "oldest": protocol._unconfirmed.oldest,
-        "admitted": protocol.admitted,
+        "tags": {tag: receipt._number for tag, receipt in protocol.unconfirmed.flight.items()},
+        "oldest": protocol.unconfirmed.oldest,
+        "admitted": protocol.admission.admitted,
         "window": protocol.window.used,
         "bytes": protocol.byte_window and protocol.byte_window.used,
-        "ids": {name: [receipt._number for receipt in own] for name, own in protocol._by_id.items()},
-        "wake": sorted(protocol.wake),
-        "settled": [(receipt._number, receipt.outcome) for receipt in protocol.settled or ()],
-        "failures": [(receipt._number, receipt.outcome) for receipt in protocol.failures],
+        "ids": {name: [receipt._number for receipt in own] for name, own in protocol.returns.by_id.items()},
+        "wake": sorted(protocol.reports.wake),
+        "settled": [(receipt._number, receipt.outcome) for receipt in protocol.reports.settled or ()],
+        "failures": [(receipt._number, receipt.outcome) for receipt in protocol.reports.failures],
         "holds": holds(protocol),
         "waiting": protocol.controller.waiting,
-        "flushes": protocol._flushes,
+        "flushes": protocol.waiters.settled,
         "stopped": protocol.is_stopped,
         "unwritten": protocol.unwritten,
         "wire": protocol.data_to_write(1 << 20),

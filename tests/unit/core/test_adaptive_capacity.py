@@ -11,7 +11,7 @@ from .support import drain, holds, make, send, wait
 
 
 def fill(protocol: ProducerProtocol, now: float) -> None:
-    while protocol.send(b"x", "", "q", now) is not None:
+    while protocol.admission.send(b"x", "", "q", now) is not None:
         pass
     drain(protocol, now)
 
@@ -68,10 +68,10 @@ def test_the_window_shrinks_when_answers_are_held_back() -> None:
     for _ in range(8):
         fill(protocol, now)
         now += 0.01
-        protocol.on_ack(protocol._unconfirmed.oldest + protocol.unsettled // 2, True, now)
+        protocol.on_ack(protocol.unconfirmed.oldest + protocol.unsettled // 2, True, now)
         fill(protocol, now)
         now += 10.0
-        protocol.on_ack(protocol._unconfirmed.oldest, False, now)
+        protocol.on_ack(protocol.unconfirmed.oldest, False, now)
     assert protocol.window.capacity < before / 8
 
 
@@ -96,7 +96,7 @@ def test_a_producer_that_is_made_can_only_be_given_a_number() -> None:
 
 def test_a_window_that_is_small_for_a_moment_does_not_make_callbacks_slow() -> None:
     protocol = make(capacity="auto", capacity_max=100)
-    protocol.settled = []
+    protocol.reports.settled = []
     for untold in (50, 101):
         for _ in range(untold - protocol._untold):
             send(protocol)

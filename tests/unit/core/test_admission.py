@@ -9,7 +9,8 @@ import pytest
 
 from qflow_client import FlowControlTimeout, FlowEventKind, HoldKind, Message, ProducerClosed, SettingsError
 from qflow_client.amqp.frames import Content, Prepared, PublishEncoder
-from qflow_client.core.protocol import ProducerProtocol, SendTicket
+from qflow_client.core.admission import SendTicket
+from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.flow import WeightedLine
 from qflow_client.settings import ProducerSettings
 
@@ -25,7 +26,7 @@ def test_a_producer_without_a_connection_is_flowed_and_admits_what_waits_once_th
     assert ticket.receipt is None
     protocol.channel_opened(1, FRAME_MAX, 1.0)
     assert ticket.receipt is not None
-    assert protocol.wake == ["me"]
+    assert protocol.reports.wake == ["me"]
     assert protocol.gate.is_open
 
 
@@ -34,18 +35,21 @@ def test_one_that_takes_the_place_of_another_has_who_waits_there_and_what_was_as
     line: WeightedLine | None,
 ) -> None:
     before, protocol = make(opened=False, line=line), make(opened=False, line=line)
-    before.settled, before.events = [], []
+    before.reports.settled, before.reports.events = [], []
     first, second, third = (wait(before, waiter=n, timeout=5.0) for n in range(3))
-    before.give_up(second, 0.5)
+    before.admission.give_up(second, 0.5)
     before.hold(HoldKind.PAUSED, 0.5, source="s", detail="d")
     before.set_capacity(1, 0.5)
     assert before.when_unflowed("unflowed", 0.5)
 
     protocol.take_over(before, 1.0)
-    assert (protocol.settled, protocol.window.capacity) == ([], 1)
-    assert {hold.kind: hold.since for hold in protocol.holds} == {HoldKind.DISCONNECTED: 0.0, HoldKind.PAUSED: 0.5}
+    assert (protocol.reports.settled, protocol.window.capacity) == ([], 1)
+    assert {hold.kind: hold.since for hold in protocol.reports.holds} == {
+        HoldKind.DISCONNECTED: 0.0,
+        HoldKind.PAUSED: 0.5,
+    }
     protocol.channel_opened(1, FRAME_MAX, 1.0)
-    assert protocol.wake == []
+    assert protocol.reports.wake == []
     protocol.lift(HoldKind.PAUSED, 1.0, source="s")
     # By its capacity it takes one, and the next when that is settled.
     assert first.receipt is not None
@@ -55,7 +59,7 @@ def test_one_that_takes_the_place_of_another_has_who_waits_there_and_what_was_as
     assert third.receipt is not None
     drain(protocol)
     protocol.on_ack(2, False, 3.0)
-    assert protocol.wake == ["unflowed", 0, 2]
+    assert protocol.reports.wake == ["unflowed", 0, 2]
     assert before.controller.waiting == protocol.controller.waiting == 0
 
 
@@ -70,23 +74,23 @@ def test_c6_no_more_than_capacity_messages_are_unsettled() -> None:
     for _ in range(3):
         send(protocol)
     assert protocol.gate.is_open, "a full window is no hold before somebody meets it"
-    assert protocol.send(b"x", "", "q", 1.0) is None
+    assert protocol.admission.send(b"x", "", "q", 1.0) is None
     assert holds(protocol) == [HoldKind.CAPACITY]
     assert protocol.unsettled == protocol.window.used == 3
     drain(protocol)
-    assert protocol.send(b"x", "", "q", 1.0) is None, "what is written is not settled"
+    assert protocol.admission.send(b"x", "", "q", 1.0) is None, "what is written is not settled"
     protocol.on_ack(1, False, 2.0)
     send(protocol, now=2.0)
-    assert protocol.send(b"x", "", "q", 2.0) is None
+    assert protocol.admission.send(b"x", "", "q", 2.0) is None
 
 
 def test_c6_no_more_than_capacity_bytes_are_unsettled() -> None:
     protocol = make(capacity_bytes=100)
     send(protocol, b"a" * 60)
-    assert protocol.send(b"b" * 41, "", "q", 0.0) is None
+    assert protocol.admission.send(b"b" * 41, "", "q", 0.0) is None
     assert holds(protocol) == [HoldKind.CAPACITY]
     send(protocol, Message(b"c" * 40))
-    assert protocol.send(Message(b"d"), "", "q", 0.0) is None
+    assert protocol.admission.send(Message(b"d"), "", "q", 0.0) is None
     send(protocol, b""), "nothing always fits"
     drain(protocol)
     protocol.on_ack(1, False, 1.0)
@@ -144,7 +148,7 @@ def test_lowering_the_capacity_cancels_nothing_and_admits_nothing_until_there_is
 def test_raising_the_capacity_admits_at_once_who_waits() -> None:
     protocol = make(capacity=1)
     send(protocol)
-    tickets = [wait(protocol), *(protocol.stand_in_line(b"x", "", "q", 0.0) for _ in range(2))]
+    tickets = [wait(protocol), *(protocol.admission.stand_in_line(b"x", "", "q", 0.0) for _ in range(2))]
     protocol.set_capacity(3, 1.0)
     assert [ticket.receipt is not None for ticket in tickets] == [True, True, False]
 
@@ -160,13 +164,13 @@ def test_a_capacity_that_the_setting_cannot_have_is_refused_and_changes_nothing(
 def test_f4_waiting_messages_are_admitted_first_come_first_served_and_nobody_passes_them() -> None:
     protocol = make(capacity=1)
     send(protocol, b"0")
-    tickets = [protocol.stand_in_line(b"%d" % number, "", "q", 0.0, waiter=number) for number in (1, 2, 3)]
+    tickets = [protocol.admission.stand_in_line(b"%d" % number, "", "q", 0.0, waiter=number) for number in (1, 2, 3)]
     written = drain(protocol)
     for tag in (1, 2, 3):
         protocol.on_ack(tag, False, 1.0)
-        assert protocol.send(b"late", "", "q", 1.0) is None
+        assert protocol.admission.send(b"late", "", "q", 1.0) is None
         written += drain(protocol)
-    assert protocol.wake == [1, 2, 3]
+    assert protocol.reports.wake == [1, 2, 3]
     assert wire(written).short == [b"0", b"1", b"2", b"3"]
     assert all(ticket.receipt for ticket in tickets)
 
@@ -175,28 +179,28 @@ def test_f4_another_line_serves_in_another_order() -> None:
     settings = ProducerSettings(capacity=1)
     protocol = ProducerProtocol(settings, id_prefix=PREFIX, now=0.0, line=WeightedLine({"heavy": 2}))
     protocol.channel_opened(1, FRAME_MAX, 0.0)
-    assert protocol.send(b"0", "", "q", 0.0) is not None
+    assert protocol.admission.send(b"0", "", "q", 0.0) is not None
     for number, source in enumerate(["", "", "", "heavy", "heavy", "heavy", "heavy"]):
-        protocol.stand_in_line(b"x", "", "q", 0.0, waiter=(source, number), source=source)
+        protocol.admission.stand_in_line(b"x", "", "q", 0.0, waiter=(source, number), source=source)
     for tag in range(1, 8):
         drain(protocol)
         protocol.on_ack(tag, False, 0.0)
-    assert [source for source, _ in protocol.wake] == ["", "heavy", "heavy", "", "heavy", "heavy", ""]
+    assert [source for source, _ in protocol.reports.wake] == ["", "heavy", "heavy", "", "heavy", "heavy", ""]
 
 
 def test_a_message_that_stands_in_line_when_nothing_is_in_the_way_is_admitted_at_once() -> None:
     protocol = make()
-    ticket = protocol.stand_in_line(b"x", "", "q", 0.0, waiter="me")
+    ticket = protocol.admission.stand_in_line(b"x", "", "q", 0.0, waiter="me")
     assert ticket.receipt is not None
-    assert protocol.wake == ["me"]
-    assert protocol.look_at(ticket, 0.0) is None
+    assert protocol.reports.wake == ["me"]
+    assert protocol.admission.look_at(ticket, 0.0) is None
 
 
 def test_a4_a_message_that_gave_up_is_never_sent() -> None:
     protocol = make(capacity=1)
     send(protocol, b"first")
     ticket = wait(protocol, b"gone")
-    assert protocol.give_up(ticket, 1.0)
+    assert protocol.admission.give_up(ticket, 1.0)
     written = drain(protocol)
     protocol.on_ack(1, False, 2.0)
     assert protocol.unsettled == 0
@@ -209,8 +213,8 @@ def test_giving_up_twice_counts_once() -> None:
     protocol = make(capacity=1)
     send(protocol)
     ticket = wait(protocol)
-    assert protocol.give_up(ticket, 1.0)
-    assert not protocol.give_up(ticket, 1.0)
+    assert protocol.admission.give_up(ticket, 1.0)
+    assert not protocol.admission.give_up(ticket, 1.0)
     assert protocol.controller.waiting == 0
 
 
@@ -220,7 +224,7 @@ def test_it_is_too_late_to_give_up_what_is_admitted() -> None:
     ticket = wait(protocol)
     drain(protocol)
     protocol.on_ack(1, False, 1.0)
-    assert not protocol.give_up(ticket, 1.0)
+    assert not protocol.admission.give_up(ticket, 1.0)
     assert protocol.unsettled == 1
 
 
@@ -239,11 +243,11 @@ def refused(protocol: ProducerProtocol, ticket: SendTicket) -> None:
 
 def timed_out(protocol: ProducerProtocol, ticket: SendTicket) -> None:
     with pytest.raises(FlowControlTimeout):
-        protocol.look_at(ticket, 100.0)
+        protocol.admission.look_at(ticket, 100.0)
 
 
 def given_up(protocol: ProducerProtocol, ticket: SendTicket) -> None:
-    assert protocol.give_up(ticket, 1.0)
+    assert protocol.admission.give_up(ticket, 1.0)
 
 
 def dismissed(protocol: ProducerProtocol, ticket: SendTicket) -> None:
@@ -261,22 +265,22 @@ def test_a_ticket_is_decided_once_and_leaves_the_line_once(
     decide: Callable[[ProducerProtocol, SendTicket], None],
 ) -> None:
     protocol = make(capacity=1)
-    protocol.events = []
+    protocol.reports.events = []
     send(protocol)
     ticket, other = wait(protocol, timeout=50.0), wait(protocol, b"other")
     decide(protocol, ticket)
     fate = ticket.receipt, ticket.error
     waiting = protocol.controller.waiting
     assert waiting == (0 if other.decided else 1)
-    protocol.events.clear()
+    protocol.reports.events.clear()
     for now in (101.0, 200.0):
-        assert not protocol.give_up(ticket, now)
-        assert protocol.look_at(ticket, now) is None
+        assert not protocol.admission.give_up(ticket, now)
+        assert protocol.admission.look_at(ticket, now) is None
         assert protocol.controller.waiting == waiting
     assert (ticket.receipt, ticket.error) == fate
-    assert protocol.events == [], "nothing is said of one who no longer waits"
+    assert protocol.reports.events == [], "nothing is said of one who no longer waits"
     protocol.close("closed by hand", 201.0)
-    assert not protocol.give_up(ticket, 202.0)
+    assert not protocol.admission.give_up(ticket, 202.0)
     assert protocol.controller.waiting == 0
     assert (ticket.receipt, ticket.error) == fate
 
@@ -285,11 +289,11 @@ def test_the_end_of_a_large_head_lets_in_the_small_ones_behind_it() -> None:
     protocol = make(capacity_bytes=100)
     send(protocol, b"a" * 90)
     head = wait(protocol, b"b" * 50)
-    small = [protocol.stand_in_line(b"c" * 5, "", "q", 0.0, waiter=number) for number in range(2)]
+    small = [protocol.admission.stand_in_line(b"c" * 5, "", "q", 0.0, waiter=number) for number in range(2)]
     assert [ticket.receipt for ticket in small] == [None, None], "no small one passes the head"
-    assert protocol.give_up(head, 1.0)
+    assert protocol.admission.give_up(head, 1.0)
     assert all(ticket.receipt for ticket in small)
-    assert protocol.wake == [0, 1]
+    assert protocol.reports.wake == [0, 1]
 
 
 def test_all_give_up_at_once_and_none_is_let_in_because_another_leaves() -> None:
@@ -298,15 +302,15 @@ def test_all_give_up_at_once_and_none_is_let_in_because_another_leaves() -> None
     large = wait(protocol, b"b" * 50, waiter="large")
     small = wait(protocol, b"c" * 5, waiter="small")
     in_front = wait(protocol, b"d" * 50, waiter="in front", first=True)
-    protocol.give_up_all(1.0)
-    assert protocol.wake == ["large", "small", "in front"]
+    protocol.admission.give_up_all(1.0)
+    assert protocol.reports.wake == ["large", "small", "in front"]
     for ticket in (large, small, in_front):
         assert (ticket.cancelled, ticket.receipt, ticket.error) == (True, None, None)
-        assert not protocol.give_up(ticket, 2.0)
-        assert protocol.look_at(ticket, 2.0) is None
+        assert not protocol.admission.give_up(ticket, 2.0)
+        assert protocol.admission.look_at(ticket, 2.0) is None
     assert protocol.controller.waiting == 0
     assert protocol.gate.is_open, "ten bytes of room are left"
-    protocol.give_up_all(3.0)
+    protocol.admission.give_up_all(3.0)
     assert send(protocol, b"e" * 5).message.body == b"e" * 5
     assert protocol.unsettled == 2
 
@@ -314,18 +318,18 @@ def test_all_give_up_at_once_and_none_is_let_in_because_another_leaves() -> None
 def test_the_capacity_hold_ends_with_the_last_who_met_it() -> None:
     protocol = make(capacity_bytes=100)
     send(protocol, b"a" * 90)
-    protocol.give_up(wait(protocol, b"b" * 50), 1.0)
+    protocol.admission.give_up(wait(protocol, b"b" * 50), 1.0)
     assert protocol.gate.is_open, "ten bytes of room are left"
 
 
 def test_c6_the_capacity_hold_ends_when_there_is_room_even_if_nobody_asks() -> None:
     protocol = make(capacity=1)
-    protocol.events = []
+    protocol.reports.events = []
     send(protocol)
-    assert protocol.send(b"x", "", "q", 1.0) is None
+    assert protocol.admission.send(b"x", "", "q", 1.0) is None
     drain(protocol)
     protocol.on_ack(1, False, 3.0)
-    assert [(event.kind, event.seconds) for event in protocol.events] == [
+    assert [(event.kind, event.seconds) for event in protocol.reports.events] == [
         (FlowEventKind.FLOWED, 0.0),
         (FlowEventKind.UNFLOWED, 2.0),
     ]
@@ -340,14 +344,14 @@ def test_j7_a_message_that_waited_long_enough_times_out_and_is_never_sent() -> N
     send(protocol)
     payload = b"late"
     ticket = wait(protocol, payload, now=10.0, timeout=0.5)
-    assert protocol.look_at(ticket, 10.0) == 10.5
-    assert protocol.look_at(ticket, 10.499) == 10.5, "never early"
+    assert protocol.admission.look_at(ticket, 10.0) == 10.5
+    assert protocol.admission.look_at(ticket, 10.499) == 10.5, "never early"
     with pytest.raises(FlowControlTimeout) as caught:
-        protocol.look_at(ticket, 10.5)
+        protocol.admission.look_at(ticket, 10.5)
     assert caught.value.message is payload
     assert caught.value.waited == 0.5
     assert [hold.kind for hold in caught.value.holds] == [HoldKind.CAPACITY]
-    assert not protocol.give_up(ticket, 11.0), "that was decided"
+    assert not protocol.admission.give_up(ticket, 11.0), "that was decided"
     drain(protocol)
     protocol.on_ack(1, False, 11.0)
     assert protocol.unsettled == 0
@@ -359,110 +363,110 @@ def test_a_message_admitted_at_its_deadline_does_not_time_out() -> None:
     ticket = wait(protocol, timeout=1.0)
     drain(protocol)
     protocol.on_ack(1, False, 1.0)
-    assert protocol.look_at(ticket, 1.0) is None
+    assert protocol.admission.look_at(ticket, 1.0) is None
 
 
 def test_a_message_that_time_lets_in_at_its_deadline_does_not_time_out() -> None:
     protocol = make(rate=10.0)
     send(protocol, now=0.0)
     ticket = wait(protocol, timeout=1.0)
-    assert protocol.look_at(ticket, 1.0) is None
+    assert protocol.admission.look_at(ticket, 1.0) is None
     assert ticket.receipt is not None
 
 
 def test_while_a_send_waits_a_notice_comes_every_period() -> None:
     protocol = make(capacity=1, flow_control_wait_notify_period=2.0, name="orders", wall_offset=1000.0)
-    protocol.events = []
+    protocol.reports.events = []
     send(protocol)
     ticket = wait(protocol, now=10.0, timeout=5.0)
-    protocol.events.clear()
-    protocol.logs.clear()
-    assert protocol.look_at(ticket, 11.9) == 12.0
-    assert not protocol.events
-    assert protocol.look_at(ticket, 12.5) == 14.5
-    assert protocol.look_at(ticket, 14.5) == 15.0, "the deadline comes before the next notice"
-    assert [(event.kind, event.since, event.at, event.seconds, event.waiting) for event in protocol.events] == [
+    protocol.reports.events.clear()
+    protocol.reports.logs.clear()
+    assert protocol.admission.look_at(ticket, 11.9) == 12.0
+    assert not protocol.reports.events
+    assert protocol.admission.look_at(ticket, 12.5) == 14.5
+    assert protocol.admission.look_at(ticket, 14.5) == 15.0, "the deadline comes before the next notice"
+    assert [(event.kind, event.since, event.at, event.seconds, event.waiting) for event in protocol.reports.events] == [
         (FlowEventKind.WAITING, 1010.0, 1012.5, 2.5, 1),
         (FlowEventKind.WAITING, 1010.0, 1014.5, 4.5, 1),
     ]
-    assert protocol.events[0].hold is not None
-    assert protocol.events[0].hold.kind == HoldKind.CAPACITY
+    assert protocol.reports.events[0].hold is not None
+    assert protocol.reports.events[0].hold.kind == HoldKind.CAPACITY
     assert logged(protocol)[0] == "WARNING orders: a send has been waiting for 2.5 s: capacity"
 
 
 def test_of_many_who_wait_one_notice_comes_every_period_and_tells_how_many_and_the_longest() -> None:
     protocol = make(capacity=1, flow_control_wait_notify_period=2.0)
-    protocol.events = []
+    protocol.reports.events = []
     send(protocol)
     tickets = [wait(protocol, now=10.0 + number / 100) for number in range(100)]
-    protocol.events.clear()
-    protocol.logs.clear()
-    at = [protocol.look_at(ticket, 13.0) for ticket in tickets]
+    protocol.reports.events.clear()
+    protocol.reports.logs.clear()
+    at = [protocol.admission.look_at(ticket, 13.0) for ticket in tickets]
     assert at == [15.0] * 100, "they all look again when the next is due"
-    assert [(event.waiting, event.seconds) for event in protocol.events] == [(100, 3.0)]
+    assert [(event.waiting, event.seconds) for event in protocol.reports.events] == [(100, 3.0)]
     assert logged(protocol) == ["WARNING producer: 100 sends have been waiting, the longest for 3.0 s: capacity"]
     # Whose turn it was is not told of any more, nor who gave up.
     protocol.set_capacity(2, 14.0)
-    protocol.give_up(tickets[1], 14.0)
-    protocol.events.clear()
+    protocol.admission.give_up(tickets[1], 14.0)
+    protocol.reports.events.clear()
     for ticket in reversed(tickets[2:]):
-        protocol.look_at(ticket, 15.0)
-    ((waiting, seconds),) = [(event.waiting, event.seconds) for event in protocol.events]
+        protocol.admission.look_at(ticket, 15.0)
+    ((waiting, seconds),) = [(event.waiting, event.seconds) for event in protocol.reports.events]
     assert (waiting, round(seconds, 6)) == (98, 4.98)
 
 
 def test_who_came_later_says_nothing_before_the_next_notice_is_due() -> None:
     protocol = make(capacity=1, flow_control_wait_notify_period=2.0)
-    protocol.events = []
+    protocol.reports.events = []
     send(protocol)
     first, second = wait(protocol, now=10.0), wait(protocol, now=11.0)
-    protocol.events.clear()
-    assert protocol.look_at(first, 12.0) == 14.0
-    assert protocol.look_at(second, 13.0) == 14.0
-    assert len(protocol.events) == 1
-    protocol.give_up(first, 13.5)
-    assert protocol.look_at(second, 14.0) == 16.0
-    assert [event.seconds for event in protocol.events if event.waiting] == [2.0, 3.0]
+    protocol.reports.events.clear()
+    assert protocol.admission.look_at(first, 12.0) == 14.0
+    assert protocol.admission.look_at(second, 13.0) == 14.0
+    assert len(protocol.reports.events) == 1
+    protocol.admission.give_up(first, 13.5)
+    assert protocol.admission.look_at(second, 14.0) == 16.0
+    assert [event.seconds for event in protocol.reports.events if event.waiting] == [2.0, 3.0]
 
 
 def test_one_who_asks_for_all_who_wait_gets_the_notices_of_all() -> None:
     protocol = make(flow_control_wait_notify_period=2.0)
-    assert protocol.notice(1.0) is None, "nobody waits"
+    assert protocol.admission.notice(1.0) is None, "nobody waits"
     protocol.hold("paused", 1.0)
     first, second = wait(protocol, now=10.0, timeout=3.0), wait(protocol, now=11.5)
-    protocol.logs.clear()
-    assert protocol.notice(11.9) == 12.0
+    protocol.reports.logs.clear()
+    assert protocol.admission.notice(11.9) == 12.0
     assert logged(protocol) == []
-    assert protocol.notice(12.0) == 14.0
+    assert protocol.admission.notice(12.0) == 14.0
     # That its time is up is for the one to hear who looks at it.
-    assert protocol.notice(14.0) == 16.0
+    assert protocol.admission.notice(14.0) == 16.0
     assert not first.decided
-    protocol.give_up(first, 14.5)
-    assert protocol.notice(14.5) == 16.0, "it was said for all of them"
-    assert protocol.notice(16.5) == 18.5
+    protocol.admission.give_up(first, 14.5)
+    assert protocol.admission.notice(14.5) == 16.0, "it was said for all of them"
+    assert protocol.admission.notice(16.5) == 18.5
     assert [text.partition(": ")[2].partition(":")[0] for text in logged(protocol)] == [
         "2 sends have been waiting, the longest for 2.0 s",
         "2 sends have been waiting, the longest for 4.0 s",
         "a send has been waiting for 5.0 s",
     ]
-    protocol.give_up(second, 17.0)
-    assert protocol.notice(18.5) is None
+    protocol.admission.give_up(second, 17.0)
+    assert protocol.admission.notice(18.5) is None
 
 
 def test_a_notice_for_one_who_only_waits_for_others_has_no_hold() -> None:
     protocol = make(capacity_bytes=10)
     send(protocol, b"a" * 8)
     wait(protocol, b"b" * 5)
-    behind = protocol.stand_in_line(b"c", "", "q", 0.0)
+    behind = protocol.admission.stand_in_line(b"c", "", "q", 0.0)
     protocol.controller.gate.lift(HoldKind.CAPACITY, now=0.0)
-    protocol.logs.clear()
-    protocol.look_at(behind, 5.0)
+    protocol.reports.logs.clear()
+    protocol.admission.look_at(behind, 5.0)
     assert logged(protocol) == [
         "WARNING producer: 2 sends have been waiting, the longest for 5.0 s: others wait before it"
     ]
-    protocol.events = []
-    protocol.look_at(behind, 10.0)
-    assert protocol.events[0].hold is None
+    protocol.reports.events = []
+    protocol.admission.look_at(behind, 10.0)
+    assert protocol.reports.events[0].hold is None
 
 
 # Receipts that are told by callbacks.
@@ -471,7 +475,7 @@ def test_a_notice_for_one_who_only_waits_for_others_has_no_hold() -> None:
 def behind(capacity: int = 4, **settings: Any) -> ProducerProtocol:
     """A producer that is held because its callbacks are slower than the confirms."""
     protocol = make(capacity=capacity, **settings)
-    protocol.settled = []
+    protocol.reports.settled = []
     for turn in range(2):
         for _ in range(capacity):
             send(protocol)
@@ -495,7 +499,7 @@ def test_who_tells_receipts_more_slowly_than_the_broker_confirms_is_held_until_h
 
 def test_what_is_settled_by_the_end_holds_nothing() -> None:
     protocol = make(capacity=4)
-    protocol.settled = []
+    protocol.reports.settled = []
     protocol.close("the producer is closed", 1.0)
     protocol._untold = 5
     protocol.take_settled(1.0)
@@ -506,11 +510,11 @@ def test_the_send_of_a_callback_waits_neither_for_callbacks_nor_for_those_who_do
     protocol = behind()
     other = wait(protocol, b"other", waiter="other")
     for _ in range(4):
-        assert protocol.stand_in_line(b"x", "", "q", 1.0, waiter="callback", first=True).receipt is not None
-    assert protocol.wake == ["callback"] * 4
+        assert protocol.admission.stand_in_line(b"x", "", "q", 1.0, waiter="callback", first=True).receipt is not None
+    assert protocol.reports.wake == ["callback"] * 4
     assert other.receipt is None
     # Not beyond what may be unsettled (C6).
-    fifth = protocol.stand_in_line(b"x", "", "q", 1.0, waiter="fifth", first=True)
+    fifth = protocol.admission.stand_in_line(b"x", "", "q", 1.0, waiter="fifth", first=True)
     assert fifth.receipt is None
     protocol.told(8, 2.0)
     assert (fifth.receipt, other.receipt) == (None, None)
@@ -525,7 +529,7 @@ def test_the_send_of_a_callback_waits_neither_for_callbacks_nor_for_those_who_do
 def test_the_send_of_a_callback_waits_for_every_other_hold(kind: str, source: str) -> None:
     protocol = behind()
     protocol.hold(kind, 1.0, source=source)
-    ticket = protocol.stand_in_line(b"x", "", "q", 1.0, first=True)
+    ticket = protocol.admission.stand_in_line(b"x", "", "q", 1.0, first=True)
     assert ticket.receipt is None
     protocol.lift(kind, 2.0, source=source)
     assert ticket.receipt is not None
@@ -534,8 +538,8 @@ def test_the_send_of_a_callback_waits_for_every_other_hold(kind: str, source: st
 def test_f2_the_send_of_a_callback_waits_for_its_time() -> None:
     protocol = make(rate=1.0)
     send(protocol)
-    assert protocol.send(b"x", "", "q", 0.25) is None
-    ticket = protocol.stand_in_line(b"x", "", "q", 0.25, first=True)
+    assert protocol.admission.send(b"x", "", "q", 0.25) is None
+    ticket = protocol.admission.stand_in_line(b"x", "", "q", 0.25, first=True)
     assert ticket.receipt is None
     assert protocol.next_timer(0.25) == 1.0
     protocol.on_timer(1.0)
@@ -545,7 +549,7 @@ def test_f2_the_send_of_a_callback_waits_for_its_time() -> None:
 def test_the_send_of_a_callback_in_an_open_producer_whose_window_is_full_is_let_in_by_an_answer() -> None:
     protocol = make(capacity=1)
     send(protocol)
-    ticket = protocol.stand_in_line(b"x", "", "q", 0.0, first=True)
+    ticket = protocol.admission.stand_in_line(b"x", "", "q", 0.0, first=True)
     assert holds(protocol) == [HoldKind.CAPACITY]
     drain(protocol)
     protocol.on_ack(1, False, 0.0)
@@ -555,30 +559,30 @@ def test_the_send_of_a_callback_in_an_open_producer_whose_window_is_full_is_let_
 def test_the_send_of_a_callback_can_give_up_time_out_and_be_sent_away() -> None:
     protocol = make(capacity=1)
     send(protocol)
-    ticket = protocol.stand_in_line(b"x", "", "q", 0.0, first=True)
-    assert protocol.give_up(ticket, 0.0)
+    ticket = protocol.admission.stand_in_line(b"x", "", "q", 0.0, first=True)
+    assert protocol.admission.give_up(ticket, 0.0)
     assert ticket.decided
-    late = protocol.stand_in_line(b"x", "", "q", 0.0, timeout=1.0, first=True)
+    late = protocol.admission.stand_in_line(b"x", "", "q", 0.0, timeout=1.0, first=True)
     with pytest.raises(FlowControlTimeout):
-        protocol.look_at(late, 1.0)
-    last = protocol.stand_in_line(b"x", "", "q", 2.0, waiter="first", first=True)
+        protocol.admission.look_at(late, 1.0)
+    last = protocol.admission.stand_in_line(b"x", "", "q", 2.0, waiter="first", first=True)
     wait(protocol, waiter="line")
     protocol.close("closed by hand", 3.0)
     assert isinstance(last.error, ProducerClosed)
-    assert protocol.wake == ["first", "line"]
+    assert protocol.reports.wake == ["first", "line"]
 
 
 def test_f4_nobody_passes_the_send_of_a_callback_and_who_is_timed_out_by_it_is_told_why() -> None:
     protocol = make(rate=10.0)
     send(protocol)
-    assert protocol.send(b"callback", "", "q", 0.01) is None
-    first = protocol.stand_in_line(b"callback", "", "q", 0.01, first=True)
+    assert protocol.admission.send(b"callback", "", "q", 0.01) is None
+    first = protocol.admission.stand_in_line(b"callback", "", "q", 0.01, first=True)
     now = 0.01
     while not first.decided:
         now = protocol.next_timer(now) or now
-        assert protocol.send(b"newcomer", "", "q", now) is None
+        assert protocol.admission.send(b"newcomer", "", "q", now) is None
         with pytest.raises(FlowControlTimeout) as caught:
-            protocol.look_at(protocol.stand_in_line(b"newcomer", "", "q", now, timeout=0.0), now)
+            protocol.admission.look_at(protocol.admission.stand_in_line(b"newcomer", "", "q", now, timeout=0.0), now)
         assert [hold.kind for hold in caught.value.holds] == ["rate"]
     assert now == pytest.approx(0.1)
 
@@ -586,11 +590,11 @@ def test_f4_nobody_passes_the_send_of_a_callback_and_who_is_timed_out_by_it_is_t
 def test_the_send_of_a_callback_that_times_out_names_what_held_it() -> None:
     protocol = make(capacity_bytes=100)
     send(protocol, b"x" * 60)
-    ticket = protocol.stand_in_line(b"y" * 50, "", "q", 0.0, timeout=1.0, first=True)
+    ticket = protocol.admission.stand_in_line(b"y" * 50, "", "q", 0.0, timeout=1.0, first=True)
     assert [hold.kind for hold in protocol.flow_state(0.5).holds] == ["capacity"]
-    assert protocol.send(b"z", "", "q", 0.5) is None, "it is not its turn"
+    assert protocol.admission.send(b"z", "", "q", 0.5) is None, "it is not its turn"
     with pytest.raises(FlowControlTimeout) as caught:
-        protocol.look_at(ticket, 1.0)
+        protocol.admission.look_at(ticket, 1.0)
     assert [hold.kind for hold in caught.value.holds] == ["capacity"]
     send(protocol, b"z")
 
@@ -598,7 +602,7 @@ def test_the_send_of_a_callback_that_times_out_names_what_held_it() -> None:
 def test_a_callback_s_send_that_something_else_holds_asks_for_no_timer() -> None:
     protocol = make(rate=10.0)
     protocol.hold("paused", 0.0)
-    first = protocol.stand_in_line(b"a", "", "q", 0.0, first=True)
+    first = protocol.admission.stand_in_line(b"a", "", "q", 0.0, first=True)
     assert [protocol.next_timer(now) for now in (0.0, 1.0, 2.0)] == [None] * 3
     protocol.lift("paused", 3.0)
     assert first.receipt is not None
@@ -612,9 +616,9 @@ def test_a_callback_that_waits_for_the_producer_does_not_wait_for_itself() -> No
     protocol.hold("paused", 1.0)
     assert protocol.when_unflowed("callback", 1.0, in_callback=True)
     protocol.lift("paused", 2.0)
-    assert protocol.wake == ["callback"]
+    assert protocol.reports.wake == ["callback"]
     protocol.told(8, 3.0)
-    assert protocol.wake == ["callback", "other"]
+    assert protocol.reports.wake == ["callback", "other"]
 
 
 # What cannot be encoded.
@@ -624,7 +628,7 @@ def test_a_name_that_cannot_be_encoded_is_refused_and_takes_no_room() -> None:
     protocol = make(capacity=1, capacity_bytes=10)
     for payload in (b"x", Message(b"x")):
         with pytest.raises(ValueError, match="routing_key has 256 bytes"):
-            protocol.send(payload, "", NO_KEY, 0.0)
+            protocol.admission.send(payload, "", NO_KEY, 0.0)
     assert protocol.unsettled == protocol.window.used == 0
     assert protocol.unwritten == 0
     receipt = send(protocol)
@@ -635,26 +639,28 @@ def test_what_cannot_be_encoded_is_refused_before_it_waits() -> None:
     protocol = make(capacity=1)
     send(protocol)
     with pytest.raises(ValueError, match="exchange has 256 bytes"):
-        protocol.stand_in_line(b"x", NO_KEY, "q", 0.0)
+        protocol.admission.stand_in_line(b"x", NO_KEY, "q", 0.0)
     with pytest.raises(TypeError, match=r"headers\['k'\] is <object"):
-        protocol.stand_in_line(Message(b"x", headers={"k": object()}), "", "q", 0.0)
+        protocol.admission.stand_in_line(Message(b"x", headers={"k": object()}), "", "q", 0.0)
     with pytest.raises(TypeError):
-        protocol.stand_in_line(b"x", 3, "q", 0.0)  # type: ignore[arg-type]
+        protocol.admission.stand_in_line(b"x", 3, "q", 0.0)  # type: ignore[arg-type]
     assert protocol.controller.waiting == 0
 
 
 def test_a_header_too_large_for_the_broker_s_frames_is_the_ticket_s_error_and_the_next_gets_its_turn() -> None:
     protocol = make(capacity=1)
     send(protocol)
-    large = protocol.stand_in_line(Message(b"x", headers={"k": "v" * FRAME_MAX}), "", "q", 0.0, waiter="large")
-    after = protocol.stand_in_line(b"y", "", "q", 0.0, waiter="after")
+    large = protocol.admission.stand_in_line(
+        Message(b"x", headers={"k": "v" * FRAME_MAX}), "", "q", 0.0, waiter="large"
+    )
+    after = protocol.admission.stand_in_line(b"y", "", "q", 0.0, waiter="after")
     drain(protocol)
     protocol.on_ack(1, False, 1.0)
     assert isinstance(large.error, ValueError)
-    assert protocol.look_at(large, 1.0) is None
-    assert not protocol.give_up(large, 1.0)
+    assert protocol.admission.look_at(large, 1.0) is None
+    assert not protocol.admission.give_up(large, 1.0)
     assert after.receipt is not None
-    assert protocol.wake == ["large", "after"]
+    assert protocol.reports.wake == ["large", "after"]
     assert protocol.window.used == 1
 
 
@@ -677,9 +683,9 @@ MARKED = Message(b"x", headers={"k": "v"})
 
 def test_whatever_encoding_raises_takes_no_room() -> None:
     protocol = make(capacity=1, capacity_bytes=10)
-    protocol._unconfirmed.encoder = Fickle()
+    protocol.admission.encoder = Fickle()
     with pytest.raises(ZeroDivisionError):
-        protocol.send(MARKED, "", "q", 0.0)
+        protocol.admission.send(MARKED, "", "q", 0.0)
     assert protocol.window.used == protocol.unsettled == 0
     assert protocol.byte_window is not None
     assert protocol.byte_window.used == 0
@@ -696,41 +702,43 @@ def test_whatever_an_observer_raises_takes_no_room_and_expects_no_return() -> No
 
     protocol = make(capacity=2)
     send(protocol, Message(b"x", message_id="own"))
-    protocol.observer = Watch()  # type: ignore[assignment]  # it is never told
+    protocol.admission.observer = Watch()  # type: ignore[assignment]  # it is never told
     with pytest.raises(ZeroDivisionError):
-        protocol.send(Message(b"y", message_id="own"), "", "q", 0.0)
-    protocol.observer = None
+        protocol.admission.send(Message(b"y", message_id="own"), "", "q", 0.0)
+    protocol.admission.observer = None
+    protocol.on_timer(0.0)
     assert protocol.window.used == protocol.unsettled == 1
-    assert list(map(len, protocol._by_id.values())) == [1]
+    assert list(map(len, protocol.returns.by_id.values())) == [1]
     assert len(wire(drain(protocol)).messages) == 1
     assert protocol.unwritten == 0
 
 
 def test_whatever_encoding_raises_after_the_wait_is_the_ticket_s_error_and_the_next_gets_its_turn() -> None:
-    protocol = make(capacity=1)
+    protocol = make(capacity=1, capacity_bytes=10)
     send(protocol)
     bad, after = wait(protocol, MARKED), wait(protocol, b"y")
-    protocol._unconfirmed.encoder = Fickle()
+    protocol.admission.encoder = Fickle()
     drain(protocol)
     protocol.on_ack(1, False, 1.0)
     assert isinstance(bad.error, ZeroDivisionError)
     assert after.receipt is not None
-    assert protocol.window.used == 1
+    assert protocol.byte_window is not None
+    assert protocol.window.used == protocol.byte_window.used == 1
 
 
 def test_ctrl_c_while_a_waiting_message_is_admitted_comes_through_and_leaves_it_waiting() -> None:
     protocol = make(capacity=1)
     send(protocol)
-    protocol._unconfirmed.encoder = encoder = Fickle(KeyboardInterrupt)
-    other = protocol.stand_in_line(MARKED, "", "q", 0.0, waiter="other")
+    protocol.admission.encoder = encoder = Fickle(KeyboardInterrupt)
+    other = protocol.admission.stand_in_line(MARKED, "", "q", 0.0, waiter="other")
     with pytest.raises(KeyboardInterrupt):
         protocol.set_capacity(2, 1.0)
     encoder.error = None
     assert not other.decided
-    assert protocol.window.used == protocol.unsettled == 1
+    assert len(protocol.unsettled_receipts) == 1
     protocol.on_timer(2.0)
     assert other.receipt is not None
-    assert protocol.wake == ["other"]
+    assert protocol.reports.wake == ["other"]
 
 
 # The rate.
@@ -741,9 +749,9 @@ def test_f2_no_more_messages_than_the_rate_allows() -> None:
     send(protocol)
     send(protocol)
     assert protocol.next_timer(0.0) is None
-    assert protocol.send(b"x", "", "q", 0.0) is None
+    assert protocol.admission.send(b"x", "", "q", 0.0) is None
     assert holds(protocol) == [HoldKind.RATE]
-    ticket = protocol.stand_in_line(b"x", "", "q", 0.0, waiter="me")
+    ticket = protocol.admission.stand_in_line(b"x", "", "q", 0.0, waiter="me")
     at = protocol.next_timer(0.0)
     assert at is not None
     assert at == pytest.approx(0.1)
@@ -752,7 +760,7 @@ def test_f2_no_more_messages_than_the_rate_allows() -> None:
     assert protocol.next_timer(at - 0.001) == at
     protocol.on_timer(at)
     assert ticket.receipt is not None
-    assert protocol.wake == ["me"]
+    assert protocol.reports.wake == ["me"]
     assert holds(protocol) == [HoldKind.RATE], "the next would have to wait"
     assert protocol.next_timer(at) == pytest.approx(0.2)
     protocol.on_timer(0.21)
@@ -762,7 +770,7 @@ def test_f2_no_more_messages_than_the_rate_allows() -> None:
 
 def test_c6_while_many_wait_the_capacity_hold_is_raised_once_and_told_once() -> None:
     protocol = make(capacity=2)
-    protocol.events = []
+    protocol.reports.events = []
     send(protocol), send(protocol)
     for _ in range(10):
         wait(protocol)
@@ -770,20 +778,20 @@ def test_c6_while_many_wait_the_capacity_hold_is_raised_once_and_told_once() -> 
     for tag in range(1, 12):
         drain(protocol)
         protocol.on_ack(tag, False, 1.0)
-        assert ("me" in protocol.wake) == protocol.gate.is_open == (tag == 11)
-    assert [event.kind for event in protocol.events] == [FlowEventKind.FLOWED, FlowEventKind.UNFLOWED]
+        assert ("me" in protocol.reports.wake) == protocol.gate.is_open == (tag == 11)
+    assert [event.kind for event in protocol.reports.events] == [FlowEventKind.FLOWED, FlowEventKind.UNFLOWED]
     assert protocol.flow_state(2.0).times_flowed == 1
 
 
 def test_f2_a_rate_hold_that_nobody_waits_for_ends_in_time() -> None:
     protocol = make(rate=1.0)
-    protocol.events = []
+    protocol.reports.events = []
     send(protocol)
-    assert protocol.send(b"x", "", "q", 0.5) is None
+    assert protocol.admission.send(b"x", "", "q", 0.5) is None
     assert protocol.next_timer(0.5) == 1.0
     protocol.on_timer(1.0)
     assert protocol.gate.is_open
-    assert protocol.events[-1].kind is FlowEventKind.UNFLOWED
+    assert protocol.reports.events[-1].kind is FlowEventKind.UNFLOWED
     assert protocol.next_timer(1.0) is None
 
 
@@ -804,13 +812,13 @@ def test_f2_time_alone_lets_nobody_into_a_byte_window_that_is_exactly_full() -> 
 
 def test_the_window_and_the_rate_take_turns_without_opening_the_gate() -> None:
     protocol = make(rate=1.0, capacity=1)
-    protocol.events = []
+    protocol.reports.events = []
     send(protocol, now=10.0)
     ticket = wait(protocol, now=10.0)
     drain(protocol)
     protocol.on_ack(1, False, 10.5)
     assert holds(protocol) == [HoldKind.RATE]
-    assert FlowEventKind.UNFLOWED not in {event.kind for event in protocol.events}
+    assert FlowEventKind.UNFLOWED not in {event.kind for event in protocol.reports.events}
     protocol.on_timer(11.0)
     assert ticket.receipt is not None
 
@@ -830,13 +838,13 @@ def test_the_transport_holds_beyond_its_mark_and_lets_go_at_half_of_it() -> None
     write(protocol, 1)
     assert protocol.gate.is_open
     assert ticket.receipt is not None
-    assert protocol.wake == ["me"]
+    assert protocol.reports.wake == ["me"]
 
 
 def test_the_transport_hold_stops_the_line_in_the_middle() -> None:
     protocol = make(capacity=1, max_unwritten_bytes=100)
     send(protocol)
-    tickets = [protocol.stand_in_line(b"y" * 200, "", "q", 0.0) for _ in range(2)]
+    tickets = [protocol.admission.stand_in_line(b"y" * 200, "", "q", 0.0) for _ in range(2)]
     drain(protocol)
     protocol.set_capacity(10, 1.0)
     assert [ticket.receipt is not None for ticket in tickets] == [True, False]
@@ -851,15 +859,15 @@ def test_who_waits_when_the_producer_closes_is_told_and_what_is_admitted_goes_on
     protocol = make(capacity=1)
     admitted = send(protocol, b"admitted")
     ticket = wait(protocol, b"waits", waiter="me")
-    cancelled = protocol.stand_in_line(b"cancelled", "", "q", 0.0, waiter="cancelled")
-    protocol.give_up(cancelled, 0.0)
+    cancelled = protocol.admission.stand_in_line(b"cancelled", "", "q", 0.0, waiter="cancelled")
+    protocol.admission.give_up(cancelled, 0.0)
     assert protocol.when_unflowed("unflow", 0.0)
     protocol.close("closed by hand", 1.0)
     assert isinstance(ticket.error, ProducerClosed)
     assert ticket.error.message == b"waits"
     assert str(ticket.error) == "closed by hand"
-    assert sorted(protocol.wake) == ["me", "unflow"]
-    assert protocol.look_at(ticket, 1.0) is None
+    assert sorted(protocol.reports.wake) == ["me", "unflow"]
+    assert protocol.admission.look_at(ticket, 1.0) is None
     assert wire(drain(protocol)).short == [b"admitted"]
     protocol.on_ack(1, False, 2.0)
     assert admitted.delivered
@@ -872,10 +880,10 @@ def test_a_closed_producer_admits_nothing() -> None:
     protocol.close("a second time", 2.0)
     for payload in (b"x", Message(b"x")):
         with pytest.raises(ProducerClosed, match="closed by hand") as caught:
-            protocol.send(payload, "", "q", 3.0)
+            protocol.admission.send(payload, "", "q", 3.0)
         assert caught.value.message is payload
         with pytest.raises(ProducerClosed, match="closed by hand"):
-            protocol.stand_in_line(payload, "", "q", 3.0)
+            protocol.admission.stand_in_line(payload, "", "q", 3.0)
     assert not protocol.gate.is_open
     assert not protocol.gate.holds, "to be closed by hand is no flow control"
     protocol.connection_lost("the producer is closed", 4.0)
@@ -899,12 +907,12 @@ def test_who_waits_for_an_open_gate_is_woken_by_the_last_hold_that_goes() -> Non
     protocol.hold(HoldKind.PAUSED, 1.0)
     drain(protocol)
     protocol.on_ack(1, False, 2.0)
-    assert protocol.wake == []
+    assert protocol.reports.wake == []
     protocol.lift(HoldKind.PAUSED, 3.0)
-    assert protocol.wake == ["me"]
+    assert protocol.reports.wake == ["me"]
     protocol.hold(HoldKind.PAUSED, 4.0)
     protocol.lift(HoldKind.PAUSED, 5.0)
-    assert protocol.wake == ["me"], "once"
+    assert protocol.reports.wake == ["me"], "once"
 
 
 def test_who_no_longer_waits_is_not_woken() -> None:
@@ -917,7 +925,7 @@ def test_who_no_longer_waits_is_not_woken() -> None:
     assert not protocol.forget_waiter("never there")
     drain(protocol)
     protocol.on_ack(1, False, 1.0)
-    assert protocol.wake == []
+    assert protocol.reports.wake == []
 
 
 def test_a_flush_waits_for_what_was_admitted_before_it_and_for_nothing_else() -> None:
@@ -931,11 +939,11 @@ def test_a_flush_waits_for_what_was_admitted_before_it_and_for_nothing_else() ->
     drain(protocol)
     protocol.on_ack(3, False, 1.0)
     protocol.on_ack(1, False, 1.0)
-    assert protocol.wake == []
+    assert protocol.reports.wake == []
     protocol.on_nack(2, False, 1.0)
-    assert protocol.wake == ["three"]
+    assert protocol.reports.wake == ["three"]
     protocol.on_ack(4, False, 1.0)
-    assert protocol.wake == ["three", "four"]
+    assert protocol.reports.wake == ["three", "four"]
 
 
 def test_a_flush_waits_for_the_oldest_tag_that_was_answered_out_of_order() -> None:
@@ -947,6 +955,6 @@ def test_a_flush_waits_for_the_oldest_tag_that_was_answered_out_of_order() -> No
     protocol.on_ack(3, False, 0.0)
     assert protocol.when_flushed("me")
     protocol.on_ack(2, False, 0.0)
-    assert protocol.wake == []
+    assert protocol.reports.wake == []
     protocol.on_ack(4, False, 0.0)
-    assert protocol.wake == ["me"]
+    assert protocol.reports.wake == ["me"]

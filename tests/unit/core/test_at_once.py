@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from qflow_client import Message, ProducerSettings, Receipt
+from qflow_client.core.admission import Admission
 from qflow_client.core.protocol import ProducerProtocol
 from tests.interrupting import EVERY, interrupted
 
@@ -33,7 +34,7 @@ class Watch:
 def test_it_is_as_if_it_were_sent(payload: bytes | Message, key: str) -> None:
     protocol, twin = make(), make()
     for each in (payload, b"after"):
-        receipt, other = protocol.send_at_once(each, "", key), twin.send(each, "", key, 0.0)
+        receipt, other = protocol.admission.send_at_once(each, "", key), twin.admission.send(each, "", key, 0.0)
         assert receipt is not None
         assert other is not None
         assert (receipt.message_id, receipt.message) == (other.message_id, other.message)
@@ -44,7 +45,7 @@ def test_it_is_as_if_it_were_sent(payload: bytes | Message, key: str) -> None:
 
 
 def _watch(protocol: ProducerProtocol) -> None:
-    protocol.observer = Watch()
+    protocol.admission.observer = Watch()
 
 
 REFUSED: dict[str, tuple[dict[str, Any], Callable[[ProducerProtocol], object]]] = {
@@ -52,7 +53,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[ProducerProtocol], object]]] 
     "held": ({}, lambda protocol: protocol.hold("paused", 0.0)),
     "closed": ({}, lambda protocol: protocol.close("closed", 0.0)),
     "others wait": ({}, lambda protocol: setattr(protocol.controller, "waiting", 1)),
-    "others are admitted": ({}, lambda protocol: setattr(protocol, "_grants", True)),
+    "others are admitted": ({}, lambda protocol: setattr(protocol.admission, "_grants", True)),
     "watched": ({}, _watch),
     "by bytes": ({"capacity_bytes": 100}, lambda protocol: None),
     "by rate": ({"rate": 10.0}, lambda protocol: None),
@@ -65,9 +66,14 @@ def test_what_takes_a_closer_look_is_not_admitted_and_nothing_has_happened(why: 
     settings, prepare = REFUSED[why]
     protocol = make(**settings)
     prepare(protocol)
-    before = protocol.admitted, protocol.window.used, protocol.unwritten, protocol.unsettled_receipts
-    assert protocol.send_at_once(b"abc", "", "q") is None
-    assert (protocol.admitted, protocol.window.used, protocol.unwritten, protocol.unsettled_receipts) == before
+    before = protocol.admission.admitted, protocol.window.used, protocol.unwritten, protocol.unsettled_receipts
+    assert protocol.admission.send_at_once(b"abc", "", "q") is None
+    assert (
+        protocol.admission.admitted,
+        protocol.window.used,
+        protocol.unwritten,
+        protocol.unsettled_receipts,
+    ) == before
 
 
 @pytest.mark.parametrize("missing", ["GIL", "CPython"])
@@ -79,15 +85,15 @@ def test_nothing_is_where_others_may_come_between_any_two_instructions(
     else:
         monkeypatch.setattr(sys.implementation, "name", "pypy")
     protocol = make()
-    assert protocol.send_at_once(b"abc", "", "q") is None
+    assert protocol.admission.send_at_once(b"abc", "", "q") is None
     assert send(protocol, b"abc").message_id
 
 
 def test_nor_is_what_a_return_would_name_by_its_own_id() -> None:
     protocol = make()
-    assert protocol.send_at_once(Message(b"abc", message_id="own"), "", "q") is None
+    assert protocol.admission.send_at_once(Message(b"abc", message_id="own"), "", "q") is None
     protocol = make(mandatory=False)
-    assert protocol.send_at_once(Message(b"abc", message_id="own"), "", "q") is not None
+    assert protocol.admission.send_at_once(Message(b"abc", message_id="own"), "", "q") is not None
 
 
 def test_what_was_made_for_a_channel_that_is_gone_is_not_admitted() -> None:
@@ -106,9 +112,9 @@ def test_what_was_made_for_a_channel_that_is_gone_is_not_admitted() -> None:
     settings = ProducerSettings(routing_key="q")
     protocol = ProducerProtocol(settings, id_prefix="p-", receipt_type=Reopening, now=0.0)
     protocol.channel_opened(CHANNEL, FRAME_MAX, 0.0)
-    assert protocol.send_at_once(b"abc", "", "another") is None
-    assert protocol.admitted == 0
-    assert protocol.send_at_once(b"abc", "", "another") is not None
+    assert protocol.admission.send_at_once(b"abc", "", "another") is None
+    assert protocol.admission.admitted == 0
+    assert protocol.admission.send_at_once(b"abc", "", "another") is not None
     assert write(protocol, 10)[1:3] == (CHANNEL + 1).to_bytes(2, "big")
 
 
@@ -117,9 +123,9 @@ def test_it_is_admitted_whole_or_not_at_all_at_whatever_point_it_is_interrupted(
     for at in range(1, 1000):
         protocol = make()
         send(protocol, b"1")
-        come = interrupted(lambda: protocol.send_at_once(b"2", "", "another"), at)  # noqa: B023  # called at once
+        come = interrupted(lambda: protocol.admission.send_at_once(b"2", "", "another"), at)  # noqa: B023  # called at once
         receipts = protocol.unsettled_receipts
-        assert protocol.window.used == len(receipts) == protocol.admitted
+        assert protocol.window.used == len(receipts) == protocol.admission.admitted
         admitted.append(len(receipts) == 2)
         send(protocol, b"3")
         wire = Wire().read(drain(protocol))
@@ -146,8 +152,8 @@ def _lose(protocol: ProducerProtocol) -> None:
 
 
 STEPS: dict[str, Callable[[ProducerProtocol], object]] = {
-    "send": lambda protocol: protocol.send(b"own", "", "q", 0.5),
-    "at once": lambda protocol: protocol.send_at_once(b"own", "", "another"),
+    "send": lambda protocol: protocol.admission.send(b"own", "", "q", 0.5),
+    "at once": lambda protocol: protocol.admission.send_at_once(b"own", "", "another"),
     "write": lambda protocol: drain(protocol, 0.5),
     "confirm": lambda protocol: protocol.on_ack_run(1, 2, 0.5),
     "confirm many": lambda protocol: protocol.on_ack(3, True, 0.5),
@@ -155,7 +161,7 @@ STEPS: dict[str, Callable[[ProducerProtocol], object]] = {
     "flow": _flow,
     "lose": _lose,
     "capacity": lambda protocol: protocol.set_capacity(50, 0.5),
-    "look anew": lambda protocol: protocol.look_anew(0.5),
+    "heal": lambda protocol: protocol._heal(),
     "flow state": lambda protocol: protocol.flow_state(0.5),
 }
 
@@ -175,7 +181,7 @@ def test_it_may_come_inside_any_step(step: str) -> None:
         receipts: list[Receipt | None] = []
 
         def handler() -> None:
-            receipts.append(protocol.send_at_once(b"nested", "", "q"))  # noqa: B023  # called at once
+            receipts.append(protocol.admission.send_at_once(b"nested", "", "q"))  # noqa: B023  # called at once
 
         come = interrupted(lambda: STEPS[step](protocol), at, handler=handler)  # noqa: B023  # likewise
         nested += any(receipts)
@@ -195,37 +201,47 @@ def test_it_may_come_inside_any_step(step: str) -> None:
     assert nested or step in ("capacity",)
 
 
-class Meanwhile(ProducerProtocol):
-    """Admits a message whenever somebody looks at all of them, or at one, as long as it is told to."""
+class CountingAdmission(Admission):
+    """Admits a message whenever the bytes of one are counted, as often as it is told to."""
 
-    times = costs = 0
+    __slots__ = ()
+    costs = 0
+
+    def cost(self, receipt: Receipt) -> int:
+        cost = super().cost(receipt)
+        if CountingAdmission.costs:
+            CountingAdmission.costs -= 1
+            self.send_at_once(b"meanwhile", "", "q")
+        return cost
+
+
+class Meanwhile(ProducerProtocol):
+    """Admits a message while all unsettled messages, or the bytes of one, are counted, as often as it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(ProducerSettings(routing_key="q"), id_prefix="p-", now=0.0)
+        self.times = 0
+        self.admission.__class__ = CountingAdmission
 
     @property
     def unsettled_receipts(self) -> tuple[Receipt, ...]:
         receipts = super().unsettled_receipts
         if self.times:
             self.times -= 1
-            self.send_at_once(b"meanwhile", "", "q")
+            self.admission.send_at_once(b"meanwhile", "", "q")
         return receipts
-
-    def _cost(self, receipt: Receipt) -> int:
-        cost = super()._cost(receipt)
-        if self.costs:
-            self.costs -= 1
-            self.send_at_once(b"meanwhile", "", "q")
-        return cost
 
 
 @pytest.mark.parametrize(("times", "costs"), [(1, 0), (2, 0), (0, 1), (2, 2)])
 def test_what_is_admitted_while_all_is_counted_anew_is_counted(times: int, costs: int) -> None:
-    protocol = Meanwhile(ProducerSettings(routing_key="q"), id_prefix="p-", now=0.0)
+    protocol = Meanwhile()
     protocol.channel_opened(CHANNEL, FRAME_MAX, 0.0)
     send(protocol)
     # One with an id of its own, which is noted and then not admitted.
-    protocol._by_id = {"own": [Receipt(b"", protocol._last[2], None)]}
-    protocol.times, protocol.costs = times, costs
-    protocol.look_anew(0.0)
-    assert protocol._by_id == {}
+    protocol.returns.by_id = {"own": [Receipt(b"", protocol.admission._last[2], None)]}
+    protocol.times, CountingAdmission.costs = times, costs
+    protocol._heal()
+    assert protocol.returns.by_id == {}
     assert protocol.window.used == len(protocol.unsettled_receipts) == 1 + times + costs
     drain(protocol)
     assert protocol.unwritten == 0
@@ -237,7 +253,7 @@ def test_threads_get_numbers_in_the_order_of_the_line() -> None:
 
     def run() -> None:
         for number in range(500):
-            assert protocol.send_at_once(b"%d" % number, "", "q" if number % 3 else "another") is not None
+            assert protocol.admission.send_at_once(b"%d" % number, "", "q" if number % 3 else "another") is not None
 
     threads = [threading.Thread(target=run) for _ in range(8)]
     sys.setswitchinterval(1e-6)

@@ -56,13 +56,13 @@ def test_a_multiple_ack_of_tag_0_confirms_all_that_is_written_and_no_more() -> N
 
 def test_acks_in_any_order_settle_each_message_once() -> None:
     protocol = make(capacity_bytes=1000)
-    protocol.settled = []
+    protocol.reports.settled = []
     receipts = [send(protocol, b"x" * (tag + 1)) for tag in range(6)]
     drain(protocol)
     for tag in (5, 2, 6, 2, 1, 5, 4, 3, 3):
         protocol.on_ack(tag, False, 0.0)
     protocol.on_ack(6, True, 0.0)
-    assert [receipts.index(receipt) + 1 for receipt in protocol.settled] == [5, 2, 6, 1, 4, 3]
+    assert [receipts.index(receipt) + 1 for receipt in protocol.reports.settled] == [5, 2, 6, 1, 4, 3]
     assert protocol.window.used == 0
     assert protocol.byte_window is not None
     assert protocol.byte_window.used == 0
@@ -71,7 +71,7 @@ def test_acks_in_any_order_settle_each_message_once() -> None:
 @pytest.mark.parametrize(("tag", "multiple"), [(0, False), (3, False), (3, True), (99, True), ((1 << 64) - 1, False)])
 def test_an_answer_to_what_was_never_written_settles_nothing_and_is_logged(tag: int, multiple: bool) -> None:
     protocol = make(name="orders")
-    protocol.logs.clear()
+    protocol.reports.logs.clear()
     receipts = [send(protocol, b"12")]
     size = protocol.unwritten
     receipts += [send(protocol, b"34"), send(protocol, b"56")]
@@ -113,10 +113,10 @@ def test_one_who_waits_for_a_receipt_is_woken_when_it_is_settled() -> None:
     receipts[1]._waiter = "nacked"
     drain(protocol)
     protocol.on_ack(1, False, 0.0)
-    assert protocol.wake == ["acked"]
+    assert protocol.reports.wake == ["acked"]
     protocol.on_nack(2, False, 0.0)
     protocol.on_ack(3, False, 0.0)
-    assert protocol.wake == ["acked", "nacked"]
+    assert protocol.reports.wake == ["acked", "nacked"]
 
 
 # Returns.
@@ -139,7 +139,7 @@ def test_a_return_and_the_ack_that_follows_settle_as_returned() -> None:
 def test_a_return_with_an_id_of_ours_finds_its_message_after_many_others_and_after_a_refused_one() -> None:
     protocol = make()
     with pytest.raises(ValueError):
-        protocol.send(b"x", "", "k" * 256, 0.0)
+        protocol.admission.send(b"x", "", "k" * 256, 0.0)
     receipts = [send(protocol, b"%d" % number) for number in range(20)]
     drain(protocol)
     protocol.on_ack(10, True, 0.0)
@@ -155,7 +155,7 @@ def test_a_return_with_an_id_of_the_application_finds_its_message() -> None:
     returned(protocol, "order 1")
     protocol.on_ack(3, True, 0.0)
     assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED, Outcome.RETURNED, Outcome.CONFIRMED]
-    assert not protocol._by_id
+    assert not protocol.returns.by_id
 
 
 def test_of_two_messages_with_one_id_the_first_return_is_the_first_s() -> None:
@@ -167,7 +167,7 @@ def test_of_two_messages_with_one_id_the_first_return_is_the_first_s() -> None:
     returned(protocol, "same")
     protocol.on_ack(3, True, 0.0)
     assert [receipt.outcome for receipt in receipts] == [Outcome.RETURNED, Outcome.RETURNED, Outcome.CONFIRMED]
-    assert not protocol._by_id
+    assert not protocol.returns.by_id
 
 
 def test_of_two_messages_with_one_id_to_two_places_the_right_one_is_returned() -> None:
@@ -199,7 +199,7 @@ def test_a_return_that_fits_no_message_in_flight_settles_nothing_and_is_logged(m
     receipts = [send(protocol), send(protocol, Message(b"x", message_id="own")), send(protocol)]
     drain(protocol)
     protocol.on_ack(3, False, 0.0)
-    protocol.logs.clear()
+    protocol.reports.logs.clear()
     returned(protocol, message_id)
     (said,) = logged(protocol)
     assert said.startswith(
@@ -223,7 +223,7 @@ def test_what_is_not_all_written_cannot_have_come_back(message_id: str | None) -
     # The first return of two messages with one id is the first's.
     assert first.outcome is (Outcome.RETURNED if message_id else Outcome.CONFIRMED)
     assert second.outcome is Outcome.CONFIRMED
-    assert not protocol._by_id
+    assert not protocol.returns.by_id
 
 
 def test_a_message_that_is_returned_twice_is_returned() -> None:
@@ -251,7 +251,7 @@ def test_a_message_that_is_returned_and_then_nacked_is_nacked() -> None:
 
 def test_without_confirms_a_message_is_sent_once_all_of_it_is_written() -> None:
     protocol = make(confirms=False, capacity=2)
-    protocol.settled = []
+    protocol.reports.settled = []
     receipts = [send(protocol, b"1")]
     size = protocol.unwritten
     receipts.append(send(protocol, b"2"))
@@ -263,7 +263,7 @@ def test_without_confirms_a_message_is_sent_once_all_of_it_is_written() -> None:
     assert receipts[0].delivered
     assert ticket.receipt is not None
     drain(protocol)
-    assert [*receipts, ticket.receipt] == protocol.settled
+    assert [*receipts, ticket.receipt] == protocol.reports.settled
     assert protocol.unsettled == 0
 
 
@@ -273,7 +273,7 @@ def test_without_confirms_what_is_sent_later_settles_too() -> None:
         receipt = send(protocol, Message(b"x", message_id="own"))
         drain(protocol)
         assert receipt.outcome is Outcome.SENT
-    assert not protocol._by_id
+    assert not protocol.returns.by_id
 
 
 def test_without_confirms_a_return_is_a_failure_of_its_own() -> None:
@@ -281,7 +281,7 @@ def test_without_confirms_a_return_is_a_failure_of_its_own() -> None:
     receipt = send(protocol, b"lost")
     drain(protocol)
     returned(protocol, receipt.message_id, body=b"lost", key="nowhere")
-    (failure,) = protocol.take_failures()
+    (failure,) = protocol.reports.take_failures()
     assert failure.outcome is Outcome.RETURNED
     assert (failure.message.body, failure.message_id) == (b"lost", receipt.message_id)
     assert (failure.exchange, failure.routing_key) == ("", "nowhere")
@@ -294,30 +294,32 @@ def test_without_confirms_a_return_of_what_is_not_written_changes_nothing_about_
     returned(protocol, receipt.message_id)
     drain(protocol)
     assert receipt.outcome is Outcome.SENT
-    assert len(protocol.take_failures()) == 1
+    assert len(protocol.reports.take_failures()) == 1
 
 
 def test_without_confirms_a_return_of_names_that_cannot_be_is_a_frame_error() -> None:
     protocol = make(confirms=False)
     with pytest.raises(FrameError, match="routing_key has 765 bytes"):
         returned(protocol, None, key="\ufffd" * 255)
-    assert protocol.failures == []
+    assert protocol.reports.failures == []
 
 
 def test_without_confirms_a_return_is_not_told_as_a_second_receipt_of_its_message() -> None:
     protocol = make(confirms=False)
-    protocol.settled = []
+    protocol.reports.settled = []
     send(protocol)
     drain(protocol)
-    assert [receipt.outcome for receipt in protocol.settled] == [Outcome.SENT]
+    assert [receipt.outcome for receipt in protocol.reports.settled] == [Outcome.SENT]
     returned(protocol, "p-000000000001")
-    assert len(protocol.settled) == 1
-    assert [receipt.outcome for receipt in protocol.failures] == [Outcome.RETURNED]
+    assert len(protocol.reports.settled) == 1
+    assert [receipt.outcome for receipt in protocol.reports.failures] == [Outcome.RETURNED]
     assert "WARNING producer: message p-000000000001 to ''/'q': returned (312 NO_ROUTE)" in logged(protocol)
     for number in range(2000):
         returned(protocol, "p-000000000001", body=b"%d" % number)
     # Programs that are told of receipts may never flush.
-    assert [receipt.message.body for receipt in protocol.take_failures()] == [b"%d" % n for n in range(1000, 2000)]
+    assert [receipt.message.body for receipt in protocol.reports.take_failures()] == [
+        b"%d" % n for n in range(1000, 2000)
+    ]
 
 
 # What is on the wire.
@@ -346,7 +348,7 @@ def test_with_message_ids_off_a_message_has_only_the_id_it_brings() -> None:
     messages = wire(drain(protocol)).messages
     assert [message.properties.message_id for message in messages] == [None, "own", None]
     assert not any(message.mandatory for message in messages), "no return could be told"
-    assert not protocol._by_id
+    assert not protocol.returns.by_id
     assert [receipt.message_id for receipt in receipts] == [None, "own", None]
     assert receipts[0].message == Message(b"x")
     assert receipts[2].message is receipts[2]._payload
@@ -362,7 +364,7 @@ def test_mandatory_is_on_the_wire_as_it_is_set() -> None:
         send(protocol)
         send(protocol, Message(b"y", message_id="own"))
         assert [message.mandatory for message in wire(drain(protocol)).messages] == [mandatory, mandatory]
-        assert bool(protocol._by_id) == mandatory, "what is never returned need not be found"
+        assert bool(protocol.returns.by_id) == mandatory, "what is never returned need not be found"
 
 
 def test_every_message_goes_to_its_own_place_also_on_the_next_channel() -> None:
@@ -371,10 +373,10 @@ def test_every_message_goes_to_its_own_place_also_on_the_next_channel() -> None:
     for channel in (1, 2):
         for exchange, key in places:
             for payload in (b"x", Message(b"x")):
-                assert protocol.send(payload, exchange, key, 0.0) is not None
+                assert protocol.admission.send(payload, exchange, key, 0.0) is not None
         with pytest.raises(ValueError):
-            protocol.send(b"x", "ex", "k" * 256, 0.0)
-        assert protocol.send(b"x", "ex", "q", 0.0) is not None
+            protocol.admission.send(b"x", "ex", "k" * 256, 0.0)
+        assert protocol.admission.send(b"x", "ex", "q", 0.0) is not None
         read = Wire().read(drain(protocol), channel).messages
         assert [(each.exchange, each.routing_key) for each in read[::2]] == [*places, ("ex", "q")]
         assert [(each.exchange, each.routing_key) for each in read[1::2]] == places
@@ -431,18 +433,20 @@ def test_a_failure_that_nobody_looked_at_is_kept_until_it_is_taken() -> None:
     protocol.on_ack(2, False, 0.0)
     protocol.on_nack(4, False, 0.0)
     receipts[3].error()
-    assert protocol.take_failures() == [receipts[0], receipts[2]], "in the order of admission, but the one looked at"
-    assert protocol.take_failures() == []
+    assert protocol.reports.take_failures() == [receipts[0], receipts[2]], (
+        "in the order of admission, but the one looked at"
+    )
+    assert protocol.reports.take_failures() == []
 
 
 def test_failures_are_told_at_once_to_whoever_wants_all_receipts() -> None:
     protocol = make()
-    protocol.settled = []
+    protocol.reports.settled = []
     receipt = send(protocol)
     drain(protocol)
     protocol.on_nack(1, False, 0.0)
-    assert protocol.settled == [receipt]
-    assert protocol.take_failures() == []
+    assert protocol.reports.settled == [receipt]
+    assert protocol.reports.take_failures() == []
 
 
 def test_failures_that_were_looked_at_do_not_pile_up_in_a_producer_that_never_flushes() -> None:
@@ -456,8 +460,8 @@ def test_failures_that_were_looked_at_do_not_pile_up_in_a_producer_that_never_fl
             kept.append(receipt)
         else:
             receipt.error()
-    assert len(protocol.failures) <= 64 + len(kept)
-    assert protocol.take_failures() == kept
+    assert len(protocol.reports.failures) <= 64 + len(kept)
+    assert protocol.reports.take_failures() == kept
 
 
 def test_nothing_is_kept_of_a_message_that_is_settled() -> None:
@@ -472,14 +476,14 @@ def test_nothing_is_kept_of_a_message_that_is_settled() -> None:
 
 def test_settling_does_not_open_a_gate_that_others_hold() -> None:
     protocol = make(capacity=1)
-    protocol.events = []
+    protocol.reports.events = []
     send(protocol)
     ticket = wait(protocol)
     drain(protocol)
     protocol.hold(HoldKind.PAUSED, 1.0)
     protocol.on_ack(1, False, 2.0)
     assert ticket.receipt is None
-    assert [event.kind for event in protocol.events] == [
+    assert [event.kind for event in protocol.reports.events] == [
         FlowEventKind.FLOWED,
         FlowEventKind.HOLD_RAISED,
         FlowEventKind.HOLD_LIFTED,
@@ -498,7 +502,7 @@ def test_E6_a_confirm_that_does_not_come_keeps_nothing_but_its_own_message() -> 
         send(protocol, b"x")
         drain(protocol)
         protocol.on_ack(tag, False, 0.0)
-    assert protocol._unconfirmed.flight == {1: first}
+    assert protocol.unconfirmed.flight == {1: first}
     assert protocol.in_flight == protocol.unsettled == 1
     protocol.on_ack(0, True, 0.0)
     assert first.outcome is Outcome.CONFIRMED

@@ -24,7 +24,7 @@ PUBLISH = (60, 40)
 
 def test_a_lost_connection_settles_the_written_as_unknown_and_the_others_as_failed() -> None:
     protocol = make(capacity_bytes=1000)
-    protocol.settled = []
+    protocol.reports.settled = []
     receipts = [send(protocol, b"1")]
     size = protocol.unwritten
     receipts += [send(protocol, b"2"), send(protocol, b"3")]
@@ -34,7 +34,7 @@ def test_a_lost_connection_settles_the_written_as_unknown_and_the_others_as_fail
     assert [receipt.may_have_arrived for receipt in receipts] == [True, True, False]
     assert isinstance(receipts[1].error(), OutcomeUnknown)
     assert isinstance(receipts[2].error(), MessageFailed)
-    assert protocol.settled == receipts
+    assert protocol.reports.settled == receipts
     assert protocol.unsettled == protocol.in_flight == protocol.window.used == 0
     assert protocol.byte_window is not None
     assert protocol.byte_window.used == 0
@@ -56,7 +56,7 @@ def test_what_was_answered_before_the_end_keeps_its_outcome() -> None:
     protocol.on_ack(1, False, 0.0)
     protocol.on_nack(2, False, 0.0)
     protocol.connection_lost("reset by peer", 1.0)
-    assert protocol.take_failures() == receipts[1:]
+    assert protocol.reports.take_failures() == receipts[1:]
     assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED, Outcome.NACKED, Outcome.UNKNOWN]
 
 
@@ -68,7 +68,7 @@ def test_what_was_returned_and_not_yet_acked_is_returned(code: int) -> None:
     returned(protocol, "own", code=code)
     protocol.connection_lost("reset by peer", 1.0)
     assert receipt.outcome is Outcome.RETURNED
-    assert not protocol._by_id
+    assert not protocol.returns.by_id
 
 
 def test_who_waits_learns_that_the_connection_is_lost_and_later_sends_raise() -> None:
@@ -81,14 +81,14 @@ def test_who_waits_learns_that_the_connection_is_lost_and_later_sends_raise() ->
     protocol.connection_lost("reset by peer", 1.0)
     assert isinstance(ticket.error, ProducerClosed)
     assert ticket.error.message == b"waits"
-    assert sorted(protocol.wake) == ["flush", "receipt", "ticket", "unflow"]
+    assert sorted(protocol.reports.wake) == ["flush", "receipt", "ticket", "unflow"]
     with pytest.raises(ProducerClosed, match="reset by peer"):
-        protocol.send(b"x", "", "q", 2.0)
+        protocol.admission.send(b"x", "", "q", 2.0)
 
 
 def test_what_broker_and_socket_said_ends_with_the_connection() -> None:
     protocol = make(max_unwritten_bytes=1)
-    protocol.events = []
+    protocol.reports.events = []
     send(protocol)
     protocol.on_flow(False, 1.0)
     protocol.on_blocked("low on memory", 1.0)
@@ -96,19 +96,19 @@ def test_what_broker_and_socket_said_ends_with_the_connection() -> None:
     protocol.connection_lost("reset by peer", 2.0)
     assert set(holds(protocol)) == {HoldKind.PAUSED, HoldKind.DISCONNECTED}
     assert not protocol.is_stopped
-    assert protocol.channel is None
-    assert all(event.flowed for event in protocol.events), "it is never unflowed in between"
+    assert protocol.channel.number is None
+    assert all(event.flowed for event in protocol.reports.events), "it is never unflowed in between"
 
 
 def test_an_end_comes_once() -> None:
     protocol = make()
-    protocol.settled = []
+    protocol.reports.settled = []
     receipt = send(protocol)
     protocol.close("closed by hand", 1.0)
     assert not receipt.done
     protocol.connection_lost("reset by peer", 2.0)
     protocol.connection_lost("again", 3.0)
-    assert protocol.settled == [receipt]
+    assert protocol.reports.settled == [receipt]
     assert protocol.closed == "closed by hand"
     assert protocol.in_flight == 0
 
@@ -145,7 +145,7 @@ def test_a_channel_closed_over_a_publish_rejects_the_only_message_in_flight() ->
     assert suspect.outcome is Outcome.REJECTED
     assert not unwritten.done
     assert protocol.wants_channel
-    assert protocol.send(b"x", "", "q", 2.0) is None
+    assert protocol.admission.send(b"x", "", "q", 2.0) is None
     assert [str(hold) for hold in protocol.gate.holds] == [
         "disconnected (the broker closed the channel: 404 NOT_FOUND - no exchange 'nowhere')"
     ]
@@ -257,14 +257,14 @@ def test_however_far_writing_and_answers_got_every_receipt_is_settled_exactly_on
     sizes: list[int], share: float, answers: list[tuple[int, bool, bool]]
 ) -> None:
     protocol = make(capacity_bytes=1 << 20)
-    protocol.settled = []
+    protocol.reports.settled = []
     receipts = [send(protocol, b"x" * size) for size in sizes]
     write(protocol, int(protocol.unwritten * share))
     for tag, multiple, ack in answers:
         (protocol.on_ack if ack else protocol.on_nack)(tag, multiple, 0.0)
-    finished, begun = protocol.written, protocol._unconfirmed.outbound.begun
+    finished, begun = protocol.written, protocol.unconfirmed.outbound.begun
     protocol.connection_lost("reset by peer", 1.0)
-    assert sorted(map(id, protocol.settled)) == sorted(map(id, receipts))
+    assert sorted(map(id, protocol.reports.settled)) == sorted(map(id, receipts))
     for number, receipt in enumerate(receipts, 1):
         if number > begun:
             assert receipt.outcome is Outcome.FAILED
@@ -277,20 +277,20 @@ def test_however_far_writing_and_answers_got_every_receipt_is_settled_exactly_on
 
 def test_a_clean_close_is_no_flow_control() -> None:
     protocol = make()
-    protocol.events = []
-    protocol.logs.clear()
+    protocol.reports.events = []
+    protocol.reports.logs.clear()
     protocol.close("the producer is closed", 1.0)
     protocol.connection_lost("the producer is closed", 2.0)
-    assert (protocol.events, protocol.logs) == ([], [])
+    assert (protocol.reports.events, protocol.reports.logs) == ([], [])
     state = protocol.flow_state(3.0)
     assert (state.flowed, state.times_flowed, state.closed) == (False, 0, "the producer is closed")
 
 
 def test_a_lost_connection_is_told_once() -> None:
     protocol = make()
-    protocol.events = []
+    protocol.reports.events = []
     protocol.connection_lost("reset by peer", 2.0)
-    assert [str(event) for event in protocol.events] == ["producer: flowed: disconnected (reset by peer)"]
+    assert [str(event) for event in protocol.reports.events] == ["producer: flowed: disconnected (reset by peer)"]
     assert protocol.flow_state(3.0).times_flowed == 1
 
 

@@ -50,7 +50,7 @@ def test_j7_a_message_of_many_frames_that_has_begun_is_brought_to_its_end(border
     send(protocol, large)
     send(protocol, b"after")
     protocol.data_to_write(1 << 20)
-    first = protocol._unconfirmed.outbound._borders[0]
+    first = protocol.unconfirmed.outbound._borders[0]
     read = Wire().read(write(protocol, first + border))
     protocol.on_flow(False, 1.0)
     read.read(drain(protocol))
@@ -73,7 +73,7 @@ def test_j7_what_waits_is_not_admitted_while_flowed_and_leaves_after_what_was_ad
     protocol = make()
     send(protocol, b"admitted")
     protocol.on_flow(False, 1.0)
-    tickets = [wait(protocol, b"waits 1"), protocol.stand_in_line(Message(b"waits 2"), "", "q", 1.0)]
+    tickets = [wait(protocol, b"waits 1"), protocol.admission.stand_in_line(Message(b"waits 2"), "", "q", 1.0)]
     written = drain(protocol)
     assert [ticket.receipt for ticket in tickets] == [None, None]
     protocol.on_flow(True, 2.0)
@@ -215,7 +215,7 @@ def test_j7_however_writes_and_flows_fall_nothing_begins_between_the_answer_and_
 
 def test_events_tell_every_change_in_order_with_wall_time_and_durations() -> None:
     protocol = make(name="orders", wall_offset=1000.0)
-    protocol.events = []
+    protocol.reports.events = []
     protocol.on_flow(False, 10.0)
     protocol.on_flow(False, 11.0)
     protocol.on_blocked("low on memory", 12.0)
@@ -223,7 +223,7 @@ def test_events_tell_every_change_in_order_with_wall_time_and_durations() -> Non
     protocol.on_unblocked(20.0)
     told = [
         (event.kind, event.hold.kind if event.hold else None, event.at, event.since, event.seconds, len(event.holds))
-        for event in protocol.events
+        for event in protocol.reports.events
     ]
     assert told == [
         (FlowEventKind.FLOWED, "channel_flow", 1010.0, 1010.0, 0.0, 1),
@@ -231,26 +231,26 @@ def test_events_tell_every_change_in_order_with_wall_time_and_durations() -> Non
         (FlowEventKind.HOLD_LIFTED, "channel_flow", 1015.0, 1010.0, 5.0, 1),
         (FlowEventKind.UNFLOWED, "connection_blocked", 1020.0, 1012.0, 8.0, 0),
     ]
-    assert [event.flowed for event in protocol.events] == [True, True, True, False]
-    assert str(protocol.events[0]) == "orders: flowed: channel_flow"
-    assert str(protocol.events[3]) == "orders: unflowed: connection_blocked (low on memory) after 8 s"
-    assert {event.producer for event in protocol.events} == {"orders"}
+    assert [event.flowed for event in protocol.reports.events] == [True, True, True, False]
+    assert str(protocol.reports.events[0]) == "orders: flowed: channel_flow"
+    assert str(protocol.reports.events[3]) == "orders: unflowed: connection_blocked (low on memory) after 8 s"
+    assert {event.producer for event in protocol.reports.events} == {"orders"}
 
 
 def test_every_time_that_is_told_of_a_hold_is_wall_time() -> None:
     protocol = make(capacity=1, wall_offset=1000.0, flow_control_wait_notify_period=2.0)
-    protocol.events = []
+    protocol.reports.events = []
     send(protocol)
     protocol.on_flow(False, 10.0)
     protocol.on_blocked("low on memory", 12.0)
     ticket = wait(protocol, now=13.0, timeout=5.0)
-    protocol.look_at(ticket, 15.0)
+    protocol.admission.look_at(ticket, 15.0)
     with pytest.raises(FlowControlTimeout) as caught:
-        protocol.look_at(ticket, 18.0)
+        protocol.admission.look_at(ticket, 18.0)
     protocol.on_unblocked(20.0)
     raised = [("channel_flow", 1010.0), ("connection_blocked", 1012.0), ("capacity", 1013.0)]
-    assert told(caught.value.holds) == told(protocol.events[-2].holds) == raised
-    assert [told([event.hold]) for event in protocol.events if event.hold] == [
+    assert told(caught.value.holds) == told(protocol.reports.events[-2].holds) == raised
+    assert [told([event.hold]) for event in protocol.reports.events if event.hold] == [
         raised[:1],
         raised[1:2],
         raised[2:],
@@ -258,7 +258,12 @@ def test_every_time_that_is_told_of_a_hold_is_wall_time() -> None:
         raised[1:2],
     ]
     del raised[1]
-    assert told(protocol.flow_state(21.0).holds) == told(protocol.holds) == told(protocol.events[-1].holds) == raised
+    assert (
+        told(protocol.flow_state(21.0).holds)
+        == told(protocol.reports.holds)
+        == told(protocol.reports.events[-1].holds)
+        == raised
+    )
     assert [hold.since for hold in protocol.gate.holds] == [10.0, 13.0], "inside it is monotonic"
 
 
@@ -269,7 +274,7 @@ def told(holds: Iterable[Hold]) -> list[tuple[str, float]]:
 def test_nobody_listens_and_no_event_is_made() -> None:
     protocol = make()
     protocol.on_flow(False, 1.0)
-    assert protocol.events is None
+    assert protocol.reports.events is None
 
 
 def test_the_flow_state_says_which_holds_since_when_how_often_and_how_long() -> None:
@@ -344,15 +349,15 @@ def test_the_flow_state_sees_a_window_that_filled_or_a_rate_that_passed_since_so
 def test_what_people_must_know_of_is_logged_louder(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     protocol = make(name="orders", capacity=1)
-    protocol.logs.clear()
+    protocol.reports.logs.clear()
     protocol.on_blocked("low on memory", 1.0)
     protocol.on_unblocked(3.0)
     protocol.on_flow(False, 3.0)
     protocol.on_flow(True, 4.0)
     send(protocol)
-    protocol.send(b"x", "", "q", 5.0)
+    protocol.admission.send(b"x", "", "q", 5.0)
     assert not caplog.records, "whoever logs may not hold the lock under which the protocol is called"
-    write_log(protocol.logs)
+    write_log(protocol.reports.logs)
     assert flush_logs(20)
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("WARNING", "orders: held: connection_blocked (low on memory)"),
@@ -368,7 +373,7 @@ def test_what_nobody_wants_to_read_is_not_kept(caplog: pytest.LogCaptureFixture)
     protocol = make()
     protocol.on_flow(False, 1.0)
     protocol.on_blocked("low on memory", 1.0)
-    assert [level for level, _, _ in protocol.logs] == [logging.WARNING]
+    assert [level for level, _, _ in protocol.reports.logs] == [logging.WARNING]
 
 
 def test_a_second_connection_counts_as_having_been_flowed_and_the_first_does_not() -> None:

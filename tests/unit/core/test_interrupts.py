@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from qflow_client import Message, ProducerClosed, ProducerSettings, Receipt
+from qflow_client import Message, ProducerClosed, Receipt
 from qflow_client.amqp.outbound import Outbound
-from qflow_client.core.protocol import ProducerProtocol, SendTicket
+from qflow_client.core.admission import Admission, SendTicket
+from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.core.resending import Resending
 from qflow_client.flow import FifoLine, Line, Ticket, WeightedLine
 from tests.interrupting import EVERY, interrupted
@@ -27,7 +28,7 @@ PAYLOADS = {
 def started() -> tuple[ProducerProtocol, Wire]:
     """A producer of which one message is written, one has begun and one has not."""
     protocol = make(capacity_bytes=1 << 20)
-    protocol.settled = []
+    protocol.reports.settled = []
     send(protocol, Message(b"1", message_id="own"))
     size = protocol.unwritten
     send(protocol, b"2" * 2 * MAX_BODY)
@@ -39,9 +40,10 @@ def interrupts(payload: bytes | Message, key: str) -> Iterator[tuple[ProducerPro
     """A producer for every line in which sending this can be interrupted, after it was."""
     for at in range(1, 1000):
         protocol, read = started()
-        if not interrupted(lambda: protocol.send(payload, "", key, 0.0), at):  # noqa: B023  # called at once
+        if not interrupted(lambda: protocol.admission.send(payload, "", key, 0.0), at):  # noqa: B023  # called at once
             assert at > 15
             return
+        protocol.on_timer(0.0)
         yield protocol, read
 
 
@@ -76,40 +78,39 @@ def test_a_send_that_is_interrupted_at_any_line_is_admitted_whole_or_not_at_all(
         protocol.on_ack(len(bodies), True, 0.0)
         assert [each.delivered for each in receipts] == [True] * (len(bodies) - 1) + [False]
         assert protocol.window.used == protocol.byte_window.used == protocol.unwritten == 0
-        assert not protocol._by_id
-        assert protocol.settled == list(receipts)
+        assert not protocol.returns.by_id
+        assert protocol.reports.settled == list(receipts)
     assert admitted == sorted(admitted), "from one line on"
     assert not admitted[0]
 
 
 def test_of_an_interrupted_message_with_an_id_of_its_own_no_return_is_expected_unless_it_is_admitted() -> None:
     for protocol, _ in interrupts(Message(b"abc", message_id="its own"), "q"):
-        assert ("its own" in protocol._by_id) == (protocol.unsettled == 4)
+        assert ("its own" in protocol.returns.by_id) == (protocol.unsettled == 4)
 
 
 def consistent(protocol: ProducerProtocol) -> bool:
     """Whether what the protocol counts is what it has."""
     check_order(protocol)
-    costs = sum(map(protocol._cost, (*protocol._resending.again, *protocol._line)))
-    return protocol.unwritten == protocol._unconfirmed.outbound.size + costs
+    costs = sum(map(protocol.admission.cost, (*protocol.resending.again, *protocol.admission.line)))
+    return protocol.unwritten == protocol.unconfirmed.outbound.size + costs
 
 
 @pytest.mark.parametrize("payload", [b"abc", Message(b"abc", message_id="own")])
 def test_a_second_interrupt_while_the_first_one_is_put_right_changes_nothing(payload: bytes | Message) -> None:
     twice = 0
-    times = 2
     for at in range(1, 1000, EVERY):
-        # The first call is that of what puts it right, within a microsecond after the first interrupt.
-        for again in range(2, 1000):
+        for again in range(1, 1000, EVERY):
             protocol, _ = started()
-            times = interrupted(lambda: protocol.send(payload, "", "q", 0.0), at, again=again)  # noqa: B023  # called at once
+            if not interrupted(lambda: protocol.admission.send(payload, "", "q", 0.0), at):  # noqa: B023  # called at once
+                assert twice > 100 / EVERY
+                return
+            come = interrupted(lambda: protocol.on_timer(0.0), again)  # noqa: B023  # likewise
+            protocol.on_timer(0.0)
             assert consistent(protocol), (at, again)
-            if times < 2:
+            if not come:
                 break
             twice += 1
-        if times == 0:
-            break
-    assert twice > 100 / EVERY
 
 
 class Watch:
@@ -129,10 +130,11 @@ def test_an_observer_keeps_nothing_of_an_interrupted_message_unless_it_is_admitt
     kept = []
     for at in range(1, 1000):
         protocol, _ = started()
-        protocol.observer = Watch()
-        if not interrupted(lambda: protocol.send(b"abc", "", "q", 0.0), at):  # noqa: B023  # called at once
+        protocol.admission.observer = Watch()
+        if not interrupted(lambda: protocol.admission.send(b"abc", "", "q", 0.0), at):  # noqa: B023  # called at once
             break
-        assert set(protocol.observer.began) == ({4} if protocol.unsettled == 4 else set())
+        protocol.on_timer(0.0)
+        assert set(protocol.admission.observer.began) == ({4} if protocol.unsettled == 4 else set())
         kept.append(protocol.unsettled == 4)
     assert True in kept
     assert False in kept
@@ -162,8 +164,8 @@ def crowd(line: Line, *, first: bool = False, **settings: Any) -> tuple[Producer
     drain(protocol)
     tickets = [wait(protocol, b"%d" % number, waiter=number, source="ab"[number % 2]) for number in (3, 4, 5, 6)]
     if first:
-        tickets.insert(0, protocol.stand_in_line(b"callback", "", "q", 0.0, waiter="callback", first=True))
-    protocol.wake.clear()
+        tickets.insert(0, protocol.admission.stand_in_line(b"callback", "", "q", 0.0, waiter="callback", first=True))
+    protocol.reports.wake.clear()
     return protocol, tickets
 
 
@@ -188,7 +190,7 @@ def all_get_out(protocol: ProducerProtocol, tickets: list[SendTicket]) -> list[b
     assert protocol.gate.is_open == (protocol.closed is None)
     assert all(ticket.decided for ticket in tickets)
     for ticket in tickets:
-        assert ticket.cancelled or ticket.waiter in protocol.wake
+        assert ticket.cancelled or ticket.waiter in protocol.reports.wake
     return [message.body for message in seen.messages]
 
 
@@ -231,7 +233,7 @@ def test_a_send_that_is_interrupted_as_it_stands_in_line_leaves_nothing_behind(
             # There is, and nobody has noticed.
             protocol.window.capacity = 9
         come = interrupted(
-            lambda: protocol.stand_in_line(b"own", "", "q", 1.0, waiter="own", first=first),  # noqa: B023  # at once
+            lambda: protocol.admission.stand_in_line(b"own", "", "q", 1.0, waiter="own", first=first),  # noqa: B023  # at once
             at,
         )
         own = sum(receipt.message.body == b"own" for receipt in protocol.unsettled_receipts)
@@ -256,10 +258,10 @@ def test_a_send_that_is_interrupted_as_it_gives_up_has_given_up(
         if room:
             protocol.window.capacity = 9
         gone, *others = tickets
-        come = interrupted(lambda: protocol.give_up(gone, 1.0), at)  # noqa: B023  # called at once
+        come = interrupted(lambda: protocol.admission.give_up(gone, 1.0), at)  # noqa: B023  # called at once
         if come:
             # As the skins do.
-            protocol.give_up(gone, 1.0)
+            protocol.admission.give_up(gone, 1.0)
         bodies = all_get_out(protocol, tickets)
         assert sorted(bodies) == bodies_of(others)
         if not come:
@@ -269,18 +271,17 @@ def test_a_send_that_is_interrupted_as_it_gives_up_has_given_up(
 
 @pytest.mark.parametrize("again", [2, 3, 8, 21])
 def test_nobody_in_line_is_forgotten_by_a_second_interrupt(again: int) -> None:
-    twice = 0
     for at in range(1, 1000, EVERY):
         protocol, (gone, *others) = crowd(FifoLine())
         protocol.window.capacity = 9
-        times = interrupted(lambda: protocol.give_up(gone, 1.0), at, again=again)  # noqa: B023  # called at once
-        twice += times == 2
-        if times:
-            protocol.give_up(gone, 1.0)
+        come = interrupted(lambda: protocol.admission.give_up(gone, 1.0), at)  # noqa: B023  # called at once
+        if come:
+            assert interrupted(lambda: protocol.admission.give_up(gone, 1.0), again)  # noqa: B023  # likewise
+            protocol.admission.give_up(gone, 1.0)
         assert sorted(all_get_out(protocol, [gone, *others])) == bodies_of(others)
-        if not times:
-            break
-    assert twice > 10 / EVERY
+        if not come:
+            assert at > 10
+            return
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -290,10 +291,11 @@ def test_when_all_give_up_and_that_is_interrupted_each_has_given_up_or_still_wai
 ) -> None:
     for at in range(1, 1000):
         protocol, tickets = crowd(line(), first=first)
-        come = interrupted(lambda: protocol.give_up_all(1.0), at)  # noqa: B023  # called at once
+        come = interrupted(lambda: protocol.admission.give_up_all(1.0), at)  # noqa: B023  # called at once
+        protocol.on_timer(1.0)
         stay = [ticket for ticket in tickets if not ticket.cancelled]
         assert protocol.controller.waiting == len(stay)
-        assert {ticket.waiter for ticket in tickets if ticket.cancelled} <= set(protocol.wake)
+        assert {ticket.waiter for ticket in tickets if ticket.cancelled} <= set(protocol.reports.wake)
         assert sorted(all_get_out(protocol, tickets)) == bodies_of(stay)
         if not come:
             assert not stay
@@ -310,11 +312,11 @@ def test_a_close_that_is_interrupted_is_done_by_the_end_of_the_connection(first:
         protocol.connection_lost("the producer is closed", 2.0)
         for ticket in tickets:
             assert isinstance(ticket.error, ProducerClosed)
-            assert ticket.waiter in protocol.wake
-        assert "unflowed" in protocol.wake
+            assert ticket.waiter in protocol.reports.wake
+        assert "unflowed" in protocol.reports.wake
         assert protocol.controller.waiting == protocol.unsettled == protocol.window.used == 0
         with pytest.raises(ProducerClosed):
-            protocol.send(b"x", "", "q", 3.0)
+            protocol.admission.send(b"x", "", "q", 3.0)
         if not come:
             assert at > 10
             return
@@ -327,7 +329,7 @@ def test_a_limit_that_is_met_or_left_and_interrupted_at_any_line_leaves_no_hold(
         send(protocol, now=10.0)
         come = 0
         for now in (10.0, 10.0, 10.5, 11.5, 11.5, 20.0):
-            come = interrupted(lambda: protocol.send(b"x", "", "q", now), at)  # noqa: B023  # called at once
+            come = interrupted(lambda: protocol.admission.send(b"x", "", "q", now), at)  # noqa: B023  # called at once
             drain(protocol, now)
             if come:
                 break
@@ -336,7 +338,7 @@ def test_a_limit_that_is_met_or_left_and_interrupted_at_any_line_leaves_no_hold(
                 protocol.on_ack(0, True, now)
         protocol.on_ack(0, True, 30.0)
         protocol.on_timer(100.0)
-        assert protocol.send(b"x", "", "q", 100.0) is not None
+        assert protocol.admission.send(b"x", "", "q", 100.0) is not None
         assert protocol.gate.is_open
         assert not protocol.gate.holds
         if not come:
@@ -381,10 +383,11 @@ def test_who_is_interrupted_in_line_was_admitted_or_is_not_there(admitted: bool)
     if admitted:
         protocol.window.capacity = 9
         for ticket in tickets:
-            protocol.give_up(ticket, 0.0)
+            protocol.admission.give_up(ticket, 0.0)
     line.at = "pop" if admitted else "push"
     with pytest.raises(KeyboardInterrupt):
-        protocol.stand_in_line(b"own", "", "q", 1.0, waiter="own")
+        protocol.admission.stand_in_line(b"own", "", "q", 1.0, waiter="own")
+    protocol.on_timer(1.0)
     assert protocol.controller.waiting == (0 if admitted else 4)
     assert b"own" not in all_get_out(protocol, tickets)
 
@@ -395,7 +398,7 @@ def test_who_is_interrupted_as_others_are_let_in_for_it_has_given_up() -> None:
     protocol.window.capacity = 9
     line.at = "pop"
     with pytest.raises(KeyboardInterrupt):
-        protocol.give_up(gone, 1.0)
+        protocol.admission.give_up(gone, 1.0)
     assert gone.cancelled
     assert all_get_out(protocol, others) == [b"4", b"5", b"6"]
 
@@ -404,65 +407,69 @@ def test_who_was_to_give_up_with_all_others_as_ctrl_c_came_has_given_up() -> Non
     line = Pressed("clear")
     protocol, tickets = crowd(line)
     with pytest.raises(KeyboardInterrupt):
-        protocol.give_up_all(1.0)
+        protocol.admission.give_up_all(1.0)
     assert all(ticket.cancelled for ticket in tickets)
-    assert protocol.wake == [3, 4, 5, 6]
+    assert protocol.reports.wake == [3, 4, 5, 6]
     assert all_get_out(protocol, tickets) == []
 
 
 def test_what_was_admitted_as_ctrl_c_came_is_admitted_once_and_told() -> None:
-    class Admitted(ProducerProtocol):
+    class Admitted(Admission):
+        __slots__ = ()
         pressed = False
 
-        def _admit(self, *message: Any) -> None:
-            super()._admit(*message)
-            if self.pressed:
-                self.pressed = False
+        def admit(self, *message: Any) -> None:
+            super().admit(*message)
+            if Admitted.pressed:
+                Admitted.pressed = False
                 raise KeyboardInterrupt
 
-    protocol = Admitted(ProducerSettings(capacity=1, routing_key="q"), id_prefix="p-", now=0.0)
-    protocol.channel_opened(1, 4096, 0.0)
+    protocol = make(capacity=1)
+    protocol.admission.__class__ = Admitted
     first = send(protocol)
     ticket, after = wait(protocol, b"2", waiter="ticket"), wait(protocol, b"3", waiter="after")
     drain(protocol)
-    protocol.pressed = True
+    Admitted.pressed = True
     with pytest.raises(KeyboardInterrupt):
         protocol.on_ack(1, False, 1.0)
+    protocol.on_timer(1.0)
     assert first.delivered
     assert ticket.receipt is not None
     assert protocol.unsettled_receipts == (ticket.receipt,)
-    assert protocol.wake == ["ticket"]
+    assert protocol.reports.wake == ["ticket"]
     assert not after.decided
     # Its own too, which nobody has a ticket of.
     protocol.window.capacity = 9
-    protocol.give_up(after, 2.0)
-    protocol.pressed = True
+    protocol.admission.give_up(after, 2.0)
+    Admitted.pressed = True
     with pytest.raises(KeyboardInterrupt):
-        protocol.stand_in_line(b"own", "", "q", 2.0, waiter="own")
+        protocol.admission.stand_in_line(b"own", "", "q", 2.0, waiter="own")
+    protocol.on_timer(2.0)
     assert [receipt.message.body for receipt in protocol.unsettled_receipts] == [b"2", b"own"]
     assert protocol.controller.waiting == 0
 
 
 def test_one_whose_admission_was_interrupted_does_not_take_the_place_of_the_next_under_its_number() -> None:
-    class Interrupted(ProducerProtocol):
+    class Interrupted(Admission):
+        __slots__ = ()
         pressed = False
 
-        def _admit(self, *message: Any) -> None:
-            if self.pressed:
-                self.pressed = False
+        def admit(self, *message: Any) -> None:
+            if Interrupted.pressed:
+                Interrupted.pressed = False
                 raise KeyboardInterrupt
-            super()._admit(*message)
+            super().admit(*message)
 
-    protocol = Interrupted(ProducerSettings(capacity=1, routing_key="q"), id_prefix="p-", now=0.0)
-    protocol.channel_opened(1, 4096, 0.0)
+    protocol = make(capacity=1)
+    protocol.admission.__class__ = Interrupted
     send(protocol)
     ticket = wait(protocol, b"2", waiter="ticket")
     for capacity, payload in ((2, b"callback"), (3, b"another")):
-        protocol.pressed = True
+        Interrupted.pressed = True
         with pytest.raises(KeyboardInterrupt):
             protocol.set_capacity(capacity, 1.0)
         protocol.window.capacity = capacity
-        first = protocol.stand_in_line(payload, "", "q", 1.0, waiter=payload, first=True)
+        first = protocol.admission.stand_in_line(payload, "", "q", 1.0, waiter=payload, first=True)
         assert first.receipt is not None
         assert not ticket.decided
     protocol.set_capacity(9, 2.0)
@@ -472,10 +479,10 @@ def test_one_whose_admission_was_interrupted_does_not_take_the_place_of_the_next
 
 def test_who_was_interrupted_before_it_had_its_ticket_leaves_by_its_waiter() -> None:
     protocol, tickets = crowd(FifoLine())
-    protocol.give_up_of(5, [], 1.0)
+    protocol.admission.give_up_of(5, [], 1.0)
     assert [ticket.cancelled for ticket in tickets] == [False, False, True, False]
-    protocol.give_up_of(6, tickets[3:], 1.0)
-    protocol.give_up_of("nobody", [], 1.0)
+    protocol.admission.give_up_of(6, tickets[3:], 1.0)
+    protocol.admission.give_up_of("nobody", [], 1.0)
     assert all_get_out(protocol, tickets) == [b"3", b"4"]
 
 
@@ -486,12 +493,12 @@ def test_a_resume_that_is_interrupted_at_any_line_is_made_good_for_who_waits() -
         ticket = wait(protocol, b"waits", waiter="ticket")
         assert protocol.when_unflowed("unflowed", 0.0)
         come = interrupted(lambda: protocol.lift("paused", 1.0), at)  # noqa: B023  # called at once
-        protocol.look_anew(1.0)
+        protocol.on_timer(1.0)
         if protocol.gate.holds:
             # Interrupted before it had begun.
             protocol.lift("paused", 2.0)
         assert ticket.receipt is not None
-        assert set(protocol.wake) == {"ticket", "unflowed"}
+        assert set(protocol.reports.wake) == {"ticket", "unflowed"}
         assert protocol.gate.is_open
         if not come:
             assert at > 20
@@ -502,12 +509,12 @@ def test_an_interrupted_send_never_gives_another_message_s_id() -> None:
     for at in range(1, 1000):
         protocol = make()
         # As after 254 messages.
-        protocol._next_number = 255
+        protocol.admission.next_number = 255
         protocol.window.used = 0
         send(protocol)
-        come = interrupted(lambda: protocol.send(b"x", "", "q", 0.0), at)  # noqa: B023  # called at once
+        come = interrupted(lambda: protocol.admission.send(b"x", "", "q", 0.0), at)  # noqa: B023  # called at once
         send(protocol)
-        protocol.send(b"y", "", "q", 0.0)
+        protocol.admission.send(b"y", "", "q", 0.0)
         published = Wire().read(drain(protocol)).messages
         receipts = protocol.unsettled_receipts
         assert [each.properties.message_id for each in published] == [receipt.message_id for receipt in receipts]
@@ -542,6 +549,7 @@ def test_every_message_leaves_once_and_in_order_whichever_step_is_interrupted(
         if not interrupted(lambda: step(protocol), at, again=second):  # noqa: B023  # called at once
             assert at > 3
             return
+        protocol.on_timer(0.0)
         if protocol.is_stopped:
             protocol.on_flow(True, 0.0)
         assert consistent(protocol), at
@@ -601,9 +609,10 @@ def test_a_step_that_runs_out_of_memory_is_made_good(
     with pytest.raises(MemoryError):
         stop_and_write()
     read.read(b"".join(taken[:-1] if name == "advance" and not done else taken))
+    protocol.on_timer(0.0)
     if protocol.is_stopped:
         protocol.on_flow(True, 0.0)
     assert consistent(protocol)
     read.read(drain(protocol))
     assert [message.body for message in read.messages] == list(BODIES)
-    assert list(protocol._unconfirmed.flight) == [1, 2, 3, 4, 5, 6]
+    assert list(protocol.unconfirmed.flight) == [1, 2, 3, 4, 5, 6]

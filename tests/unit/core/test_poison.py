@@ -60,7 +60,8 @@ def test_suspects_leave_one_at_a_time_with_nothing_else_in_flight_and_in_order()
 def test_who_is_not_named_leaves_together_with_others_and_only_the_named_go_alone() -> None:
     protocol = make()
     receipts = [
-        protocol.send(b"%d" % number, "missing" if number == 3 else "there", "q", 0.0) for number in range(1, 6)
+        protocol.admission.send(b"%d" % number, "missing" if number == 3 else "there", "q", 0.0)
+        for number in range(1, 6)
     ]
     drain(protocol)
     close(protocol, "NOT_FOUND - no exchange 'missing' in vhost '/'")
@@ -97,9 +98,9 @@ def test_what_may_have_arrived_is_marked_whether_it_is_suspected_or_not() -> Non
 
 def test_words_are_believed_once() -> None:
     protocol = make()
-    protocol.send(b"innocent", "named", "q", 0.0)
-    culprit = protocol.send(b"guilty", "other", "q", 0.0)
-    last = protocol.send(b"last", "other", "q", 0.0)
+    protocol.admission.send(b"innocent", "named", "q", 0.0)
+    culprit = protocol.admission.send(b"guilty", "other", "q", 0.0)
+    last = protocol.admission.send(b"last", "other", "q", 0.0)
     drain(protocol)
     close(protocol, "ACCESS_REFUSED - 'named'")
     assert reopen(protocol) == [b"innocent"]
@@ -152,7 +153,7 @@ def test_a_staged_message_that_the_new_broker_cannot_take_is_settled_and_those_b
     assert left(protocol) == [b"3"]
     protocol.on_ack(2, False, 3.0)
     assert left(protocol) == [b"4"]
-    assert protocol.wake == []
+    assert protocol.reports.wake == []
     protocol.on_ack(3, False, 3.0)
     assert [receipt.outcome for receipt in receipts] == [
         Outcome.CONFIRMED,
@@ -160,7 +161,7 @@ def test_a_staged_message_that_the_new_broker_cannot_take_is_settled_and_those_b
         Outcome.CONFIRMED,
         Outcome.CONFIRMED,
     ]
-    assert protocol.wake == ["all"]
+    assert protocol.reports.wake == ["all"]
     assert (protocol.unsettled, protocol.window.used) == (0, 0)
     assert left(protocol) == []
 
@@ -203,7 +204,7 @@ def test_a_window_that_is_given_back_while_no_channel_is_there_puts_nothing() ->
 def test_whom_the_broker_s_words_name(text: str, expected: list[int]) -> None:
     protocol = make()
     places = [("a", "x"), ("a", "y"), ("b", "x"), ("", "z")]
-    receipts = [protocol.send(b"", exchange, key, 0.0) for exchange, key in places]
+    receipts = [protocol.admission.send(b"", exchange, key, 0.0) for exchange, key in places]
     suspects = [receipt for receipt in receipts if receipt is not None]
     assert [suspects.index(each) for each in narrowed(suspects, text)] == expected
 
@@ -237,7 +238,7 @@ def test_exactly_the_poison_is_rejected_whatever_else_happens(steps: list[str], 
             protocol.on_ack(state["read"], False, 0.0)  # type: ignore[arg-type]
 
     def send_one(exchange: str) -> None:
-        receipt = protocol.send(b"x", exchange, "q", 0.0)
+        receipt = protocol.admission.send(b"x", exchange, "q", 0.0)
         if receipt is not None:
             receipts.append(receipt)
             if exchange == "poison":
@@ -319,7 +320,7 @@ def test_a_message_over_which_the_connection_is_lost_every_time_is_given_back_an
     broker = Lossy(protocol, b"3")
     connections = 0
     while receipts[2].outcome is None:
-        broker.connection(hears=hears or broker.protocol._resending.suspects != set())
+        broker.connection(hears=hears or broker.protocol.resending.suspects != set())
         connections += 1
         assert connections < 14
     assert receipts[2].outcome is Outcome.UNKNOWN
@@ -410,7 +411,7 @@ def test_a_connection_that_is_lost_with_nothing_in_flight_counts_for_nothing() -
 def test_words_narrow_whom_a_lost_connection_is_blamed_on() -> None:
     protocol = make(reconnect_delay_max=PROVES)
     for number, exchange in enumerate(("a", "b", "a", "b")):
-        protocol.send(b"%d" % number, exchange, "q", 0.0)
+        protocol.admission.send(b"%d" % number, exchange, "q", 0.0)
     for _ in range(3):
         protocol.channel_opened(CHANNEL, FRAME_MAX, 1.0)
         assert len(left(protocol)) == 4

@@ -33,10 +33,10 @@ def calls(payload: bytes | Message, acks: str, settings: dict[str, Any], *, came
         protocol.connection_lost("cut", 0.0, reconnects=True)
         protocol.channel_opened(1, 4096, 0.0)
     # What is made once for a channel is no cost of a message.
-    assert protocol.send(payload, "", "q", 0.0) is not None
+    assert protocol.admission.send(payload, "", "q", 0.0) is not None
     drain(protocol)
     protocol.on_ack(0, True, 0.0)
-    first = protocol._unconfirmed.oldest
+    first = protocol.unconfirmed.oldest
     made: Counter[str] = Counter()
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
@@ -50,7 +50,7 @@ def calls(payload: bytes | Message, acks: str, settings: dict[str, Any], *, came
     sys.setprofile(profile)
     try:
         for _ in range(MESSAGES):
-            protocol.send(payload, "", "q", 1.0)
+            protocol.admission.send(payload, "", "q", 1.0)
         data = protocol.data_to_write(1 << 20)
         protocol.advance(len(data), 1.0)
         if acks == "multiple":

@@ -61,7 +61,7 @@ def test_a_refused_message_holds_the_producer_and_a_probe_of_one_comes_first() -
     protocol.on_nack(3, True, 10.0)
     assert holds(protocol) == ["refused"]
     assert (protocol.unsettled, protocol.window.used) == (3, 3)
-    assert protocol.send(b"new", "", "q", 10.0) is None
+    assert protocol.admission.send(b"new", "", "q", 10.0) is None
     assert left(protocol) == []
     assert protocol.next_timer(10.0) == 11.0
     protocol.on_timer(10.9)
@@ -122,7 +122,7 @@ def test_after_retry_for_it_is_settled_whether_it_waits_or_is_refused_once_more(
     assert protocol.next_timer(1.5) == 2.5
     protocol.on_timer(2.5)
     assert [receipt.outcome for receipt in receipts] == [Outcome.NACKED] * 3
-    assert protocol.wake == ["me"]
+    assert protocol.reports.wake == ["me"]
     assert holds(protocol) == []
     again = send(protocol, b"4", 3.0)
     assert left(protocol) == [b"4"]
@@ -152,11 +152,11 @@ def test_a_flush_waits_for_what_is_refused_too() -> None:
     assert protocol.when_flushed("me")
     protocol.on_nack(1, False, 0.0)
     protocol.on_ack(3, True, 0.0)
-    assert protocol.wake == []
+    assert protocol.reports.wake == []
     protocol.on_timer(1.0)
     drain(protocol)
     protocol.on_ack(4, False, 1.0)
-    assert protocol.wake == ["me"]
+    assert protocol.reports.wake == ["me"]
 
 
 def test_a_returned_message_is_not_tried_again() -> None:
@@ -276,9 +276,9 @@ def test_E1_what_was_refused_goes_before_younger_messages_that_were_lost_with_th
     assert left(protocol) == bodies[1:]
     # The flush waits for all that was admitted before it, in the new order too.
     protocol.on_ack(9, True, 1.0)
-    assert protocol.wake == []
+    assert protocol.reports.wake == []
     protocol.on_ack(10, False, 1.0)
-    assert protocol.wake == ["me"]
+    assert protocol.reports.wake == ["me"]
 
 
 def test_a_flush_between_refused_and_younger_messages_waits_for_the_messages_before_it() -> None:
@@ -292,25 +292,25 @@ def test_a_flush_between_refused_and_younger_messages_waits_for_the_messages_bef
     protocol.on_ack(1, False, 1.0)
     assert left(protocol) == [b"2", b"3"]
     protocol.on_ack(2, False, 1.0)
-    assert protocol.wake == []
+    assert protocol.reports.wake == []
     protocol.on_ack(3, False, 1.0)
-    assert protocol.wake == ["me"]
+    assert protocol.reports.wake == ["me"]
 
 
 def test_a_message_that_is_sent_again_is_admitted_once() -> None:
     protocol = patient()
-    protocol.events = []
+    protocol.reports.events = []
     three(protocol)
     protocol.on_nack(3, True, 0.0)
     protocol.on_timer(1.0)
     drain(protocol)
     protocol.on_nack(4, False, 1.0)
-    assert (protocol.admitted, protocol.settled_so_far) == (3, 0)
+    assert (protocol.admission.admitted, protocol.settled_so_far) == (3, 0)
     protocol.on_timer(3.0)
     drain(protocol)
     protocol.on_ack(5, False, 3.0)
-    assert (protocol.admitted, protocol.settled_so_far) == (3, 1)
-    assert {event.admitted for event in protocol.events} == {3}
+    assert (protocol.admission.admitted, protocol.settled_so_far) == (3, 1)
+    assert {event.admitted for event in protocol.reports.events} == {3}
 
 
 def test_what_is_refused_when_the_producer_ends_is_nacked() -> None:
@@ -371,7 +371,7 @@ def test_whatever_happens_every_message_ends_once_and_the_window_is_right(steps:
     for step in steps:
         now += 0.1
         if step == "send":
-            receipt = protocol.send(b"x", "", "q", now)
+            receipt = protocol.admission.send(b"x", "", "q", now)
             if receipt is not None:
                 receipts.append(receipt)
         elif step == "time":
@@ -420,14 +420,14 @@ def test_nothing_new_overtakes_suspects_that_wait_when_there_is_room_again() -> 
     protocol.channel_opened(CHANNEL, FRAME_MAX, 1.0)
     assert left(protocol) == [b"1"]
     protocol.on_nack(1, False, 2.0)
-    assert holds(protocol) == ["disconnected", "refused"]
+    assert holds(protocol) == ["refused"]
     protocol.on_timer(3.0)
     assert left(protocol) == [b"1"]
     assert holds(protocol) == ["refused"]
     protocol.on_ack(2, False, 4.0)
     assert left(protocol) == [b"2"]
     assert holds(protocol) == ["disconnected"]
-    assert protocol.send(b"new", "", "q", 4.0) is None
+    assert protocol.admission.send(b"new", "", "q", 4.0) is None
     protocol.on_ack(3, False, 5.0)
     assert left(protocol) == [b"3"]
     assert holds(protocol) == []
@@ -449,11 +449,11 @@ def test_what_is_tried_again_is_flushed_although_younger_messages_left_before_it
     assert new is None
     assert protocol.when_flushed("flush")
     protocol.on_ack(3, True, 2.0)
-    assert protocol.wake == []
+    assert protocol.reports.wake == []
     check_order(protocol)
     protocol.on_ack(4, False, 3.0)
     assert first.outcome is Outcome.CONFIRMED
-    assert protocol.wake == ["flush"]
+    assert protocol.reports.wake == ["flush"]
 
 
 def test_a_refused_message_whose_mark_makes_it_too_large_is_nacked_alone() -> None:
@@ -510,11 +510,11 @@ def test_E7_to_flush_what_leaves_again_behind_younger_messages_costs_each_the_sa
 
         def answer() -> None:
             for tag in range(count + 1, 3 * count + 1):
-                assert protocol.wake == []
+                assert protocol.reports.wake == []
                 protocol.on_ack(tag, False, 1.0)
 
         taken = lines(answer)
-        assert (protocol.wake, protocol.unsettled) == (["flush"], 0)
+        assert (protocol.reports.wake, protocol.unsettled) == (["flush"], 0)
         return taken
 
     assert cost(400) < 4.4 * cost(100)
@@ -536,9 +536,9 @@ def test_E6_what_is_settled_behind_the_oldest_while_somebody_flushes_is_let_go()
         drain(protocol, 1.0)
         protocol.on_ack(tag, False, 1.0)
     assert [one.outcome, two.outcome, three.outcome] == ["confirmed", None, None]
-    assert len(protocol._unconfirmed._by_number) < 100
+    assert len(protocol.unconfirmed._by_number) < 100
     protocol.on_ack(5, False, 1.0)
-    assert protocol.wake == []
+    assert protocol.reports.wake == []
     check_order(protocol)
     protocol.on_ack(3, False, 1.0)
-    assert protocol.wake == ["flush"]
+    assert protocol.reports.wake == ["flush"]

@@ -131,7 +131,7 @@ def test_with_on_disconnect_fail_all_is_settled_and_the_producer_goes_on() -> No
         Outcome.FAILED,
     ]
     assert "(cut)" in str(written.error())
-    assert protocol.wake == ["me"]
+    assert protocol.reports.wake == ["me"]
     assert (protocol.closed, protocol.unsettled, protocol.window.used) == (None, 0, 0)
     assert waiting.receipt is None
     assert [(message.body, is_marked(message)) for message in reopen(protocol)] == [(b"new", False)]
@@ -152,7 +152,7 @@ def test_with_on_disconnect_fail_nothing_is_wanted_of_a_connection_once_the_prod
 def test_a_lost_connection_is_worth_a_warning_and_the_first_one_to_come_is_not() -> None:
     protocol = make()
     assert [line.split()[0] for line in logged(protocol)] == ["DEBUG"] * 2
-    protocol.logs.clear()
+    protocol.reports.logs.clear()
     lose(protocol, 1.0)
     protocol.channel_opened(CHANNEL, FRAME_MAX, 3.5)
     assert logged(protocol) == [
@@ -204,9 +204,9 @@ def test_a_flush_waits_for_what_was_admitted_before_it_and_no_more() -> None:
     lose(protocol)
     reopen(protocol)
     protocol.on_ack(1, False, 3.0)
-    assert protocol.wake == []
+    assert protocol.reports.wake == []
     protocol.on_ack(2, False, 3.0)
-    assert protocol.wake == ["all three"]
+    assert protocol.reports.wake == ["all three"]
     assert protocol.unsettled == 1
 
 
@@ -217,7 +217,7 @@ def test_a_flush_ends_with_the_connection_if_that_settles_the_last_one() -> None
     returned(protocol, receipt.message_id)
     assert protocol.when_flushed("me")
     lose(protocol)
-    assert protocol.wake == ["me"]
+    assert protocol.reports.wake == ["me"]
 
 
 def test_what_the_new_broker_cannot_take_is_settled_alone() -> None:
@@ -299,7 +299,7 @@ def test_every_message_ends_once_and_first_copies_stay_in_order(steps: list[str]
     for step in steps:
         if step == "send":
             is_full = protocol.unsettled == 5
-            receipt = protocol.send(b"x", "", "q", 0.0)
+            receipt = protocol.admission.send(b"x", "", "q", 0.0)
             assert (receipt is None) == is_full
             if receipt is not None:
                 receipts.append(receipt)
@@ -339,14 +339,14 @@ def test_the_delivery_tag_of_a_message_is_that_of_its_last_channel() -> None:
     protocol = make()
     receipts = [send(protocol, b"%d" % number) for number in range(3)]
     drain(protocol)
-    assert [protocol.delivery_tag(receipt) for receipt in receipts] == [1, 2, 3]
+    assert [receipt._tag for receipt in receipts] == [1, 2, 3]
     protocol.on_ack(1, False, 0.0)
     protocol.connection_lost("cut", 1.0, reconnects=True)
     protocol.channel_opened(CHANNEL, FRAME_MAX, 2.0)
     receipts.append(send(protocol, b"new", 2.0))
     drain(protocol)
     protocol.on_ack(0, True, 3.0)
-    assert [protocol.delivery_tag(receipt) for receipt in receipts[1:]] == [1, 2, 3]
+    assert [receipt._tag for receipt in receipts[1:]] == [1, 2, 3]
 
 
 def test_what_leaves_again_is_made_as_the_socket_takes_it() -> None:
@@ -358,7 +358,7 @@ def test_what_leaves_again_is_made_as_the_socket_takes_it() -> None:
     lose(protocol)
     protocol.channel_opened(CHANNEL, FRAME_MAX, 1.0)
     assert protocol.unwritten > 50 * len(body), "all of it counts"
-    outbound = protocol._unconfirmed.outbound
+    outbound = protocol.unconfirmed.outbound
     assert outbound.size == 0, "and nothing is made"
     most = seen = 0
     while data := protocol.data_to_write(1 << 14):

@@ -28,7 +28,7 @@ def recorded() -> Recorded:
 
 def observe(protocol: ProducerProtocol, recorded: Recorded) -> Observer:
     observer = Observer(protocol, "orders", "amqps://broker.example/", recorded)  # type: ignore[arg-type]
-    protocol.observer = observer
+    protocol.admission.observer = observer
     return observer
 
 
@@ -90,7 +90,7 @@ def test_nothing_is_kept_of_a_message_that_cannot_be_encoded(recorded: Recorded)
     protocol = make()
     observer = observe(protocol, recorded)
     with pytest.raises(TypeError):
-        protocol.send(Message(b"x", headers={"k": object()}), "", "q", 1.0)
+        protocol.admission.send(Message(b"x", headers={"k": object()}), "", "q", 1.0)
     assert observer.began == {}
     send(protocol, now=2.0)
     assert list(observer.began.values()) == [2.0]
@@ -160,7 +160,7 @@ def test_what_a_connection_takes_with_it_is_told(recorded: Recorded) -> None:
     observer = observe(protocol, recorded)
     send(protocol)
     drain(protocol)
-    protocol._unconfirmed.outbound.stopped = True
+    protocol.unconfirmed.outbound.stopped = True
     send(protocol)
     protocol.connection_lost("gone", now=2.0)
     assert observer.counts == {("q", Outcome.UNKNOWN): 1, ("q", Outcome.FAILED): 1}
@@ -172,7 +172,7 @@ def test_what_a_connection_takes_with_it_is_told(recorded: Recorded) -> None:
     assert observe(empty, recorded).counts == {}
     empty.connection_lost("gone", now=2.0)
     with pytest.raises(ProducerClosed):
-        empty.send(b"x", "", "q", 3.0)
+        empty.admission.send(b"x", "", "q", 3.0)
 
 
 def test_without_confirms_what_is_written_is_settled(recorded: Recorded) -> None:
@@ -187,12 +187,12 @@ def test_without_confirms_what_is_written_is_settled(recorded: Recorded) -> None
 
 def test_a_refusal_is_counted_by_the_oldest_hold_or_by_the_line() -> None:
     protocol = make()
-    protocol.count_refusal()
+    protocol.admission.count_refusal()
     protocol.hold("paused", now=0.0)
     protocol.hold("rate", now=0.0)
-    protocol.count_refusal()
-    protocol.count_refusal()
-    assert protocol.refusals == {"line": 1, "paused": 2}
+    protocol.admission.count_refusal()
+    protocol.admission.count_refusal()
+    assert protocol.admission.refusals == {"line": 1, "paused": 2}
 
 
 def test_what_a_producer_that_is_collected_as_garbage_has_counted_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

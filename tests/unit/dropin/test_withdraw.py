@@ -15,13 +15,13 @@ from qflow_client.settings import ProducerSettings
 
 def opened(**settings: Any) -> EncodedProtocol:
     given: dict[str, Any] = {"message_ids": False, "capacity": 5, "capacity_bytes": 100} | settings
-    protocol = EncodedProtocol(ProducerSettings(**given), id_prefix="", now=0.0)
+    protocol = EncodedProtocol(ProducerSettings(**given), now=0.0)
     protocol.channel_opened(1, 0, 0.0)
     return protocol
 
 
 def send(protocol: EncodedProtocol, frames: bytes) -> Receipt:
-    receipt = protocol.send(EncodedMessage(frames, frames), "", "q", 0.0)
+    receipt = protocol.admission.send(EncodedMessage(frames, frames), "", "q", 0.0)
     assert receipt is not None
     return receipt
 
@@ -60,7 +60,7 @@ def test_A4_what_is_taken_back_is_never_sent_and_all_else_is_confirmed_as_if_it_
                 protocol.on_ack(tag, True, 0.0)
         elif what == "withdraw" and receipts:
             receipt = receipts[-1 - number % len(receipts)]
-            begun = receipt in kept[: protocol._unconfirmed.outbound.begun]
+            begun = receipt in kept[: protocol.unconfirmed.outbound.begun]
             was_settled = receipt.done
             assert protocol.withdraw(receipt, 0.0) is not (begun or was_settled)
             if not (begun or was_settled):
@@ -68,7 +68,7 @@ def test_A4_what_is_taken_back_is_never_sent_and_all_else_is_confirmed_as_if_it_
                 assert receipt._outcome is Outcome.FAILED
         assert [each for each in kept if not each.done] == list(protocol.unsettled_receipts)
         assert protocol.window.used == protocol.unsettled
-        assert protocol.in_flight == protocol._unconfirmed.outbound.begun - tag
+        assert protocol.in_flight == protocol.unconfirmed.outbound.begun - tag
     while data := protocol.data_to_write(1 << 20):
         wire += data
         protocol.advance(len(data), 0.0)
@@ -84,7 +84,7 @@ def test_taking_back_makes_room() -> None:
     protocol = opened(capacity=2, max_unwritten_bytes=4)
     first = send(protocol, b"12345")
     assert protocol.gate.is_held_by(HoldKind.TRANSPORT)
-    waiting = protocol.stand_in_line(EncodedMessage(b"6", b"6"), "", "q", 0.0)
+    waiting = protocol.admission.stand_in_line(EncodedMessage(b"6", b"6"), "", "q", 0.0)
     assert protocol.withdraw(first, 0.0)
     assert waiting.receipt is not None
     assert protocol.data_to_write(100) == b"6"

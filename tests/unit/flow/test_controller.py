@@ -684,6 +684,6 @@ def test_who_is_listed_anew_waits_in_that_order_and_nobody_else_does(line: FifoL
     for ticket in (first, second, third):
         controller.stand_in_line(ticket, 0.0)
     controller.stand_in_front(front, 0.0, ignoring="x")
-    controller.relist([third, first, front])
+    controller.set_line([third, first, front])
     assert controller.waiting == 3
     assert [controller.dismiss() for _ in range(4)] == [front, third, first, None]

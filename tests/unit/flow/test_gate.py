@@ -235,7 +235,7 @@ def test_a_gate_whose_change_was_interrupted_at_any_line_can_be_mended(change: s
             come = interrupted(lambda: gate.hold("c", now=3.0), at)  # noqa: B023  # called at once
         else:
             come = interrupted(lambda: gate.lift("a", now=3.0), at)  # noqa: B023  # called at once
-        gate.mend()
+        gate.heal()
         assert gate.is_open == (gate.holds == ())
         assert (gate.closed_since is None) == gate.is_open
         if not come:
@@ -246,5 +246,5 @@ def test_a_gate_whose_change_was_interrupted_at_any_line_can_be_mended(change: s
 def test_a_shut_gate_is_not_opened_by_mending() -> None:
     gate = Gate()
     gate.shut()
-    gate.mend()
+    gate.heal()
     assert (gate.is_open, gate.closed_since) == (False, None)

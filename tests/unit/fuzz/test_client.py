@@ -45,8 +45,8 @@ class Client:
         self.protocol = ProducerProtocol(
             ProducerSettings(routing_key="q", capacity=capacity), id_prefix="p-", now=0.0, wall_offset=0.0
         )
-        self.protocol.settled = []
-        self.protocol.events = []
+        self.protocol.reports.settled = []
+        self.protocol.reports.events = []
         self.protocol.channel_opened(CHANNEL, FRAME_MAX, 0.0)
         self.tap.attach(CHANNEL, self.protocol, 0.0)
         self.receipts: list[Receipt] = []
@@ -57,7 +57,7 @@ class Client:
     def send(self) -> None:
         body = b"x" * len(self.receipts)
         payload = Message(body, message_id="own", headers={"k": 1}) if len(self.receipts) % 3 == 2 else body
-        receipt = self.protocol.send(payload, "", "q", self.now)
+        receipt = self.protocol.admission.send(payload, "", "q", self.now)
         if receipt is not None:
             self.receipts.append(receipt)
 
@@ -81,12 +81,12 @@ class Client:
         assert protocol.unsettled == len(self.receipts) - done
         assert 0 <= protocol.window.used <= self.capacity
         assert protocol.window.used >= protocol.unsettled
-        assert all(isinstance(hold, Hold) for hold in protocol.holds)
-        told = protocol.take_settled(self.now) if protocol.settled else []
+        assert all(isinstance(hold, Hold) for hold in protocol.reports.holds)
+        told = protocol.take_settled(self.now) if protocol.reports.settled else []
         protocol.told(len(told), self.now)
 
     def end(self) -> None:
-        if self.protocol.channel is not None:
+        if self.protocol.channel.number is not None:
             self.tap.detach(CHANNEL)
         self.protocol.connection_lost("the test ends", self.now)
         assert all(receipt.done for receipt in self.receipts)

@@ -63,8 +63,8 @@ class Kept:
     def turn(self) -> None:
         """Have the keeper do what there is to do, and take what it has done; what fails it tries in the next turn."""
         rung, self._again = self._again, False
-        while self.protocol.wake or rung:
-            wake, self.protocol.wake = self.protocol.wake, []
+        while self.protocol.reports.wake or rung:
+            wake, self.protocol.reports.wake = self.protocol.reports.wake, []
             self.woken += [waiter for waiter in wake if waiter is not self.keeper]
             if self.keeper in wake or rung:
                 self._again = not self.keeper.work() or self._again

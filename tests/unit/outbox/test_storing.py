@@ -56,7 +56,7 @@ def test_a_backlog_all_of_which_is_too_old_holds_nobody(path: Path) -> None:
     kept.turn()
     assert kept.protocol.gate.is_open
     assert not kept.protocol.has_backlog
-    assert {receipt.outcome for receipt in kept.protocol.take_failures()} == {Outcome.FAILED}
+    assert {receipt.outcome for receipt in kept.protocol.reports.take_failures()} == {Outcome.FAILED}
 
 
 def read_and_held(path: Path) -> Kept:
@@ -79,7 +79,7 @@ def test_what_is_read_of_the_backlog_gets_too_old_while_the_producer_is_flowed(p
     kept.now += DAY
     kept.step(StoringProtocol.look_for_old)
     kept.turn()
-    failures = kept.protocol.take_failures()
+    failures = kept.protocol.reports.take_failures()
     assert [receipt.message.body for receipt in failures] == [b"1", b"2", b"3"]
     assert all("for more than outbox_max_age=60 s" in receipt.describe() for receipt in failures)
     assert kept.woken == ["flush"]
@@ -94,7 +94,7 @@ def test_what_has_got_too_old_in_memory_does_not_leave_when_the_producer_is_unfl
     kept.protocol.lift("paused", kept.now)
     kept.turn()
     assert kept.write() == b""
-    assert {receipt.outcome for receipt in kept.protocol.take_failures()} == {Outcome.FAILED}
+    assert {receipt.outcome for receipt in kept.protocol.reports.take_failures()} == {Outcome.FAILED}
     assert kept.protocol.gate.is_open
     assert kept.store(b"new") is not None
     assert bodies(kept.write()) == [b"new"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from qflow_client import Message
-from qflow_client.core.protocol import SendTicket
+from qflow_client.core.admission import SendTicket
 from qflow_client.outbox import Outbox
 from qflow_client.receipt import Outcome, Receipt
 from tests.interrupting import EVERY, interrupted
@@ -42,7 +42,7 @@ def all_gets_out(kept: Kept) -> list[bytes]:
     seen = Wire()
     protocol = kept.protocol
     # As a producer does after what was interrupted.
-    protocol.look_anew(kept.now)
+    protocol.on_timer(kept.now)
     protocol.lift("paused", kept.now)
     for _ in range(30):
         kept.turn()
@@ -86,7 +86,7 @@ def test_a_message_that_is_stored_is_admitted_whole_or_not_at_all(path: Path, pa
         assert kept.store(b"before") is not None
 
     for kept, come in every_line(path, begin, lambda kept: kept.store(payload), 30):
-        admitted.append(kept.protocol.unsettled == 2)
+        admitted.append(len(kept.protocol.unsettled_receipts) == 2)
         assert kept.store(b"after") is not None
         assert all_gets_out(kept) == [b"before", *([b"own"] if admitted[-1] else []), b"after"]
         assert come or admitted[-1]
@@ -117,7 +117,7 @@ def test_nothing_overtakes_the_first_message_that_is_spilled(path: Path) -> None
         30,
         when_flowed="spill",
     ):
-        kept.protocol.look_anew(kept.now)
+        kept.protocol.on_timer(kept.now)
         kept.protocol.lift("paused", kept.now)
         kept.store(b"after")
         assert all_gets_out(kept) in ([b"own"], [b"after"], [b"own", b"after"])
@@ -154,7 +154,8 @@ def test_who_stands_in_line_is_spilled_once_and_in_order(path: Path) -> None:
         kept.write()
         kept.protocol.hold("paused", kept.now)
         tickets[:] = [
-            kept.protocol.stand_in_line(b"%d" % number * 300, "", "q", kept.now, waiter=number) for number in range(3)
+            kept.protocol.admission.stand_in_line(b"%d" % number * 300, "", "q", kept.now, waiter=number)
+            for number in range(3)
         ]
         # There is room for the others, and nobody has noticed.
         kept.protocol.on_ack(1, False, kept.now)
@@ -162,11 +163,11 @@ def test_who_stands_in_line_is_spilled_once_and_in_order(path: Path) -> None:
         assert not any(ticket.decided for ticket in tickets)
 
     def call(kept: Kept) -> None:
-        kept.protocol.give_up(tickets[0], kept.now)
+        kept.protocol.admission.give_up(tickets[0], kept.now)
 
     for kept, _ in every_line(path, begin, call, 40, when_flowed="spill", outbox_max_bytes=800):
         # As the skins do.
-        kept.protocol.give_up(tickets[0], kept.now)
+        kept.protocol.admission.give_up(tickets[0], kept.now)
         bodies = all_gets_out(kept)
         assert [body[:1] for body in bodies] == [b"1", b"2"]
         assert all(ticket.receipt is not None for ticket in tickets[1:])
@@ -179,7 +180,7 @@ def test_what_is_too_old_when_it_is_taken_up_is_settled_and_told_once(path: Path
 
     def begin(kept: Kept) -> None:
         if told:
-            kept.protocol.settled = []
+            kept.protocol.reports.settled = []
         kept.protocol.hold("paused", kept.now)
         receipts[:] = [kept.store(b"%d" % number, spills=True) for number in range(2)]
         kept.protocol.lift("paused", kept.now)
@@ -192,13 +193,13 @@ def test_what_is_too_old_when_it_is_taken_up_is_settled_and_told_once(path: Path
         path,
         begin,
         lambda kept: kept.protocol.lift("paused", kept.now),
-        30,
+        25,
         when_flowed="spill",
         outbox_max_age=60.0,
     ):
         assert all_gets_out(kept) == []
         # In this order: who looks at an outcome has been told.
-        found = kept.protocol.settled if told else kept.protocol.take_failures()
+        found = kept.protocol.reports.settled if told else kept.protocol.reports.take_failures()
         assert [receipt.message.body for receipt in found] == [b"0", b"1"]
         assert [receipt and receipt.outcome for receipt in receipts] == [Outcome.FAILED] * 2
 
@@ -234,6 +235,7 @@ def test_a_crash_after_an_interrupt_leaves_what_was_stored_before(path: Path) ->
     sequence = kept.outbox.last
     while come:
         at += 1
+        kept.protocol.on_timer(kept.now)
         come = interrupted(lambda: kept.store(b"own"), at, only=STORING)
     kept.crash()
     found = Outbox.look(path)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from qflow_client import Message, OutboxError, OutboxFull
-from qflow_client.core.protocol import SendTicket
+from qflow_client.core.admission import SendTicket
 from qflow_client.outbox import Outbox
 from qflow_client.receipt import Outcome, Receipt
 from tests.effort import rounds
@@ -174,7 +174,7 @@ class Storing(RuleBasedStateMachine):
                 self.took(number, receipt)
             elif waits:
                 assert kept.outbox.last == last
-                ticket = kept.protocol.stand_in_line(payload, "", "q", kept.now, waiter=number)
+                ticket = kept.protocol.admission.stand_in_line(payload, "", "q", kept.now, waiter=number)
                 self.waiting[number] = ticket
                 self.look_at_line()
 
@@ -193,7 +193,7 @@ class Storing(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(sorted(self.waiting)))
         with self.mortal():
             ticket = self.waiting.pop(number)
-            self.kept.protocol.give_up(ticket, self.kept.now)
+            self.kept.protocol.admission.give_up(ticket, self.kept.now)
             self.look_at_line()
 
     @rule(paused=st.booleans())
@@ -355,7 +355,7 @@ class Storing(RuleBasedStateMachine):
         """Once nothing fails any more, everything arrives."""
         self.disk.heal()
         for number in list(self.waiting):
-            self.kept.protocol.give_up(self.waiting.pop(number), self.kept.now)
+            self.kept.protocol.admission.give_up(self.waiting.pop(number), self.kept.now)
         self.pause(False)
         if self.session is None:
             self.connects()

@@ -18,7 +18,8 @@ import pamqp.exceptions
 import pamqp.frame
 import pamqp.header
 
-from qflow_client.core.protocol import ProducerProtocol, SendTicket
+from qflow_client.core.admission import SendTicket
+from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.errors import FlowControlTimeout
 from qflow_client.message import Message
 from qflow_client.receipt import Outcome, Receipt
@@ -110,8 +111,8 @@ class Life:
             rate_burst=5,
         )
         self.protocol = protocol_type(self.settings, id_prefix=ID_PREFIX, now=self.now)
-        self.protocol.settled = []
-        self.protocol.events = []
+        self.protocol.reports.settled = []
+        self.protocol.reports.events = []
         self.protocol.channel_opened(1, FRAME_MAX, self.now)
 
         # The model.
@@ -215,7 +216,7 @@ class Life:
         payload = self.payload()
         size = len(payload.body if isinstance(payload, Message) else payload)
         expected = not self.line and self.may_pass(size)
-        receipt = self.protocol.send(payload, "", "q", self.now)
+        receipt = self.protocol.admission.send(payload, "", "q", self.now)
         self.check(
             (receipt is not None) == expected, f"send admitted={receipt is not None}, the contract says {expected}"
         )
@@ -223,7 +224,7 @@ class Life:
             self.admitted(receipt, payload)
         elif len(self.line) < 30 and self.random.random() < 0.7:
             timeout = self.random.choice([0.05, 1.0, 30.0, None])
-            ticket = self.protocol.stand_in_line(payload, "", "q", self.now, timeout=timeout, waiter=object())
+            ticket = self.protocol.admission.stand_in_line(payload, "", "q", self.now, timeout=timeout, waiter=object())
             self.line.append(Waiting(ticket, payload, math.inf if timeout is None else self.now + timeout))
 
     def do_cancel(self) -> None:
@@ -231,7 +232,9 @@ class Life:
             at = self.random.randrange(len(self.line))
             waiting = self.line[at]
             del self.line[at]
-            self.check(self.protocol.give_up(waiting.ticket, self.now), "a waiting message could not be given up")
+            self.check(
+                self.protocol.admission.give_up(waiting.ticket, self.now), "a waiting message could not be given up"
+            )
 
     def do_write(self) -> None:
         data = self.protocol.data_to_write(self.random.choice([1, 500, 1 << 20]))
@@ -316,9 +319,9 @@ class Life:
             self.answered.add(tag)
             expected = Outcome.RETURNED if sent.returned and outcome is Outcome.CONFIRMED else outcome
             self.check(sent.receipt.outcome is expected, f"{sent.message_id}: {sent.receipt.outcome} is not {expected}")
-        reported = self.protocol.settled
+        reported = self.protocol.reports.settled
         assert reported is not None
-        self.protocol.settled = []
+        self.protocol.reports.settled = []
         self.check(sorted(id(r) for r in reported) == sorted({id(r) for r in reported}), "a receipt settled twice")
         self.check(len(reported) == len(tags), f"{len(reported)} receipts were settled instead of {len(tags)}")
 
@@ -340,7 +343,7 @@ class Life:
             self.settle([each for each in tags if tag <= each <= last], Outcome.CONFIRMED)
             return
         wire_tag = (
-            0 if multiple and run == tags and self.wire.publishes == self.protocol._unconfirmed.outbound.begun else tag
+            0 if multiple and run == tags and self.wire.publishes == self.protocol.unconfirmed.outbound.begun else tag
         )
         if nack:
             self.protocol.on_nack(wire_tag, multiple, self.now)
@@ -427,7 +430,7 @@ class Life:
         self.line_moves()
         for waiting in list(self.line):
             try:
-                again = self.protocol.look_at(waiting.ticket, self.now)
+                again = self.protocol.admission.look_at(waiting.ticket, self.now)
             except FlowControlTimeout as timeout:
                 self.check(self.now >= waiting.deadline, "a deadline came early")
                 self.check(waiting.ticket.receipt is None, "a message timed out that was admitted")
@@ -477,16 +480,16 @@ class Life:
             self.check(protocol.byte_window.used == self.used_bytes, "the byte window leaks")
         self.check(protocol.controller.waiting == len(self.line), "the line is wrong")
         # What has no frames yet has no tag.
-        oldest = min(min(self.unsettled, default=self.next_tag), protocol._unconfirmed.outbound.given + 1)
-        self.check(protocol._unconfirmed.oldest == oldest, "the oldest unsettled tag is wrong")
+        oldest = min(min(self.unsettled, default=self.next_tag), protocol.unconfirmed.outbound.given + 1)
+        self.check(protocol.unconfirmed.oldest == oldest, "the oldest unsettled tag is wrong")
         own: dict[str, list[Receipt]] = {}
         for sent in self.unsettled.values():
             if not sent.returned and not sent.message_id.startswith(ID_PREFIX):
                 own.setdefault(sent.message_id, []).append(sent.receipt)
-        kept = {message_id: receipts for message_id, receipts in protocol._by_id.items() if receipts}
+        kept = {message_id: receipts for message_id, receipts in protocol.returns.by_id.items() if receipts}
         self.check(kept == own, "what may come back is not known by its id, or what is settled still is")
         known = {sent.message_id for sent in self.unsettled.values()}
-        self.check(known >= protocol._by_id.keys(), "ids pile up")
+        self.check(known >= protocol.returns.by_id.keys(), "ids pile up")
         begun = sum(sent.begun or tag <= self.wire.publishes for tag, sent in self.unsettled.items())
         self.check(protocol.in_flight == begun, f"in_flight is {protocol.in_flight} instead of {begun}")
         told = {(hold.kind, hold.source) for hold in protocol.gate.holds}
@@ -495,7 +498,7 @@ class Life:
         self.check(told - ours == expected, f"holds are {told - ours} instead of {expected}")
         self.check(protocol.gate.is_open == (not told), "the gate is not open exactly when no hold is left")
         self.check(protocol.unwritten == self.unwritten, "unwritten bytes are wrong")
-        woken = self.woken | set(protocol.wake)
+        woken = self.woken | set(protocol.reports.wake)
         oldest = min(self.unsettled, default=self.next_tag)
         for entry in list(self.flushes):
             done = entry[0] < oldest
@@ -508,12 +511,12 @@ class Life:
             self.unflow_waiters.clear()
         # Only what is still waited for need be remembered.
         self.woken = woken & ({waiter for _, waiter in self.flushes} | set(self.unflow_waiters))
-        events = protocol.events
+        events = protocol.reports.events
         assert events is not None
         for event in events:
             self.check(event.seconds >= 0, "an event of negative length")
-        protocol.events = []
-        protocol.wake = []
+        protocol.reports.events = []
+        protocol.reports.wake = []
 
     def end(self) -> None:
         """The broker becomes friendly; everything must come to its end, and nothing be left over."""

@@ -13,7 +13,8 @@ import pamqp.commands
 import pamqp.frame
 import pamqp.header
 
-from qflow_client.core.protocol import ProducerProtocol, SendTicket
+from qflow_client.core.admission import SendTicket
+from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.errors import FlowControlTimeout
 from qflow_client.message import REPUBLISHED
 from qflow_client.receipt import Outcome, Receipt
@@ -50,7 +51,7 @@ class Outages:
             retry_for=1e9,
         )
         self.protocol = protocol_type(settings, id_prefix=ID_PREFIX, now=self.now, retries=retries(settings))
-        self.protocol.settled = []
+        self.protocol.reports.settled = []
         self.admitted: dict[str, Receipt] = {}
         self.waiting: list[SendTicket] = []
         self.given_up: list[SendTicket] = []
@@ -82,7 +83,7 @@ class Outages:
 
     def hear(self) -> None:
         """Take the whole frames that have come, until one is too much."""
-        while len(self.on_the_way) >= 7 and self.protocol.channel is not None:
+        while len(self.on_the_way) >= 7 and self.protocol.channel.number is not None:
             size = int.from_bytes(self.on_the_way[3:7], "big") + 8
             if len(self.on_the_way) < size:
                 return
@@ -104,7 +105,7 @@ class Outages:
 
     def publish(self, body: bytes) -> None:
         self.tag += 1
-        receipt = self.protocol._unconfirmed.with_number(int(self.coming_id.removeprefix(ID_PREFIX), 16))
+        receipt = self.protocol.unconfirmed.with_number(int(self.coming_id.removeprefix(ID_PREFIX), 16))
         told = 0 if receipt is None else receipt._tag
         self.check(told == self.tag, f"{self.coming_id} is taken for delivery tag {told}, and is {self.tag}")
         if body.startswith(POISON):
@@ -123,12 +124,14 @@ class Outages:
     def do_send(self) -> None:
         kind = self.random.choices([PLAIN, POISON, DEADLY], [200, 4, 3])[0]
         body = kind + bytes(self.random.choice([0, 10, 200, 9000]))
-        receipt = self.protocol.send(body, "", "q", self.now)
+        receipt = self.protocol.admission.send(body, "", "q", self.now)
         if receipt is not None:
             self.take(receipt)
         elif len(self.waiting) < 10:
             timeout = self.random.choice([0.1, 3.0, None])
-            self.waiting.append(self.protocol.stand_in_line(body, "", "q", self.now, timeout=timeout, waiter=object()))
+            self.waiting.append(
+                self.protocol.admission.stand_in_line(body, "", "q", self.now, timeout=timeout, waiter=object())
+            )
 
     def take(self, receipt: Receipt) -> None:
         assert receipt.message_id is not None
@@ -136,7 +139,7 @@ class Outages:
 
     def do_write(self) -> None:
         data = self.protocol.data_to_write(self.random.choice([10, 1000, 1 << 16]))
-        if data and self.protocol.channel is not None:
+        if data and self.protocol.channel.number is not None:
             count = self.random.randint(1, self.random.choice([len(data), min(len(data), 200)]))
             self.protocol.advance(count, self.now)
             self.on_the_way += data[:count]
@@ -145,7 +148,7 @@ class Outages:
         self.hear()
 
     def do_confirm(self) -> None:
-        if self.unconfirmed and self.protocol.channel is not None:
+        if self.unconfirmed and self.protocol.channel.number is not None:
             if self.random.random() < 0.5:
                 at = self.random.randrange(len(self.unconfirmed))
                 self.protocol.on_ack(self.unconfirmed.pop(at), False, self.now)
@@ -161,11 +164,11 @@ class Outages:
         if self.random.random() < 0.5:
             self.on_the_way = self.on_the_way[: self.random.randint(0, len(self.on_the_way))]
             self.hear()
-        if self.protocol.channel is not None:
+        if self.protocol.channel.number is not None:
             self.disconnect()
 
     def do_connect(self) -> None:
-        if self.protocol.channel is None:
+        if self.protocol.channel.number is None:
             self.connect()
 
     STEPS = ((do_send, 30), (do_write, 30), (do_hear, 20), (do_confirm, 20), (do_lose, 1), (do_connect, 10))
@@ -184,7 +187,7 @@ class Outages:
             self.protocol.on_timer(self.now)
         for ticket in list(self.waiting):
             try:
-                self.protocol.look_at(ticket, self.now)
+                self.protocol.admission.look_at(ticket, self.now)
             except FlowControlTimeout:
                 self.given_up.append(ticket)
             if ticket.decided or ticket in self.given_up:
@@ -192,11 +195,11 @@ class Outages:
                 if ticket.receipt is not None:
                     self.check(ticket not in self.given_up, "a message was admitted that had timed out")
                     self.take(ticket.receipt)
-        self.protocol.wake = []
-        self.protocol.logs = []
-        told = self.protocol.settled
+        self.protocol.reports.wake = []
+        self.protocol.reports.logs = []
+        told = self.protocol.reports.settled
         assert told is not None
-        self.protocol.settled = []
+        self.protocol.reports.settled = []
         for receipt in told:
             message_id = receipt.message_id
             assert message_id is not None
@@ -213,11 +216,11 @@ class Outages:
             if not self.waiting and not self.protocol.unsettled:
                 break
             self.do_connect()
-            while self.protocol.channel is not None and (data := self.protocol.data_to_write(1 << 16)):
+            while self.protocol.channel.number is not None and (data := self.protocol.data_to_write(1 << 16)):
                 self.protocol.advance(len(data), self.now)
                 self.on_the_way += data
             self.hear()
-            while self.unconfirmed and self.protocol.channel is not None:
+            while self.unconfirmed and self.protocol.channel.number is not None:
                 self.protocol.on_ack(self.unconfirmed.pop(0), False, self.now)
             timer = self.protocol.next_timer(self.now)
             self.pass_time(0.1 if timer is None else max(0.1, timer - self.now + 0.001))

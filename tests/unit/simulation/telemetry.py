@@ -49,7 +49,7 @@ class BusyLife(Life):
 
     def __init__(self, seed: int, write: Write) -> None:
         super().__init__(seed)
-        self.protocol._wall_offset = EPOCH
+        self.protocol.reports._wall_offset = EPOCH
         self._actions = [do for do, _ in self.STEPS]
         self._weights = [sum(weight for _, weight in self.STEPS[: at + 1]) for at in range(len(self.STEPS))]
         self.lines = ProducerLines(f"producer-{seed:03}", f"queue-{seed % 7}", write, microseconds(self.now + EPOCH))
@@ -67,11 +67,11 @@ class BusyLife(Life):
         self.pass_time()
         self.line_moves()
         protocol = self.protocol
-        if protocol.events:
-            for event in protocol.events:
+        if protocol.reports.events:
+            for event in protocol.reports.events:
                 self.lines.event(event)
-            protocol.events.clear()
-        protocol.wake.clear()
+            protocol.reports.events.clear()
+        protocol.reports.wake.clear()
 
 
 class QueueLife:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import pytest
 
 from qflow_client.amqp.frames import flow_ok
 from qflow_client.amqp.outbound import Outbound
-from qflow_client.core.protocol import ProducerProtocol, SendTicket
+from qflow_client.core.admission import Admission, SendTicket
+from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.core.returns import Returns
 from qflow_client.flow import FifoLine
+from qflow_client.message import Message
 from qflow_client.receipt import Outcome, Receipt
 from tests.effort import EFFORT, rounds
 
@@ -38,19 +42,25 @@ def test_the_contract_holds_for_one_life_that_comes_to_rest_again_and_again() ->
     assert life.now - begun >= periods * HOUR / 5
 
 
-class LostRelease(ProducerProtocol):
+class OtherAdmission(ProducerProtocol):
+    """A producer with a fault in its admission."""
+
+    kind: type[Admission]
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.admission.__class__ = self.kind
+
+
+class LostRelease(OtherAdmission):
     """A nack does not give its place in the window back."""
 
-    losing = False
+    class kind(Admission):  # an attribute
+        __slots__ = ()
 
-    def on_nack(self, tag: int, multiple: bool, now: float) -> None:
-        self.losing = True
-        super().on_nack(tag, multiple, now)
-        self.losing = False
-
-    def _released(self, count: int, size: int, now: float) -> None:
-        if not self.losing:
-            super()._released(count, size, now)
+        def release(self, receipts: Sequence[Receipt], now: float) -> None:
+            if not any(receipt._outcome is Outcome.NACKED for receipt in receipts):
+                super().release(receipts, now)
 
 
 class OffByOneTag(ProducerProtocol):
@@ -70,8 +80,15 @@ class ShortRun(ProducerProtocol):
 class IdsKept(ProducerProtocol):
     """The id of a settled message is never forgotten."""
 
-    def _forget_id(self, receipt: Receipt) -> None:
-        pass
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.returns.__class__ = self._Returns
+
+    class _Returns(Returns):
+        __slots__ = ()
+
+        def forget(self, receipts: Iterable[Receipt]) -> None:
+            pass
 
 
 class ForgottenHold(ProducerProtocol):
@@ -96,12 +113,12 @@ class LateFlowOk(ProducerProtocol):
     def on_flow(self, active: bool, now: float) -> None:
         answer = flow_ok(1, active)
         self.answers += answer
-        self.unwritten += len(answer)
+        self.admission.unwritten += len(answer)
         (self.lift if active else self.hold)("channel_flow", now)
 
     def data_to_write(self, limit: int) -> bytes:
-        if self.answers and not self._line:
-            self._unconfirmed.outbound.put_control(self.answers)
+        if self.answers and not self.admission.line:
+            self.unconfirmed.outbound.put_control(self.answers)
             self.answers = b""
         return super().data_to_write(limit)
 
@@ -110,7 +127,7 @@ class PublishesAfterStop(ProducerProtocol):
     """What is admitted goes out although the channel is stopped."""
 
     def data_to_write(self, limit: int) -> bytes:
-        self._unconfirmed.outbound.stopped = False
+        self.unconfirmed.outbound.stopped = False
         return super().data_to_write(limit)
 
 
@@ -122,25 +139,31 @@ class WrongHoldLifted(ProducerProtocol):
         self.lift("channel_flow", now)
 
 
-class Barging(ProducerProtocol):
+class Barging(OtherAdmission):
     """Who comes later passes those who wait."""
 
-    def send(self, payload: object, exchange: str, routing_key: str, now: float) -> Receipt | None:
-        controller = self.controller
-        before = controller.waiting, controller._line
-        controller.waiting, controller._line = 0, FifoLine()
-        try:
-            return super().send(payload, exchange, routing_key, now)  # type: ignore[arg-type]
-        finally:
-            controller.waiting, controller._line = before
+    class kind(Admission):  # an attribute
+        __slots__ = ()
+
+        def send(self, payload: bytes | Message, exchange: str, routing_key: str, now: float) -> Receipt | None:
+            controller = self.controller
+            before = controller.waiting, controller._line
+            controller.waiting, controller._line = 0, FifoLine()
+            try:
+                return super().send(payload, exchange, routing_key, now)
+            finally:
+                controller.waiting, controller._line = before
 
 
-class SentAfterTimeout(ProducerProtocol):
+class SentAfterTimeout(OtherAdmission):
     """A message that was given up keeps its place in the line."""
 
-    def give_up(self, ticket: SendTicket, now: float) -> bool:
-        self.controller.waiting -= 1
-        return True
+    class kind(Admission):  # an attribute
+        __slots__ = ()
+
+        def give_up(self, ticket: SendTicket, now: float) -> bool:
+            self.controller.waiting -= 1
+            return True
 
 
 class ForgottenReturn(ProducerProtocol):
@@ -154,7 +177,7 @@ class NackTakenForAck(ProducerProtocol):
     """A nack settles as an ack does."""
 
     def on_nack(self, tag: int, multiple: bool, now: float) -> None:
-        self._answered(tag, multiple, Outcome.CONFIRMED, now)
+        self.settling.answer(tag, multiple, Outcome.CONFIRMED, now)
 
 
 class BytesLost(ProducerProtocol):
@@ -162,8 +185,8 @@ class BytesLost(ProducerProtocol):
 
     def advance(self, count: int, now: float) -> bool:
         border = super().advance(count, now)
-        if self._unconfirmed.outbound._at > 1:
-            self._unconfirmed.outbound._at += 1
+        if self.unconfirmed.outbound._at > 1:
+            self.unconfirmed.outbound._at += 1
         return border
 
 
@@ -183,7 +206,7 @@ class StopForgetsTheBegun(ProducerProtocol):
 
     def channel_opened(self, channel: int, frame_max: int, now: float) -> None:
         super().channel_opened(channel, frame_max, now)
-        self._unconfirmed.outbound = self._Outbound()
+        self.unconfirmed.outbound = self._Outbound()
 
 
 class CapacityIgnored(ProducerProtocol):
@@ -193,11 +216,14 @@ class CapacityIgnored(ProducerProtocol):
         super().set_capacity(max(capacity, self.window.capacity), now)
 
 
-class LateDeadline(ProducerProtocol):
+class LateDeadline(OtherAdmission):
     """A deadline is decided one look too late."""
 
-    def look_at(self, ticket: SendTicket, now: float) -> float | None:
-        return super().look_at(ticket, now - 1.0)
+    class kind(Admission):  # an attribute
+        __slots__ = ()
+
+        def look_at(self, ticket: SendTicket, now: float) -> float | None:
+            return super().look_at(ticket, now - 1.0)
 
 
 # What each has to be caught at, which is what is wrong with it and not something else.
@@ -212,7 +238,7 @@ BUGS: list[tuple[Callable[..., ProducerProtocol], str]] = [
     (PublishesAfterStop, "a publish on a channel that is stopped"),
     (WrongHoldLifted, "a message was admitted that may not go"),
     (Barging, "send admitted=True, the contract says False"),
-    (SentAfterTimeout, "a publish of something that was not admitted"),
+    (SentAfterTimeout, "unsettled is wrong"),
     (ForgottenReturn, "confirmed is not returned"),
     (NackTakenForAck, "confirmed is not nacked"),
     (BytesLost, "Could not unmarshal"),

@@ -9,7 +9,6 @@ import pytest
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.core.resending import Resending
 from qflow_client.receipt import Outcome, Receipt
-from qflow_client.recovery import retries
 from tests.effort import rounds
 
 from .life import BrokenContract
@@ -36,16 +35,16 @@ def test_all_that_can_befall_a_message_does() -> None:
 class NeverMarked(ProducerProtocol):
     """What may have arrived leaves again without the mark."""
 
-    def _fit(self, now: float) -> None:
-        self._resending.copies.clear()
-        super()._fit(now)
+    def channel_opened(self, channel: int, frame_max: int, now: float) -> None:
+        self.resending.copies.clear()
+        super().channel_opened(channel, frame_max, now)
 
 
 class MarkedOnlyIfSuspected(ProducerProtocol):
     """Who keeps what is in flight forgets that an earlier channel had it, too."""
 
     def connection_lost(self, reason: str, now: float, *, reconnects: bool = False, shared: bool = False) -> bool:
-        self._resending.copies.clear()
+        self.resending.copies.clear()
         return super().connection_lost(reason, now, reconnects=reconnects, shared=shared)
 
 
@@ -54,8 +53,8 @@ class LastOneLost(ProducerProtocol):
 
     def channel_opened(self, channel: int, frame_max: int, now: float) -> None:
         super().channel_opened(channel, frame_max, now)
-        if self._resending.again:
-            self._resending.again.pop()
+        if self.resending.again:
+            self.resending.again.pop()
 
 
 class NewOnesFirst(ProducerProtocol):
@@ -63,14 +62,14 @@ class NewOnesFirst(ProducerProtocol):
 
     def channel_opened(self, channel: int, frame_max: int, now: float) -> None:
         super().channel_opened(channel, frame_max, now)
-        self._resending.again.reverse()
+        self.resending.again.reverse()
 
 
 class OldAnswers(ProducerProtocol):
     """What is unsettled when the connection is lost is taken for confirmed."""
 
     def connection_lost(self, reason: str, now: float, *, reconnects: bool = False, shared: bool = False) -> bool:
-        self._settle_run(self._unconfirmed.oldest, self.written + 1, Outcome.CONFIRMED, now)
+        self.settling.settle_run(self.unconfirmed.oldest, self.written + 1, Outcome.CONFIRMED, now)
         return super().connection_lost(reason, now, reconnects=reconnects, shared=shared)
 
 
@@ -79,9 +78,8 @@ class FirstIsToBlame(ProducerProtocol):
 
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
         first = self.unsettled_receipts[0]
-        first._reply = (code, text)
         self._disconnect(text, now)
-        self._keep(now, (), (first,))
+        self.channel.keep(now, (), (first,), (code, text))
 
 
 class NobodyIsToBlame(ProducerProtocol):
@@ -103,8 +101,7 @@ class AnybodyIsToBlame(ProducerProtocol):
 
     def __init__(self, *arguments: object, **keywords: object) -> None:
         super().__init__(*arguments, **keywords)  # type: ignore[arg-type]  # whatever it takes
-        settings = self.settings
-        self._resending = self._Hasty(settings.reconnect_delay_max, retries(settings), settings.retry_for)
+        self.resending.__class__ = self._Hasty
 
 
 class RefusedAndForgotten(ProducerProtocol):
@@ -119,8 +116,8 @@ class SettledTwice(ProducerProtocol):
 
     def channel_opened(self, channel: int, frame_max: int, now: float) -> None:
         super().channel_opened(channel, frame_max, now)
-        if self.settled is not None:
-            self.settled += self.unsettled_receipts[:1]
+        if self.reports.settled is not None:
+            self.reports.settled += self.unsettled_receipts[:1]
 
 
 BUGS: list[Callable[..., ProducerProtocol]] = [

@@ -1,0 +1,303 @@
+"""What becomes of messages when a channel opens and when it ends.
+
+Messages that have begun to be written may have arrived. With the setting ``on_disconnect="republish"`` they leave again
+on the next channel, as second copies, in the order of admission and before any message that was never written. With
+``"fail"``, and at the end of the producer, every message is settled as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+
+from qflow_client.amqp.frames import PublishEncoder
+from qflow_client.core.admission import Admission
+from qflow_client.core.resending import Resending, is_want_of_room, narrowed
+from qflow_client.core.settling import Reply, Settling
+from qflow_client.core.unconfirmed import Unconfirmed
+from qflow_client.message import republished
+from qflow_client.receipt import Outcome, Receipt
+from qflow_client.settings import OnDisconnect, ProducerSettings
+
+__all__ = ["Channel"]
+
+# Class and method id, as Channel.Close names them, and where it names none.
+_BASIC_PUBLISH = (60, 40)
+_NO_METHOD = (0, 0)
+
+# What can still be said of a message that no broker has answered, if it is in an outbox.
+_UNANSWERED = (Outcome.UNKNOWN, Outcome.FAILED, Outcome.NACKED)
+
+
+class Channel:
+    """The channel that a producer has at a time.
+
+    Args:
+        settings: the producer's settings.
+        id_prefix: how the message ids begin that the producer gives; ``None`` if it gives none.
+        encoder: makes the encoder of each channel.
+        admission: whose messages they are.
+        unconfirmed: what is on the wire.
+        resending: what is to leave again.
+        settling: settles what does not.
+    """
+
+    __slots__ = (
+        "_admission",
+        "_encoder",
+        "_id_prefix",
+        "_opening",
+        "_resending",
+        "_settings",
+        "_settling",
+        "_unconfirmed",
+        "is_over",
+        "number",
+        "was_open",
+    )
+
+    def __init__(
+        self,
+        settings: ProducerSettings,
+        id_prefix: str | None,
+        encoder: type[PublishEncoder],
+        admission: Admission,
+        unconfirmed: Unconfirmed,
+        resending: Resending,
+        settling: Settling,
+    ) -> None:
+        self._settings = settings
+        self._id_prefix = id_prefix
+        self._encoder = encoder
+        self._admission = admission
+        self._unconfirmed = unconfirmed
+        self._resending = resending
+        self._settling = settling
+        #: The channel number while a channel is open.
+        self.number: int | None = None
+        # Number and frame size of a channel that is opening; None otherwise.
+        self._opening: tuple[int, int] | None = None
+        #: Whether one ever was.
+        self.was_open = False
+        #: Whether there will be no further channel.
+        self.is_over = False
+        self._reset(0, 0)
+
+    def _reset(self, number: int, frame_max: int) -> None:
+        """Have nothing on the wire, and encode for a channel; for none with number 0."""
+        settings = self._settings
+        mandatory = settings.is_mandatory
+        encoder = self._encoder(number, frame_max, id_prefix=self._id_prefix or "", mandatory=mandatory)
+        self._admission.use_encoder(encoder, settings.exchange, settings.routing_key)
+        self._unconfirmed.begin(encoder)
+
+    # It opens.
+
+    def open(self, number: int, frame_max: int, now: float) -> None:
+        """Go on with a channel on which nothing was published yet.
+
+        Args:
+            number: of the channel.
+            frame_max: the negotiated frame size in bytes; 0 for no limit.
+            now: seconds.
+        """
+        self._opening = number, frame_max
+        self._open(now)
+
+    def _open(self, now: float) -> None:
+        assert self._opening is not None
+        number, frame_max = self._opening
+        self._reset(number, frame_max)
+        self._resending.begin(now)
+        self._encode_all(now)
+        self.number = number
+        self.count_unwritten(now)
+        self._opening = None
+
+    def _encode_all(self, now: float) -> None:
+        """Encode the admitted messages for the channel, and settle those that do not fit into its frames."""
+        admission, resending = self._admission, self._resending
+        was_written = resending.copies
+        unfit, outcomes = [], []
+        for receipt in (*resending.again, *admission.line):
+            try:
+                self._encode(receipt)
+            except Exception as error:
+                # This broker takes smaller frames than the one that it was admitted for.
+                receipt._reply = (0, f"it cannot be encoded again: {error}")
+                unfit.append(receipt)
+                outcomes.append(Outcome.UNKNOWN if receipt._number in was_written else Outcome.FAILED)
+        if unfit:
+            self._settling.settle(unfit, outcomes, now)
+            self._drop_settled()
+
+    def _encode(self, receipt: Receipt) -> None:
+        """Encode the properties of a message, as a second copy if it may have arrived."""
+        encoder = self._unconfirmed.encoder
+        receipt._route = encoder.route(receipt.exchange, receipt.routing_key)
+        if receipt._number in self._resending.copies:
+            receipt._prepared = encoder.prepare(republished(receipt.message), has_id=False)
+        else:
+            self._admission.prepare(receipt)
+
+    def count_unwritten(self, now: float) -> None:
+        """Count the unwritten bytes anew; there are none without a channel."""
+        if self.number is None:
+            self._admission.unwritten = 0
+        else:
+            self._admission.count_unwritten(lambda: self._resending.again, lambda: self._unconfirmed.outbound.size, now)
+
+    # It ends.
+
+    def closed_by_broker(self, code: int, text: str, method: tuple[int, int], now: float) -> str:
+        """The broker closed the channel over a message, and does not say over which.
+
+        Args:
+            code: its reply code.
+            text: its reply text.
+            method: class and method id that it names.
+            now: seconds.
+
+        Returns:
+            Why sends are held, if it is because the broker has no room; "" otherwise.
+        """
+        confirms, resending = self._settings.confirms, self._resending
+        begun = self._unconfirmed.begun()
+        # The message may be any that is not returned. Without confirms it can also be one that is settled already.
+        suspects: list[Receipt] = []
+        if method in (_BASIC_PUBLISH, _NO_METHOD) and (confirms or self._unconfirmed.outbound.begun == 1):
+            suspects = [each for each in begun if each._reply is None]
+        wants_room = resending.retries and is_want_of_room(code, text)
+        # Only a lone message is known to be the cause. If no method is named an operator may have closed the channel,
+        # who would hardly do so twice.
+        told = method == _BASIC_PUBLISH or any(each._number in resending.suspects for each in suspects)
+        culprits = suspects if len(suspects) == 1 and told and not wants_room else []
+        if not culprits and not confirms:
+            words = "%s: the broker closed the channel: %d %s; without confirms nobody can tell what is lost"
+            self._admission.reports.log(logging.WARNING, words, self._settings.name, code, text)
+        if self._settings.on_disconnect is OnDisconnect.FAIL:
+            self.settle_all(f"the broker closed the channel: {code} {text}", now, culprits, (code, text))
+        elif wants_room and suspects:
+            self.keep(now, culprits=[each for each in suspects if resending.refused(each, now)], reply=(code, text))
+            if self._admission.window.used:
+                return f"{code} {text}"
+        else:
+            if culprits:
+                suspects = []
+            elif suspects and not resending.copies.intersection(each._number for each in suspects):
+                # Among messages that were suspects before, no words tell the culprit.
+                suspects = list(narrowed(suspects, text))
+            self.keep(now, suspects, culprits, (code, text))
+        return ""
+
+    def lost(self, reason: str, now: float, *, shared: bool) -> None:
+        """The connection is lost, and another will be made.
+
+        Args:
+            reason: for people.
+            now: seconds.
+            shared: whether others publish on it, too, and it may have been lost over their messages.
+        """
+        suspects: Sequence[Receipt] = ()
+        if not shared:
+            in_flight = [each for each in self._unconfirmed.begun() if each._reply is None]
+            settled = self._admission.admitted - self._admission.window.used
+            suspects = self._resending.lost(in_flight, settled, reason, now)
+        if self._settings.on_disconnect is OnDisconnect.FAIL:
+            self.settle_all(reason, now)
+        elif self._resending.convicted:
+            reply = (0, f"connections hold without it, and are lost as soon as it is sent; {reason}")
+            self.keep(now, culprits=suspects, reply=reply, outcome=Outcome.UNKNOWN)
+        else:
+            self.keep(now, suspects)
+
+    def keep(
+        self,
+        now: float,
+        suspects: Sequence[Receipt] = (),
+        culprits: Collection[Receipt] = (),
+        reply: Reply | None = None,
+        outcome: Outcome = Outcome.REJECTED,
+    ) -> None:
+        """Keep the unsettled messages for the next channel, in the order of admission (E1).
+
+        Args:
+            now: seconds.
+            suspects: messages that are sent one at a time.
+            culprits: messages that are settled instead.
+            reply: for the culprits.
+            outcome: likewise.
+        """
+        line, resending = self._admission.line, self._resending
+        culprits = frozenset(culprits)
+        # A returned message has been answered, though its ack did not come.
+        answered = [each for each in self._unconfirmed.flight.values() if each in culprits or each._reply is not None]
+        outcomes = [outcome if each in culprits else Outcome.RETURNED for each in answered]
+        self._settling.settle(answered, outcomes, now, reply)
+        written = {each._number for each in self._unconfirmed.begun()} | resending.copies
+        left = [each for each in self._unconfirmed.flight.values() if each._outcome is None]
+        resending.keep([each for each in left if each._number in written], suspects)
+        # An interrupted call may have put some of them there already.
+        first = line[0]._number if line else self._admission.next_number
+        line.extendleft([each for each in reversed(left) if each._number not in written and each._number < first])
+        self._reset(0, 0)
+        self._admission.unwritten = 0
+
+    def settle_all(
+        self, reason: str, now: float, culprits: Collection[Receipt] = (), reply: Reply | None = None
+    ) -> None:
+        """Settle every message as it is.
+
+        Args:
+            reason: for people.
+            now: seconds.
+            culprits: messages over which the broker closed the channel.
+            reply: what it said.
+        """
+        self._settling.settle(tuple(culprits), Outcome.REJECTED, now, reply)
+        begun = {receipt._number for receipt in self._unconfirmed.begun()}
+        receipts = [receipt for receipt in self.unsettled() if receipt._outcome is None]
+        self._settling.settle(receipts, [self._outcome_at_end(each, begun) for each in receipts], now, (0, reason))
+        self._admission.line.clear()
+        self._resending.forget()
+        self._reset(0, 0)
+        self._admission.unwritten = 0
+
+    def _outcome_at_end(self, receipt: Receipt, begun: Collection[int]) -> Outcome:
+        resending, number = self._resending, receipt._number
+        if receipt._reply is not None:
+            return Outcome.RETURNED
+        if number not in begun and resending.was_refused(receipt):
+            outcome = Outcome.NACKED
+        else:
+            outcome = Outcome.UNKNOWN if number in begun or number in resending.copies else Outcome.FAILED
+        if self.is_over and self._admission.store is not None and outcome in _UNANSWERED:
+            # The next producer on the outbox sends it.
+            return Outcome.STORED
+        return outcome
+
+    def unsettled(self) -> tuple[Receipt, ...]:
+        """The receipts of the unsettled messages, in the order of admission."""
+        written = sorted(
+            (*self._resending.again, *self._unconfirmed.flight.values()), key=lambda receipt: receipt._number
+        )
+        return (*written, *self._admission.line)
+
+    # An unfinished step.
+
+    def heal(self, now: float) -> None:
+        """Repair what an unfinished step has left of messages: each stands in one place, and a settled one nowhere."""
+        self._drop_settled()
+        self._unconfirmed.heal(self._resending.again, self._admission.line)
+        if self._opening is not None:
+            self._open(now)
+        elif self.number is None:
+            # The interrupt may have come before the end of a channel had an effect.
+            self.keep(now)
+
+    def _drop_settled(self) -> None:
+        self._resending.drop_settled()
+        line = self._admission.line
+        # A copy, and one after the other, because others may admit messages meanwhile.
+        for receipt in [each for each in tuple(line) if each._outcome is not None]:
+            line.remove(receipt)

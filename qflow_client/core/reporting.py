@@ -1,0 +1,227 @@
+"""What a producer has to tell: settled receipts, flow events, log entries, and whom to wake.
+
+Nothing here decides anything. The state collects its news in `Reports`. The skin takes them after each step and passes
+them on outside its lock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from qflow_client.events import FlowEvent, FlowEventKind, HoldKind
+from qflow_client.flow import Gate, Hold
+from qflow_client.message import Message
+from qflow_client.receipt import Outcome, Receipt
+
+__all__ = ["LogEntry", "MessageObserver", "Reports"]
+
+logger = logging.getLogger("qflow_client")
+
+# A level, a text and its arguments.
+LogEntry = tuple[int, str, tuple[object, ...]]
+
+# Holds that come and go with every burst are logged for debugging only.
+_LOG_LEVELS: dict[str, int] = {
+    HoldKind.CHANNEL_FLOW: logging.INFO,
+    HoldKind.PAUSED: logging.INFO,
+    HoldKind.CONNECTION_BLOCKED: logging.WARNING,
+    HoldKind.DISCONNECTED: logging.WARNING,
+    HoldKind.REFUSED: logging.WARNING,
+}
+
+# Below this length the list of failures is not worth sweeping.
+_SWEEP_FROM = 64
+
+
+class MessageObserver(Protocol):
+    """Is told of every message, to measure or trace it."""
+
+    #: When the message of each number was admitted, or began to wait for that; in seconds.
+    began: dict[int, float]
+
+    def settled(self, receipts: Sequence[Receipt], now: float) -> None:
+        """Called with settled receipts in the order of admission; at least one.
+
+        Args:
+            receipts: the receipts.
+            now: seconds.
+        """
+
+    def spilled(self, payload: bytes | Message, receipt: Receipt) -> None:
+        """Called with a message that was put into the outbox, to be sent later.
+
+        Args:
+            payload: what the application sent; later another is read from the outbox.
+            receipt: its receipt, which is not settled.
+        """
+
+    def tell(self, *, now: float) -> None:
+        """Called by the skin without a lock, after anything that may have settled receipts.
+
+        Args:
+            now: seconds.
+        """
+
+
+class Reports:
+    """The news of one producer.
+
+    Args:
+        name: the producer's, for events and logs.
+        gate: its holds.
+        wall_offset: what to add to the caller's seconds for seconds since 1970.
+        counts: returns how many messages were admitted, how many are unsettled, and the capacity.
+    """
+
+    __slots__ = (
+        "_counts",
+        "_gate",
+        "_sweep_at",
+        "_wall_offset",
+        "events",
+        "failures",
+        "logs",
+        "name",
+        "settled",
+        "wake",
+    )
+
+    def __init__(self, name: str, gate: Gate, wall_offset: float, counts: Callable[[], tuple[int, int, int]]) -> None:
+        self.name = name
+        self._gate = gate
+        self._wall_offset = wall_offset
+        self._counts = counts
+        # The skin takes these five lists. Waiters to wake:
+        self.wake: list[Any] = []
+        #: Settled receipts; ``None`` unless somebody wants all of them.
+        self.settled: list[Receipt] | None = None
+        #: Flow events; ``None`` unless somebody listens.
+        self.events: list[FlowEvent] | None = None
+        #: Log entries, for `qflow_client.logs`.
+        self.logs: list[LogEntry] = []
+        #: Failed receipts that the application has not been told of.
+        self.failures: list[Receipt] = []
+        # The length at which `failures` is rid of receipts that the application has looked at.
+        self._sweep_at = _SWEEP_FROM
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the skin has nothing to pass on; failures are for `flush` and `close`."""
+        return not self.wake and not self.events and not self.settled and not self.logs
+
+    # Receipts.
+
+    def settle_unadmitted(self, receipt: Receipt, outcome: Outcome) -> None:
+        """Settle a receipt that takes no room in the window."""
+        receipt._outcome = outcome
+        if receipt._waiter is not None:
+            self.wake.append(receipt._waiter)
+        self.add_settled((receipt,))
+
+    def add_settled(self, receipts: Sequence[Receipt]) -> None:
+        """Pass settled receipts on to `settled`, or the failed ones of them to `failures`."""
+        if self.settled is not None:
+            self.settled += receipts
+        else:
+            self.add_failures(receipt for receipt in receipts if receipt._failed)
+
+    def add_failures(self, receipts: Iterable[Receipt]) -> None:
+        """Keep failed receipts for the next `flush` or `close`."""
+        failures = list(receipts)
+        if len(self.failures) + len(failures) > self._sweep_at:
+            # Receipts that were looked at would pile up in a producer that never flushes.
+            self.failures = self._unseen()
+            self._sweep_at = max(_SWEEP_FROM, 2 * len(self.failures))
+        # The last instruction calls nothing, so an interrupt leaves all or none of them.
+        self.failures += failures
+
+    def take_failures(self) -> list[Receipt]:
+        """Return the failures that the application has not been told of, in the order of admission, and forget them."""
+        failures = sorted(self._unseen(), key=lambda receipt: receipt._number)
+        self.failures.clear()
+        return failures
+
+    def _unseen(self) -> list[Receipt]:
+        return [receipt for receipt in self.failures if not receipt._seen]
+
+    # Holds, events and the log.
+
+    @property
+    def holds(self) -> tuple[Hold, ...]:
+        """The present holds as people see them: the oldest first, their times in seconds since 1970."""
+        return tuple(map(self._on_the_wall_clock, self._gate.holds))
+
+    def wall_time(self, now: float) -> float:
+        """Seconds since 1970."""
+        return now + self._wall_offset
+
+    def _on_the_wall_clock(self, hold: Hold) -> Hold:
+        return replace(hold, since=hold.since + self._wall_offset)
+
+    def report_hold(self, hold: Hold, raised: bool, now: float, *, connecting: bool, ending: bool) -> None:
+        """Log a hold that was raised or lifted, and add its flow event.
+
+        Args:
+            hold: the hold.
+            raised: whether it was raised; else it was lifted.
+            now: seconds.
+            connecting: whether the producer has never had a channel. That it is not connected yet is no news.
+            ending: whether the hold goes because the producer was closed.
+        """
+        level = _LOG_LEVELS.get(hold.kind, logging.DEBUG)
+        if connecting and hold.kind == HoldKind.DISCONNECTED:
+            level = logging.DEBUG
+        if raised:
+            self.log(level, "%s: held: %s", self.name, hold)
+            kind = FlowEventKind.FLOWED if len(self._gate.holds) == 1 else FlowEventKind.HOLD_RAISED
+        elif ending:
+            self.log(level, "%s: closed while held for %.3g s: %s", self.name, now - hold.since, hold)
+            kind = FlowEventKind.CLOSED
+        else:
+            self.log(level, "%s: no longer held after %.3g s: %s", self.name, now - hold.since, hold)
+            kind = FlowEventKind.HOLD_LIFTED if self._gate.holds else FlowEventKind.UNFLOWED
+        if self.events is not None:
+            self._add_event(kind, hold, hold.since, now)
+
+    def report_waiting(self, count: int, since: float, now: float) -> None:
+        """Log that sends wait, and add the flow event.
+
+        Args:
+            count: how many wait.
+            since: when the longest wait began, in seconds.
+            now: seconds.
+        """
+        holds = self._gate.holds
+        who = "a send has been waiting" if count == 1 else f"{count} sends have been waiting, the longest"
+        why = ", ".join(map(str, holds)) or "others wait before it"
+        self.log(logging.WARNING, f"%s: {who} for %.1f s: %s", self.name, now - since, why)
+        if self.events is not None:
+            self._add_event(FlowEventKind.WAITING, holds[0] if holds else None, since, now, count)
+
+    def _add_event(self, kind: FlowEventKind, hold: Hold | None, since: float, now: float, waiting: int = 0) -> None:
+        assert self.events is not None
+        offset = self._wall_offset
+        told = None if hold is None else self._on_the_wall_clock(hold)
+        admitted, unsettled, capacity = self._counts()
+        event = FlowEvent(
+            kind,
+            self.name,
+            told,
+            self.holds,
+            now + offset,
+            since + offset,
+            now - since,
+            waiting,
+            admitted,
+            unsettled,
+            capacity,
+        )
+        self.events.append(event)
+
+    def log(self, level: int, text: str, *arguments: object) -> None:
+        """Add a log entry, unless its level is off."""
+        if logger.isEnabledFor(level):
+            self.logs.append((level, text, arguments))

@@ -1,0 +1,104 @@
+"""Finds the message that ``Basic.Return`` names.
+
+A return names a message by its message id and its route only. Ids that the producer has given contain the message's
+number. Messages with an id of their own are kept by that id until they are settled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from qflow_client.core.resending import Resending
+from qflow_client.core.unconfirmed import Unconfirmed
+from qflow_client.message import Message
+from qflow_client.receipt import Receipt
+
+__all__ = ["Returns"]
+
+
+class Returns:
+    """The unsettled mandatory messages, by what a return says of them.
+
+    Args:
+        is_mandatory: whether messages can be returned at all.
+        id_prefix: how the ids begin that the producer gives; ``None`` if it gives none.
+        unconfirmed: what is on the wire.
+        resending: what is to leave again.
+    """
+
+    __slots__ = ("_id_prefix", "_is_mandatory", "_resending", "_unconfirmed", "by_id")
+
+    def __init__(
+        self, is_mandatory: bool, id_prefix: str | None, unconfirmed: Unconfirmed, resending: Resending
+    ) -> None:
+        self._is_mandatory = is_mandatory
+        self._id_prefix = id_prefix
+        self._unconfirmed = unconfirmed
+        self._resending = resending
+        #: Unsettled messages with an id of their own.
+        self.by_id: dict[str, list[Receipt]] = {}
+
+    def has_own_id(self, payload: bytes | Message) -> bool:
+        """Whether a return would name a message by an id of its own."""
+        return self._is_mandatory and isinstance(payload, Message) and payload.message_id is not None
+
+    def expect(self, receipt: Receipt) -> None:
+        """Take note of a message that is about to be admitted."""
+        if self.has_own_id(receipt._payload):
+            self.by_id.setdefault(receipt._payload.message_id, []).append(receipt)  # type: ignore[union-attr, arg-type]  # it has
+
+    def forget(self, receipts: Iterable[Receipt]) -> None:
+        """Take note of messages that are settled."""
+        if not self.by_id:
+            return
+        for receipt in receipts:
+            payload = receipt._payload
+            if isinstance(payload, Message) and payload.message_id in self.by_id:
+                own = self.by_id[payload.message_id]
+                if receipt in own:
+                    own.remove(receipt)
+                if not own:
+                    del self.by_id[payload.message_id]
+
+    def heal(self) -> None:
+        """Forget messages that were not admitted after all, or are settled."""
+        for message_id, own in tuple(self.by_id.items()):
+            own[:] = [receipt for receipt in own if receipt._number and receipt._outcome is None]
+            if not own:
+                del self.by_id[message_id]
+
+    def take(self, message_id: str | None, exchange: str, routing_key: str) -> Receipt | None:
+        """Return the written, unsettled message that a return names; ``None`` if there is none."""
+        if message_id is None:
+            return None
+        own = [receipt for receipt in self.by_id.get(message_id, ()) if self._is_written(receipt)]
+        if own:
+            # One id may have gone to several places, and only some of them have a queue.
+            there = [each for each in own if (each.exchange, each.routing_key) == (exchange, routing_key)]
+            receipt = (there or own)[0]
+            self.by_id[message_id].remove(receipt)
+            return receipt
+        return self._with_given_id(message_id)
+
+    def _with_given_id(self, message_id: str) -> Receipt | None:
+        prefix = self._id_prefix
+        if prefix is None or not message_id.startswith(prefix):
+            return None
+        try:
+            number = int(message_id[len(prefix) :], 16)
+        except ValueError:
+            return None
+        found = self._unconfirmed.with_number(number)
+        if found is None:
+            # Broker-J nacks what no queue takes, and returns it afterwards.
+            found = next((each for each in self._resending.again if each._number == number), None)
+        elif not self._is_written(found):
+            return None
+        return found if found is not None and found.message_id == message_id else None
+
+    def _is_written(self, receipt: Receipt) -> bool:
+        """Whether an unsettled message is completely written on this channel, or was refused there."""
+        tag = self._unconfirmed.tag_of(receipt)
+        if not tag:
+            return receipt._number in self._resending.copies
+        return tag <= self._unconfirmed.outbound.finished

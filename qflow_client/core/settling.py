@@ -1,0 +1,209 @@
+"""Settles messages: what the broker's answers mean for them.
+
+Every receipt is settled once. A batch of receipts is first noted, then each gets its outcome, then the batch is
+reported, then it gives back its room. An interrupt in between leaves the note, and `heal` goes on where it was.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from qflow_client.core.admission import Admission
+from qflow_client.core.resending import Resending
+from qflow_client.core.unconfirmed import Unconfirmed
+from qflow_client.events import HoldKind
+from qflow_client.message import republished
+from qflow_client.receipt import Outcome, Receipt
+
+__all__ = ["Settling"]
+
+#: A reply code, or 0, and words.
+Reply = tuple[int, str]
+
+
+class Settling:
+    """Brings answers together with messages.
+
+    Args:
+        admission: where room is given back.
+        unconfirmed: what is on the wire.
+        resending: what is to leave again.
+    """
+
+    __slots__ = ("_admission", "_batch", "_resending", "_stage", "_unconfirmed")
+
+    def __init__(self, admission: Admission, unconfirmed: Unconfirmed, resending: Resending) -> None:
+        self._admission = admission
+        self._unconfirmed = unconfirmed
+        self._resending = resending
+        # What is being settled: the receipts, an outcome for all or for each, and what the broker said of those without
+        # a reply; None if nothing is. And how far that has come.
+        self._batch: tuple[list[Receipt], Outcome | Sequence[Outcome], Reply | None, float] | None = None
+        self._stage = 0
+
+    # What is settled, and how.
+
+    def settle(
+        self,
+        receipts: Sequence[Receipt],
+        outcome: Outcome | Sequence[Outcome],
+        now: float,
+        reply: Reply | None = None,
+    ) -> None:
+        """Settle admitted messages. The caller takes them away from where they stand afterwards.
+
+        Args:
+            receipts: of the messages, in the order of admission.
+            outcome: for all of them, or one for each. A returned message is ``RETURNED`` where it says ``CONFIRMED``.
+            now: seconds.
+            reply: for receipts that have none.
+        """
+        self._batch, self._stage = (list(receipts), outcome, reply, now), 0
+        self._finish()
+        self._admission.release(receipts, now)
+
+    def settle_silently(self, receipt: Receipt, outcome: Outcome, now: float) -> None:
+        """As `settle`, but report nothing: only the caller knows."""
+        receipt._outcome = outcome
+        self._batch, self._stage = ([receipt], outcome, None, now), 2
+        self._finish()
+        self._admission.release((receipt,), now)
+
+    def settle_run(self, first: int, stop: int, outcome: Outcome, now: float) -> None:
+        """Settle the unsettled messages of the tags from `first` to before `stop`, all of which are written."""
+        receipts: list[Receipt] = []
+        self._batch, self._stage = (receipts, outcome, None, now), 0
+        self._unconfirmed.take_into(receipts, first, stop)
+        self._finish()
+        self._admission.release(receipts, now)
+
+    def heal(self) -> None:
+        """Report the messages that an unfinished step was settling."""
+        if self._batch is not None:
+            receipts = self._batch[0]
+            receipts[:] = [receipt for receipt in receipts if receipt is not None]
+            self._finish()
+
+    def _finish(self) -> None:
+        """Report the messages that are being settled. To begin anew after an interrupt changes nothing."""
+        assert self._batch is not None
+        receipts, outcome, reply, now = self._batch
+        reports = self._admission.reports
+        all_confirmed = False
+        if self._stage == 0:
+            if outcome is Outcome.CONFIRMED:
+                all_confirmed = self._confirm(receipts)
+            else:
+                self._end(receipts, outcome, reply)
+            self._stage = 1
+        if self._stage == 1:
+            if not all_confirmed or reports.settled is not None:
+                reports.add_settled(receipts)
+            # Nothing is called between the last instruction there and this one.
+            self._stage = 2
+        if self._stage == 2:
+            self._stage = 3
+            if self._admission.observer is not None and receipts:
+                self._admission.observer.settled(receipts, now)
+        self._admission.returns.forget(receipts)
+        if self._admission.store is not None:
+            self._admission.store.settled(receipts)
+        self._batch = None
+
+    def _confirm(self, receipts: Sequence[Receipt]) -> bool:
+        """Settle messages that the broker has confirmed; whether none of them was returned."""
+        wake = self._admission.reports.wake
+        confirmed, all_confirmed = Outcome.CONFIRMED, True
+        for receipt in receipts:
+            if receipt._reply is None:
+                receipt._outcome = confirmed
+            else:
+                receipt._outcome, all_confirmed = Outcome.RETURNED, False
+            if receipt._waiter is not None:
+                wake.append(receipt._waiter)
+        return all_confirmed
+
+    def _end(self, receipts: Sequence[Receipt], outcome: Outcome | Sequence[Outcome], reply: Reply | None) -> None:
+        wake = self._admission.reports.wake
+        for at, receipt in enumerate(receipts):
+            if receipt._reply is None:
+                receipt._reply = reply
+            receipt._outcome = outcome if isinstance(outcome, Outcome) else outcome[at]
+            if receipt._waiter is not None:
+                wake.append(receipt._waiter)
+
+    # What the broker answers.
+
+    def answer(self, tag: int, multiple: bool, outcome: Outcome, now: float) -> None:
+        """Take an answer of the broker.
+
+        Args:
+            tag: the delivery tag.
+            multiple: whether it is for all up to there.
+            outcome: ``CONFIRMED`` or ``NACKED``.
+            now: seconds.
+        """
+        # A message that is half written cannot have arrived.
+        written = self._unconfirmed.outbound.finished
+        if tag > written or (tag == 0 and not multiple):
+            reports = self._admission.reports
+            words = "%s: the broker answered delivery tag %d, but %d messages were written; ignored"
+            reports.log(logging.WARNING, words, reports.name, tag, written)
+            return
+        # Tag 0 stands for all (AMQP 0-9-1, Basic.Ack).
+        first, stop = (self._unconfirmed.oldest, (tag or written) + 1) if multiple else (tag, tag + 1)
+        if outcome is Outcome.NACKED and self._resending.retries:
+            self._refuse(first, stop, now)
+        else:
+            self.settle_run(first, stop, outcome, now)
+
+    def settle_written(self, now: float) -> None:
+        """Without confirms a message is settled once it is written."""
+        self.settle_run(self._unconfirmed.oldest, self._unconfirmed.outbound.finished + 1, Outcome.SENT, now)
+
+    # What the broker refuses.
+
+    def _refuse(self, first: int, stop: int, now: float) -> None:
+        """Have the unsettled messages of these tags leave again, unless they have tried for long enough."""
+        resending, unconfirmed = self._resending, self._unconfirmed
+        for tag in range(max(first, unconfirmed.oldest), stop):
+            receipt = unconfirmed.find(tag)
+            if receipt is None:
+                continue
+            if resending.refused(receipt, now):
+                self.settle_run(tag, tag + 1, Outcome.NACKED, now)
+                continue
+            try:
+                self._encode_again(receipt)
+            except Exception as error:
+                # With the mark of a second copy its properties are larger than a frame.
+                resending.leave_out(receipt)
+                self.settle((receipt,), Outcome.NACKED, now, (0, f"it cannot be sent again: {error}"))
+                unconfirmed.drop(tag)
+                continue
+            was_probe = resending.put(receipt)
+            unconfirmed.drop(tag)
+            self.hold_refused("Basic.Nack", now, again=was_probe)
+
+    def _encode_again(self, receipt: Receipt) -> None:
+        admission = self._admission
+        receipt._prepared = admission.encoder.prepare(republished(receipt.message), has_id=False)
+        cost = admission.cost(receipt)
+        # Nothing is called while the sum is made, or what is admitted meanwhile would not be counted. So everywhere.
+        admission.unwritten += cost
+
+    def hold_refused(self, detail: str, now: float, *, again: bool) -> None:
+        """Send no probe for a while; `again` if one has been refused."""
+        if self._resending.hold(now, again=again):
+            self._admission.gate.hold(HoldKind.REFUSED, now=now, detail=detail)
+
+    def expire(self, now: float) -> None:
+        """Settle messages that wait to leave again and have been refused for long enough."""
+        expired = self._resending.expired(now)
+        for receipt in expired:
+            cost = self._admission.cost(receipt)
+            self._admission.unwritten -= cost
+        outcomes = [Outcome.NACKED if receipt._reply is None else Outcome.RETURNED for receipt in expired]
+        self.settle(expired, outcomes, now)
+        self._resending.drop_settled()

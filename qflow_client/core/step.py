@@ -1,0 +1,66 @@
+"""A step changes a producer's state as a whole, although ``KeyboardInterrupt`` may end it at any point.
+
+Python runs signal handlers between two instructions of the main thread, so an asyncio loop or a drop-in may leave a
+step in the middle. Nothing is undone there. The step leaves a mark, and the next step of the same producer, whichever
+that is, first repairs the state (`ProducerProtocol._heal`). Two rules make that possible:
+
+1. A step first applies a change to its target, then removes the source. Doing it twice does no harm.
+2. Everything that can be counted (the used window, unwritten bytes, who waits in line) is counted anew.
+
+A step never calls another step. It calls the plain methods behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+__all__ = ["Steps", "step"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class Steps:
+    """Knows whether the last step of a producer came to its end; shared by all that take its steps.
+
+    Args:
+        heal: repairs what an unfinished step has left.
+        follow_up: does what was to follow from it.
+    """
+
+    __slots__ = ("follow_up", "heal", "is_unfinished")
+
+    def __init__(self, heal: Callable[[], None], follow_up: Callable[[], None]) -> None:
+        self.heal = heal
+        self.follow_up = follow_up
+        #: True while a step runs, and after one that was interrupted.
+        self.is_unfinished = False
+
+
+class _HasSteps(Protocol):
+    @property
+    def steps(self) -> Steps: ...
+
+
+_Self = TypeVar("_Self", bound=_HasSteps)
+
+
+def step(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
+    """Make a step of a method: it begins in a clean state."""
+
+    def take(self: _Self, *arguments: _P.args, **named: _P.kwargs) -> _R:
+        steps = self.steps
+        heals = steps.is_unfinished
+        if heals:
+            steps.heal()
+        steps.is_unfinished = True
+        result = method(self, *arguments, **named)
+        if heals:
+            # After the step: it may be the second try to withdraw a message, which must not be admitted before that.
+            steps.follow_up()
+        steps.is_unfinished = False
+        return result
+
+    return wraps(method)(take)  # type: ignore[return-value]  # mypy takes it for an object

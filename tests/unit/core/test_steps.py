@@ -1,0 +1,230 @@
+"""E2: every step can be interrupted at every point. The next one repairs what it has left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from qflow_client import Message, Receipt
+from qflow_client.amqp.frames import PublishEncoder
+from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.receipt import Outcome
+from qflow_client.recovery import Backoff
+from tests.interrupting import EVERY, interrupted
+
+from .support import CHANNEL, FRAME_MAX, Wire, drain, make, returned, send, wait, wire, write
+
+
+class Store:
+    """Keeps messages in memory.
+
+    Args:
+        protocol: whose store it becomes.
+    """
+
+    def __init__(self, protocol: ProducerProtocol) -> None:
+        self.kept: dict[int, Receipt] = {}
+        protocol.admission.use_store(self)
+
+    def admitting(self, receipt: Receipt, number: int) -> None:
+        self.kept[number] = receipt
+
+    def settled(self, receipts: Sequence[Receipt]) -> None:
+        for receipt in receipts:
+            self.kept.pop(receipt._number, None)
+
+    def admit_backlog(self, now: float) -> None: ...
+
+    def spill_line(self, now: float) -> None: ...
+
+    def heal(self, unsettled: Sequence[Receipt]) -> None:
+        self.kept = {receipt._number: receipt for receipt in unsettled}
+
+
+class Watch:
+    """Counts how often each message is observed as settled."""
+
+    def __init__(self) -> None:
+        self.began: dict[int, float] = {}
+        self.seen: list[Receipt] = []
+
+    def settled(self, receipts: Sequence[Receipt], now: float) -> None:
+        self.seen += receipts
+
+    def spilled(self, payload: bytes | Message, receipt: Receipt) -> None: ...
+
+    def tell(self, *, now: float) -> None: ...
+
+
+class Life:
+    """A producer in the middle of its life, and what the broker gets of it.
+
+    Four messages are written, of which the third is returned. The next has begun, and one has not. Two senders wait.
+
+    Args:
+        told: whether every receipt is told; else only failures are kept.
+        settings: of the producer.
+    """
+
+    def __init__(self, told: bool, **settings: Any) -> None:
+        self.protocol = protocol = make(capacity=6, capacity_bytes=1000, **settings)
+        protocol.reports.settled = [] if told else None
+        self.store = Store(protocol)
+        self.watch = protocol.admission.observer = Watch()
+        self.receipts = [send(protocol, b"1"), send(protocol, b"2"), send(protocol, Message(b"3", message_id="own"))]
+        self.receipts.append(send(protocol, b"4"))
+        size = protocol.unwritten
+        self.receipts += [send(protocol, b"5"), send(protocol, b"6")]
+        self.tickets = [wait(protocol, b"%d" % number, waiter=number) for number in (7, 8)]
+        self.now = 1.0
+        self.bodies: list[bytes] = []
+        self.wire = Wire().read(write(protocol, size + 10))
+        returned(protocol, "own")
+
+    def end(self) -> None:
+        """Have the broker confirm everything, on another channel if this one has ended."""
+        protocol = self.protocol
+        for _ in range(20):
+            self.now += 10.0
+            protocol.on_timer(self.now)
+            if protocol.is_stopped:
+                protocol.on_flow(True, self.now)
+            if protocol.channel.number is None and protocol.wants_channel:
+                self.take_wire()
+                protocol.channel_opened(CHANNEL, FRAME_MAX, self.now)
+            self.wire.read(drain(protocol, self.now))
+            if protocol.written:
+                protocol.on_ack(0, True, self.now)
+        self.take_wire()
+
+    def take_wire(self) -> None:
+        """Note what the broker has got on a channel."""
+        self.bodies += [message.body for message in self.wire.messages if len(message.body) == message.body_size]
+        self.wire = Wire()
+
+    def check(self) -> None:
+        """All is settled and told once, no room is taken, and first copies have left in the order of admission."""
+        protocol = self.protocol
+        receipts = self.receipts + [ticket.receipt for ticket in self.tickets if ticket.receipt is not None]
+        assert all(ticket.decided for ticket in self.tickets)
+        assert {ticket.waiter for ticket in self.tickets} <= set(protocol.reports.wake)
+        assert all(receipt._outcome is not None for receipt in receipts)
+        assert not protocol.unsettled_receipts
+        assert protocol.window.used == protocol.unwritten == protocol.controller.waiting == 0
+        assert protocol.byte_window is not None
+        assert protocol.byte_window.used == 0
+        assert not protocol.returns.by_id
+        assert not self.store.kept
+        reported = protocol.reports.settled
+        if reported is None:
+            reported, receipts = protocol.reports.failures, [each for each in receipts if each._failed]
+        assert sorted(map(id, reported)) == sorted(map(id, receipts))
+        assert len(self.watch.seen) == len(set(self.watch.seen))
+        firsts = list(dict.fromkeys(self.bodies))
+        assert firsts == sorted(firsts)
+
+
+def _open_again(life: Life) -> None:
+    life.take_wire()
+    life.protocol.channel_opened(CHANNEL, FRAME_MAX, 2.0)
+
+
+def _lose(life: Life) -> None:
+    life.protocol.connection_lost("lost", 1.0, reconnects=True)
+
+
+def _lose_and_open(life: Life) -> None:
+    _lose(life)
+    _open_again(life)
+
+
+def _stop_and_go(life: Life) -> None:
+    life.protocol.on_flow(False, 1.0)
+    life.protocol.on_flow(True, 1.0)
+
+
+def _write(life: Life) -> None:
+    while data := life.protocol.data_to_write(1 << 20):
+        life.wire.read(data)
+        life.protocol.advance(len(data), 1.0)
+
+
+PATIENT: dict[str, Any] = {"retries": Backoff(1.0, 8.0, 0.0), "retry_for": 15.0}
+
+STEPS: dict[str, tuple[Callable[[Life], object], dict[str, Any]]] = {
+    "ack run": (lambda life: life.protocol.on_ack_run(1, 4, 1.0), {}),
+    "acks one by one": (lambda life: life.protocol.on_ack_run(3, 4, 1.0), {}),
+    "ack": (lambda life: life.protocol.on_ack(3, True, 1.0), {}),
+    "nack": (lambda life: life.protocol.on_nack(4, True, 1.0), {}),
+    "refuse": (lambda life: life.protocol.on_nack(4, True, 1.0), PATIENT),
+    "expire": (lambda life: (life.protocol.on_nack(4, True, 1.0), life.protocol.on_timer(20.0)), PATIENT),
+    "stop": (_stop_and_go, {}),
+    "lose": (_lose, {}),
+    "lose and open": (_lose_and_open, {}),
+    "lose and fail": (_lose, {"on_disconnect": "fail"}),
+    "channel closed": (lambda life: life.protocol.channel_closed(404, "NOT_FOUND", (60, 40), 1.0), {}),
+    "no room": (lambda life: life.protocol.channel_closed(506, "NO_ROOM", (60, 40), 1.0), PATIENT),
+    "no room, too late": (
+        lambda life: life.protocol.channel_closed(506, "NO_ROOM", (60, 40), 1.0),
+        PATIENT | {"retry_for": 0.0},
+    ),
+    "closed and failed": (
+        lambda life: life.protocol.channel_closed(404, "NOT_FOUND", (60, 40), 1.0),
+        {"on_disconnect": "fail"},
+    ),
+    "end": (lambda life: life.protocol.connection_lost("the end", 1.0), {}),
+    "withdraw": (lambda life: life.protocol.withdraw(life.receipts[-1], 1.0), {}),
+    "capacity": (lambda life: life.protocol.set_capacity(8, 1.0), {}),
+    "hold and lift": (lambda life: (life.protocol.hold("paused", 1.0), life.protocol.lift("paused", 1.0)), {}),
+}
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "failures"])
+@pytest.mark.parametrize("name", STEPS)
+def test_E2_every_message_is_settled_and_told_once_whichever_step_is_interrupted(name: str, told: bool) -> None:
+    step, settings = STEPS[name]
+    for at in range(0, 5000, EVERY):
+        life = Life(told, **settings)
+        # First it comes to its end.
+        come = interrupted(lambda: step(life), at) if at else step(life) is not life  # noqa: B023  # called at once
+        life.protocol.lift("paused", 1.0)
+        life.end()
+        if name == "withdraw" and life.receipts[-1]._outcome is Outcome.FAILED:
+            # Only its caller is told.
+            del life.receipts[-1]
+        life.check()
+        if not come:
+            assert at > 10
+            return
+
+
+def test_a_route_that_was_made_for_another_channel_is_made_anew_with_the_frames() -> None:
+    protocol = make()
+    send(protocol, b"1")
+    protocol.unconfirmed.encoder = PublishEncoder(CHANNEL, FRAME_MAX, id_prefix="p-", mandatory=True)
+    assert wire(drain(protocol)).short == [b"1"]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_message_that_was_never_admitted_is_settled_and_told(told: bool) -> None:
+    protocol = make()
+    protocol.reports.settled = [] if told else None
+    admitted = send(protocol)
+    receipt = Receipt(b"x", admitted._route, None)
+    protocol.reports.logs.clear()
+    assert protocol.reports.is_empty
+    receipt._waiter = "waiter" if told else None
+    protocol.reports.settle_unadmitted(receipt, Outcome.FAILED)
+    assert protocol.reports.wake == ["waiter"] * told
+    assert (protocol.reports.settled if told else protocol.reports.take_failures()) == [receipt]
+    assert protocol.unsettled == 1
+
+
+def test_a_message_that_has_begun_is_not_withdrawn() -> None:
+    protocol = make()
+    receipt = send(protocol, b"1")
+    begun = write(protocol, 1)
+    assert not protocol.withdraw(receipt, 0.0)
+    assert wire(begun + drain(protocol)).short == [b"1"]
