@@ -26,6 +26,7 @@ and waiters are woken. Every public method that changes anything is a step, see 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from typing import Any
 
 from qflow_client.amqp.frames import FrameError, PublishEncoder, flow_ok
@@ -428,15 +429,19 @@ class ProducerProtocol:
         self.settling.answer(tag, multiple, Outcome.CONFIRMED, now)
         self._update(now)
 
-    @step
     def on_ack_run(self, first: int, count: int, now: float) -> None:
         """As `on_ack` for so many single tags, one after the other, in one pass."""
+        steps = self.steps
+        if steps.is_unfinished:
+            steps.resume()
+        steps.is_unfinished = True
         if first and first + count - 1 <= self.unconfirmed.outbound.finished:
             self.settling.settle_run(first, first + count, Outcome.CONFIRMED, now)
         else:
             for tag in range(first, first + count):
                 self.settling.answer(tag, False, Outcome.CONFIRMED, now)
         self._update(now)
+        steps.is_unfinished = False
 
     @step
     def on_nack(self, tag: int, multiple: bool, now: float) -> None:
@@ -482,33 +487,42 @@ class ProducerProtocol:
 
     # What the socket says.
 
-    @step
     def data_to_write(self, limit: int) -> bytes:
         """The next bytes to write, about `limit` at the most; empty if nothing may be written now."""
-        unconfirmed, resending = self.unconfirmed, self.resending
-        outbound = unconfirmed.outbound
+        steps = self.steps
+        if steps.is_unfinished:
+            steps.resume()
+        steps.is_unfinished = True
+        outbound = self.unconfirmed.outbound
         data = outbound.data(limit)
-        if data or outbound.stopped or self.channel.number is None:
-            return data
-        source = resending.again or self.admission.line
-        if not source:
-            return b""
-        most = len(source)
-        if not resending.is_idle:
-            most = resending.may_leave(source, not unconfirmed.flight, self._now)
-            if not most:
-                return b""
-            resending.leaves(source[0], self._now)
-        unconfirmed.make(source, limit, most)
-        return outbound.data(limit)
+        if not data and not outbound.stopped and self.channel.number is not None:
+            source = self.resending.again or self.admission.line
+            if source and (most := self._may_leave(source)):
+                self.unconfirmed.make(source, limit, most)
+                data = outbound.data(limit)
+        steps.is_unfinished = False
+        return data
 
-    @step
+    def _may_leave(self, source: deque[Receipt]) -> int:
+        """Return how many of the next messages may leave now."""
+        resending = self.resending
+        if resending.is_idle:
+            return len(source)
+        most = resending.may_leave(source, not self.unconfirmed.flight, self._now)
+        if most:
+            resending.leaves(source[0], self._now)
+        return most
+
     def advance(self, count: int, now: float) -> bool:
         """Take note that so many bytes of `data_to_write` were taken by the socket.
 
         Returns:
             True if that ends at a frame border, so that something else may be written on the connection.
         """
+        steps = self.steps
+        if steps.is_unfinished:
+            steps.resume()
+        steps.is_unfinished = True
         outbound = self.unconfirmed.outbound
         outbound.advance(count)
         self.admission.unwritten -= count
@@ -516,11 +530,13 @@ class ProducerProtocol:
         if not self.settings.confirms:
             self.settling.settle_written(now)
             self._update(now)
-        self._lift_transport(now)
+        if not self.gate.is_open:
+            self._lift_transport(now)
+        steps.is_unfinished = False
         return not outbound.mid_frame
 
     def _lift_transport(self, now: float) -> None:
-        if not self.gate.is_open and self.admission.is_nearly_written:
+        if self.admission.is_nearly_written:
             self._lift(HoldKind.TRANSPORT, now)
 
     def _take_back(self) -> None:

@@ -106,7 +106,8 @@ class Settling:
             self._stage = 3
             if self._admission.observer is not None and receipts:
                 self._admission.observer.settled(receipts, now)
-        self._admission.returns.forget(receipts)
+        if self._admission.returns.by_id:
+            self._admission.returns.forget(receipts)
         if self._admission.store is not None:
             self._admission.store.settled(receipts)
         self._batch = None
