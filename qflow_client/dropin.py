@@ -19,6 +19,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from qflow_client.amqp.frames import Content, PublishEncoder, Route
 from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.core.steps import Steps, resume
 from qflow_client.errors import ProducerFlowed
 from qflow_client.events import FlowEvent
 from qflow_client.logs import log, write_log
@@ -33,6 +34,7 @@ __all__ = [
     "DropInFlow",
     "EncodedMessage",
     "EncodedProtocol",
+    "Flag",
 ]
 
 #: Settings that every library says in another way: of where a message goes, of connecting again, of trying again.
@@ -57,6 +59,7 @@ _URL = "amqp://localhost"
 _NAME = ProducerSettings.__dataclass_fields__["name"].default
 
 _Value = TypeVar("_Value")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -190,6 +193,20 @@ class EncodedProtocol(ProducerProtocol):
         self.channel.was_open = False
 
 
+class Flag:
+    """The waiter of a call on a connection that is polled."""
+
+    __slots__ = ("is_set",)
+
+    def __init__(self) -> None:
+        #: Whether the call can go on.
+        self.is_set = False
+
+    def set(self) -> None:
+        """Let the call go on."""
+        self.is_set = True
+
+
 class DropInFlow:
     """The flow of one channel of a library's: what is decided, and who is told.
 
@@ -237,10 +254,39 @@ class DropInFlow:
         """Have the protocol changed, where it may be, and done what follows from that."""
         raise NotImplementedError
 
+    # Calls that wait.
+
+    def drive(self, call: Steps[_T], flag: Flag, turn: Callable[[float], None]) -> _T:
+        """Run a call that waits, see `core.steps`.
+
+        Args:
+            call: the call.
+            flag: its waiter.
+            turn: lets I/O go on until something happens, or a time comes.
+        """
+        try:
+            until, result = resume(call, None)
+            while until is not None:
+                self.after()
+                while not flag.is_set and time.monotonic() < until:
+                    turn(until)
+                    self._set_flags()
+                until, result = resume(call, time.monotonic())
+        finally:
+            self.protocol.forget_waiter(flag)
+        return result  # type: ignore[return-value]  # the call has ended
+
+    def _set_flags(self) -> None:
+        reports = self.protocol.reports
+        wake, reports.wake = reports.wake, []
+        for flag in wake:
+            flag.set()
+
     # What follows from a change.
 
     def after(self) -> None:
-        """Log what there is to log, and tell whom there is to tell."""
+        """Wake waiters, log entries, and call flow callbacks."""
+        self._set_flags()
         protocol = self.protocol
         logs, protocol.reports.logs = protocol.reports.logs, []
         write_log(logs)

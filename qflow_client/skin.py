@@ -27,14 +27,11 @@ if TYPE_CHECKING:
     from qflow_client.keeper import Storage
 
 __all__ = [
-    "BLOCKING_WAITS",
     "BRIEF",
     "CLOSED",
     "DEFAULT",
     "GIVEN_UP",
     "GOOD_BYE",
-    "LONGER_WAITS",
-    "LULL",
     "TLS_WRITE_CHUNK",
     "WRITE_CHUNK",
     "Deliveries",
@@ -44,9 +41,7 @@ __all__ = [
     "client_properties",
     "connection_failed",
     "disown",
-    "gives_up",
     "good_bye_until",
-    "instead_of_nowait",
     "keeping",
     "kinds_of",
     "leave_word",
@@ -79,8 +74,6 @@ DEFAULT: Any = _Default()
 # the time to wait is up.
 GOOD_BYE = 3.0
 BRIEF = 0.3
-# Seconds without any answer of the broker, after which who must not wait for holds takes late ones for withheld.
-LULL = 0.5
 
 # Bytes that are offered to a socket at once. What the kernel has not taken, a stop can still hold back: a large chunk
 # costs nothing but the memory to join it, below 128 KiB, which the C library would get from the kernel anew each time.
@@ -93,9 +86,6 @@ _TELL_AT_ONCE = 100
 
 # Why a producer that was closed takes no more messages.
 CLOSED = "the producer is closed"
-# What would not refuse a message that `send` refuses at once, as an error advises.
-LONGER_WAITS = "a longer timeout waits"
-BLOCKING_WAITS = "when_flowed='block' waits"
 # What became of what was unsettled when it was.
 GIVEN_UP = "the producer was closed, and the broker's answer had not come in time"
 
@@ -376,16 +366,6 @@ def good_bye_until(deadline: float) -> float:
     return max(BRIEF, min(GOOD_BYE, deadline - time.monotonic()))
 
 
-def instead_of_nowait(when_flowed: WhenFlowed) -> str:
-    """What does not refuse a message that `send_nowait` refuses, as an error advises."""
-    match when_flowed:
-        case WhenFlowed.RAISE:
-            return f"send() with {BLOCKING_WAITS}"
-        case WhenFlowed.SPILL:
-            return "send() puts it into the outbox"
-    return "send() waits"
-
-
 def check_many(messages: object, timeout: float | None) -> None:
     """Refuse what `send_many` cannot mean, before anything is sent."""
     if isinstance(messages, (str, bytes, bytearray, memoryview)):
@@ -409,24 +389,6 @@ def keeping(receipts: Sequence[Receipt]) -> Iterator[None]:
             error.add_note(f"qflow_client: {len(receipts)} messages were admitted before; .receipts has theirs")
             error.receipts = tuple(receipts)  # type: ignore[attr-defined]  # of any exception
         raise
-
-
-def gives_up(protocol: ProducerProtocol, before: int, now: float) -> bool:
-    """Whether who must wait for no hold waits no longer for what is unsettled.
-
-    A fast producer is held by ``capacity`` and ``transport`` most of the time, and waits for nothing but answers that
-    are on their way; so they end the wait only if none comes for a while. ``paused`` and ``rate`` keep nothing back
-    that is admitted, ``disconnected`` and ``refused`` keep all of it.
-
-    Args:
-        protocol: the producer's state.
-        before: how many messages were unsettled `LULL` ago; -1 at first.
-        now: seconds.
-    """
-    protocol.controller.look(now)
-    late = any(map(protocol.gate.is_held_by, (HoldKind.CAPACITY, HoldKind.TRANSPORT)))
-    stopped = protocol.is_stopped or any(map(protocol.gate.is_held_by, (HoldKind.DISCONNECTED, HoldKind.REFUSED)))
-    return stopped or (late and protocol.unsettled == before)
 
 
 def undelivered_of(failures: Sequence[Receipt], outbox: Sized | None) -> UndeliveredMessages | None:

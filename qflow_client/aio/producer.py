@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -21,43 +19,33 @@ from qflow_client.aio.connection import TappedConnection, TappedRobustConnection
 from qflow_client.aio.dispatcher import Dispatcher, refuse_coroutine_function
 from qflow_client.aio.link import Link
 from qflow_client.aio.receipt import AsyncReceipt
-from qflow_client.aio.turn import Turns
-from qflow_client.core.admission import SendTicket, check_capacity
+from qflow_client.aio.turn import Turns, Waiter
+from qflow_client.core import steps
 from qflow_client.core.protocol import ProducerProtocol
-from qflow_client.core.reporting import LogEntry
+from qflow_client.core.steps import Refusal, Steps, resume
 from qflow_client.errors import (
     ConnectionFailed,
-    FlowControlTimeout,
     ProducerClosed,
-    ProducerFlowed,
     QflowError,
     SettingsError,
     UndeliveredMessages,
 )
-from qflow_client.events import FlowEvent, FlowState, HoldKind
-from qflow_client.flow import FlowManager, Hold, Line
+from qflow_client.events import FlowEvent
+from qflow_client.flow import FlowManager, Line
 from qflow_client.guard import LOOPS, check_can_wait, is_inside
 from qflow_client.logs import write_log
 from qflow_client.manager import flow_manager
 from qflow_client.message import Message, as_body
+from qflow_client.producer import BaseProducer
 from qflow_client.receipt import Receipt
 from qflow_client.redaction import shown
-from qflow_client.settings import ProducerSettings, WhenFlowed, check_argument, check_timeout
+from qflow_client.settings import ProducerSettings, check_timeout
 from qflow_client.skin import (
-    BLOCKING_WAITS,
     BRIEF,
     CLOSED,
     DEFAULT,
-    LONGER_WAITS,
-    LULL,
-    Deliveries,
-    Listeners,
-    check_arguments,
     check_many,
-    disown,
-    gives_up,
     good_bye_until,
-    instead_of_nowait,
     keeping,
     kinds_of,
     leave_word,
@@ -65,14 +53,13 @@ from qflow_client.skin import (
     log_forgotten,
     none_of,
     protocol_options,
-    undelivered_of,
     unflushed,
     watch_process,
 )
 
 if TYPE_CHECKING:
     from qflow_client.aio.storing import Commits
-    from qflow_client.keeper import Storage, StoringStep
+    from qflow_client.keeper import StoringStep
 
 __all__ = ["AsyncProducer"]
 
@@ -133,7 +120,11 @@ class _FlowEvents:
         return event
 
 
-class AsyncProducer:
+def _deadline(timeout: float | None) -> float:
+    return math.inf if timeout is None else _monotonic() + timeout
+
+
+class AsyncProducer(BaseProducer):
     """Publishes to an AMQP 0-9-1 broker, never faster than the broker allows. Any number of tasks may use one.
 
     It connects when ``async with`` is entered, or by `connect`, once. It belongs to the loop that it connects in, and
@@ -171,8 +162,7 @@ class AsyncProducer:
         manager: FlowManager = flow_manager,
         **keywords: Any,
     ) -> None:
-        self.settings = ProducerSettings.load(url, settings, **keywords)
-        check_arguments(url, connection, on_delivery, manager)
+        super().__init__(url, connection, on_delivery, settings, manager, keywords)
         refuse_coroutine_function("on_delivery", on_delivery)
         if connection is not None and not isinstance(connection, (TappedConnection, TappedRobustConnection)):
             raise SettingsError(
@@ -182,24 +172,13 @@ class AsyncProducer:
         self._options = protocol_options(self.settings, AsyncReceipt, line)
         # With an outbox there is another, once that is open.
         self._protocol = ProducerProtocol(self.settings, **self._options)
-        # None unless admitted messages are kept on disk; set by `connect`.
-        self._storage: Storage | None = None
-        self._commits: Commits | None = None
-        self._exchange = self.settings.exchange
-        self._routing_key = self.settings.routing_key
-        # None if nobody is to be told of receipts.
-        self._deliveries = None if on_delivery is None else Deliveries(on_delivery, self._told)
         if self._deliveries is not None:
             self._protocol.reports.settled = []
+        # With an outbox, set by `connect`.
+        self._commits: Commits | None = None
         self._connection = connection
-        self._manager = manager
-        self._listeners: Listeners[_FlowEvents] = Listeners()
-        self._ended = False
         # Set when the first close has come to its end.
         self._all_ended = asyncio.Event()
-        # Where it was made, and whether this is a child of that process.
-        self._pid = os.getpid()
-        self._is_copy = False
         # The loop and its thread, and what runs there; set by `connect`.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: int | None = None
@@ -207,8 +186,6 @@ class AsyncProducer:
         self._turns: Turns | None = None
         # Set once it is connected.
         self._link: Link | None = None
-        self._observer: telemetry.Observer | None = None
-        self._tracer: telemetry.Tracer | None = None
 
     async def connect(self) -> Self:
         """Connect and open the channel. ``async with`` does it by itself.
@@ -365,39 +342,39 @@ class AsyncProducer:
                 tapped.wake()  # type: ignore[union-attr]  # likewise
             return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
         check_can_wait("send()", payload)
-        if self._storage is not None:
-            stored = self._store(payload, exchange, routing_key, spills=True)
-            if stored is not None:
-                return await self._made_durable(stored)
-        else:
-            receipt = self._step(lambda protocol: protocol.admission.send(payload, exchange, routing_key, _monotonic()))
-            if receipt is not None:
-                return receipt  # type: ignore[return-value]  # as above
-        if self.settings.when_flowed is WhenFlowed.RAISE:
-            return self._send_or_refuse(payload, exchange, routing_key, ProducerFlowed, BLOCKING_WAITS)
-        timeout = limit_of(timeout, self.settings)
-        if timeout is not None and timeout <= 0:
-            return self._send_or_refuse(payload, exchange, routing_key, FlowControlTimeout, LONGER_WAITS)
-        if self._turns is None:
+        receipt = self._admit(payload, exchange, routing_key, spills=True)
+        if receipt is None:
+            if self._turns is None:
+                raise self._not_connected(payload)
+            timeout = limit_of(timeout, self.settings)
+            refusal = self._refusal(timeout)
+            if refusal is None:
+                receipt = await self._turns.send(payload, exchange, routing_key, timeout, source)
+            else:
+                receipt = self._refuse(payload, exchange, routing_key, refusal)
+        return await self._made_durable(receipt)
+
+    def _refuse(self, payload: bytes | Message, exchange: str, routing_key: str, refusal: Refusal) -> Receipt:
+        """Refuse a message that was not admitted, unless a callback sends it."""
+        if self._dispatcher is None:
             raise self._not_connected(payload)
-        receipt = self._admitted(await self._turns.wait(payload, exchange, routing_key, timeout, source))
-        return receipt if self._storage is None else await self._made_durable(receipt)
-
-    def _store(
-        self, payload: bytes | Message, exchange: str, routing_key: str, *, spills: bool = False
-    ) -> AsyncReceipt | None:
-        """With an outbox: admit a message, or put it there, if that can be done now. It is not durable yet."""
-        assert self._storage is not None
-        spills = spills and self.settings.when_flowed is WhenFlowed.SPILL
-        store = self._storage.protocol.store
-        receipt = self._step(lambda _protocol: store(payload, exchange, routing_key, _monotonic(), spills=spills))
-        return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
-
-    async def _made_durable(self, receipt: AsyncReceipt) -> AsyncReceipt:
-        """The receipt, once its message is on disk."""
-        assert self._commits is not None
-        await self._commits.wait_durable(receipt)
+        ticket = self._make_ticket(payload, exchange, routing_key, 0.0, "", None)
+        try:
+            _, receipt = self._step(lambda _protocol: resume(self._send_steps(ticket, refusal, notices=False), None))
+        except BaseException:
+            self._step(lambda protocol: protocol.admission.give_up(ticket, _monotonic()))
+            raise
+        finally:
+            self._arm_timer()
+        assert receipt is not None
         return receipt
+
+    async def _made_durable(self, receipt: Receipt) -> AsyncReceipt:
+        """Return the receipt once its message is on disk, if there is an outbox."""
+        if self._storage is not None:
+            assert self._commits is not None
+            await self._commits.wait_durable(receipt)  # type: ignore[arg-type]  # the protocol makes such receipts
+        return receipt  # type: ignore[return-value]  # likewise
 
     def send_nowait(
         self,
@@ -431,25 +408,20 @@ class AsyncProducer:
         if self._tracer is not None and self._tracer.wants(payload):
             with self._tracer.span(payload, exchange, routing_key) as traced:
                 return self.send_nowait(traced, exchange=exchange, routing_key=routing_key)
-        if self._storage is not None:
-            check_can_wait("send_nowait()", payload)
-            stored = self._store(payload, exchange, routing_key)
-            if stored is not None:
-                self._storage.wait_durable(stored)
-                return stored
-        else:
+        receipt: Receipt | None = None
+        if self._storage is None:
             receipt = self._protocol.admission.send_at_once(payload, exchange, routing_key)
-            if receipt is None:
-                check_can_wait("send_nowait()", payload)
-                receipt = self._step(
-                    lambda protocol: protocol.admission.send(payload, exchange, routing_key, _monotonic())
-                )
-            elif not self._link.tapped.awake:  # type: ignore[union-attr]  # it is open, or nothing would be admitted
-                self._link.tapped.wake()  # type: ignore[union-attr]  # likewise
             if receipt is not None:
+                if not self._link.tapped.awake:  # type: ignore[union-attr]  # it is open, or nothing would be admitted
+                    self._link.tapped.wake()  # type: ignore[union-attr]  # likewise
                 return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
-        advice = instead_of_nowait(self.settings.when_flowed)
-        return self._send_or_refuse(payload, exchange, routing_key, ProducerFlowed, advice)
+        check_can_wait("send_nowait()", payload)
+        receipt = self._admit(payload, exchange, routing_key)
+        if receipt is None:
+            receipt = self._refuse(payload, exchange, routing_key, self._refusal_nowait())
+        if self._storage is not None:
+            self._storage.wait_durable(receipt)
+        return receipt  # type: ignore[return-value]  # as above
 
     async def send_many(
         self,
@@ -481,27 +453,20 @@ class AsyncProducer:
         """
         check_many(messages, timeout)
         receipts: list[AsyncReceipt] = []
-        to = self._exchange if exchange is None else exchange
-        key = self._routing_key if routing_key is None else routing_key
+        if exchange is None:
+            exchange = self._exchange
+        if routing_key is None:
+            routing_key = self._routing_key
         if self._loop is not None and self._loop.is_closed() and not self._ended:
             raise ProducerClosed(_LOOP_CLOSED)
         with keeping(receipts):
-            if self._storage is not None:
-                await self._store_many(messages, receipts, to, key, timeout, source)
+            if self._storage is not None and self._tracer is None:
+                await self._store_many(messages, receipts, exchange, routing_key, timeout, source)
                 return receipts
             for message in messages:
-                receipt: Any = None
-                if type(message) is bytes and self._tracer is None:
-                    receipt = self._protocol.admission.send_at_once(message, to, key)
-                if receipt is None:
-                    receipt = await self.send(
-                        message, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source
-                    )
-                else:
-                    tapped = self._link.tapped  # type: ignore[union-attr]  # it is open, or nothing would be admitted
-                    if not tapped.awake:  # type: ignore[union-attr]  # likewise
-                        tapped.wake()  # type: ignore[union-attr]  # likewise
-                receipts.append(receipt)
+                receipts.append(
+                    await self.send(message, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source)
+                )
         return receipts
 
     async def _store_many(
@@ -513,15 +478,14 @@ class AsyncProducer:
         timeout: float | None,
         source: str,
     ) -> None:
-        """`send_many` with an outbox, which waits for the disk once for many of them."""
+        """`send_many` with an outbox. It waits for the disk once for many messages."""
         try:
             for message in messages:
-                receipt = None
-                if type(message) is bytes and self._tracer is None:
-                    receipt = self._store(message, exchange, routing_key)
+                payload = message if type(message) is bytes or isinstance(message, Message) else as_body(message)
+                receipt: Any = self._admit(payload, exchange, routing_key)
                 if receipt is None:
                     receipt = await self.send(
-                        message, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source
+                        payload, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source
                     )
                 receipts.append(receipt)
                 if len(receipts) % _AT_ONCE == 0:
@@ -533,67 +497,22 @@ class AsyncProducer:
         if receipts:
             await self._made_durable(receipts[-1])
 
-    def _send_or_refuse(
-        self,
-        payload: bytes | Message,
-        exchange: str,
-        routing_key: str,
-        error_type: type[ProducerFlowed],
-        advice: str,
-    ) -> AsyncReceipt:
-        """Refuse what was not admitted, unless a callback sends it, for whose end others may wait."""
-        if self._loop is None or self._dispatcher is None:
-            raise self._not_connected(payload)
-        waiter = self._loop.create_future()
-
-        def refuse(protocol: ProducerProtocol) -> tuple[Hold, ...]:
-            protocol.admission.count_refusal()
-            return protocol.reports.holds
-
-        def stand_in_front(protocol: ProducerProtocol) -> SendTicket:
-            now = _monotonic()
-            ticket = protocol.admission.stand_in_line(
-                payload, exchange, routing_key, now, timeout=0, waiter=waiter, first=True
-            )
-            try:
-                protocol.admission.look_at(ticket, now)
-            finally:
-                protocol.admission.give_up(ticket, now)
-            return ticket
-
-        try:
-            if self._deliveries is None or not self._dispatcher.is_running:
-                raise error_type(self._step(refuse), 0.0, payload, advice)
-            ticket = self._step(stand_in_front)
-        except FlowControlTimeout as error:
-            self._kick()
-            raise error_type(error.holds, 0.0, payload, advice) from None
-        finally:
-            self._arm_timer()
-        receipt = self._admitted(ticket)
-        if self._storage is not None:
-            self._storage.wait_durable(receipt)
-        return receipt
-
-    @staticmethod
-    def _admitted(ticket: SendTicket) -> AsyncReceipt:
-        if ticket.error is not None:
-            raise ticket.error
-        assert isinstance(ticket.receipt, AsyncReceipt)
-        return ticket.receipt
-
     @staticmethod
     def _not_connected(payload: bytes | Message | None = None) -> ProducerClosed:
         return ProducerClosed("it is not connected yet; use async with, or await connect() first", payload)
 
+    # Steps.
+
+    @property
+    def _is_in_callback(self) -> bool:
+        return self._deliveries is not None and self._dispatcher is not None and self._dispatcher.is_running
+
     def _step(self, step: Callable[[ProducerProtocol], _T]) -> _T:
-        """Take a step of the protocol that may let somebody go on, and do what follows from it."""
         result = LOOPS.take(lambda: step(self._protocol))
         self._kick()
         return result
 
     def _ask(self, step: Callable[[ProducerProtocol], object]) -> None:
-        """Take a step without waiting for its result; inside another step or on another thread, it is taken later."""
         if self._loop is None or (self._thread in (None, threading.get_ident()) and not is_inside()):
             self._step(step)
             return
@@ -602,7 +521,7 @@ class AsyncProducer:
             self._loop.call_soon_threadsafe(self._step, step)
 
     def _kick(self) -> None:
-        """Have what there is written, and tell whom there is to tell."""
+        """Have the present output written, and pass on what the protocol reports."""
         if self._link is not None and self._protocol.unwritten > 0:
             tapped = self._link.tapped
             if tapped is not None and not tapped.awake:
@@ -610,9 +529,18 @@ class AsyncProducer:
         self._after()
 
     def _arm_timer(self) -> None:
-        """Have the protocol told when its time comes, if that can let anybody go on."""
+        """Have the protocol called when its time comes, if time alone can lift a hold."""
         if self.settings.rate is not None and self._link is not None:
             self._link.arm_timer()
+
+    async def _drive(self, call: Steps[_T], waiter: Waiter) -> _T:
+        """Run a call that waits, also before it is connected."""
+        turns = self._turns
+        if turns is None:
+            turns = Turns(asyncio.get_running_loop(), lambda: self._protocol, self._kick, self._arm_timer)
+        return await turns.drive(call, waiter)
+
+    # Waiting.
 
     async def flush(self, timeout: float | None = DEFAULT) -> None:
         """Wait until all that was admitted before is settled.
@@ -629,66 +557,12 @@ class AsyncProducer:
             raise ProducerClosed(str(self._protocol.closed))
         timeout = limit_of(timeout, self.settings)
         check_timeout(timeout)
-        if not await self._wait(self._protocol.when_flushed, timeout):
+        waiter = Waiter()
+        if not await self._drive(steps.flush(self._protocol, waiter, _deadline(timeout)), waiter):
             raise unflushed(self._protocol, self._storage, timeout)
         failures = LOOPS.take(self._protocol.reports.take_failures)
         if failures:
             raise UndeliveredMessages(failures)
-
-    async def _wait(self, enroll: Callable[[asyncio.Future[None]], bool], timeout: float | None) -> bool:
-        """Wait for something of the protocol's, at most so many seconds; whether it came."""
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # Whoever asks whether the window is full raises its hold, or lifts it.
-        waits = self._step(lambda _protocol: enroll(waiter))
-        if not waits:
-            return True
-        try:
-            await asyncio.wait((waiter,), timeout=timeout)
-            return waiter.done()
-        finally:
-            LOOPS.take(lambda: self._protocol.forget_waiter(waiter))
-
-    # The window.
-
-    @property
-    def capacity(self) -> int:
-        """The most unsettled messages there may be. A lower one cancels nothing (C6)."""
-        return self._protocol.window.capacity
-
-    @capacity.setter
-    def capacity(self, capacity: int) -> None:
-        # Checked now: the caller would not see an error that the loop raises later.
-        check_capacity(capacity)
-        self._ask(lambda protocol: protocol.set_capacity(capacity, _monotonic()))
-
-    @property
-    def available(self) -> int:
-        """How many messages could be admitted before the window is full; never below 0."""
-        return max(0, self._protocol.window.capacity - self._protocol.window.used)
-
-    @property
-    def unsettled(self) -> int:
-        """Messages that are admitted and not settled."""
-        return self._protocol.unsettled
-
-    @property
-    def stored(self) -> int:
-        """Messages in the outbox: those that are unsettled, and those that wait on disk; 0 without one."""
-        return 0 if self._storage is None else len(self._storage)
-
-    @property
-    def in_flight(self) -> int:
-        """The part of the unsettled messages that has begun to be written."""
-        return self._protocol.in_flight
-
-    # Flow.
-
-    @property
-    def flow_state(self) -> FlowState:
-        """Whether the producer is flowed, by what, since when and how often."""
-        if is_inside():
-            return self._protocol.flow_seen(_monotonic())
-        return self._step(lambda protocol: protocol.flow_state(_monotonic()))
 
     async def wait_unflowed(self, timeout: float | None = None) -> bool:
         """Wait until no hold is left.
@@ -702,52 +576,17 @@ class AsyncProducer:
         Raises:
             ProducerClosed: it is closed, so it never will be.
         """
-
-        def enroll(waiter: asyncio.Future[None]) -> bool:
-            waits = self._protocol.when_unflowed(waiter, _monotonic())
-            if waits and self._loop is not None:
-                # Which takes a step of its own.
-                self._loop.call_soon(self._arm_timer)
-            return waits
-
         check_timeout(timeout)
         if self._loop is None and not self._ended:
             raise self._not_connected()
-        if self._protocol.closed is None and not await self._wait(enroll, timeout):
-            return False
-        if self._protocol.closed is not None:
-            raise ProducerClosed(self._protocol.closed)
-        return True
+        waiter = Waiter()
+        return await self._drive(steps.wait_unflowed(self._protocol, waiter, _deadline(timeout), _monotonic()), waiter)
 
     def on_flow(
         self, callback: Callable[[FlowEvent], object], *, kinds: Iterable[str] | None = None
     ) -> Callable[[], None]:
-        """Have a callback called with every flow event, in order, as a call scheduled on the loop.
-
-        Args:
-            callback: may call any method of the producer. If it raises, that is logged.
-            kinds: the hold kinds to hear of, such as ``("connection_blocked",)``; ``None`` for all. A fast producer is
-                held by ``capacity`` with every burst.
-
-        Returns:
-            What to call to have it called no more.
-
-        Raises:
-            TypeError: `callback` cannot be called, or is a coroutine function, whose result would not be awaited; or
-                `kinds` are not words.
-            ValueError: one of `kinds` is not a hold kind.
-        """
-        check_argument("callback", callback, callable(callback), "callable")
         refuse_coroutine_function("on_flow", callback)
-        wanted = kinds_of(kinds)
-
-        def unsubscribe() -> None:
-            self._listeners.remove(unsubscribe)
-
-        if not self._ended:
-            self._listeners.add(self._protocol, unsubscribe, callback, wanted)
-
-        return unsubscribe
+        return super().on_flow(callback, kinds=kinds)
 
     def flow_events(self, *, kinds: Iterable[str] | None = None) -> AsyncIterator[FlowEvent]:
         """The flow events from now on; waits for the next one, and ends when the producer is closed.
@@ -763,33 +602,7 @@ class AsyncProducer:
             self._listeners.iterate(self._protocol, events, wanted)
         return events
 
-    def pause(self, reason: str = "") -> None:
-        """Hold the producer until `resume`. What is admitted already still leaves (D5)."""
-        self.hold(HoldKind.PAUSED, source="", detail=reason)
-
-    def resume(self) -> None:
-        """Lift the hold of `pause`. One that the manager raised stays."""
-        self.lift(HoldKind.PAUSED, source="")
-
-    def hold(self, kind: str, *, source: str, detail: str) -> None:
-        """Raise a hold; for managers. Applications use `pause`. From another thread, in the loop's next turn."""
-        self._ask(lambda protocol: protocol.hold(kind, _monotonic(), source=source, detail=detail))
-
-    def lift(self, kind: str, *, source: str) -> None:
-        """Lift a hold; for managers. Applications use `resume`. From another thread, in the loop's next turn."""
-        self._ask(lambda protocol: protocol.lift(kind, _monotonic(), source=source))
-
     # The end.
-
-    @property
-    def name(self) -> str:
-        """The setting."""
-        return self.settings.name
-
-    @property
-    def closed(self) -> bool:
-        """Whether it takes no more messages."""
-        return self._protocol.closed is not None
 
     async def close(self, timeout: float | None = DEFAULT) -> None:
         """Flush, and end the channel, and the connection if it is the producer's own.
@@ -816,23 +629,21 @@ class AsyncProducer:
 
     async def _close(self, timeout: float | None, *, waits_for_holds: bool = True) -> UndeliveredMessages | None:
         """Close it, and return what was not delivered and nobody has been told of."""
-        deadline = math.inf if timeout is None else _monotonic() + timeout
+        deadline = _deadline(timeout)
         again = self._ended
         self._ended = True
-        LOOPS.take(lambda: self._protocol.close(CLOSED, _monotonic()))
         if again:
+            LOOPS.take(lambda: self._protocol.close(CLOSED, _monotonic()))
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout):
                     await self._all_ended.wait()
             return None
         error: BaseException | None = None
+        waiter = Waiter()
+        call = steps.close(self._protocol, waiter, deadline, _monotonic(), CLOSED, waits_for_holds=waits_for_holds)
         try:
-            self._kick()
             self._manager.unregister(self)
-            if waits_for_holds:
-                await self._wait(self._protocol.when_flushed, timeout)
-            else:
-                await self._flush_unheld(deadline)
+            await self._drive(call, waiter)
             patience = good_bye_until(deadline)
         except BaseException as caught:
             error, patience = caught, BRIEF
@@ -844,21 +655,13 @@ class AsyncProducer:
         ending = asyncio.create_task(self._end(patience, disk_patience=None if error is None else _DISK_PATIENCE))
         cancelled = await _wait_to_the_end(ending)
         error = error or cancelled
-        undelivered = self._undelivered(left)
+        undelivered = self._undelivered(LOOPS.take(self._protocol.reports.take_failures), left)
         if error is None and not ending.cancelled():
             error = ending.exception()
         if error is not None:
             leave_word(self.settings.name, error, undelivered)
             raise error
         return undelivered
-
-    async def _flush_unheld(self, deadline: float) -> None:
-        """Wait until all is settled, but for no hold."""
-        before = -1
-        while (now := _monotonic()) < deadline and not LOOPS.take(partial(gives_up, self._protocol, before, now)):
-            before = self._protocol.unsettled
-            if await self._wait(self._protocol.when_settled, min(deadline - now, LULL)):
-                return
 
     async def _end(self, patience: float, *, disk_patience: float | None = None) -> None:
         """End the channel and all that belongs to the producer; also if it is cancelled, only sooner.
@@ -908,17 +711,6 @@ class AsyncProducer:
                 self._commits.end()
             self._all_ended.set()
 
-    def _undelivered(self, left: Sequence[Receipt]) -> UndeliveredMessages | None:
-        """What was not delivered and the application has not been told of.
-
-        Args:
-            left: what was unsettled before the channel was ended.
-        """
-        failures = LOOPS.take(self._protocol.reports.take_failures)
-        if self._deliveries is not None:
-            failures += self._deliveries.undelivered(left)
-        return undelivered_of(failures, self._storage)
-
     async def __aenter__(self) -> Self:
         if self._loop is None:
             await self.connect()
@@ -936,11 +728,7 @@ class AsyncProducer:
             timeout = self.settings.max_producer_flow_control_wait
             leave_word(self.settings.name, exc, await self._close(timeout, waits_for_holds=False))
 
-    def __repr__(self) -> str:
-        state = "closed" if self.closed else "flowed" if not self._protocol.gate.is_open else "open"
-        return f"<AsyncProducer {self.settings.name!r} {state} unsettled={self.unsettled}>"
-
-    # Whatever changed the protocol calls this afterwards. Nothing of the application's runs in it.
+    # After a step. Nothing of the application runs in it.
 
     def _after(self) -> None:
         protocol = self._protocol
@@ -954,7 +742,7 @@ class AsyncProducer:
                 waiter.set_result(None)
         write_log(logs)
         if self._loop is None or self._dispatcher is None or self._loop.is_closed():
-            # There are no turns of a loop. Events wait for the first.
+            # Events wait until a loop runs.
             return
         if protocol.reports.events:
             self._listeners.tell(protocol, self._dispatcher.call)
@@ -963,13 +751,6 @@ class AsyncProducer:
             self._deliveries.hand(settled)
             self._dispatcher.call(self._deliver, settled)
 
-    def _take_news(self) -> tuple[list[Receipt], list[Any], list[LogEntry]]:
-        protocol = self._protocol
-        settled = protocol.take_settled(_monotonic()) if protocol.reports.settled else []
-        wake, protocol.reports.wake = protocol.reports.wake, []
-        logs, protocol.reports.logs = protocol.reports.logs, []
-        return settled, wake, logs
-
     def _deliver(self, receipts: list[Receipt]) -> None:
         assert self._deliveries is not None
         error = self._deliveries.tell(receipts)
@@ -977,26 +758,19 @@ class AsyncProducer:
             # A sys.exit in a callback ends the loop.
             raise error
 
-    def _told(self, count: int) -> None:
-        self._step(lambda protocol: protocol.told(count, _monotonic()))
-
     # Forks and the end of the process.
 
     def _forked(self) -> None:
-        """In a child process: everything of this producer is the parent's."""
-        # What has the sockets lets go of them.
-        self._is_copy = self._ended = True
-        self._manager.forked()
         # The loop does not run here, and wakes the parent's.
         self._thread = None
         self._all_ended = asyncio.Event()
         self._all_ended.set()
-        self._protocol, self._storage = disown(self._protocol, self._storage, self._pid), None
+        self._disown()
         for events in tuple(self._listeners.iterators):
             events.forget()
 
     def _forgotten(self) -> None:
-        """At the end of the process: say what is lost if it was not closed. No loop runs any more that could wait."""
+        """At the end of the process: log what is lost if it was not closed. No loop runs that could wait."""
         if not self._ended:
             if self._storage is not None:
                 self._storage.close(BRIEF)

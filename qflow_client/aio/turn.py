@@ -1,23 +1,28 @@
-"""Places in line, as something that tasks can wait for."""
+"""Calls of tasks that wait: their waiters, and what drives them, see `core.steps`."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from time import monotonic as _monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 from qflow_client.core.admission import SendTicket
 from qflow_client.core.protocol import ProducerProtocol
-from qflow_client.errors import FlowControlTimeout
+from qflow_client.core.steps import Steps, resume
+from qflow_client.core.steps import send as send_steps
 from qflow_client.guard import LOOPS, is_inside
 from qflow_client.message import Message
+from qflow_client.receipt import Receipt
 
-__all__ = ["Turns", "wake_at"]
+__all__ = ["Turns", "Waiter", "wake_at"]
+
+_T = TypeVar("_T")
 
 
 def wake_at(loop: asyncio.AbstractEventLoop, deadline: float, waiter: asyncio.Future[None]) -> asyncio.TimerHandle:
-    """Wake who waits, never before a time of our clock; the loop's own may be coarser.
+    """Set a future, never before a time of our clock; the loop's own may be coarser.
 
     Args:
         loop: the loop.
@@ -27,10 +32,10 @@ def wake_at(loop: asyncio.AbstractEventLoop, deadline: float, waiter: asyncio.Fu
     Returns:
         The timer; it does nothing once `waiter` is done, whether it is cancelled or not.
     """
-    return loop.call_later(deadline - _monotonic(), _time_is_up, loop, deadline, waiter)
+    return loop.call_later(deadline - _monotonic(), _set_at, loop, deadline, waiter)
 
 
-def _time_is_up(loop: asyncio.AbstractEventLoop, deadline: float, waiter: asyncio.Future[None]) -> None:
+def _set_at(loop: asyncio.AbstractEventLoop, deadline: float, waiter: asyncio.Future[None]) -> None:
     if waiter.done():
         return
     if _monotonic() < deadline:
@@ -39,13 +44,22 @@ def _time_is_up(loop: asyncio.AbstractEventLoop, deadline: float, waiter: asynci
         waiter.set_result(None)
 
 
-class _Turn(asyncio.Future[None]):
-    """A send's place in line: done once that is decided, or its time is up.
+class Waiter(asyncio.Future[None]):
+    """Wakes one task."""
 
-    Whoever cancels the send gives up its place in the same instant: it is admitted before, or never.
+    async def wait_until(self, deadline: float) -> None:
+        """Wait until it is set, or until a time."""
+        timeout = None if deadline == math.inf else max(0.0, deadline - _monotonic())
+        await asyncio.wait((self,), timeout=timeout)
+
+
+class _Turn(asyncio.Future[None]):
+    """The waiter of a send: done once its ticket is decided, or its time is up.
+
+    A cancel gives up the ticket in the same instant: the message is admitted before, or never.
 
     Args:
-        turns: gives up the place. Not its method: that is 80 bytes for each that waits.
+        turns: gives up the ticket. Not a bound method, which is 80 bytes for each send that waits.
         loop: the loop.
     """
 
@@ -54,8 +68,19 @@ class _Turn(asyncio.Future[None]):
     def __init__(self, turns: Turns, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop=loop)
         self._turns = turns
-        #: The place; ``None`` until it is taken.
+        #: The ticket; ``None`` until it is made.
         self.ticket: SendTicket | None = None
+
+    async def wait_until(self, deadline: float) -> None:
+        """Wait until it is set, or until a time."""
+        if self.done():
+            return
+        timer = None if deadline == math.inf else wake_at(self.get_loop(), deadline, self)
+        try:
+            await self
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     def cancel(self, msg: Any | None = None) -> bool:
         cancelled = super().cancel(msg)
@@ -65,13 +90,13 @@ class _Turn(asyncio.Future[None]):
 
 
 class Turns:
-    """Has the sends of a producer, or a channel, wait for their turns, and has it said that they do.
+    """Drives the calls of a producer, or of a channel, that wait, and has notices logged while sends do.
 
     Args:
         loop: the loop.
-        protocol: gives the state in which they stand in line.
-        kick: has written what there is to write, and tells whom there is to tell.
-        arm_timer: has the protocol told when its time comes.
+        protocol: returns the state.
+        kick: has the present output written, and passes on what the protocol reports.
+        arm_timer: has the protocol called when its time comes.
     """
 
     def __init__(
@@ -85,13 +110,13 @@ class Turns:
         self._protocol = protocol
         self._kick = kick
         self._arm_timer = arm_timer
-        # One for all, or a thousand of them would keep the loop busy; None while none is to come.
+        # One for all sends, because one for each of a thousand would keep the loop busy; None if none is due.
         self._notice: asyncio.TimerHandle | None = None
 
-    async def wait(
+    async def send(
         self, payload: bytes | Message, exchange: str, routing_key: str, timeout: float | None, source: str = ""
-    ) -> SendTicket:
-        """Stand in line until it is decided what becomes of a message. Who is cancelled meanwhile does not send it.
+    ) -> Receipt:
+        """Wait in line until a message is admitted. If the caller is cancelled, the message is not sent.
 
         Args:
             payload: the message.
@@ -100,51 +125,53 @@ class Turns:
             timeout: seconds; ``None`` for ever.
             source: whose message it is, for a `WeightedLine`.
 
-        Returns:
-            The place; without a receipt, the message was not sent.
-
         Raises:
             FlowControlTimeout: the time is up.
+            ProducerClosed: it was closed meanwhile.
         """
         protocol = self._protocol()
         turn = _Turn(self, self._loop)
-        ticket = LOOPS.take(
-            lambda: protocol.admission.stand_in_line(
-                payload, exchange, routing_key, _monotonic(), timeout=timeout, waiter=turn, source=source
-            )
+        now = _monotonic()
+        turn.ticket = ticket = protocol.admission.make_ticket(
+            payload, exchange, routing_key, now, timeout=timeout, waiter=turn, source=source
         )
-        turn.ticket = ticket
-        self._kick()
-        self._arm_timer()
-        if not turn.done():
-            timer = None if timeout is None else wake_at(self._loop, ticket.deadline, turn)
-            if self._notice is None:
-                period = protocol.settings.flow_control_wait_notify_period
-                self._notice = self._loop.call_later(period, self._on_notice)
-            try:
-                await turn
-            except BaseException:
-                self.give_up(ticket)
-                raise
-            finally:
-                if timer is not None:
-                    timer.cancel()
+        if self._notice is None:
+            self._notice = self._loop.call_later(protocol.settings.flow_control_wait_notify_period, self._on_notice)
+        return await self.drive(
+            send_steps(protocol.admission, ticket, now, notices=False), turn, lambda: self.give_up(ticket)
+        )
+
+    async def drive(self, call: Steps[_T], waiter: Waiter | _Turn, undo: Callable[[], object] | None = None) -> _T:
+        """Run a call that waits.
+
+        Args:
+            call: the call.
+            waiter: its waiter.
+            undo: takes it back if something is raised; by default, `waiter` is forgotten.
+        """
         try:
-            # Raises if nothing but its time has come. Another may have taken the protocol's place.
-            LOOPS.take(lambda: self._protocol().admission.look_at(ticket, _monotonic()))
-        except FlowControlTimeout:
-            # It may have stood before one that goes now.
+            until, result = LOOPS.take(lambda: resume(call, None))
             self._kick()
+            self._arm_timer()
+            while until is not None:
+                await waiter.wait_until(until)
+                until, result = LOOPS.take(lambda: resume(call, _monotonic()))
+        except BaseException:
+            if undo is None:
+                LOOPS.take(lambda: self._protocol().forget_waiter(waiter))
+            else:
+                undo()
             raise
-        return ticket
+        return result  # type: ignore[return-value]  # the call has ended
 
     def give_up(self, ticket: SendTicket) -> None:
-        """What was not admitted is not sent."""
+        """Give up a ticket. If its message was not admitted, it never will be."""
         if is_inside():
-            # A finalizer cancels a task, say.
+            # A finalizer cancels a task, for example.
             self._loop.call_soon(self.give_up, ticket)
             return
         LOOPS.take(lambda: self._protocol().admission.give_up(ticket, _monotonic()))
+        # It may have stood before a ticket that can be admitted now.
         self._kick()
 
     def _on_notice(self) -> None:
@@ -156,7 +183,7 @@ class Turns:
             self._notice = self._loop.call_later(at - now, self._on_notice)
 
     def end(self) -> None:
-        """Say no more that sends wait."""
+        """Log no more notices."""
         if self._notice is not None:
             self._notice.cancel()
             self._notice = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -29,11 +30,12 @@ from pamqp.header import ContentHeader
 
 from qflow_client.aio.aiormq_io import TapTransport
 from qflow_client.aio.dispatcher import Dispatcher, refuse_coroutine_function
-from qflow_client.aio.turn import Turns, wake_at
+from qflow_client.aio.turn import Turns, Waiter, wake_at
 from qflow_client.amqp.frames import HEADER_FRAME, PublishEncoder, frame
+from qflow_client.core import steps
 from qflow_client.core.step import step
 from qflow_client.dropin import ADDRESSING, RECONNECTING, RETRYING, DropIn, DropInFlow, EncodedMessage, EncodedProtocol
-from qflow_client.errors import ConfirmTimeout, FlowControlTimeout
+from qflow_client.errors import ConfirmTimeout, FlowControlTimeout, ProducerClosed
 from qflow_client.events import FlowEvent, FlowState, HoldKind
 from qflow_client.flow import Hold
 from qflow_client.logs import log
@@ -126,9 +128,8 @@ class ChannelFlow(DropInFlow):
         self._methods: dict[tuple[str, str, bool, bool], bytes] = {}
         # By message id, what waits for a mandatory message's fate.
         self._mandatory: dict[str, asyncio.Future[Any]] = {}
-        # What ended the last channel, which whoever published on it gets; and who waits for an open gate.
+        # What ended the last channel: the error for messages that were published on it.
         self._reason: BaseException | None = None
-        self._unflow_waiters: set[asyncio.Future[None]] = set()
         # What calls the protocol when its time comes.
         self._timer: asyncio.TimerHandle | None = None
         self._turns = Turns(self._loop, lambda: self.protocol, self._kick, self._arm)
@@ -214,9 +215,8 @@ class ChannelFlow(DropInFlow):
     def ended(self) -> None:
         """There will be no other channel, unless the program opens it again: nobody waits for one."""
         flow_manager.unregister(self)
-        self.protocol.admission.give_up_all(_monotonic())
-        for waiter in tuple(self._unflow_waiters):
-            _wake(waiter)
+        self.protocol.admission.give_up_all("the channel is closed", _monotonic())
+        self.protocol.waiters.end_unflowed()
         self.after()
         if self._timer is not None:
             self._timer.cancel()
@@ -362,20 +362,19 @@ class ChannelFlow(DropInFlow):
         if self.settings.when_flowed is WhenFlowed.RAISE:
             raise self.flowed(message)
         try:
-            ticket = await self._turns.wait(message, exchange, routing_key, timeout)
+            return await self._turns.send(message, exchange, routing_key, timeout)
         except FlowControlTimeout as error:
             raise FlowControlTimeout(
                 error.holds, error.waited, message.body, "a longer timeout, or max_producer_flow_control_wait, waits"
             ) from None
-        if ticket.receipt is None:
-            if ticket.error is None and self.left:
-                raise ChannelInvalidStateError(f"{self._channel!r} closed")
-            raise self._ended_by(ticket.error)
-        return ticket.receipt
+        except ProducerClosed:
+            if self.left:
+                raise ChannelInvalidStateError(f"{self._channel!r} closed") from None
+            raise self._ended_by() from None
 
-    def _ended_by(self, error: BaseException | None = None) -> BaseException:
-        """What whoever published on the last channel gets."""
-        return error or self._reason or ChannelInvalidStateError(f"{self._channel!r} closed")
+    def _ended_by(self) -> BaseException:
+        """Return the error for what was published on the last channel."""
+        return self._reason or ChannelInvalidStateError(f"{self._channel!r} closed")
 
     def _withdraw(self, receipt: Receipt) -> bool:
         withdrawn = self.protocol.withdraw(receipt, _monotonic())
@@ -510,22 +509,13 @@ class ChannelFlow(DropInFlow):
         check_timeout(timeout)
         if self._number is None and not self._comes_back:
             raise ChannelInvalidStateError(f"{self._channel!r} closed")
-        waiter: asyncio.Future[None] = self._loop.create_future()
-        if not self.protocol.when_unflowed(waiter, _monotonic()):
-            return True
-        self._arm()
-        self._unflow_waiters.add(waiter)
-        try:
-            async with asyncio.timeout(timeout):
-                await waiter
-        except TimeoutError:
-            return not self.look().flowed
-        finally:
-            self._unflow_waiters.discard(waiter)
-            self.protocol.forget_waiter(waiter)
+        waiter = Waiter()
+        now = _monotonic()
+        deadline = math.inf if timeout is None else now + timeout
+        unflowed = await self._turns.drive(steps.wait_unflowed(self.protocol, waiter, deadline, now), waiter)
         if self._number is None and not self._comes_back:
             raise self._ended_by()
-        return True
+        return unflowed
 
 
 def _wake(future: asyncio.Future[None]) -> None:

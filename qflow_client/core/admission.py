@@ -72,6 +72,7 @@ class SendTicket(Ticket):
         "deadline",
         "error",
         "exchange",
+        "first",
         "notice_at",
         "payload",
         "receipt",
@@ -89,6 +90,8 @@ class SendTicket(Ticket):
         self.routing_key = routing_key
         #: When it began to wait.
         self.since = since
+        #: Whether it stands in front of the line, because a callback sends it.
+        self.first = False
         #: When it stops waiting.
         self.deadline = math.inf
         #: When a notice that it waits is due.
@@ -341,7 +344,7 @@ class Admission:
         self.admit(receipt, cost, now)
         return True
 
-    def stand_in_line(
+    def make_ticket(
         self,
         payload: bytes | Message,
         exchange: str,
@@ -353,10 +356,10 @@ class Admission:
         source: str = "",
         first: bool = False,
     ) -> SendTicket:
-        """Have a message wait for its admission.
+        """Make the ticket of a message that `send` did not admit. It is not in line yet.
 
         Args:
-            payload: what `send` did not admit.
+            payload: the message.
             exchange: where to publish.
             routing_key: with which key.
             now: seconds.
@@ -379,23 +382,22 @@ class Admission:
         else:
             size = len(payload)
         ticket = SendTicket(payload, exchange, routing_key, size, now, source)
+        ticket.first = first
         ticket.waiter = waiter
         ticket.notice_at = now + self._notice_period
         if timeout is not None:
             ticket.deadline = now + timeout
-        try:
-            self._stand_in_line(ticket, first, now)
-        except BaseException:
-            # The caller does not get the ticket, so nobody could give it up.
-            if not ticket.decided:
-                ticket.cancelled = True
-            raise
         return ticket
 
     @step
-    def _stand_in_line(self, ticket: SendTicket, first: bool, now: float) -> None:
+    def stand_in_line(self, ticket: SendTicket, now: float) -> None:
+        """Have a message wait for its admission, until its ticket is decided or given up."""
+        if self.closed is not None:
+            # Closed since the ticket was made.
+            ticket.error = ProducerClosed(self.closed, ticket.payload)
+            return
         self.waiting[ticket] = None
-        if first:
+        if ticket.first:
             self.controller.stand_in_front(ticket, now, ignoring=ON_DELIVERY)
         else:
             self.controller.stand_in_line(ticket, now)
@@ -472,21 +474,11 @@ class Admission:
         """
         return self._withdraw(ticket, now)
 
-    @step
-    def give_up_of(self, waiter: Any, tickets: Sequence[SendTicket], now: float) -> None:
-        """Stop waiting with the tickets of a waiter.
-
-        Args:
-            waiter: the waiter.
-            tickets: its tickets, if the caller has got them; empty after an interrupt that came before.
-            now: seconds.
-        """
-        for ticket in tickets or [each for each in self.waiting if each.waiter is waiter]:
-            self._withdraw(ticket, now)
-
     def _withdraw(self, ticket: SendTicket, now: float) -> bool:
         if ticket.decided:
             return False
+        # Also if it was interrupted before it stood in line.
+        ticket.cancelled = True
         self.controller.leave_line(ticket)
         self.waiting.pop(ticket, None)
         # The message may have stood before a smaller one.
@@ -494,14 +486,15 @@ class Admission:
         return True
 
     @step
-    def give_up_all(self, now: float) -> None:
-        """Have all stop waiting at once, so that none is admitted because another leaves. Their waiters are woken.
+    def give_up_all(self, reason: str, now: float) -> None:
+        """Have all senders stop waiting at once, so that none is admitted because another leaves.
 
         Args:
+            reason: for their error, a `ProducerClosed`.
             now: seconds.
         """
         for ticket in self.waiting:
-            ticket.cancelled = True
+            ticket.error = ProducerClosed(reason, ticket.payload)
         self._leave()
         # The limiter's hold stays only while somebody waits.
         self.grant(now)

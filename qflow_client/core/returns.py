@@ -49,8 +49,6 @@ class Returns:
 
     def forget(self, receipts: Iterable[Receipt]) -> None:
         """Take note of messages that are settled."""
-        if not self.by_id:
-            return
         for receipt in receipts:
             payload = receipt._payload
             if isinstance(payload, Message) and payload.message_id in self.by_id:

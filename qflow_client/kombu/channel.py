@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, NoReturn
 
 from amqp import spec
@@ -15,8 +16,9 @@ from kombu.exceptions import OperationalError
 from kombu.transport import pyamqp
 from vine import promise
 
-from qflow_client.dropin import EncodedMessage
-from qflow_client.errors import ConfirmTimeout, FlowControlTimeout
+from qflow_client.core import steps
+from qflow_client.dropin import EncodedMessage, Flag
+from qflow_client.errors import ConfirmTimeout, FlowControlTimeout, ProducerClosed
 from qflow_client.events import FlowEvent, FlowState, HoldKind
 from qflow_client.kombu.flow import ChannelFlow
 from qflow_client.kombu.wire import Unanswered
@@ -319,23 +321,23 @@ class Channel(pyamqp.Channel):
         if timeout is None:
             timeout = settings.max_producer_flow_control_wait
         flow.has_given_up = True
-        ticket = protocol.admission.stand_in_line(encoded, exchange, routing_key, _monotonic(), timeout=timeout)
+        admission, now, flag = protocol.admission, _monotonic(), Flag()
+        ticket = admission.make_ticket(encoded, exchange, routing_key, now, timeout=timeout, waiter=flag)
         try:
-            while (look_at := protocol.admission.look_at(ticket, _monotonic())) is not None:
-                self._turn(flow, look_at)
+            receipt = flow.drive(steps.send(admission, ticket, now), flag, partial(self._turn, flow))
         except FlowControlTimeout as error:
             refuse(
                 FlowControlTimeout(
                     error.holds, error.waited, encoded.body, "a longer max_producer_flow_control_wait waits"
                 )
             )
-        finally:
-            protocol.admission.give_up(ticket, _monotonic())
-            flow.after()
-        if ticket.receipt is None:
+        except ProducerClosed:
             self._raise_closed()
+        finally:
+            admission.give_up(ticket, _monotonic())
+            flow.after()
         flow.has_given_up = False
-        return ticket.receipt
+        return receipt
 
     def _turn(self, flow: ChannelFlow, deadline: float) -> None:
         """Let I/O go on, until something happens or a time comes."""
@@ -430,15 +432,13 @@ class Channel(pyamqp.Channel):
         check_timeout(timeout)
         flow = self._open_flow()
         deadline = self._deadline(timeout)
-        while unsettled := flow.protocol.unsettled:
-            if _monotonic() >= deadline:
-                flow.after()
-                refuse(
-                    ConfirmTimeout(
-                        f"{unsettled} messages are not confirmed after {timeout:.3g} s{flow.held}", unsettled
-                    )
-                )
-            self._turn(flow, deadline)
+        flag = Flag()
+        if not flow.drive(steps.flush(flow.protocol, flag, deadline), flag, partial(self._turn, flow)):
+            unsettled = flow.protocol.unsettled
+            flow.after()
+            refuse(
+                ConfirmTimeout(f"{unsettled} messages are not confirmed after {timeout:.3g} s{flow.held}", unsettled)
+            )
         flow.after()
         if self.connection.transport.has_news:
             self.connection.hear()
@@ -491,11 +491,11 @@ class Channel(pyamqp.Channel):
         """
         check_timeout(timeout)
         deadline = self._deadline(timeout)
-        while self.flow_state.flowed:
-            if _monotonic() >= deadline:
-                return False
-            self._turn(self._open_flow(), deadline)
-        return True
+        if not self.flow_state.flowed:
+            return True
+        flow, flag = self._open_flow(), Flag()
+        call = steps.wait_unflowed(flow.protocol, flag, deadline, _monotonic())
+        return flow.drive(call, flag, partial(self._turn, flow))
 
 
 def _kept() -> promise:

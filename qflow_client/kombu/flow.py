@@ -191,12 +191,6 @@ class ChannelFlow(DropInFlow):
         if not protocol.reports.is_empty:
             self.after()
 
-    def after(self) -> None:
-        """Log what there is to log, and tell whom there is to tell."""
-        # Whoever waits looks by itself.
-        self.protocol.reports.wake.clear()
-        super().after()
-
     # Publishing.
 
     def encode(

@@ -201,12 +201,6 @@ class ChannelFlow(DropInFlow):
         if not protocol.reports.is_empty:
             self.after()
 
-    def after(self) -> None:
-        """Log what there is to log, and tell whom there is to tell."""
-        # Whoever waits looks by itself.
-        self.protocol.reports.wake.clear()
-        super().after()
-
     # Who cannot wait.
 
     def send_nowait(self, publish: Publish) -> Receipt:

@@ -17,7 +17,9 @@ from pika.adapters.blocking_connection import ReturnedMessage
 from pika.adapters.select_connection import IOLoop
 from pika.adapters.utils.selector_ioloop_adapter import SelectorIOServicesAdapter
 
-from qflow_client.errors import ConfirmTimeout, FlowControlTimeout
+from qflow_client.core import steps
+from qflow_client.dropin import Flag
+from qflow_client.errors import ConfirmTimeout, FlowControlTimeout, ProducerClosed
 from qflow_client.events import FlowEvent, FlowState, HoldKind
 from qflow_client.logs import log
 from qflow_client.pika.adapters.select_connection import SelectConnection
@@ -449,26 +451,22 @@ class BlockingChannel(_pika.BlockingChannel):
         if settings.when_flowed is WhenFlowed.RAISE:
             raise self._flow.flowed(publish)
         exchange, routing_key, _ = publish.arguments
-        now = _monotonic()
-        ticket = protocol.admission.stand_in_line(
-            publish, exchange, routing_key, now, timeout=settings.max_producer_flow_control_wait
+        admission, now, flag = protocol.admission, _monotonic(), Flag()
+        ticket = admission.make_ticket(
+            publish, exchange, routing_key, now, timeout=settings.max_producer_flow_control_wait, waiter=flag
         )
         try:
-            while (look_at := protocol.admission.look_at(ticket, _monotonic())) is not None:
-                self._flow.after()
-                self._turn(look_at)
+            return self._flow.drive(steps.send(admission, ticket, now), flag, self._turn)
         except FlowControlTimeout as error:
             raise FlowControlTimeout(
                 error.holds, error.waited, publish.body, "a longer max_producer_flow_control_wait waits"
             ) from None
-        finally:
-            protocol.admission.give_up(ticket, _monotonic())
-            self._flow.write()
-        if ticket.receipt is None:
+        except ProducerClosed:
             self._check_open()
-            assert ticket.error is not None
-            raise ticket.error
-        return ticket.receipt
+            raise
+        finally:
+            admission.give_up(ticket, _monotonic())
+            self._flow.write()
 
     def _turn(self, deadline: float) -> None:
         """Let I/O go on, until something happens or a time comes."""
@@ -555,14 +553,13 @@ class BlockingChannel(_pika.BlockingChannel):
         protocol = self._flow.protocol
         if not self.is_open:
             self._check_open()
-        while protocol.unsettled:
-            if _monotonic() >= deadline:
-                assert wait is not None
-                raise ConfirmTimeout(
-                    f"{protocol.unsettled} messages are not confirmed after {wait:.3g} s{self._flow.held}",
-                    protocol.unsettled,
-                )
-            self._turn(deadline)
+        flag = Flag()
+        if not self._flow.drive(steps.flush(protocol, flag, deadline), flag, self._turn):
+            assert wait is not None
+            raise ConfirmTimeout(
+                f"{protocol.unsettled} messages are not confirmed after {wait:.3g} s{self._flow.held}",
+                protocol.unsettled,
+            )
         self._raise_failures("messages that were published before")
 
     @property
@@ -665,12 +662,12 @@ class BlockingChannel(_pika.BlockingChannel):
             TypeError, ValueError: `timeout` is no number.
         """
         _, deadline = self._deadline(timeout)
-        while self.flow_state.flowed:
-            self._check_open()
-            if _monotonic() >= deadline:
-                return False
-            self._turn(deadline)
-        return True
+        if not self.flow_state.flowed:
+            return True
+        self._check_open()
+        flag = Flag()
+        call = steps.wait_unflowed(self._flow.protocol, flag, deadline, _monotonic())
+        return self._flow.drive(call, flag, self._turn)
 
 
 def _published(receipt: Receipt) -> ReturnedMessage:

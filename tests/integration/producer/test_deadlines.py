@@ -280,10 +280,9 @@ def test_what_comes_at_the_very_deadline_has_come(
 ) -> None:
     def late(do: Callable[[], None], condition: Callable[[], object]) -> None:
         class Late(_Waiter):
-            def wait_until(self, deadline: float) -> bool:
+            def wait_until(self, deadline: float) -> None:
                 do()
                 eventually(condition)
-                return False
 
         monkeypatch.setattr("qflow_client.sync.producer._Waiter", Late)
 

@@ -52,7 +52,18 @@ def send(protocol: ProducerProtocol, payload: bytes | Message = b"x", now: float
 def wait(protocol: ProducerProtocol, payload: bytes | Message = b"x", now: float = 0.0, **more: Any) -> SendTicket:
     """Have a message wait that is not admitted at once."""
     assert protocol.admission.send(payload, "", "q", now) is None
-    return protocol.admission.stand_in_line(payload, "", "q", now, **more)
+    return place(protocol, payload, now, **more)
+
+
+def place(protocol: ProducerProtocol, payload: bytes | Message, now: float, **more: Any) -> SendTicket:
+    """Have a message stand in line, and give up if that is interrupted, as all drivers do."""
+    ticket = protocol.admission.make_ticket(payload, "", "q", now, **more)
+    try:
+        protocol.admission.stand_in_line(ticket, now)
+    except BaseException:
+        protocol.admission.give_up(ticket, now)
+        raise
+    return ticket
 
 
 def drain(protocol: ProducerProtocol, now: float = 0.0) -> bytes:

@@ -25,7 +25,7 @@ from qflow_client.amqp.tap import Tap
 from qflow_client.core.protocol import ProducerProtocol
 from tests.effort import rounds
 
-from .support import CHANNEL, check_order, drain, holds, logged, make, returned, send, write
+from .support import CHANNEL, check_order, drain, holds, logged, make, place, returned, send, write
 
 
 def ack(tag: int, bits: int = 0, channel: int = CHANNEL) -> bytes:
@@ -176,7 +176,7 @@ def busy(sizes: list[int], share: float, settings: dict[str, Any], *, wants_all:
         payload = Message(body, message_id=f"own {number % 2}") if size == 7 else body
         receipt = protocol.admission.send(payload, "", "q", 0.0)
         if receipt is None:
-            protocol.admission.stand_in_line(payload, "", "q", 0.0, waiter=f"ticket {number}")
+            place(protocol, payload, 0.0, waiter=f"ticket {number}")
         elif number % 2:
             receipt._waiter = f"receipt {number}"
         if number % 7 == 0:

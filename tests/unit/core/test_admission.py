@@ -14,7 +14,7 @@ from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.flow import WeightedLine
 from qflow_client.settings import ProducerSettings
 
-from .support import CHANNEL, FRAME_MAX, PREFIX, drain, holds, logged, make, send, wait, wire, write
+from .support import CHANNEL, FRAME_MAX, PREFIX, drain, holds, logged, make, place, send, wait, wire, write
 
 NO_KEY = "k" * 256
 
@@ -148,7 +148,7 @@ def test_lowering_the_capacity_cancels_nothing_and_admits_nothing_until_there_is
 def test_raising_the_capacity_admits_at_once_who_waits() -> None:
     protocol = make(capacity=1)
     send(protocol)
-    tickets = [wait(protocol), *(protocol.admission.stand_in_line(b"x", "", "q", 0.0) for _ in range(2))]
+    tickets = [wait(protocol), *(place(protocol, b"x", 0.0) for _ in range(2))]
     protocol.set_capacity(3, 1.0)
     assert [ticket.receipt is not None for ticket in tickets] == [True, True, False]
 
@@ -164,7 +164,7 @@ def test_a_capacity_that_the_setting_cannot_have_is_refused_and_changes_nothing(
 def test_f4_waiting_messages_are_admitted_first_come_first_served_and_nobody_passes_them() -> None:
     protocol = make(capacity=1)
     send(protocol, b"0")
-    tickets = [protocol.admission.stand_in_line(b"%d" % number, "", "q", 0.0, waiter=number) for number in (1, 2, 3)]
+    tickets = [place(protocol, b"%d" % number, 0.0, waiter=number) for number in (1, 2, 3)]
     written = drain(protocol)
     for tag in (1, 2, 3):
         protocol.on_ack(tag, False, 1.0)
@@ -181,7 +181,7 @@ def test_f4_another_line_serves_in_another_order() -> None:
     protocol.channel_opened(1, FRAME_MAX, 0.0)
     assert protocol.admission.send(b"0", "", "q", 0.0) is not None
     for number, source in enumerate(["", "", "", "heavy", "heavy", "heavy", "heavy"]):
-        protocol.admission.stand_in_line(b"x", "", "q", 0.0, waiter=(source, number), source=source)
+        place(protocol, b"x", 0.0, waiter=(source, number), source=source)
     for tag in range(1, 8):
         drain(protocol)
         protocol.on_ack(tag, False, 0.0)
@@ -190,7 +190,7 @@ def test_f4_another_line_serves_in_another_order() -> None:
 
 def test_a_message_that_stands_in_line_when_nothing_is_in_the_way_is_admitted_at_once() -> None:
     protocol = make()
-    ticket = protocol.admission.stand_in_line(b"x", "", "q", 0.0, waiter="me")
+    ticket = place(protocol, b"x", 0.0, waiter="me")
     assert ticket.receipt is not None
     assert protocol.reports.wake == ["me"]
     assert protocol.admission.look_at(ticket, 0.0) is None
@@ -289,7 +289,7 @@ def test_the_end_of_a_large_head_lets_in_the_small_ones_behind_it() -> None:
     protocol = make(capacity_bytes=100)
     send(protocol, b"a" * 90)
     head = wait(protocol, b"b" * 50)
-    small = [protocol.admission.stand_in_line(b"c" * 5, "", "q", 0.0, waiter=number) for number in range(2)]
+    small = [place(protocol, b"c" * 5, 0.0, waiter=number) for number in range(2)]
     assert [ticket.receipt for ticket in small] == [None, None], "no small one passes the head"
     assert protocol.admission.give_up(head, 1.0)
     assert all(ticket.receipt for ticket in small)
@@ -302,15 +302,17 @@ def test_all_give_up_at_once_and_none_is_let_in_because_another_leaves() -> None
     large = wait(protocol, b"b" * 50, waiter="large")
     small = wait(protocol, b"c" * 5, waiter="small")
     in_front = wait(protocol, b"d" * 50, waiter="in front", first=True)
-    protocol.admission.give_up_all(1.0)
+    protocol.admission.give_up_all("the channel is closed", 1.0)
     assert protocol.reports.wake == ["large", "small", "in front"]
     for ticket in (large, small, in_front):
-        assert (ticket.cancelled, ticket.receipt, ticket.error) == (True, None, None)
+        assert isinstance(ticket.error, ProducerClosed)
+        assert (str(ticket.error), ticket.error.message) == ("the channel is closed", ticket.payload)
+        assert ticket.receipt is None
         assert not protocol.admission.give_up(ticket, 2.0)
         assert protocol.admission.look_at(ticket, 2.0) is None
     assert protocol.controller.waiting == 0
     assert protocol.gate.is_open, "ten bytes of room are left"
-    protocol.admission.give_up_all(3.0)
+    protocol.admission.give_up_all("the channel is closed", 3.0)
     assert send(protocol, b"e" * 5).message.body == b"e" * 5
     assert protocol.unsettled == 2
 
@@ -457,7 +459,7 @@ def test_a_notice_for_one_who_only_waits_for_others_has_no_hold() -> None:
     protocol = make(capacity_bytes=10)
     send(protocol, b"a" * 8)
     wait(protocol, b"b" * 5)
-    behind = protocol.admission.stand_in_line(b"c", "", "q", 0.0)
+    behind = place(protocol, b"c", 0.0)
     protocol.controller.gate.lift(HoldKind.CAPACITY, now=0.0)
     protocol.reports.logs.clear()
     protocol.admission.look_at(behind, 5.0)
@@ -510,11 +512,11 @@ def test_the_send_of_a_callback_waits_neither_for_callbacks_nor_for_those_who_do
     protocol = behind()
     other = wait(protocol, b"other", waiter="other")
     for _ in range(4):
-        assert protocol.admission.stand_in_line(b"x", "", "q", 1.0, waiter="callback", first=True).receipt is not None
+        assert place(protocol, b"x", 1.0, waiter="callback", first=True).receipt is not None
     assert protocol.reports.wake == ["callback"] * 4
     assert other.receipt is None
     # Not beyond what may be unsettled (C6).
-    fifth = protocol.admission.stand_in_line(b"x", "", "q", 1.0, waiter="fifth", first=True)
+    fifth = place(protocol, b"x", 1.0, waiter="fifth", first=True)
     assert fifth.receipt is None
     protocol.told(8, 2.0)
     assert (fifth.receipt, other.receipt) == (None, None)
@@ -529,7 +531,7 @@ def test_the_send_of_a_callback_waits_neither_for_callbacks_nor_for_those_who_do
 def test_the_send_of_a_callback_waits_for_every_other_hold(kind: str, source: str) -> None:
     protocol = behind()
     protocol.hold(kind, 1.0, source=source)
-    ticket = protocol.admission.stand_in_line(b"x", "", "q", 1.0, first=True)
+    ticket = place(protocol, b"x", 1.0, first=True)
     assert ticket.receipt is None
     protocol.lift(kind, 2.0, source=source)
     assert ticket.receipt is not None
@@ -539,7 +541,7 @@ def test_f2_the_send_of_a_callback_waits_for_its_time() -> None:
     protocol = make(rate=1.0)
     send(protocol)
     assert protocol.admission.send(b"x", "", "q", 0.25) is None
-    ticket = protocol.admission.stand_in_line(b"x", "", "q", 0.25, first=True)
+    ticket = place(protocol, b"x", 0.25, first=True)
     assert ticket.receipt is None
     assert protocol.next_timer(0.25) == 1.0
     protocol.on_timer(1.0)
@@ -549,7 +551,7 @@ def test_f2_the_send_of_a_callback_waits_for_its_time() -> None:
 def test_the_send_of_a_callback_in_an_open_producer_whose_window_is_full_is_let_in_by_an_answer() -> None:
     protocol = make(capacity=1)
     send(protocol)
-    ticket = protocol.admission.stand_in_line(b"x", "", "q", 0.0, first=True)
+    ticket = place(protocol, b"x", 0.0, first=True)
     assert holds(protocol) == [HoldKind.CAPACITY]
     drain(protocol)
     protocol.on_ack(1, False, 0.0)
@@ -559,13 +561,13 @@ def test_the_send_of_a_callback_in_an_open_producer_whose_window_is_full_is_let_
 def test_the_send_of_a_callback_can_give_up_time_out_and_be_sent_away() -> None:
     protocol = make(capacity=1)
     send(protocol)
-    ticket = protocol.admission.stand_in_line(b"x", "", "q", 0.0, first=True)
+    ticket = place(protocol, b"x", 0.0, first=True)
     assert protocol.admission.give_up(ticket, 0.0)
     assert ticket.decided
-    late = protocol.admission.stand_in_line(b"x", "", "q", 0.0, timeout=1.0, first=True)
+    late = place(protocol, b"x", 0.0, timeout=1.0, first=True)
     with pytest.raises(FlowControlTimeout):
         protocol.admission.look_at(late, 1.0)
-    last = protocol.admission.stand_in_line(b"x", "", "q", 2.0, waiter="first", first=True)
+    last = place(protocol, b"x", 2.0, waiter="first", first=True)
     wait(protocol, waiter="line")
     protocol.close("closed by hand", 3.0)
     assert isinstance(last.error, ProducerClosed)
@@ -576,13 +578,13 @@ def test_f4_nobody_passes_the_send_of_a_callback_and_who_is_timed_out_by_it_is_t
     protocol = make(rate=10.0)
     send(protocol)
     assert protocol.admission.send(b"callback", "", "q", 0.01) is None
-    first = protocol.admission.stand_in_line(b"callback", "", "q", 0.01, first=True)
+    first = place(protocol, b"callback", 0.01, first=True)
     now = 0.01
     while not first.decided:
         now = protocol.next_timer(now) or now
         assert protocol.admission.send(b"newcomer", "", "q", now) is None
         with pytest.raises(FlowControlTimeout) as caught:
-            protocol.admission.look_at(protocol.admission.stand_in_line(b"newcomer", "", "q", now, timeout=0.0), now)
+            protocol.admission.look_at(place(protocol, b"newcomer", now, timeout=0.0), now)
         assert [hold.kind for hold in caught.value.holds] == ["rate"]
     assert now == pytest.approx(0.1)
 
@@ -590,7 +592,7 @@ def test_f4_nobody_passes_the_send_of_a_callback_and_who_is_timed_out_by_it_is_t
 def test_the_send_of_a_callback_that_times_out_names_what_held_it() -> None:
     protocol = make(capacity_bytes=100)
     send(protocol, b"x" * 60)
-    ticket = protocol.admission.stand_in_line(b"y" * 50, "", "q", 0.0, timeout=1.0, first=True)
+    ticket = place(protocol, b"y" * 50, 0.0, timeout=1.0, first=True)
     assert [hold.kind for hold in protocol.flow_state(0.5).holds] == ["capacity"]
     assert protocol.admission.send(b"z", "", "q", 0.5) is None, "it is not its turn"
     with pytest.raises(FlowControlTimeout) as caught:
@@ -602,7 +604,7 @@ def test_the_send_of_a_callback_that_times_out_names_what_held_it() -> None:
 def test_a_callback_s_send_that_something_else_holds_asks_for_no_timer() -> None:
     protocol = make(rate=10.0)
     protocol.hold("paused", 0.0)
-    first = protocol.admission.stand_in_line(b"a", "", "q", 0.0, first=True)
+    first = place(protocol, b"a", 0.0, first=True)
     assert [protocol.next_timer(now) for now in (0.0, 1.0, 2.0)] == [None] * 3
     protocol.lift("paused", 3.0)
     assert first.receipt is not None
@@ -639,21 +641,19 @@ def test_what_cannot_be_encoded_is_refused_before_it_waits() -> None:
     protocol = make(capacity=1)
     send(protocol)
     with pytest.raises(ValueError, match="exchange has 256 bytes"):
-        protocol.admission.stand_in_line(b"x", NO_KEY, "q", 0.0)
+        protocol.admission.make_ticket(b"x", NO_KEY, "q", 0.0)
     with pytest.raises(TypeError, match=r"headers\['k'\] is <object"):
-        protocol.admission.stand_in_line(Message(b"x", headers={"k": object()}), "", "q", 0.0)
+        place(protocol, Message(b"x", headers={"k": object()}), 0.0)
     with pytest.raises(TypeError):
-        protocol.admission.stand_in_line(b"x", 3, "q", 0.0)  # type: ignore[arg-type]
+        protocol.admission.make_ticket(b"x", 3, "q", 0.0)  # type: ignore[arg-type]
     assert protocol.controller.waiting == 0
 
 
 def test_a_header_too_large_for_the_broker_s_frames_is_the_ticket_s_error_and_the_next_gets_its_turn() -> None:
     protocol = make(capacity=1)
     send(protocol)
-    large = protocol.admission.stand_in_line(
-        Message(b"x", headers={"k": "v" * FRAME_MAX}), "", "q", 0.0, waiter="large"
-    )
-    after = protocol.admission.stand_in_line(b"y", "", "q", 0.0, waiter="after")
+    large = place(protocol, Message(b"x", headers={"k": "v" * FRAME_MAX}), 0.0, waiter="large")
+    after = place(protocol, b"y", 0.0, waiter="after")
     drain(protocol)
     protocol.on_ack(1, False, 1.0)
     assert isinstance(large.error, ValueError)
@@ -730,7 +730,7 @@ def test_ctrl_c_while_a_waiting_message_is_admitted_comes_through_and_leaves_it_
     protocol = make(capacity=1)
     send(protocol)
     protocol.admission.encoder = encoder = Fickle(KeyboardInterrupt)
-    other = protocol.admission.stand_in_line(MARKED, "", "q", 0.0, waiter="other")
+    other = place(protocol, MARKED, 0.0, waiter="other")
     with pytest.raises(KeyboardInterrupt):
         protocol.set_capacity(2, 1.0)
     encoder.error = None
@@ -751,7 +751,7 @@ def test_f2_no_more_messages_than_the_rate_allows() -> None:
     assert protocol.next_timer(0.0) is None
     assert protocol.admission.send(b"x", "", "q", 0.0) is None
     assert holds(protocol) == [HoldKind.RATE]
-    ticket = protocol.admission.stand_in_line(b"x", "", "q", 0.0, waiter="me")
+    ticket = place(protocol, b"x", 0.0, waiter="me")
     at = protocol.next_timer(0.0)
     assert at is not None
     assert at == pytest.approx(0.1)
@@ -844,7 +844,7 @@ def test_the_transport_holds_beyond_its_mark_and_lets_go_at_half_of_it() -> None
 def test_the_transport_hold_stops_the_line_in_the_middle() -> None:
     protocol = make(capacity=1, max_unwritten_bytes=100)
     send(protocol)
-    tickets = [protocol.admission.stand_in_line(b"y" * 200, "", "q", 0.0) for _ in range(2)]
+    tickets = [place(protocol, b"y" * 200, 0.0) for _ in range(2)]
     drain(protocol)
     protocol.set_capacity(10, 1.0)
     assert [ticket.receipt is not None for ticket in tickets] == [True, False]
@@ -859,7 +859,7 @@ def test_who_waits_when_the_producer_closes_is_told_and_what_is_admitted_goes_on
     protocol = make(capacity=1)
     admitted = send(protocol, b"admitted")
     ticket = wait(protocol, b"waits", waiter="me")
-    cancelled = protocol.admission.stand_in_line(b"cancelled", "", "q", 0.0, waiter="cancelled")
+    cancelled = place(protocol, b"cancelled", 0.0, waiter="cancelled")
     protocol.admission.give_up(cancelled, 0.0)
     assert protocol.when_unflowed("unflow", 0.0)
     protocol.close("closed by hand", 1.0)
@@ -883,7 +883,7 @@ def test_a_closed_producer_admits_nothing() -> None:
             protocol.admission.send(payload, "", "q", 3.0)
         assert caught.value.message is payload
         with pytest.raises(ProducerClosed, match="closed by hand"):
-            protocol.admission.stand_in_line(payload, "", "q", 3.0)
+            place(protocol, payload, 3.0)
     assert not protocol.gate.is_open
     assert not protocol.gate.holds, "to be closed by hand is no flow control"
     protocol.connection_lost("the producer is closed", 4.0)

@@ -13,7 +13,7 @@ from qflow_client import FlowControlTimeout, FlowEventKind, HoldKind, Message
 from qflow_client.flow import Hold
 from qflow_client.logs import flush_logs, write_log
 
-from .support import MAX_BODY, Published, Wire, drain, holds, make, send, wait, wire, write
+from .support import MAX_BODY, Published, Wire, drain, holds, make, place, send, wait, wire, write
 
 BODIES = [b"first", b"second", b"third"]
 
@@ -73,7 +73,7 @@ def test_j7_what_waits_is_not_admitted_while_flowed_and_leaves_after_what_was_ad
     protocol = make()
     send(protocol, b"admitted")
     protocol.on_flow(False, 1.0)
-    tickets = [wait(protocol, b"waits 1"), protocol.admission.stand_in_line(Message(b"waits 2"), "", "q", 1.0)]
+    tickets = [wait(protocol, b"waits 1"), place(protocol, Message(b"waits 2"), 1.0)]
     written = drain(protocol)
     assert [ticket.receipt for ticket in tickets] == [None, None]
     protocol.on_flow(True, 2.0)

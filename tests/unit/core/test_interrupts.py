@@ -15,7 +15,7 @@ from qflow_client.core.resending import Resending
 from qflow_client.flow import FifoLine, Line, Ticket, WeightedLine
 from tests.interrupting import EVERY, interrupted
 
-from .support import CHANNEL, FRAME_MAX, MAX_BODY, Wire, check_order, drain, make, returned, send, wait, write
+from .support import CHANNEL, FRAME_MAX, MAX_BODY, Wire, check_order, drain, make, place, returned, send, wait, write
 
 PAYLOADS = {
     "plain": b"abc",
@@ -164,7 +164,7 @@ def crowd(line: Line, *, first: bool = False, **settings: Any) -> tuple[Producer
     drain(protocol)
     tickets = [wait(protocol, b"%d" % number, waiter=number, source="ab"[number % 2]) for number in (3, 4, 5, 6)]
     if first:
-        tickets.insert(0, protocol.admission.stand_in_line(b"callback", "", "q", 0.0, waiter="callback", first=True))
+        tickets.insert(0, place(protocol, b"callback", 0.0, waiter="callback", first=True))
     protocol.reports.wake.clear()
     return protocol, tickets
 
@@ -233,7 +233,7 @@ def test_a_send_that_is_interrupted_as_it_stands_in_line_leaves_nothing_behind(
             # There is, and nobody has noticed.
             protocol.window.capacity = 9
         come = interrupted(
-            lambda: protocol.admission.stand_in_line(b"own", "", "q", 1.0, waiter="own", first=first),  # noqa: B023  # at once
+            lambda: place(protocol, b"own", 1.0, waiter="own", first=first),  # noqa: B023  # at once
             at,
         )
         own = sum(receipt.message.body == b"own" for receipt in protocol.unsettled_receipts)
@@ -291,11 +291,11 @@ def test_when_all_give_up_and_that_is_interrupted_each_has_given_up_or_still_wai
 ) -> None:
     for at in range(1, 1000):
         protocol, tickets = crowd(line(), first=first)
-        come = interrupted(lambda: protocol.admission.give_up_all(1.0), at)  # noqa: B023  # called at once
+        come = interrupted(lambda: protocol.admission.give_up_all("ended", 1.0), at)  # noqa: B023  # called at once
         protocol.on_timer(1.0)
-        stay = [ticket for ticket in tickets if not ticket.cancelled]
+        stay = [ticket for ticket in tickets if ticket.error is None]
         assert protocol.controller.waiting == len(stay)
-        assert {ticket.waiter for ticket in tickets if ticket.cancelled} <= set(protocol.reports.wake)
+        assert {ticket.waiter for ticket in tickets if ticket.error is not None} <= set(protocol.reports.wake)
         assert sorted(all_get_out(protocol, tickets)) == bodies_of(stay)
         if not come:
             assert not stay
@@ -386,7 +386,7 @@ def test_who_is_interrupted_in_line_was_admitted_or_is_not_there(admitted: bool)
             protocol.admission.give_up(ticket, 0.0)
     line.at = "pop" if admitted else "push"
     with pytest.raises(KeyboardInterrupt):
-        protocol.admission.stand_in_line(b"own", "", "q", 1.0, waiter="own")
+        place(protocol, b"own", 1.0, waiter="own")
     protocol.on_timer(1.0)
     assert protocol.controller.waiting == (0 if admitted else 4)
     assert b"own" not in all_get_out(protocol, tickets)
@@ -407,8 +407,8 @@ def test_who_was_to_give_up_with_all_others_as_ctrl_c_came_has_given_up() -> Non
     line = Pressed("clear")
     protocol, tickets = crowd(line)
     with pytest.raises(KeyboardInterrupt):
-        protocol.admission.give_up_all(1.0)
-    assert all(ticket.cancelled for ticket in tickets)
+        protocol.admission.give_up_all("ended", 1.0)
+    assert all(isinstance(ticket.error, ProducerClosed) for ticket in tickets)
     assert protocol.reports.wake == [3, 4, 5, 6]
     assert all_get_out(protocol, tickets) == []
 
@@ -443,7 +443,7 @@ def test_what_was_admitted_as_ctrl_c_came_is_admitted_once_and_told() -> None:
     protocol.admission.give_up(after, 2.0)
     Admitted.pressed = True
     with pytest.raises(KeyboardInterrupt):
-        protocol.admission.stand_in_line(b"own", "", "q", 2.0, waiter="own")
+        place(protocol, b"own", 2.0, waiter="own")
     protocol.on_timer(2.0)
     assert [receipt.message.body for receipt in protocol.unsettled_receipts] == [b"2", b"own"]
     assert protocol.controller.waiting == 0
@@ -469,21 +469,12 @@ def test_one_whose_admission_was_interrupted_does_not_take_the_place_of_the_next
         with pytest.raises(KeyboardInterrupt):
             protocol.set_capacity(capacity, 1.0)
         protocol.window.capacity = capacity
-        first = protocol.admission.stand_in_line(payload, "", "q", 1.0, waiter=payload, first=True)
+        first = place(protocol, payload, 1.0, waiter=payload, first=True)
         assert first.receipt is not None
         assert not ticket.decided
     protocol.set_capacity(9, 2.0)
     assert ticket.receipt is not None
     assert [receipt.message.body for receipt in protocol.unsettled_receipts] == [b"x", b"callback", b"another", b"2"]
-
-
-def test_who_was_interrupted_before_it_had_its_ticket_leaves_by_its_waiter() -> None:
-    protocol, tickets = crowd(FifoLine())
-    protocol.admission.give_up_of(5, [], 1.0)
-    assert [ticket.cancelled for ticket in tickets] == [False, False, True, False]
-    protocol.admission.give_up_of(6, tickets[3:], 1.0)
-    protocol.admission.give_up_of("nobody", [], 1.0)
-    assert all_get_out(protocol, tickets) == [b"3", b"4"]
 
 
 def test_a_resume_that_is_interrupted_at_any_line_is_made_good_for_who_waits() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from qflow_client import Message, Receipt
 from qflow_client.amqp.frames import PublishEncoder
+from qflow_client.core.admission import Admission
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.receipt import Outcome
 from qflow_client.recovery import Backoff
@@ -198,6 +199,34 @@ def test_E2_every_message_is_settled_and_told_once_whichever_step_is_interrupted
         if not come:
             assert at > 10
             return
+
+
+@pytest.mark.parametrize(
+    "follow",
+    [
+        lambda protocol: protocol.on_ack_run(1, 4, 1.0),
+        lambda protocol: protocol.advance(0, 1.0),
+        lambda protocol: protocol.data_to_write(1),
+    ],
+    ids=["acks", "advance", "write"],
+)
+def test_E2_whatever_step_follows_brings_an_unfinished_one_to_its_end(
+    follow: Callable[[ProducerProtocol], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    life = Life(told=False)
+    # The window is set, and nothing has followed from that.
+    with monkeypatch.context() as patched:
+        patched.setattr(Admission, "grant", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            life.protocol.set_capacity(8, 1.0)
+    assert not any(ticket.decided for ticket in life.tickets)
+    follow(life.protocol)
+    assert all(ticket.decided for ticket in life.tickets)
+    life.end()
+    life.check()
 
 
 def test_a_route_that_was_made_for_another_channel_is_made_anew_with_the_frames() -> None:

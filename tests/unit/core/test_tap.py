@@ -32,7 +32,7 @@ from qflow_client.amqp.tap import Tap
 from tests.effort import rounds
 from tests.unit.messages import Messages
 
-from .support import Wire, drain, holds, make, send, wire
+from .support import Wire, drain, holds, make, place, send, wire
 
 Basic, Channel, Connection = pamqp.commands.Basic, pamqp.commands.Channel, pamqp.commands.Connection
 
@@ -319,7 +319,7 @@ def test_a_flow_that_is_stopped_before_the_channel_is_attached_holds_the_produce
     tap, protocol = Tap(), make(opened=False)
     tap.expect(1)
     tap.received(encode(Channel.Flow(False)), 0.0)
-    ticket = protocol.admission.stand_in_line(b"x", "", "q", 0.0)
+    ticket = place(protocol, b"x", 0.0)
     protocol.channel_opened(1, 4096, 1.0)
     tap.attach(1, protocol, 1.0)
     assert wire(drain(protocol)).short == [False]

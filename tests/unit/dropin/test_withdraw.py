@@ -11,6 +11,7 @@ from qflow_client.dropin import EncodedMessage, EncodedProtocol
 from qflow_client.events import HoldKind
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import ProducerSettings
+from tests.unit.core.support import place
 
 
 def opened(**settings: Any) -> EncodedProtocol:
@@ -84,7 +85,7 @@ def test_taking_back_makes_room() -> None:
     protocol = opened(capacity=2, max_unwritten_bytes=4)
     first = send(protocol, b"12345")
     assert protocol.gate.is_held_by(HoldKind.TRANSPORT)
-    waiting = protocol.admission.stand_in_line(EncodedMessage(b"6", b"6"), "", "q", 0.0)
+    waiting = place(protocol, EncodedMessage(b"6", b"6"), 0.0)
     assert protocol.withdraw(first, 0.0)
     assert waiting.receipt is not None
     assert protocol.data_to_write(100) == b"6"

@@ -13,7 +13,7 @@ from qflow_client.core.admission import SendTicket
 from qflow_client.outbox import Outbox
 from qflow_client.receipt import Outcome, Receipt
 from tests.interrupting import EVERY, interrupted
-from tests.unit.core.support import Wire
+from tests.unit.core.support import Wire, place
 
 from .support import Kept, leave
 
@@ -153,10 +153,7 @@ def test_who_stands_in_line_is_spilled_once_and_in_order(path: Path) -> None:
         kept.store(bytes(500))
         kept.write()
         kept.protocol.hold("paused", kept.now)
-        tickets[:] = [
-            kept.protocol.admission.stand_in_line(b"%d" % number * 300, "", "q", kept.now, waiter=number)
-            for number in range(3)
-        ]
+        tickets[:] = [place(kept.protocol, b"%d" % number * 300, kept.now, waiter=number) for number in range(3)]
         # There is room for the others, and nobody has noticed.
         kept.protocol.on_ack(1, False, kept.now)
         kept.outbox.commit()

@@ -23,7 +23,7 @@ from qflow_client.core.admission import SendTicket
 from qflow_client.outbox import Outbox
 from qflow_client.receipt import Outcome, Receipt
 from tests.effort import rounds
-from tests.unit.core.support import Wire
+from tests.unit.core.support import Wire, place
 
 from .support import FRAME_MAX, MARK, Kept
 
@@ -174,7 +174,7 @@ class Storing(RuleBasedStateMachine):
                 self.took(number, receipt)
             elif waits:
                 assert kept.outbox.last == last
-                ticket = kept.protocol.admission.stand_in_line(payload, "", "q", kept.now, waiter=number)
+                ticket = place(kept.protocol, payload, kept.now, waiter=number)
                 self.waiting[number] = ticket
                 self.look_at_line()
 

@@ -24,6 +24,7 @@ from qflow_client.errors import FlowControlTimeout
 from qflow_client.message import Message
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import ProducerSettings
+from tests.unit.core.support import place
 
 __all__ = ["BrokenContract", "Life"]
 
@@ -224,7 +225,7 @@ class Life:
             self.admitted(receipt, payload)
         elif len(self.line) < 30 and self.random.random() < 0.7:
             timeout = self.random.choice([0.05, 1.0, 30.0, None])
-            ticket = self.protocol.admission.stand_in_line(payload, "", "q", self.now, timeout=timeout, waiter=object())
+            ticket = place(self.protocol, payload, self.now, timeout=timeout, waiter=object())
             self.line.append(Waiting(ticket, payload, math.inf if timeout is None else self.now + timeout))
 
     def do_cancel(self) -> None:

@@ -20,6 +20,7 @@ from qflow_client.message import REPUBLISHED
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.recovery import retries
 from qflow_client.settings import ProducerSettings
+from tests.unit.core.support import place
 
 from .life import FRAME_MAX, ID_PREFIX, BrokenContract
 
@@ -129,9 +130,7 @@ class Outages:
             self.take(receipt)
         elif len(self.waiting) < 10:
             timeout = self.random.choice([0.1, 3.0, None])
-            self.waiting.append(
-                self.protocol.admission.stand_in_line(body, "", "q", self.now, timeout=timeout, waiter=object())
-            )
+            self.waiting.append(place(self.protocol, body, self.now, timeout=timeout, waiter=object()))
 
     def take(self, receipt: Receipt) -> None:
         assert receipt.message_id is not None
