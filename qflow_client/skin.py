@@ -21,7 +21,7 @@ from qflow_client.logs import log
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.recovery import retries
 from qflow_client.redaction import hide_password, shown
-from qflow_client.settings import ProducerSettings, WhenFlowed, check_argument, check_timeout
+from qflow_client.settings import ProducerSettings, check_argument, check_timeout
 
 if TYPE_CHECKING:
     from qflow_client.keeper import Storage
@@ -420,7 +420,7 @@ def leave_word(name: str, error: BaseException, undelivered: UndeliveredMessages
 
 
 def log_forgotten(protocol: ProducerProtocol, outbox: Sized | None) -> None:
-    """Say what is lost, or left behind, with a producer that the end of the process found open."""
+    """Log what was not delivered by a producer that was not closed when the process ended."""
     failures = protocol.reports.take_failures()
     if outbox is None:
         failures += protocol.unsettled_receipts
@@ -433,25 +433,25 @@ def log_forgotten(protocol: ProducerProtocol, outbox: Sized | None) -> None:
 # The fork and the end of the process.
 
 
-class _Producer(Protocol):
-    def _forked(self) -> None:
-        """In a child process: everything of this producer is the parent's."""
+class _Engine(Protocol):
+    def forked(self) -> None:
+        """In a child process: everything of this producer belongs to the parent."""
 
-    def _forgotten(self) -> None:
-        """At the end of the process: say what is lost if it was not closed."""
-
-
-_producers: WeakSet[_Producer] = WeakSet()
+    def forgotten(self) -> None:
+        """At the end of the process: log what is lost if the producer was not closed."""
 
 
-def watch_process(producer: _Producer) -> None:
-    """Have a producer told of forks and of the end of the process, as long as it is there."""
-    _producers.add(producer)
+_engines: WeakSet[_Engine] = WeakSet()
+
+
+def watch_process(engine: _Engine) -> None:
+    """Call an engine after a fork and at the end of the process, as long as it exists."""
+    _engines.add(engine)
 
 
 def _after_fork_in_child() -> None:
-    for producer in tuple(_producers):
-        producer._forked()
+    for engine in tuple(_engines):
+        engine.forked()
 
 
 if hasattr(os, "register_at_fork"):
@@ -460,5 +460,5 @@ if hasattr(os, "register_at_fork"):
 
 @atexit.register
 def _at_exit() -> None:
-    for producer in tuple(_producers):
-        producer._forgotten()
+    for engine in tuple(_engines):
+        engine.forgotten()

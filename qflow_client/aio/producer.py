@@ -2,122 +2,43 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self
 
 import aio_pika
 
 from qflow_client import telemetry
 from qflow_client.aio.connection import TappedConnection, TappedRobustConnection
-from qflow_client.aio.dispatcher import Dispatcher, refuse_coroutine_function
-from qflow_client.aio.link import Link
+from qflow_client.aio.dispatcher import refuse_coroutine_function
+from qflow_client.aio.engine import Engine
+from qflow_client.aio.flow_events import FlowEvents
 from qflow_client.aio.receipt import AsyncReceipt
-from qflow_client.aio.turn import Turns, Waiter
+from qflow_client.aio.turn import Waiter
 from qflow_client.core import steps
-from qflow_client.core.protocol import ProducerProtocol
-from qflow_client.core.steps import Refusal, Steps, resume
-from qflow_client.errors import (
-    ConnectionFailed,
-    ProducerClosed,
-    QflowError,
-    SettingsError,
-    UndeliveredMessages,
-)
+from qflow_client.core.steps import Refusal, resume
+from qflow_client.errors import ProducerClosed, SettingsError, UndeliveredMessages
 from qflow_client.events import FlowEvent
 from qflow_client.flow import FlowManager, Line
-from qflow_client.guard import LOOPS, check_can_wait, is_inside
-from qflow_client.logs import write_log
+from qflow_client.guard import LOOPS, check_can_wait
 from qflow_client.manager import flow_manager
 from qflow_client.message import Message, as_body
 from qflow_client.producer import BaseProducer
 from qflow_client.receipt import Receipt
 from qflow_client.redaction import shown
 from qflow_client.settings import ProducerSettings, check_timeout
-from qflow_client.skin import (
-    BRIEF,
-    CLOSED,
-    DEFAULT,
-    check_many,
-    good_bye_until,
-    keeping,
-    kinds_of,
-    leave_word,
-    limit_of,
-    log_forgotten,
-    none_of,
-    protocol_options,
-    unflushed,
-    watch_process,
-)
-
-if TYPE_CHECKING:
-    from qflow_client.aio.storing import Commits
-    from qflow_client.keeper import StoringStep
+from qflow_client.skin import DEFAULT, check_arguments, check_many, keeping, leave_word, limit_of, unflushed
 
 __all__ = ["AsyncProducer"]
-
-_T = TypeVar("_T")
 
 _monotonic = time.monotonic
 
 _LOOP_CLOSED = "its event loop is closed; make a producer in the loop that runs now"
 
-# Seconds that a close that is cancelled waits for the outbox.
-_DISK_PATIENCE = 0.6
-
 # How many messages of a `send_many` are put into the outbox before it waits for the disk.
 _AT_ONCE = 500
-
-
-async def _wait_to_the_end(task: asyncio.Task[None]) -> asyncio.CancelledError | None:
-    """Wait until a task is done, however often the caller is cancelled meanwhile. The first cancel cancels the task.
-
-    Returns:
-        The first cancel, for the caller to raise; ``None`` if there was none.
-    """
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait((task,))
-        except asyncio.CancelledError as error:
-            if cancelled is None:
-                task.cancel()
-            cancelled = cancelled or error
-    return cancelled
-
-
-class _FlowEvents:
-    """The flow events of a producer, as they come."""
-
-    def __init__(self) -> None:
-        self._events: asyncio.Queue[FlowEvent | None] = asyncio.Queue()
-
-    def put(self, event: FlowEvent | None) -> None:
-        """Append an event; ``None`` is the end."""
-        self._events.put_nowait(event)
-
-    def forget(self) -> None:
-        """In a child process: end. The tasks that wait are the parent's."""
-        self._events = asyncio.Queue()
-        self.put(None)
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> FlowEvent:
-        event = await self._events.get()
-        if event is None:
-            # For whoever asks again, or beside.
-            self._events.put_nowait(None)
-            raise StopAsyncIteration
-        return event
 
 
 def _deadline(timeout: float | None) -> float:
@@ -128,7 +49,9 @@ class AsyncProducer(BaseProducer):
     """Publishes to an AMQP 0-9-1 broker, never faster than the broker allows. Any number of tasks may use one.
 
     It connects when ``async with`` is entered, or by `connect`, once. It belongs to the loop that it connects in, and
-    only `pause`, `resume` and the manager may be called from other threads. Leaving the block closes it.
+    only `pause`, `resume` and the manager may be called from other threads. Leaving the block closes it. One that is
+    connected and dropped without being closed issues a `ResourceWarning`, delivers what was admitted, and then ends its
+    connection.
 
     An exception that leaves the block stays the one that is raised, and waits for no hold: not at all under
     ``channel_flow`` and ``connection_blocked``, under ``capacity`` and ``transport`` only while the broker goes on
@@ -151,6 +74,8 @@ class AsyncProducer(BaseProducer):
         SettingsError: a setting has a value that is not allowed, or the connection was made elsewhere.
     """
 
+    _engine: Engine
+
     def __init__(
         self,
         url: str | Sequence[str] | None = None,
@@ -162,30 +87,18 @@ class AsyncProducer(BaseProducer):
         manager: FlowManager = flow_manager,
         **keywords: Any,
     ) -> None:
-        super().__init__(url, connection, on_delivery, settings, manager, keywords)
+        loaded = ProducerSettings.load(url, settings, **keywords)
+        super().__init__(loaded, manager)
+        check_arguments(url, connection, on_delivery, manager)
         refuse_coroutine_function("on_delivery", on_delivery)
         if connection is not None and not isinstance(connection, (TappedConnection, TappedRobustConnection)):
             raise SettingsError(
                 f"connection={shown(connection)}: on a connection made elsewhere Channel.Flow and confirms cannot be "
                 "taken before aio-pika gets them; make it with qflow_client.connect_async(url)"
             )
-        self._options = protocol_options(self.settings, AsyncReceipt, line)
-        # With an outbox there is another, once that is open.
-        self._protocol = ProducerProtocol(self.settings, **self._options)
-        if self._deliveries is not None:
-            self._protocol.reports.settled = []
-        # With an outbox, set by `connect`.
-        self._commits: Commits | None = None
-        self._connection = connection
-        # Set when the first close has come to its end.
-        self._all_ended = asyncio.Event()
-        # The loop and its thread, and what runs there; set by `connect`.
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: int | None = None
-        self._dispatcher: Dispatcher | None = None
-        self._turns: Turns | None = None
+        self._use_engine(Engine(loaded, on_delivery, manager, connection, line))
         # Set once it is connected.
-        self._link: Link | None = None
+        self._tracer: telemetry.Tracer | None = None
 
     async def connect(self) -> Self:
         """Connect and open the channel. ``async with`` does it by itself.
@@ -199,92 +112,11 @@ class AsyncProducer(BaseProducer):
             ProducerClosed: it was closed before.
             QflowError: it was called before.
         """
-        if self._ended:
-            raise ProducerClosed(CLOSED)
-        if self._loop is not None:
-            raise QflowError("connect() was called before: a producer connects once")
-        self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
-        self._dispatcher = Dispatcher(self._loop)
-        self._turns = Turns(self._loop, lambda: self._protocol, self._kick, self._arm_timer)
-        watch_process(self)
-        try:
-            if self.settings.outbox is not None:
-                await self._open_outbox()
-            link = await self._open()
-            if self._ended:
-                # Closed while it was connecting.
-                await link.close(BRIEF)
-                raise ProducerClosed(CLOSED)
-            self._link = link
-            if self._storage is not None:
-                self._storage.start()
-            self._observer = telemetry.watch(self, self._protocol, self.settings, link.url)
-            self._tracer = self._observer.tracer
-            self._manager.register(self)
-            self._kick()
-            return self
-        except BaseException as error:
-            self._ended = True
-            try:
-                self._protocol.close(f"it could not connect: {error}", _monotonic())
-                self._manager.unregister(self)
-                # Whoever has taken the loop away, by Ctrl-C, lets nobody wait any more.
-                if not isinstance(error, GeneratorExit):
-                    await self._end(BRIEF)
-            finally:
-                if self._storage is not None:
-                    self._storage.close(0.0)
-            raise
-
-    async def _open_outbox(self) -> None:
-        # They bring SQLite with them.
-        from qflow_client.aio.storing import Commits, SpilledReceipt
-        from qflow_client.keeper import Storage
-
-        assert self._loop is not None
-        storage = Storage(self.settings)
-        self._commits = Commits(self._loop, storage)
-        options = {"spilled_type": SpilledReceipt} | self._options
-        try:
-            await asyncio.to_thread(storage.open, self._take, self._commits.committed, **options)
-            if self._ended:
-                raise ProducerClosed(CLOSED)
-            storage.protocol.take_over(self._protocol, _monotonic())
-            self._protocol, self._storage = storage.protocol, storage
-        except BaseException:
-            # Also what its thread has begun, and nobody waits for any more.
-            storage.close(0.0)
-            raise
-
-    def _take(self, step: StoringStep) -> None:
-        """Have the loop take a step for the outbox's thread."""
-
-        def take() -> None:
-            storage = self._storage
-            if storage is None:
-                # A child of the process that this is of.
-                return
-            self._step(lambda _protocol: step(storage.protocol, _monotonic()))
-            self._arm_timer()
-
-        assert self._loop is not None
-        # A loop that is closed sends nothing.
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(take)
-
-    async def _open(self) -> Link:
-        errors = []
-        hosts = len(self.settings.urls) if self._connection is None else 1
-        for host in range(hosts):
-            link = Link(host, self._connection, self._protocol, self._after)
-            try:
-                await link.open()
-            except ConnectionFailed as error:
-                errors.append(error)
-            else:
-                return link
-        raise none_of(errors)
+        engine = self._engine
+        await engine.open(lambda: self._manager.register(self))
+        assert engine.observer is not None
+        self._tracer = engine.observer.tracer
+        return self
 
     # Sending.
 
@@ -323,7 +155,7 @@ class AsyncProducer(BaseProducer):
         if timeout is not DEFAULT and timeout != 0:
             check_timeout(timeout)
         payload = message if type(message) is bytes or isinstance(message, Message) else as_body(message)
-        if self._loop is not None and self._loop.is_closed() and not self._ended:
+        if self._engine.loop is not None and self._engine.loop.is_closed() and not self._engine.ended:
             # Nothing would ever write it.
             raise ProducerClosed(_LOOP_CLOSED, payload)
         if exchange is None:
@@ -335,46 +167,46 @@ class AsyncProducer(BaseProducer):
                 return await self.send(
                     traced, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source
                 )
-        receipt = self._protocol.admission.send_at_once(payload, exchange, routing_key)
+        receipt = self._engine.protocol.admission.send_at_once(payload, exchange, routing_key)
         if receipt is not None:
-            tapped = self._link.tapped  # type: ignore[union-attr]  # it is open, or nothing would be admitted
+            tapped = self._engine.link.tapped  # type: ignore[union-attr]  # it is open, or nothing would be admitted
             if not tapped.awake:  # type: ignore[union-attr]  # likewise
                 tapped.wake()  # type: ignore[union-attr]  # likewise
             return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
         check_can_wait("send()", payload)
-        receipt = self._admit(payload, exchange, routing_key, spills=True)
+        receipt = self._engine.admit(payload, exchange, routing_key, spills=True)
         if receipt is None:
-            if self._turns is None:
+            if self._engine.turns is None:
                 raise self._not_connected(payload)
             timeout = limit_of(timeout, self.settings)
             refusal = self._refusal(timeout)
             if refusal is None:
-                receipt = await self._turns.send(payload, exchange, routing_key, timeout, source)
+                receipt = await self._engine.turns.send(payload, exchange, routing_key, timeout, source)
             else:
                 receipt = self._refuse(payload, exchange, routing_key, refusal)
         return await self._made_durable(receipt)
 
     def _refuse(self, payload: bytes | Message, exchange: str, routing_key: str, refusal: Refusal) -> Receipt:
         """Refuse a message that was not admitted, unless a callback sends it."""
-        if self._dispatcher is None:
+        if self._engine.dispatcher is None:
             raise self._not_connected(payload)
         ticket = self._make_ticket(payload, exchange, routing_key, 0.0, "", None)
         try:
-            _, receipt = self._step(lambda _protocol: resume(self._send_steps(ticket, refusal, notices=False), None))
+            _, receipt = self._engine.step(
+                lambda _protocol: resume(self._send_steps(ticket, refusal, notices=False), None)
+            )
         except BaseException:
-            self._step(lambda protocol: protocol.admission.give_up(ticket, _monotonic()))
+            self._engine.step(lambda protocol: protocol.admission.give_up(ticket, _monotonic()))
             raise
         finally:
-            self._arm_timer()
+            self._engine.arm_timer()
         assert receipt is not None
         return receipt
 
     async def _made_durable(self, receipt: Receipt) -> AsyncReceipt:
         """Return the receipt once its message is on disk, if there is an outbox."""
-        if self._storage is not None:
-            assert self._commits is not None
-            await self._commits.wait_durable(receipt)  # type: ignore[arg-type]  # the protocol makes such receipts
-        return receipt  # type: ignore[return-value]  # likewise
+        await self._engine.made_durable(receipt)
+        return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
 
     def send_nowait(
         self,
@@ -398,7 +230,7 @@ class AsyncProducer(BaseProducer):
             ProducerFlowed: flowed; the message was not sent and never will be.
         """
         payload = message if type(message) is bytes or isinstance(message, Message) else as_body(message)
-        if self._loop is not None and self._loop.is_closed() and not self._ended:
+        if self._engine.loop is not None and self._engine.loop.is_closed() and not self._engine.ended:
             # Nothing would ever write it.
             raise ProducerClosed(_LOOP_CLOSED, payload)
         if exchange is None:
@@ -409,18 +241,18 @@ class AsyncProducer(BaseProducer):
             with self._tracer.span(payload, exchange, routing_key) as traced:
                 return self.send_nowait(traced, exchange=exchange, routing_key=routing_key)
         receipt: Receipt | None = None
-        if self._storage is None:
-            receipt = self._protocol.admission.send_at_once(payload, exchange, routing_key)
+        if self._engine.storage is None:
+            receipt = self._engine.protocol.admission.send_at_once(payload, exchange, routing_key)
             if receipt is not None:
-                if not self._link.tapped.awake:  # type: ignore[union-attr]  # it is open, or nothing would be admitted
-                    self._link.tapped.wake()  # type: ignore[union-attr]  # likewise
+                if not self._engine.link.tapped.awake:  # type: ignore[union-attr]  # it is open, or nothing would be admitted
+                    self._engine.link.tapped.wake()  # type: ignore[union-attr]  # likewise
                 return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
         check_can_wait("send_nowait()", payload)
-        receipt = self._admit(payload, exchange, routing_key)
+        receipt = self._engine.admit(payload, exchange, routing_key)
         if receipt is None:
             receipt = self._refuse(payload, exchange, routing_key, self._refusal_nowait())
-        if self._storage is not None:
-            self._storage.wait_durable(receipt)
+        if self._engine.storage is not None:
+            self._engine.storage.wait_durable(receipt)
         return receipt  # type: ignore[return-value]  # as above
 
     async def send_many(
@@ -457,10 +289,10 @@ class AsyncProducer(BaseProducer):
             exchange = self._exchange
         if routing_key is None:
             routing_key = self._routing_key
-        if self._loop is not None and self._loop.is_closed() and not self._ended:
+        if self._engine.loop is not None and self._engine.loop.is_closed() and not self._engine.ended:
             raise ProducerClosed(_LOOP_CLOSED)
         with keeping(receipts):
-            if self._storage is not None and self._tracer is None:
+            if self._engine.storage is not None and self._tracer is None:
                 await self._store_many(messages, receipts, exchange, routing_key, timeout, source)
                 return receipts
             for message in messages:
@@ -482,7 +314,7 @@ class AsyncProducer(BaseProducer):
         try:
             for message in messages:
                 payload = message if type(message) is bytes or isinstance(message, Message) else as_body(message)
-                receipt: Any = self._admit(payload, exchange, routing_key)
+                receipt: Any = self._engine.admit(payload, exchange, routing_key)
                 if receipt is None:
                     receipt = await self.send(
                         payload, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source
@@ -501,45 +333,6 @@ class AsyncProducer(BaseProducer):
     def _not_connected(payload: bytes | Message | None = None) -> ProducerClosed:
         return ProducerClosed("it is not connected yet; use async with, or await connect() first", payload)
 
-    # Steps.
-
-    @property
-    def _is_in_callback(self) -> bool:
-        return self._deliveries is not None and self._dispatcher is not None and self._dispatcher.is_running
-
-    def _step(self, step: Callable[[ProducerProtocol], _T]) -> _T:
-        result = LOOPS.take(lambda: step(self._protocol))
-        self._kick()
-        return result
-
-    def _ask(self, step: Callable[[ProducerProtocol], object]) -> None:
-        if self._loop is None or (self._thread in (None, threading.get_ident()) and not is_inside()):
-            self._step(step)
-            return
-        # A loop that is closed has nothing to hold.
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._step, step)
-
-    def _kick(self) -> None:
-        """Have the present output written, and pass on what the protocol reports."""
-        if self._link is not None and self._protocol.unwritten > 0:
-            tapped = self._link.tapped
-            if tapped is not None and not tapped.awake:
-                tapped.wake()
-        self._after()
-
-    def _arm_timer(self) -> None:
-        """Have the protocol called when its time comes, if time alone can lift a hold."""
-        if self.settings.rate is not None and self._link is not None:
-            self._link.arm_timer()
-
-    async def _drive(self, call: Steps[_T], waiter: Waiter) -> _T:
-        """Run a call that waits, also before it is connected."""
-        turns = self._turns
-        if turns is None:
-            turns = Turns(asyncio.get_running_loop(), lambda: self._protocol, self._kick, self._arm_timer)
-        return await turns.drive(call, waiter)
-
     # Waiting.
 
     async def flush(self, timeout: float | None = DEFAULT) -> None:
@@ -553,13 +346,13 @@ class AsyncProducer(BaseProducer):
             UndeliveredMessages: all is settled, and some of it, of which nobody has been told, was not delivered.
             ProducerClosed: it was made in another process, of which this one is a fork.
         """
-        if self._is_copy:
+        if self._engine.is_copy:
             raise ProducerClosed(str(self._protocol.closed))
         timeout = limit_of(timeout, self.settings)
         check_timeout(timeout)
         waiter = Waiter()
-        if not await self._drive(steps.flush(self._protocol, waiter, _deadline(timeout)), waiter):
-            raise unflushed(self._protocol, self._storage, timeout)
+        if not await self._engine.drive(steps.flush(self._protocol, waiter, _deadline(timeout)), waiter):
+            raise unflushed(self._protocol, self._engine.storage, timeout)
         failures = LOOPS.take(self._protocol.reports.take_failures)
         if failures:
             raise UndeliveredMessages(failures)
@@ -577,10 +370,12 @@ class AsyncProducer(BaseProducer):
             ProducerClosed: it is closed, so it never will be.
         """
         check_timeout(timeout)
-        if self._loop is None and not self._ended:
+        if self._engine.loop is None and not self._engine.ended:
             raise self._not_connected()
         waiter = Waiter()
-        return await self._drive(steps.wait_unflowed(self._protocol, waiter, _deadline(timeout), _monotonic()), waiter)
+        return await self._engine.drive(
+            steps.wait_unflowed(self._protocol, waiter, _deadline(timeout), _monotonic()), waiter
+        )
 
     def on_flow(
         self, callback: Callable[[FlowEvent], object], *, kinds: Iterable[str] | None = None
@@ -594,12 +389,8 @@ class AsyncProducer(BaseProducer):
         Args:
             kinds: as for `on_flow`.
         """
-        wanted = kinds_of(kinds)
-        events = _FlowEvents()
-        if self._ended:
-            events.put(None)
-        else:
-            self._listeners.iterate(self._protocol, events, wanted)
+        events = FlowEvents()
+        self._add_events(events, kinds)
         return events
 
     # The end.
@@ -623,96 +414,12 @@ class AsyncProducer(BaseProducer):
         """
         timeout = limit_of(timeout, self.settings)
         check_timeout(timeout)
-        undelivered = await self._close(timeout)
+        undelivered = await self._engine.close(_deadline(timeout))
         if undelivered is not None:
             raise undelivered
 
-    async def _close(self, timeout: float | None, *, waits_for_holds: bool = True) -> UndeliveredMessages | None:
-        """Close it, and return what was not delivered and nobody has been told of."""
-        deadline = _deadline(timeout)
-        again = self._ended
-        self._ended = True
-        if again:
-            LOOPS.take(lambda: self._protocol.close(CLOSED, _monotonic()))
-            with suppress(TimeoutError):
-                async with asyncio.timeout(timeout):
-                    await self._all_ended.wait()
-            return None
-        error: BaseException | None = None
-        waiter = Waiter()
-        call = steps.close(self._protocol, waiter, deadline, _monotonic(), CLOSED, waits_for_holds=waits_for_holds)
-        try:
-            self._manager.unregister(self)
-            await self._drive(call, waiter)
-            patience = good_bye_until(deadline)
-        except BaseException as caught:
-            error, patience = caught, BRIEF
-        if isinstance(error, GeneratorExit):
-            # The loop is gone, so nothing can be waited for.
-            raise error
-        left = self._protocol.unsettled_receipts
-        # In a task of its own: a caller that is cancelled waits for its end all the same.
-        ending = asyncio.create_task(self._end(patience, disk_patience=None if error is None else _DISK_PATIENCE))
-        cancelled = await _wait_to_the_end(ending)
-        error = error or cancelled
-        undelivered = self._undelivered(LOOPS.take(self._protocol.reports.take_failures), left)
-        if error is None and not ending.cancelled():
-            error = ending.exception()
-        if error is not None:
-            leave_word(self.settings.name, error, undelivered)
-            raise error
-        return undelivered
-
-    async def _end(self, patience: float, *, disk_patience: float | None = None) -> None:
-        """End the channel and all that belongs to the producer; also if it is cancelled, only sooner.
-
-        Args:
-            patience: seconds that the broker may take to answer.
-            disk_patience: seconds that the outbox may take to close; ``None`` for ever, unless it is cancelled.
-        """
-        try:
-            if self._link is not None:
-                await self._link.close(patience)
-        finally:
-            self._after()
-            if self._observer is not None:
-                telemetry.unwatch(self._observer)
-            self._listeners.end()
-            if self._turns is not None:
-                self._turns.end()
-            try:
-                if self._dispatcher is not None:
-                    await self._dispatcher.stop()
-            finally:
-                ending = asyncio.current_task()
-                await self._end_storage(_DISK_PATIENCE if ending is not None and ending.cancelling() else disk_patience)
-
-    async def _end_storage(self, patience: float | None) -> None:
-        """Close the outbox, if there is one, and wait until it is closed: others would find it in use.
-
-        Args:
-            patience: seconds to wait; ``None`` for ever, unless it is cancelled.
-        """
-        try:
-            if self._storage is not None:
-                # The threads of the loop's own executor may all wait for something.
-                executor = ThreadPoolExecutor(1, "qflow-outbox-close")
-                closing = asyncio.get_running_loop().run_in_executor(executor, self._storage.close, BRIEF)
-                executor.shutdown(wait=False)
-                try:
-                    await asyncio.wait((closing,), timeout=patience)
-                except asyncio.CancelledError:
-                    await asyncio.wait((closing,), timeout=_DISK_PATIENCE)
-                    raise
-                if closing.done():
-                    closing.result()
-        finally:
-            if self._commits is not None:
-                self._commits.end()
-            self._all_ended.set()
-
     async def __aenter__(self) -> Self:
-        if self._loop is None:
+        if self._engine.loop is None:
             await self.connect()
         return self
 
@@ -725,53 +432,5 @@ class AsyncProducer(BaseProducer):
         if exc is None:
             await self.close()
         else:
-            timeout = self.settings.max_producer_flow_control_wait
-            leave_word(self.settings.name, exc, await self._close(timeout, waits_for_holds=False))
-
-    # After a step. Nothing of the application runs in it.
-
-    def _after(self) -> None:
-        protocol = self._protocol
-        if protocol.admission.observer is not None:
-            protocol.admission.observer.tell(now=_monotonic())
-        if protocol.reports.is_empty:
-            return
-        settled, wake, logs = LOOPS.take(self._take_news)
-        for waiter in wake:
-            if not waiter.done():
-                waiter.set_result(None)
-        write_log(logs)
-        if self._loop is None or self._dispatcher is None or self._loop.is_closed():
-            # Events wait until a loop runs.
-            return
-        if protocol.reports.events:
-            self._listeners.tell(protocol, self._dispatcher.call)
-        if settled:
-            assert self._deliveries is not None
-            self._deliveries.hand(settled)
-            self._dispatcher.call(self._deliver, settled)
-
-    def _deliver(self, receipts: list[Receipt]) -> None:
-        assert self._deliveries is not None
-        error = self._deliveries.tell(receipts)
-        if error is not None:
-            # A sys.exit in a callback ends the loop.
-            raise error
-
-    # Forks and the end of the process.
-
-    def _forked(self) -> None:
-        # The loop does not run here, and wakes the parent's.
-        self._thread = None
-        self._all_ended = asyncio.Event()
-        self._all_ended.set()
-        self._disown()
-        for events in tuple(self._listeners.iterators):
-            events.forget()
-
-    def _forgotten(self) -> None:
-        """At the end of the process: log what is lost if it was not closed. No loop runs that could wait."""
-        if not self._ended:
-            if self._storage is not None:
-                self._storage.close(BRIEF)
-            log_forgotten(self._protocol, self._storage)
+            deadline = _deadline(self.settings.max_producer_flow_control_wait)
+            leave_word(self.settings.name, exc, await self._engine.close(deadline, waits_for_holds=False))

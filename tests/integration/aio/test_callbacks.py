@@ -279,7 +279,7 @@ def test_an_iterator_that_is_dropped_leaves_nothing_behind(run: Run, broker: Bro
             producer.resume()
             del reading
             gc.collect()
-            assert len(producer._listeners.iterators) == 0
+            assert len(producer._engine.listeners.iterators) == 0
 
     run(main())
 
@@ -316,6 +316,7 @@ def test_d5_managers_and_threads_hold_a_producer_of_a_loop(run: Run, broker: Bro
     run(main())
 
 
+@pytest.mark.filterwarnings("ignore:.*dropped without close:ResourceWarning")
 def test_a_manager_may_stop_a_producer_whose_loop_is_gone(run: Run, broker: Broker) -> None:
     manager = FlowManager()
     producers = []

@@ -211,9 +211,9 @@ def test_a_channel_that_the_broker_closes_takes_no_other_with_it(run: Run, broke
             await one.close()
             assert await (await two.send(b"")) is Outcome.CONFIRMED
             # Nothing of it is kept.
-            assert two._link is not None
-            assert two._link.tapped is not None
-            assert len(two._link.tapped._afters) == 1
+            assert two._engine.link is not None
+            assert two._engine.link.tapped is not None
+            assert len(two._engine.link.tapped._afters) == 1
             async with AsyncProducer(connection=connection, routing_key="q") as three:
                 assert await (await three.send(b"")) is Outcome.CONFIRMED
             await two.close()
@@ -325,7 +325,7 @@ def test_a_close_in_the_middle_of_a_message_does_not_cost_the_others_their_conne
     """Nothing may come between the frames of a message, a close of its channel least of all."""
     if reads_again:
         # A grace in which a slow machine, too, reads what it has to.
-        monkeypatch.setattr("qflow_client.aio.producer.BRIEF", PATIENCE)
+        monkeypatch.setattr("qflow_client.aio.engine.BRIEF", PATIENCE)
 
     async def main() -> None:
         async with await connect_async(proxy.url(broker)) as connection:
@@ -338,7 +338,7 @@ def test_a_close_in_the_middle_of_a_message_does_not_cost_the_others_their_conne
                 await producer.send(b"no", timeout=0.1)
             assert not producer._protocol.unconfirmed.outbound.mid_frame or producer.in_flight == 1
             closing = asyncio.create_task(producer.close(timeout=0.1))
-            await soon(lambda: producer._link is not None and producer._link._ended is not None)
+            await soon(lambda: producer._engine.link is not None and producer._engine.link._ended is not None)
             if reads_again:
                 proxy.go_on_reading()
             with pytest.raises(UndeliveredMessages) as caught:

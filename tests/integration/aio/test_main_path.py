@@ -56,8 +56,8 @@ def test_f8_an_open_gate_costs_a_send_no_turn_of_the_loop_and_many_messages_are_
 ) -> None:
     async def main() -> None:
         async with AsyncProducer(broker.url, routing_key="q") as producer:
-            assert producer._link is not None
-            tapped = producer._link.tapped
+            assert producer._engine.link is not None
+            tapped = producer._engine.link.tapped
             assert tapped is not None
             writes: list[int] = []
             write = tapped._send
@@ -256,7 +256,7 @@ def test_a_producer_whose_loop_is_closed_admits_nothing(run: Run, broker: Broker
         closed.close()
         async with AsyncProducer(broker.url, routing_key="q") as producer:
             # A program that runs a second loop, and did not close the producer in the first, sends from there.
-            own, producer._loop = producer._loop, closed
+            own, producer._engine.loop = producer._engine.loop, closed
             try:
                 with pytest.raises(ProducerClosed, match="its event loop is closed"):
                     producer.send_nowait(b"")
@@ -265,7 +265,7 @@ def test_a_producer_whose_loop_is_closed_admits_nothing(run: Run, broker: Broker
                 with pytest.raises(ProducerClosed, match="its event loop is closed"):
                     await producer.send_many([b""])
             finally:
-                producer._loop = own
+                producer._engine.loop = own
             assert producer.unsettled == 0
 
     run(main())

@@ -182,8 +182,8 @@ def test_the_socket_s_own_descriptor_is_closed_with_the_connection(run: Run, bro
     async def main() -> None:
         for end in ("close", "drop"):
             producer = await AsyncProducer(broker.url, routing_key="q").connect()
-            assert producer._link is not None
-            tapped = producer._link.tapped
+            assert producer._engine.link is not None
+            tapped = producer._engine.link.tapped
             assert tapped is not None
             assert tapped._socket.fileno() >= 0
             if end == "drop":

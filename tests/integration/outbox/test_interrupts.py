@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from qflow_client import AsyncProducer, Outbox, Producer
+from qflow_client.aio.engine import Engine
 from qflow_client.broker import Broker
 from tests.effort import EFFORT
 from tests.interrupting import interrupted
@@ -21,7 +22,7 @@ PATIENCE = 20.0
 # A quick run interrupts every fifth line only.
 EVERY = 5 if EFFORT == "quick" else 1
 # Where the producers and their outboxes are made.
-MAKERS = ("producer.py", "link.py", "keeper.py", "storing.py", "outbox.py", "outboxfile.py", "database.py")
+MAKERS = ("producer.py", "engine.py", "link.py", "keeper.py", "storing.py", "outbox.py", "outboxfile.py", "database.py")
 
 Made = list[Producer | AsyncProducer]
 
@@ -42,6 +43,8 @@ def make_async(url: str, path: Path, made: Made) -> None:
 
 # What was interrupted before anybody had it Python closes by itself, and says so.
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+# The loop of those that are made for asyncio ends without them.
+@pytest.mark.filterwarnings("ignore:.*dropped without close:ResourceWarning")
 # Ctrl-C comes between the call of a coroutine function and its await, too.
 @pytest.mark.filterwarnings("ignore:coroutine '.*' was never awaited:RuntimeWarning")
 @pytest.mark.parametrize("make", [make, make_async])
@@ -61,8 +64,8 @@ def test_a_producer_whose_making_is_interrupted_at_any_line_leaves_the_outbox_to
         for producer in made:
             if isinstance(producer, Producer):
                 producer.close(timeout=PATIENCE)
-            elif producer._storage is not None:
-                producer._storage.close(PATIENCE)
+            elif producer._engine.storage is not None:
+                producer._engine.storage.close(PATIENCE)
         assert at > 40
         # Nor is anything else left of them.
         broker.wait_until(lambda broker: len(broker.connections()) <= 1, timeout=PATIENCE)
@@ -83,7 +86,7 @@ def test_a_loop_that_ends_while_a_producer_connects_leaves_the_outbox_to_the_nex
         opened.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(AsyncProducer, "_open", connects_for_ever)
+    monkeypatch.setattr(Engine, "_connect", connects_for_ever)
     producer = AsyncProducer("amqp://127.0.0.1", routing_key="q", outbox=path)
 
     async def begin() -> Any:

@@ -107,9 +107,9 @@ class Bridged:
             self._producer = self._loop.ask(lambda: AsyncProducer(url, **settings))
             # Each loop has classes of its own.
             common = {"__slots__": (), "run": self._loop}
-            self._producer._options["receipt_type"] = type("BridgedReceipt", (_Receipt,), common)
-            self._producer._options["spilled_type"] = type("BridgedSpilled", (_Receipt, SpilledReceipt), common)
-            self._producer._protocol.admission.receipt_type = self._producer._options["receipt_type"]
+            self._producer._engine._options["receipt_type"] = type("BridgedReceipt", (_Receipt,), common)
+            self._producer._engine._options["spilled_type"] = type("BridgedSpilled", (_Receipt, SpilledReceipt), common)
+            self._producer._protocol.admission.receipt_type = self._producer._engine._options["receipt_type"]
             self._loop(self._producer.connect())
             self._protocol = self._producer._protocol
         except BaseException:
@@ -137,7 +137,7 @@ class Bridged:
         try:
             self._loop(self._producer.close(*args, **keywords))
         finally:
-            if self._producer._all_ended.is_set():
+            if self._producer._engine._all_ended.is_set():
                 self._loop.stop()
 
     def on_flow(self, callback: Callable[[FlowEvent], object], **keywords: Any) -> Callable[[], None]:
@@ -165,7 +165,7 @@ class Bridged:
     @property
     def _services(self) -> Any:
         """Where the socket is."""
-        return self._producer._link
+        return self._producer._engine.link
 
     @property
     def capacity(self) -> int:

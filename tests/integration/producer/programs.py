@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import logging
@@ -31,7 +32,7 @@ from qflow_client import (
 )
 from qflow_client.broker import Broker
 from qflow_client.sync import SyncReceipt
-from qflow_client.sync import producer as producer_module
+from qflow_client.sync import engine as engine_module
 from qflow_client.sync import receipt as receipt_module
 
 
@@ -86,7 +87,7 @@ def _interrupted(call: str) -> None:
             "flush": lambda: protocol.waiters.settled,
             "result": lambda: receipt._waiter is not None,
             "wait_unflowed": lambda: protocol.waiters.unflowed,
-            "flow_events": lambda: len(producer._listeners.iterators),
+            "flow_events": lambda: len(producer._engine.listeners.iterators),
             "close": lambda: protocol.waiters.settled,
             "leaving": lambda: protocol.waiters.settled,
         }[call]
@@ -138,7 +139,8 @@ def _interrupted_good_bye() -> None:
         producer = Producer(broker.url, routing_key="q")
         # It is asked to leave, and says nothing.
         leaves = threading.Event()
-        producer._link._leave = lambda: leaves.set()  # type: ignore[method-assign]  # that is the point
+        link: Any = producer._engine.link
+        link._leave = leaves.set
         _say_when(leaves.is_set)
         try:
             producer.close(timeout=None)
@@ -306,7 +308,7 @@ def forked_in_the_middle() -> None:
         go_on.wait(20)
 
     def hold_all() -> None:
-        with producer._lock, quiet._lock, receipt_module._making:
+        with producer._engine.lock, quiet._engine.lock, receipt_module._making:
             holds_all.set()
             go_on.wait(20)
 
@@ -380,9 +382,11 @@ def _raises(kind: type[QflowError], call: Callable[[], object]) -> None:
 def forgotten(url: str, count: str, patience: str = "") -> None:
     """A program that ends without closing its producer, with messages on their way; and how long that may take."""
     if patience:
-        producer_module._AT_EXIT = float(patience)
+        engine_module._AT_EXIT = float(patience)
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     producer = Producer(url, routing_key="q", name="orders")
+    # Until the process ends.
+    atexit.register(repr, producer)
     for _ in range(int(count)):
         producer.send(b"")
     _say("fine")

@@ -393,7 +393,7 @@ def test_a_close_in_the_middle_of_a_message_does_not_cost_the_others_their_conne
     """Nothing may come between the frames of a message, a close of its channel least of all."""
     if reads_again:
         # A grace in which a slow machine, too, reads what it has to.
-        monkeypatch.setattr("qflow_client.sync.producer.BRIEF", PATIENCE)
+        monkeypatch.setattr("qflow_client.sync.engine.BRIEF", PATIENCE)
     connection = connect(proxy.url(broker))
     other, producer = made(connection, 2)
     proxy.stop_reading()
@@ -402,7 +402,7 @@ def test_a_close_in_the_middle_of_a_message_does_not_cost_the_others_their_conne
     with pytest.raises(FlowControlTimeout):
         producer.send(b"no", timeout=0.1)
     closing = start(producer.close, timeout=0.1)
-    link: Any = producer._link
+    link: Any = producer._engine.link
     eventually(lambda: link._leaves)
     if reads_again:
         proxy.go_on_reading()

@@ -20,7 +20,7 @@ from qflow_client import (
 )
 from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
-from qflow_client.sync.producer import _Waiter
+from qflow_client.sync.engine import Waiter
 from tests.effort import rounds
 
 from .tools import Flows, Stopwatch, bodies, eventually, start, wait_held, wait_in_line
@@ -279,12 +279,12 @@ def test_what_comes_at_the_very_deadline_has_come(
     producer: Producer, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def late(do: Callable[[], None], condition: Callable[[], object]) -> None:
-        class Late(_Waiter):
+        class Late(Waiter):
             def wait_until(self, deadline: float) -> None:
                 do()
                 eventually(condition)
 
-        monkeypatch.setattr("qflow_client.sync.producer._Waiter", Late)
+        monkeypatch.setattr("qflow_client.sync.producer.Waiter", Late)
 
     broker.withhold_confirms()
     producer.send(b"")

@@ -251,10 +251,10 @@ def test_an_iterator_that_is_left_leaves_nothing_behind(producer: Producer) -> N
     for event in events:
         assert event.kind is UNFLOWED
         break
-    assert len(producer._listeners.iterators) == 2
+    assert len(producer._engine.listeners.iterators) == 2
     del events, never_begun
     gc.collect()
-    assert len(producer._listeners.iterators) == 0
+    assert len(producer._engine.listeners.iterators) == 0
 
 
 @pytest.mark.usefixtures("one_connection")
@@ -621,7 +621,7 @@ def test_close_waits_for_callbacks_that_take_their_time(make_producer: Callable[
         producer.send(b"", routing_key="nowhere")
     closing = start(producer.close, timeout=20)
     # The connection has ended, so only the callbacks keep it.
-    link: Any = producer._link
+    link: Any = producer._engine.link
     eventually(lambda: not link._thread.is_alive())
     assert closing.is_alive()
     go_on.set()

@@ -78,13 +78,13 @@ def test_ctrl_c_twice_in_a_close_leaves_nobody_waiting_for_its_end(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     producer = Producer(broker.url, routing_key="q")
-    stop = producer._dispatcher.stop
+    stop = producer._engine.dispatcher.stop
 
     def press(timeout: float) -> None:
         stop(timeout)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(producer._dispatcher, "stop", press)
+    monkeypatch.setattr(producer._engine.dispatcher, "stop", press)
     with pytest.raises(KeyboardInterrupt):
         producer.close()
     start(producer.close, None).result()

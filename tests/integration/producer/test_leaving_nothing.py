@@ -60,10 +60,13 @@ def _lose_the_connection_and_forget(broker: Broker) -> None:
     producer.on_flow(Flows())
     broker.drop_connections()
     wait_closed(producer)
-    link: Any = producer._link
+    link: Any = producer._engine.link
     link._thread.join(PATIENCE)
-    del producer, link
-    gc.collect()
+    del link
+    held = [producer]
+    del producer
+    with pytest.warns(ResourceWarning, match="dropped without close"):
+        held.clear()
 
 
 def _reconnect(broker: Broker) -> None:

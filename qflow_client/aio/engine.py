@@ -1,0 +1,418 @@
+"""Runs the protocol of an `AsyncProducer`: tasks of one event loop take steps, and the loop writes."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, TypeVar
+
+from qflow_client import telemetry
+from qflow_client.aio.connection import TappedConnection, TappedRobustConnection
+from qflow_client.aio.dispatcher import Dispatcher
+from qflow_client.aio.link import Link
+from qflow_client.aio.receipt import AsyncReceipt
+from qflow_client.aio.turn import Turns, Waiter
+from qflow_client.core import steps
+from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.core.steps import Steps
+from qflow_client.engine import DROPPED, BaseEngine
+from qflow_client.errors import ConnectionFailed, ProducerClosed, QflowError, UndeliveredMessages
+from qflow_client.flow import FlowManager, Line
+from qflow_client.guard import LOOPS, is_inside
+from qflow_client.logs import write_log
+from qflow_client.receipt import Receipt
+from qflow_client.settings import ProducerSettings
+from qflow_client.skin import (
+    BRIEF,
+    CLOSED,
+    good_bye_until,
+    leave_word,
+    log_forgotten,
+    none_of,
+    protocol_options,
+    watch_process,
+)
+
+if TYPE_CHECKING:
+    from qflow_client.aio.storing import Commits
+    from qflow_client.keeper import StoringStep
+
+__all__ = ["Engine"]
+
+_T = TypeVar("_T")
+
+_monotonic = time.monotonic
+
+# Seconds that a close that is cancelled waits for the outbox.
+_DISK_PATIENCE = 0.6
+
+
+async def _wait_until_done(task: asyncio.Task[None]) -> asyncio.CancelledError | None:
+    """Wait until a task is done, however often the caller is cancelled meanwhile. The first cancel cancels the task.
+
+    Returns:
+        The first cancel, for the caller to raise; ``None`` if there was none.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError as error:
+            if cancelled is None:
+                task.cancel()
+            cancelled = cancelled or error
+    return cancelled
+
+
+class Engine(BaseEngine):
+    """The engine of one producer.
+
+    Args:
+        settings: the producer's.
+        on_delivery: called with every settled receipt; ``None`` for no call.
+        manager: with which the producer registers.
+        connection: on which it opens a channel; ``None`` for a connection of its own.
+        line: the order in which waiting sends are served; ``None`` for first come, first served.
+    """
+
+    def __init__(
+        self,
+        settings: ProducerSettings,
+        on_delivery: Callable[[Receipt], object] | None,
+        manager: FlowManager,
+        connection: TappedConnection | TappedRobustConnection | None,
+        line: Line | None,
+    ) -> None:
+        super().__init__(settings, on_delivery, manager)
+        self._connection = connection
+        self._options = protocol_options(settings, AsyncReceipt, line)
+        # With an outbox there is another, once that is open.
+        self.protocol = ProducerProtocol(settings, **self._options)
+        if self.deliveries is not None:
+            self.protocol.reports.settled = []
+        # With an outbox, set by `open`.
+        self._commits: Commits | None = None
+        # Set when the first close has come to its end.
+        self._all_ended = asyncio.Event()
+        #: The loop and its thread, and what runs there; set by `open`.
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._thread: int | None = None
+        self.dispatcher: Dispatcher | None = None
+        self.turns: Turns | None = None
+        #: Set once it is connected.
+        self.link: Link | None = None
+        # The task that ends it after the producer was dropped.
+        self._ending: asyncio.Task[None] | None = None
+
+    async def open(self, register: Callable[[], object]) -> None:
+        """Connect, once.
+
+        Args:
+            register: called once it is connected.
+
+        Raises:
+            ConnectionFailed: no host could be connected to.
+            OutboxInUse, OutboxError: the outbox is used by another producer, or cannot be used.
+            ProducerClosed: it was closed before.
+            QflowError: it was called before.
+        """
+        if self.ended:
+            raise ProducerClosed(CLOSED)
+        if self.loop is not None:
+            raise QflowError("connect() was called before: a producer connects once")
+        self.loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self.dispatcher = Dispatcher(self.loop)
+        self.turns = Turns(self.loop, lambda: self.protocol, self.kick, self.arm_timer)
+        watch_process(self)
+        try:
+            if self.settings.outbox is not None:
+                await self._open_outbox()
+            link = await self._connect()
+            if self.ended:
+                # Closed while it was connecting.
+                await link.close(BRIEF)
+                raise ProducerClosed(CLOSED)
+            self.link = link
+            if self.storage is not None:
+                self.storage.start()
+            self.observer = telemetry.watch(self, self.protocol, self.settings, link.url)
+            register()
+            self.kick()
+        except BaseException as error:
+            self.ended = True
+            try:
+                self.protocol.close(f"it could not connect: {error}", _monotonic())
+                self.unregister()
+                # After a GeneratorExit, as Ctrl-C may cause, there is no loop that could wait.
+                if not isinstance(error, GeneratorExit):
+                    await self._end(BRIEF)
+            finally:
+                if self.storage is not None:
+                    self.storage.close(0.0)
+            raise
+
+    async def _open_outbox(self) -> None:
+        # They bring SQLite with them.
+        from qflow_client.aio.storing import Commits, SpilledReceipt
+        from qflow_client.keeper import Storage
+
+        assert self.loop is not None
+        storage = Storage(self.settings)
+        self._commits = Commits(self.loop, storage)
+        options = {"spilled_type": SpilledReceipt} | self._options
+        try:
+            await asyncio.to_thread(storage.open, self._take, self._commits.committed, **options)
+            if self.ended:
+                raise ProducerClosed(CLOSED)
+            storage.protocol.take_over(self.protocol, _monotonic())
+            self.protocol, self.storage = storage.protocol, storage
+        except BaseException:
+            # Also what its thread has begun, and nobody waits for any more.
+            storage.close(0.0)
+            raise
+
+    def _take(self, step: StoringStep) -> None:
+        """Have the loop take a step for the outbox's thread."""
+
+        def take() -> None:
+            storage = self.storage
+            if storage is None:
+                # A child of the process that this is of.
+                return
+            self.step(lambda _protocol: step(storage.protocol, _monotonic()))
+            self.arm_timer()
+
+        assert self.loop is not None
+        # A loop that is closed sends nothing.
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(take)
+
+    async def _connect(self) -> Link:
+        errors = []
+        hosts = len(self.settings.urls) if self._connection is None else 1
+        for host in range(hosts):
+            link = Link(host, self._connection, self.protocol, self.after)
+            try:
+                await link.open()
+            except ConnectionFailed as error:
+                errors.append(error)
+            else:
+                return link
+        raise none_of(errors)
+
+    # Steps.
+
+    @property
+    def is_in_callback(self) -> bool:
+        return self.deliveries is not None and self.dispatcher is not None and self.dispatcher.is_running
+
+    def step(self, step: Callable[[ProducerProtocol], _T]) -> _T:
+        result = LOOPS.take(lambda: step(self.protocol))
+        self.kick()
+        return result
+
+    def ask(self, step: Callable[[ProducerProtocol], object]) -> None:
+        if self.loop is None or (self._thread in (None, threading.get_ident()) and not is_inside()):
+            self.step(step)
+            return
+        # A loop that is closed has nothing to hold.
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.step, step)
+
+    def kick(self) -> None:
+        """Have the present output written, and pass on what the protocol reports."""
+        if self.link is not None and self.protocol.unwritten > 0:
+            tapped = self.link.tapped
+            if tapped is not None and not tapped.awake:
+                tapped.wake()
+        self.after()
+
+    def arm_timer(self) -> None:
+        """Have the protocol called when its time comes, if time alone can lift a hold."""
+        if self.settings.rate is not None and self.link is not None:
+            self.link.arm_timer()
+
+    async def drive(self, call: Steps[_T], waiter: Waiter) -> _T:
+        """Run a call that waits, see `core.steps`; also before it is connected."""
+        turns = self.turns
+        if turns is None:
+            turns = Turns(asyncio.get_running_loop(), lambda: self.protocol, self.kick, self.arm_timer)
+        return await turns.drive(call, waiter)
+
+    async def made_durable(self, receipt: Receipt) -> None:
+        """Return once a message is on disk, if there is an outbox."""
+        if self.storage is not None:
+            assert self._commits is not None
+            assert isinstance(receipt, AsyncReceipt)
+            await self._commits.wait_durable(receipt)
+
+    # After a step. Nothing of the application runs in it.
+
+    def after(self) -> None:
+        protocol = self.protocol
+        if protocol.admission.observer is not None:
+            protocol.admission.observer.tell(now=_monotonic())
+        if protocol.reports.is_empty:
+            return
+        settled, wake, logs = LOOPS.take(self.take_news)
+        for waiter in wake:
+            if not waiter.done():
+                waiter.set_result(None)
+        write_log(logs)
+        if self.loop is None or self.dispatcher is None or self.loop.is_closed():
+            # Events wait until a loop runs.
+            return
+        if protocol.reports.events:
+            self.listeners.tell(protocol, self.dispatcher.call)
+        if settled:
+            assert self.deliveries is not None
+            self.deliveries.hand(settled)
+            self.dispatcher.call(self._deliver, settled)
+
+    def _deliver(self, receipts: list[Receipt]) -> None:
+        assert self.deliveries is not None
+        error = self.deliveries.tell(receipts)
+        if error is not None:
+            # A sys.exit in a callback ends the loop.
+            raise error
+
+    # The end.
+
+    async def close(self, deadline: float, *, waits_for_holds: bool = True) -> UndeliveredMessages | None:
+        """Close the producer; a second call waits for the end of the first.
+
+        Args:
+            deadline: until when messages may be settled, in seconds.
+            waits_for_holds: False to wait only as long as the broker goes on answering.
+
+        Returns:
+            The error for what was not delivered.
+        """
+        if self.ended:
+            LOOPS.take(lambda: self.protocol.close(CLOSED, _monotonic()))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if deadline == math.inf else deadline - _monotonic()):
+                    await self._all_ended.wait()
+            return None
+        self.ended = True
+        return await self._close(CLOSED, deadline, waits_for_holds)
+
+    async def _close(self, reason: str, deadline: float, waits_for_holds: bool) -> UndeliveredMessages | None:
+        error: BaseException | None = None
+        waiter = Waiter()
+        call = steps.close(self.protocol, waiter, deadline, _monotonic(), reason, waits_for_holds=waits_for_holds)
+        try:
+            self.unregister()
+            await self.drive(call, waiter)
+            patience = good_bye_until(deadline)
+        except BaseException as caught:
+            error, patience = caught, BRIEF
+        if isinstance(error, GeneratorExit):
+            # The loop is gone, so nothing can be waited for.
+            raise error
+        left = self.protocol.unsettled_receipts
+        # In a task of its own: a caller that is cancelled waits for its end all the same.
+        ending = asyncio.create_task(self._end(patience, disk_patience=None if error is None else _DISK_PATIENCE))
+        cancelled = await _wait_until_done(ending)
+        error = error or cancelled
+        undelivered = self.undelivered(LOOPS.take(self.protocol.reports.take_failures), left)
+        if error is None and not ending.cancelled():
+            error = ending.exception()
+        if error is not None:
+            leave_word(self.settings.name, error, undelivered)
+            raise error
+        return undelivered
+
+    async def _end(self, patience: float, *, disk_patience: float | None = None) -> None:
+        """End the channel and all that belongs to the producer; also if it is cancelled, only sooner.
+
+        Args:
+            patience: seconds that the broker may take to answer.
+            disk_patience: seconds that the outbox may take to close; ``None`` for ever, unless it is cancelled.
+        """
+        try:
+            if self.link is not None:
+                await self.link.close(patience)
+        finally:
+            self.after()
+            if self.observer is not None:
+                telemetry.unwatch(self.observer)
+            self.listeners.end()
+            if self.turns is not None:
+                self.turns.end()
+            try:
+                if self.dispatcher is not None:
+                    await self.dispatcher.stop()
+            finally:
+                ending = asyncio.current_task()
+                await self._end_storage(_DISK_PATIENCE if ending is not None and ending.cancelling() else disk_patience)
+
+    async def _end_storage(self, patience: float | None) -> None:
+        """Close the outbox, if there is one, and wait until it is closed: others would find it in use.
+
+        Args:
+            patience: seconds to wait; ``None`` for ever, unless it is cancelled.
+        """
+        try:
+            if self.storage is not None:
+                # The threads of the loop's own executor may all wait for something.
+                executor = ThreadPoolExecutor(1, "qflow-outbox-close")
+                closing = asyncio.get_running_loop().run_in_executor(executor, self.storage.close, BRIEF)
+                executor.shutdown(wait=False)
+                try:
+                    await asyncio.wait((closing,), timeout=patience)
+                except asyncio.CancelledError:
+                    await asyncio.wait((closing,), timeout=_DISK_PATIENCE)
+                    raise
+                if closing.done():
+                    closing.result()
+        finally:
+            if self._commits is not None:
+                self._commits.end()
+            self._all_ended.set()
+
+    # Without the producer.
+
+    def abandon(self) -> None:
+        # A producer that never connected has nothing to end.
+        if self.loop is not None:
+            super().abandon()
+
+    def _end_later(self) -> None:
+        # A loop that is closed ends nothing.
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self._drop)  # type: ignore[union-attr]  # see above
+
+    def _drop(self) -> None:
+        assert self.loop is not None
+        self._ending = self.loop.create_task(self._end_dropped())
+
+    async def _end_dropped(self) -> None:
+        wait = self.settings.max_producer_flow_control_wait
+        deadline = math.inf if wait is None else _monotonic() + wait
+        self._log_dropped(await self._close(DROPPED, deadline, waits_for_holds=True))
+
+    # Forks and the end of the process.
+
+    def forked(self) -> None:
+        # The loop does not run here, and wakes the parent's.
+        self._thread = None
+        self._all_ended = asyncio.Event()
+        self._all_ended.set()
+        self.disown()
+        for events in tuple(self.listeners.iterators):
+            events.forget()
+
+    def forgotten(self) -> None:
+        """At the end of the process: log what is lost if it was not closed. No loop runs that could wait."""
+        if not self.ended or (self.is_dropped and not self._all_ended.is_set()):
+            if self.storage is not None:
+                self.storage.close(BRIEF)
+            log_forgotten(self.protocol, self.storage)
+            self.ended = True

@@ -1,0 +1,168 @@
+"""What runs the protocol of a producer, whether for threads or for asyncio.
+
+The application holds a producer, and the producer holds its engine. The I/O thread or the event loop knows the engine
+only. So a producer that the application drops without closing it can be collected, and its engine then ends by itself:
+it admits nothing more, delivers what was admitted, and closes the connection (`abandon`).
+
+Each step of the protocol is taken by `step`. After each step `after` passes on what the protocol reports.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from qflow_client import telemetry
+from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.core.reporting import LogEntry
+from qflow_client.errors import UndeliveredMessages
+from qflow_client.flow import FlowManager
+from qflow_client.logs import log
+from qflow_client.message import Message
+from qflow_client.receipt import Receipt
+from qflow_client.settings import ProducerSettings, WhenFlowed
+from qflow_client.skin import Deliveries, Listeners, disown, undelivered_of
+
+if TYPE_CHECKING:
+    from qflow_client.keeper import Storage
+
+__all__ = ["DROPPED", "BaseEngine"]
+
+_T = TypeVar("_T")
+
+_monotonic = time.monotonic
+
+#: Why a producer that was dropped admits nothing.
+DROPPED = "the producer was dropped without close()"
+
+
+class BaseEngine(ABC):
+    """An engine without its I/O and its ways to wait.
+
+    Args:
+        settings: the producer's.
+        on_delivery: called with every settled receipt; ``None`` for no call.
+        manager: with which the producer registers.
+    """
+
+    #: The state. Every change to it is a step.
+    protocol: ProducerProtocol
+
+    def __init__(
+        self, settings: ProducerSettings, on_delivery: Callable[[Receipt], object] | None, manager: FlowManager
+    ) -> None:
+        self.settings = settings
+        self._manager = manager
+        #: The outbox; ``None`` without one.
+        self.storage: Storage | None = None
+        #: ``None`` without `on_delivery`.
+        self.deliveries = None if on_delivery is None else Deliveries(on_delivery, self._told)
+        self.listeners: Listeners[Any] = Listeners()
+        #: Measures and traces messages; set once it is connected.
+        self.observer: telemetry.Observer | None = None
+        #: Takes the producer from its manager.
+        self.unregister: Callable[[], object] = bool
+        #: Whether the first close has begun.
+        self.ended = False
+        #: Whether the application has dropped the producer without closing it.
+        self.is_dropped = False
+        #: Whether this process is a fork of the one that made it.
+        self.is_copy = False
+        self._pid = os.getpid()
+
+    # Steps.
+
+    @abstractmethod
+    def step(self, step: Callable[[ProducerProtocol], _T]) -> _T:
+        """Take a step of the protocol, and do what follows from it."""
+
+    @abstractmethod
+    def ask(self, step: Callable[[ProducerProtocol], object]) -> None:
+        """Take a step without waiting for its result. Where none can be taken, it is taken later."""
+
+    @property
+    @abstractmethod
+    def is_in_callback(self) -> bool:
+        """Whether `on_delivery` or a flow callback makes the call, while there is an `on_delivery`."""
+
+    def admit(
+        self, payload: bytes | Message, exchange: str, routing_key: str, *, spills: bool = False
+    ) -> Receipt | None:
+        """Admit a message, or put it into the outbox, if that is possible now.
+
+        Args:
+            payload: the message.
+            exchange: where to publish.
+            routing_key: with which key.
+            spills: whether it may be put into the outbox while the producer is flowed, if the settings say so. The
+                message of a callback is in any case, because other senders may wait for the callback to return.
+
+        Returns:
+            Its receipt, which with an outbox is not on disk yet; ``None`` if nothing has happened.
+        """
+        storage = self.storage
+        if storage is None:
+            return self.step(lambda protocol: protocol.admission.send(payload, exchange, routing_key, _monotonic()))
+        spills = spills and (self.settings.when_flowed is WhenFlowed.SPILL or self.is_in_callback)
+        return self.step(
+            lambda _protocol: storage.protocol.store(payload, exchange, routing_key, _monotonic(), spills=spills)
+        )
+
+    # After a step.
+
+    @abstractmethod
+    def after(self) -> None:
+        """Pass on what the protocol reports."""
+
+    def take_news(self) -> tuple[list[Receipt], list[Any], list[LogEntry]]:
+        """Take what the protocol reports, in a step: settled receipts, waiters to wake, and log entries."""
+        protocol = self.protocol
+        reports = protocol.reports
+        settled = protocol.take_settled(_monotonic()) if reports.settled else []
+        wake, reports.wake = reports.wake, []
+        logs, reports.logs = reports.logs, []
+        return settled, wake, logs
+
+    def _told(self, count: int) -> None:
+        self.step(lambda protocol: protocol.told(count, _monotonic()))
+
+    # The end.
+
+    def undelivered(self, failures: list[Receipt], left: Sequence[Receipt]) -> UndeliveredMessages | None:
+        """Return the error for the messages that were not delivered, without those that the application has seen.
+
+        Args:
+            failures: failed receipts that it has not seen.
+            left: what was unsettled before the channel was ended.
+        """
+        if self.deliveries is not None:
+            failures += self.deliveries.undelivered(left)
+        return undelivered_of(failures, self.storage)
+
+    def abandon(self) -> None:
+        """End without the producer, which is gone. Called by its finalizer: on any thread, inside any step."""
+        if self.ended or self.is_copy:
+            return
+        self.ended = self.is_dropped = True
+        self._end_later()
+        # Last, because a filter may turn it into an error.
+        warnings.warn(f"{self.settings.name}: {DROPPED}", ResourceWarning, stacklevel=2)
+
+    @abstractmethod
+    def _end_later(self) -> None:
+        """Deliver what was admitted, and end, without waiting for that."""
+
+    def _log_dropped(self, undelivered: UndeliveredMessages | None) -> None:
+        if undelivered is not None:
+            log(logging.ERROR, "%s: %s: %s", self.settings.name, DROPPED, undelivered)
+
+    def disown(self) -> None:
+        """In a child process: everything of this producer belongs to the parent."""
+        self.is_copy = self.ended = True
+        self._manager.forked()
+        self.protocol, self.storage = disown(self.protocol, self.storage, self._pid), None

@@ -1,0 +1,386 @@
+"""Runs the protocol of a `Producer`: any thread takes steps under a lock, and the I/O thread writes."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from _thread import start_new_thread
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from qflow_client import telemetry
+from qflow_client.core import steps
+from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.core.steps import Steps, resume
+from qflow_client.engine import DROPPED, BaseEngine
+from qflow_client.errors import ConnectionFailed, NestedCall, UndeliveredMessages
+from qflow_client.flow import FlowManager, Line
+from qflow_client.guard import Guard, is_inside
+from qflow_client.logs import write_log
+from qflow_client.receipt import Receipt
+from qflow_client.settings import ProducerSettings
+from qflow_client.skin import (
+    BRIEF,
+    CLOSED,
+    good_bye_until,
+    leave_word,
+    log_forgotten,
+    none_of,
+    protocol_options,
+    watch_process,
+)
+from qflow_client.sync.connection import SharedLink, TappedConnection
+from qflow_client.sync.dispatcher import Dispatcher
+from qflow_client.sync.latch import Latch
+from qflow_client.sync.link import Link, parameters
+from qflow_client.sync.receipt import SyncReceipt
+
+if TYPE_CHECKING:
+    from qflow_client.keeper import StoringStep
+
+__all__ = ["Engine", "Waiter"]
+
+_T = TypeVar("_T")
+
+# Seconds that the end of the process waits for a producer that was not closed.
+_AT_EXIT = 1.0
+
+_monotonic = time.monotonic
+
+
+class Waiter:
+    """Wakes one thread; cheaper than an event."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        """Wake the thread. A second time changes nothing."""
+        try:
+            self._lock.release()
+        except RuntimeError:
+            return
+
+    def wait_until(self, deadline: float) -> None:
+        """Wait until it is set, or until a time."""
+        self._lock.acquire(timeout=max(0.0, min(deadline - _monotonic(), threading.TIMEOUT_MAX)))
+
+
+class Engine(BaseEngine):
+    """The engine of one producer.
+
+    Args:
+        settings: the producer's.
+        on_delivery: called with every settled receipt; ``None`` for no call.
+        manager: with which the producer registers.
+        connection: on which it opens a channel; ``None`` for a connection of its own.
+    """
+
+    def __init__(
+        self,
+        settings: ProducerSettings,
+        on_delivery: Callable[[Receipt], object] | None,
+        manager: FlowManager,
+        connection: TappedConnection | None,
+    ) -> None:
+        super().__init__(settings, on_delivery, manager)
+        self._connection = connection
+        #: Guards the protocol, the link's `awake`, and the listeners; one for all producers on a connection.
+        self.lock = Guard() if connection is None else connection.carrier.lock
+        #: Calls the application's callbacks.
+        self.dispatcher = Dispatcher(f"qflow-callbacks {settings.name}")
+        # Set when the first close has come to its end.
+        self._all_ended = Latch()
+        # What was unsettled as its connection was ended.
+        self._left: tuple[Receipt, ...] = ()
+        #: The connection, or the channel on one that others use, too; set by `open`.
+        self.link: Link | SharedLink | None = None
+
+    def open(self, line: Line | None) -> None:
+        """Connect. If anything is raised, `discard` ends what has begun.
+
+        Args:
+            line: the order in which waiting sends are served; ``None`` for first come, first served.
+
+        Raises:
+            ConnectionFailed: no host could be connected to.
+        """
+        self.protocol = self._make_protocol(line)
+        self.link = link = self._connect()
+        if self.storage is not None:
+            self.storage.start()
+        self.observer = telemetry.watch(self, self.protocol, self.settings, link.url)
+        if self.deliveries is not None:
+            self.protocol.reports.settled = []
+            self.dispatcher.start()
+        watch_process(self)
+
+    def discard(self) -> None:
+        """End what an `open` that failed has begun."""
+        self.ended = True
+        try:
+            if self.link is not None:
+                self.end(BRIEF)
+        finally:
+            if self.storage is not None:
+                self.storage.close(BRIEF)
+
+    def _make_protocol(self, line: Line | None) -> ProducerProtocol:
+        options = protocol_options(self.settings, SyncReceipt, line)
+        if self.settings.outbox is None:
+            return ProducerProtocol(self.settings, **options)
+        # They import sqlite3.
+        from qflow_client.keeper import Storage
+        from qflow_client.sync.storing import SpilledReceipt
+
+        self.storage = Storage(self.settings)
+        self.storage.open(self._take, spilled_type=SpilledReceipt, **options)
+        return self.storage.protocol
+
+    def _take(self, step: StoringStep) -> None:
+        """Take a step for the outbox's thread."""
+        storage = self.storage
+        assert storage is not None
+        self.step(lambda _protocol: step(storage.protocol, _monotonic()))
+        self._arm_timer()
+
+    def _connect(self) -> Link | SharedLink:
+        if self._connection is not None:
+            shared = SharedLink(self._connection, self.protocol, self.after)
+            shared.open(self.settings.connect_timeout)
+            return shared
+        errors = []
+        # An error in the URL of any host is raised before the first is tried.
+        hosts = [parameters(url, self.settings) for url in self.settings.urls]
+        for host in range(len(hosts)):
+            link = Link(hosts, host, self.protocol, self.lock, self.after)
+            try:
+                link.open(self.settings.connect_timeout)
+                return link
+            except ConnectionFailed as error:
+                errors.append(error)
+            except BaseException:
+                link.close(BRIEF)
+                raise
+        raise none_of(errors)
+
+    # Steps.
+
+    @property
+    def is_in_callback(self) -> bool:
+        return self.deliveries is not None and self.dispatcher.is_current_thread
+
+    def step(self, step: Callable[[ProducerProtocol], _T]) -> _T:
+        try:
+            result = self.lock.take(lambda: step(self.protocol))
+            self._kick()
+            return result
+        except NestedCall:
+            raise
+        except BaseException:
+            self.recheck()
+            raise
+
+    def ask(self, step: Callable[[ProducerProtocol], object]) -> None:
+        if is_inside():
+            self.call_later(lambda: self.step(step))
+        else:
+            self.step(step)
+
+    def call_later(self, function: Callable[[], object]) -> None:
+        """Call a function on the I/O thread."""
+        assert self.link is not None
+        self.link.services.add_callback_threadsafe(function)
+
+    def recheck(self) -> None:
+        """Have the I/O thread take a step, because an exception may have come before what was to follow from one."""
+        link = self.link
+        if link is None:
+            return
+        if not link.ended:
+            link.look()
+        elif not is_inside():
+            self.lock.take(lambda: self.protocol.on_timer(_monotonic()))
+            self.after()
+
+    def _kick(self) -> None:
+        """Have the I/O thread write, and pass on what the protocol reports."""
+        link, protocol = self.link, self.protocol
+        # As long as there is an I/O thread, that is its task, because no Ctrl-C comes there.
+        if link is None or link.ended:
+            self.after()
+            return
+        if not link.services.awake and protocol.unwritten > 0:
+            link.services.wake()
+        if not protocol.reports.is_empty:
+            link.tell()
+
+    def _arm_timer(self) -> None:
+        """Have the protocol called when its time comes, if time alone can lift a hold."""
+        if self.settings.rate is not None and self.link is not None:
+            self.link.arm_timer()
+
+    def drive(self, call: Steps[_T], waiter: Waiter, undo: Callable[[ProducerProtocol], object] | None = None) -> _T:
+        """Run a call that waits, see `core.steps`.
+
+        Args:
+            call: the call.
+            waiter: its waiter.
+            undo: takes it back if something is raised; by default, `waiter` is forgotten.
+        """
+        try:
+            until, result = self.step(lambda _protocol: resume(call, None))
+            self._arm_timer()
+            while until is not None:
+                waiter.wait_until(until)
+                until, result = self.step(lambda _protocol: resume(call, _monotonic()))
+        except BaseException:
+            self.step(undo or (lambda protocol: protocol.forget_waiter(waiter)))
+            raise
+        return result  # type: ignore[return-value]  # the call has ended
+
+    # After a step, without the lock.
+
+    def after(self) -> None:
+        protocol = self.protocol
+        if protocol.admission.observer is not None:
+            protocol.admission.observer.tell(now=_monotonic())
+        if protocol.reports.is_empty:
+            return
+        wake, logs = self.lock.take(self._pass_on)
+        for waiter in wake:
+            waiter.set()
+        # Last, because it may take its time.
+        write_log(logs)
+
+    def _pass_on(self) -> tuple[list[Any], list[Any]]:
+        """Pass on events and receipts, and return the waiters to wake and the entries to log."""
+        settled, wake, logs = self.take_news()
+        # In the order of the steps, so that two threads cannot swap what they pass on.
+        if self.protocol.reports.events:
+            self.listeners.tell(self.protocol, self.dispatcher.call)
+        if settled:
+            assert self.deliveries is not None
+            self.deliveries.hand(settled)
+            self.dispatcher.call(self.deliveries.tell, settled)
+        return wake, logs
+
+    # The end.
+
+    def close(self, deadline: float, *, waits_for_holds: bool = True) -> UndeliveredMessages | None:
+        """Close the producer; a second call waits for the end of the first.
+
+        Args:
+            deadline: until when messages may be settled, in seconds.
+            waits_for_holds: False to wait only as long as the broker goes on answering.
+
+        Returns:
+            The error for what was not delivered.
+        """
+        first = False
+
+        def begin() -> None:
+            nonlocal first
+            first = not self.ended
+            self.ended = True
+
+        waiter = Waiter()
+        call = steps.close(self.protocol, waiter, deadline, _monotonic(), CLOSED, waits_for_holds=waits_for_holds)
+        try:
+            self.lock.take(begin)
+            if first:
+                self.unregister()
+                self.drive(call, waiter)
+                return self.end(good_bye_until(deadline), deadline if waits_for_holds else None)
+        except BaseException as error:
+            # Ctrl-C above all.
+            if first:
+                leave_word(self.settings.name, error, self.end(BRIEF))
+            raise
+        # A callback must not wait for the end of the callbacks.
+        if not self.dispatcher.is_current_thread:
+            self._all_ended.wait(deadline - _monotonic())
+        return None
+
+    def end(self, patience: float, deadline: float | None = None) -> UndeliveredMessages | None:
+        """End the connection and the callbacks. After Ctrl-C it is called again.
+
+        Args:
+            patience: seconds that each may take.
+            deadline: until when `on_delivery` may be called; ``None`` for `patience`.
+
+        Returns:
+            The error for what was not delivered.
+        """
+        assert self.link is not None
+        try:
+            # What the first call has found is as true after Ctrl-C.
+            self._left = self._left or self.lock.take(lambda: self.protocol.unsettled_receipts)
+            self.unregister()
+            try:
+                self.link.close(patience)
+            finally:
+                self.after()
+                if self.observer is not None:
+                    telemetry.unwatch(self.observer)
+                self.lock.take(self.listeners.end)
+                if self.deliveries is not None and deadline is not None:
+                    patience = min(max(BRIEF, deadline - _monotonic()), threading.TIMEOUT_MAX)
+                self.dispatcher.stop(patience)
+        finally:
+            try:
+                if self.storage is not None:
+                    self.storage.close(BRIEF)
+            finally:
+                # Other threads that close wait until here.
+                self._all_ended.set()
+        failures = self.lock.take(self.protocol.reports.take_failures)
+        return self.undelivered(failures, self._left)
+
+    # Without the producer.
+
+    def _end_later(self) -> None:
+        # `threading.Thread.start` waits, and a finalizer must not. No thread starts while the process ends.
+        with suppress(RuntimeError):
+            start_new_thread(self._start_end, ())
+
+    def _start_end(self) -> None:
+        # With a name, and so that `threading` knows it.
+        name = f"qflow-end {self.settings.name}"
+        threading.Thread(target=self._end_dropped, name=name, daemon=True).start()
+
+    def _end_dropped(self) -> None:
+        wait = self.settings.max_producer_flow_control_wait
+        now, waiter = _monotonic(), Waiter()
+        deadline = math.inf if wait is None else now + wait
+        self.drive(steps.close(self.protocol, waiter, deadline, now, DROPPED, waits_for_holds=True), waiter)
+        self._log_dropped(self.end(good_bye_until(deadline), deadline))
+
+    # Forks and the end of the process.
+
+    def forked(self) -> None:
+        if self.link is not None:
+            self.link.forget()
+        # The parent's threads may have held these, or been at work in it.
+        self.lock = Guard()
+        self._all_ended = Latch()
+        self._all_ended.set()
+        self.disown()
+        self.listeners.end()
+
+    def forgotten(self) -> None:
+        """At the end of the process: log what is lost if it was not closed."""
+        if self.is_copy or self._all_ended.is_set or (self.ended and not self.is_dropped):
+            return
+        waiter = Waiter()
+        now = _monotonic()
+        self.drive(steps.drain(self.protocol, waiter, now + _AT_EXIT, now), waiter)
+        if self.storage is not None:
+            self.storage.close(BRIEF)
+        self.lock.take(lambda: log_forgotten(self.protocol, self.storage))
+        self.ended = True

@@ -1,0 +1,119 @@
+"""A producer that the application drops without closing it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import threading
+import weakref
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from qflow_client import AsyncProducer, OutboxInUse, Outcome, Producer, Receipt
+from qflow_client.broker import Broker
+from qflow_client.outbox import Outbox
+
+from .tools import PATIENCE, Flows, eventually
+
+# An error in a finalizer would only be printed.
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+
+
+def _drop(held: list[Producer] | list[AsyncProducer]) -> None:
+    """Drop the only reference to a producer."""
+    gone = weakref.ref(held.pop())
+    gc.collect()
+    assert gone() is None
+
+
+def _threads(kind: str) -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == f"qflow-{kind} dropped"]
+
+
+@pytest.mark.parametrize("listens", [False, True], ids=["plain", "with callbacks"])
+def test_E6_a_dropped_producer_warns_delivers_what_was_admitted_and_ends(broker: Broker, listens: bool) -> None:
+    told: list[Receipt] = []
+    held = [Producer(broker.url, routing_key="q", name="dropped", on_delivery=told.append if listens else None)]
+    if listens:
+        held[0].on_flow(Flows())
+        held[0].flow_events()
+    broker.withhold_confirms()
+    receipts = held[0].send_many([b"%d" % number for number in range(100)])
+    with pytest.warns(ResourceWarning, match=r"dropped: the producer was dropped without close\(\)"):
+        _drop(held)
+    broker.release_confirms()
+    assert [receipt.result(timeout=PATIENCE) for receipt in receipts] == [Outcome.CONFIRMED] * 100
+    eventually(lambda: not broker.connections(), "the connection ends")
+    eventually(lambda: not _threads("io") and not _threads("callbacks"), "the threads end")
+    assert len(told) == 100 * listens
+
+
+def test_E6_what_a_dropped_producer_could_not_deliver_is_logged(
+    broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = [Producer(broker.url, routing_key="q", name="dropped", max_producer_flow_control_wait=0.1)]
+    broker.withhold_confirms()
+    receipt = held[0].send(b"lost")
+    with caplog.at_level(logging.ERROR, "qflow_client"):
+        with pytest.warns(ResourceWarning, match="dropped"):
+            _drop(held)
+        eventually(lambda: "dropped: the producer was dropped without close(): 1 admitted messages" in caplog.text)
+    assert receipt.outcome is Outcome.UNKNOWN
+    broker.release_confirms()
+
+
+def test_a_dropped_producer_lets_go_of_its_outbox(broker: Broker, tmp_path: Path) -> None:
+    held = [Producer(broker.url, routing_key="q", name="dropped", outbox=tmp_path / "outbox")]
+    held[0].send(b"kept")
+    with pytest.warns(ResourceWarning, match="dropped"):
+        _drop(held)
+
+    def is_free() -> bool:
+        with suppress(OutboxInUse):
+            Outbox(tmp_path / "outbox").close()
+            return True
+        return False
+
+    eventually(is_free, "another producer can have the outbox")
+    assert broker.queue("q").depth == 1
+
+
+def test_a_producer_that_was_closed_warns_of_nothing(broker: Broker, recwarn: pytest.WarningsRecorder) -> None:
+    held = [Producer(broker.url, routing_key="q", name="dropped")]
+    held[0].close()
+    _drop(held)
+    assert not [each for each in recwarn if each.category is ResourceWarning]
+
+
+def test_E6_a_dropped_async_producer_warns_delivers_what_was_admitted_and_ends(broker: Broker) -> None:
+    async def main() -> None:
+        held = [await AsyncProducer(broker.url, routing_key="q", name="dropped").connect()]
+        broker.withhold_confirms()
+        receipts = await held[0].send_many([b"%d" % number for number in range(100)])
+        with pytest.warns(ResourceWarning, match=r"dropped: the producer was dropped without close\(\)"):
+            _drop(held)
+        broker.release_confirms()
+        async with asyncio.timeout(PATIENCE):
+            assert [await receipt for receipt in receipts] == [Outcome.CONFIRMED] * 100
+            await asyncio.to_thread(broker.wait_until, lambda broker: not broker.connections())
+
+    asyncio.run(main())
+
+
+def test_an_async_producer_that_never_connected_warns_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    _drop([AsyncProducer("amqp://localhost", routing_key="q", name="dropped")])
+    assert not [each for each in recwarn if each.category is ResourceWarning]
+
+
+def test_an_async_producer_whose_loop_is_gone_is_dropped_without_an_error(broker: Broker) -> None:
+    async def connect() -> AsyncProducer:
+        return await AsyncProducer(broker.url, routing_key="q", name="dropped").connect()
+
+    with asyncio.Runner() as runner:
+        held = [runner.run(connect())]
+    with pytest.warns(ResourceWarning, match="dropped"):
+        _drop(held)
+    broker.wait_until(lambda broker: not broker.connections(), timeout=PATIENCE)
