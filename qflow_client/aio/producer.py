@@ -71,8 +71,9 @@ from qflow_client.skin import (
 )
 
 if TYPE_CHECKING:
-    from qflow_client.aio.storing import Commits
-    from qflow_client.keeper import Storage, StoringStep
+    from qflow_client.aio.outbox import Commits
+    from qflow_client.outbox.storage import Storage
+    from qflow_client.outbox.writer import StoringStep
 
 __all__ = ["AsyncProducer"]
 
@@ -262,8 +263,8 @@ class AsyncProducer:
 
     async def _open_outbox(self) -> None:
         # They bring SQLite with them.
-        from qflow_client.aio.storing import Commits, SpilledReceipt
-        from qflow_client.keeper import Storage
+        from qflow_client.aio.outbox import Commits, SpilledReceipt
+        from qflow_client.outbox.storage import Storage
 
         assert self._loop is not None
         storage = Storage(self.settings)

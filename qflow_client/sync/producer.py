@@ -68,7 +68,8 @@ from qflow_client.sync.link import Link, parameters
 from qflow_client.sync.receipt import SyncReceipt
 
 if TYPE_CHECKING:
-    from qflow_client.keeper import Storage, StoringStep
+    from qflow_client.outbox.storage import Storage
+    from qflow_client.outbox.writer import StoringStep
 
 __all__ = ["Producer"]
 
@@ -207,8 +208,8 @@ class Producer:
         if self.settings.outbox is None:
             return ProducerProtocol(self.settings, **options)
         # They bring SQLite with them.
-        from qflow_client.keeper import Storage
-        from qflow_client.sync.storing import SpilledReceipt
+        from qflow_client.outbox.storage import Storage
+        from qflow_client.sync.outbox import SpilledReceipt
 
         self._storage = Storage(self.settings)
         self._storage.open(self._take, spilled_type=SpilledReceipt, **options)

@@ -13,7 +13,7 @@ import pytest
 
 from qflow_client import AsyncProducer, FlowControlTimeout, OutboxFull, Outcome, ProducerClosed
 from qflow_client.broker import Broker
-from qflow_client.keeper import Storage
+from qflow_client.outbox.storage import Storage
 from tests.integration.producer.tools import PATIENCE, bodies
 
 from .tools import in_line

@@ -21,7 +21,7 @@ PATIENCE = 20.0
 # A quick run interrupts every fifth line only.
 EVERY = 5 if EFFORT == "quick" else 1
 # Where the producers and their outboxes are made.
-MAKERS = ("producer.py", "link.py", "keeper.py", "storing.py", "outbox.py", "outboxfile.py", "database.py")
+MAKERS = ("producer.py", "link.py", "writer.py", "storage.py", "store.py", "outbox.py", "outbox/file.py", "database.py")
 
 Made = list[Producer | AsyncProducer]
 

@@ -9,7 +9,7 @@ from concurrent.futures import wait
 from typing import Any
 
 from qflow_client import AsyncProducer, AsyncReceipt, FlowEvent, FlowState
-from qflow_client.aio.storing import SpilledReceipt
+from qflow_client.aio.outbox import SpilledReceipt
 
 from .tools import PATIENCE
 

@@ -30,7 +30,7 @@ from qflow_client import (
 )
 from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
-from qflow_client.storing import StoringProtocol
+from qflow_client.outbox.store import StoringProtocol
 from tests.effort import rounds
 
 from .processes import in_child

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from qflow_client import Message
-from qflow_client.keeper import Keeper, StoringStep
 from qflow_client.outbox import Outbox
+from qflow_client.outbox.store import Spilled, StoringProtocol
+from qflow_client.outbox.writer import Keeper, StoringStep
 from qflow_client.receipt import Receipt
 from qflow_client.settings import ProducerSettings
-from qflow_client.storing import Spilled, StoringProtocol
 
 FRAME_MAX = 4096
 MARK = "x-qflow-republished"

@@ -31,15 +31,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from qflow_client import outboxfile
 from qflow_client.amqp.fields import encode_short_string
 from qflow_client.amqp.frames import content_header, plain_content_header
 from qflow_client.database import LockFile
 from qflow_client.message import Message
-from qflow_client.outboxfile import OutboxError, OutboxFull, OutboxInUse, StoredMessage
+from qflow_client.outbox import file as outboxfile
+from qflow_client.outbox.errors import OutboxError, OutboxFull, OutboxInUse
+from qflow_client.outbox.file import StoredMessage
 from qflow_client.redaction import shown
 
-__all__ = ["Outbox", "OutboxError", "OutboxFull", "OutboxInUse", "StoredMessage"]
+__all__ = ["Outbox"]
 
 # Messages that are settled before `wait_durable` takes them out, too.
 _SETTLED_TOGETHER = 500

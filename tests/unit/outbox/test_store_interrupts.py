@@ -19,7 +19,7 @@ from .support import Kept, leave
 
 DAY = 86_400.0
 # What is new with an outbox, and what calls it; the rest is interrupted in tests/unit/core.
-STORING = ("storing.py", "outbox.py", "outboxfile.py", "database.py", "protocol.py")
+STORING = ("outbox/store.py", "outbox/outbox.py", "outbox/file.py", "database.py", "protocol.py")
 OWN = {"plain": b"own", "with an id of its own": Message(b"own", message_id="own")}
 
 
@@ -30,7 +30,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _who_is_lost_is_soon_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qflow_client.outbox._LOST", 0.001)
+    monkeypatch.setattr("qflow_client.outbox.outbox._LOST", 0.001)
 
 
 def all_gets_out(kept: Kept) -> list[bytes]:

@@ -8,9 +8,9 @@ from contextlib import suppress
 from copy import copy
 
 from qflow_client.aio.receipt import AsyncReceipt
-from qflow_client.keeper import Storage
-from qflow_client.outbox import OutboxError
-from qflow_client.storing import Spilled
+from qflow_client.outbox.errors import OutboxError
+from qflow_client.outbox.storage import Storage
+from qflow_client.outbox.store import Spilled
 
 __all__ = ["Commits", "SpilledReceipt"]
 

@@ -1,6 +1,6 @@
 """The file of an outbox: its tables, what a message looks like there, and how that is read.
 
-The functions work on an open file; which thread may use it when, and what is only noted, is for `qflow_client.outbox`.
+The functions work on an open file; which thread may use it when, and what is only noted, is for `Outbox`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qflow_client.amqp.frames import FrameError, body_size
 from qflow_client.database import Database
-from qflow_client.errors import QflowError
 from qflow_client.message import Message, decode_message, republished
-
-if TYPE_CHECKING:
-    from qflow_client.receipt import Receipt
+from qflow_client.outbox.errors import OutboxError
 
 # "qOut", and the version of the tables.
 _APPLICATION_ID = 0x714F7574
@@ -54,27 +51,6 @@ NOT_SET_ASIDE = f"AND NOT held & {_SET_ASIDE}"
 _LOOKED_AT = 1000
 # Above every sequence.
 _EVER = 1 << 62
-
-
-class OutboxError(QflowError):
-    """The outbox cannot be used; the text names the file.
-
-    Attributes:
-        receipt: of the message that a `send` has admitted and could not make durable. It is on its way all the same,
-            and made durable as soon as that is possible. ``None`` if nothing was admitted.
-        receipts: of what the same `send_many` had admitted before.
-    """
-
-    receipt: Receipt | None = None
-    receipts: Sequence[Receipt] = ()
-
-
-class OutboxInUse(OutboxError):
-    """Another process, or another producer in this one, uses the outbox."""
-
-
-class OutboxFull(OutboxError):
-    """The outbox has no room for the message. It was not put, and not sent."""
 
 
 @dataclass(frozen=True, slots=True)

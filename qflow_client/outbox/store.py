@@ -23,7 +23,9 @@ from qflow_client.core.step import step
 from qflow_client.events import HoldKind
 from qflow_client.flow import CompositeLimiter, Hold, Limiter
 from qflow_client.message import Message
-from qflow_client.outbox import Outbox, OutboxFull, StoredMessage
+from qflow_client.outbox.errors import OutboxFull
+from qflow_client.outbox.file import StoredMessage
+from qflow_client.outbox.outbox import Outbox
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import OnOutboxFull, ProducerSettings, WhenFlowed
 

@@ -12,8 +12,8 @@ import pytest
 
 from qflow_client.logs import flush_logs
 from qflow_client.outbox import Outbox, OutboxError
+from qflow_client.outbox.store import StoringProtocol
 from qflow_client.receipt import Outcome
-from qflow_client.storing import StoringProtocol
 from tests.unit.core.support import wire
 
 from .support import Kept, change, leave
