@@ -9,8 +9,8 @@ from copy import copy
 
 from qflow_client.aio.receipt import AsyncReceipt
 from qflow_client.outbox.errors import OutboxError
+from qflow_client.outbox.spilled import Spilled
 from qflow_client.outbox.storage import Storage
-from qflow_client.outbox.store import Spilled
 
 __all__ = ["Commits", "SpilledReceipt"]
 
@@ -63,7 +63,7 @@ class Commits:
 
     def _ask(self) -> None:
         self._is_due = False
-        self._storage.keeper.commit_soon()
+        self._storage.writer.commit_now()
 
     def committed(self, durable: int, error: Exception | None) -> None:
         """Have the loop wake who waits for a commit; called on the outbox's thread."""

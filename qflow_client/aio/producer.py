@@ -73,7 +73,7 @@ from qflow_client.skin import (
 if TYPE_CHECKING:
     from qflow_client.aio.outbox import Commits
     from qflow_client.outbox.storage import Storage
-    from qflow_client.outbox.writer import StoringStep
+    from qflow_client.outbox.writer import StoreStep
 
 __all__ = ["AsyncProducer"]
 
@@ -180,9 +180,7 @@ class AsyncProducer:
                 f"connection={shown(connection)}: on a connection made elsewhere Channel.Flow and confirms cannot be "
                 "taken before aio-pika gets them; make it with qflow_client.connect_async(url)"
             )
-        self._options = protocol_options(self.settings, AsyncReceipt, line)
-        # With an outbox there is another, once that is open.
-        self._protocol = ProducerProtocol(self.settings, **self._options)
+        self._protocol = ProducerProtocol(self.settings, **protocol_options(self.settings, AsyncReceipt, line))
         # None unless admitted messages are kept on disk; set by `connect`.
         self._storage: Storage | None = None
         self._commits: Commits | None = None
@@ -268,28 +266,26 @@ class AsyncProducer:
 
         assert self._loop is not None
         storage = Storage(self.settings)
-        self._commits = Commits(self._loop, storage)
-        options = {"spilled_type": SpilledReceipt} | self._options
+        self._commits = commits = Commits(self._loop, storage)
         try:
-            await asyncio.to_thread(storage.open, self._take, self._commits.committed, **options)
+            await asyncio.to_thread(storage.open)
             if self._ended:
                 raise ProducerClosed(CLOSED)
-            storage.protocol.take_over(self._protocol, _monotonic())
-            self._protocol, self._storage = storage.protocol, storage
+            self._step(lambda protocol: storage.attach(protocol, SpilledReceipt, self._take, commits.committed))
+            self._storage = storage
         except BaseException:
-            # Also what its thread has begun, and nobody waits for any more.
+            # A thread may still be opening it.
             storage.close(0.0)
             raise
 
-    def _take(self, step: StoringStep) -> None:
+    def _take(self, step: StoreStep) -> None:
         """Have the loop take a step for the outbox's thread."""
 
         def take() -> None:
-            storage = self._storage
-            if storage is None:
+            if self._storage is None:
                 # A child of the process that this is of.
                 return
-            self._step(lambda _protocol: step(storage.protocol, _monotonic()))
+            self._step(lambda _protocol: step(_monotonic()))
             self._arm_timer()
 
         assert self._loop is not None
@@ -390,7 +386,7 @@ class AsyncProducer:
         """With an outbox: admit a message, or put it there, if that can be done now. It is not durable yet."""
         assert self._storage is not None
         spills = spills and self.settings.when_flowed is WhenFlowed.SPILL
-        store = self._storage.protocol.store
+        store = self._storage.store.send
         receipt = self._step(lambda _protocol: store(payload, exchange, routing_key, _monotonic(), spills=spills))
         return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
 

@@ -130,7 +130,7 @@ class Turns:
                 if timer is not None:
                     timer.cancel()
         try:
-            # Raises if nothing but its time has come. Another may have taken the protocol's place.
+            # Raises if nothing but its time has come. After a fork there is another protocol.
             LOOPS.take(lambda: self._protocol().admission.look_at(ticket, _monotonic()))
         except FlowControlTimeout:
             # It may have stood before one that goes now.

@@ -1,17 +1,19 @@
-"""What a producer with an outbox has besides: its outbox, the state that goes with it, and its thread."""
+"""The outbox of one producer with all that belongs to it: the file, the store attached to its state, and the writer."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
-from typing import Any
 
+from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.logs import log
 from qflow_client.outbox.errors import OutboxError
 from qflow_client.outbox.outbox import Outbox
-from qflow_client.outbox.store import StoringProtocol
-from qflow_client.outbox.writer import Keeper, StoringStep
+from qflow_client.outbox.spilled import Spilled
+from qflow_client.outbox.store import OutboxStore
+from qflow_client.outbox.writer import StoreStep, Writer
 from qflow_client.receipt import Receipt
 from qflow_client.settings import ProducerSettings
 
@@ -19,9 +21,10 @@ __all__ = ["Storage"]
 
 
 class Storage:
-    """The outbox of a producer, the state that goes with it, and its thread; to be opened.
+    """Opens the outbox of a producer, attaches it, and closes it.
 
-    It is made before there is anything to close, so that whoever is interrupted while it is opened has what to close.
+    It is made before there is anything to close. So a producer that is interrupted while it opens its outbox has an
+    object that closes it.
 
     Args:
         settings: the producer's settings.
@@ -29,28 +32,19 @@ class Storage:
 
     #: Set by `open`.
     outbox: Outbox
-    protocol: StoringProtocol
-    keeper: Keeper
+    #: Set by `attach`.
+    store: OutboxStore
+    writer: Writer
 
     def __init__(self, settings: ProducerSettings) -> None:
         self._settings = settings
-        # Guards the two below: it may be closed while another thread opens it.
+        # Guards the two below: one thread may close it while another opens it.
         self._lock = threading.Lock()
         self._is_closed = False
         self._opened: Outbox | None = None
 
-    def open(
-        self,
-        take: Callable[[StoringStep], None],
-        committed: Callable[[int, Exception | None], None] | None = None,
-        **options: Any,
-    ) -> None:
+    def open(self) -> None:
         """Open the outbox; on any thread, once.
-
-        Args:
-            take: has a step of the protocol taken where such steps are taken.
-            committed: as for `Keeper`.
-            options: as for `StoringProtocol`.
 
         Raises:
             OutboxInUse, OutboxError: as `Outbox`; or it was closed meanwhile.
@@ -65,20 +59,37 @@ class Storage:
             outbox.close()
             raise OutboxError(f"{outbox.path}: its producer was closed")
         self.outbox = outbox
-        self.protocol = StoringProtocol(settings, outbox=outbox, **options)
-        self.keeper = Keeper(outbox, self.protocol, take, committed)
+
+    def attach(
+        self,
+        protocol: ProducerProtocol,
+        spilled_type: type[Spilled],
+        deliver: Callable[[StoreStep], None],
+        committed: Callable[[int, Exception | None], None] | None = None,
+    ) -> None:
+        """Have the producer's state keep its messages in the outbox. It is a step of that state.
+
+        Args:
+            protocol: the state. Nothing may have been admitted yet.
+            spilled_type: the class of receipts for messages that wait on disk.
+            deliver: as for `Writer`.
+            committed: likewise.
+        """
+        self.writer = Writer(self.outbox, self._settings, deliver, committed)
+        self.store = OutboxStore(protocol, self.outbox, spilled_type, self.writer, time.monotonic())
+        self.writer.store = self.store
 
     def __len__(self) -> int:
         return 0 if self._opened is None else self._opened.left
 
     @property
     def spilled(self) -> tuple[Receipt, ...]:
-        """The receipts of what waits on disk, as far as anybody has them."""
-        return tuple(self.protocol._spilled.values())
+        """The receipts of messages that wait on disk, as far as anything refers to them."""
+        return tuple(self.store.backlog.spilled.values()) if hasattr(self, "store") else ()
 
     def start(self) -> None:
         """Begin with what was left."""
-        self.keeper.start()
+        self.writer.start()
 
     def wait_durable(self, receipt: Receipt) -> None:
         """Return when all that was put until now is on disk.
@@ -107,8 +118,8 @@ class Storage:
         if outbox is None:
             return
         try:
-            if hasattr(self, "keeper"):
-                self.keeper.stop(timeout)
+            if hasattr(self, "writer"):
+                self.writer.stop(timeout)
         finally:
             try:
                 outbox.close()

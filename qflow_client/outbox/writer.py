@@ -1,4 +1,9 @@
-"""The thread that does for a producer with an outbox what must keep neither senders nor the I/O waiting."""
+"""The thread that reads and commits for a producer with an outbox, so that neither senders nor the I/O wait for that.
+
+The producer wakes it as it wakes any other waiter. It then commits what is noted in the outbox. If the state has
+requested a part of the backlog, it reads that, notes on disk that it may be written to a broker, and has it fed to the
+state. It never touches the state itself: `deliver` takes each step where the producer takes its other steps.
+"""
 
 from __future__ import annotations
 
@@ -10,174 +15,182 @@ from collections.abc import Callable
 from qflow_client.logs import log
 from qflow_client.outbox.errors import OutboxError
 from qflow_client.outbox.outbox import Outbox
-from qflow_client.outbox.store import Plan, StoringProtocol
+from qflow_client.outbox.requests import ReadRequest
+from qflow_client.outbox.store import OutboxStore
+from qflow_client.settings import ProducerSettings
 
-__all__ = ["Keeper", "StoringStep"]
+__all__ = ["StoreStep", "Writer"]
 
-# Seconds in which what is settled gathers before it leaves the disk, if nobody commits before.
+# Seconds in which settled messages gather before they leave the disk, unless there is a commit earlier.
 _GATHER = 0.05
 # Messages, and bytes of them, that are read of the backlog at once.
-_AT_ONCE = 500
-_BYTES_AT_ONCE = 1 << 20
+_BATCH = 500
+_BATCH_BYTES = 1 << 20
 # Seconds after a failure before the next try.
 _PAUSE = 1.0
-# Seconds between two looks for messages that are too old, at the most and at the least, and looks in that time.
-_LOOK_AT_MOST = 60.0
-_LOOK_AT_LEAST = 0.05
-_LOOKS = 8
+# Seconds between two searches for messages that are too old, at the most and at the least; and searches in
+# `outbox_max_age`.
+_SEARCH_MAX = 60.0
+_SEARCH_MIN = 0.05
+_SEARCHES = 8
 
-#: A step of the protocol, at a time.
-StoringStep = Callable[[StoringProtocol, float], None]
+#: A step of the state, at a time.
+StoreStep = Callable[[float], None]
 
 
-class Keeper:
-    """Commits what is settled, and reads the backlog as `StoringProtocol.plan` has it.
-
-    Rung as a waiter is woken, by either skin.
+class Writer:
+    """Commits what is noted in an outbox, and reads its backlog on request.
 
     Args:
         outbox: the outbox.
-        protocol: the producer's state, of which it only looks at `plan`, `called` and the gate.
-        deliver: has a step of the protocol taken where such steps are taken.
-        committed: called after every commit with what is durable, and why it failed, if it did; ``None`` if nobody
-            waits for that.
+        settings: the producer's settings.
+        deliver: takes a step of the store where the producer takes its steps.
+        committed: called after every commit with the last sequence on disk, and with the error if the commit failed;
+            ``None`` if nothing waits for that.
     """
+
+    #: The state that makes the requests; set before `start`.
+    store: OutboxStore
 
     def __init__(
         self,
         outbox: Outbox,
-        protocol: StoringProtocol,
-        deliver: Callable[[StoringStep], None],
+        settings: ProducerSettings,
+        deliver: Callable[[StoreStep], None],
         committed: Callable[[int, Exception | None], None] | None,
     ) -> None:
         self._outbox = outbox
-        self._protocol = protocol
+        self._name = settings.name
         self._deliver = deliver
         self._committed = committed
-        self._bell = threading.Lock()
-        self._bell.acquire()
-        # The plan that was tried last.
-        self._tried: Plan | None = None
+        # Released when there is something to do.
+        self._wake = threading.Lock()
+        self._wake.acquire()
+        # The request that was tried last.
+        self._tried: ReadRequest | None = None
         # Whether a sender waits for the commit.
-        self._urgent = False
-        # Likewise a bell, for the end alone.
+        self._is_urgent = False
         self._end = threading.Event()
         # When a read that has failed is tried again; None if none has.
         self._retry_at: float | None = None
-        age = protocol.settings.outbox_max_age
-        self._period = -1.0 if age is None else min(_LOOK_AT_MOST, max(_LOOK_AT_LEAST, age / _LOOKS))
-        protocol.keeper = self
-        self._thread = threading.Thread(target=self._run, name=f"qflow-outbox {protocol.settings.name}", daemon=True)
+        age = settings.outbox_max_age
+        # Seconds between two searches for messages that are too old; None if none are.
+        self._period = None if age is None else min(_SEARCH_MAX, max(_SEARCH_MIN, age / _SEARCHES))
+        self._thread = threading.Thread(target=self._run, name=f"qflow-outbox {settings.name}", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
     def set(self) -> None:
-        """There is something to do."""
+        """Wake it: there is something to do."""
         try:
-            self._bell.release()
+            self._wake.release()
         except RuntimeError:
-            # It was rung, and not heard yet.
+            # It was woken before, and has not noticed yet.
             return
 
+    # An asyncio producer wakes it as it wakes a future.
+
     def done(self) -> bool:
-        """It can be rung at any time."""
+        """Return False: it can be woken at any time."""
         return False
 
     def set_result(self, _result: None) -> None:
-        """As `set`."""
+        """Do the same as `set`."""
         self.set()
 
-    def commit_soon(self) -> None:
-        """A sender waits for the commit."""
-        self._urgent = True
+    def commit_now(self) -> None:
+        """Wake it for a commit that a sender waits for."""
+        self._is_urgent = True
         self.set()
 
     def stop(self, timeout: float) -> None:
         """End the thread.
 
         Args:
-            timeout: seconds that it may take to end what it does.
+            timeout: seconds that the work in progress may take.
         """
         self._end.set()
         self.set()
         if self._thread.is_alive():
             self._thread.join(timeout)
 
+    # On the thread.
+
     def _run(self) -> None:
-        look_at = time.monotonic() + self._period
+        search_at = None if self._period is None else time.monotonic() + self._period
         while not self._end.is_set():
-            times = [at for at in (look_at if self._period >= 0 else None, self._retry_at) if at is not None]
-            left = max(0.0, min(times) - time.monotonic()) if times else -1.0
-            rung = self._bell.acquire(timeout=left)
-            protocol = self._protocol
-            if self._period >= 0 and time.monotonic() >= look_at:
-                look_at = time.monotonic() + self._period
-                self._deliver(StoringProtocol.look_for_old)
-            if self._retry_at is not None and time.monotonic() >= self._retry_at:
+            times = [at for at in (search_at, self._retry_at) if at is not None]
+            timeout = max(0.0, min(times) - time.monotonic()) if times else -1.0
+            is_woken = self._wake.acquire(timeout=timeout)
+            now = time.monotonic()
+            if search_at is not None and now >= search_at and self._period is not None:
+                search_at = now + self._period
+                self._deliver(self.store.expire)
+            if self._retry_at is not None and now >= self._retry_at:
                 self._retry_at = None
-                self._deliver(lambda protocol, _now: protocol.refuse_plan())
-            if not rung:
+                self._deliver(self.store.read_again)
+            if not is_woken:
                 continue
-            if not self._urgent and protocol.plan is None and not protocol.controller.waiting:
-                # Unless somebody has it that soon.
-                self._bell.acquire(timeout=_GATHER)
+            if not self._is_urgent and self.store.requests.read is None and not self.store.has_waiting:
+                # Let settled messages gather, unless a sender comes that waits.
+                self._wake.acquire(timeout=_GATHER)
             if not self.work():
                 self._end.wait(_PAUSE)
                 self.set()
 
     def work(self) -> bool:
-        """What is to be done once it was rung.
+        """Serve the requests.
 
         Returns:
-            False if nothing could be committed, and it is to be tried again.
+            False if the commit failed, and is to be tried again.
         """
-        protocol = self._protocol
-        # Whoever notes anything from now on rings again.
-        self._urgent = protocol.called = False
+        requests = self.store.requests
+        # A request that comes after this wakes it again.
+        self._is_urgent = requests.commit = False
         try:
             durable = self._outbox.commit()
         except Exception as error:
             if not self._end.is_set():
-                self._tell(error)
+                self._log_failure(error)
                 if self._committed is not None:
                     self._committed(self._outbox.durable, error)
             return False
         if self._committed is not None:
             self._committed(durable, None)
-        plan = protocol.plan
-        # What was tried before is on its way to the protocol.
-        if plan is not None and plan is not self._tried:
-            self._tried = plan
-            self._read(plan)
-        elif not protocol.gate.is_open:
-            # What has left may have made room.
-            self._deliver(StoringProtocol.on_timer)
+        request = requests.read
+        # The result of one that was tried is on its way to the state.
+        if request is not None and request is not self._tried:
+            self._tried = request
+            self._read(request)
+        elif self.store.is_held:
+            # Messages that have left may have made room.
+            self._deliver(self.store.look_again)
         return True
 
-    def _read(self, plan: Plan) -> None:
-        """Have the protocol fed, or asked once more in a while."""
-        outbox = self._outbox
+    def _read(self, request: ReadRequest) -> None:
+        """Read a part of the backlog and have it fed to the state; or try again later."""
+        outbox, store = self._outbox, self.store
         known = outbox.damaged
         try:
-            batch = outbox.read(plan.after, _AT_ONCE, _BYTES_AT_ONCE)
-            if plan.sends and batch:
+            batch = outbox.read(request.after, _BATCH, _BATCH_BYTES)
+            if request.sends and batch:
                 outbox.permit(batch[-1].sequence)
                 outbox.commit()
         except Exception as error:
-            # Whoever waits for a commit has nothing to do with it: those go on.
+            # Commits do not depend on it, and go on.
             if not self._end.is_set():
-                self._tell(error)
+                self._log_failure(error)
                 self._retry_at = time.monotonic() + _PAUSE
             return
         damaged = {sequence: why for sequence, why in outbox.damaged.items() if sequence not in known}
         for sequence, why in damaged.items():
             words = "%s: %s: message %d is damaged, and set aside: %s; see qflow outbox ls, and drop"
-            log(logging.ERROR, words, self._protocol.settings.name, outbox.path, sequence, why)
-        self._deliver(lambda protocol, now: protocol.feed(plan, batch, now, damaged))
+            log(logging.ERROR, words, self._name, outbox.path, sequence, why)
+        self._deliver(lambda now: store.feed(request, batch, damaged, now))
 
-    def _tell(self, error: Exception) -> None:
+    def _log_failure(self, error: Exception) -> None:
         known = None if isinstance(error, OutboxError) else error
         words = "%s: %s; it is tried again in %.3g s"
-        log(logging.ERROR, words, self._protocol.settings.name, error, _PAUSE, error=known)
+        log(logging.ERROR, words, self._name, error, _PAUSE, error=known)

@@ -69,7 +69,7 @@ from qflow_client.sync.receipt import SyncReceipt
 
 if TYPE_CHECKING:
     from qflow_client.outbox.storage import Storage
-    from qflow_client.outbox.writer import StoringStep
+    from qflow_client.outbox.writer import StoreStep
 
 __all__ = ["Producer"]
 
@@ -204,22 +204,21 @@ class Producer:
             raise
 
     def _make_protocol(self, line: Line | None) -> ProducerProtocol:
-        options = protocol_options(self.settings, SyncReceipt, line)
+        protocol = ProducerProtocol(self.settings, **protocol_options(self.settings, SyncReceipt, line))
         if self.settings.outbox is None:
-            return ProducerProtocol(self.settings, **options)
+            return protocol
         # They bring SQLite with them.
         from qflow_client.outbox.storage import Storage
         from qflow_client.sync.outbox import SpilledReceipt
 
         self._storage = Storage(self.settings)
-        self._storage.open(self._take, spilled_type=SpilledReceipt, **options)
-        return self._storage.protocol
+        self._storage.open()
+        self._storage.attach(protocol, SpilledReceipt, self._take)
+        return protocol
 
-    def _take(self, step: StoringStep) -> None:
+    def _take(self, step: StoreStep) -> None:
         """Take a step for the outbox's thread."""
-        storage = self._storage
-        assert storage is not None
-        self._step(lambda _protocol: step(storage.protocol, _monotonic()))
+        self._step(lambda _protocol: step(_monotonic()))
         self._arm_timer()
 
     def _connect(self, connection: TappedConnection | None) -> Link | SharedLink:
@@ -322,7 +321,7 @@ class Producer:
             or (self._deliveries is not None and self._dispatcher.is_current_thread)
         )
         receipt = self._step(
-            lambda _protocol: storage.protocol.store(payload, exchange, routing_key, _monotonic(), spills=spills)
+            lambda _protocol: storage.store.send(payload, exchange, routing_key, _monotonic(), spills=spills)
         )
         return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
 
@@ -451,11 +450,7 @@ class Producer:
 
         def admit(protocol: ProducerProtocol) -> None:
             now = _monotonic()
-            take = (
-                protocol.admission.send
-                if self._storage is None
-                else partial(self._storage.protocol.store, spills=False)
-            )
+            take = protocol.admission.send if self._storage is None else partial(self._storage.store.send, spills=False)
             for message in messages[begin : begin + _AT_ONCE]:
                 payload = message if type(message) is bytes or isinstance(message, Message) else as_body(message)
                 receipt = take(payload, to, routing_key, now)

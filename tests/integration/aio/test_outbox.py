@@ -27,9 +27,9 @@ def go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     event = threading.Event()
     opens = Storage.open
 
-    def late(self: Storage, *args: Any, **options: Any) -> None:
+    def late(self: Storage) -> None:
         assert event.wait(PATIENCE)
-        opens(self, *args, **options)
+        opens(self)
 
     monkeypatch.setattr(Storage, "open", late)
     return event

@@ -21,7 +21,7 @@ PATIENCE = 20.0
 # A quick run interrupts every fifth line only.
 EVERY = 5 if EFFORT == "quick" else 1
 # Where the producers and their outboxes are made.
-MAKERS = ("producer.py", "link.py", "writer.py", "storage.py", "store.py", "outbox.py", "outbox/file.py", "database.py")
+MAKERS = ("producer.py", "link.py", "database.py", "outbox.py", "outbox/file.py", "storage.py", "store.py", "writer.py")
 
 Made = list[Producer | AsyncProducer]
 

@@ -107,11 +107,12 @@ class Bridged:
             self._producer = self._loop.ask(lambda: AsyncProducer(url, **settings))
             # Each loop has classes of its own.
             common = {"__slots__": (), "run": self._loop}
-            self._producer._options["receipt_type"] = type("BridgedReceipt", (_Receipt,), common)
-            self._producer._options["spilled_type"] = type("BridgedSpilled", (_Receipt, SpilledReceipt), common)
-            self._producer._protocol.admission.receipt_type = self._producer._options["receipt_type"]
+            self._producer._protocol.admission.receipt_type = type("BridgedReceipt", (_Receipt,), common)
             self._loop(self._producer.connect())
-            self._protocol = self._producer._protocol
+            if self._producer._storage is not None:
+                spilled_type = type("BridgedSpilled", (_Receipt, SpilledReceipt), common)
+                self._producer._storage.store.backlog.spilled_type = spilled_type
+            self._protocol, self._storage = self._producer._protocol, self._producer._storage
         except BaseException:
             self._loop.stop()
             raise

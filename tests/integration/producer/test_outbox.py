@@ -30,7 +30,6 @@ from qflow_client import (
 )
 from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
-from qflow_client.outbox.store import StoringProtocol
 from tests.effort import rounds
 
 from .processes import in_child
@@ -45,8 +44,8 @@ def path(tmp_path: Path) -> Path:
 
 
 def store(producer: Producer) -> Outbox:
-    assert isinstance(producer._protocol, StoringProtocol)
-    return producer._protocol.outbox
+    assert producer._storage is not None
+    return producer._storage.outbox
 
 
 def on_disk(path: Path) -> list[bytes]:
@@ -263,9 +262,8 @@ def test_of_a_spilled_message_nothing_is_kept_in_memory(
     for _ in range(100):
         producer.send(bytes(10_000))
     gc.collect()
-    protocol = producer._protocol
-    assert isinstance(protocol, StoringProtocol)
-    assert list(protocol._spilled.values()) == [receipt]
+    assert producer._storage is not None
+    assert list(producer._storage.store.backlog.spilled.values()) == [receipt]
     assert receipt._payload is None
     assert (receipt.message_id, receipt.size) == ("own", 4)
     assert store(producer)._rows == []
