@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections import deque
 from contextlib import suppress
-from copy import copy
+from typing import NamedTuple
 
 from qflow_client.aio.receipt import AsyncReceipt
-from qflow_client.outbox.errors import OutboxError
+from qflow_client.outbox.errors import NotDurable
 from qflow_client.outbox.spilled import Spilled
-from qflow_client.outbox.storage import Storage
+from qflow_client.outbox.storage import GRACE, Storage
 
 __all__ = ["Commits", "SpilledReceipt"]
 
@@ -21,8 +23,19 @@ class SpilledReceipt(Spilled, AsyncReceipt):
     __slots__ = ("__weakref__", "_id", "_path", "_sequence")
 
 
+class _Wait(NamedTuple):
+    """A task that waits for the disk."""
+
+    #: The last sequence of its messages.
+    sequence: int
+    #: When it stops waiting, in seconds of `time.monotonic`.
+    deadline: float
+    #: Its result is why the messages are not on disk; "" if they are.
+    waiter: asyncio.Future[str]
+
+
 class Commits:
-    """Has tasks wait until what they put into the outbox is on disk, with one commit for all that run in a turn.
+    """Lets tasks wait until their messages are on disk, with one commit for all tasks that run in the same turn.
 
     Args:
         loop: the loop.
@@ -32,62 +45,82 @@ class Commits:
     def __init__(self, loop: asyncio.AbstractEventLoop, storage: Storage) -> None:
         self._loop = loop
         self._storage = storage
-        # Who waits until a sequence is on disk, in order, and whether the commit is asked for.
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        # In the order of their sequences.
+        self._waits: deque[_Wait] = deque()
+        # Whether the writer is about to be asked for a commit.
         self._is_due = False
+        # One timer for all deadlines, because they seldom pass: set for the earliest of them; None if there is none.
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = math.inf
 
-    async def wait_durable(self, receipt: AsyncReceipt) -> None:
+    async def wait_durable(self, receipt: AsyncReceipt, deadline: float) -> None:
         """Return when all that was put until now is on disk.
 
         Args:
             receipt: of the last of it.
+            deadline: of the caller, in seconds of `time.monotonic`.
 
         Raises:
-            OutboxError: it could not be written; the error has the receipt.
+            NotDurable: it could not be written, or the deadline has passed for longer than `GRACE`.
         """
         outbox = self._storage.outbox
         sequence = outbox.last
         if outbox.durable >= sequence:
             return
-        waiter: asyncio.Future[None] = self._loop.create_future()
-        self._waiting.append((sequence, waiter))
+        wait = _Wait(sequence, max(deadline, time.monotonic()) + GRACE, self._loop.create_future())
+        self._waits.append(wait)
+        if wait.deadline < self._timer_at:
+            self._set_timer(wait.deadline)
         if not self._is_due:
             # Behind the tasks that run in this turn: what they send goes into the same commit.
             self._is_due = True
-            self._loop.call_soon(self._ask)
-        try:
-            await waiter
-        except OutboxError as error:
-            error.receipt = receipt
-            raise
+            self._loop.call_soon(self._request)
+        why = await wait.waiter
+        if why:
+            raise NotDurable(why, receipt)
 
-    def _ask(self) -> None:
+    def _request(self) -> None:
         self._is_due = False
         self._storage.writer.commit_now()
 
     def committed(self, durable: int, error: Exception | None) -> None:
-        """Have the loop wake who waits for a commit; called on the outbox's thread."""
-        if self._waiting:
-            # A loop that is closed has nobody who waits.
+        """Have the loop wake the tasks that wait for a commit; called on the writer's thread."""
+        if self._waits:
+            # In a loop that is closed no task waits.
             with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._wake, durable, error)
+                self._loop.call_soon_threadsafe(self._wake, durable, "" if error is None else str(error))
 
-    def _wake(self, durable: int, error: Exception | None) -> None:
-        waiting = self._waiting
-        while waiting and (error is not None or waiting[0][0] <= durable):
-            sequence, waiter = waiting.popleft()
-            if waiter.done():
-                continue
-            if error is None or sequence <= durable:
-                waiter.set_result(None)
-            else:
-                # One for each, because each is given its receipt.
-                waiter.set_exception(copy(error))
+    def _wake(self, durable: int, why: str) -> None:
+        waits = self._waits
+        while waits and (why or waits[0].sequence <= durable):
+            wait = waits.popleft()
+            if not wait.waiter.done():
+                wait.waiter.set_result("" if wait.sequence <= durable else why)
+        if not waits and self._timer is not None:
+            self._timer.cancel()
+            self._timer, self._timer_at = None, math.inf
+
+    # Deadlines.
+
+    def _set_timer(self, at: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._timer_at = None, at
+        if at < math.inf:
+            self._timer = self._loop.call_later(max(0.0, at - time.monotonic()), self._on_timer)
+
+    def _on_timer(self) -> None:
+        """Wake the tasks whose deadlines have passed."""
+        now = time.monotonic()
+        path = self._storage.outbox.path
+        for wait in self._waits:
+            if wait.deadline <= now and not wait.waiter.done():
+                wait.waiter.set_result(f"{path}: the disk does not answer")
+        self._waits = deque(wait for wait in self._waits if not wait.waiter.done())
+        self._set_timer(min((wait.deadline for wait in self._waits), default=math.inf))
 
     def end(self) -> None:
-        """Wake who waits still: the outbox is closed, and its thread, which would have told them, has ended."""
-        if self._waiting:
+        """Wake the tasks that still wait: the outbox is closed, and its writer has ended."""
+        if self._waits:
             outbox = self._storage.outbox
-            self._wake(
-                outbox.durable, OutboxError(f"{outbox.path}: the producer was closed before the message was on disk")
-            )
+            self._wake(outbox.durable, f"{outbox.path}: the producer was closed")

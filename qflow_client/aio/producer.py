@@ -337,6 +337,8 @@ class AsyncProducer:
             FlowControlTimeout: still flowed after `timeout`; the message was not sent and never will be.
             ProducerFlowed: flowed, and `when_flowed` is ``"raise"``; likewise.
             ProducerClosed: it was closed, or lost its connection, or never had one, or its loop is closed; likewise.
+            OutboxFull: with an outbox that has no room; likewise.
+            NotDurable: with an outbox: the message is admitted, and not on disk after `timeout`, or the disk failed.
             TypeError: the message is of another type, or `timeout` is no number.
             ValueError: it cannot be encoded, or `timeout` is NaN.
         """
@@ -365,7 +367,7 @@ class AsyncProducer:
         if self._storage is not None:
             stored = self._store(payload, exchange, routing_key, spills=True)
             if stored is not None:
-                return await self._made_durable(stored)
+                return await self._made_durable(stored, limit_of(timeout, self.settings))
         else:
             receipt = self._step(lambda protocol: protocol.admission.send(payload, exchange, routing_key, _monotonic()))
             if receipt is not None:
@@ -377,8 +379,9 @@ class AsyncProducer:
             return self._send_or_refuse(payload, exchange, routing_key, FlowControlTimeout, LONGER_WAITS)
         if self._turns is None:
             raise self._not_connected(payload)
+        began = _monotonic()
         receipt = self._admitted(await self._turns.wait(payload, exchange, routing_key, timeout, source))
-        return receipt if self._storage is None else await self._made_durable(receipt)
+        return receipt if self._storage is None else await self._made_durable(receipt, timeout, began)
 
     def _store(
         self, payload: bytes | Message, exchange: str, routing_key: str, *, spills: bool = False
@@ -390,10 +393,13 @@ class AsyncProducer:
         receipt = self._step(lambda _protocol: store(payload, exchange, routing_key, _monotonic(), spills=spills))
         return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
 
-    async def _made_durable(self, receipt: AsyncReceipt) -> AsyncReceipt:
-        """The receipt, once its message is on disk."""
+    async def _made_durable(
+        self, receipt: AsyncReceipt, timeout: float | None, began: float | None = None
+    ) -> AsyncReceipt:
+        """Return the receipt once its message is on disk; `timeout` counts from `began`, or from now."""
         assert self._commits is not None
-        await self._commits.wait_durable(receipt)
+        began = _monotonic() if began is None else began
+        await self._commits.wait_durable(receipt, math.inf if timeout is None else began + timeout)
         return receipt
 
     def send_nowait(
@@ -432,7 +438,7 @@ class AsyncProducer:
             check_can_wait("send_nowait()", payload)
             stored = self._store(payload, exchange, routing_key)
             if stored is not None:
-                self._storage.wait_durable(stored)
+                self._storage.wait_durable(stored, _monotonic())
                 return stored
         else:
             receipt = self._protocol.admission.send_at_once(payload, exchange, routing_key)
@@ -511,6 +517,7 @@ class AsyncProducer:
         source: str,
     ) -> None:
         """`send_many` with an outbox, which waits for the disk once for many of them."""
+        limit = limit_of(timeout, self.settings)
         try:
             for message in messages:
                 receipt = None
@@ -522,13 +529,13 @@ class AsyncProducer:
                     )
                 receipts.append(receipt)
                 if len(receipts) % _AT_ONCE == 0:
-                    await self._made_durable(receipt)
+                    await self._made_durable(receipt, limit)
         except Exception:
             if receipts:
-                await self._made_durable(receipts[-1])
+                await self._made_durable(receipts[-1], limit)
             raise
         if receipts:
-            await self._made_durable(receipts[-1])
+            await self._made_durable(receipts[-1], limit)
 
     def _send_or_refuse(
         self,
@@ -569,7 +576,7 @@ class AsyncProducer:
             self._arm_timer()
         receipt = self._admitted(ticket)
         if self._storage is not None:
-            self._storage.wait_durable(receipt)
+            self._storage.wait_durable(receipt, _monotonic())
         return receipt
 
     @staticmethod
@@ -838,7 +845,8 @@ class AsyncProducer:
             raise error
         left = self._protocol.unsettled_receipts
         # In a task of its own: a caller that is cancelled waits for its end all the same.
-        ending = asyncio.create_task(self._end(patience, disk_patience=None if error is None else _DISK_PATIENCE))
+        disk_patience = _DISK_PATIENCE if error is not None else max(_DISK_PATIENCE, deadline - _monotonic())
+        ending = asyncio.create_task(self._end(patience, disk_patience=disk_patience))
         cancelled = await _wait_to_the_end(ending)
         error = error or cancelled
         undelivered = self._undelivered(left)
@@ -857,12 +865,12 @@ class AsyncProducer:
             if await self._wait(self._protocol.when_settled, min(deadline - now, LULL)):
                 return
 
-    async def _end(self, patience: float, *, disk_patience: float | None = None) -> None:
+    async def _end(self, patience: float, *, disk_patience: float = _DISK_PATIENCE) -> None:
         """End the channel and all that belongs to the producer; also if it is cancelled, only sooner.
 
         Args:
             patience: seconds that the broker may take to answer.
-            disk_patience: seconds that the outbox may take to close; ``None`` for ever, unless it is cancelled.
+            disk_patience: seconds that the outbox may take to close.
         """
         try:
             if self._link is not None:
@@ -881,20 +889,21 @@ class AsyncProducer:
                 ending = asyncio.current_task()
                 await self._end_storage(_DISK_PATIENCE if ending is not None and ending.cancelling() else disk_patience)
 
-    async def _end_storage(self, patience: float | None) -> None:
+    async def _end_storage(self, patience: float) -> None:
         """Close the outbox, if there is one, and wait until it is closed: others would find it in use.
 
         Args:
-            patience: seconds to wait; ``None`` for ever, unless it is cancelled.
+            patience: seconds to wait.
         """
         try:
             if self._storage is not None:
                 # The threads of the loop's own executor may all wait for something.
                 executor = ThreadPoolExecutor(1, "qflow-outbox-close")
-                closing = asyncio.get_running_loop().run_in_executor(executor, self._storage.close, BRIEF)
+                closing = asyncio.get_running_loop().run_in_executor(executor, self._storage.close, patience)
                 executor.shutdown(wait=False)
                 try:
-                    await asyncio.wait((closing,), timeout=patience)
+                    # It keeps to `patience` by itself, unless the disk does not answer at all.
+                    await asyncio.wait((closing,), timeout=None if patience == math.inf else patience + BRIEF)
                 except asyncio.CancelledError:
                     await asyncio.wait((closing,), timeout=_DISK_PATIENCE)
                     raise

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from qflow_client.outbox.errors import OutboxError, OutboxFull, OutboxInUse
+from qflow_client.outbox.errors import NotDurable, OutboxError, OutboxFull, OutboxInUse
 from qflow_client.outbox.file import StoredMessage
 from qflow_client.outbox.outbox import Outbox
 
-__all__ = ["Outbox", "OutboxError", "OutboxFull", "OutboxInUse", "StoredMessage"]
+__all__ = ["NotDurable", "Outbox", "OutboxError", "OutboxFull", "OutboxInUse", "StoredMessage"]

@@ -307,19 +307,24 @@ class Backlog:
 
     # The end.
 
-    def end(self, reason: str) -> None:
+    def end(self, reason: str) -> dict[int, Spilled]:
         """Leave everything to the next producer.
 
         Args:
             reason: for people.
+
+        Returns:
+            The receipts of spilled messages that are settled by that, by sequence.
         """
         self.ready.clear()
-        for receipt in sorted(self.spilled.values(), key=lambda receipt: receipt._sequence):
+        stored = dict(sorted(self.spilled.items()))
+        for receipt in stored.values():
             receipt._reply = (0, reason)
             self._reports.settle_unadmitted(receipt, Outcome.STORED)
         self.spilled.clear()
         self._reports.wake += [waiter for _, waiter in self._flushes]
         self._flushes.clear()
+        return stored
 
     def heal(self) -> None:
         """Repair what an unfinished step has left."""

@@ -1,41 +1,45 @@
-"""The outbox: admitted messages on disk until they are settled, so that the death of a process loses none.
+"""`Outbox`: messages on disk until they are settled. It knows nothing of producers and event loops.
 
-It knows nothing of producers, threads' roles or event loops; a skin uses it so:
+What a thread puts or settles is first noted in memory, which is quick and touches no disk. A commit writes everything
+that is noted in one transaction. So a producer uses an outbox in this way:
 
-1. Under its own lock, in the order of admission, `Outbox.put` notes a message and gives it a sequence number. That is
-   cheap, and touches no disk.
-2. Without the lock, and before `send` returns, `Outbox.wait_durable` makes it durable, together with all that others
-   have put meanwhile: of several threads, one commits for all. An event loop puts at will, has `Outbox.commit` run once
-   for all of it (on a thread of its own if `synchronous` is ``"full"``), and lets those go on whose sequence is not
-   above what it returned.
-3. Whoever reads acks calls `Outbox.settle` with what was settled, in whatever order. That too is only noted, and leaves
-   the disk with the next commit; who owns the I/O calls `commit` where nobody puts any more, so that the file does not
-   keep for long what is done. A message that is settled and still in the file when the process dies is sent once more,
-   and marked.
-4. What is put may be written to the broker from then on. Messages that are to wait first (``when_flowed="spill"``) are
-   put with ``permit=False``; they hold nothing in memory. To take them up: `Outbox.read` the next, `Outbox.permit` all
-   up to the last of them, `commit`, and only then write. So it is known of each message that is found after a crash
-   whether it may have been written, and so be a second copy.
+1. Under its own lock, in the order of admission, `Outbox.put` notes a message and gives it a sequence number.
+2. Without that lock, and before `send` returns, `Outbox.wait_durable` has it written to disk, together with everything
+   that others have put meanwhile. An event loop has `Outbox.commit` run once for many messages, on another thread.
+3. `Outbox.settle` notes that messages are settled, in any order. They leave the file with the next commit. A message
+   that is settled and still in the file when the process dies is sent once more, and marked.
+4. A message may be written to the broker as soon as it is put. A message that is to wait first
+   (``when_flowed="spill"``) is put with ``permit=False`` and holds nothing in memory. To send such messages:
+   `Outbox.read` the next, `Outbox.permit` all up to the last of them, `commit`, and only then write. So the file says
+   of each message that is found after a crash whether it may have been written, and may be a second copy.
 5. After a start, before anything new: `Outbox.read` what is left, batch by batch, in order; send each with
-   `StoredMessage.to_send`, which bears its message id and, if it may be a second copy, the mark; `settle` as ever.
-6. A message that cannot be read any more is set aside by whoever meets it first: it stays in the file and keeps its
-   room, `Outbox.damaged` names it, and all others go on without it until `Outbox.drop` takes it out.
+   `StoredMessage.to_send`, which adds the mark if it may be a second copy; `settle` as ever.
+6. A message that cannot be read is set aside by the first read that meets it. It stays in the file and keeps its room,
+   and `Outbox.damaged` names it. All others go on without it until `Outbox.drop` removes it.
+
+Invariants: sequences are given in order, and none is given twice, also across processes. Everything up to
+`Outbox.durable` is on disk. What a failed or interrupted commit has taken stays noted, and the next commit takes it
+again: inserting or deleting a row twice changes nothing. Only a thread that has access (`FileAccess`) uses the file.
+Every wait has a deadline: for access, and for a lock that another process holds on the file.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from qflow_client.amqp.fields import encode_short_string
 from qflow_client.amqp.frames import content_header, plain_content_header
-from qflow_client.database import LockFile
-from qflow_client.message import Message
+from qflow_client.database import BUSY, LockFile
+from qflow_client.message import Message, decode_message
 from qflow_client.outbox import file as outboxfile
+from qflow_client.outbox.access import FileAccess
 from qflow_client.outbox.errors import OutboxError, OutboxFull, OutboxInUse
 from qflow_client.outbox.file import StoredMessage
 from qflow_client.redaction import shown
@@ -44,24 +48,17 @@ __all__ = ["Outbox"]
 
 # Messages that are settled before `wait_durable` takes them out, too.
 _SETTLED_TOGETHER = 500
-# Seconds after which a thread looks whether it is still to be called.
-_LOST = 1.0
 # Bytes that a message takes besides its own.
 _ROW = 64
 # The file is given this much of the disk at most, unless told otherwise.
 _MAX_BYTES = 1 << 30
 
 
-class _Turn:
-    """A thread that waits until its message is on disk."""
+_T = TypeVar("_T")
 
-    __slots__ = ("called", "sequence")
 
-    def __init__(self, sequence: int) -> None:
-        self.sequence = sequence
-        # Released once it is, or once it is for this thread to see to it.
-        self.called = threading.Lock()
-        self.called.acquire()
+def _deadline(timeout: float | None) -> float:
+    return math.inf if timeout is None else time.monotonic() + timeout
 
 
 class Outbox:
@@ -72,6 +69,7 @@ class Outbox:
         max_bytes: of the messages in it, properties and 64 bytes each included; the file itself may be somewhat larger.
         synchronous: ``"normal"`` survives the death of the process, however it comes; ``"full"`` also that of the
             machine, and waits for the disk with each commit.
+        timeout: seconds to wait for a file that another process has locked.
 
     Raises:
         OutboxInUse: another process, or another producer in this one, uses it.
@@ -80,24 +78,23 @@ class Outbox:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, max_bytes: int = _MAX_BYTES, synchronous: str = "normal"
+        self,
+        path: str | os.PathLike[str],
+        *,
+        max_bytes: int = _MAX_BYTES,
+        synchronous: str = "normal",
+        timeout: float = BUSY,
     ) -> None:
         if synchronous not in ("normal", "full"):
             raise ValueError(f"synchronous must be 'normal' or 'full', not {shown(synchronous)}")
         if not max_bytes > 0:
             raise ValueError(f"max_bytes must be more than 0, not {shown(max_bytes)}")
-        #: Of the file.
+        #: The path of the file.
         self.path = Path(os.fspath(path))
         #: The most bytes that may be in it.
         self.max_bytes = max_bytes
-        # Around what is only noted; and around every use of the file, also while this process waits for the disk.
+        # Guards everything that is noted.
         self._lock = threading.Lock()
-        self._file_lock = threading.Lock()
-        # Who commits for all, and who waits for that. Not simply for the lock of the file: whoever comes just as that
-        # is free would take it, and commit for itself alone.
-        self._turns_lock = threading.Lock()
-        self._committer: _Turn | None = None
-        self._turns: list[_Turn] = []
         self._lock_file = LockFile(
             self.path,
             error=OutboxError,
@@ -105,21 +102,22 @@ class Outbox:
             told=("another producer", "give each producer an outbox of its own"),
         )
         try:
-            self._file = outboxfile.open_file(self.path, synchronous=synchronous)
+            self._file = outboxfile.open_file(self.path, synchronous=synchronous, timeout=timeout)
             last, permitted = outboxfile.state(self._file)
             count, size = outboxfile.totals(self._file)
             aside = outboxfile.aside(self._file)
         except BaseException:
             self._lock_file.release()
             raise
-        # Put and not durable yet, in order, and of that what a commit has taken, which one that fails leaves there; the
-        # last that was put, and the last that is durable.
+        # Exclusive use of the file; it knows the last sequence that is on disk.
+        self._access = FileAccess(last)
+        # Messages that are put and not on disk, in order; and those of them that a commit has taken.
         self._rows: list[outboxfile.Row] = []
         self._inserting: list[outboxfile.Row] = []
+        # The sequence of the message that was put last.
         self._last: int = last
-        self._durable: int = last
-        # Settled and still in the file: first and last of each run, and how many messages at the most; and likewise
-        # what a commit has taken.
+        # Messages that are settled and still in the file: first and last of each run, and how many at the most; and
+        # the runs that a commit has taken.
         self._settled: list[tuple[int, int]] = []
         self._settled_count = 0
         self._deleting: list[tuple[int, int]] = []
@@ -143,7 +141,7 @@ class Outbox:
     @property
     def durable(self) -> int:
         """The last sequence up to which everything that was put is on disk."""
-        return self._durable
+        return self._access.durable
 
     @property
     def size(self) -> int:
@@ -283,77 +281,60 @@ class Outbox:
             or self._permitted != self._permitted_durable
         )
 
-    def wait_durable(self, sequence: int) -> None:
+    def _use_file(self, action: Callable[[], _T], deadline: float = math.inf, sequence: float = math.inf) -> _T | None:
+        """Call an action with exclusive access to the file, unless a sequence is on disk already.
+
+        Raises:
+            OutboxError: the deadline has passed.
+        """
+
+        def use() -> _T:
+            self._file.deadline = deadline
+            return action()
+
+        try:
+            return self._access.run(use, deadline, sequence)
+        except TimeoutError:
+            raise OutboxError(f"{self.path}: another thread is still writing to it") from None
+
+    def wait_durable(self, sequence: int, timeout: float | None = None) -> None:
         """Return when a message is on disk: commit it with all that is noted, unless another thread just did.
 
         Args:
             sequence: of the message.
+            timeout: seconds to wait for other threads, and for a file that another process has locked; ``None`` for as
+                long as other threads take, and for 10 seconds.
 
         Raises:
-            OutboxError: it could not be written. It stays noted, and the next commit tries again.
+            OutboxError: it could not be written, or not in time. It stays noted, and the next commit tries again.
         """
-        if self._durable >= sequence:
-            return
-        turn = _Turn(sequence)
-        try:
-            with self._turns_lock:
-                if self._committer is None:
-                    self._committer = turn
-                else:
-                    self._turns.append(turn)
-            if self._committer is not turn:
-                while not turn.called.acquire(timeout=_LOST):
-                    with self._turns_lock:
-                        if self._durable >= sequence or not self._file_lock.locked():
-                            # Ctrl-C has taken away who was to call.
-                            if turn in self._turns:
-                                self._turns.remove(turn)
-                            self._committer = turn
-                            break
-            # Another thread may have taken it along.
-            if self._durable < sequence:
-                with self._file_lock:
-                    if self._durable < sequence:
-                        self._commit(all_of_it=self._settled_count >= _SETTLED_TOGETHER)
-        finally:
-            self._leave(turn)
+        if self._access.durable < sequence:
+            self._use_file(self._commit_rows, _deadline(timeout), sequence)
 
-    def _leave(self, turn: _Turn) -> None:
-        """Wake those whose messages are on disk, and then who commits next."""
-        with self._turns_lock:
-            if self._committer is not turn:
-                # It had to wait; or Ctrl-C has come first.
-                if turn in self._turns:
-                    self._turns.remove(turn)
-                return
-            waiting = []
-            for each in self._turns:
-                if each.sequence <= self._durable:
-                    each.called.release()
-                else:
-                    waiting.append(each)
-            self._turns = waiting
-            # Last, so that what the others put next goes into its commit.
-            self._committer = waiting.pop(0) if waiting else None
-            if self._committer is not None:
-                self._committer.called.release()
+    def _commit_rows(self) -> None:
+        self._commit(all_of_it=self._settled_count >= _SETTLED_TOGETHER)
 
-    def commit(self) -> int:
-        """Make everything durable that is noted.
+    def commit(self, timeout: float | None = None) -> int:
+        """Write everything that is noted to disk.
+
+        Args:
+            timeout: as for `wait_durable`.
 
         Returns:
             The last sequence that is durable.
 
         Raises:
-            OutboxError: it could not be written. It stays noted, and the next commit tries again.
+            OutboxError: it could not be written, or not in time. It stays noted, and the next commit tries again.
         """
-        with self._file_lock:
-            if self.dirty:
-                self._commit()
-            return self._durable
+        self._use_file(self._commit_if_dirty, _deadline(timeout))
+        return self._access.durable
+
+    def _commit_if_dirty(self) -> None:
+        if self.dirty:
+            self._commit()
 
     def _commit(self, *, all_of_it: bool = True) -> None:
-        """Write what is noted; or only what is put."""
+        """Write everything that is noted; or only the messages."""
         file = self._file
         freed_count = freed_size = 0
         # Ctrl-C can break it off anywhere. What it has taken it takes again then: to insert or to delete a message for
@@ -400,7 +381,7 @@ class Outbox:
         except BaseException:
             self._is_unsure = True
             raise
-        self._durable = last
+        self._access.durable = last
 
     # Out.
 
@@ -417,17 +398,20 @@ class Outbox:
         Raises:
             OutboxError: the file cannot be read.
         """
-        with self._file_lock:
-            if self.dirty:
-                self._commit()
-            if max_bytes is not None:
-                limit = outboxfile.how_many(self._file, after, limit, max_bytes)
+        found: list[StoredMessage] = []
+
+        def read() -> None:
+            self._commit_if_dirty()
+            count = limit if max_bytes is None else outboxfile.how_many(self._file, after, limit, max_bytes)
             only = outboxfile.NOT_SET_ASIDE
-            found, damaged = outboxfile.read(self._file, after, limit, self._written_before, only)
+            messages, damaged = outboxfile.read(self._file, after, count, self._written_before, only)
             if damaged:
                 outboxfile.set_aside(self._file, damaged)
                 self._damaged |= damaged
-            return found
+            found.extend(messages)
+
+        self._use_file(read)
+        return found
 
     def expire(self, before: float) -> list[StoredMessage]:
         """Take out messages that are too old to be sent.
@@ -457,33 +441,59 @@ class Outbox:
         Raises:
             OutboxError: it is not there, or the file cannot be read.
         """
-        with self._file_lock:
-            if self.dirty:
-                self._commit()
+
+        def check() -> None:
+            self._commit_if_dirty()
             if not outboxfile.is_there(self._file, sequence):
                 raise outboxfile.not_there(self._file, sequence)
+
+        self._use_file(check)
         self.settle(sequence)
         self._damaged.pop(sequence, None)
 
     # The end.
 
-    def close(self) -> None:
-        """Commit, and let others have it.
+    def unwritten(self) -> dict[int, Message]:
+        """The messages that are put and not on disk, by sequence. After a `close` that fails they never will be."""
+        with self._lock:
+            rows = [*self._inserting, *self._rows]
+        return {row[0]: decode_message(row[6], row[7]) for row in rows}
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it is closed."""
+        return self._lock_file.released
+
+    def stop_waiting(self, timeout: float) -> None:
+        """Have commits of all threads wait for a file that another process has locked so many seconds more at most."""
+        self._file.stop_at = _deadline(timeout)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Commit, and let others have it. A second call does nothing.
+
+        Args:
+            timeout: as for `wait_durable`.
 
         Raises:
-            OutboxError: what is noted could not be written; it is closed all the same.
+            OutboxError: what is noted could not be written; it is closed all the same, see `unwritten`. Or another
+                thread was still writing when the time was up, and it is not closed.
         """
-        with self._file_lock:
-            if self._lock_file.released:
-                return
+        if not self.is_closed:
+            self._use_file(self._close, _deadline(timeout))
+
+    def _close(self) -> None:
+        if self.is_closed:
+            return
+        try:
+            self._commit_if_dirty()
+        except BaseException:
+            self._count -= len(self._inserting) + len(self._rows)
+            raise
+        finally:
             try:
-                if self.dirty:
-                    self._commit()
+                self._file.close()
             finally:
-                try:
-                    self._file.close()
-                finally:
-                    self._lock_file.release()
+                self._lock_file.release()
 
     def __enter__(self) -> Self:
         return self

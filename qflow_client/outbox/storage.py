@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
 
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.logs import log
-from qflow_client.outbox.errors import OutboxError
+from qflow_client.outbox.errors import NotDurable, OutboxError
 from qflow_client.outbox.outbox import Outbox
 from qflow_client.outbox.spilled import Spilled
 from qflow_client.outbox.store import OutboxStore
-from qflow_client.outbox.writer import StoreStep, Writer
+from qflow_client.outbox.writer import StoreStep, Writer, close_outbox
 from qflow_client.receipt import Receipt
 from qflow_client.settings import ProducerSettings
 
-__all__ = ["Storage"]
+__all__ = ["GRACE", "Storage"]
+
+#: Seconds that the disk may take after the deadline of a call: a message that is admitted is on disk as a rule when
+#: `send` returns, also with a timeout of 0.
+GRACE = 0.5
+# Seconds in which an outbox is closed, if it need not wait for another process.
+_CLOSING = 0.2
 
 
 class Storage:
@@ -51,7 +58,12 @@ class Storage:
         """
         settings = self._settings
         assert settings.outbox is not None
-        outbox = Outbox(settings.outbox, max_bytes=settings.outbox_max_bytes, synchronous=settings.outbox_synchronous)
+        outbox = Outbox(
+            settings.outbox,
+            max_bytes=settings.outbox_max_bytes,
+            synchronous=settings.outbox_synchronous,
+            timeout=settings.connect_timeout,
+        )
         with self._lock:
             self._opened = outbox
             is_closed = self._is_closed
@@ -91,38 +103,44 @@ class Storage:
         """Begin with what was left."""
         self.writer.start()
 
-    def wait_durable(self, receipt: Receipt) -> None:
+    def wait_durable(self, receipt: Receipt, deadline: float) -> None:
         """Return when all that was put until now is on disk.
 
         Args:
             receipt: of the last of it.
+            deadline: of the caller, in seconds of `time.monotonic`.
 
         Raises:
-            OutboxError: it could not be written; the error has the receipt.
+            NotDurable: it could not be written, or the deadline has passed for longer than `GRACE`.
         """
+        timeout = None if deadline == math.inf else max(0.0, deadline - time.monotonic()) + GRACE
         try:
-            self.outbox.wait_durable(self.outbox.last)
+            self.outbox.wait_durable(self.outbox.last, timeout)
         except OutboxError as error:
-            error.receipt = receipt
-            raise
+            raise NotDurable(str(error), receipt) from error
 
     def close(self, timeout: float) -> None:
         """Commit, and let others have the outbox; also before it is opened, and again.
 
+        If the disk does not answer in time, the outbox stays in use until it does.
+
         Args:
-            timeout: seconds that what goes on may take to end.
+            timeout: seconds that it may take.
         """
         with self._lock:
             self._is_closed = True
             outbox = self._opened
         if outbox is None:
             return
+        timeout = min(timeout, threading.TIMEOUT_MAX)
+        # What waits for another process ends before the time is up, so that the outbox can be closed within it.
+        outbox.stop_waiting(max(timeout / 2, timeout - _CLOSING))
         try:
             if hasattr(self, "writer"):
                 self.writer.stop(timeout)
         finally:
-            try:
-                outbox.close()
-            except OutboxError as error:
-                # What is settled and stays in the file is sent once more, and marked.
-                log(logging.ERROR, "%s: %s", self._settings.name, error)
+            # The thread has closed it, unless it was never started, or is still writing.
+            close_outbox(outbox, self._settings.name, 0.0)
+            count = self.store.correct_stored() if hasattr(self, "store") else 0
+            if count:
+                log(logging.ERROR, "%s: %d messages are not in the outbox %s", self._settings.name, count, outbox.path)

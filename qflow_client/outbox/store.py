@@ -83,6 +83,8 @@ class OutboxStore:
         self.backlog = Backlog(protocol, outbox, self.requests, protocol.controller.limiter, spilled_type)
         # The sequences of the messages in the window, by number.
         self._sequences: dict[int, int] = {}
+        # After the end, the receipts of messages that stay in the outbox, by sequence.
+        self._stored: dict[int, Receipt] = {}
         # The last sequence of a message that was admitted or spilled.
         self._last_sequence = outbox.last
         if self.has_backlog:
@@ -246,8 +248,9 @@ class OutboxStore:
         sequences, settle = self._sequences, self.outbox.settle
         first = last = 0
         for receipt in receipts:
-            # Those stay for the next producer.
+            # At the end of the producer: the message stays for the next one.
             if receipt._outcome is Outcome.STORED:
+                self._stored[self._sequences.get(receipt._number, 0)] = receipt
                 continue
             sequence = sequences.pop(receipt._number, 0)
             self._last_sequence = max(self._last_sequence, sequence)
@@ -279,5 +282,25 @@ class OutboxStore:
     def next_timer(self, now: float) -> float | None:
         return self.backlog.next_timer(now)
 
+    # The end.
+
     def end(self, reason: str) -> None:
-        self.backlog.end(reason)
+        self._stored |= self.backlog.end(reason)
+
+    def correct_stored(self) -> int:
+        """After the outbox was closed: correct the outcomes of messages that were to stay in it and are not on disk.
+
+        Returns:
+            How many there were.
+        """
+        unwritten = self.outbox.unwritten() if self._stored else {}
+        for sequence, message in unwritten.items():
+            receipt = self._stored.pop(sequence, None)
+            if receipt is None:
+                continue
+            # A spilled message was not written to the broker. But a thread may still be writing it to the outbox.
+            is_safe = receipt._payload is None and self.outbox.is_closed
+            receipt._payload = message
+            receipt._reply = (0, f"it could not be written to the outbox {self.outbox.path}")
+            receipt._outcome = Outcome.FAILED if is_safe else Outcome.UNKNOWN
+        return len(unwritten)

@@ -19,7 +19,7 @@ from qflow_client.outbox.requests import ReadRequest
 from qflow_client.outbox.store import OutboxStore
 from qflow_client.settings import ProducerSettings
 
-__all__ = ["StoreStep", "Writer"]
+__all__ = ["StoreStep", "Writer", "close_outbox"]
 
 # Seconds in which settled messages gather before they leave the disk, unless there is a commit earlier.
 _GATHER = 0.05
@@ -36,6 +36,21 @@ _SEARCHES = 8
 
 #: A step of the state, at a time.
 StoreStep = Callable[[float], None]
+
+
+def close_outbox(outbox: Outbox, name: str, timeout: float | None = None) -> None:
+    """Close an outbox, and log what goes wrong.
+
+    Args:
+        outbox: the outbox. Closing it again does nothing.
+        name: the producer's.
+        timeout: seconds; ``None`` for as long as it takes.
+    """
+    try:
+        outbox.close(timeout)
+    except OutboxError as error:
+        # Messages that are settled and stay in the file are sent once more, and marked.
+        log(logging.ERROR, "%s: outbox not closed properly: %s", name, error)
 
 
 class Writer:
@@ -106,10 +121,10 @@ class Writer:
         self.set()
 
     def stop(self, timeout: float) -> None:
-        """End the thread.
+        """End the thread, which closes the outbox as the last thing it does.
 
         Args:
-            timeout: seconds that the work in progress may take.
+            timeout: seconds to wait for that.
         """
         self._end.set()
         self.set()
@@ -119,6 +134,12 @@ class Writer:
     # On the thread.
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            close_outbox(self._outbox, self._name)
+
+    def _serve(self) -> None:
         search_at = None if self._period is None else time.monotonic() + self._period
         while not self._end.is_set():
             times = [at for at in (search_at, self._retry_at) if at is not None]

@@ -269,6 +269,8 @@ class Producer:
             FlowControlTimeout: still flowed after `timeout`; the message was not sent and never will be.
             ProducerFlowed: flowed, and `when_flowed` is ``"raise"``; likewise.
             ProducerClosed: it was closed, or lost its connection; likewise.
+            OutboxFull: with an outbox that has no room; likewise.
+            NotDurable: with an outbox: the message is admitted, and not on disk after `timeout`, or the disk failed.
             TypeError: the message is of another type, or `timeout` is no number.
             ValueError: it cannot be encoded, or `timeout` is NaN.
         """
@@ -296,7 +298,7 @@ class Producer:
         if self._storage is not None:
             stored = self._store(payload, exchange, routing_key, spills=True)
             if stored is not None:
-                return self._made_durable(stored)
+                return self._made_durable(stored, _deadline(limit_of(timeout, self.settings)))
         else:
             receipt = self._step(lambda protocol: protocol.admission.send(payload, exchange, routing_key, _monotonic()))
             if receipt is not None:
@@ -306,8 +308,9 @@ class Producer:
         timeout = limit_of(timeout, self.settings)
         if timeout is not None and timeout <= 0:
             return self._send_or_refuse(payload, exchange, routing_key, FlowControlTimeout, LONGER_WAITS)
+        deadline = _deadline(timeout)
         receipt = self._send_when_unflowed(payload, exchange, routing_key, timeout, source)
-        return receipt if self._storage is None else self._made_durable(receipt)
+        return receipt if self._storage is None else self._made_durable(receipt, deadline)
 
     def _store(
         self, payload: bytes | Message, exchange: str, routing_key: str, *, spills: bool = False
@@ -325,10 +328,10 @@ class Producer:
         )
         return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
 
-    def _made_durable(self, receipt: SyncReceipt) -> SyncReceipt:
-        """The receipt, once its message is on disk."""
+    def _made_durable(self, receipt: SyncReceipt, deadline: float) -> SyncReceipt:
+        """Return the receipt once its message is on disk."""
         assert self._storage is not None
-        self._storage.wait_durable(receipt)
+        self._storage.wait_durable(receipt, deadline)
         return receipt
 
     def send_nowait(
@@ -368,7 +371,7 @@ class Producer:
             check_can_wait("send_nowait()", payload)
             stored = self._store(payload, exchange, routing_key)
             if stored is not None:
-                return self._made_durable(stored)
+                return self._made_durable(stored, _monotonic())
         else:
             receipt = self._admit(payload, exchange, routing_key)
             if receipt is not None:
@@ -424,7 +427,7 @@ class Producer:
             if isinstance(messages, (list, tuple)) and self._tracer is None:
                 key = self._routing_key if routing_key is None else routing_key
                 while len(receipts) < len(messages):
-                    if not self._send_at_once(messages, exchange, key, receipts):
+                    if not self._send_at_once(messages, exchange, key, receipts, timeout):
                         message = messages[len(receipts)]
                         receipts.append(
                             self.send(message, exchange=exchange, routing_key=key, timeout=timeout, source=source)
@@ -443,9 +446,11 @@ class Producer:
         exchange: str | None,
         routing_key: str,
         receipts: list[SyncReceipt],
+        timeout: float | None,
     ) -> bool:
         """Admit the next of these messages, as many as can be now and are good for others; whether any were."""
         begin = len(receipts)
+        deadline = _deadline(limit_of(timeout, self.settings))
         to = self._exchange if exchange is None else exchange
 
         def admit(protocol: ProducerProtocol) -> None:
@@ -462,7 +467,7 @@ class Producer:
             self._step(admit)
         finally:
             if self._storage is not None and len(receipts) > begin:
-                self._made_durable(receipts[-1])
+                self._made_durable(receipts[-1], deadline)
         return len(receipts) > begin
 
     def _send_or_refuse(
@@ -487,7 +492,7 @@ class Producer:
             receipt = self._send_when_unflowed(payload, exchange, routing_key, 0, "")
         except FlowControlTimeout as error:
             raise error_type(error.holds, 0.0, payload, advice) from None
-        return receipt if self._storage is None else self._made_durable(receipt)
+        return receipt if self._storage is None else self._made_durable(receipt, _monotonic())
 
     def _send_when_unflowed(
         self, payload: bytes | Message, exchange: str, routing_key: str, timeout: float | None, source: str
@@ -867,7 +872,7 @@ class Producer:
         finally:
             try:
                 if self._storage is not None:
-                    self._storage.close(BRIEF)
+                    self._storage.close(BRIEF if deadline is None else max(BRIEF, deadline - _monotonic()))
             finally:
                 # Others wait for no more than that.
                 self._all_ended.set()

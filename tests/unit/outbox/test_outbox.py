@@ -7,6 +7,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -24,11 +26,20 @@ from tests.effort import rounds
 from .support import change, crash
 
 PATIENCE = 20.0
+# Less than the seconds that an outbox waits for another process if it is given no timeout.
+SOON = 6.0
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "outbox"
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 def put(outbox: Outbox, *bodies: bytes, **options) -> list[int]:
@@ -288,6 +299,79 @@ def test_a_commit_that_ctrl_c_breaks_off_when_it_is_done_can_be_repeated(path: P
         assert bodies(outbox) == [b"2"]
         assert len(outbox) == 1
         assert outbox.size == outbox.read()[0].size
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Another connection has begun to write to the file, and does not end."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as file:
+        file.execute("BEGIN IMMEDIATE")
+        yield
+
+
+def test_E4_every_wait_for_a_file_that_another_process_has_locked_ends_by_its_timeout(path: Path) -> None:
+    outbox = Outbox(path)
+    one = outbox.put(b"1", "", "q", "id-1")
+    with locked(path):
+        began = time.monotonic()
+        for call in (lambda: outbox.wait_durable(one, 0.05), lambda: outbox.commit(0.05)):
+            with pytest.raises(OutboxError, match="database is locked"):
+                call()
+        assert time.monotonic() - began < SOON
+    outbox.wait_durable(one)
+    assert outbox.durable == one
+    outbox.close()
+
+
+def test_E4_a_file_that_stays_locked_is_closed_and_what_was_not_written_is_told(path: Path) -> None:
+    outbox = Outbox(path)
+    outbox.commit()
+    outbox.put(Message(b"1", message_id="own"), "", "q", "id-1")
+    with locked(path), pytest.raises(OutboxError, match="database is locked"):
+        outbox.close(0.05)
+    assert outbox.is_closed
+    assert {sequence: message.message_id for sequence, message in outbox.unwritten().items()} == {1: "own"}
+    assert (len(outbox), outbox.left) == (0, 0)
+    with Outbox(path) as outbox:
+        assert outbox.read() == []
+
+
+def test_E4_close_does_not_wait_for_a_thread_that_writes_longer_than_its_timeout(path: Path) -> None:
+    outbox = Outbox(path)
+    one = outbox.put(b"1", "", "q", "id-1")
+    with locked(path):
+        writing = threading.Thread(target=lambda: outbox.wait_durable(one))
+        writing.start()
+        wait_until(outbox._access._lock.locked)
+        with pytest.raises(OutboxError, match="another thread is still writing to it"):
+            outbox.close(0.05)
+        assert not outbox.is_closed
+    writing.join(PATIENCE)
+    outbox.close()
+    assert [stored.message.body for stored in Outbox.look(path)] == [b"1"]
+
+
+def test_E4_a_wait_of_another_thread_can_be_ended(path: Path) -> None:
+    outbox = Outbox(path)
+    one = outbox.put(b"1", "", "q", "id-1")
+    errors: list[OutboxError] = []
+
+    def write() -> None:
+        try:
+            outbox.wait_durable(one)
+        except OutboxError as error:
+            errors.append(error)
+
+    with locked(path):
+        writing = threading.Thread(target=write)
+        writing.start()
+        wait_until(outbox._access._lock.locked)
+        began = time.monotonic()
+        outbox.stop_waiting(0.0)
+        writing.join(PATIENCE)
+        assert time.monotonic() - began < SOON
+    assert "database is locked" in str(errors)
+    outbox.close()
 
 
 def test_it_is_closed_once_and_twice_is_no_harm(path: Path) -> None:

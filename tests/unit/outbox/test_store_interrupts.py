@@ -19,7 +19,16 @@ from .support import Kept, leave
 
 DAY = 86_400.0
 # What is new with an outbox, and what calls it; the rest is interrupted in tests/unit/core.
-MODULES = ("store.py", "backlog.py", "requests.py", "outbox/outbox.py", "outbox/file.py", "database.py", "protocol.py")
+MODULES = (
+    "access.py",
+    "backlog.py",
+    "database.py",
+    "outbox/file.py",
+    "outbox/outbox.py",
+    "protocol.py",
+    "requests.py",
+    "store.py",
+)
 OWN = {"plain": b"own", "with an id of its own": Message(b"own", message_id="own")}
 
 
@@ -30,7 +39,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _who_is_lost_is_soon_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qflow_client.outbox.outbox._LOST", 0.001)
+    monkeypatch.setattr("qflow_client.outbox.access._LOST", 0.001)
 
 
 def all_gets_out(kept: Kept) -> list[bytes]:
