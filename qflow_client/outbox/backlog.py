@@ -247,7 +247,7 @@ class Backlog:
 
     def _oldest_sent(self, now: float) -> float:
         """The time before which a message must not have been put to be sent, in seconds since 1970."""
-        return -1.0 if self._max_age is None else self._reports.wall_time(now) - self._max_age
+        return -1.0 if self._max_age is None else self._outbox.wall_time(now) - self._max_age
 
     def _expire(self, stored: StoredMessage) -> None:
         self._fail(stored, f"it was in the outbox for more than outbox_max_age={self._max_age:g} s")

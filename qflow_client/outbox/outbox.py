@@ -30,6 +30,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -89,8 +90,12 @@ class Outbox:
             raise ValueError(f"synchronous must be 'normal' or 'full', not {shown(synchronous)}")
         if not max_bytes > 0:
             raise ValueError(f"max_bytes must be more than 0, not {shown(max_bytes)}")
-        #: The path of the file.
-        self.path = Path(os.fspath(path))
+        #: The absolute path of the file: the process may change its folder.
+        self.path = Path(os.path.abspath(path))  # noqa: PTH100  # keeps links
+        # What to add to `time.monotonic` for seconds since 1970. Within one process a change of the wall clock does not
+        # count; between processes there is no other clock.
+        self._wall_offset = time.time() - time.monotonic()
+        self._opened_at = time.time()
         #: The most bytes that may be in it.
         self.max_bytes = max_bytes
         # Guards everything that is noted.
@@ -224,7 +229,7 @@ class Outbox:
             message = payload if isinstance(payload, Message) else Message(payload)
             header, body = content_header(message, identity), message.body
         size = len(header) + len(body) + len(exchange) + len(routing_key) + _ROW
-        at = time.time()
+        at = self.wall_time(time.monotonic())
         row = 0 if permit else outboxfile.HELD, at, exchange, routing_key, header, body
         try:
             with self._lock:
@@ -408,10 +413,20 @@ class Outbox:
             if damaged:
                 outboxfile.set_aside(self._file, damaged)
                 self._damaged |= damaged
-            found.extend(messages)
+            found.extend(map(self._correct_time, messages))
 
         self._use_file(read)
         return found
+
+    def wall_time(self, now: float) -> float:
+        """Return a time of `time.monotonic` in seconds since 1970, as messages have it that are put in this process."""
+        return now + self._wall_offset
+
+    def _correct_time(self, stored: StoredMessage) -> StoredMessage:
+        """Return a message that an earlier process put, by a clock that was ahead of this one's, as put at opening."""
+        if stored.at <= self._opened_at or stored.sequence > self._written_before[0]:
+            return stored
+        return replace(stored, at=self._opened_at)
 
     def expire(self, before: float) -> list[StoredMessage]:
         """Take out messages that are too old to be sent.

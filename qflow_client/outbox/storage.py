@@ -57,9 +57,9 @@ class Storage:
             OutboxInUse, OutboxError: as `Outbox`; or it was closed meanwhile.
         """
         settings = self._settings
-        assert settings.outbox is not None
+        assert settings.outbox_path is not None
         outbox = Outbox(
-            settings.outbox,
+            settings.outbox_path,
             max_bytes=settings.outbox_max_bytes,
             synchronous=settings.outbox_synchronous,
             timeout=settings.connect_timeout,

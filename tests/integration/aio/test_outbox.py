@@ -109,6 +109,22 @@ def test_who_waits_for_a_producer_that_is_closed_while_its_outbox_is_opened_is_t
     assert bodies(broker) == []
 
 
+def test_a_relative_path_is_resolved_when_the_producer_is_made_not_when_it_connects(
+    run: Run, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        monkeypatch.chdir(tmp_path)
+        producer = AsyncProducer(broker.url, routing_key="q", outbox="outbox")
+        (tmp_path / "other").mkdir()
+        monkeypatch.chdir("other")
+        async with producer:
+            await producer.send(b"x")
+
+    run(main())
+    assert (tmp_path / "outbox").exists()
+    assert list((tmp_path / "other").iterdir()) == []
+
+
 def test_E4_a_close_that_is_cancelled_at_any_turn_leaves_the_outbox_to_the_next_producer(
     run: Run, broker: Broker, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -26,7 +27,9 @@ from qflow_client import (
     OutcomeUnknown,
     Producer,
     ProducerFlowed,
+    ProducerSettings,
     UndeliveredMessages,
+    WhenFlowed,
 )
 from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
@@ -549,3 +552,41 @@ def test_a_child_process_needs_no_lock_of_the_outbox_to_let_go_of_it(
     producer.flush(timeout=PATIENCE)
     assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED] * 2
     assert bodies(broker) == [b"sent", b"spilled"]
+
+
+def test_a_relative_path_stays_the_same_file_when_the_process_changes_its_folder(
+    broker: Broker, make_producer: Callable[..., Producer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    settings = ProducerSettings(outbox="orders.outbox", when_flowed=WhenFlowed.SPILL)
+    monkeypatch.chdir(tmp_path / "other")
+    producer = make_producer(settings=settings)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir("other")
+    assert (tmp_path / "orders.outbox").exists()
+    producer.pause()
+    receipt = producer.send(b"spilled")
+    assert receipt.message.body == b"spilled"
+    producer.resume()
+    producer.flush(timeout=PATIENCE)
+    assert list((tmp_path / "other").iterdir()) == []
+
+
+@pytest.mark.parametrize("shift", [-3600.0, 3600.0], ids=["set back", "set forward"])
+def test_a_message_does_not_become_too_old_by_a_change_of_the_wall_clock(
+    broker: Broker,
+    make_producer: Callable[..., Producer],
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    shift: float,
+) -> None:
+    producer = make_producer(outbox=path, when_flowed="spill", outbox_max_age=60.0)
+    producer.pause()
+    receipts = [producer.send(b"before")]
+    wall_time = time.time
+    monkeypatch.setattr(time, "time", lambda: wall_time() + shift)
+    receipts.append(producer.send(b"after"))
+    producer.resume()
+    producer.flush(timeout=PATIENCE)
+    assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED] * 2

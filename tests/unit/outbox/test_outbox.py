@@ -500,6 +500,38 @@ def test_what_is_no_outbox_is_left_alone(path: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "nothing").exists()
 
 
+def test_an_outbox_of_the_first_commit_that_had_one_still_opens(path: Path) -> None:
+    # What commit a766ba8 wrote: one message that was sent, one that was held, and the state.
+    with closing(sqlite3.connect(path)) as file, file:
+        file.executescript(
+            """
+            PRAGMA application_id = 1901032820;
+            PRAGMA user_version = 1;
+            CREATE TABLE message (
+                sequence INTEGER PRIMARY KEY,
+                size INTEGER NOT NULL,
+                held INTEGER NOT NULL,
+                at REAL NOT NULL,
+                exchange TEXT NOT NULL,
+                routing_key TEXT NOT NULL,
+                header BLOB NOT NULL,
+                body BLOB NOT NULL
+            );
+            CREATE TABLE state (last INTEGER NOT NULL, permitted INTEGER NOT NULL);
+            INSERT INTO state VALUES (7, 0);
+            INSERT INTO message VALUES
+                (5, 92, 0, 1.5e9, '', 'q', x'003c00000000000000000003108002046f6e6531', x'6f6e65'),
+                (7, 92, 1, 1.5e9, '', 'q', x'003c000000000000000000031080020474773031', x'74776f');
+            """
+        )
+    with Outbox(path) as outbox:
+        sent, held = outbox.read()
+        assert (sent.sequence, sent.message.body, sent.message.message_id) == (5, b"one", "one1")
+        assert (held.sequence, held.message.body, held.message.message_id) == (7, b"two", "tw01")
+        assert (sent.may_be_second_copy, held.may_be_second_copy) == (True, False)
+        assert put(outbox, b"new") == [8]
+
+
 def test_tables_of_another_version_are_refused(path: Path) -> None:
     Outbox(path).close()
     with sqlite3.connect(path) as file:

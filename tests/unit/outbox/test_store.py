@@ -58,6 +58,22 @@ def test_a_backlog_all_of_which_is_too_old_holds_nobody(path: Path) -> None:
     assert {receipt.outcome for receipt in kept.protocol.reports.take_failures()} == {Outcome.FAILED}
 
 
+def test_a_message_of_an_earlier_process_whose_clock_was_ahead_ages_from_the_start_of_this_one(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wall_time = time.time
+    with monkeypatch.context() as context:
+        context.setattr(time, "time", lambda: wall_time() + DAY)
+        leave(path, b"1")
+    kept = Kept(path, outbox_max_age=60.0)
+    kept.protocol.hold("paused", kept.now)
+    kept.turn()
+    assert len(kept.backlog.ready) == 1
+    kept.now += 61.0
+    kept.store.expire(kept.now)
+    assert [receipt.message.body for receipt in kept.protocol.reports.take_failures()] == [b"1"]
+
+
 def read_and_held(path: Path) -> Kept:
     """A producer that has read what was left and was paused before that could leave."""
     kept = Kept(path, outbox_max_age=60.0)
