@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from qflow_client.database import Database
+
 __all__ = ["FileAccess"]
 
 _T = TypeVar("_T")
@@ -45,10 +47,12 @@ class FileAccess:
     """Gives threads exclusive access to a file.
 
     Args:
+        file: the file.
         durable: the last sequence that is on disk.
     """
 
-    def __init__(self, durable: int) -> None:
+    def __init__(self, file: Database, durable: int) -> None:
+        self._file = file
         #: The last sequence up to which everything is on disk; set by the thread that uses the file.
         self.durable = durable
         # Held while the file is used.
@@ -64,7 +68,7 @@ class FileAccess:
 
         Args:
             action: what to do with the file.
-            deadline: seconds of `time.monotonic` at which to stop waiting for access.
+            deadline: seconds of `time.monotonic` at which to stop waiting, for access and for other processes.
             sequence: the action is not needed once this sequence is on disk.
 
         Returns:
@@ -85,8 +89,11 @@ class FileAccess:
             if self.durable >= sequence:
                 return None
             with self._lock:
-                # The thread before may have committed it after all.
-                return None if self.durable >= sequence else action()
+                if self.durable >= sequence:
+                    # The thread before has committed it after all.
+                    return None
+                self._file.deadline = deadline
+                return action()
         finally:
             self._leave(turn)
 

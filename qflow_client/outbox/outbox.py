@@ -115,7 +115,7 @@ class Outbox:
             self._lock_file.release()
             raise
         # Exclusive use of the file; it knows the last sequence that is on disk.
-        self._access = FileAccess(last)
+        self._access = FileAccess(self._file, last)
         # Messages that are put and not on disk, in order; and those of them that a commit has taken.
         self._rows: list[outboxfile.Row] = []
         self._inserting: list[outboxfile.Row] = []
@@ -292,13 +292,8 @@ class Outbox:
         Raises:
             OutboxError: the deadline has passed.
         """
-
-        def use() -> _T:
-            self._file.deadline = deadline
-            return action()
-
         try:
-            return self._access.run(use, deadline, sequence)
+            return self._access.run(action, deadline, sequence)
         except TimeoutError:
             raise OutboxError(f"{self.path}: another thread is still writing to it") from None
 
