@@ -9,7 +9,9 @@ import time
 from collections.abc import Callable
 
 from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.guard import take
 from qflow_client.logs import log
+from qflow_client.outbox.commits import CommitWaits
 from qflow_client.outbox.errors import NotDurable, OutboxError
 from qflow_client.outbox.outbox import Outbox
 from qflow_client.outbox.spilled import Spilled
@@ -23,6 +25,9 @@ __all__ = ["GRACE", "Storage"]
 #: Seconds that the disk may take after the deadline of a call: a message that is admitted is on disk as a rule when
 #: `send` returns, also with a timeout of 0.
 GRACE = 0.5
+# A call that has fewer seconds than this has the writer commit, and so leaves in time also if the disk does not answer.
+# Any other call commits by itself, which takes a third of the time: 10,500 against 3,700 messages a second, one thread.
+_SHORT = 10.0
 # Seconds in which an outbox is closed, if it need not wait for another process.
 _CLOSING = 0.2
 
@@ -49,6 +54,7 @@ class Storage:
         self._lock = threading.Lock()
         self._is_closed = False
         self._opened: Outbox | None = None
+        self._waits = CommitWaits()
 
     def open(self) -> None:
         """Open the outbox; on any thread, once.
@@ -85,9 +91,15 @@ class Storage:
             protocol: the state. Nothing may have been admitted yet.
             spilled_type: the class of receipts for messages that wait on disk.
             deliver: as for `Writer`.
-            committed: likewise.
+            committed: likewise; ``None`` if nothing waits for commits but threads.
         """
-        self.writer = Writer(self.outbox, self._settings, deliver, committed)
+
+        def on_commit(durable: int, error: Exception | None) -> None:
+            self._waits.committed(durable, error)
+            if committed is not None:
+                committed(durable, error)
+
+        self.writer = Writer(self.outbox, self._settings, deliver, on_commit)
         self.store = OutboxStore(protocol, self.outbox, spilled_type, self.writer, time.monotonic())
         self.writer.store = self.store
 
@@ -113,9 +125,21 @@ class Storage:
         Raises:
             NotDurable: it could not be written, or the deadline has passed for longer than `GRACE`.
         """
-        timeout = None if deadline == math.inf else max(0.0, deadline - time.monotonic()) + GRACE
+        outbox = self.outbox
+        sequence = outbox.last
+        if outbox.durable >= sequence:
+            return
+        timeout = max(0.0, deadline - time.monotonic()) + GRACE
+        if timeout < _SHORT:
+            wait = self._waits.begin(sequence)
+            self.writer.commit_now()
+            why = self._waits.end(wait, timeout)
+            if why:
+                raise NotDurable(f"{outbox.path}: {why}", receipt)
+            return
         try:
-            self.outbox.wait_durable(self.outbox.last, timeout)
+            # A signal handler or a finalizer that sends meanwhile is refused: it might have to wait for this thread.
+            take(lambda: outbox.wait_durable(sequence, None if timeout == math.inf else timeout))
         except OutboxError as error:
             raise NotDurable(str(error), receipt) from error
 

@@ -3,6 +3,9 @@
 The producer wakes it as it wakes any other waiter. It then commits what is noted in the outbox. If the state has
 requested a part of the backlog, it reads that, notes on disk that it may be written to a broker, and has it fed to the
 state. It never touches the state itself: `deliver` takes each step where the producer takes its other steps.
+
+While it uses the outbox, its thread counts as one inside a step: a finalizer that sends by this producer from there
+might find a lock of the outbox taken by the thread that it interrupts (E2).
 """
 
 from __future__ import annotations
@@ -12,8 +15,10 @@ import threading
 import time
 from collections.abc import Callable
 
+from qflow_client.guard import is_inside, take
 from qflow_client.logs import log
 from qflow_client.outbox.errors import OutboxError
+from qflow_client.outbox.file import StoredMessage
 from qflow_client.outbox.outbox import Outbox
 from qflow_client.outbox.requests import ReadRequest
 from qflow_client.outbox.store import OutboxStore
@@ -47,7 +52,10 @@ def close_outbox(outbox: Outbox, name: str, timeout: float | None = None) -> Non
         timeout: seconds; ``None`` for as long as it takes.
     """
     try:
-        outbox.close(timeout)
+        if is_inside():
+            outbox.close(timeout)
+        else:
+            take(lambda: outbox.close(timeout))
     except OutboxError as error:
         # Messages that are settled and stay in the file are sent once more, and marked.
         log(logging.ERROR, "%s: outbox not closed properly: %s", name, error)
@@ -60,8 +68,7 @@ class Writer:
         outbox: the outbox.
         settings: the producer's settings.
         deliver: takes a step of the store where the producer takes its steps.
-        committed: called after every commit with the last sequence on disk, and with the error if the commit failed;
-            ``None`` if nothing waits for that.
+        committed: called after every commit with the last sequence on disk, and with the error if the commit failed.
     """
 
     #: The state that makes the requests; set before `start`.
@@ -72,7 +79,7 @@ class Writer:
         outbox: Outbox,
         settings: ProducerSettings,
         deliver: Callable[[StoreStep], None],
-        committed: Callable[[int, Exception | None], None] | None,
+        committed: Callable[[int, Exception | None], None],
     ) -> None:
         self._outbox = outbox
         self._name = settings.name
@@ -138,6 +145,8 @@ class Writer:
             self._serve()
         finally:
             close_outbox(self._outbox, self._name)
+            # Its waiters would otherwise wait until their deadlines.
+            self._committed(self._outbox.durable, OutboxError("the producer was closed"))
 
     def _serve(self) -> None:
         search_at = None if self._period is None else time.monotonic() + self._period
@@ -171,15 +180,13 @@ class Writer:
         # A request that comes after this wakes it again.
         self._is_urgent = requests.commit = False
         try:
-            durable = self._outbox.commit()
+            durable = take(self._outbox.commit)
         except Exception as error:
             if not self._end.is_set():
                 self._log_failure(error)
-                if self._committed is not None:
-                    self._committed(self._outbox.durable, error)
+            self._committed(self._outbox.durable, error)
             return False
-        if self._committed is not None:
-            self._committed(durable, None)
+        self._committed(durable, None)
         request = requests.read
         # The result of one that was tried is on its way to the state.
         if request is not None and request is not self._tried:
@@ -194,11 +201,16 @@ class Writer:
         """Read a part of the backlog and have it fed to the state; or try again later."""
         outbox, store = self._outbox, self.store
         known = outbox.damaged
-        try:
+
+        def read() -> list[StoredMessage]:
             batch = outbox.read(request.after, _BATCH, _BATCH_BYTES)
             if request.sends and batch:
                 outbox.permit(batch[-1].sequence)
                 outbox.commit()
+            return batch
+
+        try:
+            batch = take(read)
         except Exception as error:
             # Commits do not depend on it, and go on.
             if not self._end.is_set():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +172,34 @@ def test_E4_a_message_that_never_came_to_the_disk_is_not_said_to_be_stored(
     assert [message.body for message in caught.value.unsent] == [b"spilled"]
     eventually(lambda: opens(path), "an outbox that is free")
     assert [stored.message.body for stored in Outbox.look(path)] == [b"on disk"]
+
+
+def test_E4_a_disk_that_does_not_answer_keeps_no_call_beyond_its_deadline(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
+    producer = make_producer(outbox=path)
+    assert producer._storage is not None
+    file, answers = producer._storage.outbox._file, threading.Event()
+    execute, execute_many = file.execute, file.execute_many
+
+    def late(call: Callable[..., Any], *arguments: Any) -> Any:
+        assert answers.wait(10 * PATIENCE)
+        return call(*arguments)
+
+    file.execute = partial(late, execute)  # type: ignore[method-assign]
+    file.execute_many = partial(late, execute_many)  # type: ignore[method-assign]
+    try:
+        for _ in range(2):
+            with returns_soon(), pytest.raises(NotDurable) as caught:
+                producer.send(b"x", timeout=BRIEF)
+            assert caught.value.receipt.result(timeout=PATIENCE) is Outcome.CONFIRMED  # type: ignore[attr-defined]
+        # What is confirmed may stay in the file.
+        with returns_soon(), suppress(UndeliveredMessages):
+            producer.close(timeout=BRIEF)
+    finally:
+        answers.set()
+    eventually(lambda: opens(path), "an outbox that is free")
+    assert Outbox.look(path) == []
 
 
 def test_E4_a_producer_whose_outbox_is_locked_is_refused_within_the_time_to_connect(
