@@ -216,7 +216,7 @@ class LockFile:
             is_file = stat.S_ISREG(os.fstat(self._descriptor).st_mode)
             content = os.pread(self._descriptor, 100, 0) if is_file else None
             if content is None or not _LOCK.fullmatch(content):
-                # It is not written, because it may be a link to a file of somebody's.
+                # It is not written, because it may be a link to a file of another program.
                 raise error(f"{path}: {self.path} is not a lock file of qflow_client; move it away")
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -239,7 +239,7 @@ class LockFile:
     def release(self) -> None:
         """Let go."""
         if not self.released and self._pid != os.getpid():
-            # In a child, to which nobody has said yet that it is one.
+            # In a child whose fork handlers have not run yet.
             self.forget()
         if not self.released:
             # A forked child shares the lock until it closes its copy, so that to close is not enough. It comes first,
@@ -250,7 +250,7 @@ class LockFile:
             os.close(self._descriptor)
 
     def __del__(self) -> None:
-        # Ctrl-C may have come before anybody had it.
+        # Ctrl-C may have come before it was assigned to anything.
         self.release()
 
     def forget(self) -> None:

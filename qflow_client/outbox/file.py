@@ -47,7 +47,7 @@ _READ = """SELECT sequence, size, held, at, CAST(exchange AS BLOB), CAST(routing
     FROM message WHERE sequence > ? {} ORDER BY sequence LIMIT ?"""
 _TYPES = ((int,), (int,), (int,), (float,), (bytes,), (bytes,), (bytes,), (bytes,))
 NOT_SET_ASIDE = f"AND NOT held & {_SET_ASIDE}"
-# Rows that are looked through at once.
+# Rows that are checked at once.
 _LOOKED_AT = 1000
 # Above every sequence.
 _EVER = 1 << 62
@@ -80,8 +80,9 @@ class StoredMessage:
         return republished(self.message) if self.may_be_second_copy else self.message
 
 
-# A message as it stands in the file.
+#: A message as it stands in the file; and the part of it besides its sequence and size.
 Row = tuple[int, int, int, float, str, str, bytes, bytes]
+Content = tuple[int, float, str, str, bytes, bytes]
 
 
 def open_file(path: Path, **options: Any) -> Database:
@@ -97,8 +98,8 @@ def open_file(path: Path, **options: Any) -> Database:
 
 
 @contextmanager
-def looking(path: str | os.PathLike[str]) -> Iterator[Database]:
-    """A file that somebody else may be using."""
+def open_to_look(path: str | os.PathLike[str]) -> Iterator[Database]:
+    """Open a file for reading that another process may be using."""
     path = Path(os.fspath(path))
     if not path.exists():
         raise OutboxError(f"{path}: there is no such outbox")
@@ -226,7 +227,7 @@ def read(
 
 
 def look(file: Database, after: int, limit: int) -> list[StoredMessage]:
-    """What is in a file that somebody else may be using."""
+    """Return the messages of a file that another process may be using."""
     return _look(file, after, limit)[0]
 
 

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,12 +37,13 @@ from typing import Self, TypeVar
 from qflow_client.amqp.fields import encode_short_string
 from qflow_client.amqp.frames import content_header, plain_content_header
 from qflow_client.database import BUSY, LockFile
-from qflow_client.message import Message, decode_message
+from qflow_client.message import Message
 from qflow_client.outbox import file as outboxfile
 from qflow_client.outbox.access import FileAccess
 from qflow_client.outbox.errors import OutboxError, OutboxFull, OutboxInUse
 from qflow_client.outbox.file import StoredMessage
-from qflow_client.redaction import shown
+from qflow_client.outbox.noted import Noted
+from qflow_client.redaction import is_url, shown
 
 __all__ = ["Outbox"]
 
@@ -51,9 +51,8 @@ __all__ = ["Outbox"]
 _SETTLED_TOGETHER = 500
 # Bytes that a message takes besides its own.
 _ROW = 64
-# The file is given this much of the disk at most, unless told otherwise.
+# The default for the most bytes of messages in an outbox.
 _MAX_BYTES = 1 << 30
-
 
 _T = TypeVar("_T")
 
@@ -91,15 +90,14 @@ class Outbox:
         if not max_bytes > 0:
             raise ValueError(f"max_bytes must be more than 0, not {shown(max_bytes)}")
         #: The absolute path of the file: the process may change its folder.
-        self.path = Path(os.path.abspath(path))  # noqa: PTH100  # keeps links
+        # A URL stays recognisable, and is refused below.
+        self.path = Path(path if is_url(path) else os.path.abspath(path))  # noqa: PTH100  # keeps links
         # What to add to `time.monotonic` for seconds since 1970. Within one process a change of the wall clock does not
         # count; between processes there is no other clock.
         self._wall_offset = time.time() - time.monotonic()
         self._opened_at = time.time()
         #: The most bytes that may be in it.
         self.max_bytes = max_bytes
-        # Guards everything that is noted.
-        self._lock = threading.Lock()
         self._lock_file = LockFile(
             self.path,
             error=OutboxError,
@@ -108,40 +106,24 @@ class Outbox:
         )
         try:
             self._file = outboxfile.open_file(self.path, synchronous=synchronous, timeout=timeout)
-            last, permitted = outboxfile.state(self._file)
-            count, size = outboxfile.totals(self._file)
+            self._noted = Noted(self._file)
             aside = outboxfile.aside(self._file)
         except BaseException:
             self._lock_file.release()
             raise
+        last = self._noted.last
         # Exclusive use of the file; it knows the last sequence that is on disk.
         self._access = FileAccess(self._file, last)
-        # Messages that are put and not on disk, in order; and those of them that a commit has taken.
-        self._rows: list[outboxfile.Row] = []
-        self._inserting: list[outboxfile.Row] = []
-        # The sequence of the message that was put last.
-        self._last: int = last
-        # Messages that are settled and still in the file: first and last of each run, and how many at the most; and
-        # the runs that a commit has taken.
-        self._settled: list[tuple[int, int]] = []
-        self._settled_count = 0
-        self._deleting: list[tuple[int, int]] = []
-        # Up to where held messages may be written: wanted, and on disk.
-        self._permitted: int = permitted
-        self._permitted_durable: int = permitted
-        # The same two when it was opened: what might be written then is a second copy if it is sent now.
-        self._written_before: tuple[int, int] = last, permitted
-        self._count = count
-        self._size = size
+        # At opening, the last sequence, and up to where held messages might be written. A message that might be written
+        # then is a second copy if it is sent now.
+        self._written_before: tuple[int, int] = last, self._noted.permitted_durable
         # By sequence, why it was set aside.
         self._damaged: dict[int, str] = dict.fromkeys(aside, "it was set aside before")
-        # Set by what failed, or was broken off: the next commit counts anew.
-        self._is_unsure = False
 
     @property
     def last(self) -> int:
         """The sequence that was given last; 0 before any."""
-        return self._last
+        return self._noted.last
 
     @property
     def durable(self) -> int:
@@ -151,12 +133,12 @@ class Outbox:
     @property
     def size(self) -> int:
         """Bytes of the messages in it: those that are put, and those whose settling is not committed."""
-        return self._size
+        return self._noted.size
 
     @property
     def left(self) -> int:
         """Messages in it that are not known to be settled, damaged ones apart; about, while others use it."""
-        left = len(self) - self._settled_count
+        left = len(self) - self._noted.settled_count
         return left if left > 0 else 0
 
     @property
@@ -168,13 +150,13 @@ class Outbox:
         return self._damaged.copy()
 
     def __len__(self) -> int:
-        return self._count - len(self._damaged)
+        return self._noted.count - len(self._damaged)
 
     # In.
 
     def has_room(self, size: int) -> bool:
         """Whether there is room for a body of so many bytes; its properties may go beyond `max_bytes`."""
-        return self._size + size + _ROW <= self.max_bytes
+        return self._noted.size + size + _ROW <= self.max_bytes
 
     def check_room(self, size: int, *, waits: bool) -> None:
         """Refuse a message for which there is no room.
@@ -191,8 +173,8 @@ class Outbox:
 
     def _full(self, size: int) -> OutboxFull:
         return OutboxFull(
-            f"{self.path}: no room for a message of {size} bytes: {self._size} of at most {self.max_bytes} bytes are "
-            f"taken by {self._count} messages"
+            f"{self.path}: no room for a message of {size} bytes: {self._noted.size} of at most {self.max_bytes} bytes "
+            f"are taken by {self._noted.count} messages"
         )
 
     def put(
@@ -231,19 +213,7 @@ class Outbox:
         size = len(header) + len(body) + len(exchange) + len(routing_key) + _ROW
         at = self.wall_time(time.monotonic())
         row = 0 if permit else outboxfile.HELD, at, exchange, routing_key, header, body
-        try:
-            with self._lock:
-                sequence = 0
-                if overdraw or self._size + size <= self.max_bytes:
-                    # In this order: Ctrl-C may leave a sequence without a message, but never give one to two.
-                    self._last = sequence = self._last + 1
-                    self._rows.append((sequence, size, *row))
-                    self._size += size
-                    self._count += 1
-        except BaseException:
-            # It may have come between the message and its count.
-            self._is_unsure = True
-            raise
+        sequence = self._noted.put(size, None if overdraw else self.max_bytes, row)
         if not sequence:
             raise self._full(size)
         return sequence
@@ -254,8 +224,7 @@ class Outbox:
         Args:
             sequence: of the last of them.
         """
-        with self._lock:
-            self._permitted = max(self._permitted, sequence)
+        self._noted.permit(sequence)
 
     def settle(self, first: int, last: int | None = None) -> None:
         """Note that messages are settled; they leave the file with the next commit.
@@ -264,27 +233,14 @@ class Outbox:
             first: the sequence of the first.
             last: that of the last; ``None`` for the first alone.
         """
-        last = first if last is None else last
-        with self._lock:
-            runs = self._settled
-            if runs and runs[-1][1] == first - 1:
-                runs[-1] = runs[-1][0], last
-            else:
-                runs.append((first, last))
-            self._settled_count += last - first + 1
+        self._noted.settle(first, first if last is None else last)
 
     # To the disk.
 
     @property
     def dirty(self) -> bool:
         """Whether a commit would change anything on disk."""
-        return bool(
-            self._rows
-            or self._settled
-            or self._inserting
-            or self._deleting
-            or self._permitted != self._permitted_durable
-        )
+        return self._noted.is_dirty
 
     def _use_file(self, action: Callable[[], _T], deadline: float = math.inf, sequence: float = math.inf) -> _T | None:
         """Call an action with exclusive access to the file, unless a sequence is on disk already.
@@ -312,7 +268,7 @@ class Outbox:
             self._use_file(self._commit_rows, _deadline(timeout), sequence)
 
     def _commit_rows(self) -> None:
-        self._commit(all_of_it=self._settled_count >= _SETTLED_TOGETHER)
+        self._commit(all_of_it=self._noted.settled_count >= _SETTLED_TOGETHER)
 
     def commit(self, timeout: float | None = None) -> int:
         """Write everything that is noted to disk.
@@ -335,53 +291,7 @@ class Outbox:
 
     def _commit(self, *, all_of_it: bool = True) -> None:
         """Write everything that is noted; or only the messages."""
-        file = self._file
-        freed_count = freed_size = 0
-        # Ctrl-C can break it off anywhere. What it has taken it takes again then: to insert or to delete a message for
-        # a second time changes nothing.
-        with self._lock:
-            self._inserting += self._rows
-            self._rows = []
-            last = self._last
-            permitted = self._permitted_durable
-            if all_of_it:
-                self._deleting += self._settled
-                self._settled = []
-                self._settled_count = 0
-                permitted = self._permitted
-        rows = self._inserting
-        settled = self._deleting if all_of_it else ()
-        try:
-            if len(rows) == 1 and not all_of_it:
-                # A statement is a transaction of its own.
-                file.execute(outboxfile.INSERT, *rows[0])
-            else:
-                with file.transaction():
-                    file.execute_many(outboxfile.INSERT, rows)
-                    for run in settled:
-                        count, size = outboxfile.take_out(file, *run)
-                        freed_count += count
-                        freed_size += size
-                    if settled or permitted != self._permitted_durable:
-                        outboxfile.write_state(file, last, permitted)
-            self._inserting = []
-            if all_of_it:
-                self._deleting = []
-            self._permitted_durable = permitted
-            if self._is_unsure:
-                count, size = outboxfile.totals(file)
-                with self._lock:
-                    self._count = count + len(self._rows)
-                    self._size = size + sum(row[1] for row in self._rows)
-                self._is_unsure = False
-            elif freed_count:
-                with self._lock:
-                    self._count -= freed_count
-                    self._size -= freed_size
-        except BaseException:
-            self._is_unsure = True
-            raise
-        self._access.durable = last
+        self._access.durable = self._noted.write(self._file, all_of_it=all_of_it)
 
     # Out.
 
@@ -430,7 +340,7 @@ class Outbox:
             before: seconds since 1970; those that were put earlier.
 
         Returns:
-            What was taken out, in order, for whoever has to be told. It leaves the disk with the next commit.
+            The messages that were taken out, in order. They leave the disk with the next commit.
 
         Raises:
             OutboxError: the file cannot be read.
@@ -465,9 +375,7 @@ class Outbox:
 
     def unwritten(self) -> dict[int, Message]:
         """The messages that are put and not on disk, by sequence. After a `close` that fails they never will be."""
-        with self._lock:
-            rows = [*self._inserting, *self._rows]
-        return {row[0]: decode_message(row[6], row[7]) for row in rows}
+        return self._noted.unwritten()
 
     @property
     def is_closed(self) -> bool:
@@ -497,7 +405,7 @@ class Outbox:
         try:
             self._commit_if_dirty()
         except BaseException:
-            self._count -= len(self._inserting) + len(self._rows)
+            self._noted.give_up()
             raise
         finally:
             try:
@@ -517,7 +425,7 @@ class Outbox:
     def look(path: str | os.PathLike[str], after: int = 0, limit: int = 1000) -> list[StoredMessage]:
         """What is in an outbox, also while a producer uses it: as `read`, and nothing is changed or locked.
 
-        Of what is damaged `look_damaged` tells.
+        Damaged messages are left out, see `look_damaged`.
 
         Args:
             path: of the file.
@@ -527,7 +435,7 @@ class Outbox:
         Raises:
             OutboxError: there is none, or it cannot be read.
         """
-        with outboxfile.looking(path) as file:
+        with outboxfile.open_to_look(path) as file:
             return outboxfile.look(file, after, limit)
 
     @staticmethod
@@ -540,7 +448,7 @@ class Outbox:
         Raises:
             OutboxError: there is none, or it cannot be read.
         """
-        with outboxfile.looking(path) as file:
+        with outboxfile.open_to_look(path) as file:
             return outboxfile.look_damaged(file)
 
     @staticmethod
@@ -554,5 +462,5 @@ class Outbox:
         Raises:
             OutboxError: it is not there, or cannot be read.
         """
-        with outboxfile.looking(path) as file:
+        with outboxfile.open_to_look(path) as file:
             return outboxfile.find(file, sequence)

@@ -139,7 +139,7 @@ def test_many_senders_share_their_commits(broker: Broker, make_producer: Callabl
                 first = commits == 1
             if first:
                 # The disk takes its time, in which all the others come.
-                eventually(lambda: len(outbox._inserting) + len(outbox._rows) == 16, "the others' messages")
+                eventually(lambda: len(outbox._noted.inserting) + len(outbox._noted.rows) == 16, "the others' messages")
         return execute(statement, *values, **named)
 
     file.execute = count  # type: ignore[method-assign]
@@ -269,7 +269,7 @@ def test_of_a_spilled_message_nothing_is_kept_in_memory(
     assert list(producer._storage.store.backlog.spilled.values()) == [receipt]
     assert receipt._payload is None
     assert (receipt.message_id, receipt.size) == ("own", 4)
-    assert store(producer)._rows == []
+    assert store(producer)._noted.rows == []
     producer.resume()
     producer.flush(timeout=PATIENCE)
     assert receipt.result(timeout=0) is Outcome.CONFIRMED
@@ -545,7 +545,7 @@ def test_a_child_process_needs_no_lock_of_the_outbox_to_let_go_of_it(
         assert [type(receipt.error()) for receipt in receipts] == [OutcomeUnknown] * 2
 
     # Another thread may have it in the instant of the fork.
-    with store(producer)._lock:
+    with store(producer)._noted.lock:
         in_child(look)
     producer.resume()
     broker.release_confirms()

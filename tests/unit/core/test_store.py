@@ -11,7 +11,7 @@ from qflow_client import HoldKind, Receipt
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.flow import Limiter, WeightedLine, WindowLimiter
 
-from .support import FRAME_MAX, drain, holds, make, send, wait
+from .support import FRAME_MAX, PREFIX, drain, holds, make, send, wait
 
 
 class NoRoom(Exception):
@@ -117,6 +117,9 @@ def test_with_a_store_every_message_takes_a_step() -> None:
     protocol, store = attached()
     assert protocol.admission.send_at_once(b"x", "", "q") is None
     assert store.kept == []
+    send(protocol)
+    assert store.kept == [1]
+    assert protocol.admission.id_prefix == PREFIX
 
 
 def test_a_flush_waits_for_the_backlog_and_may_give_up() -> None:

@@ -26,6 +26,7 @@ MODULES = (
     "outbox/file.py",
     "outbox/outbox.py",
     "protocol.py",
+    "noted.py",
     "requests.py",
     "store.py",
 )
