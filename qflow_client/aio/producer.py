@@ -532,7 +532,7 @@ class AsyncProducer:
                     await self._made_durable(receipt, limit)
         except Exception:
             if receipts:
-                await self._made_durable(receipts[-1], limit)
+                await self._made_durable(receipts[-1], 0)
             raise
         if receipts:
             await self._made_durable(receipts[-1], limit)

@@ -85,6 +85,12 @@ Row = tuple[int, int, int, float, str, str, bytes, bytes]
 Content = tuple[int, float, str, str, bytes, bytes]
 
 
+def as_stored(row: Row) -> StoredMessage:
+    """Return a message that is not in the file yet."""
+    sequence, size, _, at, exchange, routing_key, header, body = row
+    return StoredMessage(sequence, at, exchange, routing_key, decode_message(header, body), size, False)
+
+
 def open_file(path: Path, **options: Any) -> Database:
     """The file of an outbox, made if there is none.
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 
 from qflow_client.database import Database
-from qflow_client.message import Message, decode_message
 from qflow_client.outbox import file as outboxfile
 
 __all__ = ["Noted"]
@@ -150,11 +149,11 @@ class Noted:
                 self.count -= freed_count
                 self.size -= freed_size
 
-    def unwritten(self) -> dict[int, Message]:
+    def unwritten(self) -> dict[int, outboxfile.StoredMessage]:
         """The messages that are put and not on disk, by sequence."""
         with self.lock:
             rows = [*self.inserting, *self.rows]
-        return {row[0]: decode_message(row[6], row[7]) for row in rows}
+        return {row[0]: outboxfile.as_stored(row) for row in rows}
 
     def give_up(self) -> None:
         """Count the messages no more that are not on disk: nothing will write them."""

@@ -373,7 +373,7 @@ class Outbox:
 
     # The end.
 
-    def unwritten(self) -> dict[int, Message]:
+    def unwritten(self) -> dict[int, StoredMessage]:
         """The messages that are put and not on disk, by sequence. After a `close` that fails they never will be."""
         return self._noted.unwritten()
 

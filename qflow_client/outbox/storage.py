@@ -165,6 +165,6 @@ class Storage:
         finally:
             # The thread has closed it, unless it was never started, or is still writing.
             close_outbox(outbox, self._settings.name, 0.0)
-            count = self.store.correct_stored() if hasattr(self, "store") else 0
+            count = self.store.report_unwritten() if hasattr(self, "store") else 0
             if count:
                 log(logging.ERROR, "%s: %d messages are not in the outbox %s", self._settings.name, count, outbox.path)

@@ -83,7 +83,9 @@ class OutboxStore:
         self.backlog = Backlog(protocol, outbox, self.requests, protocol.controller.limiter, spilled_type)
         # The sequences of the messages in the window, by number.
         self._sequences: dict[int, int] = {}
-        # After the end, the receipts of messages that stay in the outbox, by sequence.
+        # Whether there will be no further channel; and the receipts of messages that are to stay in the outbox then, by
+        # sequence.
+        self._is_ended = False
         self._stored: dict[int, Receipt] = {}
         # The last sequence of a message that was admitted or spilled.
         self._last_sequence = outbox.last
@@ -286,21 +288,34 @@ class OutboxStore:
 
     def end(self, reason: str) -> None:
         self._stored |= self.backlog.end(reason)
+        self._is_ended = True
 
-    def correct_stored(self) -> int:
-        """After the outbox was closed: correct the outcomes of messages that were to stay in it and are not on disk.
+    def report_unwritten(self) -> int:
+        """After the outbox was closed: report messages that were to stay in it and are not on disk.
+
+        Their receipts say *stored*, because the outbox is closed after the last channel. A message that was admitted
+        may have been written to the broker. A spilled one was not, and is safe to send again, unless a thread may still
+        be writing it to the outbox.
 
         Returns:
             How many there were.
         """
-        unwritten = self.outbox.unwritten() if self._stored else {}
-        for sequence, message in unwritten.items():
+        count = 0
+        for sequence, stored in self.outbox.unwritten().items():
             receipt = self._stored.pop(sequence, None)
-            if receipt is None:
+            is_spilled = self.backlog.read_to < sequence <= self.backlog.last
+            outcome = Outcome.FAILED if is_spilled and self.outbox.is_closed else Outcome.UNKNOWN
+            reply = (0, f"it could not be written to the outbox {self.outbox.path}")
+            if receipt is not None:
+                receipt._payload, receipt._reply, receipt._outcome = stored.message, reply, outcome
+            elif is_spilled and self._is_ended:
+                # Nothing refers to its receipt any more.
+                route = self._admission.encoder.route(stored.exchange, stored.routing_key)
+                receipt = self._admission.receipt_type(stored.message, route, None)
+                receipt._number, receipt._reply = sequence, reply
+                self._reports.settle_unadmitted(receipt, outcome)
+            else:
                 continue
-            # A spilled message was not written to the broker. But a thread may still be writing it to the outbox.
-            is_safe = receipt._payload is None and self.outbox.is_closed
-            receipt._payload = message
-            receipt._reply = (0, f"it could not be written to the outbox {self.outbox.path}")
-            receipt._outcome = Outcome.FAILED if is_safe else Outcome.UNKNOWN
-        return len(unwritten)
+            count += 1
+        self._is_ended = False
+        return count

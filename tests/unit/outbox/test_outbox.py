@@ -330,7 +330,7 @@ def test_E4_a_file_that_stays_locked_is_closed_and_what_was_not_written_is_told(
     with locked(path), pytest.raises(OutboxError, match="database is locked"):
         outbox.close(0.05)
     assert outbox.is_closed
-    assert {sequence: message.message_id for sequence, message in outbox.unwritten().items()} == {1: "own"}
+    assert {sequence: stored.message.message_id for sequence, stored in outbox.unwritten().items()} == {1: "own"}
     assert (len(outbox), outbox.left) == (0, 0)
     with Outbox(path) as outbox:
         assert outbox.read() == []
