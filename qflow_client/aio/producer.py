@@ -83,7 +83,7 @@ _monotonic = time.monotonic
 
 _LOOP_CLOSED = "its event loop is closed; make a producer in the loop that runs now"
 
-# Seconds that a close that is cancelled waits for the outbox.
+# Seconds that the outbox may take to close after the deadline of a close, or after it is cancelled.
 _DISK_PATIENCE = 0.6
 
 # How many messages of a `send_many` are put into the outbox before it waits for the disk.

@@ -306,16 +306,18 @@ class OutboxStore:
             is_spilled = self.backlog.read_to < sequence <= self.backlog.last
             outcome = Outcome.FAILED if is_spilled and self.outbox.is_closed else Outcome.UNKNOWN
             reply = (0, f"it could not be written to the outbox {self.outbox.path}")
-            if receipt is not None:
-                receipt._payload, receipt._reply, receipt._outcome = stored.message, reply, outcome
-            elif is_spilled and self._is_ended:
+            # A callback was told that the message is stored. `close` reports only what was in the window then.
+            is_new = is_spilled and self._reports.settled is not None
+            if receipt is None:
+                if not is_spilled or not self._is_ended:
+                    continue
                 # Nothing refers to its receipt any more.
                 route = self._admission.encoder.route(stored.exchange, stored.routing_key)
-                receipt = self._admission.receipt_type(stored.message, route, None)
-                receipt._number, receipt._reply = sequence, reply
-                self._reports.settle_unadmitted(receipt, outcome)
-            else:
-                continue
+                receipt, is_new = self._admission.receipt_type(stored.message, route, None), True
+                receipt._number = sequence
+            receipt._payload, receipt._reply, receipt._outcome = stored.message, reply, outcome
+            if is_new:
+                self._reports.add_failures((receipt,))
             count += 1
         self._is_ended = False
         return count

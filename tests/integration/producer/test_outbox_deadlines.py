@@ -151,10 +151,12 @@ def test_E4_close_ends_by_its_deadline_and_the_outbox_is_free_afterwards(
     assert [stored.message.body for stored in Outbox.look(path)] == [b"on disk"]
 
 
+@pytest.mark.parametrize("has_callback", [False, True], ids=["no callback", "on_delivery"])
 def test_E4_a_message_that_never_came_to_the_disk_is_not_said_to_be_stored(
-    broker: Broker, make_producer: Callable[..., Producer], path: Path
+    broker: Broker, make_producer: Callable[..., Producer], path: Path, has_callback: bool
 ) -> None:
-    producer = make_producer(outbox=path, when_flowed="spill")
+    on_delivery = (lambda _receipt: None) if has_callback else None
+    producer = make_producer(outbox=path, when_flowed="spill", on_delivery=on_delivery)
     broker.withhold_confirms()
     producer.send(b"on disk")
     with locked(path):
