@@ -11,6 +11,7 @@ might find a lock of the outbox taken by the thread that it interrupts (E2).
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -93,6 +94,8 @@ class Writer:
         # Whether a sender waits for the commit.
         self._is_urgent = False
         self._end = threading.Event()
+        # No other failure is logged before this time.
+        self._quiet_until = -math.inf
         # When a read that has failed is tried again; None if none has.
         self._retry_at: float | None = None
         age = settings.outbox_max_age
@@ -167,8 +170,14 @@ class Writer:
                 # Let settled messages gather, unless a sender comes that waits.
                 self._wake.acquire(timeout=_GATHER)
             if not self.work():
-                self._end.wait(_PAUSE)
+                self._pause()
                 self.set()
+
+    def _pause(self) -> None:
+        """Wait before the next try, unless a sender comes that waits: the disk may be there again."""
+        end = time.monotonic() + _PAUSE
+        while not self._is_urgent and not self._end.is_set() and (left := end - time.monotonic()) > 0:
+            self._wake.acquire(timeout=left)
 
     def work(self) -> bool:
         """Serve the requests.
@@ -224,6 +233,10 @@ class Writer:
         self._deliver(lambda now: store.feed(request, batch, damaged, now))
 
     def _log_failure(self, error: Exception) -> None:
+        now = time.monotonic()
+        if now < self._quiet_until:
+            return
+        self._quiet_until = now + _PAUSE
         known = None if isinstance(error, OutboxError) else error
         words = "%s: %s; it is tried again in %.3g s"
         log(logging.ERROR, words, self._name, error, _PAUSE, error=known)

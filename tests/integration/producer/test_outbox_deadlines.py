@@ -47,6 +47,11 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
+def change(path: Path, statement: str) -> None:
+    with closing(sqlite3.connect(path)) as file, file:
+        file.execute(statement)
+
+
 @contextmanager
 def returns_soon() -> Iterator[None]:
     began = time.monotonic()
@@ -179,6 +184,22 @@ def test_E4_a_message_that_never_came_to_the_disk_is_not_said_to_be_stored(
     assert [message.body for message in caught.value.unsent] == [b"spilled", b"forgotten"]
     eventually(lambda: opens(path), "an outbox that is free")
     assert [stored.message.body for stored in Outbox.look(path)] == [b"on disk"]
+
+
+def test_E4_a_short_deadline_is_long_enough_once_a_disk_that_failed_works_again(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
+    producer = make_producer(outbox=path)
+    broker.withhold_confirms()
+    for number in range(5):
+        change(path, "ALTER TABLE message RENAME TO gone")
+        with pytest.raises(NotDurable, match="no such table"):
+            producer.send(b"%d" % number, timeout=BRIEF)
+        change(path, "ALTER TABLE gone RENAME TO message")
+        # Without a pause in which every send would have to wait.
+        producer.send(b"%d, too" % number, timeout=BRIEF)
+    assert len(Outbox.look(path)) == 10
+    broker.release_confirms()
 
 
 def test_E4_a_disk_that_does_not_answer_keeps_no_call_beyond_its_deadline(
