@@ -36,7 +36,7 @@ def go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 @pytest.mark.parametrize("when_flowed", ["block", "spill"])
-def test_who_waits_while_the_outbox_is_opened_is_served_when_it_is(
+def test_senders_that_wait_while_the_outbox_is_opened_are_served_when_it_is_open(
     run: Run, broker: Broker, tmp_path: Path, go_on: threading.Event, when_flowed: str
 ) -> None:
     async def main() -> None:
@@ -66,7 +66,7 @@ def test_who_waits_while_the_outbox_is_opened_is_served_when_it_is(
 
 
 @pytest.mark.parametrize("outbox_full", ["block", "raise"])
-def test_what_never_has_room_in_the_outbox_keeps_nobody_else_waiting(
+def test_a_message_that_never_has_room_in_the_outbox_keeps_no_other_waiting(
     run: Run, broker: Broker, tmp_path: Path, go_on: threading.Event, outbox_full: str
 ) -> None:
     async def main() -> None:
@@ -90,7 +90,7 @@ def test_what_never_has_room_in_the_outbox_keeps_nobody_else_waiting(
     assert bodies(broker) == [b"small"]
 
 
-def test_who_waits_for_a_producer_that_is_closed_while_its_outbox_is_opened_is_told(
+def test_a_sender_that_waits_for_a_producer_that_is_closed_while_its_outbox_is_opened_gets_an_error(
     run: Run, broker: Broker, tmp_path: Path, go_on: threading.Event
 ) -> None:
     async def main() -> None:

@@ -151,7 +151,9 @@ def test_many_senders_share_their_commits(broker: Broker, make_producer: Callabl
     producer.flush(timeout=PATIENCE)
 
 
-def test_a_second_producer_is_told_who_uses_the_outbox(make_producer: Callable[..., Producer], path: Path) -> None:
+def test_the_error_of_a_second_producer_names_the_first_as_the_user_of_the_outbox(
+    make_producer: Callable[..., Producer], path: Path
+) -> None:
     producer = make_producer(outbox=path)
     with pytest.raises(OutboxInUse, match="is used by another producer in this process; give each producer"):
         make_producer(outbox=path)
@@ -386,7 +388,7 @@ def test_a_full_outbox_holds_until_there_is_room(
     assert producer.wait_unflowed(PATIENCE)
 
 
-def test_f4_who_waits_for_room_to_spill_is_served_in_turn(
+def test_f4_senders_that_wait_for_room_to_spill_are_served_in_turn(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path, outbox_max_bytes=2000, when_flowed="spill")
@@ -429,7 +431,7 @@ def test_what_waits_on_disk_for_too_long_is_settled_instead_of_sent(
     assert bodies(broker) == [b"young"]
 
 
-def test_a_disk_that_fails_is_told_to_who_sends_and_tried_again(
+def test_a_disk_that_fails_fails_the_send_and_is_tried_again(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path)
@@ -449,7 +451,7 @@ def test_a_disk_that_fails_is_told_to_who_sends_and_tried_again(
     assert bodies(broker) == [b"one", b"two", b"three"]
 
 
-def test_a_damaged_message_stays_and_keeps_nobody_back(
+def test_a_damaged_message_stays_and_keeps_no_other_back(
     broker: Broker, make_producer: Callable[..., Producer], path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     leave_behind(make_producer, path, 3)

@@ -190,7 +190,7 @@ def test_it_is_read_in_batches(path: Path) -> None:
         assert [stored.message.body for stored in found] == [b"%d" % number for number in range(10)]
 
 
-def test_what_is_too_old_is_taken_out_and_told(path: Path) -> None:
+def test_messages_that_are_too_old_are_taken_out_and_returned(path: Path) -> None:
     with Outbox(path) as outbox:
         put(outbox, b"old", b"older")
         limit = time.time() + 0.001
@@ -235,7 +235,7 @@ def test_of_many_threads_one_commits_for_all(path: Path) -> None:
         assert commits < 16
 
 
-def test_a_commit_that_fails_is_told_and_tried_again(path: Path) -> None:
+def test_a_commit_that_fails_raises_and_the_next_one_tries_again(path: Path) -> None:
     with Outbox(path) as outbox:
         one, two = put(outbox, b"1", b"2")
         outbox.settle(one)
@@ -251,7 +251,7 @@ def test_a_commit_that_fails_is_told_and_tried_again(path: Path) -> None:
         assert outbox.size == sum(stored.size for stored in outbox.read())
 
 
-def test_a_wait_that_fails_is_told_and_tried_again(path: Path) -> None:
+def test_a_wait_that_fails_raises_and_the_next_one_tries_again(path: Path) -> None:
     with Outbox(path) as outbox:
         (one,) = put(outbox, b"1")
         outbox._file.execute("ALTER TABLE message RENAME TO gone")
@@ -264,7 +264,7 @@ def test_a_wait_that_fails_is_told_and_tried_again(path: Path) -> None:
         assert (len(outbox), outbox.size) == (1, outbox.read()[0].size)
 
 
-def test_who_waits_takes_out_what_is_settled_when_it_is_much(path: Path) -> None:
+def test_a_wait_takes_out_settled_messages_if_there_are_many(path: Path) -> None:
     with Outbox(path) as outbox:
         sequences = put(outbox, *(b"%d" % number for number in range(1000)))
         outbox.wait_durable(sequences[-1])
@@ -323,7 +323,7 @@ def test_E4_every_wait_for_a_file_that_another_process_has_locked_ends_by_its_ti
     outbox.close()
 
 
-def test_E4_a_file_that_stays_locked_is_closed_and_what_was_not_written_is_told(path: Path) -> None:
+def test_E4_a_file_that_stays_locked_is_closed_and_names_the_messages_that_were_not_written(path: Path) -> None:
     outbox = Outbox(path)
     outbox.commit()
     outbox.put(Message(b"1", message_id="own"), "", "q", "id-1")
@@ -398,7 +398,7 @@ def test_full_synchronous_is_what_it_says(path: Path) -> None:
 # One at a time.
 
 
-def test_two_in_one_process_are_told_apart(path: Path) -> None:
+def test_a_second_outbox_on_a_file_in_the_same_process_is_refused(path: Path) -> None:
     with (
         Outbox(path),
         pytest.raises(OutboxInUse, match="is used by another producer in this process; give each producer"),
@@ -427,7 +427,7 @@ sys.stdin.read()
 """
 
 
-def test_two_processes_are_told_apart_and_the_lock_of_a_dead_one_is_taken_over(path: Path) -> None:
+def test_a_second_process_is_refused_and_the_lock_of_a_dead_one_is_taken_over(path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment()
     ) as holder:
@@ -464,7 +464,7 @@ def test_a_forked_child_neither_uses_it_nor_keeps_its_lock(path: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_a_child_that_lets_go_before_it_is_told_that_it_is_one_leaves_the_lock_to_its_parent(path: Path) -> None:
+def test_a_child_that_releases_the_lock_before_its_fork_handlers_run_leaves_it_to_its_parent(path: Path) -> None:
     def lock() -> LockFile:
         return LockFile(path, error=OutboxError, in_use=OutboxInUse, told=("a test", "wait"))
 

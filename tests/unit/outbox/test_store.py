@@ -45,7 +45,7 @@ def bodies(written: bytes) -> list[bytes]:
     return [message.body for message in wire(written).messages]
 
 
-def test_a_backlog_all_of_which_is_too_old_holds_nobody(path: Path) -> None:
+def test_a_backlog_that_is_too_old_as_a_whole_holds_no_sender(path: Path) -> None:
     leave(path, b"1", b"2", b"3")
     kept = Kept(path, opened=False, outbox_max_age=60.0)
     # They are a day older than this one.
@@ -115,7 +115,7 @@ def test_what_has_got_too_old_in_memory_does_not_leave_when_the_producer_is_unfl
     assert bodies(kept.write()) == [b"new"]
 
 
-def test_a_spilled_message_that_gets_too_old_in_memory_is_told_to_who_has_its_receipt(path: Path) -> None:
+def test_the_receipt_of_a_spilled_message_says_that_it_became_too_old_in_memory(path: Path) -> None:
     kept = Kept(path, when_flowed="spill", outbox_max_age=60.0, capacity=1)
     kept.send(b"in the window")
     receipt = kept.send(b"waits", spills=True)
@@ -194,7 +194,7 @@ def test_a_damaged_message_is_set_aside_and_all_others_leave_in_order(
     kept.outbox.close()
 
 
-def test_a_spilled_message_that_is_damaged_on_disk_is_told_to_who_has_its_receipt(path: Path) -> None:
+def test_the_receipt_of_a_spilled_message_says_that_it_is_damaged_on_disk(path: Path) -> None:
     kept = Kept(path, when_flowed="spill", capacity=1)
     kept.protocol.hold("paused", kept.now)
     receipts = [kept.send(b"%d" % number, spills=True) for number in range(3)]
@@ -214,7 +214,7 @@ def test_a_spilled_message_that_is_damaged_on_disk_is_told_to_who_has_its_receip
     assert list(Outbox.look_damaged(path)) == [2]
 
 
-def test_a_read_that_fails_is_tried_again_and_told_to_nobody_who_waits_for_a_commit(
+def test_a_read_that_fails_is_tried_again_and_fails_no_wait_for_a_commit(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave(path, b"1", b"2")
@@ -241,7 +241,7 @@ def test_a_read_that_fails_is_tried_again_and_told_to_nobody_who_waits_for_a_com
     assert bodies(kept.write())[:2] == [b"1", b"2"]
 
 
-def test_a_commit_that_fails_is_told_to_who_waits_for_it(path: Path) -> None:
+def test_a_commit_that_fails_fails_the_waits_for_it(path: Path) -> None:
     kept = Kept(path)
     kept.outbox.put(b"1", "", "q", "id")
     change(path, "ALTER TABLE message RENAME TO gone")

@@ -39,7 +39,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _who_is_lost_is_soon_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def _an_interrupted_turn_is_found_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qflow_client.outbox.access._LOST", 0.001)
 
 
@@ -156,7 +156,7 @@ def test_what_waits_on_disk_is_taken_up_once_and_in_order(path: Path, way: str) 
         assert all_gets_out(kept) == [b"0", b"1", b"2"]
 
 
-def test_who_stands_in_line_is_spilled_once_and_in_order(path: Path) -> None:
+def test_waiting_senders_are_spilled_once_and_in_order(path: Path) -> None:
     tickets: list[SendTicket] = []
 
     def begin(kept: Kept) -> None:
@@ -185,7 +185,9 @@ def test_who_stands_in_line_is_spilled_once_and_in_order(path: Path) -> None:
 
 
 @pytest.mark.parametrize("told", [False, True], ids=["failures", "on_delivery"])
-def test_what_is_too_old_when_it_is_taken_up_is_settled_and_told_once(path: Path, told: bool) -> None:
+def test_a_message_that_is_too_old_when_it_would_be_admitted_is_settled_and_reported_once(
+    path: Path, told: bool
+) -> None:
     receipts: list[Receipt | None] = []
 
     def begin(kept: Kept) -> None:
