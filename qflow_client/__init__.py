@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from qflow_client.aio import AsyncProducer, AsyncReceipt, connect_async
     from qflow_client.dedup import DeduplicationError, Deduplicator, may_be_second_copy
     from qflow_client.flowlog import FlowLog
-    from qflow_client.outbox import Outbox, OutboxError, OutboxFull, OutboxInUse, StoredMessage
+    from qflow_client.outbox import NotDurable, Outbox, OutboxError, OutboxFull, OutboxInUse, StoredMessage
     from qflow_client.sync import Producer, SyncReceipt, connect
 
 __version__ = "0.1.0.dev0"
@@ -62,6 +62,7 @@ __all__ = [
     "MessageReturned",
     "MessageStored",
     "NestedCall",
+    "NotDurable",
     "OnDisconnect",
     "OnOutboxFull",
     "OnRefused",
@@ -96,6 +97,7 @@ _LATER = {
     "DeduplicationError": "qflow_client.dedup",
     "Deduplicator": "qflow_client.dedup",
     "FlowLog": "qflow_client.flowlog",
+    "NotDurable": "qflow_client.outbox",
     "Outbox": "qflow_client.outbox",
     "OutboxError": "qflow_client.outbox",
     "OutboxFull": "qflow_client.outbox",

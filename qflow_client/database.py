@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import re
 import sqlite3
 import stat
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,12 +19,22 @@ from qflow_client.errors import QflowError
 from qflow_client.files import make_private, open_private
 from qflow_client.redaction import is_url, shown
 
-__all__ = ["Database", "LockFile"]
+__all__ = ["BUSY", "Database", "LockFile"]
 
-# Seconds for which another process may keep the file.
-_BUSY = 10.0
+#: Seconds to wait for a file that another process has locked, unless there is an earlier deadline.
+BUSY = 10.0
+# SQLite waits so many seconds by itself. Then there is a look at the deadline, and a pause.
+_SLICE = 0.04
+_PAUSE = 0.01
+# The error codes of SQLite that say so.
+_LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_BUSY_RECOVERY)
 # What may be in a lock file: the number of the process that has it, or had it; after a crash of the machine, zeros.
 _LOCK = re.compile(rb"\d*\s*|\0*")
+
+
+def _is_locked(failure: sqlite3.Error) -> bool:
+    # The module's own errors have no code.
+    return getattr(failure, "sqlite_errorcode", None) in _LOCKED
 
 
 class Database:
@@ -36,6 +48,7 @@ class Database:
         error: what is raised whatever is wrong with it.
         synchronous: ``NORMAL`` survives the death of the process, ``FULL`` also that of the machine.
         read_only: look only, also while another process writes; the file must be there.
+        timeout: seconds in all to wait at opening for another process that has locked the file.
 
     Raises:
         QflowError: that is, `error`: it cannot be opened, is damaged, or is something else.
@@ -51,10 +64,16 @@ class Database:
         error: type[QflowError],
         synchronous: str = "NORMAL",
         read_only: bool = False,
+        timeout: float = BUSY,
     ) -> None:
         _refuse_url(path, error)
-        #: Of the file.
+        #: The path of the file.
         self.path = Path(os.fspath(path))
+        #: No statement waits for another process's lock on the file after this time, in seconds of `time.monotonic`.
+        #: The thread that uses the file sets it.
+        self.deadline = time.monotonic() + timeout
+        #: Likewise; any thread may set it, also while another one waits.
+        self.stop_at = math.inf
         self._error = error
         self._pid = os.getpid()
         uri = f"{self.path.absolute().as_uri()}?mode={'ro' if read_only else 'rw'}"
@@ -65,7 +84,7 @@ class Database:
         except OSError as failure:
             raise error(f"{self.path}: {failure.strerror}") from failure
         try:
-            self._file = sqlite3.connect(uri, uri=True, timeout=_BUSY, isolation_level=None, check_same_thread=False)
+            self._file = sqlite3.connect(uri, uri=True, timeout=_SLICE, isolation_level=None, check_same_thread=False)
         except sqlite3.Error as failure:
             raise error(f"{self.path}: {failure}") from failure
         try:
@@ -89,6 +108,7 @@ class Database:
         except BaseException:
             self._file.close()
             raise
+        self.deadline = math.inf
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -103,7 +123,22 @@ class Database:
         try:
             return self._file.execute(statement, named or values)
         except sqlite3.Error as failure:
+            if _is_locked(failure):
+                return self._execute_when_free(statement, named or values, failure)
             raise self._error(f"{self.path}: {failure}") from failure
+
+    def _execute_when_free(self, statement: str, values: Any, failure: sqlite3.Error) -> sqlite3.Cursor:
+        """Execute a statement that another process's lock keeps back, as soon as that process lets go."""
+        give_up_at = time.monotonic() + BUSY
+        while time.monotonic() < min(give_up_at, self.deadline, self.stop_at):
+            time.sleep(_PAUSE)
+            try:
+                return self._file.execute(statement, values)
+            except sqlite3.Error as error:
+                failure = error
+                if not _is_locked(failure):
+                    break
+        raise self._error(f"{self.path}: {failure}") from failure
 
     def execute_many(self, statement: str, rows: Iterable[Sequence[object]]) -> None:
         """Execute one statement with many values."""
@@ -181,7 +216,7 @@ class LockFile:
             is_file = stat.S_ISREG(os.fstat(self._descriptor).st_mode)
             content = os.pread(self._descriptor, 100, 0) if is_file else None
             if content is None or not _LOCK.fullmatch(content):
-                # It is not written, because it may be a link to a file of somebody's.
+                # It is not written, because it may be a link to a file of another program.
                 raise error(f"{path}: {self.path} is not a lock file of qflow_client; move it away")
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -204,7 +239,7 @@ class LockFile:
     def release(self) -> None:
         """Let go."""
         if not self.released and self._pid != os.getpid():
-            # In a child, to which nobody has said yet that it is one.
+            # In a child whose fork handlers have not run yet.
             self.forget()
         if not self.released:
             # A forked child shares the lock until it closes its copy, so that to close is not enough. It comes first,
@@ -215,7 +250,7 @@ class LockFile:
             os.close(self._descriptor)
 
     def __del__(self) -> None:
-        # Ctrl-C may have come before anybody had it.
+        # Ctrl-C may have come before it was assigned to anything.
         self.release()
 
     def forget(self) -> None:

@@ -29,7 +29,7 @@ from qflow_client.settings import ProducerSettings, WhenFlowed
 from qflow_client.skin import Deliveries, Listeners, disown, undelivered_of
 
 if TYPE_CHECKING:
-    from qflow_client.keeper import Storage
+    from qflow_client.outbox.storage import Storage
 
 __all__ = ["DROPPED", "BaseEngine"]
 
@@ -110,7 +110,7 @@ class BaseEngine(ABC):
             return self.step(lambda protocol: protocol.admission.send(payload, exchange, routing_key, _monotonic()))
         spills = spills and (self.settings.when_flowed is WhenFlowed.SPILL or self.is_in_callback)
         return self.step(
-            lambda _protocol: storage.protocol.store(payload, exchange, routing_key, _monotonic(), spills=spills)
+            lambda _protocol: storage.store.send(payload, exchange, routing_key, _monotonic(), spills=spills)
         )
 
     # After a step.

@@ -312,6 +312,8 @@ class ProducerSettings:
     )
     tracing: bool = _setting(False, *_BOOL)
     name: str = _setting("producer", *_NAME)
+    #: The absolute path of the outbox, resolved when the settings are made; ``None`` without an outbox.
+    outbox_path: str | None = field(init=False, repr=False, compare=False)
     # The names of the settings that were given explicitly, whatever their values.
     _given: frozenset[str] = field(init=False, repr=False, compare=False)
 
@@ -341,6 +343,9 @@ class ProducerSettings:
         object.__setattr__(self, "outbox_full", OnOutboxFull(self.outbox_full))
         object.__setattr__(self, "outbox_synchronous", OutboxSynchronous(self.outbox_synchronous))
         object.__setattr__(self, "outbox", None if self.outbox is None else os.fspath(self.outbox))
+        # Resolved here, once, because the process may change its folder. `outbox` stays as it was given.
+        path = None if self.outbox is None else os.path.abspath(self.outbox)  # noqa: PTH100  # keeps links
+        object.__setattr__(self, "outbox_path", path)
         if self.capacity == "auto" and not self.confirms:
             raise SettingsError(
                 "capacity='auto' with confirms=False: it is found from the latency of the confirms, of which there are "
@@ -431,7 +436,10 @@ class ProducerSettings:
         # The query of the URL wins over the environment.
         query = _query_settings(url)
         values = {name: value for name, value in values.items() if name not in query}
-        return cls(**(values | explicit | keywords | {"url": url}))
+        found = cls(**(values | explicit | keywords | {"url": url}))
+        if settings is not None and "outbox" not in keywords and found.outbox == settings.outbox:
+            object.__setattr__(found, "outbox_path", settings.outbox_path)
+        return found
 
 
 _SETTINGS = {setting.name: setting for setting in fields(ProducerSettings) if setting.metadata}

@@ -24,7 +24,7 @@ from qflow_client.redaction import hide_password, shown
 from qflow_client.settings import ProducerSettings, check_argument, check_timeout
 
 if TYPE_CHECKING:
-    from qflow_client.keeper import Storage
+    from qflow_client.outbox.storage import Storage
 
 __all__ = [
     "BRIEF",

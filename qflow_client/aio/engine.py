@@ -39,8 +39,8 @@ from qflow_client.skin import (
 )
 
 if TYPE_CHECKING:
-    from qflow_client.aio.storing import Commits
-    from qflow_client.keeper import StoringStep
+    from qflow_client.aio.outbox import Commits
+    from qflow_client.outbox.writer import StoreStep
 
 __all__ = ["Engine"]
 
@@ -48,7 +48,7 @@ _T = TypeVar("_T")
 
 _monotonic = time.monotonic
 
-# Seconds that a close that is cancelled waits for the outbox.
+# Seconds that the outbox may take to close after the deadline of a close, or after it is cancelled.
 _DISK_PATIENCE = 0.6
 
 
@@ -90,9 +90,7 @@ class Engine(BaseEngine):
     ) -> None:
         super().__init__(settings, on_delivery, manager)
         self._connection = connection
-        self._options = protocol_options(settings, AsyncReceipt, line)
-        # With an outbox there is another, once that is open.
-        self.protocol = ProducerProtocol(settings, **self._options)
+        self.protocol = ProducerProtocol(settings, **protocol_options(settings, AsyncReceipt, line))
         if self.deliveries is not None:
             self.protocol.reports.settled = []
         # With an outbox, set by `open`.
@@ -159,33 +157,31 @@ class Engine(BaseEngine):
 
     async def _open_outbox(self) -> None:
         # They bring SQLite with them.
-        from qflow_client.aio.storing import Commits, SpilledReceipt
-        from qflow_client.keeper import Storage
+        from qflow_client.aio.outbox import Commits, SpilledReceipt
+        from qflow_client.outbox.storage import Storage
 
         assert self.loop is not None
         storage = Storage(self.settings)
-        self._commits = Commits(self.loop, storage)
-        options = {"spilled_type": SpilledReceipt} | self._options
+        self._commits = commits = Commits(self.loop, storage)
         try:
-            await asyncio.to_thread(storage.open, self._take, self._commits.committed, **options)
+            await asyncio.to_thread(storage.open)
             if self.ended:
                 raise ProducerClosed(CLOSED)
-            storage.protocol.take_over(self.protocol, _monotonic())
-            self.protocol, self.storage = storage.protocol, storage
+            self.step(lambda protocol: storage.attach(protocol, SpilledReceipt, self._take, commits.committed))
+            self.storage = storage
         except BaseException:
-            # Also what its thread has begun, and nobody waits for any more.
+            # A thread may still be opening it.
             storage.close(0.0)
             raise
 
-    def _take(self, step: StoringStep) -> None:
+    def _take(self, step: StoreStep) -> None:
         """Have the loop take a step for the outbox's thread."""
 
         def take() -> None:
-            storage = self.storage
-            if storage is None:
-                # A child of the process that this is of.
+            if self.storage is None:
+                # In a child of its process.
                 return
-            self.step(lambda _protocol: step(storage.protocol, _monotonic()))
+            self.step(lambda _protocol: step(_monotonic()))
             self.arm_timer()
 
         assert self.loop is not None
@@ -245,12 +241,20 @@ class Engine(BaseEngine):
             turns = Turns(asyncio.get_running_loop(), lambda: self.protocol, self.kick, self.arm_timer)
         return await turns.drive(call, waiter)
 
-    async def made_durable(self, receipt: Receipt) -> None:
-        """Return once a message is on disk, if there is an outbox."""
+    async def made_durable(self, receipt: Receipt, deadline: float) -> None:
+        """Return once a message is on disk, if there is an outbox.
+
+        Args:
+            receipt: of the message.
+            deadline: until when to wait, in seconds.
+
+        Raises:
+            NotDurable: it is not on disk then, or the disk failed.
+        """
         if self.storage is not None:
             assert self._commits is not None
             assert isinstance(receipt, AsyncReceipt)
-            await self._commits.wait_durable(receipt)
+            await self._commits.wait_durable(receipt, deadline)
 
     # After a step. Nothing of the application runs in it.
 
@@ -318,7 +322,8 @@ class Engine(BaseEngine):
             raise error
         left = self.protocol.unsettled_receipts
         # In a task of its own: a caller that is cancelled waits for its end all the same.
-        ending = asyncio.create_task(self._end(patience, disk_patience=None if error is None else _DISK_PATIENCE))
+        disk_patience = _DISK_PATIENCE if error is not None else max(_DISK_PATIENCE, deadline - _monotonic())
+        ending = asyncio.create_task(self._end(patience, disk_patience=disk_patience))
         cancelled = await _wait_until_done(ending)
         error = error or cancelled
         undelivered = self.undelivered(LOOPS.take(self.protocol.reports.take_failures), left)
@@ -329,12 +334,12 @@ class Engine(BaseEngine):
             raise error
         return undelivered
 
-    async def _end(self, patience: float, *, disk_patience: float | None = None) -> None:
+    async def _end(self, patience: float, *, disk_patience: float = _DISK_PATIENCE) -> None:
         """End the channel and all that belongs to the producer; also if it is cancelled, only sooner.
 
         Args:
             patience: seconds that the broker may take to answer.
-            disk_patience: seconds that the outbox may take to close; ``None`` for ever, unless it is cancelled.
+            disk_patience: seconds that the outbox may take to close.
         """
         try:
             if self.link is not None:
@@ -353,20 +358,21 @@ class Engine(BaseEngine):
                 ending = asyncio.current_task()
                 await self._end_storage(_DISK_PATIENCE if ending is not None and ending.cancelling() else disk_patience)
 
-    async def _end_storage(self, patience: float | None) -> None:
+    async def _end_storage(self, patience: float) -> None:
         """Close the outbox, if there is one, and wait until it is closed: others would find it in use.
 
         Args:
-            patience: seconds to wait; ``None`` for ever, unless it is cancelled.
+            patience: seconds to wait.
         """
         try:
             if self.storage is not None:
                 # The threads of the loop's own executor may all wait for something.
                 executor = ThreadPoolExecutor(1, "qflow-outbox-close")
-                closing = asyncio.get_running_loop().run_in_executor(executor, self.storage.close, BRIEF)
+                closing = asyncio.get_running_loop().run_in_executor(executor, self.storage.close, patience)
                 executor.shutdown(wait=False)
                 try:
-                    await asyncio.wait((closing,), timeout=patience)
+                    # It keeps to `patience` by itself, unless the disk does not answer at all.
+                    await asyncio.wait((closing,), timeout=None if patience == math.inf else patience + BRIEF)
                 except asyncio.CancelledError:
                     await asyncio.wait((closing,), timeout=_DISK_PATIENCE)
                     raise

@@ -149,6 +149,8 @@ class AsyncProducer(BaseProducer):
             FlowControlTimeout: still flowed after `timeout`; the message was not sent and never will be.
             ProducerFlowed: flowed, and `when_flowed` is ``"raise"``; likewise.
             ProducerClosed: it was closed, or lost its connection, or never had one, or its loop is closed; likewise.
+            OutboxFull: with an outbox that has no room; likewise.
+            NotDurable: with an outbox: the message is admitted, and not on disk after `timeout`, or the disk failed.
             TypeError: the message is of another type, or `timeout` is no number.
             ValueError: it cannot be encoded, or `timeout` is NaN.
         """
@@ -174,17 +176,18 @@ class AsyncProducer(BaseProducer):
                 tapped.wake()  # type: ignore[union-attr]  # likewise
             return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
         check_can_wait("send()", payload)
+        timeout = limit_of(timeout, self.settings)
+        deadline = _deadline(timeout)
         receipt = self._engine.admit(payload, exchange, routing_key, spills=True)
         if receipt is None:
             if self._engine.turns is None:
                 raise self._not_connected(payload)
-            timeout = limit_of(timeout, self.settings)
             refusal = self._refusal(timeout)
             if refusal is None:
                 receipt = await self._engine.turns.send(payload, exchange, routing_key, timeout, source)
             else:
                 receipt = self._refuse(payload, exchange, routing_key, refusal)
-        return await self._made_durable(receipt)
+        return await self._made_durable(receipt, deadline)
 
     def _refuse(self, payload: bytes | Message, exchange: str, routing_key: str, refusal: Refusal) -> Receipt:
         """Refuse a message that was not admitted, unless a callback sends it."""
@@ -203,9 +206,9 @@ class AsyncProducer(BaseProducer):
         assert receipt is not None
         return receipt
 
-    async def _made_durable(self, receipt: Receipt) -> AsyncReceipt:
+    async def _made_durable(self, receipt: Receipt, deadline: float) -> AsyncReceipt:
         """Return the receipt once its message is on disk, if there is an outbox."""
-        await self._engine.made_durable(receipt)
+        await self._engine.made_durable(receipt, deadline)
         return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
 
     def send_nowait(
@@ -252,7 +255,7 @@ class AsyncProducer(BaseProducer):
         if receipt is None:
             receipt = self._refuse(payload, exchange, routing_key, self._refusal_nowait())
         if self._engine.storage is not None:
-            self._engine.storage.wait_durable(receipt)
+            self._engine.storage.wait_durable(receipt, _monotonic())
         return receipt  # type: ignore[return-value]  # as above
 
     async def send_many(
@@ -311,6 +314,7 @@ class AsyncProducer(BaseProducer):
         source: str,
     ) -> None:
         """`send_many` with an outbox. It waits for the disk once for many messages."""
+        timeout = limit_of(timeout, self.settings)
         try:
             for message in messages:
                 payload = message if type(message) is bytes or isinstance(message, Message) else as_body(message)
@@ -321,13 +325,13 @@ class AsyncProducer(BaseProducer):
                     )
                 receipts.append(receipt)
                 if len(receipts) % _AT_ONCE == 0:
-                    await self._made_durable(receipt)
+                    await self._made_durable(receipt, _deadline(timeout))
         except Exception:
             if receipts:
-                await self._made_durable(receipts[-1])
+                await self._made_durable(receipts[-1], _monotonic())
             raise
         if receipts:
-            await self._made_durable(receipts[-1])
+            await self._made_durable(receipts[-1], _deadline(timeout))
 
     @staticmethod
     def _not_connected(payload: bytes | Message | None = None) -> ProducerClosed:

@@ -23,6 +23,8 @@ from qflow_client import (
     ConfirmTimeout,
     FlowEvent,
     FlowEventKind,
+    NotDurable,
+    OutboxFull,
     Outcome,
     Producer,
     ProducerClosed,
@@ -158,14 +160,17 @@ class Sending:
             if found <= self._skip:
                 continue
             try:
-                receipt = self.producer.send(record.message)
+                receipt: Receipt = self.producer.send(record.message)
+            except NotDurable as error:
+                # It is admitted, and its receipt tells what becomes of it.
+                receipt = error.receipt
             except ProducerFlowed as error:
                 raise self._not_sent(record, error, ExitCode.FLOWED) from error
             except ProducerClosed as error:
                 if stopping.signal is not None:
                     raise Stopped from None
                 raise self._not_sent(record, error, ExitCode.FAILED) from error
-            except (TypeError, ValueError) as error:
+            except (OutboxFull, TypeError, ValueError) as error:
                 raise self._not_sent(record, error, ExitCode.FAILED) from error
             self.tally.admitted += 1
             self._pending.append((record, receipt))

@@ -16,12 +16,13 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from qflow_client.amqp.frames import FRAME_OVERHEAD, PublishEncoder, Route, properties
 from qflow_client.core.reporting import MessageObserver, Reports
 from qflow_client.core.returns import Returns
 from qflow_client.core.step import Steps, step
+from qflow_client.core.store import Store
 from qflow_client.core.waiters import Waiters
 from qflow_client.errors import FlowControlTimeout, ProducerClosed, SettingsError
 from qflow_client.events import HoldKind
@@ -40,7 +41,7 @@ from qflow_client.message import Message
 from qflow_client.receipt import Receipt
 from qflow_client.settings import ProducerSettings, check_argument, check_setting
 
-__all__ = ["ON_DELIVERY", "Admission", "SendTicket", "Store", "check_capacity"]
+__all__ = ["ON_DELIVERY", "Admission", "SendTicket", "check_capacity"]
 
 # The holds that stand for the limits of admission.
 _LIMITS = (HoldKind.CAPACITY, HoldKind.RATE)
@@ -108,29 +109,6 @@ class SendTicket(Ticket):
         """Whether the message was admitted, or never will be."""
         receipt = self.receipt
         return (receipt is not None and receipt._number > 0) or self.error is not None or self.cancelled
-
-
-class Store(Protocol):
-    """Where messages are kept until they are settled: an outbox."""
-
-    def admitting(self, receipt: Receipt, number: int) -> None:
-        """Keep a message that is about to be admitted under a number.
-
-        Raises:
-            OutboxFull: there is no room.
-        """
-
-    def settled(self, receipts: Sequence[Receipt]) -> None:
-        """Messages are settled. Being told twice changes nothing."""
-
-    def admit_backlog(self, now: float) -> None:
-        """Admit messages that wait on disk, before any that waits in line."""
-
-    def spill_line(self, now: float) -> None:
-        """Put messages that wait in line on disk."""
-
-    def heal(self, unsettled: Sequence[Receipt]) -> None:
-        """Repair what an unfinished step has left; these receipts are all that is admitted and unsettled."""
 
 
 def _make_limits(settings: ProducerSettings) -> tuple[WindowLimiter, SizeLimiter | None, Limiter]:
@@ -267,9 +245,25 @@ class Admission:
         self._last = exchange, routing_key, encoder.route(exchange, routing_key)
 
     def use_store(self, store: Store) -> None:
-        """Keep messages in a store, which makes every admission a step."""
+        """Keep messages in a store, which makes every admission a step. Nothing may have been admitted before.
+
+        Senders that wait already get an error if the store never has room for their messages.
+        """
         self.store = store
         self._is_simple = False
+        if store.limiter is not None:
+            self.controller.limiter = CompositeLimiter((self.controller.limiter, store.limiter))
+        for ticket in self.waiting:
+            try:
+                store.check_room(ticket.size)
+            except Exception as error:
+                ticket.error = error
+        self._leave()
+
+    @property
+    def id_prefix(self) -> str | None:
+        """How the message ids begin that the producer gives; ``None`` if it gives none."""
+        return self._id_prefix
 
     @property
     def admitted(self) -> int:
@@ -514,20 +508,6 @@ class Admission:
         self.reports.wake += [ticket.waiter for ticket in self.waiting if ticket.decided]
         self.waiting = {ticket: None for ticket in self.waiting if not ticket.decided}
         self.controller.set_line(self.waiting)
-
-    def take_over(self, other: Admission, refuse: Callable[[SendTicket], BaseException | None]) -> None:
-        """Serve the senders that wait at another producer's.
-
-        Args:
-            other: is used no more.
-            refuse: says why a message can never be admitted here; ``None`` if all can.
-        """
-        self.waiting, other.waiting = other.waiting, {}
-        # In this order: a line that the application has made is both's.
-        other.controller.set_line(())
-        for ticket in self.waiting:
-            ticket.error = refuse(ticket)
-        self._leave()
 
     # Admitting.
 

@@ -30,13 +30,14 @@ from collections import deque
 from typing import Any
 
 from qflow_client.amqp.frames import FrameError, PublishEncoder, flow_ok
-from qflow_client.core.admission import ON_DELIVERY, Admission, SendTicket
+from qflow_client.core.admission import ON_DELIVERY, Admission
 from qflow_client.core.channel import Channel
 from qflow_client.core.reporting import Reports
 from qflow_client.core.resending import Pauses, Resending
 from qflow_client.core.returns import Returns
 from qflow_client.core.settling import Settling
 from qflow_client.core.step import Steps, step
+from qflow_client.core.store import Store
 from qflow_client.core.unconfirmed import Unconfirmed
 from qflow_client.core.waiters import Waiters
 from qflow_client.events import FlowState, HoldKind
@@ -151,7 +152,10 @@ class ProducerProtocol:
     @property
     def wants_channel(self) -> bool:
         """Whether a channel is of use: messages may be admitted, or wait to leave."""
-        return self.closed is None or self.window.used > 0
+        if self.closed is None or self.window.used > 0:
+            return True
+        store = self.admission.store
+        return store is not None and store.has_backlog and not self.channel.is_over
 
     def flow_seen(self, now: float) -> FlowState:
         """The flow as it was last looked at. It changes nothing, so it is no step."""
@@ -201,6 +205,10 @@ class ProducerProtocol:
         Returns:
             False if it is already, and the waiter is not kept.
         """
+        store = self.admission.store
+        if store is not None and store.has_backlog:
+            store.when_flushed(waiter)
+            return True
         return self.when_settled(waiter)
 
     def when_settled(self, waiter: Any) -> bool:
@@ -235,7 +243,9 @@ class ProducerProtocol:
 
     def forget_waiter(self, waiter: Any) -> bool:
         """Drop a waiter; whether it was still kept. If not, its wait is over."""
-        return self.waiters.forget(waiter)
+        kept = self.waiters.forget(waiter)
+        store = self.admission.store
+        return kept if store is None else store.forget_waiter(waiter) or kept
 
     @step
     def take_settled(self, now: float) -> list[Receipt]:
@@ -282,25 +292,15 @@ class ProducerProtocol:
         return True
 
     @step
-    def take_over(self, other: ProducerProtocol, now: float) -> None:
-        """Go on in place of another, which never had a channel, with its holds, its waiters and its capacity.
+    def attach_store(self, store: Store, now: float) -> None:
+        """Keep messages in a store from now on. Nothing may have been admitted before; senders may wait already.
 
         Args:
-            other: is used no more.
+            store: an outbox.
             now: seconds.
         """
-        self.reports.settled, self.reports.events = other.reports.settled, other.reports.events
-        for hold in other.gate.holds:
-            self.gate.hold(hold.kind, now=hold.since, source=hold.source, detail=hold.detail)
-        self.admission.take_over(other.admission, self._refusal)
-        if other.window.capacity != self.window.capacity:
-            self.admission.set_capacity(other.window.capacity)
-        self.waiters.unflowed, other.waiters.unflowed = other.waiters.unflowed, []
+        self.admission.use_store(store)
         self.admission.grant(now)
-
-    def _refusal(self, ticket: SendTicket) -> BaseException | None:
-        """Why a message that waits can never be admitted."""
-        return None
 
     @step
     def close(self, reason: str, now: float) -> None:
@@ -396,6 +396,8 @@ class ProducerProtocol:
         self._close(reason)
         self.channel.settle_all(reason, now)
         self._room_again(now)
+        if self.admission.store is not None:
+            self.admission.store.end(reason)
 
     # What the broker says.
 
@@ -588,6 +590,8 @@ class ProducerProtocol:
         if resending.probe is None and self.channel.number is not None:
             times.append(resending.retry_at)
             times.append(resending.waits_until())
+        if self.admission.store is not None:
+            times.append(self.admission.store.next_timer(now))
         return min((at for at in times if at is not None), default=None)
 
     @property

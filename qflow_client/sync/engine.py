@@ -38,7 +38,7 @@ from qflow_client.sync.link import Link, parameters
 from qflow_client.sync.receipt import SyncReceipt
 
 if TYPE_CHECKING:
-    from qflow_client.keeper import StoringStep
+    from qflow_client.outbox.writer import StoreStep
 
 __all__ = ["Engine", "Waiter"]
 
@@ -131,22 +131,21 @@ class Engine(BaseEngine):
                 self.storage.close(BRIEF)
 
     def _make_protocol(self, line: Line | None) -> ProducerProtocol:
-        options = protocol_options(self.settings, SyncReceipt, line)
+        protocol = ProducerProtocol(self.settings, **protocol_options(self.settings, SyncReceipt, line))
         if self.settings.outbox is None:
-            return ProducerProtocol(self.settings, **options)
+            return protocol
         # They import sqlite3.
-        from qflow_client.keeper import Storage
-        from qflow_client.sync.storing import SpilledReceipt
+        from qflow_client.outbox.storage import Storage
+        from qflow_client.sync.outbox import SpilledReceipt
 
         self.storage = Storage(self.settings)
-        self.storage.open(self._take, spilled_type=SpilledReceipt, **options)
-        return self.storage.protocol
+        self.storage.open()
+        self.storage.attach(protocol, SpilledReceipt, self._take)
+        return protocol
 
-    def _take(self, step: StoringStep) -> None:
+    def _take(self, step: StoreStep) -> None:
         """Take a step for the outbox's thread."""
-        storage = self.storage
-        assert storage is not None
-        self.step(lambda _protocol: step(storage.protocol, _monotonic()))
+        self.step(lambda _protocol: step(_monotonic()))
         self._arm_timer()
 
     def _connect(self) -> Link | SharedLink:
@@ -335,7 +334,7 @@ class Engine(BaseEngine):
         finally:
             try:
                 if self.storage is not None:
-                    self.storage.close(BRIEF)
+                    self.storage.close(BRIEF if deadline is None else max(BRIEF, deadline - _monotonic()))
             finally:
                 # Other threads that close wait until here.
                 self._all_ended.set()

@@ -135,6 +135,8 @@ class Producer(BaseProducer):
             FlowControlTimeout: still flowed after `timeout`; the message was not sent and never will be.
             ProducerFlowed: flowed, and `when_flowed` is ``"raise"``; likewise.
             ProducerClosed: it was closed, or lost its connection; likewise.
+            OutboxFull: with an outbox that has no room; likewise.
+            NotDurable: with an outbox: the message is admitted, and not on disk after `timeout`, or the disk failed.
             TypeError: the message is of another type, or `timeout` is no number.
             ValueError: it cannot be encoded, or `timeout` is NaN.
         """
@@ -160,11 +162,12 @@ class Producer(BaseProducer):
             self._engine.recheck()
             raise
         check_can_wait("send()", payload)
+        timeout = limit_of(timeout, self.settings)
+        deadline = _deadline(timeout)
         receipt = self._engine.admit(payload, exchange, routing_key, spills=True)
         if receipt is None:
-            timeout = limit_of(timeout, self.settings)
             receipt = self._wait_in_line(payload, exchange, routing_key, timeout, source, self._refusal(timeout))
-        return self._made_durable(receipt)
+        return self._made_durable(receipt, deadline)
 
     def _wait_in_line(
         self,
@@ -186,10 +189,10 @@ class Producer(BaseProducer):
             lambda protocol: protocol.admission.give_up(ticket, _monotonic()),
         )
 
-    def _made_durable(self, receipt: Receipt) -> SyncReceipt:
+    def _made_durable(self, receipt: Receipt, deadline: float) -> SyncReceipt:
         """Return the receipt once its message is on disk, if there is an outbox."""
         if self._engine.storage is not None:
-            self._engine.storage.wait_durable(receipt)
+            self._engine.storage.wait_durable(receipt, deadline)
         return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
 
     def send_nowait(
@@ -241,7 +244,7 @@ class Producer(BaseProducer):
         receipt = self._engine.admit(payload, exchange, routing_key)
         if receipt is None:
             receipt = self._wait_in_line(payload, exchange, routing_key, 0.0, source, self._refusal_nowait())
-        return self._made_durable(receipt)
+        return self._made_durable(receipt, _monotonic())
 
     def send_many(
         self,
@@ -297,6 +300,7 @@ class Producer(BaseProducer):
         source: str,
     ) -> None:
         """`send_many` with an outbox. It waits for the disk once for many messages."""
+        timeout = limit_of(timeout, self.settings)
         durable = 0
         try:
             for message in messages:
@@ -310,10 +314,10 @@ class Producer(BaseProducer):
                 receipts.append(receipt)
                 if len(receipts) >= durable + _AT_ONCE:
                     durable = len(receipts)
-                    self._made_durable(receipt)
+                    self._made_durable(receipt, _deadline(timeout))
         finally:
             if len(receipts) > durable:
-                self._made_durable(receipts[-1])
+                self._made_durable(receipts[-1], _deadline(timeout))
 
     # Waiting.
 

@@ -13,7 +13,7 @@ import pytest
 
 from qflow_client import AsyncProducer, FlowControlTimeout, OutboxFull, Outcome, ProducerClosed
 from qflow_client.broker import Broker
-from qflow_client.keeper import Storage
+from qflow_client.outbox.storage import Storage
 from tests.integration.producer.tools import PATIENCE, bodies
 
 from .tools import in_line
@@ -27,16 +27,16 @@ def go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     event = threading.Event()
     opens = Storage.open
 
-    def late(self: Storage, *args: Any, **options: Any) -> None:
+    def late(self: Storage) -> None:
         assert event.wait(PATIENCE)
-        opens(self, *args, **options)
+        opens(self)
 
     monkeypatch.setattr(Storage, "open", late)
     return event
 
 
 @pytest.mark.parametrize("when_flowed", ["block", "spill"])
-def test_who_waits_while_the_outbox_is_opened_is_served_when_it_is(
+def test_senders_that_wait_while_the_outbox_is_opened_are_served_when_it_is_open(
     run: Run, broker: Broker, tmp_path: Path, go_on: threading.Event, when_flowed: str
 ) -> None:
     async def main() -> None:
@@ -66,7 +66,7 @@ def test_who_waits_while_the_outbox_is_opened_is_served_when_it_is(
 
 
 @pytest.mark.parametrize("outbox_full", ["block", "raise"])
-def test_what_never_has_room_in_the_outbox_keeps_nobody_else_waiting(
+def test_a_message_that_never_has_room_in_the_outbox_keeps_no_other_waiting(
     run: Run, broker: Broker, tmp_path: Path, go_on: threading.Event, outbox_full: str
 ) -> None:
     async def main() -> None:
@@ -90,7 +90,7 @@ def test_what_never_has_room_in_the_outbox_keeps_nobody_else_waiting(
     assert bodies(broker) == [b"small"]
 
 
-def test_who_waits_for_a_producer_that_is_closed_while_its_outbox_is_opened_is_told(
+def test_a_sender_that_waits_for_a_producer_that_is_closed_while_its_outbox_is_opened_gets_an_error(
     run: Run, broker: Broker, tmp_path: Path, go_on: threading.Event
 ) -> None:
     async def main() -> None:
@@ -107,6 +107,22 @@ def test_who_waits_for_a_producer_that_is_closed_while_its_outbox_is_opened_is_t
 
     run(main())
     assert bodies(broker) == []
+
+
+def test_a_relative_path_is_resolved_when_the_producer_is_made_not_when_it_connects(
+    run: Run, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        monkeypatch.chdir(tmp_path)
+        producer = AsyncProducer(broker.url, routing_key="q", outbox="outbox")
+        (tmp_path / "other").mkdir()
+        monkeypatch.chdir("other")
+        async with producer:
+            await producer.send(b"x")
+
+    run(main())
+    assert (tmp_path / "outbox").exists()
+    assert list((tmp_path / "other").iterdir()) == []
 
 
 def test_E4_a_close_that_is_cancelled_at_any_turn_leaves_the_outbox_to_the_next_producer(

@@ -14,7 +14,7 @@ from typing import IO, Any
 import pytest
 
 import qflow_client.cli.send
-from qflow_client import Outbox
+from qflow_client import Outbox, OutboxError
 from qflow_client.broker import Broker
 from qflow_client.cli import main
 from qflow_client.message import REPUBLISHED
@@ -462,6 +462,39 @@ def test_with_an_outbox_what_is_confirmed_is_not_in_it(
     assert (told["complete"], told["confirmed"], told["stored"]) == (True, 2, 0)
     assert Outbox.look(tmp_path / "outbox") == []
     assert bodies(broker) == [b"one", b"two"]
+
+
+def test_a_record_that_is_admitted_and_not_on_disk_is_sent_once_and_counted(
+    broker: Broker,
+    stdin: Callable[[bytes], None],
+    capsys: Capture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wait_durable, calls = Outbox.wait_durable, 0
+
+    def fails_once(self: Outbox, *arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise OutboxError("disk I/O error")
+        wait_durable(self, *arguments)
+
+    monkeypatch.setattr(Outbox, "wait_durable", fails_once)
+    stdin(b"one\ntwo\nthree\n")
+    assert send_with(tmp_path / "outbox", broker, "--json") == 0
+    assert summary(capsys)["confirmed"] == 3
+    assert bodies(broker) == [b"one", b"two", b"three"]
+
+
+def test_a_record_for_which_the_outbox_has_no_room_is_not_sent_nor_any_after_it(
+    broker: Broker, stdin: Callable[[bytes], None], capsys: Capture, tmp_path: Path
+) -> None:
+    stdin(b"one\n" + b"x" * 1000 + b"\nthree\n")
+    url = f"{broker.url}?outbox_max_bytes=500&outbox_full=raise"
+    assert main(["send", "-u", url, "-k", "orders", "--outbox", str(tmp_path / "outbox")]) == 1
+    assert bodies(broker) == [b"one"]
+    assert "record 2 (line 2) and all after it were not sent" in capsys.readouterr().err
 
 
 def test_what_sigterm_leaves_stays_in_the_outbox_and_the_next_run_sends_it_first(

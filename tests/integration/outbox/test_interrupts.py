@@ -22,7 +22,17 @@ PATIENCE = 20.0
 # A quick run interrupts every fifth line only.
 EVERY = 5 if EFFORT == "quick" else 1
 # Where the producers and their outboxes are made.
-MAKERS = ("producer.py", "engine.py", "link.py", "keeper.py", "storing.py", "outbox.py", "outboxfile.py", "database.py")
+MAKERS = (
+    "producer.py",
+    "engine.py",
+    "link.py",
+    "database.py",
+    "outbox.py",
+    "outbox/file.py",
+    "storage.py",
+    "store.py",
+    "writer.py",
+)
 
 Made = list[Producer | AsyncProducer]
 

@@ -9,7 +9,7 @@ from concurrent.futures import wait
 from typing import Any
 
 from qflow_client import AsyncProducer, AsyncReceipt, FlowEvent, FlowState
-from qflow_client.aio.storing import SpilledReceipt
+from qflow_client.aio.outbox import SpilledReceipt
 
 from .tools import PATIENCE
 
@@ -107,11 +107,12 @@ class Bridged:
             self._producer = self._loop.ask(lambda: AsyncProducer(url, **settings))
             # Each loop has classes of its own.
             common = {"__slots__": (), "run": self._loop}
-            self._producer._engine._options["receipt_type"] = type("BridgedReceipt", (_Receipt,), common)
-            self._producer._engine._options["spilled_type"] = type("BridgedSpilled", (_Receipt, SpilledReceipt), common)
-            self._producer._protocol.admission.receipt_type = self._producer._engine._options["receipt_type"]
+            self._producer._protocol.admission.receipt_type = type("BridgedReceipt", (_Receipt,), common)
             self._loop(self._producer.connect())
-            self._protocol = self._producer._protocol
+            storage = self._producer._engine.storage
+            if storage is not None:
+                storage.store.backlog.spilled_type = type("BridgedSpilled", (_Receipt, SpilledReceipt), common)
+            self._protocol, self._engine = self._producer._protocol, self._producer._engine
         except BaseException:
             self._loop.stop()
             raise

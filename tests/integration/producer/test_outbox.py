@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -26,11 +27,12 @@ from qflow_client import (
     OutcomeUnknown,
     Producer,
     ProducerFlowed,
+    ProducerSettings,
     UndeliveredMessages,
+    WhenFlowed,
 )
 from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
-from qflow_client.storing import StoringProtocol
 from tests.effort import rounds
 
 from .processes import in_child
@@ -45,8 +47,8 @@ def path(tmp_path: Path) -> Path:
 
 
 def store(producer: Producer) -> Outbox:
-    assert isinstance(producer._protocol, StoringProtocol)
-    return producer._protocol.outbox
+    assert producer._engine.storage is not None
+    return producer._engine.storage.outbox
 
 
 def on_disk(path: Path) -> list[bytes]:
@@ -137,7 +139,7 @@ def test_many_senders_share_their_commits(broker: Broker, make_producer: Callabl
                 first = commits == 1
             if first:
                 # The disk takes its time, in which all the others come.
-                eventually(lambda: len(outbox._inserting) + len(outbox._rows) == 16, "the others' messages")
+                eventually(lambda: len(outbox._noted.inserting) + len(outbox._noted.rows) == 16, "the others' messages")
         return execute(statement, *values, **named)
 
     file.execute = count  # type: ignore[method-assign]
@@ -149,7 +151,9 @@ def test_many_senders_share_their_commits(broker: Broker, make_producer: Callabl
     producer.flush(timeout=PATIENCE)
 
 
-def test_a_second_producer_is_told_who_uses_the_outbox(make_producer: Callable[..., Producer], path: Path) -> None:
+def test_the_error_of_a_second_producer_names_the_first_as_the_user_of_the_outbox(
+    make_producer: Callable[..., Producer], path: Path
+) -> None:
     producer = make_producer(outbox=path)
     with pytest.raises(OutboxInUse, match="is used by another producer in this process; give each producer"):
         make_producer(outbox=path)
@@ -263,12 +267,11 @@ def test_of_a_spilled_message_nothing_is_kept_in_memory(
     for _ in range(100):
         producer.send(bytes(10_000))
     gc.collect()
-    protocol = producer._protocol
-    assert isinstance(protocol, StoringProtocol)
-    assert list(protocol._spilled.values()) == [receipt]
+    assert producer._engine.storage is not None
+    assert list(producer._engine.storage.store.backlog.spilled.values()) == [receipt]
     assert receipt._payload is None
     assert (receipt.message_id, receipt.size) == ("own", 4)
-    assert store(producer)._rows == []
+    assert store(producer)._noted.rows == []
     producer.resume()
     producer.flush(timeout=PATIENCE)
     assert receipt.result(timeout=0) is Outcome.CONFIRMED
@@ -385,7 +388,7 @@ def test_a_full_outbox_holds_until_there_is_room(
     assert producer.wait_unflowed(PATIENCE)
 
 
-def test_f4_who_waits_for_room_to_spill_is_served_in_turn(
+def test_f4_senders_that_wait_for_room_to_spill_are_served_in_turn(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path, outbox_max_bytes=2000, when_flowed="spill")
@@ -428,7 +431,7 @@ def test_what_waits_on_disk_for_too_long_is_settled_instead_of_sent(
     assert bodies(broker) == [b"young"]
 
 
-def test_a_disk_that_fails_is_told_to_who_sends_and_tried_again(
+def test_a_disk_that_fails_fails_the_send_and_is_tried_again(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path)
@@ -448,7 +451,7 @@ def test_a_disk_that_fails_is_told_to_who_sends_and_tried_again(
     assert bodies(broker) == [b"one", b"two", b"three"]
 
 
-def test_a_damaged_message_stays_and_keeps_nobody_back(
+def test_a_damaged_message_stays_and_keeps_no_other_back(
     broker: Broker, make_producer: Callable[..., Producer], path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     leave_behind(make_producer, path, 3)
@@ -544,10 +547,48 @@ def test_a_child_process_needs_no_lock_of_the_outbox_to_let_go_of_it(
         assert [type(receipt.error()) for receipt in receipts] == [OutcomeUnknown] * 2
 
     # Another thread may have it in the instant of the fork.
-    with store(producer)._lock:
+    with store(producer)._noted.lock:
         in_child(look)
     producer.resume()
     broker.release_confirms()
     producer.flush(timeout=PATIENCE)
     assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED] * 2
     assert bodies(broker) == [b"sent", b"spilled"]
+
+
+def test_a_relative_path_stays_the_same_file_when_the_process_changes_its_folder(
+    broker: Broker, make_producer: Callable[..., Producer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    settings = ProducerSettings(outbox="orders.outbox", when_flowed=WhenFlowed.SPILL)
+    monkeypatch.chdir(tmp_path / "other")
+    producer = make_producer(settings=settings)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir("other")
+    assert (tmp_path / "orders.outbox").exists()
+    producer.pause()
+    receipt = producer.send(b"spilled")
+    assert receipt.message.body == b"spilled"
+    producer.resume()
+    producer.flush(timeout=PATIENCE)
+    assert list((tmp_path / "other").iterdir()) == []
+
+
+@pytest.mark.parametrize("shift", [-3600.0, 3600.0], ids=["set back", "set forward"])
+def test_a_message_does_not_become_too_old_by_a_change_of_the_wall_clock(
+    broker: Broker,
+    make_producer: Callable[..., Producer],
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    shift: float,
+) -> None:
+    producer = make_producer(outbox=path, when_flowed="spill", outbox_max_age=60.0)
+    producer.pause()
+    receipts = [producer.send(b"before")]
+    wall_time = time.time
+    monkeypatch.setattr(time, "time", lambda: wall_time() + shift)
+    receipts.append(producer.send(b"after"))
+    producer.resume()
+    producer.flush(timeout=PATIENCE)
+    assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED] * 2

@@ -30,45 +30,6 @@ def test_a_producer_without_a_connection_is_flowed_and_admits_what_waits_once_th
     assert protocol.gate.is_open
 
 
-@pytest.mark.parametrize("line", [None, WeightedLine({"a": 1, "b": 1})], ids=["own line", "one line for both"])
-def test_one_that_takes_the_place_of_another_has_who_waits_there_and_what_was_asked_of_it(
-    line: WeightedLine | None,
-) -> None:
-    before, protocol = make(opened=False, line=line), make(opened=False, line=line)
-    before.reports.settled, before.reports.events = [], []
-    first, second, third = (wait(before, waiter=n, timeout=5.0) for n in range(3))
-    before.admission.give_up(second, 0.5)
-    before.hold(HoldKind.PAUSED, 0.5, source="s", detail="d")
-    before.set_capacity(1, 0.5)
-    assert before.when_unflowed("unflowed", 0.5)
-
-    protocol.take_over(before, 1.0)
-    assert (protocol.reports.settled, protocol.window.capacity) == ([], 1)
-    assert {hold.kind: hold.since for hold in protocol.reports.holds} == {
-        HoldKind.DISCONNECTED: 0.0,
-        HoldKind.PAUSED: 0.5,
-    }
-    protocol.channel_opened(1, FRAME_MAX, 1.0)
-    assert protocol.reports.wake == []
-    protocol.lift(HoldKind.PAUSED, 1.0, source="s")
-    # By its capacity it takes one, and the next when that is settled.
-    assert first.receipt is not None
-    assert third.receipt is None
-    drain(protocol)
-    protocol.on_ack(1, False, 2.0)
-    assert third.receipt is not None
-    drain(protocol)
-    protocol.on_ack(2, False, 3.0)
-    assert protocol.reports.wake == ["unflowed", 0, 2]
-    assert before.controller.waiting == protocol.controller.waiting == 0
-
-
-def test_one_that_takes_the_place_of_another_with_the_same_capacity_keeps_it() -> None:
-    before, protocol = make(opened=False, capacity=3), make(opened=False, capacity=3)
-    protocol.take_over(before, 1.0)
-    assert protocol.window.capacity == 3
-
-
 def test_c6_no_more_than_capacity_messages_are_unsettled() -> None:
     protocol = make(capacity=3)
     for _ in range(3):

@@ -19,7 +19,7 @@ from .support import CHANNEL, FRAME_MAX, Wire, drain, make, returned, send, wait
 
 
 class Store:
-    """Keeps messages in memory.
+    """Keeps messages in memory, and has no backlog.
 
     Args:
         protocol: whose store it becomes.
@@ -27,7 +27,13 @@ class Store:
 
     def __init__(self, protocol: ProducerProtocol) -> None:
         self.kept: dict[int, Receipt] = {}
-        protocol.admission.use_store(self)
+        protocol.attach_store(self, 0.0)
+
+    @property
+    def limiter(self) -> None:
+        return None
+
+    def check_room(self, size: int) -> None: ...
 
     def admitting(self, receipt: Receipt, number: int) -> None:
         self.kept[number] = receipt
@@ -39,6 +45,20 @@ class Store:
     def admit_backlog(self, now: float) -> None: ...
 
     def spill_line(self, now: float) -> None: ...
+
+    @property
+    def has_backlog(self) -> bool:
+        return False
+
+    def when_flushed(self, waiter: Any) -> None: ...
+
+    def forget_waiter(self, waiter: Any) -> bool:
+        return False
+
+    def next_timer(self, now: float) -> float | None:
+        return None
+
+    def end(self, reason: str) -> None: ...
 
     def heal(self, unsettled: Sequence[Receipt]) -> None:
         self.kept = {receipt._number: receipt for receipt in unsettled}

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from qflow_client import Message
-from qflow_client.keeper import Keeper, StoringStep
+from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.outbox import Outbox
+from qflow_client.outbox.spilled import Spilled
+from qflow_client.outbox.store import OutboxStore
+from qflow_client.outbox.writer import StoreStep, Writer
 from qflow_client.receipt import Receipt
 from qflow_client.settings import ProducerSettings
-from qflow_client.storing import Spilled, StoringProtocol
 
 FRAME_MAX = 4096
 MARK = "x-qflow-republished"
@@ -24,7 +26,7 @@ class SpilledReceipt(Spilled, Receipt):
 
 
 class Kept:
-    """A producer, whose keeper does its work in `turn`.
+    """A producer, whose writer does its work in `turn`.
 
     Args:
         path: of the outbox.
@@ -37,42 +39,38 @@ class Kept:
         found = ProducerSettings(outbox=str(path), **{"routing_key": "q"} | settings)
         self.now = time.monotonic()
         self.outbox = Outbox(path, max_bytes=found.outbox_max_bytes)
-        self.protocol: Any = StoringProtocol(
-            found,
-            outbox=self.outbox,
-            spilled_type=SpilledReceipt,
-            id_prefix=prefix,
-            receipt_type=Receipt,
-            now=self.now,
-            wall_offset=time.time() - self.now,
-        )
+        offset = time.time() - self.now
+        self.protocol = ProducerProtocol(found, id_prefix=prefix, now=self.now, wall_offset=offset)
         #: What was said of commits.
         self.committed: list[tuple[int, Exception | None]] = []
-        self.keeper = Keeper(self.outbox, self.protocol, self.step, lambda *said: self.committed.append(said))
-        # Whether the keeper is to try again what it could not commit.
+        self.writer = Writer(self.outbox, found, self.step, lambda *said: self.committed.append(said))
+        self.store = OutboxStore(self.protocol, self.outbox, SpilledReceipt, self.writer, self.now)
+        self.writer.store = self.store
+        self.backlog = self.store.backlog
+        # Whether the writer is to try again what it could not commit.
         self._again = False
-        #: Who was woken besides the keeper.
+        #: The waiters that were woken besides the writer.
         self.woken: list[Any] = []
         if opened:
             self.protocol.channel_opened(1, FRAME_MAX, self.now)
 
-    def step(self, step: StoringStep) -> None:
-        """Take a step of the protocol."""
-        step(self.protocol, self.now)
+    def step(self, step: StoreStep) -> None:
+        """Take a step of the store."""
+        step(self.now)
 
     def turn(self) -> None:
-        """Have the keeper do what there is to do, and take what it has done; what fails it tries in the next turn."""
+        """Have the writer do what there is to do, and take its results; what fails it tries in the next turn."""
         rung, self._again = self._again, False
         while self.protocol.reports.wake or rung:
             wake, self.protocol.reports.wake = self.protocol.reports.wake, []
-            self.woken += [waiter for waiter in wake if waiter is not self.keeper]
-            if self.keeper in wake or rung:
-                self._again = not self.keeper.work() or self._again
+            self.woken += [waiter for waiter in wake if waiter is not self.writer]
+            if self.writer in wake or rung:
+                self._again = not self.writer.work() or self._again
             rung = False
 
-    def store(self, payload: bytes | Message, key: str = "q", *, spills: bool = False) -> Receipt | None:
+    def send(self, payload: bytes | Message, key: str = "q", *, spills: bool = False) -> Receipt | None:
         """As the skins do until the message is on disk."""
-        receipt: Receipt | None = self.protocol.store(payload, "", key, self.now, spills=spills)
+        receipt: Receipt | None = self.store.send(payload, "", key, self.now, spills=spills)
         if receipt is not None:
             self.outbox.wait_durable(self.outbox.last)
         return receipt

@@ -7,6 +7,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -24,11 +26,20 @@ from tests.effort import rounds
 from .support import change, crash
 
 PATIENCE = 20.0
+# Less than the seconds that an outbox waits for another process if it is given no timeout.
+SOON = 6.0
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "outbox"
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 def put(outbox: Outbox, *bodies: bytes, **options) -> list[int]:
@@ -179,7 +190,7 @@ def test_it_is_read_in_batches(path: Path) -> None:
         assert [stored.message.body for stored in found] == [b"%d" % number for number in range(10)]
 
 
-def test_what_is_too_old_is_taken_out_and_told(path: Path) -> None:
+def test_messages_that_are_too_old_are_taken_out_and_returned(path: Path) -> None:
     with Outbox(path) as outbox:
         put(outbox, b"old", b"older")
         limit = time.time() + 0.001
@@ -224,7 +235,7 @@ def test_of_many_threads_one_commits_for_all(path: Path) -> None:
         assert commits < 16
 
 
-def test_a_commit_that_fails_is_told_and_tried_again(path: Path) -> None:
+def test_a_commit_that_fails_raises_and_the_next_one_tries_again(path: Path) -> None:
     with Outbox(path) as outbox:
         one, two = put(outbox, b"1", b"2")
         outbox.settle(one)
@@ -240,7 +251,7 @@ def test_a_commit_that_fails_is_told_and_tried_again(path: Path) -> None:
         assert outbox.size == sum(stored.size for stored in outbox.read())
 
 
-def test_a_wait_that_fails_is_told_and_tried_again(path: Path) -> None:
+def test_a_wait_that_fails_raises_and_the_next_one_tries_again(path: Path) -> None:
     with Outbox(path) as outbox:
         (one,) = put(outbox, b"1")
         outbox._file.execute("ALTER TABLE message RENAME TO gone")
@@ -253,7 +264,7 @@ def test_a_wait_that_fails_is_told_and_tried_again(path: Path) -> None:
         assert (len(outbox), outbox.size) == (1, outbox.read()[0].size)
 
 
-def test_who_waits_takes_out_what_is_settled_when_it_is_much(path: Path) -> None:
+def test_a_wait_takes_out_settled_messages_if_there_are_many(path: Path) -> None:
     with Outbox(path) as outbox:
         sequences = put(outbox, *(b"%d" % number for number in range(1000)))
         outbox.wait_durable(sequences[-1])
@@ -290,6 +301,79 @@ def test_a_commit_that_ctrl_c_breaks_off_when_it_is_done_can_be_repeated(path: P
         assert outbox.size == outbox.read()[0].size
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Another connection has begun to write to the file, and does not end."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as file:
+        file.execute("BEGIN IMMEDIATE")
+        yield
+
+
+def test_E4_every_wait_for_a_file_that_another_process_has_locked_ends_by_its_timeout(path: Path) -> None:
+    outbox = Outbox(path)
+    one = outbox.put(b"1", "", "q", "id-1")
+    with locked(path):
+        began = time.monotonic()
+        for call in (lambda: outbox.wait_durable(one, 0.05), lambda: outbox.commit(0.05)):
+            with pytest.raises(OutboxError, match="database is locked"):
+                call()
+        assert time.monotonic() - began < SOON
+    outbox.wait_durable(one)
+    assert outbox.durable == one
+    outbox.close()
+
+
+def test_E4_a_file_that_stays_locked_is_closed_and_names_the_messages_that_were_not_written(path: Path) -> None:
+    outbox = Outbox(path)
+    outbox.commit()
+    outbox.put(Message(b"1", message_id="own"), "", "q", "id-1")
+    with locked(path), pytest.raises(OutboxError, match="database is locked"):
+        outbox.close(0.05)
+    assert outbox.is_closed
+    assert {sequence: stored.message.message_id for sequence, stored in outbox.unwritten().items()} == {1: "own"}
+    assert (len(outbox), outbox.left) == (0, 0)
+    with Outbox(path) as outbox:
+        assert outbox.read() == []
+
+
+def test_E4_close_does_not_wait_for_a_thread_that_writes_longer_than_its_timeout(path: Path) -> None:
+    outbox = Outbox(path)
+    one = outbox.put(b"1", "", "q", "id-1")
+    with locked(path):
+        writing = threading.Thread(target=lambda: outbox.wait_durable(one))
+        writing.start()
+        wait_until(outbox._access._lock.locked)
+        with pytest.raises(OutboxError, match="another thread is still writing to it"):
+            outbox.close(0.05)
+        assert not outbox.is_closed
+    writing.join(PATIENCE)
+    outbox.close()
+    assert [stored.message.body for stored in Outbox.look(path)] == [b"1"]
+
+
+def test_E4_a_wait_of_another_thread_can_be_ended(path: Path) -> None:
+    outbox = Outbox(path)
+    one = outbox.put(b"1", "", "q", "id-1")
+    errors: list[OutboxError] = []
+
+    def write() -> None:
+        try:
+            outbox.wait_durable(one)
+        except OutboxError as error:
+            errors.append(error)
+
+    with locked(path):
+        writing = threading.Thread(target=write)
+        writing.start()
+        wait_until(outbox._access._lock.locked)
+        began = time.monotonic()
+        outbox.stop_waiting(0.0)
+        writing.join(PATIENCE)
+        assert time.monotonic() - began < SOON
+    assert "database is locked" in str(errors)
+    outbox.close()
+
+
 def test_it_is_closed_once_and_twice_is_no_harm(path: Path) -> None:
     outbox = Outbox(path)
     outbox.close()
@@ -314,7 +398,7 @@ def test_full_synchronous_is_what_it_says(path: Path) -> None:
 # One at a time.
 
 
-def test_two_in_one_process_are_told_apart(path: Path) -> None:
+def test_a_second_outbox_on_a_file_in_the_same_process_is_refused(path: Path) -> None:
     with (
         Outbox(path),
         pytest.raises(OutboxInUse, match="is used by another producer in this process; give each producer"),
@@ -343,7 +427,7 @@ sys.stdin.read()
 """
 
 
-def test_two_processes_are_told_apart_and_the_lock_of_a_dead_one_is_taken_over(path: Path) -> None:
+def test_a_second_process_is_refused_and_the_lock_of_a_dead_one_is_taken_over(path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment()
     ) as holder:
@@ -380,7 +464,7 @@ def test_a_forked_child_neither_uses_it_nor_keeps_its_lock(path: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_a_child_that_lets_go_before_it_is_told_that_it_is_one_leaves_the_lock_to_its_parent(path: Path) -> None:
+def test_a_child_that_releases_the_lock_before_its_fork_handlers_run_leaves_it_to_its_parent(path: Path) -> None:
     def lock() -> LockFile:
         return LockFile(path, error=OutboxError, in_use=OutboxInUse, told=("a test", "wait"))
 
@@ -414,6 +498,38 @@ def test_what_is_no_outbox_is_left_alone(path: Path, tmp_path: Path) -> None:
     with pytest.raises(OutboxError, match="there is no such outbox"):
         Outbox.look(tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()
+
+
+def test_an_outbox_of_the_first_commit_that_had_one_still_opens(path: Path) -> None:
+    # What commit a766ba8 wrote: one message that was sent, one that was held, and the state.
+    with closing(sqlite3.connect(path)) as file, file:
+        file.executescript(
+            """
+            PRAGMA application_id = 1901032820;
+            PRAGMA user_version = 1;
+            CREATE TABLE message (
+                sequence INTEGER PRIMARY KEY,
+                size INTEGER NOT NULL,
+                held INTEGER NOT NULL,
+                at REAL NOT NULL,
+                exchange TEXT NOT NULL,
+                routing_key TEXT NOT NULL,
+                header BLOB NOT NULL,
+                body BLOB NOT NULL
+            );
+            CREATE TABLE state (last INTEGER NOT NULL, permitted INTEGER NOT NULL);
+            INSERT INTO state VALUES (7, 0);
+            INSERT INTO message VALUES
+                (5, 92, 0, 1.5e9, '', 'q', x'003c00000000000000000003108002046f6e6531', x'6f6e65'),
+                (7, 92, 1, 1.5e9, '', 'q', x'003c000000000000000000031080020474773031', x'74776f');
+            """
+        )
+    with Outbox(path) as outbox:
+        sent, held = outbox.read()
+        assert (sent.sequence, sent.message.body, sent.message.message_id) == (5, b"one", "one1")
+        assert (held.sequence, held.message.body, held.message.message_id) == (7, b"two", "tw01")
+        assert (sent.may_be_second_copy, held.may_be_second_copy) == (True, False)
+        assert put(outbox, b"new") == [8]
 
 
 def test_tables_of_another_version_are_refused(path: Path) -> None:

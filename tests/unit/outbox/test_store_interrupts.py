@@ -19,7 +19,17 @@ from .support import Kept, leave
 
 DAY = 86_400.0
 # What is new with an outbox, and what calls it; the rest is interrupted in tests/unit/core.
-STORING = ("storing.py", "outbox.py", "outboxfile.py", "database.py", "protocol.py")
+MODULES = (
+    "access.py",
+    "backlog.py",
+    "database.py",
+    "outbox/file.py",
+    "outbox/outbox.py",
+    "protocol.py",
+    "noted.py",
+    "requests.py",
+    "store.py",
+)
 OWN = {"plain": b"own", "with an id of its own": Message(b"own", message_id="own")}
 
 
@@ -29,8 +39,8 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _who_is_lost_is_soon_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qflow_client.outbox._LOST", 0.001)
+def _an_interrupted_turn_is_found_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qflow_client.outbox.access._LOST", 0.001)
 
 
 def all_gets_out(kept: Kept) -> list[bytes]:
@@ -50,10 +60,10 @@ def all_gets_out(kept: Kept) -> list[bytes]:
         protocol.on_ack(0, True, kept.now)
     kept.turn()
     assert protocol.unsettled == protocol.window.used == protocol.controller.waiting == 0
-    assert not protocol.has_backlog
+    assert not kept.store.has_backlog
     assert protocol.gate.is_open
     assert not protocol.gate.holds
-    assert not protocol._sequences
+    assert not kept.store._sequences
     kept.outbox.commit()
     # Nothing stays that nobody would ever take out, nor does its room.
     assert (len(kept.outbox), kept.outbox.left, kept.outbox.size) == (0, 0, 0)
@@ -69,7 +79,7 @@ def every_line(
         kept = Kept(path, f"{at}-", **settings)
         try:
             begin(kept)
-            come = interrupted(lambda: call(kept), at, only=STORING)  # noqa: B023  # called at once
+            come = interrupted(lambda: call(kept), at, only=MODULES)  # noqa: B023  # called at once
             yield kept, come
             if not come:
                 assert at > least
@@ -83,11 +93,11 @@ def test_a_message_that_is_stored_is_admitted_whole_or_not_at_all(path: Path, pa
     admitted = []
 
     def begin(kept: Kept) -> None:
-        assert kept.store(b"before") is not None
+        assert kept.send(b"before") is not None
 
-    for kept, come in every_line(path, begin, lambda kept: kept.store(payload), 30):
+    for kept, come in every_line(path, begin, lambda kept: kept.send(payload), 30):
         admitted.append(len(kept.protocol.unsettled_receipts) == 2)
-        assert kept.store(b"after") is not None
+        assert kept.send(b"after") is not None
         assert all_gets_out(kept) == [b"before", *([b"own"] if admitted[-1] else []), b"after"]
         assert come or admitted[-1]
     assert admitted == sorted(admitted), "from one line on"
@@ -97,11 +107,11 @@ def test_a_message_that_is_stored_is_admitted_whole_or_not_at_all(path: Path, pa
 def test_a_message_that_is_spilled_waits_on_disk_or_nowhere(path: Path) -> None:
     def begin(kept: Kept) -> None:
         kept.protocol.hold("paused", kept.now)
-        assert kept.store(b"before", spills=True) is not None
+        assert kept.send(b"before", spills=True) is not None
 
     spilled = []
-    for kept, come in every_line(path, begin, lambda kept: kept.store(b"own", spills=True), 30, when_flowed="spill"):
-        assert kept.store(b"after", spills=True) is not None
+    for kept, come in every_line(path, begin, lambda kept: kept.send(b"own", spills=True), 30, when_flowed="spill"):
+        assert kept.send(b"after", spills=True) is not None
         bodies = all_gets_out(kept)
         spilled.append(b"own" in bodies)
         assert bodies == [b"before", *([b"own"] if spilled[-1] else []), b"after"]
@@ -113,28 +123,28 @@ def test_nothing_overtakes_the_first_message_that_is_spilled(path: Path) -> None
     for kept, _ in every_line(
         path,
         lambda kept: kept.protocol.hold("paused", kept.now),
-        lambda kept: kept.store(b"own", spills=True),
+        lambda kept: kept.send(b"own", spills=True),
         30,
         when_flowed="spill",
     ):
         kept.protocol.on_timer(kept.now)
         kept.protocol.lift("paused", kept.now)
-        kept.store(b"after")
+        kept.send(b"after")
         assert all_gets_out(kept) in ([b"own"], [b"after"], [b"own", b"after"])
 
 
 @pytest.mark.parametrize("way", ["resume", "capacity"])
 def test_what_waits_on_disk_is_taken_up_once_and_in_order(path: Path, way: str) -> None:
     def begin(kept: Kept) -> None:
-        kept.store(b"before")
+        kept.send(b"before")
         kept.write()
         if way == "resume":
             kept.protocol.hold("paused", kept.now)
         for number in range(3):
-            assert kept.store(b"%d" % number, spills=True) is not None
+            assert kept.send(b"%d" % number, spills=True) is not None
         kept.turn()
         # As far as it is read, which is as far as it could leave.
-        assert len(kept.protocol._ready) == (0 if way == "resume" else 3)
+        assert len(kept.backlog.ready) == (0 if way == "resume" else 3)
 
     def call(kept: Kept) -> None:
         if way == "resume":
@@ -146,11 +156,11 @@ def test_what_waits_on_disk_is_taken_up_once_and_in_order(path: Path, way: str) 
         assert all_gets_out(kept) == [b"0", b"1", b"2"]
 
 
-def test_who_stands_in_line_is_spilled_once_and_in_order(path: Path) -> None:
+def test_waiting_senders_are_spilled_once_and_in_order(path: Path) -> None:
     tickets: list[SendTicket] = []
 
     def begin(kept: Kept) -> None:
-        kept.store(bytes(500))
+        kept.send(bytes(500))
         kept.write()
         kept.protocol.hold("paused", kept.now)
         tickets[:] = [place(kept.protocol, b"%d" % number * 300, kept.now, waiter=number) for number in range(3)]
@@ -172,18 +182,20 @@ def test_who_stands_in_line_is_spilled_once_and_in_order(path: Path) -> None:
 
 
 @pytest.mark.parametrize("told", [False, True], ids=["failures", "on_delivery"])
-def test_what_is_too_old_when_it_is_taken_up_is_settled_and_told_once(path: Path, told: bool) -> None:
+def test_a_message_that_is_too_old_when_it_would_be_admitted_is_settled_and_reported_once(
+    path: Path, told: bool
+) -> None:
     receipts: list[Receipt | None] = []
 
     def begin(kept: Kept) -> None:
         if told:
             kept.protocol.reports.settled = []
         kept.protocol.hold("paused", kept.now)
-        receipts[:] = [kept.store(b"%d" % number, spills=True) for number in range(2)]
+        receipts[:] = [kept.send(b"%d" % number, spills=True) for number in range(2)]
         kept.protocol.lift("paused", kept.now)
         kept.protocol.hold("paused", kept.now)
         kept.turn()
-        assert len(kept.protocol._ready) == 2
+        assert len(kept.backlog.ready) == 2
         kept.now += DAY
 
     for kept, _ in every_line(
@@ -196,14 +208,14 @@ def test_what_is_too_old_when_it_is_taken_up_is_settled_and_told_once(path: Path
     ):
         assert all_gets_out(kept) == []
         # In this order: who looks at an outcome has been told.
-        found = kept.protocol.reports.settled if told else kept.protocol.reports.take_failures()
+        found = kept.protocol.reports.take_failures() if not told else kept.protocol.reports.settled or []
         assert [receipt.message.body for receipt in found] == [b"0", b"1"]
         assert [receipt and receipt.outcome for receipt in receipts] == [Outcome.FAILED] * 2
 
 
 def test_a_wait_for_the_disk_can_be_interrupted_and_begun_anew(path: Path) -> None:
     def begin(kept: Kept) -> None:
-        assert kept.protocol.store(b"own", "", "q", kept.now, spills=False) is not None
+        assert kept.store.send(b"own", "", "q", kept.now, spills=False) is not None
 
     for kept, _ in every_line(path, begin, lambda kept: kept.outbox.wait_durable(kept.outbox.last), 15):
         kept.outbox.wait_durable(kept.outbox.last)
@@ -233,7 +245,7 @@ def test_a_crash_after_an_interrupt_leaves_what_was_stored_before(path: Path) ->
     while come:
         at += 1
         kept.protocol.on_timer(kept.now)
-        come = interrupted(lambda: kept.store(b"own"), at, only=STORING)
+        come = interrupted(lambda: kept.send(b"own"), at, only=MODULES)
     kept.crash()
     found = Outbox.look(path)
     assert found[0].message.body == b"left"

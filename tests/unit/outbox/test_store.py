@@ -13,7 +13,6 @@ import pytest
 from qflow_client.logs import flush_logs
 from qflow_client.outbox import Outbox, OutboxError
 from qflow_client.receipt import Outcome
-from qflow_client.storing import StoringProtocol
 from tests.unit.core.support import wire
 
 from .support import Kept, change, leave
@@ -46,7 +45,7 @@ def bodies(written: bytes) -> list[bytes]:
     return [message.body for message in wire(written).messages]
 
 
-def test_a_backlog_all_of_which_is_too_old_holds_nobody(path: Path) -> None:
+def test_a_backlog_that_is_too_old_as_a_whole_holds_no_sender(path: Path) -> None:
     leave(path, b"1", b"2", b"3")
     kept = Kept(path, opened=False, outbox_max_age=60.0)
     # They are a day older than this one.
@@ -55,8 +54,24 @@ def test_a_backlog_all_of_which_is_too_old_holds_nobody(path: Path) -> None:
     assert [hold.kind for hold in kept.protocol.gate.holds] == ["outbox"]
     kept.turn()
     assert kept.protocol.gate.is_open
-    assert not kept.protocol.has_backlog
+    assert not kept.store.has_backlog
     assert {receipt.outcome for receipt in kept.protocol.reports.take_failures()} == {Outcome.FAILED}
+
+
+def test_a_message_of_an_earlier_process_whose_clock_was_ahead_ages_from_the_start_of_this_one(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wall_time = time.time
+    with monkeypatch.context() as context:
+        context.setattr(time, "time", lambda: wall_time() + DAY)
+        leave(path, b"1")
+    kept = Kept(path, outbox_max_age=60.0)
+    kept.protocol.hold("paused", kept.now)
+    kept.turn()
+    assert len(kept.backlog.ready) == 1
+    kept.now += 61.0
+    kept.store.expire(kept.now)
+    assert [receipt.message.body for receipt in kept.protocol.reports.take_failures()] == [b"1"]
 
 
 def read_and_held(path: Path) -> Kept:
@@ -64,7 +79,7 @@ def read_and_held(path: Path) -> Kept:
     kept = Kept(path, outbox_max_age=60.0)
     kept.protocol.hold("paused", kept.now)
     kept.turn()
-    assert len(kept.protocol._ready) == 3
+    assert len(kept.backlog.ready) == 3
     assert kept.write() == b""
     return kept
 
@@ -74,10 +89,10 @@ def test_what_is_read_of_the_backlog_gets_too_old_while_the_producer_is_flowed(p
     kept = read_and_held(path)
     assert kept.protocol.when_flushed("flush")
     kept.now += 59.0
-    kept.step(StoringProtocol.look_for_old)
-    assert len(kept.protocol._ready) == 3
+    kept.store.expire(kept.now)
+    assert len(kept.backlog.ready) == 3
     kept.now += DAY
-    kept.step(StoringProtocol.look_for_old)
+    kept.store.expire(kept.now)
     kept.turn()
     failures = kept.protocol.reports.take_failures()
     assert [receipt.message.body for receipt in failures] == [b"1", b"2", b"3"]
@@ -96,17 +111,17 @@ def test_what_has_got_too_old_in_memory_does_not_leave_when_the_producer_is_unfl
     assert kept.write() == b""
     assert {receipt.outcome for receipt in kept.protocol.reports.take_failures()} == {Outcome.FAILED}
     assert kept.protocol.gate.is_open
-    assert kept.store(b"new") is not None
+    assert kept.send(b"new") is not None
     assert bodies(kept.write()) == [b"new"]
 
 
-def test_a_spilled_message_that_gets_too_old_in_memory_is_told_to_who_has_its_receipt(path: Path) -> None:
+def test_the_receipt_of_a_spilled_message_says_that_it_became_too_old_in_memory(path: Path) -> None:
     kept = Kept(path, when_flowed="spill", outbox_max_age=60.0, capacity=1)
-    kept.store(b"in the window")
-    receipt = kept.store(b"waits", spills=True)
+    kept.send(b"in the window")
+    receipt = kept.send(b"waits", spills=True)
     assert receipt is not None
     kept.turn()
-    assert len(kept.protocol._ready) == 1
+    assert len(kept.backlog.ready) == 1
     kept.now += DAY
     # There is room for it, a day too late.
     kept.write()
@@ -123,10 +138,10 @@ def test_what_is_spilled_and_read_when_the_producer_ends_stays_on_disk_and_each_
 ) -> None:
     kept = Kept(path, when_flowed="spill", capacity=2, outbox_max_age=60.0)
     kept.protocol.on_flow(False, kept.now)
-    receipts = [kept.store(b"%d" % number, spills=True) for number in range(8)]
+    receipts = [kept.send(b"%d" % number, spills=True) for number in range(8)]
     kept.protocol.on_flow(True, kept.now)
     kept.turn()
-    assert (kept.protocol.unsettled, len(kept.protocol._ready)) == (2, 6)
+    assert (kept.protocol.unsettled, len(kept.backlog.ready)) == (2, 6)
     kept.protocol.on_flow(False, kept.now)
     if too_old:
         kept.now += DAY
@@ -179,10 +194,10 @@ def test_a_damaged_message_is_set_aside_and_all_others_leave_in_order(
     kept.outbox.close()
 
 
-def test_a_spilled_message_that_is_damaged_on_disk_is_told_to_who_has_its_receipt(path: Path) -> None:
+def test_the_receipt_of_a_spilled_message_says_that_it_is_damaged_on_disk(path: Path) -> None:
     kept = Kept(path, when_flowed="spill", capacity=1)
     kept.protocol.hold("paused", kept.now)
-    receipts = [kept.store(b"%d" % number, spills=True) for number in range(3)]
+    receipts = [kept.send(b"%d" % number, spills=True) for number in range(3)]
     change(path, "UPDATE message SET body = zeroblob(2) WHERE sequence = 2")
     kept.protocol.lift("paused", kept.now)
     for _ in receipts:
@@ -199,7 +214,7 @@ def test_a_spilled_message_that_is_damaged_on_disk_is_told_to_who_has_its_receip
     assert list(Outbox.look_damaged(path)) == [2]
 
 
-def test_a_read_that_fails_is_tried_again_and_told_to_nobody_who_waits_for_a_commit(
+def test_a_read_that_fails_is_tried_again_and_fails_no_wait_for_a_commit(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave(path, b"1", b"2")
@@ -212,28 +227,28 @@ def test_a_read_that_fails_is_tried_again_and_told_to_nobody_who_waits_for_a_com
     monkeypatch.setattr(kept.outbox, "read", fails)
     kept.turn()
     assert kept.committed == [(2, None)]
-    assert kept.protocol.has_backlog
+    assert kept.store.has_backlog
     # Commits go on meanwhile, and the same plan is not tried again by them.
     assert kept.outbox.put(b"3", "", "q", "id") == 3
-    assert kept.keeper.work()
+    assert kept.writer.work()
     assert kept.committed == [(2, None), (3, None)]
-    assert kept.keeper._retry_at is not None
-    assert kept.keeper._retry_at > time.monotonic() - PATIENCE
+    assert kept.writer._retry_at is not None
+    assert kept.writer._retry_at > time.monotonic() - PATIENCE
 
     monkeypatch.setattr(kept.outbox, "read", read)
-    kept.protocol.refuse_plan()
+    kept.store.read_again(kept.now)
     kept.turn()
     assert bodies(kept.write())[:2] == [b"1", b"2"]
 
 
-def test_a_commit_that_fails_is_told_to_who_waits_for_it(path: Path) -> None:
+def test_a_commit_that_fails_fails_the_waits_for_it(path: Path) -> None:
     kept = Kept(path)
     kept.outbox.put(b"1", "", "q", "id")
     change(path, "ALTER TABLE message RENAME TO gone")
-    assert not kept.keeper.work()
+    assert not kept.writer.work()
     ((durable, error),) = kept.committed
     assert durable == 0
     assert isinstance(error, OutboxError)
     change(path, "ALTER TABLE gone RENAME TO message")
-    assert kept.keeper.work()
+    assert kept.writer.work()
     assert kept.committed[1:] == [(1, None)]

@@ -1,7 +1,8 @@
 """A producer with an outbox, a broker, and a process that dies at any point, against what has to be true of them.
 
-`StoringProtocol`, `Outbox` and the work of `Keeper` are the real ones, on a real file; the broker, the skin and the
-clock are the test's. What `store` admits counts once it is on disk, as for a `send` that has returned.
+`OutboxStore`, `Backlog`, `Outbox` and the work of `Writer` are the real ones, on a real file; the broker, the producer
+and the clock are the test's. What `OutboxStore.send` admits counts once it is on disk, as for a `send` that has
+returned.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Session:
         self.answered: list[bool] = []
 
 
-class Storing(RuleBasedStateMachine):
+class OutboxStores(RuleBasedStateMachine):
     """Nothing that was admitted is lost, nothing overtakes, and second copies bear the mark."""
 
     def __init__(self) -> None:
@@ -166,7 +167,7 @@ class Storing(RuleBasedStateMachine):
         last = kept.outbox.last
         with self.mortal():
             try:
-                receipt = kept.protocol.store(payload, "", "q", kept.now, spills=self.spills)
+                receipt = kept.store.send(payload, "", "q", kept.now, spills=self.spills)
             except OutboxFull:
                 assert kept.outbox.last == last
                 return
@@ -205,7 +206,7 @@ class Storing(RuleBasedStateMachine):
                 self.kept.protocol.lift("paused", self.kept.now)
             self.look_at_line()
 
-    # What the keeper does.
+    # What the writer does.
 
     @rule()
     def work(self) -> None:
@@ -215,11 +216,11 @@ class Storing(RuleBasedStateMachine):
 
     @rule()
     def tries_again(self) -> None:
-        # As the keeper does after a read that has failed, in a second.
+        # As the writer does after a read that has failed, in a second.
         with self.mortal():
-            if self.kept.keeper._retry_at is not None:
-                self.kept.keeper._retry_at = None
-                self.kept.protocol.refuse_plan()
+            if self.kept.writer._retry_at is not None:
+                self.kept.writer._retry_at = None
+                self.kept.store.read_again(self.kept.now)
                 self.kept.turn()
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 5.0]))
@@ -346,7 +347,7 @@ class Storing(RuleBasedStateMachine):
         self.folder.cleanup()
 
     def is_busy(self) -> None:
-        """More is sent than the window takes, and the keeper has read of what is spilled."""
+        """More is sent than the window takes, and the writer has read of what is spilled."""
         for _ in range(6):
             self.send(0, False, False)
         self.work()
@@ -366,7 +367,7 @@ class Storing(RuleBasedStateMachine):
             self.kept.protocol.on_ack(0, True, self.kept.now)
             self.kept.turn()
             self.time_passes(5.0)
-            if not self.kept.protocol.unsettled and not self.kept.protocol.has_backlog:
+            if not self.kept.protocol.unsettled and not self.kept.store.has_backlog:
                 break
         self.second_copies_are_marked()
         self.first_copies_are_in_order()
@@ -377,7 +378,7 @@ class Storing(RuleBasedStateMachine):
         assert self.kept.protocol.gate.is_open
 
 
-TestStoring = Storing.TestCase
-TestStoring.settings = settings(max_examples=rounds(30), stateful_step_count=40)
+TestOutboxStores = OutboxStores.TestCase
+TestOutboxStores.settings = settings(max_examples=rounds(30), stateful_step_count=40)
 # However busy the machine is.
-TestStoring.pytestmark = [pytest.mark.timeout(600)]  # type: ignore[attr-defined]  # pytest looks for it
+TestOutboxStores.pytestmark = [pytest.mark.timeout(600)]  # type: ignore[attr-defined]  # pytest looks for it

@@ -1,6 +1,6 @@
 """The file of an outbox: its tables, what a message looks like there, and how that is read.
 
-The functions work on an open file; which thread may use it when, and what is only noted, is for `qflow_client.outbox`.
+The functions work on an open file; which thread may use it when, and what is only noted, is for `Outbox`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qflow_client.amqp.frames import FrameError, body_size
 from qflow_client.database import Database
-from qflow_client.errors import QflowError
 from qflow_client.message import Message, decode_message, republished
-
-if TYPE_CHECKING:
-    from qflow_client.receipt import Receipt
+from qflow_client.outbox.errors import OutboxError
 
 # "qOut", and the version of the tables.
 _APPLICATION_ID = 0x714F7574
@@ -50,31 +47,10 @@ _READ = """SELECT sequence, size, held, at, CAST(exchange AS BLOB), CAST(routing
     FROM message WHERE sequence > ? {} ORDER BY sequence LIMIT ?"""
 _TYPES = ((int,), (int,), (int,), (float,), (bytes,), (bytes,), (bytes,), (bytes,))
 NOT_SET_ASIDE = f"AND NOT held & {_SET_ASIDE}"
-# Rows that are looked through at once.
+# Rows that are checked at once.
 _LOOKED_AT = 1000
 # Above every sequence.
 _EVER = 1 << 62
-
-
-class OutboxError(QflowError):
-    """The outbox cannot be used; the text names the file.
-
-    Attributes:
-        receipt: of the message that a `send` has admitted and could not make durable. It is on its way all the same,
-            and made durable as soon as that is possible. ``None`` if nothing was admitted.
-        receipts: of what the same `send_many` had admitted before.
-    """
-
-    receipt: Receipt | None = None
-    receipts: Sequence[Receipt] = ()
-
-
-class OutboxInUse(OutboxError):
-    """Another process, or another producer in this one, uses the outbox."""
-
-
-class OutboxFull(OutboxError):
-    """The outbox has no room for the message. It was not put, and not sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +80,15 @@ class StoredMessage:
         return republished(self.message) if self.may_be_second_copy else self.message
 
 
-# A message as it stands in the file.
+#: A message as it stands in the file; and the part of it besides its sequence and size.
 Row = tuple[int, int, int, float, str, str, bytes, bytes]
+Content = tuple[int, float, str, str, bytes, bytes]
+
+
+def as_stored(row: Row) -> StoredMessage:
+    """Return a message that is not in the file yet."""
+    sequence, size, _, at, exchange, routing_key, header, body = row
+    return StoredMessage(sequence, at, exchange, routing_key, decode_message(header, body), size, False)
 
 
 def open_file(path: Path, **options: Any) -> Database:
@@ -121,8 +104,8 @@ def open_file(path: Path, **options: Any) -> Database:
 
 
 @contextmanager
-def looking(path: str | os.PathLike[str]) -> Iterator[Database]:
-    """A file that somebody else may be using."""
+def open_to_look(path: str | os.PathLike[str]) -> Iterator[Database]:
+    """Open a file for reading that another process may be using."""
     path = Path(os.fspath(path))
     if not path.exists():
         raise OutboxError(f"{path}: there is no such outbox")
@@ -250,7 +233,7 @@ def read(
 
 
 def look(file: Database, after: int, limit: int) -> list[StoredMessage]:
-    """What is in a file that somebody else may be using."""
+    """Return the messages of a file that another process may be using."""
     return _look(file, after, limit)[0]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qflow_client.storing import Spilled
+from qflow_client.outbox.spilled import Spilled
 from qflow_client.sync.receipt import SyncReceipt
 
 __all__ = ["SpilledReceipt"]

@@ -1,0 +1,126 @@
+"""What an `AsyncProducer` with an outbox has besides."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from contextlib import suppress
+from typing import NamedTuple
+
+from qflow_client.aio.receipt import AsyncReceipt
+from qflow_client.outbox.errors import NotDurable
+from qflow_client.outbox.spilled import Spilled
+from qflow_client.outbox.storage import GRACE, Storage
+
+__all__ = ["Commits", "SpilledReceipt"]
+
+
+class SpilledReceipt(Spilled, AsyncReceipt):
+    """The fate of one message that an `AsyncProducer` put into its outbox, to send it later."""
+
+    __slots__ = ("__weakref__", "_id", "_path", "_sequence")
+
+
+class _Wait(NamedTuple):
+    """A task that waits for the disk."""
+
+    #: The last sequence of its messages.
+    sequence: int
+    #: When it stops waiting, in seconds of `time.monotonic`.
+    deadline: float
+    #: Its result is why the messages are not on disk; "" if they are.
+    waiter: asyncio.Future[str]
+
+
+class Commits:
+    """Lets tasks wait until their messages are on disk, with one commit for all tasks that run in the same turn.
+
+    Args:
+        loop: the loop.
+        storage: the producer's; need not be open yet.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, storage: Storage) -> None:
+        self._loop = loop
+        self._storage = storage
+        # In the order of their sequences.
+        self._waits: deque[_Wait] = deque()
+        # Whether the writer is about to be asked for a commit.
+        self._is_due = False
+        # One timer for all deadlines, because they seldom pass: set for the earliest of them; None if there is none.
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = math.inf
+
+    async def wait_durable(self, receipt: AsyncReceipt, deadline: float) -> None:
+        """Return when all that was put until now is on disk.
+
+        Args:
+            receipt: of the last of it.
+            deadline: of the caller, in seconds of `time.monotonic`.
+
+        Raises:
+            NotDurable: it could not be written, or the deadline has passed for longer than `GRACE`.
+        """
+        outbox = self._storage.outbox
+        sequence = outbox.last
+        if outbox.durable >= sequence:
+            return
+        wait = _Wait(sequence, max(deadline, time.monotonic()) + GRACE, self._loop.create_future())
+        self._waits.append(wait)
+        if wait.deadline < self._timer_at:
+            self._set_timer(wait.deadline)
+        if not self._is_due:
+            # Behind the tasks that run in this turn: what they send goes into the same commit.
+            self._is_due = True
+            self._loop.call_soon(self._request)
+        why = await wait.waiter
+        if why:
+            raise NotDurable(why, receipt)
+
+    def _request(self) -> None:
+        self._is_due = False
+        self._storage.writer.commit_now()
+
+    def committed(self, durable: int, error: Exception | None) -> None:
+        """Have the loop wake the tasks that wait for a commit; called on the writer's thread."""
+        if self._waits:
+            # In a loop that is closed no task waits.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._wake, durable, "" if error is None else str(error))
+
+    def _wake(self, durable: int, why: str) -> None:
+        waits = self._waits
+        while waits and (why or waits[0].sequence <= durable):
+            wait = waits.popleft()
+            if not wait.waiter.done():
+                wait.waiter.set_result("" if wait.sequence <= durable else why)
+        if not waits and self._timer is not None:
+            self._timer.cancel()
+            self._timer, self._timer_at = None, math.inf
+
+    # Deadlines.
+
+    def _set_timer(self, at: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._timer_at = None, at
+        if at < math.inf:
+            self._timer = self._loop.call_later(max(0.0, at - time.monotonic()), self._on_timer)
+
+    def _on_timer(self) -> None:
+        """Wake the tasks whose deadlines have passed."""
+        now = time.monotonic()
+        path = self._storage.outbox.path
+        for wait in self._waits:
+            if wait.deadline <= now and not wait.waiter.done():
+                wait.waiter.set_result(f"{path}: the disk does not answer")
+        self._waits = deque(wait for wait in self._waits if not wait.waiter.done())
+        self._set_timer(min((wait.deadline for wait in self._waits), default=math.inf))
+
+    def end(self) -> None:
+        """Wake the tasks that still wait: the outbox is closed, and its writer has ended."""
+        if self._waits:
+            outbox = self._storage.outbox
+            self._wake(outbox.durable, f"{outbox.path}: the producer was closed")

@@ -1,0 +1,337 @@
+"""The backlog: messages that wait on disk, sans-I/O.
+
+An earlier producer has left them there, or this one has put them there while it was flowed (``when_flowed="spill"``).
+They leave before anything else, so the backlog is a hold of its own. Its sequences are those above what is in the
+window, up to `Backlog.last`.
+
+A message of the backlog passes through three stages. Up to `last` it is on disk only. The backlog requests the next
+part from the writer, which reads it, notes on disk that it may be written to a broker from now on, and feeds it:
+then it is in `ready`, and everything up to `read_to` has been read. From there it is admitted in order, as far as the
+window allows, or settled if it has waited for too long. Sequences rise in the order of the wire, as numbers do.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+from qflow_client.amqp.frames import Route
+from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.events import HoldKind
+from qflow_client.flow import Hold, Limiter
+from qflow_client.message import Message
+from qflow_client.outbox.file import StoredMessage
+from qflow_client.outbox.outbox import Outbox
+from qflow_client.outbox.requests import ReadRequest, Requests
+from qflow_client.outbox.spilled import Spilled
+from qflow_client.receipt import Outcome, Receipt
+
+__all__ = ["Backlog"]
+
+# The source of the hold under which new messages wait for the backlog.
+_SOURCE = "backlog"
+
+# The next part is requested when no more messages than this are left of the last one.
+_FEW = 250
+
+
+class Backlog:
+    """The messages of one producer that wait on disk.
+
+    Args:
+        protocol: the producer's state.
+        outbox: where they wait.
+        requests: to the writer.
+        limits: the window and the rate.
+        spilled_type: the class of receipts for messages that wait on disk.
+    """
+
+    def __init__(
+        self,
+        protocol: ProducerProtocol,
+        outbox: Outbox,
+        requests: Requests,
+        limits: Limiter,
+        spilled_type: Callable[[Any, Route, str], Spilled],
+    ) -> None:
+        self._protocol = protocol
+        self._admission, self._reports, self._gate = protocol.admission, protocol.reports, protocol.gate
+        self._max_age = protocol.settings.outbox_max_age
+        self._outbox = outbox
+        self._requests = requests
+        self._limits = limits
+        #: The class of receipts for messages that wait on disk.
+        self.spilled_type = spilled_type
+        # The beginning of the ids of spilled messages, which have no number yet.
+        self._spill_prefix = f"{(protocol.admission.id_prefix or '-')[:-1]}+"
+        #: Its last sequence; 0 if it never had one.
+        self.last = outbox.last if len(outbox) else 0
+        #: The sequence up to which it has been read.
+        self.read_to = 0
+        #: Messages that were read and are not admitted yet, in order.
+        self.ready: deque[StoredMessage] = deque()
+        #: The sequence of the message that is being admitted from here; 0 if none is.
+        self.admitting = 0
+        #: The receipts of spilled messages that are not admitted yet, by sequence, as long as anything refers to them.
+        self.spilled: WeakValueDictionary[int, Spilled] = WeakValueDictionary()
+        # A message that is settled without being sent, while that goes on: its sequence, receipt and outcome.
+        self._failing: tuple[int, Receipt, Outcome] | None = None
+        # Waiters for everything up to a sequence to be settled.
+        self._flushes: list[tuple[int, Any]] = []
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether messages wait on disk."""
+        return self.read_to < self.last or bool(self.ready)
+
+    # The hold.
+
+    def hold(self, detail: str, now: float) -> None:
+        """Have new messages wait until the backlog has left."""
+        self._gate.hold(HoldKind.OUTBOX, now=now, source=_SOURCE, detail=detail)
+
+    def lift(self, now: float) -> None:
+        """Let new messages in if no message waits on disk."""
+        if not self.has_messages:
+            self._gate.lift(HoldKind.OUTBOX, now=now, source=_SOURCE)
+
+    def _is_held(self) -> bool:
+        """Whether a hold keeps the backlog from leaving, too."""
+        return any(map(self._is_obstacle, self._gate.holds))
+
+    @staticmethod
+    def _is_obstacle(hold: Hold) -> bool:
+        # For its own holds the limiter is asked directly.
+        return hold.kind != HoldKind.OUTBOX and (
+            hold.source != "" or hold.kind not in (HoldKind.CAPACITY, HoldKind.RATE)
+        )
+
+    # In.
+
+    def make_receipt(self, payload: bytes | Message, route: Route, sequence: int) -> tuple[Spilled, str]:
+        """Return the receipt of a message that is about to be spilled, and the message id that the producer gives it.
+
+        Args:
+            payload: the message.
+            route: where it is to go.
+            sequence: that it will have.
+        """
+        receipt = self.spilled_type(None, route, self._spill_prefix)
+        receipt._number = sequence
+        own_id = payload.message_id if isinstance(payload, Message) else None
+        receipt.spill(self._outbox.path, sequence, own_id)
+        return receipt, f"{self._spill_prefix}{sequence:012x}"
+
+    def append(self, receipt: Spilled, now: float) -> None:
+        """Take a message that was put on disk.
+
+        Args:
+            receipt: of the message.
+            now: seconds.
+        """
+        sequence = receipt._sequence
+        self.spilled[sequence] = receipt
+        self.hold(f"messages wait in {self._outbox.path}", now)
+        if not self.has_messages:
+            # Everything before it is in the window.
+            self.read_to = sequence - 1
+        self.last = sequence
+
+    # From the disk.
+
+    def request_next(self) -> None:
+        """Have the next part read if it could leave."""
+        if len(self.ready) <= _FEW and not self._is_held():
+            self._request(sends=True)
+
+    def request_expired(self) -> None:
+        """Have messages that are too old read, whether or not the backlog could leave."""
+        self._request(sends=False)
+
+    def _request(self, *, sends: bool) -> None:
+        if self._requests.read is None and self.read_to < self.last and not self._protocol.channel.is_over:
+            self._requests.request_read(ReadRequest(self.read_to, self.last, sends))
+
+    def request_again(self) -> None:
+        """Repeat a request that could not be served."""
+        request, self._requests.read = self._requests.read, None
+        if request is not None and not self._protocol.channel.is_over:
+            # A new object, because the writer does not try the same one twice.
+            self._requests.request_read(ReadRequest(*request))
+
+    def feed(
+        self, request: ReadRequest, batch: Sequence[StoredMessage], damaged: Mapping[int, str], now: float
+    ) -> None:
+        """Take what was read for a request. If it is to be sent, that this is permitted is on disk already.
+
+        Args:
+            request: the request.
+            batch: what was read.
+            damaged: by sequence, why other messages were set aside.
+            now: seconds.
+        """
+        self._requests.read = None
+        if self._protocol.channel.is_over:
+            return
+        for sequence, why in damaged.items():
+            receipt = self.spilled.pop(sequence, None)
+            if receipt is not None:
+                receipt._reply = (0, f"it is damaged there, and set aside: {why}")
+                self._reports.settle_unadmitted(receipt, Outcome.STORED)
+        oldest = self._oldest_sent(now)
+        for stored in batch:
+            if stored.at < oldest:
+                self._expire(stored)
+            elif request.sends:
+                self.ready.append(stored)
+            else:
+                # Those behind it are younger.
+                break
+            self.read_to = stored.sequence
+        if not batch:
+            # Everything that was there has been dropped or set aside.
+            self.read_to = max(self.read_to, request.upto)
+
+    # Out.
+
+    def admit(self, now: float) -> None:
+        """Admit messages as far as the limits allow, and settle those that have become too old in memory."""
+        # At the end the window becomes empty, and what is on disk stays there.
+        if self._protocol.channel.is_over or not (self.has_messages or self._gate.is_held_by(HoldKind.OUTBOX)):
+            return
+        ready = self.ready
+        oldest = self._oldest_sent(now)
+        while ready:
+            stored = ready[0]
+            if stored.at < oldest:
+                self._expire(stored)
+                continue
+            if self._is_held() or self._limits.try_add(len(stored.message.body), now) is not None:
+                break
+            self._admit(stored, now)
+            if ready and ready[0] is stored:
+                ready.popleft()
+        self._wake_flushed()
+        if self.has_messages:
+            self.request_next()
+        else:
+            self.lift(now)
+
+    def _admit(self, stored: StoredMessage, now: float) -> None:
+        admission, message = self._admission, stored.to_send()
+        spilled = self.spilled.get(stored.sequence)
+        try:
+            route = admission.route(stored.exchange, stored.routing_key)
+            receipt = admission.receipt_type(message, route, admission.id_prefix) if spilled is None else spilled
+            if spilled is not None:
+                spilled.load(message, route)
+            cost = admission.prepare(receipt)
+        except Exception as error:
+            # This broker takes smaller frames than the one for which it was put.
+            self._limits.remove(len(stored.message.body), 1)
+            self._fail(stored, f"it cannot be encoded: {error}")
+            return
+        self.admitting = stored.sequence
+        admission.admit(receipt, cost, now)
+        self.spilled.pop(stored.sequence, None)
+
+    def next_timer(self, now: float) -> float | None:
+        """When the limits let the next message in; ``None`` if time alone changes nothing."""
+        if not self.ready or self._is_held():
+            return None
+        return self._limits.ready_at(len(self.ready[0].message.body), now)
+
+    # What is not sent.
+
+    def _oldest_sent(self, now: float) -> float:
+        """The time before which a message must not have been put to be sent, in seconds since 1970."""
+        return -1.0 if self._max_age is None else self._outbox.wall_time(now) - self._max_age
+
+    def _expire(self, stored: StoredMessage) -> None:
+        self._fail(stored, f"it was in the outbox for more than outbox_max_age={self._max_age:g} s")
+
+    def _fail(self, stored: StoredMessage, why: str) -> None:
+        """Settle a message that is not sent."""
+        receipt: Receipt | None = self.spilled.get(stored.sequence)
+        if receipt is None:
+            route = self._admission.encoder.route(stored.exchange, stored.routing_key)
+            receipt = self._admission.receipt_type(stored.message, route, None)
+        else:
+            receipt._payload = stored.message
+        receipt._reply = (0, why)
+        outcome = Outcome.UNKNOWN if stored.may_be_second_copy else Outcome.FAILED
+        self._failing = stored.sequence, receipt, outcome
+        self._finish_failing()
+
+    def _finish_failing(self) -> None:
+        """Settle the message that is failing, once, however often this is interrupted and called again."""
+        if self._failing is None:
+            return
+        sequence, receipt, outcome = self._failing
+        self._outbox.settle(sequence)
+        self._requests.request_commit()
+        reports = self._reports
+        reported = reports.failures if reports.settled is None else reports.settled
+        if not reported or reported[-1] is not receipt:
+            reports.settle_unadmitted(receipt, outcome)
+        self.spilled.pop(sequence, None)
+        if self.ready and self.ready[0].sequence == sequence:
+            self.ready.popleft()
+        self._failing = None
+
+    # Waiters.
+
+    def when_flushed(self, waiter: Any) -> None:
+        """Wake a waiter once all that is in the backlog now, and all that is admitted before that, is settled."""
+        self._flushes.append((self.last, waiter))
+
+    def forget_waiter(self, waiter: Any) -> bool:
+        """Drop a waiter; whether it was still kept."""
+        before = len(self._flushes)
+        self._flushes = [entry for entry in self._flushes if entry[1] is not waiter]
+        return len(self._flushes) < before
+
+    def _wake_flushed(self) -> None:
+        """Have the waiters whose messages have left the backlog wait for the window instead."""
+        if not self._flushes:
+            return
+        done = self.ready[0].sequence - 1 if self.ready else self.read_to
+        waiting, self._flushes = self._flushes, []
+        for last, waiter in waiting:
+            if last > done:
+                self._flushes.append((last, waiter))
+            elif not self._protocol.when_settled(waiter):
+                self._reports.wake.append(waiter)
+
+    # The end.
+
+    def end(self, reason: str) -> dict[int, Spilled]:
+        """Leave everything to the next producer.
+
+        Args:
+            reason: for people.
+
+        Returns:
+            The receipts of spilled messages that are settled by that, by sequence.
+        """
+        self.ready.clear()
+        stored = dict(sorted(self.spilled.items()))
+        for receipt in stored.values():
+            receipt._reply = (0, reason)
+            self._reports.settle_unadmitted(receipt, Outcome.STORED)
+        self.spilled.clear()
+        self._reports.wake += [waiter for _, waiter in self._flushes]
+        self._flushes.clear()
+        return stored
+
+    def heal(self) -> None:
+        """Repair what an unfinished step has left."""
+        self.admitting = 0
+        self._finish_failing()
+
+    def drop_admitted(self, last: int) -> None:
+        """Remove messages up to a sequence from `ready`: they are admitted, and an interrupt has kept them there."""
+        while self.ready and self.ready[0].sequence <= last:
+            self.ready.popleft()

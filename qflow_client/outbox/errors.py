@@ -1,0 +1,52 @@
+"""What an outbox raises."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from qflow_client.errors import QflowError
+
+if TYPE_CHECKING:
+    from qflow_client.receipt import Receipt
+
+__all__ = ["NotDurable", "OutboxError", "OutboxFull", "OutboxInUse"]
+
+
+class OutboxError(QflowError):
+    """The outbox cannot be used; the text names the file.
+
+    From a `send` it is always one of two subclasses: `OutboxFull` if the message was not sent, `NotDurable` if it was.
+
+    Attributes:
+        receipt: of a message that was admitted, see `NotDurable`; ``None`` if none was.
+        receipts: of what the same `send_many` had admitted before.
+    """
+
+    receipt: Receipt | None = None
+    receipts: Sequence[Receipt] = ()
+
+
+class OutboxInUse(OutboxError):
+    """Another process, or another producer in this one, uses the outbox."""
+
+
+class OutboxFull(OutboxError):
+    """The outbox has no room for the message. The message was not admitted, and never will be sent."""
+
+
+class NotDurable(OutboxError):
+    """The message was admitted, and is not known to be on disk: the disk failed, or the time was up.
+
+    Do not send it again. It is on its way to the broker, and is written to disk as soon as that is possible. It is lost
+    only if the process dies before that, and before the broker confirms it.
+
+    Attributes:
+        receipt: of the message. It tells what becomes of it.
+    """
+
+    receipt: Receipt
+
+    def __init__(self, why: str, receipt: Receipt) -> None:
+        super().__init__(f"{why}; the message is admitted, and not known to be on disk: do not send it again")
+        self.receipt = receipt

@@ -1,0 +1,63 @@
+"""Receipts of messages that wait on disk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qflow_client.amqp.frames import Route
+from qflow_client.message import Message
+from qflow_client.outbox.outbox import Outbox
+from qflow_client.receipt import Receipt
+
+__all__ = ["Spilled"]
+
+
+class Spilled(Receipt):
+    """The fate of a message that waits in the outbox. Its body is not in memory before it is admitted.
+
+    Each producer has a class of its own for such receipts, made of this one and of the class of its other receipts.
+    """
+
+    __slots__ = ()
+
+    # The producers' classes have the slots.
+    _id: str | None
+    _path: Any
+    _sequence: int
+
+    def spill(self, path: Any, sequence: int, own_id: str | None) -> None:
+        """Note where the message is.
+
+        Args:
+            path: of the outbox.
+            sequence: of the message in it.
+            own_id: the message id that the application gave; ``None`` if the producer gives one.
+        """
+        self._path = path
+        self._sequence = sequence  # type: ignore[misc]  # as said above
+        self._id = own_id  # type: ignore[misc]  # likewise
+
+    def load(self, payload: bytes | Message, route: Route) -> None:
+        """Keep the message in memory from now on, because it is about to be sent."""
+        self._payload, self._route = payload, route
+
+    @property
+    def message_id(self) -> str | None:
+        """The message id it bears on the wire."""
+        return self._id or super().message_id
+
+    @property
+    def message(self) -> Message:
+        """The message, with the message id that it bears on the wire; read from the outbox until it is sent.
+
+        Raises:
+            OutboxError: it cannot be read, or another producer has taken it out.
+        """
+        if self._payload is not None:
+            return super().message
+        return Outbox.find(self._path, self._sequence).message
+
+    @property
+    def size(self) -> int:
+        """The length of the body in bytes."""
+        return super().size if self._payload is not None else len(self.message.body)

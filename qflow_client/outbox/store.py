@@ -1,0 +1,323 @@
+"""The outbox as the state of a producer sees it: `qflow_client.core.store.Store`, sans-I/O.
+
+`OutboxStore` notes in the outbox each message that is admitted, and each one that is settled, inside the same step of
+the state. The producer has that written to disk before `send` returns. What waits on disk without being admitted is the
+`Backlog`. A sequence is the outbox's number of a message; numbers are the state's. Both rise in the order of the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qflow_client.core.admission import SendTicket
+from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.core.step import step
+from qflow_client.events import HoldKind
+from qflow_client.flow import Limiter
+from qflow_client.message import Message
+from qflow_client.outbox.backlog import Backlog
+from qflow_client.outbox.file import StoredMessage
+from qflow_client.outbox.outbox import Outbox
+from qflow_client.outbox.requests import ReadRequest, Requests
+from qflow_client.outbox.spilled import Spilled
+from qflow_client.receipt import Outcome, Receipt
+from qflow_client.settings import OnOutboxFull, WhenFlowed
+
+__all__ = ["OutboxStore"]
+
+
+class _Room(Limiter):
+    """Admits no message for which the outbox has no room (``outbox_full="block"``)."""
+
+    __slots__ = ("_outbox",)
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+
+    def refusal(self, size: int, now: float) -> str | None:
+        return None if self._outbox.has_room(size) else HoldKind.OUTBOX
+
+    def add(self, size: int, now: float) -> bool:
+        """Do nothing: the outbox counts by itself."""
+        return False
+
+    def remove(self, size: int, count: int = 1) -> None:
+        """Do nothing, likewise."""
+
+    @property
+    def resumable(self) -> bool:
+        return True
+
+    def ready_at(self, size: int, now: float) -> float | None:
+        return now if self.refusal(size, now) is None else None
+
+
+class OutboxStore:
+    """The outbox of one producer.
+
+    Args:
+        protocol: the producer's state, to which it attaches itself. Nothing may have been admitted yet.
+        outbox: where the messages are kept.
+        spilled_type: the class of receipts for messages that wait on disk.
+        writer: is woken when there is a request.
+        now: seconds.
+    """
+
+    def __init__(
+        self, protocol: ProducerProtocol, outbox: Outbox, spilled_type: type[Spilled], writer: Any, now: float
+    ) -> None:
+        self.outbox = outbox
+        #: What the writer is to do.
+        self.requests = Requests(protocol.reports)
+        self.requests.writer = writer
+        #: Takes the steps; those of the store are steps of the producer's state.
+        self.steps = protocol.steps
+        self._admission = protocol.admission
+        self._controller, self._gate, self._reports = protocol.controller, protocol.gate, protocol.reports
+        self._blocks = protocol.settings.outbox_full is OnOutboxFull.BLOCK
+        self._spills = protocol.settings.when_flowed is WhenFlowed.SPILL
+        #: Limits admission by the room on disk; ``None`` if a message for which there is no room is refused instead.
+        self.limiter = _Room(outbox) if self._blocks else None
+        # The backlog has its room already, so only the other limits apply to it.
+        self.backlog = Backlog(protocol, outbox, self.requests, protocol.controller.limiter, spilled_type)
+        # The sequences of the messages in the window, by number.
+        self._sequences: dict[int, int] = {}
+        # Whether there will be no further channel; and the receipts of messages that are to stay in the outbox then, by
+        # sequence.
+        self._is_ended = False
+        self._stored: dict[int, Receipt] = {}
+        # The last sequence of a message that was admitted or spilled.
+        self._last_sequence = outbox.last
+        if self.has_backlog:
+            self.backlog.hold(f"{len(outbox)} messages were left in {outbox.path}", now)
+        protocol.attach_store(self, now)
+
+    # What the application does.
+
+    def check_room(self, size: int) -> None:
+        # A message for which there will never be room would keep all behind it waiting.
+        self.outbox.check_room(size, waits=self._blocks)
+
+    def send(
+        self, payload: bytes | Message, exchange: str, routing_key: str, now: float, *, spills: bool
+    ) -> Receipt | None:
+        """Admit a message and note it in the outbox, or only note it there to be sent later, if that is possible now.
+
+        Args:
+            payload: the message.
+            exchange: where to publish.
+            routing_key: with which key.
+            now: seconds.
+            spills: whether it may be put into the outbox while the producer is flowed.
+
+        Returns:
+            Its receipt. The message is on disk once the outbox has made its last sequence durable. ``None`` if the
+            producer is flowed and the message may not be spilled, or there is no room, and nothing has happened.
+
+        Raises:
+            ProducerClosed: no message will ever be admitted again.
+            OutboxFull: there is no room, and `outbox_full` is ``"raise"``; or there never will be.
+            TypeError, ValueError: it cannot be encoded.
+        """
+        size = len(payload) if type(payload) is bytes else len(payload.body)  # type: ignore[union-attr]  # a Message
+        self.check_room(size)
+        receipt = self._admission.send(payload, exchange, routing_key, now)
+        if receipt is not None or not spills or self._controller.waiting or not self.outbox.has_room(size):
+            return receipt
+        return self._spill_one(payload, exchange, routing_key, now)
+
+    @step
+    def _spill_one(self, payload: bytes | Message, exchange: str, routing_key: str, now: float) -> Spilled:
+        return self._spill(payload, exchange, routing_key, now)
+
+    def _spill(
+        self,
+        payload: bytes | Message,
+        exchange: str,
+        routing_key: str,
+        now: float,
+        ticket: SendTicket | None = None,
+    ) -> Spilled:
+        """Put a message into the outbox, and its receipt into the ticket with which it stood in line."""
+        outbox, backlog, last_before = self.outbox, self.backlog, self.backlog.last
+        # Names that cannot be encoded are refused.
+        route = self._admission.encoder.route(exchange, routing_key)
+        try:
+            receipt, message_id = backlog.make_receipt(payload, route, outbox.last + 1)
+            outbox.put(payload, exchange, routing_key, message_id, permit=False, overdraw=True)
+            backlog.append(receipt, now)
+            if ticket is not None:
+                ticket.receipt = receipt
+            # From here on the message counts as spilled, also if Ctrl-C comes.
+            self._last_sequence = receipt._sequence
+            if self._admission.observer is not None:
+                self._admission.observer.spilled(payload, receipt)
+        except BaseException:
+            if self._last_sequence < outbox.last:
+                backlog.last = last_before
+                if ticket is not None:
+                    ticket.receipt = None
+            self._drop_orphans()
+            backlog.lift(now)
+            raise
+        backlog.request_next()
+        return receipt
+
+    def spill_line(self, now: float) -> None:
+        controller = self._controller
+        while self._spills and controller.waiting and self.outbox.has_room(controller.next_size):
+            ticket = controller.dismiss()
+            assert isinstance(ticket, SendTicket)
+            try:
+                self._spill(ticket.payload, ticket.exchange, ticket.routing_key, now, ticket)
+            except Exception as error:
+                # The sender gets the error, and the rest of the line goes on.
+                ticket.error = error
+            self._reports.wake.append(ticket.waiter)
+            del self._admission.waiting[ticket]
+        if self._gate.is_held_by(HoldKind.OUTBOX):
+            # There may be room.
+            controller.look(now)
+
+    # What the writer does.
+
+    @property
+    def is_held(self) -> bool:
+        """Whether messages may wait for something that a commit can bring about, such as room."""
+        return not self._gate.is_open
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether senders wait in line."""
+        return self._controller.waiting > 0
+
+    @step
+    def look_again(self, now: float) -> None:
+        """Admit what can be admitted: a commit may have made room."""
+        self._admission.grant(now)
+
+    @step
+    def expire(self, now: float) -> None:
+        """Settle messages of the backlog that are too old, whether or not it could leave."""
+        if self.backlog.ready:
+            self._admission.grant(now)
+        self.backlog.request_expired()
+
+    @step
+    def feed(
+        self, request: ReadRequest, batch: Sequence[StoredMessage], damaged: Mapping[int, str], now: float
+    ) -> None:
+        """Take what was read for a request, see `Backlog.feed`."""
+        self.backlog.feed(request, batch, damaged, now)
+        self._admission.grant(now)
+
+    @step
+    def read_again(self, _now: float) -> None:
+        """Repeat a request that could not be served."""
+        self.backlog.request_again()
+
+    # Into the outbox, when a message is admitted.
+
+    def admitting(self, receipt: Receipt, number: int) -> None:
+        sequence, self.backlog.admitting = self.backlog.admitting, 0
+        # A message of the backlog is in the outbox already.
+        if not sequence:
+            payload, message_id = receipt._payload, f"{self._admission.id_prefix}{number:012x}"
+            exchange, routing_key = receipt.exchange, receipt.routing_key
+            sequence = self.outbox.put(payload, exchange, routing_key, message_id, overdraw=self._blocks)
+        self._sequences[number] = sequence
+
+    def heal(self, unsettled: Sequence[Receipt]) -> None:
+        self.backlog.heal()
+        numbers = {receipt._number for receipt in unsettled}
+        while self._sequences and next(reversed(self._sequences)) not in numbers:
+            self._sequences.popitem()
+        self._drop_orphans()
+        self.backlog.drop_admitted(next(reversed(self._sequences.values()), 0))
+
+    def _drop_orphans(self) -> None:
+        """Remove messages from the outbox that were put and neither admitted nor spilled."""
+        admitted = max(self._last_sequence, next(reversed(self._sequences.values()), 0))
+        if self.outbox.last > admitted:
+            self.outbox.settle(admitted + 1, self.outbox.last)
+            self.requests.request_commit()
+        self._last_sequence = self.outbox.last
+
+    # Out of it, when it is settled.
+
+    def settled(self, receipts: Sequence[Receipt]) -> None:
+        sequences, settle = self._sequences, self.outbox.settle
+        first = last = 0
+        for receipt in receipts:
+            # At the end of the producer: the message stays for the next one.
+            if receipt._outcome is Outcome.STORED:
+                self._stored[self._sequences.get(receipt._number, 0)] = receipt
+                continue
+            sequence = sequences.pop(receipt._number, 0)
+            self._last_sequence = max(self._last_sequence, sequence)
+            if sequence == last + 1 and last:
+                last = sequence
+                continue
+            if last:
+                settle(first, last)
+            first = last = sequence
+        if last:
+            settle(first, last)
+        self.requests.request_commit()
+
+    # The backlog.
+
+    @property
+    def has_backlog(self) -> bool:
+        return self.backlog.has_messages
+
+    def admit_backlog(self, now: float) -> None:
+        self.backlog.admit(now)
+
+    def when_flushed(self, waiter: Any) -> None:
+        self.backlog.when_flushed(waiter)
+
+    def forget_waiter(self, waiter: Any) -> bool:
+        return self.backlog.forget_waiter(waiter)
+
+    def next_timer(self, now: float) -> float | None:
+        return self.backlog.next_timer(now)
+
+    # The end.
+
+    def end(self, reason: str) -> None:
+        self._stored |= self.backlog.end(reason)
+        self._is_ended = True
+
+    def report_unwritten(self) -> int:
+        """After the outbox was closed: report messages that were to stay in it and are not on disk.
+
+        Their receipts say *stored*, because the outbox is closed after the last channel. A message that was admitted
+        may have been written to the broker. A spilled one was not, and is safe to send again, unless a thread may still
+        be writing it to the outbox.
+
+        Returns:
+            How many there were.
+        """
+        count = 0
+        for sequence, stored in self.outbox.unwritten().items():
+            receipt = self._stored.pop(sequence, None)
+            is_spilled = self.backlog.read_to < sequence <= self.backlog.last
+            outcome = Outcome.FAILED if is_spilled and self.outbox.is_closed else Outcome.UNKNOWN
+            reply = (0, f"it could not be written to the outbox {self.outbox.path}")
+            # A callback was told that the message is stored. `close` reports only what was in the window then.
+            is_new = is_spilled and self._reports.settled is not None
+            if receipt is None:
+                if not is_spilled or not self._is_ended:
+                    continue
+                # Nothing refers to its receipt any more.
+                route = self._admission.encoder.route(stored.exchange, stored.routing_key)
+                receipt, is_new = self._admission.receipt_type(stored.message, route, None), True
+                receipt._number = sequence
+            receipt._payload, receipt._reply, receipt._outcome = stored.message, reply, outcome
+            if is_new:
+                self._reports.add_failures((receipt,))
+            count += 1
+        self._is_ended = False
+        return count

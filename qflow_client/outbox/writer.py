@@ -1,0 +1,242 @@
+"""The thread that reads and commits for a producer with an outbox, so that neither senders nor the I/O wait for that.
+
+The producer wakes it as it wakes any other waiter. It then commits what is noted in the outbox. If the state has
+requested a part of the backlog, it reads that, notes on disk that it may be written to a broker, and has it fed to the
+state. It never touches the state itself: `deliver` takes each step where the producer takes its other steps.
+
+While it uses the outbox, its thread counts as one inside a step: a finalizer that sends by this producer from there
+might find a lock of the outbox taken by the thread that it interrupts (E2).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+
+from qflow_client.guard import is_inside, take
+from qflow_client.logs import log
+from qflow_client.outbox.errors import OutboxError
+from qflow_client.outbox.file import StoredMessage
+from qflow_client.outbox.outbox import Outbox
+from qflow_client.outbox.requests import ReadRequest
+from qflow_client.outbox.store import OutboxStore
+from qflow_client.settings import ProducerSettings
+
+__all__ = ["StoreStep", "Writer", "close_outbox"]
+
+# Seconds in which settled messages gather before they leave the disk, unless there is a commit earlier.
+_GATHER = 0.05
+# Messages, and bytes of them, that are read of the backlog at once.
+_BATCH = 500
+_BATCH_BYTES = 1 << 20
+# Seconds after a failure before the next try.
+_PAUSE = 1.0
+# Seconds between two searches for messages that are too old, at the most and at the least; and searches in
+# `outbox_max_age`.
+_SEARCH_MAX = 60.0
+_SEARCH_MIN = 0.05
+_SEARCHES = 8
+
+#: A step of the state, at a time.
+StoreStep = Callable[[float], None]
+
+
+def close_outbox(outbox: Outbox, name: str, timeout: float | None = None) -> None:
+    """Close an outbox, and log what goes wrong.
+
+    Args:
+        outbox: the outbox. Closing it again does nothing.
+        name: the producer's.
+        timeout: seconds; ``None`` for as long as it takes.
+    """
+    try:
+        if is_inside():
+            outbox.close(timeout)
+        else:
+            take(lambda: outbox.close(timeout))
+    except OutboxError as error:
+        # Messages that are settled and stay in the file are sent once more, and marked.
+        log(logging.ERROR, "%s: outbox not closed properly: %s", name, error)
+
+
+class Writer:
+    """Commits what is noted in an outbox, and reads its backlog on request.
+
+    Args:
+        outbox: the outbox.
+        settings: the producer's settings.
+        deliver: takes a step of the store where the producer takes its steps.
+        committed: called after every commit with the last sequence on disk, and with the error if the commit failed.
+    """
+
+    #: The state that makes the requests; set before `start`.
+    store: OutboxStore
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        settings: ProducerSettings,
+        deliver: Callable[[StoreStep], None],
+        committed: Callable[[int, Exception | None], None],
+    ) -> None:
+        self._outbox = outbox
+        self._name = settings.name
+        self._deliver = deliver
+        self._committed = committed
+        # Released when there is something to do.
+        self._wake = threading.Lock()
+        self._wake.acquire()
+        # The request that was tried last.
+        self._tried: ReadRequest | None = None
+        # Whether a sender waits for the commit.
+        self._is_urgent = False
+        self._end = threading.Event()
+        # No other failure is logged before this time.
+        self._quiet_until = -math.inf
+        # When a read that has failed is tried again; None if none has.
+        self._retry_at: float | None = None
+        age = settings.outbox_max_age
+        # Seconds between two searches for messages that are too old; None if none are.
+        self._period = None if age is None else min(_SEARCH_MAX, max(_SEARCH_MIN, age / _SEARCHES))
+        self._thread = threading.Thread(target=self._run, name=f"qflow-outbox {settings.name}", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def set(self) -> None:
+        """Wake it: there is something to do."""
+        try:
+            self._wake.release()
+        except RuntimeError:
+            # It was woken before, and has not noticed yet.
+            return
+
+    # An asyncio producer wakes it as it wakes a future.
+
+    def done(self) -> bool:
+        """Return False: it can be woken at any time."""
+        return False
+
+    def set_result(self, _result: None) -> None:
+        """Do the same as `set`."""
+        self.set()
+
+    def commit_now(self) -> None:
+        """Wake it for a commit that a sender waits for."""
+        self._is_urgent = True
+        self.set()
+
+    def stop(self, timeout: float) -> None:
+        """End the thread, which closes the outbox as the last thing it does.
+
+        Args:
+            timeout: seconds to wait for that.
+        """
+        self._end.set()
+        self.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+
+    # On the thread.
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            close_outbox(self._outbox, self._name)
+            # Its waiters would otherwise wait until their deadlines.
+            self._committed(self._outbox.durable, OutboxError("the producer was closed"))
+
+    def _serve(self) -> None:
+        search_at = None if self._period is None else time.monotonic() + self._period
+        while not self._end.is_set():
+            times = [at for at in (search_at, self._retry_at) if at is not None]
+            timeout = max(0.0, min(times) - time.monotonic()) if times else -1.0
+            is_woken = self._wake.acquire(timeout=timeout)
+            now = time.monotonic()
+            if search_at is not None and now >= search_at and self._period is not None:
+                search_at = now + self._period
+                self._deliver(self.store.expire)
+            if self._retry_at is not None and now >= self._retry_at:
+                self._retry_at = None
+                self._deliver(self.store.read_again)
+            if not is_woken:
+                continue
+            if not self._is_urgent and self.store.requests.read is None and not self.store.has_waiting:
+                # Let settled messages gather, unless a sender comes that waits.
+                self._wake.acquire(timeout=_GATHER)
+            if not self.work():
+                self._pause()
+                self.set()
+
+    def _pause(self) -> None:
+        """Wait before the next try, unless a sender comes that waits: the disk may be there again."""
+        end = time.monotonic() + _PAUSE
+        while not self._is_urgent and not self._end.is_set() and (left := end - time.monotonic()) > 0:
+            self._wake.acquire(timeout=left)
+
+    def work(self) -> bool:
+        """Serve the requests.
+
+        Returns:
+            False if the commit failed, and is to be tried again.
+        """
+        requests = self.store.requests
+        # A request that comes after this wakes it again.
+        self._is_urgent = requests.commit = False
+        try:
+            durable = take(self._outbox.commit)
+        except Exception as error:
+            if not self._end.is_set():
+                self._log_failure(error)
+            self._committed(self._outbox.durable, error)
+            return False
+        self._committed(durable, None)
+        request = requests.read
+        # The result of one that was tried is on its way to the state.
+        if request is not None and request is not self._tried:
+            self._tried = request
+            self._read(request)
+        elif self.store.is_held:
+            # Messages that have left may have made room.
+            self._deliver(self.store.look_again)
+        return True
+
+    def _read(self, request: ReadRequest) -> None:
+        """Read a part of the backlog and have it fed to the state; or try again later."""
+        outbox, store = self._outbox, self.store
+        known = outbox.damaged
+
+        def read() -> list[StoredMessage]:
+            batch = outbox.read(request.after, _BATCH, _BATCH_BYTES)
+            if request.sends and batch:
+                outbox.permit(batch[-1].sequence)
+                outbox.commit()
+            return batch
+
+        try:
+            batch = take(read)
+        except Exception as error:
+            # Commits do not depend on it, and go on.
+            if not self._end.is_set():
+                self._log_failure(error)
+                self._retry_at = time.monotonic() + _PAUSE
+            return
+        damaged = {sequence: why for sequence, why in outbox.damaged.items() if sequence not in known}
+        for sequence, why in damaged.items():
+            words = "%s: %s: message %d is damaged, and set aside: %s; see qflow outbox ls, and drop"
+            log(logging.ERROR, words, self._name, outbox.path, sequence, why)
+        self._deliver(lambda now: store.feed(request, batch, damaged, now))
+
+    def _log_failure(self, error: Exception) -> None:
+        now = time.monotonic()
+        if now < self._quiet_until:
+            return
+        self._quiet_until = now + _PAUSE
+        known = None if isinstance(error, OutboxError) else error
+        words = "%s: %s; it is tried again in %.3g s"
+        log(logging.ERROR, words, self._name, error, _PAUSE, error=known)

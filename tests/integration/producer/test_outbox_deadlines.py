@@ -1,0 +1,250 @@
+"""E4: another process keeps the outbox's file locked, and every call still returns by its deadline."""
+
+from __future__ import annotations
+
+import gc
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qflow_client import (
+    FlowControlTimeout,
+    NotDurable,
+    Outbox,
+    OutboxError,
+    OutboxFull,
+    OutboxInUse,
+    Outcome,
+    Producer,
+    UndeliveredMessages,
+)
+from qflow_client.broker import Broker
+
+from .tools import PATIENCE, bodies, eventually, start
+
+# Less than SQLite waits by itself, and more than a busy machine needs for what takes milliseconds.
+SOON = 6.0
+BRIEF = 0.2
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "orders.outbox"
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Another connection has begun to write to the file, and does not end."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as file:
+        file.execute("BEGIN IMMEDIATE")
+        yield
+
+
+def change(path: Path, statement: str) -> None:
+    with closing(sqlite3.connect(path)) as file, file:
+        file.execute(statement)
+
+
+@contextmanager
+def returns_soon() -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < SOON
+
+
+def opens(path: Path) -> bool:
+    """Whether the outbox is free for the next producer."""
+    try:
+        Outbox(path).close()
+    except OutboxInUse:
+        return False
+    return True
+
+
+CALLS: dict[str, Callable[[Producer], Any]] = {
+    "send": lambda producer: producer.send(b"x", timeout=BRIEF),
+    "send, timeout 0": lambda producer: producer.send(b"x", timeout=0),
+    "send_nowait": lambda producer: producer.send_nowait(b"x"),
+    "send_many": lambda producer: producer.send_many([b"x"], timeout=BRIEF),
+    "send_many, any iterable": lambda producer: producer.send_many(iter([b"x"]), timeout=BRIEF),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_E4_after_admission_a_call_ends_by_its_deadline_and_its_error_has_the_receipt(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path, call: Callable[[Producer], Any]
+) -> None:
+    producer = make_producer(outbox=path)
+    with locked(path):
+        with returns_soon(), pytest.raises(NotDurable, match="is admitted, and not known to be on disk") as caught:
+            call(producer)
+        error = caught.value
+        assert isinstance(error, OutboxError)
+        assert not isinstance(error, (FlowControlTimeout, OutboxFull))
+        # The disk keeps no message from the broker.
+        assert error.receipt.result(timeout=PATIENCE) is Outcome.CONFIRMED  # type: ignore[attr-defined]
+        assert error.receipt.message.body == b"x"
+    producer.flush(timeout=PATIENCE)
+    producer.send(b"after").result(timeout=PATIENCE)
+    assert bodies(broker) == [b"x", b"after"]
+    eventually(lambda: Outbox.look(path) == [], "an empty outbox")
+
+
+def test_E4_a_message_is_on_disk_before_send_returns_if_the_lock_ends_before_the_deadline(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
+    producer = make_producer(outbox=path)
+    broker.withhold_confirms()
+    with locked(path):
+        sending = start(lambda: producer.send(b"x", timeout=PATIENCE))
+        eventually(lambda: producer.unsettled == 1, "an admitted message")
+    sending.result()
+    assert [stored.message.body for stored in Outbox.look(path)] == [b"x"]
+    broker.release_confirms()
+
+
+def test_E4_each_of_many_senders_keeps_its_own_deadline(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
+    producer = make_producer(outbox=path)
+    broker.withhold_confirms()
+    with locked(path):
+        patient = [start(lambda: producer.send(b"patient", timeout=PATIENCE)) for _ in range(3)]
+        eventually(lambda: producer.unsettled == 3, "the patient senders")
+        hasty = [start(lambda: producer.send(b"hasty", timeout=BRIEF)) for _ in range(5)]
+        with returns_soon():
+            for job in hasty:
+                with pytest.raises(NotDurable):
+                    job.result()
+    for job in patient:
+        job.result()
+    assert len(Outbox.look(path)) == 8
+    broker.release_confirms()
+    producer.flush(timeout=PATIENCE)
+
+
+def test_E4_a_message_that_is_spilled_is_admitted_to_the_outbox_and_its_error_has_the_receipt(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
+    producer = make_producer(outbox=path, when_flowed="spill")
+    producer.pause()
+    with locked(path), returns_soon(), pytest.raises(NotDurable) as caught:
+        producer.send(b"spilled", timeout=BRIEF)
+    producer.resume()
+    assert caught.value.receipt.result(timeout=PATIENCE) is Outcome.CONFIRMED  # type: ignore[attr-defined]
+    assert bodies(broker) == [b"spilled"]
+
+
+def test_E4_close_ends_by_its_deadline_and_the_outbox_is_free_afterwards(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
+    producer = make_producer(outbox=path)
+    broker.withhold_confirms()
+    producer.send(b"on disk")
+    with locked(path), returns_soon():
+        with pytest.raises(UndeliveredMessages) as caught:
+            producer.close(timeout=BRIEF)
+        assert caught.value.stored == 1
+    eventually(lambda: opens(path), "an outbox that is free")
+    assert [stored.message.body for stored in Outbox.look(path)] == [b"on disk"]
+
+
+@pytest.mark.parametrize("has_callback", [False, True], ids=["no callback", "on_delivery"])
+def test_E4_a_message_that_never_came_to_the_disk_is_not_said_to_be_stored(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path, has_callback: bool
+) -> None:
+    on_delivery = (lambda _receipt: None) if has_callback else None
+    producer = make_producer(outbox=path, when_flowed="spill", on_delivery=on_delivery)
+    broker.withhold_confirms()
+    producer.send(b"on disk")
+    with locked(path):
+        receipts = []
+        for body in (b"admitted", b"spilled"):
+            with pytest.raises(NotDurable) as not_durable:
+                producer.send(body, timeout=0)
+            receipts.append(not_durable.value.receipt)
+            producer.pause()
+        # Nothing refers to the receipt of the third.
+        with suppress(NotDurable):
+            producer.send(b"forgotten", timeout=0)
+        gc.collect()
+        with pytest.raises(UndeliveredMessages) as caught:
+            producer.close(timeout=BRIEF)
+    assert [receipt.outcome for receipt in receipts] == [Outcome.UNKNOWN, Outcome.FAILED]
+    assert all("it could not be written to the outbox" in receipt.describe() for receipt in receipts)
+    assert caught.value.stored == 1
+    assert [message.body for message in caught.value.unknown] == [b"admitted"]
+    assert [message.body for message in caught.value.unsent] == [b"spilled", b"forgotten"]
+    eventually(lambda: opens(path), "an outbox that is free")
+    assert [stored.message.body for stored in Outbox.look(path)] == [b"on disk"]
+
+
+def test_E4_a_short_deadline_is_long_enough_once_a_disk_that_failed_works_again(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
+    producer = make_producer(outbox=path)
+    broker.withhold_confirms()
+    for number in range(5):
+        change(path, "ALTER TABLE message RENAME TO gone")
+        with pytest.raises(NotDurable, match="no such table"):
+            producer.send(b"%d" % number, timeout=BRIEF)
+        change(path, "ALTER TABLE gone RENAME TO message")
+        # Without a pause in which every send would have to wait.
+        producer.send(b"%d, too" % number, timeout=BRIEF)
+    assert len(Outbox.look(path)) == 10
+    broker.release_confirms()
+
+
+def test_E4_a_disk_that_does_not_answer_keeps_no_call_beyond_its_deadline(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
+    producer = make_producer(outbox=path)
+    assert producer._engine.storage is not None
+    file, answers = producer._engine.storage.outbox._file, threading.Event()
+    execute, execute_many = file.execute, file.execute_many
+
+    def late(call: Callable[..., Any], *arguments: Any) -> Any:
+        assert answers.wait(10 * PATIENCE)
+        return call(*arguments)
+
+    file.execute = partial(late, execute)  # type: ignore[method-assign]
+    file.execute_many = partial(late, execute_many)  # type: ignore[method-assign]
+    try:
+        for _ in range(2):
+            with returns_soon(), pytest.raises(NotDurable) as caught:
+                producer.send(b"x", timeout=BRIEF)
+            assert caught.value.receipt.result(timeout=PATIENCE) is Outcome.CONFIRMED  # type: ignore[attr-defined]
+        # What is confirmed may stay in the file.
+        with returns_soon(), suppress(UndeliveredMessages):
+            producer.close(timeout=BRIEF)
+    finally:
+        answers.set()
+    eventually(lambda: opens(path), "an outbox that is free")
+    assert Outbox.look(path) == []
+
+
+def test_E4_a_producer_whose_outbox_is_locked_is_refused_within_the_time_to_connect(
+    make_producer: Callable[..., Producer], path: Path
+) -> None:
+    Outbox(path).close()
+    with locked(path), returns_soon(), pytest.raises(OutboxError, match="database is locked"):
+        make_producer(outbox=path, connect_timeout=BRIEF)
+    make_producer(outbox=path).close(timeout=PATIENCE)
+
+
+def test_E4_a_full_outbox_means_not_sent_and_is_no_not_durable(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
+    producer = make_producer(outbox=path, outbox_max_bytes=100, outbox_full="raise")
+    with pytest.raises(OutboxFull) as caught:
+        producer.send(bytes(1000))
+    assert not isinstance(caught.value, NotDurable)
+    assert caught.value.receipt is None
+    assert bodies(broker) == []

@@ -1,0 +1,125 @@
+"""E2 with an outbox: signal handlers and finalizers call producers at any moment, and nothing is entered twice."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qflow_client import AsyncProducer, NotDurable, Outbox, Producer, ProducerFlowed
+from qflow_client.broker import Broker
+from tests.interrupting import EVERY, interrupted
+
+from .test_nested import Garbage, in_time
+from .tools import PATIENCE, bodies, eventually
+
+# Calls of an application, each of which waits for the disk.
+CALLS: dict[str, Callable[[Producer], object]] = {
+    "send": lambda producer: producer.send(b"own", timeout=PATIENCE),
+    "send for ever": lambda producer: producer.send(b"own", timeout=None),
+    "send_nowait": lambda producer: producer.send_nowait(b"own"),
+    "send_many": lambda producer: producer.send_many([b"own"] * 3, timeout=PATIENCE),
+}
+
+
+class Nested:
+    """Sends by a producer from inside anything, and keeps what comes of it.
+
+    Args:
+        send: sends a message and returns its receipt.
+    """
+
+    def __init__(self, send: Callable[[], Any]) -> None:
+        self._send = send
+        self.calls = 0
+        self.receipts: list[Any] = []
+
+    def __call__(self) -> None:
+        self.calls += 1
+        try:
+            self.receipts.append(self._send())
+        except ProducerFlowed:
+            return
+        except NotDurable as error:
+            self.receipts.append(error.receipt)
+
+    def check(self, broker: Broker) -> None:
+        """All that was admitted is confirmed, and has an id of its own."""
+        assert all(receipt.delivered for receipt in self.receipts)
+        ids = [receipt.message_id for receipt in self.receipts]
+        assert len(set(ids)) == len(ids)
+        assert bodies(broker).count(b"nested") == len(ids)
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("when_flowed", ["block", "spill"])
+def test_E2_a_handler_may_send_at_any_point_of_a_send(
+    broker: Broker, tmp_path: Path, when_flowed: str, call: Callable[[Producer], object]
+) -> None:
+    path = tmp_path / "outbox"
+    nested = None
+
+    def run() -> None:
+        nonlocal nested
+        with Producer(broker.url, routing_key="q", outbox=path, when_flowed=when_flowed) as producer:
+            nested = Nested(lambda: producer.send(b"nested", timeout=0))
+            for at in range(1, 5000, EVERY):
+                if not interrupted(lambda: call(producer), at, handler=nested):
+                    break
+            producer.flush(PATIENCE)
+
+    in_time(run)
+    assert nested is not None
+    assert nested.calls > 20
+    nested.check(broker)
+    assert Outbox.look(path) == []
+
+
+def test_E2_finalizers_on_any_thread_may_send(broker: Broker, tmp_path: Path) -> None:
+    nested = None
+
+    def run() -> None:
+        nonlocal nested
+        threshold = gc.get_threshold()
+        with Producer(broker.url, routing_key="q", outbox=tmp_path / "outbox", when_flowed="spill") as producer:
+            nested = Nested(lambda: producer.send(b"nested", timeout=0))
+            try:
+                # The thread of the outbox collects garbage, too.
+                gc.set_threshold(1)
+                for _ in range(200):
+                    Garbage(nested)
+                    producer.send(b"own", timeout=PATIENCE)
+            finally:
+                gc.set_threshold(*threshold)
+            gc.collect()
+            producer.flush(PATIENCE)
+
+    in_time(run)
+    assert nested is not None
+    assert nested.calls == 200
+    nested.check(broker)
+
+
+def test_E2_a_handler_may_send_at_any_point_of_a_send_on_a_loop(broker: Broker, tmp_path: Path) -> None:
+    nested = None
+
+    async def run() -> None:
+        nonlocal nested
+        async with AsyncProducer(broker.url, routing_key="q", outbox=tmp_path / "outbox") as producer:
+            nested = Nested(lambda: producer.send_nowait(b"nested"))
+            for at in itertools.count(1, EVERY):
+                if not interrupted(lambda: producer.send_nowait(b"own"), at, handler=nested):
+                    break
+                await asyncio.sleep(0)
+            await producer.flush(PATIENCE)
+
+    in_time(lambda: asyncio.run(run()))
+    assert nested is not None
+    assert nested.calls > 20
+    nested.check(broker)
+    eventually(lambda: Outbox.look(tmp_path / "outbox") == [], "an empty outbox")

@@ -1,0 +1,156 @@
+"""A store that is attached to the state of a producer: what it is asked, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from qflow_client import HoldKind, Receipt
+from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.flow import Limiter, WeightedLine, WindowLimiter
+
+from .support import FRAME_MAX, PREFIX, drain, holds, make, send, wait
+
+
+class NoRoom(Exception):
+    """The store will never have room for the message."""
+
+
+class Store:
+    """Keeps numbers in memory, and has a backlog of waiters if it is told to.
+
+    Args:
+        room: messages that it takes; ``None`` for any number.
+        max_size: of a body in bytes.
+    """
+
+    def __init__(self, room: int | None = None, max_size: int = 100) -> None:
+        self.limiter: Limiter | None = None if room is None else WindowLimiter(room, kind=HoldKind.OUTBOX)
+        self._max_size = max_size
+        self.kept: list[int] = []
+        self.has_backlog = False
+        self.waiters: list[Any] = []
+        self.timer: float | None = None
+        self.ended = ""
+
+    def check_room(self, size: int) -> None:
+        if size > self._max_size:
+            raise NoRoom(f"{size} bytes")
+
+    def admitting(self, receipt: Receipt, number: int) -> None:
+        self.kept.append(number)
+
+    def settled(self, receipts: Sequence[Receipt]) -> None:
+        for receipt in receipts:
+            self.kept.remove(receipt._number)
+
+    def admit_backlog(self, now: float) -> None: ...
+
+    def spill_line(self, now: float) -> None: ...
+
+    def when_flushed(self, waiter: Any) -> None:
+        self.waiters.append(waiter)
+
+    def forget_waiter(self, waiter: Any) -> bool:
+        kept = waiter in self.waiters
+        self.waiters = [each for each in self.waiters if each is not waiter]
+        return kept
+
+    def next_timer(self, now: float) -> float | None:
+        return self.timer
+
+    def end(self, reason: str) -> None:
+        self.ended = reason
+
+    def heal(self, unsettled: Sequence[Receipt]) -> None:
+        self.kept = [receipt._number for receipt in unsettled]
+
+
+def attached(**settings: Any) -> tuple[ProducerProtocol, Store]:
+    protocol, store = make(**settings), Store()
+    protocol.attach_store(store, 0.0)
+    return protocol, store
+
+
+@pytest.mark.parametrize("line", [None, WeightedLine({"a": 1, "b": 1})], ids=["own line", "given line"])
+def test_senders_that_wait_before_the_store_is_attached_are_served_by_it_in_order(line: WeightedLine | None) -> None:
+    protocol, store = make(opened=False, line=line), Store()
+    first, second, third = (wait(protocol, waiter=number, timeout=5.0) for number in range(3))
+    protocol.admission.give_up(second, 0.5)
+    protocol.set_capacity(1, 0.5)
+    protocol.attach_store(store, 1.0)
+    assert protocol.reports.wake == []
+    protocol.channel_opened(1, FRAME_MAX, 1.0)
+    assert protocol.reports.wake == [0]
+    assert first.receipt is not None
+    assert store.kept == [1]
+    drain(protocol)
+    protocol.on_ack(1, False, 2.0)
+    assert store.kept == [2]
+    assert third.receipt is not None
+    assert protocol.reports.wake == [0, 2]
+
+
+def test_a_sender_for_which_the_store_never_has_room_gets_its_error_and_keeps_no_other_back() -> None:
+    protocol, store = make(opened=False), Store(max_size=10)
+    large, small = wait(protocol, bytes(11), waiter="large"), wait(protocol, b"small", waiter="small")
+    protocol.attach_store(store, 1.0)
+    assert isinstance(large.error, NoRoom)
+    assert protocol.reports.wake == ["large"]
+    protocol.channel_opened(1, FRAME_MAX, 1.0)
+    assert small.receipt is not None
+
+
+def test_the_room_of_the_store_limits_admission_besides_the_window() -> None:
+    protocol, store = make(capacity=5), Store(room=2)
+    protocol.attach_store(store, 0.0)
+    send(protocol)
+    send(protocol)
+    assert protocol.admission.send(b"x", "", "q", 0.0) is None
+    assert holds(protocol) == [HoldKind.OUTBOX]
+    assert store.kept == [1, 2]
+
+
+def test_with_a_store_every_message_takes_a_step() -> None:
+    protocol, store = attached()
+    assert protocol.admission.send_at_once(b"x", "", "q") is None
+    assert store.kept == []
+    send(protocol)
+    assert store.kept == [1]
+    assert protocol.admission.id_prefix == PREFIX
+
+
+def test_a_flush_waits_for_the_backlog_and_may_give_up() -> None:
+    protocol, store = attached()
+    assert not protocol.when_flushed("nothing to wait for")
+    store.has_backlog = True
+    assert protocol.when_flushed("backlog")
+    assert store.waiters == ["backlog"]
+    assert protocol.forget_waiter("backlog")
+    assert not protocol.forget_waiter("backlog")
+    store.has_backlog = False
+    send(protocol)
+    assert protocol.when_flushed("window")
+    assert protocol.forget_waiter("window")
+
+
+def test_a_closed_producer_wants_a_channel_as_long_as_there_is_a_backlog() -> None:
+    protocol, store = attached()
+    store.has_backlog = True
+    protocol.close("closed by hand", 1.0)
+    assert protocol.wants_channel
+    store.has_backlog = False
+    assert not protocol.wants_channel
+    store.has_backlog = True
+    protocol.connection_lost("lost for good", 2.0)
+    assert store.ended == "lost for good"
+    assert not protocol.wants_channel
+
+
+def test_the_next_timer_is_the_backlogs_if_that_comes_first() -> None:
+    protocol, store = attached(rate=1.0)
+    assert protocol.next_timer(0.0) is None
+    store.timer = 7.0
+    assert protocol.next_timer(0.0) == 7.0
