@@ -42,11 +42,14 @@ ADDRESSING = ("exchange", "routing_key", "mandatory")
 RECONNECTING = ("on_disconnect", "reconnect_timeout", "reconnect_delay", "reconnect_delay_max", "reconnect_jitter")
 RETRYING = ("on_refused", "retry_for", "retry_delay", "retry_delay_max")
 
-# Settings that no library has a place for, and the way out.
-_OUTBOX = dict.fromkeys(
-    ("outbox", "outbox_max_bytes", "outbox_max_age", "outbox_full", "outbox_synchronous"),
-    "only Producer and AsyncProducer have an outbox",
-)
+# Settings of producers only, and why.
+_PRODUCERS_ONLY = {
+    "delivery_timeout": "the library's own timeout ends the wait for a confirm",
+    **dict.fromkeys(
+        ("outbox", "outbox_max_bytes", "outbox_max_age", "outbox_full", "outbox_synchronous"),
+        "only Producer and AsyncProducer have an outbox",
+    ),
+}
 # What a library's own methods say of every message, or a program that is not changed leaves to them.
 _FIXED: dict[str, Any] = {
     "exchange": "",
@@ -97,8 +100,8 @@ class DropIn:
             setting = self.names.get(name)
             if setting is None:
                 theirs.append((name, value))
-            elif setting in self.not_taken or setting in _OUTBOX:
-                why = self.not_taken.get(setting) or _OUTBOX[setting]
+            elif setting in self.not_taken or setting in _PRODUCERS_ONLY:
+                why = self.not_taken.get(setting) or _PRODUCERS_ONLY[setting]
                 raise TypeError(f"{setting} is no setting of a connection of {self.library}'s: {why}")
             else:
                 # Of a parameter that a URL has twice, the first counts.
@@ -107,7 +110,7 @@ class DropIn:
 
     def _environ(self) -> dict[str, str]:
         """The environment without the settings that a connection does not take: those are for other producers."""
-        ignored = {variable(name) for name in _OUTBOX.keys() | self.not_taken.keys()}
+        ignored = {variable(name) for name in _PRODUCERS_ONLY.keys() | self.not_taken.keys()}
         environ = {name: text for name, text in os.environ.items() if name not in ignored}
         when_flowed = variable("when_flowed")
         if environ.get(when_flowed) == WhenFlowed.SPILL:

@@ -210,6 +210,8 @@ class ProducerSettings:
             come back at once; 0 for none. It applies to the pauses after refusals, too.
         on_refused: ``"retry"`` or ``"fail"``: what becomes of a message that the broker refuses for want of room.
         retry_for: seconds after its first refusal until such a message is settled, instead of leaving again.
+        delivery_timeout: seconds from the admission of a message after which it is settled, if it is not settled yet,
+            and not sent any more; ``None`` for never.
         retry_delay: seconds before the first probe; each further pause is twice as long.
         retry_delay_max: the longest pause in seconds.
         outbox: path of a file in which admitted messages are kept until they are settled, so that the death of the
@@ -289,6 +291,9 @@ class ProducerSettings:
         OnRefused.RETRY, str, "'retry' or 'fail'", lambda v: v in list(OnRefused) and isinstance(v, str)
     )
     retry_for: float = _setting(60.0, float, "seconds, at least 0", lambda v: _is_number(v) and v >= 0)
+    delivery_timeout: float | None = _setting(
+        None, _seconds, "None (for never) or seconds, more than 0", lambda v: v is None or (_is_number(v) and v > 0)
+    )
     retry_delay: float = _setting(0.1, float, "seconds, more than 0", lambda v: _is_number(v) and v > 0)
     retry_delay_max: float = _setting(5.0, float, "seconds, more than 0", lambda v: _is_number(v) and v > 0)
     outbox: str | os.PathLike[str] | None = _setting(None, _optional_path, "None or the path of a file", _is_path)

@@ -456,7 +456,7 @@ class Link:
     def _after_io(self) -> bool:
         """Whether what there is to write must not wait for the tasks that are woken now."""
         self._after()
-        if self._settings.rate is not None or self._protocol.holds_back:
+        if self._protocol.needs_timer:
             self.arm_timer()
         if self._ended is not None and not self._ended.done() and self._message_ended():
             self._ended.set_result(None)

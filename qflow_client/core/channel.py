@@ -263,6 +263,29 @@ class Channel:
         self._reset(0, 0)
         self._admission.unwritten = 0
 
+    def expire(self, before: int, reason: str, now: float) -> None:
+        """Settle messages as they are, and leave nothing of them to be sent. No frames may be made and not begun.
+
+        Args:
+            before: those with lower numbers.
+            reason: for people.
+            now: seconds.
+        """
+        admission, resending, unconfirmed = self._admission, self._resending, self._unconfirmed
+        begun = {receipt._number for receipt in unconfirmed.begun()}
+        expired = [receipt for receipt in self.unsettled() if receipt._number < before]
+        for receipt in expired:
+            resending.leave_out(receipt)
+            if receipt._number not in begun and self.number is not None:
+                cost = admission.cost(receipt)
+                admission.unwritten -= cost
+        outcomes = [self._outcome_at_end(each, begun) for each in expired]
+        self._settling.settle(expired, outcomes, now, (0, reason))
+        for receipt in expired:
+            if tag := unconfirmed.tag_of(receipt):
+                unconfirmed.drop(tag)
+        self._drop_settled()
+
     def _outcome_at_end(self, receipt: Receipt, begun: Collection[int]) -> Outcome:
         resending, number = self._resending, receipt._number
         if receipt._reply is not None:

@@ -32,6 +32,7 @@ from typing import Any
 from qflow_client.amqp.frames import FrameError, PublishEncoder, flow_ok
 from qflow_client.core.admission import ON_DELIVERY, Admission
 from qflow_client.core.channel import Channel
+from qflow_client.core.expiry import Expiry
 from qflow_client.core.reporting import Reports
 from qflow_client.core.resending import Pauses, Resending
 from qflow_client.core.returns import Returns
@@ -108,6 +109,9 @@ class ProducerProtocol:
         self.channel = Channel(
             settings, prefix, encoder, self.admission, self.unconfirmed, self.resending, self.settling
         )
+        timeout = settings.delivery_timeout
+        #: Which messages are unsettled for too long; ``None`` without `delivery_timeout`.
+        self.expiry = None if timeout is None else Expiry(timeout, now)
         #: Whether the last step came to its end.
         self.steps = self.admission.steps = Steps(self._heal, self._follow_up)
         # The time of the last call that told it.
@@ -323,6 +327,7 @@ class ProducerProtocol:
             now: seconds.
         """
         self._now = now
+        self._expire(now)
         self.channel.open(channel, frame_max, now)
         self._apply_stops(now)
         self._try_again(now)
@@ -592,18 +597,45 @@ class ProducerProtocol:
             times.append(resending.waits_until())
         if self.admission.store is not None:
             times.append(self.admission.store.next_timer(now))
+        if self.expiry is not None:
+            times.append(self.expiry.next_at())
         return min((at for at in times if at is not None), default=None)
 
     @property
-    def holds_back(self) -> bool:
-        """Whether messages wait for a time: the broker has no room, or connections are lost over one."""
-        return self.resending.retry_at is not None or self.resending.waits_until() is not None
+    def needs_timer(self) -> bool:
+        """Whether time alone may change something, so that the owner has to call `on_timer` at `next_timer`."""
+        return (
+            self.settings.rate is not None
+            or self.expiry is not None
+            or self.resending.retry_at is not None
+            or self.resending.waits_until() is not None
+        )
 
     @step
     def on_timer(self, now: float) -> None:
         """Time has passed."""
         self._now = now
+        self._expire(now)
         self._go_on(now)
+
+    def _expire(self, now: float) -> None:
+        """Settle the messages whose `delivery_timeout` has passed (E16)."""
+        if self.expiry is None:
+            return
+        before = self.expiry.expired_before(self.admission.next_number, now)
+        if before and self._oldest_unsettled() < before:
+            self._take_back()
+            self.channel.expire(before, f"delivery_timeout={self.expiry.timeout:g} s has passed", now)
+            self._update(now)
+            self._lift_transport(now)
+
+    def _oldest_unsettled(self) -> int:
+        """Return the lowest number of an unsettled message; the next number if there is none."""
+        parts = (
+            self.unconfirmed.oldest_number(),
+            *(each[0]._number for each in (self.resending.again, self.admission.line) if each),
+        )
+        return min(filter(None, parts), default=self.admission.next_number)
 
     # What follows from a step.
 
@@ -624,13 +656,8 @@ class ProducerProtocol:
         self._wake_settled()
 
     def _wake_settled(self) -> None:
-        if not self.waiters.settled:
-            return
-        parts = (
-            self.unconfirmed.oldest_number(),
-            *(each[0]._number for each in (self.resending.again, self.admission.line) if each),
-        )
-        self.waiters.wake_settled(min(filter(None, parts), default=self.admission.next_number))
+        if self.waiters.settled:
+            self.waiters.wake_settled(self._oldest_unsettled())
 
     def _try_again(self, now: float) -> None:
         """Go on with messages that are to leave again, if any are."""

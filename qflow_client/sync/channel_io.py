@@ -47,7 +47,7 @@ class ChannelIO:
 
     def _after_io(self) -> None:
         self._after()
-        if self._protocol.settings.rate is not None or self._protocol.holds_back:
+        if self._protocol.needs_timer:
             self._arm_timer()
 
     def _arm_timer(self) -> None:

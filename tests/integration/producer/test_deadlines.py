@@ -21,6 +21,7 @@ from qflow_client import (
 from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
 from qflow_client.sync.engine import Waiter
+from qflow_client.testing.proxy import FaultProxy
 from tests.effort import rounds
 
 from .tools import Flows, Stopwatch, bodies, eventually, start, wait_held, wait_in_line
@@ -426,3 +427,38 @@ def test_a_timeout_below_0_is_up_already(producer: Producer, broker: Broker) -> 
         producer.send(b"", timeout=-0.1)
     with pytest.raises(UndeliveredMessages):
         producer.close(timeout=-0.1)
+
+
+def test_E16_a_message_is_settled_when_its_delivery_timeout_has_passed(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    producer = make_producer(delivery_timeout=0.3, capacity=1)
+    broker.withhold_confirms()
+    receipt = producer.send(b"written")
+    began = time.monotonic()
+    assert receipt.wait(timeout=20)
+    assert time.monotonic() - began >= 0.29, "never early"
+    assert receipt.outcome is Outcome.UNKNOWN
+    # There is room, although the broker has not answered.
+    following = producer.send(b"next", timeout=20)
+    broker.release_confirms()
+    assert following.result(timeout=20) is Outcome.CONFIRMED
+
+
+def test_E16_nothing_is_republished_after_its_delivery_timeout(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    with FaultProxy(broker.url) as proxy:
+        producer = make_producer(proxy.url, delivery_timeout=0.3, reconnect_delay=0.05)
+        broker.withhold_confirms()
+        receipt = producer.send(b"stale")
+        broker.wait_until(lambda broker: broker.queue("q").depth == 1)
+        proxy.refuse()
+        proxy.cut()
+        assert receipt.wait(timeout=20)
+        assert receipt.outcome is Outcome.UNKNOWN
+        broker.release_confirms()
+        proxy.heal()
+        assert producer.send(b"fresh", timeout=20).result(timeout=20) is Outcome.CONFIRMED
+        assert bodies(broker) == [b"stale", b"fresh"]
+        producer.close()

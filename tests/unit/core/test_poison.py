@@ -335,7 +335,7 @@ def test_a_message_over_which_the_connection_is_lost_every_time_is_given_back_an
     ]
     assert list(dict.fromkeys(broker.arrived)) == [b"1", b"2", b"4", b"5"]
     assert holds(protocol) == []
-    assert not protocol.holds_back
+    assert not protocol.needs_timer
 
 
 def test_connections_that_do_not_hold_say_nothing_about_what_was_to_be_sent() -> None:

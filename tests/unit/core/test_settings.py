@@ -54,6 +54,7 @@ TEXTS: list[tuple[str, str, Any]] = [
     ("reconnect_jitter", "0.25", 0.25),
     ("on_refused", "fail", OnRefused.FAIL),
     ("retry_for", "5.5", 5.5),
+    ("delivery_timeout", "120", 120.0),
     ("retry_delay", "0.7", 0.7),
     ("retry_delay_max", "8", 8.0),
     ("tracing", "on", True),

@@ -161,6 +161,12 @@ def _lose_and_open(life: Life) -> None:
     _open_again(life)
 
 
+def _lose_and_expire(life: Life) -> None:
+    life.protocol.on_timer(0.5)
+    _lose(life)
+    life.protocol.on_timer(9.0)
+
+
 def _stop_and_go(life: Life) -> None:
     life.protocol.on_flow(False, 1.0)
     life.protocol.on_flow(True, 1.0)
@@ -194,6 +200,14 @@ STEPS: dict[str, tuple[Callable[[Life], object], dict[str, Any]]] = {
     "closed and failed": (
         lambda life: life.protocol.channel_closed(404, "NOT_FOUND", (60, 40), 1.0),
         {"on_disconnect": "fail"},
+    ),
+    "deliver in time": (
+        lambda life: (life.protocol.on_timer(0.5), life.protocol.on_timer(9.0)),
+        {"delivery_timeout": 8.0},
+    ),
+    "lose, and deliver in time": (
+        _lose_and_expire,
+        {"delivery_timeout": 8.0},
     ),
     "end": (lambda life: life.protocol.connection_lost("the end", 1.0), {}),
     "withdraw": (lambda life: life.protocol.withdraw(life.receipts[-1], 1.0), {}),

@@ -1,0 +1,61 @@
+"""Knows which messages are unsettled for too long: the setting `delivery_timeout`.
+
+A message carries no time, so that it costs nothing to admit one. Instead a *mark* is set now and then: a time, and the
+number of the next message. All messages with lower numbers were admitted before that time. Once a mark is as old as
+`delivery_timeout`, these messages have expired. So none expires early, and none later than the time between two marks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+__all__ = ["Expiry"]
+
+# So many marks are set within a `delivery_timeout`, but none sooner after another than so many seconds.
+_MARKS = 50
+_LEAST = 0.005
+
+
+class Expiry:
+    """The marks of one producer.
+
+    Args:
+        timeout: seconds from the admission of a message until it expires.
+        now: seconds.
+    """
+
+    __slots__ = ("_marks", "_next_mark_at", "_period", "timeout")
+
+    def __init__(self, timeout: float, now: float) -> None:
+        #: Seconds from the admission of a message until it expires.
+        self.timeout = timeout
+        self._period = max(_LEAST, timeout / _MARKS)
+        # Times and the numbers of the next messages then, the oldest first. Both rise.
+        self._marks: deque[tuple[float, int]] = deque()
+        self._next_mark_at = now
+
+    def next_at(self) -> float:
+        """Return when to call `expired_before` again, in seconds."""
+        if self._marks:
+            return min(self._next_mark_at, self._marks[0][0] + self.timeout)
+        return self._next_mark_at
+
+    def expired_before(self, next_number: int, now: float) -> int:
+        """Set a mark if one is due.
+
+        Args:
+            next_number: the number of the next message.
+            now: seconds.
+
+        Returns:
+            The number below which all messages have expired; 0 if no mark has since the last call.
+        """
+        marks = self._marks
+        if now >= self._next_mark_at:
+            self._next_mark_at = now + self._period
+            if not marks or marks[-1][1] != next_number:
+                marks.append((now, next_number))
+        before = 0
+        while marks and now >= marks[0][0] + self.timeout:
+            before = marks.popleft()[1]
+        return before

@@ -1,0 +1,156 @@
+"""E16: after `delivery_timeout` a message is settled, and is not published stale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qflow_client import Message, Outcome, Receipt
+from qflow_client.core.expiry import Expiry
+from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.recovery import Backoff
+
+from .support import CHANNEL, FRAME_MAX, Wire, drain, make, returned, send, wait, wire, write
+
+TIMEOUT = 10.0
+
+
+def expiring(**settings: Any) -> ProducerProtocol:
+    protocol = make(delivery_timeout=TIMEOUT, **settings)
+    protocol.on_timer(0.0)
+    return protocol
+
+
+def run_until(protocol: ProducerProtocol, until: float, now: float = 0.0) -> None:
+    """Call `on_timer` as the owner of a protocol does."""
+    while (at := protocol.next_timer(now)) is not None and now < at <= until:
+        now = at
+        protocol.on_timer(now)
+    protocol.on_timer(until)
+
+
+def outcomes(receipts: list[Receipt]) -> list[Outcome | None]:
+    return [receipt.outcome for receipt in receipts]
+
+
+@given(
+    st.floats(0.01, 100.0),
+    st.lists(st.tuples(st.floats(0.0, 5.0), st.integers(0, 3)), min_size=1, max_size=30),
+)
+def test_no_message_expires_early_nor_later_than_a_mark_after_its_time(
+    timeout: float, steps: list[tuple[float, int]]
+) -> None:
+    expiry, now, number = Expiry(timeout, 0.0), 0.0, 1
+    admitted: dict[int, float] = {}
+    expired = 1
+    for pause, count in steps:
+        end = now + pause
+        while (at := expiry.next_at()) <= end:
+            now = max(now, at)
+            before = expiry.expired_before(number, now)
+            assert not before or before >= expired
+            for each in range(expired, before):
+                assert admitted[each] + timeout <= now
+            expired = max(expired, before)
+            for each in range(expired, number):
+                assert now < admitted[each] + timeout + max(0.005, timeout / 50) + 1e-6
+        now = end
+        for each in range(number, number + count):
+            admitted[each] = now
+        number += count
+
+
+def test_E16_messages_are_settled_by_what_became_of_them() -> None:
+    protocol = expiring(mandatory=True)
+    receipts = [send(protocol, b"written"), send(protocol, Message(b"returned", message_id="own"))]
+    write(protocol, protocol.unwritten)
+    returned(protocol, "own")
+    receipts += [send(protocol, b"begun"), send(protocol, b"made and not begun")]
+    begun = write(protocol, 10)
+    protocol.on_flow(False, 1.0)
+    run_until(protocol, 9.9)
+    assert protocol.unsettled == 4
+    run_until(protocol, 10.5, 9.9)
+    assert outcomes(receipts) == [Outcome.UNKNOWN, Outcome.RETURNED, Outcome.UNKNOWN, Outcome.FAILED]
+    assert "delivery_timeout=10 s has passed" in receipts[0].describe()
+    assert (protocol.unsettled, protocol.in_flight, protocol.window.used) == (0, 0, 0)
+    # The message that has begun ends, then comes the answer, then nothing.
+    protocol.on_flow(True, 11.0)
+    seen = Wire().read(begun + drain(protocol, 11.0))
+    assert [each if isinstance(each, bool) else each.body for each in seen.seen] == [b"begun", False, True]
+    assert protocol.unwritten == 0
+    # The broker's late answer settles nothing.
+    protocol.on_ack(0, True, 12.0)
+    assert send(protocol, b"next", now=12.0)._number == 5
+
+
+def test_E16_a_message_in_time_goes_on() -> None:
+    protocol = expiring()
+    old = send(protocol, b"old")
+    drain(protocol)
+    run_until(protocol, 5.0)
+    young = send(protocol, b"young", now=5.0)
+    run_until(protocol, 10.3, 5.0)
+    assert outcomes([old, young]) == [Outcome.UNKNOWN, None]
+    assert wire(drain(protocol, 10.3)).short == [b"young"]
+    protocol.on_ack(2, False, 10.4)
+    assert young.outcome is Outcome.CONFIRMED
+
+
+def test_E16_a_message_that_was_lost_with_its_connection_is_not_republished_stale() -> None:
+    protocol = expiring()
+    written = send(protocol, b"written")
+    drain(protocol)
+    protocol.on_timer(0.5)
+    protocol.connection_lost("lost", 1.0, reconnects=True)
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 11.0)
+    assert written.outcome is Outcome.UNKNOWN
+    assert drain(protocol, 11.0) == b""
+    assert protocol.gate.is_open
+    assert protocol.unwritten == 0
+
+
+@pytest.mark.parametrize("probed", [False, True])
+def test_E16_a_refused_message_is_settled_as_nacked_unless_its_probe_is_on_its_way(probed: bool) -> None:
+    protocol = expiring(retries=Backoff(1.0, 8.0, 0.0), retry_for=1000.0)
+    refused, other = send(protocol, b"refused"), send(protocol, b"other")
+    drain(protocol)
+    run_until(protocol, 8.0)
+    protocol.on_nack(1, False, 8.0)
+    run_until(protocol, 9.0, 8.0)
+    if probed:
+        assert wire(drain(protocol, 9.0)).messages[0].body == b"refused"
+    run_until(protocol, 11.0, 9.0)
+    assert outcomes([refused, other]) == [Outcome.UNKNOWN if probed else Outcome.NACKED, Outcome.UNKNOWN]
+    assert protocol.unsettled == 0
+    assert protocol.gate.is_open, "nothing is left to try"
+
+
+def test_E16_what_expires_makes_room_for_the_senders_that_wait() -> None:
+    protocol = expiring(capacity=1)
+    send(protocol, b"old")
+    drain(protocol)
+    ticket = wait(protocol, b"next", now=1.0, waiter="me")
+    assert protocol.when_flushed("flush")
+    run_until(protocol, 10.5)
+    assert ticket.receipt is not None
+    assert {"me", "flush"} <= set(protocol.reports.wake)
+    assert wire(drain(protocol, 10.5)).short == [b"next"]
+
+
+def test_E16_without_the_setting_no_timer_is_needed() -> None:
+    protocol = make()
+    assert not protocol.needs_timer
+    assert protocol.next_timer(0.0) is None
+    assert expiring().needs_timer
+
+
+@pytest.mark.parametrize("count", [1_000, 10_000])
+def test_E7_the_state_of_ten_thousand_messages_is_fifty_marks(count: int) -> None:
+    expiry = Expiry(TIMEOUT, 0.0)
+    for number in range(count):
+        expiry.expired_before(number, number / count * TIMEOUT)
+    assert len(expiry._marks) <= 51
