@@ -451,6 +451,8 @@ class Link:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = self._timer_at = None
+        if wanted and self._protocol.needs_timer:
+            self.arm_timer()
         return wanted
 
     def _after_io(self) -> bool:
