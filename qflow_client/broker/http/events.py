@@ -6,14 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import fields
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic_core import to_json
 
-from qflow_client.broker.snapshots import ChannelSnapshot
-
-if TYPE_CHECKING:
-    from qflow_client.broker.broker import Broker
+from qflow_client.broker.broker import Broker
+from qflow_client.broker.core.snapshots import ChannelSnapshot
 
 __all__ = ["EventStream", "encode"]
 

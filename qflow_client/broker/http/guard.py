@@ -8,8 +8,9 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from qflow_client.broker.core.settings import is_loopback
 from qflow_client.broker.http.problems import Problem
-from qflow_client.broker.settings import BrokerSettings, is_loopback
+from qflow_client.broker.settings import BrokerSettings
 
 __all__ = ["SAFE_HEADERS", "check_origin", "check_token"]
 

@@ -13,16 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, cr
 from pydantic.alias_generators import to_camel
 from pydantic_core import to_json
 
-from qflow_client.broker.definitions import (
-    BindingDefinition,
-    DefinitionError,
-    Definitions,
-    ExchangeDefinition,
-    QueueDefinition,
-    check_name,
-)
-from qflow_client.broker.policies import Policy, PolicyDefinition
-from qflow_client.broker.snapshots import (
+from qflow_client.broker.core.snapshots import (
     BindingSnapshot,
     ChannelSnapshot,
     ConnectionSnapshot,
@@ -33,6 +24,15 @@ from qflow_client.broker.snapshots import (
     ThresholdsSnapshot,
     json_names,
 )
+from qflow_client.broker.policies.definitions import (
+    BindingDefinition,
+    DefinitionError,
+    Definitions,
+    ExchangeDefinition,
+    QueueDefinition,
+    check_name,
+)
+from qflow_client.broker.policies.policy import Policy, PolicyDefinition
 
 __all__ = [
     "Arguments",

@@ -10,8 +10,14 @@ from pydantic import Field
 from pydantic.alias_generators import to_camel
 
 from qflow_client.broker.broker import Broker
-from qflow_client.broker.definitions import DefinitionError
-from qflow_client.broker.errors import ChannelException, ReplyCode
+from qflow_client.broker.core.errors import ChannelException, ReplyCode
+from qflow_client.broker.core.snapshots import (
+    BindingSnapshot,
+    ChannelSnapshot,
+    ConnectionSnapshot,
+    ExchangeSnapshot,
+    QueueSnapshot,
+)
 from qflow_client.broker.http.events import EventStream
 from qflow_client.broker.http.metrics import MEDIA_TYPE as PROMETHEUS
 from qflow_client.broker.http.metrics import metrics_text
@@ -41,16 +47,10 @@ from qflow_client.broker.http.models import (
 )
 from qflow_client.broker.http.openapi import Api
 from qflow_client.broker.http.problems import Problem
-from qflow_client.broker.marks import MARKS
-from qflow_client.broker.policies import Policy, PolicyDefinition
-from qflow_client.broker.rates import RateLimit, RateScope
-from qflow_client.broker.snapshots import (
-    BindingSnapshot,
-    ChannelSnapshot,
-    ConnectionSnapshot,
-    ExchangeSnapshot,
-    QueueSnapshot,
-)
+from qflow_client.broker.policies.definitions import DefinitionError
+from qflow_client.broker.policies.marks import MARKS
+from qflow_client.broker.policies.policy import Policy, PolicyDefinition
+from qflow_client.broker.policies.rates import RateLimit, RateScope
 
 __all__ = ["api"]
 

@@ -6,22 +6,20 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from aiohttp import web
 
-from qflow_client.broker.errors import AmqpError
+from qflow_client.broker.broker import Broker
+from qflow_client.broker.core.errors import AmqpError
+from qflow_client.broker.core.server import cannot_listen
 from qflow_client.broker.http.events import EventStream, encode
 from qflow_client.broker.http.guard import SAFE_HEADERS, check_origin, check_token
 from qflow_client.broker.http.openapi import Operation
 from qflow_client.broker.http.operations import api
 from qflow_client.broker.http.pages import console_routes
 from qflow_client.broker.http.problems import Problem, from_amqp, problem_response
-from qflow_client.broker.server import cannot_listen
-
-if TYPE_CHECKING:
-    from qflow_client.broker.broker import Broker
-    from qflow_client.broker.settings import BrokerSettings
+from qflow_client.broker.settings import BrokerSettings
 
 __all__ = ["HttpServer"]
 

@@ -10,8 +10,8 @@ import pytest
 from pamqp import body, commands, frame, header
 
 from qflow_client.broker import Broker
-from qflow_client.broker.channel import Channel
-from qflow_client.broker.session import Session
+from qflow_client.broker.core.channel import Channel
+from qflow_client.broker.core.session import Session
 
 PROTOCOL_HEADER = b"AMQP\0\0\x09\x01"
 

@@ -22,10 +22,11 @@ import pytest
 from pamqp import commands
 
 from qflow_client import Producer
-from qflow_client.broker import Broker, StoreError, keeper
+from qflow_client.broker import Broker, StoreError
 from qflow_client.broker.http.server import HttpServer
-from qflow_client.broker.keeper import Keeper
-from qflow_client.broker.store import BodyReader, Store
+from qflow_client.broker.store import keeper
+from qflow_client.broker.store.keeper import Keeper
+from qflow_client.broker.store.store import BodyReader, Store
 from tests.integration.forked import Forked
 
 PERSISTENT = pika.BasicProperties(delivery_mode=2)
@@ -282,7 +283,7 @@ def test_a_broker_ends_also_if_a_write_fails_only_after_it_has_begun_to(tmp_path
 _SLOWLY = """
 import os, signal, time
 from qflow_client.broker import Broker
-from qflow_client.broker.store import Store
+from qflow_client.broker.store.store import Store
 write = Store.write
 def slowly(self, batch):
     time.sleep(0.1)
@@ -486,8 +487,8 @@ def test_a_process_ends_though_a_write_never_returns(tmp_path):
     program = """
 import threading
 from qflow_client.broker import Broker, StoreError
-from qflow_client.broker.keeper import Keeper
-from qflow_client.broker.store import Store
+from qflow_client.broker.store.keeper import Keeper
+from qflow_client.broker.store.store import Store
 Keeper.STOP_TIMEOUT = 0.1
 begun = threading.Event()
 def hang(self, batch):
