@@ -7,6 +7,7 @@ here, by pamqp's own tables. What repeats with every message is encoded by hand.
 from __future__ import annotations
 
 import struct
+from datetime import datetime
 from struct import Struct
 from typing import Any
 
@@ -15,7 +16,7 @@ import pamqp.commands
 import pamqp.decode
 import pamqp.header
 
-from qflow_client.amqp.fields import MAX_DEPTH
+from qflow_client.amqp.fields import decode_short_string, decode_table, decode_timestamp
 from qflow_client.amqp.frames import (
     BODY_FRAME,
     CHANNEL_CLOSE,
@@ -126,8 +127,11 @@ def decode_method(payload: bytes) -> pamqp.base.Frame:
             raise _syntax(value.name, f"the frame ends before the end of {field}")
         try:
             if data_type == "table":
-                _check_fields(payload, at + 4, at + size)
-            setattr(value, field, pamqp.decode.by_type(payload[at : at + size], data_type)[1])
+                # pamqp's decoder copies the rest of a table for each of its fields.
+                decoded: Any = decode_table(payload, at)[0]
+            else:
+                decoded = pamqp.decode.by_type(payload[at : at + size], data_type)[1]
+            setattr(value, field, decoded)
         except _UNDECODABLE as error:
             raise _syntax(value.name, f"{field} cannot be decoded: {error}") from error
         at += size
@@ -142,36 +146,6 @@ def _field_size(data_type: str, payload: bytes, at: int) -> int:
     if data_type in ("longstr", "table"):
         return 4 + int.from_bytes(payload[at : at + 4], "big")
     return _SIZES[data_type]
-
-
-def _check_fields(data: bytes, at: int, end: int, depth: int = 1, *, named: bool = True) -> None:
-    """Check that the fields of a table, or the values of an array, end where it does, and are not nested too deep.
-
-    Decoders recurse for each level, as do the functions that display a table. So the limit is checked here, where the
-    error can name it, and not left to Python's recursion limit.
-
-    Args:
-        data: where the table is.
-        at: where its first field begins.
-        end: where it ends.
-        depth: of the table or array; 1 for one that lies in no other.
-        named: whether it is a table.
-    """
-    while at < end:
-        if named:
-            at += 1 + data[at]
-        kind = data[at]
-        at += 1
-        size = _FIELD_SIZES.get(kind)
-        if size is None:
-            size = 4 + int.from_bytes(data[at : at + 4], "big")
-            if kind in b"AF":
-                if depth >= MAX_DEPTH:
-                    raise ValueError(f"more than {MAX_DEPTH} tables and arrays lie in one another")
-                _check_fields(data, at + 4, at + size, depth + 1, named=kind == ord("F"))
-        at += size
-    if at != end:
-        raise ValueError(f"its last field ends {at - end} bytes behind it")
 
 
 #: In the byte at 12 of a content header: it has the property ``expiration``.
@@ -198,6 +172,7 @@ _PROPERTIES = (
     (1 << 3, 0),
     (1 << 2, 0),
 )
+_PROPERTY_NAMES = dict(zip((flag for flag, _ in _PROPERTIES), pamqp.commands.Basic.Properties.__slots__, strict=True))
 #: What each combination of flags means, and header tables that were found sound.
 _layouts: dict[int, tuple[tuple[int, int], ...]] = {}
 _sound_tables: set[bytes] = set()
@@ -270,8 +245,7 @@ def _check_table(table: bytes) -> None:
     if table in _sound_tables:
         return
     try:
-        _check_fields(table, 4, len(table))
-        pamqp.decode.field_table(table)
+        decode_table(table, 0)
     except _UNDECODABLE as error:
         raise _syntax("content header", f"headers cannot be decoded: {error}") from error
     if len(_sound_tables) >= _MAX_SOUND_TABLES:
@@ -284,23 +258,28 @@ def decode_properties(header: bytes) -> pamqp.commands.Basic.Properties:
 
     A time that `datetime` has no room for is left out.
     """
-    decoded = pamqp.header.ContentHeader()
-    try:
-        decoded.unmarshal(header)
-    except (ValueError, OverflowError, OSError):
-        decoded.unmarshal(_without_timestamp(header))
-    return decoded.properties
+    properties = pamqp.commands.Basic.Properties()
+    at = 14
+    for flag, size in _layout(int.from_bytes(header[12:14], "big")):
+        value: Any
+        if size == 0:
+            value, at = decode_short_string(header, at)
+        elif size < 0:
+            value, at = decode_table(header, at)
+        elif flag == _TIMESTAMP_FLAG:
+            value, at = decode_timestamp(header, at)
+            value = value if isinstance(value, datetime) else None
+        else:
+            value, at = header[at], at + 1
+        setattr(properties, _PROPERTY_NAMES[flag], value)
+    return properties
 
 
 def decode_headers(header: bytes) -> dict[str, Any]:
     """The headers alone; empty if there are none."""
     if not int.from_bytes(header[12:14], "big") & _HEADERS_FLAG:
         return {}
-    return pamqp.decode.field_table(header[_offset(header, _HEADERS_FLAG) :])[1]
-
-
-def _without_timestamp(header: bytes) -> bytes:
-    return _with_properties(header, {_TIMESTAMP_FLAG: None})
+    return decode_table(header, _offset(header, _HEADERS_FLAG))[0]
 
 
 def _with_properties(header: bytes, changes: dict[int, bytes | None]) -> bytes:
