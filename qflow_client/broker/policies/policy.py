@@ -7,7 +7,6 @@ policies for the exchanges that its messages come through, the strictest; else b
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -17,6 +16,7 @@ from typing import Any, TypeVar, cast
 
 from qflow_client.broker.core.limits import Inheritance
 from qflow_client.broker.core.settings import Enforcement
+from qflow_client.broker.policies.patterns import compile_pattern
 from qflow_client.flow import StopResume
 from qflow_client.redaction import shown
 
@@ -338,6 +338,7 @@ class Policy:
     """A policy with a name, for all queues that it applies to, those that come later too.
 
     Patterns are regular expressions that may match anywhere: ``^orders`` for what begins so, ``^orders$`` for that one.
+    What cannot be matched in linear time, such as back references and word boundaries, is refused.
 
     Attributes:
         name: of the policy.
@@ -384,9 +385,9 @@ class Policy:
             pattern = getattr(self, name)
             if pattern is not None:
                 try:
-                    re.compile(pattern)
-                except (re.error, TypeError) as error:
-                    raise ValueError(f"{name}={shown(pattern)}: it is no regular expression: {error}") from None
+                    compile_pattern(pattern)
+                except (TypeError, ValueError) as error:
+                    raise ValueError(f"{name}={shown(pattern)}: {error}") from None
 
     @classmethod
     def parse(cls, text: str) -> Policy:
@@ -422,11 +423,11 @@ class Policy:
 
     def matches(self, name: str) -> bool:
         """Whether its pattern matches a name."""
-        return re.search(self.pattern, name) is not None
+        return compile_pattern(self.pattern).search(name)
 
     def matches_binding(self, exchange: str, routing_key: str) -> bool:
         """Whether its patterns match an exchange and a routing key."""
-        return self.matches(exchange) and re.search(self.routing_key or "", routing_key) is not None
+        return self.matches(exchange) and compile_pattern(self.routing_key or "").search(routing_key)
 
     def to_json(self) -> dict[str, Any]:
         """It as JSON can tell it; what it was made of."""
