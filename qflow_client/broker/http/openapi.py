@@ -11,7 +11,7 @@ from http import HTTPStatus
 from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from qflow_client.broker.http.problems import MEDIA_TYPE as PROBLEM
 from qflow_client.broker.http.problems import Problem, ProblemDetails, from_validation
@@ -108,6 +108,8 @@ class Api:
     def __init__(self) -> None:
         #: In the order in which they were defined.
         self.operations: list[Operation] = []
+        # The description as JSON, by whether a token has to be shown; made when it is first asked for.
+        self._descriptions: dict[bool, bytes] = {}
 
     def operation(
         self,
@@ -156,6 +158,16 @@ class Api:
             return handler
 
         return define
+
+    def description_json(self, *, has_token: bool) -> bytes:
+        """The OpenAPI description as JSON. It is made once, because anyone may ask for it and it takes long to make.
+
+        Args:
+            has_token: whether a token has to be shown.
+        """
+        if has_token not in self._descriptions:
+            self._descriptions[has_token] = to_json(self.description(has_token=has_token))
+        return self._descriptions[has_token]
 
     def description(self, *, has_token: bool) -> dict[str, Any]:
         """The OpenAPI description.

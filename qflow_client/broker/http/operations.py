@@ -72,9 +72,9 @@ def health(broker: Broker) -> Health:
 
 
 @api.operation("GET", "/api/openapi.json", "broker", answer=dict[str, Any], is_public=True)
-def openapi(broker: Broker) -> dict[str, Any]:
+def openapi(broker: Broker) -> bytes:
     """This description."""
-    return api.description(has_token=broker.settings.http_token is not None)
+    return api.description_json(has_token=broker.settings.http_token is not None)
 
 
 @api.operation("GET", "/api/counters", "broker", answer=Counters)
