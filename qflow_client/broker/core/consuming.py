@@ -104,6 +104,7 @@ class ChannelConsumer:
             consuming.consumer_unacked += 1
             consuming.unacked[tag] = Delivery(tag, entry, self)
         consuming.delivered += 1
+        consuming.last_served = self
         message = entry.message
         body = message.body
         assert body is not None
@@ -142,6 +143,7 @@ class Consuming:
         "consumers",
         "delivered",
         "delivers",
+        "last_served",
         "number",
         "prefetch",
         "session",
@@ -155,6 +157,8 @@ class Consuming:
         # Given out and not settled, by delivery tag; how many of them to consumers.
         self.unacked: dict[int, Delivery] = {}
         self.consumer_unacked = 0
+        # The consumer of the last delivery.
+        self.last_served: ChannelConsumer | None = None
         self.consumers: dict[str, ChannelConsumer] = {}
         self._delivery_tag = 0
         self.delivered = 0
@@ -263,8 +267,13 @@ class Consuming:
         journal.when_read(message, keep)
 
     def wake(self) -> None:
-        """Something changed that consumers may have waited for."""
-        for consumer in tuple(self.consumers.values()):
+        """Something changed that consumers may have waited for. The one that was served last comes last."""
+        consumers = tuple(self.consumers.values())
+        if self.prefetch and self.last_served in consumers:
+            # They share the credit: else the first of them would take all that comes free.
+            start = consumers.index(self.last_served) + 1
+            consumers = (*consumers[start:], *consumers[:start])
+        for consumer in consumers:
             if not consumer.is_active:
                 consumer.queue.wake(consumer)
                 consumer.queue.dispatch()
@@ -391,6 +400,7 @@ class Consuming:
         """Consumers go, and what is unacked returns to its queues."""
         consumers = tuple(self.consumers.values())
         self.consumers.clear()
+        self.last_served = None
         for consumer in consumers:
             consumer.queue.remove_consumer(consumer)
         unacked, self.unacked = self.unacked, {}

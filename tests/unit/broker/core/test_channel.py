@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from pamqp import body, commands, header
 from pamqp.commands import Basic
@@ -577,3 +579,28 @@ class TestTransactions:
         client = world.client().channel()
         client.send(1, commands.Tx.Commit())
         assert client.only(CHANNEL_CLOSE).reply_code == 406
+
+
+@pytest.mark.parametrize("queues", [("a", "b", "c"), ("a", "a", "a")], ids=["a queue each", "one queue"])
+@pytest.mark.parametrize("prefetch", [1, 2, 5])
+def test_consumers_of_a_channel_wide_prefetch_are_served_in_turn(world, queues, prefetch):
+    client = world.client().channel()
+    client.channel(2)
+    for queue in dict.fromkeys(queues):
+        client.declare(queue)
+        for _ in range(300 * queues.count(queue)):
+            client.publish(routing_key=queue, channel=2)
+    client.call(1, commands.Basic.Qos(prefetch_count=prefetch, global_=True), commands.Basic.QosOk)
+    for number, queue in enumerate(queues):
+        client.consume(queue, tag=str(number))
+    served = dict.fromkeys("012", 0)
+    for _ in range(300):
+        tags: list[Any] = [
+            (each.delivery_tag, each.consumer_tag)
+            for _, each in client.received()
+            if isinstance(each, commands.Basic.Deliver)
+        ]
+        for _, consumer in tags:
+            served[consumer] += 1
+        client.send(1, commands.Basic.Ack(tags[-1][0], multiple=False))
+    assert max(served.values()) - min(served.values()) <= 2 * prefetch, served
