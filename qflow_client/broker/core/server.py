@@ -318,7 +318,9 @@ class Connection(asyncio.Protocol):
             self._check_reading()
 
     def _finish(self, transport: asyncio.Transport) -> None:
-        """Send no more, read on and discard until the client closes the connection, at most for `close_timeout`.
+        """Send no more, read on and discard until the client closes the connection.
+
+        That takes `close_timeout` at most; and a connection that was never open has no more than its time to open.
 
         If the socket were closed while the client has frames under way, the kernel would reset the connection, and the
         client might lose what was sent last, such as ``Connection.Close-Ok``.
@@ -337,7 +339,8 @@ class Connection(asyncio.Protocol):
             # asyncio's TLS cannot close one direction, and the client may wait for the end of the stream.
             self._check_reading()
             self.close_when_quiet()
-        self.cut_off_after(server.settings.close_timeout)
+        time_to_open = max(0.0, self.session.open_by - server.clock())
+        self.cut_off_after(min(server.settings.close_timeout, time_to_open))
 
     def close_when_quiet(self, received: int | None = None) -> None:
         """Close the connection when its client sends nothing for `Server.QUIET` seconds.

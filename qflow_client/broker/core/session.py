@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -144,8 +145,9 @@ class Session:
         # Seconds of the clock: when something last came and went, and when `tick` is due.
         self.last_received = now
         self.last_sent = now
-        self._open_by = now + self.settings.unauthenticated_timeout
-        self.wake_at = self._open_by
+        # Until when the connection must be open, and is ended if it is not, even if it is closing; infinite once it is.
+        self.open_by = now + self.settings.unauthenticated_timeout
+        self.wake_at = self.open_by
         # Whether the socket takes bytes, and whether there is little enough of deliveries waiting.
         self._is_writable = True
         self._delivery_bytes = 0
@@ -393,6 +395,7 @@ class Session:
                 f"vhost {method.virtual_host!r} does not exist; the broker has {self.settings.virtual_host!r}",
             )
         self.state = State.RUNNING
+        self.open_by = math.inf
         self._send(commands.Connection.OpenOk())
         for source, reason in self.controls.alarms.items():
             self.block(reason, source)
@@ -641,15 +644,15 @@ class Session:
         settings = self.settings
         if self.state is State.ENDED or now < self.wake_at:
             return
+        if now >= self.open_by:
+            _log.info("%s: not open within %s s", self.name, settings.unauthenticated_timeout)
+            self._end_unresponsive()
+            return
         if self.state is State.CLOSE_OK:
             _log.info("%s: no answer to Connection.Close within %s s", self.name, settings.close_timeout)
             self._end_unresponsive()
             return
-        if self.state is not State.RUNNING and now >= self._open_by:
-            _log.info("%s: not open within %s s", self.name, settings.unauthenticated_timeout)
-            self._end_unresponsive()
-            return
-        times = [self._open_by] if self.state is not State.RUNNING else []
+        times = [self.open_by]
         if self.tarpit_until is not None:
             if now >= self.tarpit_until:
                 self.tarpit_until = None
@@ -668,7 +671,7 @@ class Session:
                 self.write(HEARTBEAT)
                 self.last_sent = now
             times += [self.last_sent + self.heartbeat / 2, self.last_received + 2 * self.heartbeat]
-        self.wake_at = min(times, default=float("inf"))
+        self.wake_at = min(times)
 
     # The end.
 
@@ -690,7 +693,7 @@ class Session:
         close = wire.close(0, code, text, cause)
         _log.info("%s: %s", self.name, text)
         self.state = State.CLOSE_OK
-        self.wake_at = now + self.settings.close_timeout
+        self.wake_at = min(now + self.settings.close_timeout, self.open_by)
         self._end_channels()
         self.write(close)
 

@@ -420,3 +420,23 @@ def test_headers_nested_however_deep_do_no_harm(world, depth):
         assert world.queue().depth == 1
     else:
         assert client.only(CLOSE, 0).reply_code == 502
+
+
+def test_E9_a_connection_that_is_not_open_in_time_ends_then_even_while_it_is_closing(make_world):
+    world = make_world(unauthenticated_timeout=10, close_timeout=5)
+    stranger = world.stranger()
+    world.now = 9.0
+    stranger.start(password="wrong")
+    assert isinstance(stranger.received()[-1][1], commands.Connection.Close)
+    assert stranger.session.wake_at == 10
+    world.now = 10.0
+    stranger.session.tick(10.0)
+    assert stranger.session.state is State.ENDED
+
+
+def test_a_connection_that_was_open_has_its_whole_time_to_answer_a_close(make_world):
+    world = make_world(unauthenticated_timeout=10, close_timeout=5)
+    client = world.client()
+    world.now = 9.0
+    client.session.fail(320, "enough", world.now)
+    assert client.session.wake_at == 14
