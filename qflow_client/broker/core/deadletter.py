@@ -10,7 +10,6 @@ rules; a restart of the broker ends the second.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -19,12 +18,13 @@ from typing import Any, NamedTuple
 from qflow_client.amqp.fields import encode_table
 from qflow_client.broker.core.entries import DropReason, StoredMessage
 from qflow_client.broker.core.exchange import Target
+from qflow_client.broker.core.logs import get_logger
 from qflow_client.broker.core.queue import Queue
 from qflow_client.broker.core.wire import decode_headers, expiration_of, with_headers
 
 __all__ = ["DeadLetters"]
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _DEATHS = "x-death"
 

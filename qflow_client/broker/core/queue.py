@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +20,7 @@ from qflow_client.broker.core.entries import (
 )
 from qflow_client.broker.core.expiry import Expiry
 from qflow_client.broker.core.limits import QueueLimits, QueueOptions, QueueRule
+from qflow_client.broker.core.logs import get_logger
 from qflow_client.broker.core.overflow import LastValueMap, Overflow
 from qflow_client.broker.core.ports import FlowObserver, Journal
 from qflow_client.broker.core.queueflow import QueueFlow, Turns
@@ -31,7 +31,7 @@ from qflow_client.flow import FlowSource, Thresholds
 __all__ = ["Queue", "Surroundings"]
 
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _NO_OPTIONS = QueueOptions()
 

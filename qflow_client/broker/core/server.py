@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import cast
 from qflow_client.broker.core.channel import Discipline
 from qflow_client.broker.core.controls import Controls
 from qflow_client.broker.core.errors import ReplyCode
+from qflow_client.broker.core.logs import get_logger
 from qflow_client.broker.core.ports import Journal
 from qflow_client.broker.core.session import Session, State
 from qflow_client.broker.core.settings import DEFAULT_USERS, Settings, is_loopback
@@ -20,7 +20,7 @@ from qflow_client.broker.core.virtualhost import VirtualHost
 
 __all__ = ["Server", "cannot_listen"]
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 def cannot_listen(host: str, port: int, error: OSError) -> OSError:

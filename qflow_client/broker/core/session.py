@@ -6,7 +6,6 @@ The life of a connection is the sequence of `State`; every change of state is in
 from __future__ import annotations
 
 import hmac
-import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -34,13 +33,14 @@ from qflow_client.broker.core import wire
 from qflow_client.broker.core.channel import Channel, Discipline
 from qflow_client.broker.core.controls import Controls
 from qflow_client.broker.core.errors import ChannelException, ConnectionException, ReplyCode
+from qflow_client.broker.core.logs import get_logger
 from qflow_client.broker.core.profiles import PROTOCOL_HEADER, OnAlarm
 from qflow_client.broker.core.settings import Settings
 from qflow_client.broker.core.virtualhost import VirtualHost
 
 __all__ = ["PROTOCOL_HEADER", "Session", "State"]
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _CHANNEL_OPEN = bytes((0, 20, 0, 10))
 _FRAME_KINDS = {1: "method", 2: "ContentHeader", 3: "ContentBody", 8: "Heartbeat"}

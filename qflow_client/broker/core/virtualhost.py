@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import logging
 import math
 import secrets
 import time
@@ -17,16 +16,17 @@ from qflow_client.broker.core.entries import DropReason, Owner, StoredMessage
 from qflow_client.broker.core.errors import ChannelException, ReplyCode
 from qflow_client.broker.core.exchange import Binding, DirectExchange, Exchange, ExchangeType, Target, make_exchange
 from qflow_client.broker.core.limits import Inheritance, PlainRules, Rules
+from qflow_client.broker.core.logs import get_logger
 from qflow_client.broker.core.ports import FlowObserver, Journal, PublishMeter, Timed
 from qflow_client.broker.core.queue import Queue
 from qflow_client.broker.core.settings import FlowScope, Settings
 from qflow_client.broker.core.waiting import Publisher, WaitingPublish, WaitingRoom, refusal
-from qflow_client.broker.core.wire import check_properties, decode_headers, encode_header
+from qflow_client.broker.core.wire import check_depth, check_properties, decode_headers, encode_header
 from qflow_client.flow import FlowSource
 
 __all__ = ["VirtualHost"]
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _PREDECLARED = (
     ("amq.direct", ExchangeType.DIRECT),
@@ -178,6 +178,7 @@ class VirtualHost:
                 otherwise, or arguments are refused.
         """
         arguments = dict(arguments or {})
+        check_depth(f"queue '{name}'", arguments)
         if name in self.queues:
             queue = self.queue(name, owner)
             for what, asked, there in (
@@ -354,6 +355,7 @@ class VirtualHost:
                 ReplyCode.ACCESS_REFUSED,
                 f"exchange name '{name}' is the default exchange's or begins with 'amq.', which is reserved",
             )
+        check_depth(f"exchange '{name}'", arguments or {})
         exchange = make_exchange(
             name, kind, durable=durable, auto_delete=auto_delete, internal=internal, arguments=arguments or {}
         )
@@ -395,6 +397,7 @@ class VirtualHost:
             ChannelException: 403; the default exchange. 404; no such exchange. 406; arguments it cannot use.
         """
         exchange = self.bindable_exchange(source)
+        check_depth(f"binding of '{destination.name}' to '{source}'", arguments or {})
         binding = Binding(destination, routing_key, dict(arguments or {}))
         if binding.key not in exchange.bindings:
             exchange.bind(binding)

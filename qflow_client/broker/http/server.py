@@ -8,7 +8,6 @@ machine is its holder, and only the number of all connections is limited.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any, cast
@@ -17,6 +16,7 @@ from aiohttp import web
 
 from qflow_client.broker.broker import Broker
 from qflow_client.broker.core.errors import AmqpError
+from qflow_client.broker.core.logs import get_logger
 from qflow_client.broker.core.server import cannot_listen
 from qflow_client.broker.http.events import EventStream, encode
 from qflow_client.broker.http.guard import SAFE_HEADERS, check_origin, check_token, has_token
@@ -27,7 +27,7 @@ from qflow_client.broker.http.problems import Problem, from_amqp, problem_respon
 
 __all__ = ["HttpServer"]
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 class HttpServer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,12 +11,13 @@ from typing import Any, NamedTuple
 from qflow_client.amqp.fields import encode_table
 from qflow_client.broker.core.entries import Completion, QueueView, Record, StoredMessage
 from qflow_client.broker.core.errors import ChannelException, ReplyCode
+from qflow_client.broker.core.logs import get_logger
 from qflow_client.broker.core.snapshots import MemorySnapshot
 from qflow_client.broker.store.paging import Droppable, Pager, bring_back, relieve
 
 __all__ = ["Batch", "Change", "Found", "FoundMessage", "Journal", "Put"]
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 class Put(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from qflow_client.broker.core.errors import AmqpError
+from qflow_client.broker.core.logs import get_logger
 from qflow_client.broker.core.virtualhost import VirtualHost
 from qflow_client.broker.store.diskthread import DiskThread
 from qflow_client.broker.store.errors import StoreError
@@ -22,7 +22,7 @@ from qflow_client.broker.store.store import BodyReader, Store
 
 __all__ = ["Keeper"]
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _Result = TypeVar("_Result")
 

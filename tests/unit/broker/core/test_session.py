@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import platform
 import struct
 from datetime import UTC, datetime
@@ -8,7 +9,8 @@ import pytest
 from pamqp import body, commands, frame, header
 
 from qflow_client import __version__
-from qflow_client.amqp.frames import BODY_FRAME, FRAME_OVERHEAD, HEARTBEAT, FrameSplitter
+from qflow_client.amqp.frames import BODY_FRAME, FRAME_OVERHEAD, HEARTBEAT, METHOD_FRAME, FrameSplitter
+from qflow_client.amqp.frames import frame as make_frame
 from qflow_client.broker.core.session import PROTOCOL_HEADER, State
 from qflow_client.broker.core.snapshots import message_copy
 
@@ -440,3 +442,21 @@ def test_a_connection_that_was_open_has_its_whole_time_to_answer_a_close(make_wo
     world.now = 9.0
     client.session.fail(320, "enough", world.now)
     assert client.session.wake_at == 14
+
+
+def test_names_that_clients_choose_reach_the_log_without_control_characters(make_world, caplog):
+    world = make_world(max_producer_flow_control_wait=1)
+    client = world.client().channel()
+    with caplog.at_level(logging.INFO, "qflow_client.broker"):
+        # pamqp encodes no such name.
+        name = "\x1b[31mred\r\n\u202eforged".encode()
+        declare = b"\0\x32\0\x0a\0\0" + bytes((len(name),)) + name + b"\1\0\0\0\0"
+        client.feed(make_frame(METHOD_FRAME, 1, declare))
+        world.host.declare_queue("\x1b]0;title\x07", arguments={"x-expires": 1})
+        world.now = 1.0
+        world.host.tick(world.now)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2
+    assert "\\x1b[31mred\\r\\n\\u202eforged" in told[0]
+    assert "\\x1b]0;title\\x07" in told[1]
+    assert all(each.isprintable() for each in told)

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from pamqp import commands
 from pamqp.commands import Basic, Exchange, Queue
 
+from qflow_client.broker.core.errors import ChannelException, ReplyCode
 from qflow_client.broker.core.exchange import _topic_matches
 
 CLOSE = commands.Connection.Close
@@ -392,3 +393,27 @@ def test_purge_and_delete_say_how_many_messages_were_ready(world):
     assert world.queue().depth == 1
     client.publish()
     assert client.call(1, Queue.Delete(queue="q"), Queue.DeleteOk).message_count == 1
+
+
+def test_arguments_are_nested_no_deeper_than_AMQP_carries_them(world):
+    def nested(depth):
+        value: object = 1
+        for number in range(depth):
+            value = {"k": value} if number % 2 else [value]
+        return {"x": value}
+
+    host = world.host
+    declares = (
+        lambda arguments: host.declare_queue("q", arguments=arguments),
+        lambda arguments: host.declare_exchange("e", "direct", arguments=arguments),
+        lambda arguments: host.bind(host.queue("q"), "e", "", arguments),
+    )
+    for declare in declares:
+        with pytest.raises(ChannelException, match="more than 100 tables and arrays lie in one another") as caught:
+            declare(nested(100))
+        assert caught.value.code == ReplyCode.PRECONDITION_FAILED
+        endless: dict[str, object] = {}
+        endless["x"] = [endless]
+        with pytest.raises(ChannelException, match="lie in one another"):
+            declare(endless)
+        declare(nested(99))
