@@ -115,6 +115,7 @@ class Channel(CountedSource):
         "flow_oks_due",
         "flowed_since",
         "host",
+        "incoming",
         "is_closing",
         "is_producer",
         "last_queue",
@@ -145,6 +146,8 @@ class Channel(CountedSource):
         self._header: bytes | None = None
         self._parts: list[bytes] = []
         self._missing = 0
+        #: Bytes that have come of it, if it has more than one body frame.
+        self.incoming = 0
         # Whether it has published, or said that it will.
         self.is_producer = False
         # Where it published to, exchanges with routing keys, as keys; and where last.
@@ -238,7 +241,10 @@ class Channel(CountedSource):
         self._missing -= len(payload)
         if self._missing > 0:
             if payload:
+                if not self._parts:
+                    self._count_incoming(len(header))
                 self._parts.append(payload)
+                self._count_incoming(len(payload))
             return
         if self._missing < 0:
             raise ConnectionException(
@@ -248,16 +254,22 @@ class Channel(CountedSource):
             self._parts.append(payload)
             payload = b"".join(self._parts)
             self._parts = []
+            self._count_incoming(-self.incoming)
         self._finish(target, header, payload)
 
     def reply(self, method: pamqp.base.Frame) -> None:
         """Answer a method."""
         self.session.write(wire.method(self.number, method))
 
+    def _count_incoming(self, change: int) -> None:
+        self.incoming += change
+        if self.host.journal is not None:
+            self.host.journal.unfinished += change
+
     @property
-    def incoming(self) -> int:
-        """Bytes of the message that is coming in."""
-        return sum(map(len, self._parts))
+    def unfinished(self) -> int:
+        """Bytes of the message that is coming in, and of the open transaction."""
+        return self.incoming + (self.transaction.size if self.transaction is not None else 0)
 
     # Publishing.
 
@@ -286,6 +298,7 @@ class Channel(CountedSource):
             if self.session.blocks:
                 self.check_alarm()
             self.transaction.publishes.append((message, target))
+            self._count_transaction(self.transaction, message.footprint)
             return
         confirms = self.confirms
         tag = confirms.next_tag() if confirms is not None else 0
@@ -540,6 +553,11 @@ class Channel(CountedSource):
         if not self.is_producer:
             self._become_producer()
 
+    def _count_transaction(self, transaction: Transaction, change: int) -> None:
+        transaction.size += change
+        if self.host.journal is not None:
+            self.host.journal.unfinished += change
+
     def _open_transaction(self) -> Transaction:
         if self.transaction is None:
             raise ChannelException(
@@ -559,6 +577,7 @@ class Channel(CountedSource):
         if reason is not None:
             self._roll_back(transaction)
             raise ChannelException(ReplyCode.PRECONDITION_FAILED, f"queue full, all is rolled back: {reason}")
+        self._count_transaction(transaction, -transaction.size)
         self.transaction = Transaction()
         touched: dict[Queue, None] = {}
         for settlement in transaction.settlements:
@@ -584,6 +603,7 @@ class Channel(CountedSource):
 
     def _roll_back(self, transaction: Transaction) -> None:
         """Forget the publishes; what was settled is unsettled again, and not delivered anew."""
+        self._count_transaction(transaction, -transaction.size)
         self.transaction = Transaction()
         self.consuming.take_back(
             delivery for settlement in transaction.settlements for delivery in settlement.deliveries
@@ -640,6 +660,7 @@ class Channel(CountedSource):
         self.is_closing = True
         self._target = self._header = None
         self._parts = []
+        self._count_incoming(-self.incoming)
         for controller in tuple(self.blocked_by):
             controller.forget(self)
             self.unblock(controller)

@@ -129,6 +129,11 @@ class StoredMessage:
         self.record: Record | None = None
 
     @property
+    def footprint(self) -> int:
+        """Bytes that it takes in memory while no queue has it, about."""
+        return self.size + len(self.header) + 512
+
+    @property
     def is_persistent(self) -> bool:
         """Whether it is to survive the broker, in queues that do."""
         return is_persistent(self.header)

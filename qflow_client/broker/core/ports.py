@@ -40,6 +40,9 @@ class Journal(Protocol):
     #: Body bytes that are to be written, or just are; above the second, publishers are not read.
     backlog_size: int
     max_backlog: int
+    #: Bytes of what is in no queue yet: bodies that are coming in and open transactions; and publishes that wait.
+    unfinished: int
+    waiting: int
 
     # Messages.
 

@@ -75,8 +75,9 @@ class Server:
         # When the virtual host is looked at, and what does it.
         self._tick_at = math.inf
         self._ticker: asyncio.TimerHandle | None = None
-        # Whether connections that publish are not read, because too much waits for the disk.
-        self._is_paused = False
+        # Whether connections that publish are not read: because too much waits for the disk, or is in memory.
+        self._waits_for_disk = False
+        self._waits_for_memory = False
         # Set by `stop`: who comes now comes too late.
         self.is_stopping = False
 
@@ -181,16 +182,39 @@ class Server:
         self._on_change()
 
     def _check_memory(self, journal: Journal) -> None:
-        """Keep within the limit, and let those wait who publish faster than the disk takes it."""
+        """Keep within the limit: publishers are not read while the disk is too slow for them, or memory is full."""
         self.host.relieve()
-        if not self._is_paused:
-            if journal.backlog_size <= journal.max_backlog:
-                return
-            self._is_paused = True
-        elif journal.backlog_size <= journal.max_backlog // 2:
-            self._is_paused = False
-        for connection in self.connections:
-            connection.pause(self._is_paused)
+        was_paused = self.is_paused
+        backlog = journal.max_backlog // 2 if self._waits_for_disk else journal.max_backlog
+        self._waits_for_disk = journal.backlog_size > backlog
+        if journal.limit:
+            if journal.unfinished > journal.limit // 2:
+                self._close_unfinished(journal)
+            limit = journal.limit // 8 * 7 if self._waits_for_memory else journal.limit
+            self._waits_for_memory = journal.held > limit
+        if self.is_paused is not was_paused:
+            for connection in self.connections:
+                connection.pause(self.is_paused)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether connections that publish are not read."""
+        return self._waits_for_disk or self._waits_for_memory
+
+    def _close_unfinished(self, journal: Journal) -> None:
+        """Close the channels that have most of bodies that are coming in, and of open transactions.
+
+        No consumer can make room for these, and a publisher that is not read cannot finish them. So they may have half
+        of the limit: the other half stays for queues.
+        """
+        channels = [channel for session in self.sessions for channel in session.channels.values()]
+        for channel in sorted(channels, key=lambda channel: channel.unfinished, reverse=True):
+            if journal.unfinished <= journal.limit // 2:
+                break
+            code, size = ReplyCode.RESOURCE_ERROR, channel.unfinished
+            _log.warning("%s: closed: %d bytes of it are unfinished, and memory is full", channel.name, size)
+            text = f"unfinished bodies and transactions take more than half of memory, {size} bytes of it this channel"
+            channel.fail(code, f"{code.title} - {text}")
 
     def _set_ticker(self) -> None:
         if self._ticker is not None:
@@ -275,6 +299,8 @@ class Connection(asyncio.Protocol):
             # One connection's bad luck must not be another's.
             _log.exception("%s: a frame could not be handled", session.name)
             session.fail_internally(self._server.clock())
+        if self._server.is_paused and not session.is_paused:
+            self.pause(True)
         self._check_timer()
         if session.tarpit_until is not None or session.is_held or not self._is_reading:
             self._check_reading()
@@ -373,7 +399,7 @@ class Connection(asyncio.Protocol):
     def pause(self, on: bool) -> None:
         """Read no more from the socket of who publishes, or read again."""
         session = self.session
-        if on is not session.is_paused and (session.published or not on):
+        if on is not session.is_paused and (not on or session.is_publishing):
             session.is_paused = on
             session.last_received = self._server.clock()
             self._check_reading()

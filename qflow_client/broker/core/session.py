@@ -758,6 +758,11 @@ class Session:
         return self._delivered_before + sum(channel.consuming.delivered for channel in self.channels.values())
 
     @property
+    def is_publishing(self) -> bool:
+        """Whether it has published, or has begun to."""
+        return bool(self.published or any(channel.unfinished for channel in self.channels.values()))
+
+    @property
     def times_flowed(self) -> int:
         """How often its channels were told to stop so far."""
         return self._times_flowed_before + sum(channel.times_flowed for channel in self.channels.values())

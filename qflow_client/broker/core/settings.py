@@ -118,7 +118,7 @@ class Settings:
             whoever made it closes it. ``None`` for nowhere.
         memory_limit: bytes of messages in memory, with about 512 more for each; above three quarters of it bodies are
             evicted from queues whose policy is ``flow_to_disk`` (A2), and above all of it clients get
-            ``Connection.Blocked``; 0 for any number.
+            ``Connection.Blocked``, and those that publish are not read; 0 for any number.
 
     Raises:
         TypeError: a value of the wrong type.

@@ -34,10 +34,12 @@ class Transaction:
     Attributes:
         publishes: messages in their order, each with where it goes.
         settlements: in their order.
+        size: bytes that the publishes take in memory, about.
     """
 
     publishes: list[tuple[StoredMessage, Target]] = field(default_factory=list)
     settlements: list[Settlement] = field(default_factory=list)
+    size: int = 0
 
     def refusal(self, destinations: list[tuple[Queue, ...]]) -> str | None:
         """Why the transaction cannot be committed: a queue that has no room for all of it.

@@ -74,7 +74,7 @@ class VirtualHost:
         self.targets: dict[bytes, Target] = {}
         self.rules: Rules = rules if rules is not None else PlainRules(settings)
         # Publishes that wait for room.
-        self.waiting = WaitingRoom(clock, settings.max_producer_flow_control_wait)
+        self.waiting = WaitingRoom(clock, settings.max_producer_flow_control_wait, journal)
         # Counts every publish while it is truthy.
         self.meter: PublishMeter | None = None
         # Sees everything that a flow log has; None if there is none.

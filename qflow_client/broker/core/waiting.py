@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from qflow_client.broker.core.entries import DropReason, StoredMessage
+from qflow_client.broker.core.ports import Journal
 from qflow_client.broker.core.queue import Queue
 
 __all__ = ["Publisher", "Refusal", "WaitingPublish", "WaitingRoom", "refusal"]
@@ -76,10 +77,12 @@ class WaitingRoom:
     Args:
         clock: monotonic seconds.
         max_wait: seconds that a publish waits at most.
+        journal: has the account of memory; ``None`` if there is none.
     """
 
-    def __init__(self, clock: Callable[[], float], max_wait: float) -> None:
+    def __init__(self, clock: Callable[[], float], max_wait: float, journal: Journal | None) -> None:
         self._clock = clock
+        self._journal = journal
         self._max_wait = max_wait
         # By queue, first come, first served, with some that wait no more. No line is empty.
         self._lines: dict[Queue, deque[WaitingPublish]] = {}
@@ -95,6 +98,8 @@ class WaitingRoom:
         """
         deadline = self._clock() + self._max_wait
         waiting = WaitingPublish(message, queues, publisher, tag, deadline)
+        if self._journal is not None:
+            self._journal.waiting += message.footprint
         for queue in queues:
             self._lines.setdefault(queue, deque()).append(waiting)
             queue.wait(deadline, 1)
@@ -103,6 +108,8 @@ class WaitingRoom:
     def stop(self, waiting: WaitingPublish) -> None:
         """A publish waits no more; those behind it are looked at soon."""
         waiting.is_over = True
+        if self._journal is not None:
+            self._journal.waiting -= waiting.message.footprint
         now = self._clock()
         for queue in waiting.queues:
             queue.wait(now, -1)

@@ -131,8 +131,9 @@ class Journal:
         limit: bytes of messages in memory (A1); 0 for any number.
     """
 
-    #: Bytes that a message takes in memory beside its body, about.
+    #: Bytes that a message takes in memory beside its body, about, with a header of as many bytes as the second says.
     OVERHEAD = 512
+    SMALL_HEADER = 128
     #: Bytes of bodies that may wait to be written before nothing more is read from who publishes.
     MAX_BACKLOG = 8 << 20
     #: Bytes of bodies that a queue reads ahead at most.
@@ -148,6 +149,9 @@ class Journal:
         self.memory = 0
         self.peak_memory = 0
         self.evicting = 0
+        # Of what is in no queue yet: bodies that are coming in and open transactions; and publishes that wait.
+        self.unfinished = 0
+        self.waiting = 0
         # Above it bodies are evicted, so that there is room for what comes and what is read ahead.
         self.evict_above = limit * 3 // 4
         self.max_backlog = min(self.MAX_BACKLOG, limit // 8) if limit else self.MAX_BACKLOG
@@ -196,7 +200,7 @@ class Journal:
         record = message.record
         if record is None:
             record = message.record = Record()
-            self._grow(self.OVERHEAD + (0 if message.body is None else message.size))
+            self._grow(self._cost_of(message))
         record.holders += 1
         if number and message.is_persistent:
             record.queues.append(number)
@@ -215,6 +219,11 @@ class Journal:
         self.backlog_size += message.size
         self._pending += message.size + self.OVERHEAD
 
+    def _cost_of(self, message: StoredMessage) -> int:
+        """Bytes that a message takes in memory now."""
+        large = len(message.header) - self.SMALL_HEADER
+        return self.OVERHEAD + (large if large > 0 else 0) + (0 if message.body is None else message.size)
+
     def _grow(self, size: int) -> None:
         self.memory += size
         if self.memory > self.peak_memory:
@@ -232,7 +241,7 @@ class Journal:
         assert record is not None
         record.holders -= 1
         if not record.holders:
-            self.memory -= self.OVERHEAD + (0 if message.body is None else message.size)
+            self.memory -= self._cost_of(message)
             self._no_longer_evicting(message, record)
             message.record = None
         elif record.aside:
@@ -281,6 +290,7 @@ class Journal:
 
     def relieve(self, queues: Iterable[QueueView]) -> None:
         """Keep the messages in memory within the limit, if there is one."""
+        self.peak_memory = max(self.peak_memory, self.memory + self.unfinished + self.waiting)
         if self.limit:
             relieve(self, tuple(queues))
 
@@ -324,7 +334,7 @@ class Journal:
     @property
     def held(self) -> int:
         """Bytes in memory but for what is about to go."""
-        return self.memory - self.evicting
+        return self.memory + self.unfinished + self.waiting - self.evicting
 
     def want(self, messages: Iterable[StoredMessage], reader: Callable[[], bool]) -> None:
         """Have bodies read.
@@ -387,7 +397,7 @@ class Journal:
         record.queues = queues
         record.holders = len(queues)
         record.is_taken = record.is_written = True
-        self._grow(self.OVERHEAD + (0 if message.body is None else message.size))
+        self._grow(self._cost_of(message))
 
     # Topology.
 
@@ -473,7 +483,7 @@ class Journal:
         """A picture of memory and store."""
         return MemorySnapshot(
             limit=self.limit,
-            bytes=self.memory,
+            bytes=self.memory + self.unfinished + self.waiting,
             peak=self.peak_memory,
             evicted=self.evicted,
             loaded=self.loaded,

@@ -166,9 +166,12 @@ class Disk:
         records = {message.record for message in messages}
         assert {record.number for record in records if record.number} == set(self.bodies)
         assert journal.memory == sum(
-            journal.OVERHEAD + (message.size if message.body is not None else 0) for message in messages
+            journal.OVERHEAD
+            + max(0, len(message.header) - journal.SMALL_HEADER)
+            + (message.size if message.body is not None else 0)
+            for message in messages
         )
-        assert (journal.evicting, journal.backlog, journal.backlog_size) == (0, 0, 0)
+        assert (journal.evicting, journal.backlog, journal.backlog_size, journal.unfinished) == (0, 0, 0, 0)
         for message in messages:
             assert message.body is None or len(message.body) == message.size
         for queue in queues:
