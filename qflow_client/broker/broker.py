@@ -67,7 +67,8 @@ class Broker(CoreBroker):
         if settings.flow_log is not None:
             log = settings.flow_log
             host.observe(FlowRecorder(log.write, host.clock, time.time, period=log.period, who=_who))
-        if settings.store is not None:
+        if settings.store is not None and self._journal is not None:
+            self._journal.on_lost = host.lost
             self._disk = import_module("qflow_client.broker.store.keeper").Keeper(
                 settings.store,
                 settings.store_synchronous,

@@ -325,10 +325,14 @@ class Broker:
         records = [each.message.record for each in found if each.message.body is None]
         numbers = [record.number for record in records if record is not None]
         bodies = self._disk.read_now(numbers) if numbers and self._disk is not None else {}
-        return tuple(
-            message_copy(each, bodies.get(record.number) if (record := each.message.record) is not None else None)
-            for each in found
-        )
+        copies = []
+        for each in found:
+            record = each.message.record
+            body = each.message.body if record is None or each.message.body is not None else bodies.get(record.number)
+            # A body that is damaged on disk is reported in the log.
+            if body is not None:
+                copies.append(message_copy(each, body))
+        return tuple(copies)
 
     def _channels(self) -> list[Channel]:
         return [
@@ -567,10 +571,10 @@ class Broker:
             entry = self._host.queue(queue).take(no_ack=True)
             if entry is None:
                 return None
-            (copy,) = self._copies((entry,))
+            copies = self._copies((entry,))
             if entry.message.body is None and self._host.journal is not None:
                 self._host.journal.leave(0, entry.message)
-            return copy
+            return copies[0] if copies else None
 
         return self._call(get, changes=True)
 

@@ -247,19 +247,23 @@ class Consuming:
             session.write(get_ok)
             session.write(wire.content_frames(self.number, message.header, message.body, session.frame_max))
         else:
-            self._promise_message(get_ok, message)
+            self._promise_message(get_ok, message, tag)
 
-    def _promise_message(self, get_ok: bytes, message: StoredMessage) -> None:
+    def _promise_message(self, get_ok: bytes, message: StoredMessage, tag: int) -> None:
         """Answer with a message, which is on disk and held, as soon as it is read.
 
-        The method waits, too: nothing may come between it and the content.
+        The method waits, too: nothing may come between it and the content. If the body is lost, the queue was empty.
         """
         journal = self._host.journal
         assert journal is not None
         promise = self.session.promise(self.number, message.size)
 
         def keep() -> None:
-            assert message.body is not None
+            if message.body is None:
+                self.unacked.pop(tag, None)
+                journal.leave(0, message)
+                promise.keep(wire.method(self.number, commands.Basic.GetEmpty()))
+                return
             content = wire.content_frames(self.number, message.header, message.body, self.session.frame_max)
             journal.leave(0, message)
             promise.keep(get_ok + content)

@@ -113,7 +113,10 @@ class DeadLetters:
             self._letters.clear()
 
     def _bury_next(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
-        if message.body is None:
+        if message.is_lost:
+            queue.count_drop(DropReason.DAMAGED)
+            queue.buried(message)
+        elif message.body is None:
             # It must be read before.
             self._when_read(message, lambda: self.died(queue, message, reason))
         else:

@@ -47,6 +47,8 @@ class DropReason(StrEnum):
     CONFLATED = "conflated"
     #: Memory was beyond its limit, and the policy said so (A1).
     MEMORY = "memory"
+    #: Its body was on disk only, and is damaged there (E10).
+    DAMAGED = "damaged"
     #: The queue was full, and the sender was not informed: a dead letter, or a publish without confirms.
     REFUSED = "refused"
     #: It came as a dead letter, had died here before, and no consumer had rejected it since.
@@ -78,6 +80,7 @@ class Record:
         "completion",
         "holders",
         "is_evicting",
+        "is_lost",
         "is_spooled",
         "is_taken",
         "is_written",
@@ -99,6 +102,8 @@ class Record:
         # Whether it is to be on disk as long as any queue has it; and whether memory is to be rid of its body then.
         self.is_spooled = False
         self.is_evicting = False
+        # Whether its body is damaged on disk, and in memory no more.
+        self.is_lost = False
         # Its entries that could not be dropped when memory was beyond its limit, until that may have changed.
         self.aside: Sequence[QueueEntry] = ()
 
@@ -127,6 +132,11 @@ class StoredMessage:
         self.size = len(body)
         # What the journal knows of it; None if there is no journal, or no queue has it.
         self.record: Record | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its body was on disk only, and is damaged there."""
+        return self.record is not None and self.record.is_lost
 
     @property
     def footprint(self) -> int:

@@ -819,6 +819,16 @@ class Queue:
         self._shrink(entry)
         self.count_drop(DropReason.MEMORY)
 
+    def drop_lost(self, message: StoredMessage) -> None:
+        """Drop a message whose body is lost, wherever it is here."""
+        for entry in [each for each in self.oldest_first() if each.message is message]:
+            if entry.is_unacked:
+                self._take_back(entry)
+            else:
+                self._leave_gap(entry)
+            self._shrink(entry)
+            self.count_drop(DropReason.DAMAGED)
+
     def purge(self) -> int:
         """Remove all ready entries.
 

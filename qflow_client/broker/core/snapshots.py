@@ -128,7 +128,8 @@ class QueueSnapshot:
         acked: messages acked so far.
         dropped: messages that left it, or were refused unbeknown to their senders, without being acked, so far.
         drops: how many of them for which reason: ``rejected``, ``expired``, ``maxlen``, ``conflated``, ``memory``,
-            ``cycle`` or ``refused``. Besides, ``copy``: how many were not dead-lettered, because another copy was.
+            ``damaged``, ``cycle`` or ``refused``. Besides, ``copy``: how many were not dead-lettered, because another
+            copy was.
         consumers: how many it has.
         blocked: names of the channels that it flows, the oldest first (J4).
         thresholds: the marks in force.
@@ -195,6 +196,7 @@ class MemorySnapshot:
         backlog_bytes: their body bytes.
         written: messages that went to disk so far.
         commits: how often something was committed so far.
+        damaged: rows of the store that are damaged and set aside.
     """
 
     limit: int = 0
@@ -206,6 +208,7 @@ class MemorySnapshot:
     backlog_bytes: int = 0
     written: int = 0
     commits: int = 0
+    damaged: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """The same in camel case."""

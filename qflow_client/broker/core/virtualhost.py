@@ -611,6 +611,11 @@ class VirtualHost:
         if self.journal is not None:
             self.journal.relieve(self.queues.values())
 
+    def lost(self, message: StoredMessage) -> None:
+        """The body of a message was on disk only, and is damaged there: the message leaves all queues."""
+        for queue in self.queues.values():
+            queue.drop_lost(message)
+
     # Dead letters.
 
     def died(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:

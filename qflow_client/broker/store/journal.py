@@ -178,6 +178,9 @@ class Journal:
         # Messages and body bytes that are to be written, or just are.
         self.backlog = 0
         self.backlog_size = 0
+        # Called with a message whose body is damaged on disk; how many rows of the store are damaged.
+        self.on_lost: Callable[[StoredMessage], None] | None = None
+        self.damaged = 0
         # So far: messages on disk, and transactions.
         self.written = 0
         self.batches = 0
@@ -298,7 +301,7 @@ class Journal:
         """Call something when the body of a message, which must have a record, is in memory."""
 
         def look() -> bool:
-            if message.body is None:
+            if message.body is None and not message.is_lost:
                 self.want((message,), look)
             else:
                 callback()
@@ -345,7 +348,9 @@ class Journal:
         """
         for message in messages:
             record = message.record
-            if message.body is None and record is not None and record.number not in self._reading:
+            if message.body is not None or record is None or record.is_lost:
+                continue
+            if record.number not in self._reading:
                 self._wanted[record.number] = message
         self._readers.append(reader)
 
@@ -362,9 +367,15 @@ class Journal:
                 self._reading[number] = message
         return list(self._reading)
 
-    def came(self, bodies: Mapping[int, bytes]) -> None:
-        """Bodies have been read; what has left its queues meanwhile may be missing."""
+    def came(self, bodies: Mapping[int, bytes | None]) -> None:
+        """Bodies have been read.
+
+        Args:
+            bodies: by number of their messages; ``None`` for one that is damaged. A message that has left its queues
+                meanwhile may be missing.
+        """
         reading, self._reading = self._reading, {}
+        lost = []
         for number, message in reading.items():
             body = bodies.get(number)
             record = message.record
@@ -373,6 +384,13 @@ class Journal:
                 self.loaded += 1
                 self._grow(message.size)
                 bring_back(message)
+            elif number in bodies and message.body is None and record is not None:
+                record.is_lost = True
+                lost.append(message)
+        self.damaged += len(lost)
+        for message in lost:
+            if self.on_lost is not None:
+                self.on_lost(message)
         readers, self._readers = self._readers, []
         for reader in readers:
             try:
@@ -491,6 +509,7 @@ class Journal:
             backlog_bytes=self.backlog_size,
             written=self.written,
             commits=self.batches,
+            damaged=self.damaged,
         )
 
     @property

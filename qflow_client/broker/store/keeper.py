@@ -46,6 +46,8 @@ class Keeper:
             there is little room; with ``None`` when it is over.
     """
 
+    #: Damaged rows that are named in the log.
+    NAMED = 20
     #: Seconds until what could not be written is tried again.
     RETRY = 1.0
     #: Seconds between two looks at how much of the disk is free.
@@ -119,10 +121,16 @@ class Keeper:
         messages = store.messages()
         recovered = 0
         while page := await self._run(lambda: list(islice(messages, self._AT_ONCE))):
-            recovery.recover_messages(page)
+            lost = recovery.recover_messages(page)
+            if lost:
+                await self._run(store.set_aside_messages, lost, "none of its queues is there")
             host.relieve()
             recovered += len(page)
         recovery.finish()
+        self._journal.damaged = len(store.damaged)
+        if store.damaged:
+            told = "; ".join(store.damaged[: self.NAMED])
+            _log.error("%s: %d rows are damaged, and set aside: %s", store.path, len(store.damaged), told)
         if recovered or found.queues:
             _log.info("%s: %d durable queues and %d messages", store.path, len(found.queues), recovered)
 
@@ -190,6 +198,7 @@ class Keeper:
                 numbers = self._journal.take_wanted()
                 try:
                     bodies = await loop.run_in_executor(self._reader_thread, self._bodies, numbers)
+                    await self._set_aside([number for number, body in bodies.items() if body is None])
                 except Exception as error:
                     self._log_error(error, "messages wait until it can be read")
                     bodies = {}
@@ -200,20 +209,30 @@ class Keeper:
         finally:
             self._reading = None
 
-    def _bodies(self, numbers: Sequence[int]) -> dict[int, bytes]:
+    async def _set_aside(self, numbers: Sequence[int]) -> None:
+        """Set messages aside whose bodies are damaged."""
+        if numbers and self._store is not None:
+            _log.error("%s: messages are damaged, set aside and lost: %s", self._path, numbers)
+            await self._run(self._store.set_aside_messages, numbers)
+
+    def _bodies(self, numbers: Sequence[int]) -> dict[int, bytes | None]:
         if self._reader is None:
             self._reader = BodyReader(self._path)
         return self._reader.read(numbers)
 
     def read_now(self, numbers: Sequence[int]) -> dict[int, bytes]:
-        """Bodies of messages, by number, on the thread that asks.
+        """Bodies of messages, by number, on the thread that asks; without those that are damaged.
 
         Raises:
             StoreError: they cannot be read.
         """
         reader = BodyReader(self._path)
         try:
-            return reader.read(numbers)
+            found = reader.read(numbers)
+            damaged = [number for number, body in found.items() if body is None]
+            if damaged:
+                _log.error("%s: messages are damaged: %s", self._path, damaged)
+            return {number: body for number, body in found.items() if body is not None}
         finally:
             reader.close()
 

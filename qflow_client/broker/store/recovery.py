@@ -47,14 +47,24 @@ class Recovery:
         finally:
             host.is_recovering = False
 
-    def recover_messages(self, messages: Iterable[FoundMessage]) -> None:
-        """Put messages that a message store has where they were; they come in the order of their numbers."""
+    def recover_messages(self, messages: Iterable[FoundMessage]) -> list[int]:
+        """Put messages that a message store has where they were; they come in the order of their numbers.
+
+        Returns:
+            The numbers of those of which no queue is there, because it is damaged.
+        """
         now = self._wall_clock()
+        lost = []
         for each in messages:
+            queues = [number for number in each.queues if number in self._queues]
+            if not queues:
+                lost.append(each.number)
+                continue
             message = StoredMessage(Address(each.exchange, each.routing_key), each.header, each.body)
-            self._journal.recovered(message, each.number, each.queues)
-            for number in each.queues:
+            self._journal.recovered(message, each.number, queues)
+            for number in queues:
                 self._queues[number].recover(message, max(0.0, now - each.at))
+        return lost
 
     def finish(self) -> None:
         """All messages are back: what has expired meanwhile, or is too much now, goes."""

@@ -15,7 +15,7 @@ import threading
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pika
 import pytest
@@ -514,3 +514,23 @@ def test_nothing_of_a_store_is_there_without_one(broker, tmp_path, monkeypatch):
     broker.publish(b"x", "q", properties=commands.Basic.Properties(delivery_mode=2))
     assert list(tmp_path.iterdir()) == []
     assert not any(thread.name.startswith("qflow-store") for thread in threading.enumerate())
+
+
+def test_E10_a_damaged_row_is_set_aside_and_reported_and_a_cut_file_is_refused(tmp_path, caplog):
+    path = tmp_path / "store"
+    with Broker(store=path) as broker:
+        broker.declare_queue("q", durable=True)
+        for number in range(3):
+            broker.publish(b"%d" % number, "q", properties=commands.Basic.Properties(delivery_mode=2))
+    with closing(sqlite3.connect(path)) as file, file:
+        file.execute("UPDATE message SET body = CAST('9' AS BLOB) WHERE number = 2")
+    for _ in range(2):
+        caplog.clear()
+        with Broker(store=path) as broker:
+            assert [message.body for message in broker.messages("q")] == [b"0", b"2"]
+            assert broker.memory.damaged == 1
+        (told,) = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
+        assert told == f"{path}: 1 rows are damaged, and set aside: message 2: its checksum is wrong"
+    path.write_bytes(b"S")
+    with pytest.raises(StoreError, match="it is cut off; restore it from a copy"), Broker(store=path):
+        pass

@@ -136,7 +136,7 @@ class Disk:
 
     def __init__(self, journal):
         self.journal = journal
-        self.bodies: dict[int, bytes] = {}
+        self.bodies: dict[int, bytes | None] = {}
         # How many bodies each time.
         self.reads: list[int] = []
 
