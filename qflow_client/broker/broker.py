@@ -28,7 +28,7 @@ from qflow_client.flow import FlowSource
 __all__ = ["Broker"]
 
 
-def _who(source: FlowSource) -> tuple[str, str]:
+def _names(source: FlowSource) -> tuple[str, str]:
     """What the client calls itself, and its connection's name."""
     assert isinstance(source, Channel)
     session = source.session
@@ -66,7 +66,7 @@ class Broker(CoreBroker):
         self._rates = host.meter = Rates(host.wake_at)
         if settings.flow_log is not None:
             log = settings.flow_log
-            host.observe(FlowRecorder(log.write, host.clock, time.time, period=log.period, who=_who))
+            host.observe(FlowRecorder(log.write, host.clock, time.time, period=log.period, names=_names))
         if settings.store is not None and self._journal is not None:
             self._journal.on_lost = host.lost
             self._disk = import_module("qflow_client.broker.store.keeper").Keeper(
@@ -206,7 +206,7 @@ class Broker(CoreBroker):
         self._call(change, changes=True)
 
     def delete_rate_limit(self, apply_to: RateScope | str, name: str) -> None:
-        """Remove a rate limit, and let go whom it holds.
+        """Remove a rate limit, and release the channels that it holds.
 
         Args:
             apply_to: ``exchange``, ``queue`` or ``user``.

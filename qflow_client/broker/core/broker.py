@@ -250,7 +250,7 @@ class Broker:
 
     def _on_trouble(self, name: str, reason: str | None) -> None:
         if not self._runner.is_running:
-            # It ends, or has just begun: nobody is there to be told.
+            # It ends, or has just begun: there are no clients.
             return
         if reason is None:
             self.clear_alarm(name)
@@ -279,7 +279,7 @@ class Broker:
         return self._call(lambda: tuple(connection_snapshot(session) for session in self._server.sessions))
 
     def channels(self) -> tuple[ChannelSnapshot, ...]:
-        """All open channels at this moment: who is flowed, by which queues, how often, for how long."""
+        """All open channels at this moment: which are flowed, by which queues, how often, for how long."""
         return self._call(lambda: tuple(channel_snapshot(channel) for channel in self._channels()))
 
     def producers(self) -> tuple[ChannelSnapshot, ...]:
@@ -621,7 +621,7 @@ class Broker:
         return picked
 
     def flow(self, active: bool, channel: str | None = None) -> None:
-        """Stop or start producers, as an operator (D5); queues go on holding whom they hold.
+        """Stop or start producers, as an operator (D5); queues keep their holds.
 
         Returns before the clients have read it.
 

@@ -1,4 +1,14 @@
-"""A channel, sans-I/O: publishing with confirms or in transactions, and being flowed."""
+"""One channel, sans-I/O: publishing with confirms or in transactions, and being flowed (blocked).
+
+A publish is a method, a header and bodies. When it is complete, `Channel._finish` resolves its target, if the topology
+has changed since, and takes one of three ways: into the open transaction; into its queues at once if none of them has
+marks or a maximum; or through `Channel._publish_watched`, which asks all queues before any of them takes the message.
+Every publish in confirm mode gets a tag when it is complete, and exactly one ack or nack, unless the channel is closed
+before.
+
+A channel is a `FlowSource`: queues, rates, an operator and the discipline block and unblock it. The client gets one
+``Channel.Flow`` for the first of these holds and one when the last is gone.
+"""
 
 from __future__ import annotations
 
@@ -645,7 +655,7 @@ class Channel(CountedSource):
         self.session.write(close)
 
     def end(self) -> None:
-        """Leave nothing of the channel behind: consumers go, what is unacked returns to its queues, nobody flows it."""
+        """End: consumers go, unacked messages return to their queues, and nothing flows the channel any more."""
         if self.is_closing:
             return
         if self.confirms is not None and self.confirms.is_due and not self._controls.withhold_confirms:

@@ -1,4 +1,8 @@
-"""Confirm mode of a channel: which publishes are to be confirmed, which are held, and how few frames can say so."""
+"""Confirm mode of a channel: which publishes wait for their acks, and how few frames can ack the others.
+
+Tags count publishes from 1. A tag is held, by queues, by the disk or because the publish waits for room, or it is due.
+A flush acks all due tags below the lowest held one with one frame, and each of the others with a frame of its own.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ class Confirms:
         self._held: dict[int, Completion] = {}
         # Tags to be acked by the next flush.
         self._due: list[int] = []
-        # Body bytes of the held publishes that are in the connection's backlog, by tag, and who is told of their end.
+        # Body bytes of the held publishes that are in the connection's backlog, by tag; called when one is released.
         self.owed: dict[int, int] = {}
         self.on_released: Callable[[int], None] | None = None
 

@@ -1,4 +1,9 @@
-"""What a channel delivers, and what of it is unsettled; sans-I/O."""
+"""What one channel delivers and what of that is unsettled, sans-I/O.
+
+Consumers of a channel share its delivery tags and its prefetch count. A queue asks `ChannelConsumer.can_take` before
+each delivery. When credit comes back, `Consuming.wake` offers it to the consumers in turn, beginning behind the one
+that was served last, so that none of them takes everything.
+"""
 
 from __future__ import annotations
 
@@ -376,7 +381,7 @@ class Consuming:
             queue.dispatch()
 
     def recover(self, *, requeue: bool) -> None:
-        """Give out again what is unsettled: to whom it was given, or with `requeue` to anybody."""
+        """Deliver again what is unsettled: to the same consumer, or with `requeue` to any."""
         back: list[Delivery] = []
         for delivery in self.take(0, multiple=True):
             # Asked anew for each, because each delivery leaves less room for the next.

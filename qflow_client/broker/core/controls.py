@@ -1,4 +1,4 @@
-"""What an operator has set for the whole broker at run time."""
+"""What an operator has set for the whole broker at run time: holds and switches that sessions and channels read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Controls:
         self.producers_stopped = False
         # What blocks channels because of an alarm, where that is how clients are told of one.
         self.alarm = FlowController(ThresholdLimiter(StopResume()), name=self.ALARM)
-        # Why connections are blocked, by who says so.
+        # Why connections are blocked, by what blocks them.
         self.alarms: dict[str, str] = {}
         # Whether confirms stay with the broker.
         self.withhold_confirms = False

@@ -1,4 +1,8 @@
-"""Exchanges, sans-I/O: which bindings a message matches."""
+"""Exchanges, sans-I/O: which bindings a message matches, and the target of a publish.
+
+Two bindings with the same destination, key and arguments are one. A headers exchange needs the headers of each message;
+the destinations of every other kind depend on the routing key only, so a `Target` can remember them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The methods that change the topology, classes exchange and queue, and those with which a client consumes."""
+"""Handlers of the methods that change the topology, and of those that consume.
+
+A handler gets the channel, as a `MethodChannel`, and the decoded method. It raises an `AmqpError` to refuse. Answers
+that report a change of the topology wait for the disk, if there is a store.
+"""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Overflow:
 
     @property
     def is_silent(self) -> bool:
-        """Whether who publishes without confirms is not told of a refusal, which is counted all the same."""
+        """Whether a refusal is only counted if the publisher has no confirms, and does not close its channel."""
         return False
 
     @property

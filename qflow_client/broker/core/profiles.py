@@ -1,4 +1,4 @@
-"""What other brokers say and do otherwise, as data, for a broker that plays one of them (docs/dialects.md)."""
+"""What other brokers say and do differently, as data, for a broker that plays one of them (docs/dialects.md)."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class Profile(StrEnum):
 
     #: Its own.
     QFLOW = "qflow"
-    #: LavinMQ's: a full disk closes the channels of those who publish with 406.
+    #: LavinMQ's: a full disk closes the channels that publish with 406.
     LAVINMQ = "lavinmq"
     #: WSO2 Message Broker's: nothing is announced or confirmed, and errors of a channel end the connection.
     WSO2 = "wso2"
     #: The standard without anybody's extensions.
     AMQP_0_9_1 = "amqp-0-9-1"
-    #: A broker of before AMQP 0-9-1, which answers who speaks that with what it speaks itself.
+    #: A broker of before AMQP 0-9-1, which answers an AMQP 0-9-1 client with its own protocol header.
     AMQP_0_9 = "amqp-0-9"
 
 
 class OnAlarm(Enum):
-    """What those who publish notice of an alarm."""
+    """What publishers notice of an alarm."""
 
     #: ``Connection.Blocked``, if they announced that they understand.
     BLOCKED = auto()
@@ -75,7 +75,7 @@ class Dialect:
         extensions: of the standard, by the names in the table of capabilities; ``None`` for none, and no such table.
         headers: the protocol headers that it accepts.
         answer: the protocol header with which it answers others.
-        on_alarm: what those who publish notice of an alarm.
+        on_alarm: what publishers notice of an alarm.
         alarm_text: what it says as it closes a channel for an alarm.
         channel_errors_close: the reply code with which it closes the connection over what should close only the
             channel; ``None`` if it closes the channel.

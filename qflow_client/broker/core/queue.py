@@ -1,4 +1,14 @@
-"""Queues, sans-I/O: order, depth, thresholds, consumers, and what a message waits for before it is confirmed."""
+"""Queues, sans-I/O: order, depth, flow state, consumers, and what a message waits for before it is confirmed.
+
+A message is ready, or unacked (with a consumer), or gone. `Queue.ready` has the ready entries in the order of their
+sequence numbers, with some that are gone and are skipped later. Depth and size count ready and unacked entries together
+(D6), and each flow state of the queue is offered every change of them, after the message is in (J3). `Queue.is_watched`
+is False if a publish needs no more than an append: the common case pays for nothing else.
+
+A queue does not deliver while it enqueues: a message enters all of its queues before any consumer gets it. The queue
+drives what is plugged into it: the overflow policy, the journal with pager and droppable entries, and the flow
+observer. None of these changes the queue but through its methods.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +82,7 @@ class Queue:
         exclusive_owner: the connection that alone may use it.
         auto_delete: as declared.
         arguments: as declared.
-        flow_scope: whom its marks flow (D12).
+        flow_scope: which channels its marks flow (D12).
         recent: seconds for which a publisher counts as recent.
         resume_interval: seconds between two channels that it unflows (F4); 0 for none.
         observer: sees what comes, goes and is held; ``None`` if there is none.
@@ -185,7 +195,7 @@ class Queue:
         self._times_on_before = 0
         # Since when any of them is ON; None if none is.
         self.on_since: float | None = None
-        # Whether it was ON for so long that it holds nobody any more, and keeps within its maximum (D10); how often.
+        # Whether it was ON for so long that it holds no channel any more and keeps within its maximum (D10); how often.
         self.is_overdue = False
         self.times_overdue = 0
         self._makes_room = False
@@ -235,7 +245,7 @@ class Queue:
         self._is_reading = False
         # Whether publishing here needs more than an append, whether it may be refused, and whether others wait.
         self.is_watched = self.may_refuse = self.has_line = False
-        # Whether whoever publishes past a mark is flowed, and its confirms held.
+        # Whether a channel that publishes past a mark is flowed, and its confirms are held.
         self._flows_channels = self._delays_completion = False
         self._watch()
         self._page()
@@ -451,7 +461,7 @@ class Queue:
             self._follow_up(entry, source, completion)
 
     def recover(self, message: StoredMessage, age: float) -> None:
-        """Take back a message that was in it when the broker ended. Delivers nothing yet, and nobody is flowed.
+        """Take back a message that was in it when the broker ended. Delivers nothing yet, and flows no channel.
 
         Args:
             message: which the store knows already.
@@ -463,7 +473,7 @@ class Queue:
         self.peak_depth = max(self.peak_depth, self.depth)
         self.peak_size = max(self.peak_size, self.size)
         entry = QueueEntry(self, message, self.published)
-        # Nobody knows whether it was.
+        # It may have been.
         entry.redelivered = True
         self.ready.append(entry)
         if self.pager is not None and message.body is not None:
@@ -608,7 +618,7 @@ class Queue:
             _log.info("queue '%s' is OFF: its policy is %s again", self.name, self.limits.policy)
 
     def _turn_overdue(self) -> None:
-        """It was ON for so long that it may hold nobody any more (D10)."""
+        """It was ON for so long that it may hold no channel any more (D10)."""
         assert self.limits.then is not None
         self.is_overdue = True
         self.times_overdue += 1
@@ -712,7 +722,7 @@ class Queue:
         self.ready.popleft()
         self.delivered += 1
         if entry.message.body is None and self.journal is not None:
-            # Whoever takes it has to read it first.
+            # The body has to be read first.
             self.journal.hold(entry.message)
         if no_ack:
             self._shrink(entry)
@@ -863,9 +873,9 @@ class Queue:
             flow.let_go()
         if self._observer is not None:
             self._observer.deleted(self)
-        # Whoever waits for it goes on without it.
+        # Publishes that wait for it go on without it.
         self._surroundings.admit_waiting(self, self._clock())
-        # Who published here may be remembered with the queue for a while; the connection that had it is not to be.
+        # A publisher may keep the queue alive for a while; the connection that owned it is not kept with it.
         self.exclusive_owner = None
         return count
 
@@ -956,7 +966,7 @@ class Queue:
             else:
                 self._tick_by(self._used_at + expires)
 
-    # Who takes it out.
+    # Consumers.
 
     def add_consumer(self, consumer: Consumer, *, exclusive: bool) -> None:
         """Let a consumer take part. Delivers nothing yet."""

@@ -1,4 +1,9 @@
-"""The flow state of a queue, sans-I/O: whose channels it flows, whose confirms it holds, and who goes on when."""
+"""The flow state of a queue, sans-I/O: which channels it flows (blocks), and which confirms it holds.
+
+A `QueueFlow` is one family of marks. Above its stop it is ON: it blocks the channel that publishes, or holds the
+confirm, or both. At its resume it is OFF: it releases all confirms and unblocks the channels, all at once or one after
+the other (F4).
+"""
 
 from __future__ import annotations
 
@@ -54,7 +59,7 @@ class Turns:
 
 
 class QueueFlow(FlowController):
-    """One family of marks on a queue: flows the channels, and holds the confirms, of who publishes past them.
+    """One family of marks on a queue: flows the channels, and holds the confirms, of publishes past them.
 
     Args:
         thresholds: the marks.
@@ -82,7 +87,7 @@ class QueueFlow(FlowController):
             return
         if self._turns is None:
             if len(blocked) > 1 and self._may_go_on(now):
-                # Who hears of it first fills the room below the mark before the others: let it be who has had least.
+                # The first fills the room below the mark before the others: let it be the one that has published least.
                 self._blocked = dict.fromkeys(sorted(blocked, key=_published))
             super().resume(now)
             return
@@ -96,7 +101,7 @@ class QueueFlow(FlowController):
             completion.release()
 
     def let_go(self) -> None:
-        """Hold nobody any more, whatever the state."""
+        """Release all channels and confirms, whatever the state."""
         for source in self.blocked:
             self.forget(source)
         self.release_held()

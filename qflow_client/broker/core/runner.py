@@ -1,4 +1,8 @@
-"""The loop that a broker runs on, its own or another's: calls that come to it from any thread, and waiting."""
+"""The event loop that a broker runs on, and calls to it from other threads.
+
+`Runner.call` runs a function on the loop and returns its result; on the loop itself, and before and after it runs, it
+calls the function in place. `Runner.changed` wakes every waiter, which looks at its predicate again.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ _Step = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Runner:
-    """Where a broker runs, and who calls it or waits for what happens there."""
+    """The loop of one broker, and the calls to it from other threads."""
 
     def __init__(self) -> None:
         # The loop, and the thread of that loop; None before and after. While it is taken away, the lock keeps calls

@@ -1,4 +1,11 @@
-"""The skin: sockets, TLS and timers of asyncio around the sessions."""
+"""The sockets of the broker: asyncio's transports, TLS and timers around the sessions.
+
+Each `Connection` feeds a `Session` what its socket receives, and writes what the session has to send. A turn of the
+event loop ends in `Server._end_turn`: there every connection writes once, whatever happened in the turn, and memory and
+the backlog of the disk are checked. Three things stop a socket from being read: too much waits to be written to it, the
+session is tarpitted (D8) or holds input, or the whole broker waits for memory or the disk. An error in the handling of
+one connection ends that connection and no other.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +85,7 @@ class Server:
         # Whether connections that publish are not read: because too much waits for the disk, or is in memory.
         self._waits_for_disk = False
         self._waits_for_memory = False
-        # Set by `stop`: who comes now comes too late.
+        # Set by `stop`: new connections are cut.
         self.is_stopping = False
 
     @property
@@ -170,7 +177,7 @@ class Server:
             try:
                 connection.send(now)
             except Exception:
-                # One connection's bad luck must not be another's.
+                # An error in one connection must not end the others.
                 _log.exception("%s: what was to be sent could not be put together", connection.session.name)
                 connection.abort()
         for connection in writers:
@@ -296,7 +303,7 @@ class Connection(asyncio.Protocol):
         try:
             session.receive_data(data, self._server.clock())
         except Exception:
-            # One connection's bad luck must not be another's.
+            # An error in one connection must not end the others.
             _log.exception("%s: a frame could not be handled", session.name)
             session.fail_internally(self._server.clock())
         if self._server.is_paused and not session.is_paused:
@@ -397,7 +404,7 @@ class Connection(asyncio.Protocol):
                 self._transport.pause_reading()
 
     def pause(self, on: bool) -> None:
-        """Read no more from the socket of who publishes, or read again."""
+        """Read no more from the socket if the client publishes, or read again."""
         session = self.session
         if on is not session.is_paused and (not on or session.is_publishing):
             session.is_paused = on

@@ -1,6 +1,14 @@
-"""A connection, sans-I/O: bytes in, bytes out, and calls on the virtual host.
+"""One AMQP connection, sans-I/O: bytes in, bytes out, and calls on the virtual host.
 
-The life of a connection is the sequence of `State`; every change of state is in this file.
+The life of a connection is the sequence of `State`; every change of state is in this file. `Session.receive_data`
+splits bytes into frames and gives each to its channel, or handles it if it is for channel 0. An `AmqpError` that a
+frame raises closes the channel or the connection; what follows for a closed channel is ignored until the client has
+answered.
+
+Output is a list of byte strings that `Session.take_output` joins once in each turn of the loop. An answer that must
+wait for the disk is a `Promise`: what the same channel writes later waits behind it, and other channels do not. So the
+order of a channel's frames is always that in which they were written. If more than `Session.MAX_OUTPUT` bytes wait to
+be sent, the rest of the input is held, and a client that does not read cannot make the broker keep more.
 """
 
 from __future__ import annotations
@@ -152,7 +160,7 @@ class Session:
         self._is_writable = True
         self._delivery_bytes = 0
         self.takes_deliveries = True
-        # Why the client is blocked, by who says so.
+        # Why the client is blocked, by what blocks it.
         self.blocks: dict[str, str] = {}
         # Only set if something is done about connections that do not listen (D7 D8).
         self.discipline = discipline(self) if discipline is not None else None
@@ -433,7 +441,7 @@ class Session:
 
         Args:
             reason: for the client.
-            source: who says so, and takes it back by `unblock`.
+            source: what blocks it; `unblock` takes the same.
         """
         way = self.dialect.on_alarm
         if self.state is not State.RUNNING or (way is OnAlarm.BLOCKED and not self.understands("connection.blocked")):
@@ -448,7 +456,7 @@ class Session:
                     channel.block(self.controls.alarm)
 
     def unblock(self, source: str) -> None:
-        """Tell the client that it is no longer blocked, if nobody else says that it is."""
+        """Tell the client that it is no longer blocked, if nothing else blocks it."""
         if self.blocks.pop(source, None) is None or self.blocks or self.state is not State.RUNNING:
             return
         way = self.dialect.on_alarm
@@ -769,7 +777,7 @@ class Session:
 
 
 def _nobody() -> None:
-    """Who is told when nobody is there."""
+    """Called in place of the server when the socket is gone."""
 
 
 def _frame_name(kind: int, payload: bytes) -> str:

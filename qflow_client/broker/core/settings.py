@@ -50,11 +50,11 @@ class Enforcement(StrEnum):
 
 
 class FlowScope(StrEnum):
-    """Whom a queue that is ON flows."""
+    """Which channels a queue that is ON flows."""
 
-    #: Only who publishes past the mark.
+    #: Only channels that publish past the mark.
     OFFENDER = "offender"
-    #: Everyone who published to the queue recently (D12).
+    #: All channels that published to the queue recently (D12).
     PUBLISHERS = "publishers"
 
 
@@ -88,8 +88,8 @@ class Settings:
         virtual_host: the name of the one virtual host.
         profile: whose dialect it speaks; a profile has its own defaults for `heartbeat`, `frame_max` and `channel_max`.
         enforcement: how a queue holds its producers, unless its ``x-qflow-enforcement`` says otherwise (C5 J3).
-        flow_scope: whom a queue flows (D12).
-        recent: seconds for which who published to a queue counts as one of its publishers (D12).
+        flow_scope: which channels a queue flows (D12).
+        recent: seconds for which a channel that published to a queue counts as one of its publishers (D12).
         default_flow_stop_threshold: percent of a queue's maximum at which its flow state turns ON by default (C4).
         default_flow_resume_threshold: percent below which it turns OFF; both 0 for no default thresholds (C4).
         capacity: body bytes; the virtual host's default for ``x-qpid-capacity`` (J2); 0 for no maximum.
@@ -114,8 +114,8 @@ class Settings:
         close_channel_after: messages past that on one channel, with more of which it is closed with 311; 0 for never.
         close_connection_after: messages past that on all channels of a connection, from its beginning, with more of
             which it is closed with 506; 0 for never.
-        flow_log: where it writes who is held by which queue, and how deep queues are, every `period` of the log;
-            whoever made it closes it. ``None`` for nowhere.
+        flow_log: where it writes which channels are held by which queue, and how deep queues are, every `period` of
+            the log. The broker does not close it. ``None`` for nowhere.
         memory_limit: bytes of messages in memory, with about 512 more for each; above three quarters of it bodies are
             evicted from queues whose policy is ``flow_to_disk`` (A2), and above all of it clients get
             ``Connection.Blocked``, and those that publish are not read; 0 for any number.

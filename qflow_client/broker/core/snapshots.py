@@ -1,4 +1,4 @@
-"""What can be seen of a broker: frozen pictures of its parts at one moment."""
+"""What can be seen of a broker: immutable pictures of its parts at one moment, and how they are taken."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class QueueSnapshot:
         waiting: publishes that wait for room in it (A4).
         policy: what it does now when it is full.
         policies: names of the policies that apply to it.
-        overdue: whether it has been ON for longer than `max_flow_wait`, and holds nobody any more (D10).
+        overdue: whether it has been ON for longer than `max_flow_wait`, and holds no channel any more (D10).
         times_overdue: how often it came to that.
         limits: the thresholds, the maximum and whatever else is in force, by the names that policies have for them.
         durable: as declared.
@@ -277,13 +277,13 @@ class ConnectionSnapshot:
 
     Attributes:
         name: the peer's address and port.
-        user: who logged in; empty before that.
+        user: the name that logged in; empty before that.
         is_open: whether it is open and not closing.
         blocked: whether it was sent ``Connection.Blocked``.
         blocked_by: the alarms that block it; ``"operator"`` for the operator.
-        backlog: its messages that wait, are not confirmed, or came on flowed channels (D7); 0 if nobody counts.
+        backlog: its messages that wait, are not confirmed, or came on flowed channels (D7); 0 if not counted.
         backlog_bytes: their body bytes.
-        past_flow: messages that came on flowed channels after the time of grace so far (D8); 0 if nobody counts.
+        past_flow: messages that came on flowed channels after the time of grace so far (D8); 0 if not counted.
         tarpits: how often it was not read for a time because of that.
         channels_closed: how many of its channels were closed because of that.
         flowed: whether any of its channels has been told not to publish.

@@ -1,4 +1,8 @@
-"""What a channel in transaction mode has done and not yet committed."""
+"""What a channel in transaction mode has done since its last commit.
+
+Publishes and settlements are kept and do nothing until ``Tx.Commit``. The commit is refused as a whole if any queue has
+no room for what the transaction as a whole leaves there.
+"""
 
 from __future__ import annotations
 

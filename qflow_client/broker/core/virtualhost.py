@@ -1,4 +1,10 @@
-"""The virtual host, sans-I/O: exchanges, queues, bindings, and the way of a message into its queues."""
+"""The virtual host, sans-I/O: exchanges, queues, bindings, and the way of a message into its queues.
+
+All connections share one. A publish method is decoded once into a `Target`, which remembers its queues for one version
+of the topology; `VirtualHost.version` goes up with every change that routing depends on, and outdated targets are
+resolved again. Rules decide what is in force for a queue and are asked again by `VirtualHost.apply_rules`. Whatever is
+due at a time is in one heap of timers; `VirtualHost.next_tick` is when the first is due.
+"""
 
 from __future__ import annotations
 
@@ -253,7 +259,7 @@ class VirtualHost:
         _log.info("queue '%s' is deleted: unused for %s s", queue.name, queue.options.expires)
         self.delete_queue(queue)
 
-    # Who leaves.
+    # Consumers, connections and channels that end.
 
     def consumer_gone(self, queue: Queue) -> None:
         """Take note that a consumer has left a queue."""

@@ -1,4 +1,4 @@
-"""Who may ask: the token, and what keeps other web pages from asking in a user's name."""
+"""Access to the HTTP API: the token, and the checks that keep other web pages from asking in a user's name."""
 
 from __future__ import annotations
 

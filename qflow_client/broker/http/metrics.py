@@ -33,7 +33,7 @@ _QUEUE_COUNTERS = (
 )
 _MEMORY_GAUGES = (
     ("limit", "qflow_memory_limit_bytes", "Bytes of messages that may be in memory; 0 for any number"),
-    ("bytes", "qflow_memory_bytes", "Bytes of messages in memory; 0 if nobody counts"),
+    ("bytes", "qflow_memory_bytes", "Bytes of messages in memory; 0 if they are not counted"),
     ("backlog_bytes", "qflow_store_backlog_bytes", "Body bytes on their way to disk"),
 )
 _MEMORY_COUNTERS = (

@@ -189,7 +189,7 @@ class ChannelFlowState(_Answer):
 
 
 class FlowStates(_Answer):
-    """What holds whom."""
+    """Queues, and the channels that they hold."""
 
     producers_stopped: bool = Field(description="whether an operator has stopped all producers (D5)")
     queues: list[QueueFlowState] = Field(description="all queues")

@@ -37,7 +37,7 @@ class Operation:
         media_type: of the answer.
         statuses: with which it may be answered when all is well.
         problems: with which else, beside those that any operation may have.
-        is_public: whether it is open to those who show no token.
+        is_public: whether it needs no token.
         lasts: whether what it does may have to be on disk before it is answered, which may not be to be had (503).
         parameters: checks those of path and query.
         body: checks the body; ``None`` if there is none.
@@ -189,7 +189,7 @@ class Api:
             "info": {
                 "title": "qflow broker",
                 "version": "1",
-                "description": "What there is in the broker, who is flowed by what, and how to steer it.",
+                "description": "What the broker has, which channels its queues flow, and how to steer it.",
             },
             "paths": paths,
             "components": told,

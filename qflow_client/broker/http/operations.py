@@ -110,7 +110,7 @@ def counters(broker: Broker) -> Counters:
 
 @api.operation("GET", "/api/flow-states", "flow control", answer=FlowStates)
 def flow_states(broker: Broker) -> dict[str, Any]:
-    """What holds whom: queues with their flow states, and the channels that are flowed."""
+    """Queues with their flow states, and the channels that each of them holds."""
 
     def part(of: dict[str, Any], *names: str) -> dict[str, Any]:
         return {name: of[name] for name in names}
@@ -191,7 +191,7 @@ def list_channels(broker: Broker) -> tuple[ChannelSnapshot, ...]:
 
 @api.operation("GET", "/api/channels/{name}", "connections", answer=Channel, problems=[404])
 def get_channel(broker: Broker, name: ChannelName) -> ChannelSnapshot:
-    """A channel: who is flowed, by which queues, how often, for how long."""
+    """A channel: whether it is flowed, by which queues, how often, for how long."""
     return _found("channel", name, broker.channels())
 
 
@@ -212,7 +212,7 @@ def stop_producers(broker: Broker) -> None:
 
 @api.operation("POST", "/api/producers/start", "flow control")
 def start_producers(broker: Broker) -> None:
-    """Start all producers; queues go on holding whom they hold (D5)."""
+    """Start all producers; queues keep their holds (D5)."""
     broker.flow(active=True)
 
 
@@ -348,7 +348,7 @@ def set_rate_limit(broker: Broker, scope: Scope, name: Limited, body: RateLimitR
 
 @api.operation("DELETE", "/api/rate-limits/{scope}/{name}", "flow control", problems=[404])
 def delete_rate_limit(broker: Broker, scope: Scope, name: Limited) -> None:
-    """Remove a rate limit, and let go whom it holds."""
+    """Remove a rate limit, and release the channels that it holds."""
     broker.delete_rate_limit(scope, name)
 
 

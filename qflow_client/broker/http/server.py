@@ -204,7 +204,7 @@ class HttpServer:
             async for event in stream.events():
                 await response.write(event)
         except ConnectionError:
-            # Who listened has gone.
+            # The listener has gone.
             pass
         finally:
             self._streams.discard(task)

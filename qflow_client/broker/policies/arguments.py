@@ -1,4 +1,9 @@
-"""Queue arguments: what ``Queue.Declare`` may ask for, and the thresholds and limits that come of it."""
+"""Queue arguments: what ``Queue.Declare`` may ask for, and the limits that follow from it.
+
+Arguments of Qpid and of this broker mean what policies mean, and are read as a `PolicyDefinition`. Those of RabbitMQ
+bring a maximum without thresholds. An argument with one of our prefixes that is not known is refused with the nearest
+right name.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +58,7 @@ _FIELDS = {
 _OURS = (*_FIELDS.values(), POLICY_TYPE)
 # What Qpid C++ calls those that it has.
 _POLICY_TYPES = (QueuePolicy.REJECT, QueuePolicy.RING, QueuePolicy.RING_STRICT)
-# Nobody else's arguments begin so: one that is not known is misspelt.
+# Only our own arguments begin so: one that is not known is misspelt.
 _OUR_PREFIXES = ("qpid.", "x-qpid-", "x-qflow-")
 
 # RabbitMQ's.
@@ -92,7 +97,7 @@ class QueueArguments:
 
     @classmethod
     def read(cls, queue: str, arguments: Mapping[str, object]) -> QueueArguments:
-        """Read them; those of neither Qpid, RabbitMQ nor this broker are left to who declared them.
+        """Read them; those of neither Qpid, RabbitMQ nor this broker are kept, without effect.
 
         Args:
             queue: the queue's name, for messages.

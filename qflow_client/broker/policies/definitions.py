@@ -191,7 +191,7 @@ def load_definitions(host: VirtualHost, rules: PolicyRules, definitions: Definit
             except (AmqpError, ValueError) as error:
                 raise DefinitionError(where, str(error)) from error
     except DefinitionError:
-        # All of this is one turn of the loop: nobody has seen what is taken back.
+        # All of this is one turn of the loop: no client has seen what is taken back.
         if journal is not None:
             journal.take_back(mark)
         for name, before in bindings.items():

@@ -1,4 +1,9 @@
-"""Connections that do not listen, sans-I/O: what they owe, and what is done about it (D7 D8)."""
+"""Connections that do not heed ``Channel.Flow``, sans-I/O: their backlog, and what is done about them (D7 D8).
+
+The backlog of a connection is the messages that wait for room, whose confirms are held, or that came on a flowed
+channel. A backlog beyond its limit flows all channels of the connection. A message that comes on a flowed channel after
+the time of grace counts against its channel and connection, which are tarpitted and closed at limits of their own.
+"""
 
 from __future__ import annotations
 

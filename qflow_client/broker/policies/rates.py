@@ -1,4 +1,7 @@
-"""Rate limits that an operator sets for an exchange, a queue or a user, sans-I/O (F2 F6)."""
+"""Rate limits that an operator sets for an exchange, a queue or a user, sans-I/O (F2 F6).
+
+A publish beyond a rate is taken, and its channel is flowed (blocked) until the rate has caught up.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ class RateScope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RateLimit:
-    """How much may be published in a time. Who publishes more is flowed until nothing is owed.
+    """How much may be published in a time. A channel that publishes more is flowed until nothing is owed.
 
     Attributes:
         apply_to: what the name is of.
@@ -80,7 +83,7 @@ class RateLimit:
 
 
 class _Rate(FlowController):
-    """One rate, and whom it flows."""
+    """One rate, and the channels that it flows."""
 
     __slots__ = ("_is_awaited", "_wake_at")
 
@@ -102,7 +105,7 @@ class _Rate(FlowController):
             self._await(now)
 
     def tick(self, now: float) -> None:
-        """Let go on who may."""
+        """Unblock the channels that may go on."""
         self._is_awaited = False
         self.resume(now)
         self._await(now)
@@ -114,7 +117,7 @@ class _Rate(FlowController):
             self._wake_at(self, at)
 
     def let_go(self) -> None:
-        """Hold nobody any more."""
+        """Release all channels."""
         for source in self.blocked:
             self.forget(source)
 
@@ -180,7 +183,7 @@ class Rates:
             size: body bytes.
             exchange: where it was published.
             queues: where it came to.
-            user: who published it.
+            user: of the connection.
             now: seconds of the clock.
         """
         keys = (

@@ -1,4 +1,9 @@
-"""What a broker writes into a flow log, sans-I/O: who was held by which queue, because of whom, and how deep it was."""
+"""What a broker writes into a flow log, sans-I/O.
+
+The recorder observes queues and channels. It writes a line when a queue turns ON or OFF, when a channel or a confirm is
+held and released, and at the end of each period one for each hold that goes on and each queue in which anything
+happened. A hold names its causes: the publishers that filled the queue, in proportion to the messages of each.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ from qflow_client.flow import Capacity, FlowSource, StopResume
 
 __all__ = ["FlowRecorder"]
 
-# How many of those who filled a queue are named; the others are together.
+# Publishers that are named as causes of a hold; the others are counted together.
 _NAMED = 16
 _OTHERS = "(others)"
 
@@ -23,7 +28,7 @@ class _Record:
 
     def __init__(self, depth: int, size: int) -> None:
         self.arrived = self.arrived_bytes = self.left = self.left_bytes = 0
-        # Messages that arrived, by who published them: since they were last added to those that follow, which are what
+        # Messages that arrived, by publisher: since they were last added to those that follow, which are what
         # is to be told of, and all since it last turned OFF.
         self.arrivals: dict[str, int] = {}
         self.pending: dict[str, int] = {}
@@ -55,7 +60,7 @@ class FlowRecorder:
         clock: monotonic seconds.
         wall_clock: seconds since 1970.
         period: seconds after which queues, and holds that go on, are told of again.
-        who: the names of a publisher and its connection; both its own unless given.
+        names: the names of a publisher and its connection; both its own unless given.
     """
 
     def __init__(
@@ -65,18 +70,18 @@ class FlowRecorder:
         wall_clock: Callable[[], float],
         *,
         period: float = 1.0,
-        who: Callable[[FlowSource], tuple[str, str]] | None = None,
+        names: Callable[[FlowSource], tuple[str, str]] | None = None,
     ) -> None:
         #: Seconds after which queues, and holds that go on, are told of again.
         self.period = period
         self._write = write
         self._clock = clock
         self._offset = wall_clock() - clock()
-        self._who = who if who is not None else lambda source: (source.name, source.name)
+        self._name_of = names if names is not None else lambda source: (source.name, source.name)
         self._names: dict[FlowSource, tuple[str, str]] = {}
         self._records: dict[QueueView, _Record] = {}
         self._holds: dict[_Key, _Hold] = {}
-        # The records by the queues' names, for those who are held know no more.
+        # The records by the queues' names, because a hold knows only the name.
         self._by_name: dict[str, _Record] = {}
 
     def _now(self) -> int:
@@ -92,7 +97,7 @@ class FlowRecorder:
     def _names_of(self, source: FlowSource) -> tuple[str, str]:
         names = self._names.get(source)
         if names is None:
-            names = self._names[source] = self._who(source)
+            names = self._names[source] = self._name_of(source)
         return names
 
     # What queues tell; the first two for every message.
@@ -128,7 +133,7 @@ class FlowRecorder:
         self._write(self._line(at, "on", queue.name) | {"depth": queue.depth, "bytes": queue.size})
 
     def turned_off(self, queue: QueueView) -> None:
-        """The queue's flow state is OFF: it holds nobody any more."""
+        """The queue's flow state is OFF: it holds no channel any more."""
         self.lets_confirms_go(queue)
         record = self._record(queue)
         since, record.on_since = record.on_since, None
@@ -216,7 +221,7 @@ class FlowRecorder:
         self._write(self._hold_line(self._now(), "lifted", key, hold))
 
     def _account(self, record: _Record) -> None:
-        """Who filled the queue up to now: what has arrived since it was last told of is added."""
+        """Bring the account of which publishers filled the queue up to date with what has arrived."""
         _add(record.filled_by, record.arrivals)
         _add(record.pending, record.arrivals)
         record.arrivals.clear()

@@ -1,4 +1,4 @@
-"""A thread for what the disk may take its time for, which keeps no process from ending."""
+"""A thread for calls that may take as long as the disk does; it never keeps the process from ending."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DiskThread(Executor):
         return future
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
-        """End when all is done that was asked for; nobody is made to wait for that, whatever is asked."""
+        """End when all calls are done; it never waits for that, whatever `wait` says."""
         self._calls.put(None)
 
     def hangs(self, timeout: float) -> bool:

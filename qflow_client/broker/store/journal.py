@@ -1,4 +1,13 @@
-"""What is in memory and what is to be on disk, sans-I/O: noted as it happens, written and read in batches by others."""
+"""The journal, sans-I/O: an account of all messages in memory, and what of them is to be on disk.
+
+The journal is informed of each message that enters and leaves a queue. A persistent message in a durable queue gets a
+number and waits for the next batch; if it leaves before a batch takes it, it never goes to disk. The keeper takes one
+batch at a time and reports when it is written; then confirms and answers that waited for it are released. Each batch
+holds what happened after the one before, so a store is always at a moment that was.
+
+Bodies of queues that flow to disk are evicted when they are written, and read back when they are wanted. `Journal.held`
+is what memory holds, bodies that are about to go excepted, and with what is in no queue yet.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +143,7 @@ class Journal:
     #: Bytes that a message takes in memory beside its body, about, with a header of as many bytes as the second says.
     OVERHEAD = 512
     SMALL_HEADER = 128
-    #: Bytes of bodies that may wait to be written before nothing more is read from who publishes.
+    #: Bytes of bodies that may wait to be written before publishers are no longer read.
     MAX_BACKLOG = 8 << 20
     #: Bytes of bodies that a queue reads ahead at most.
     MAX_WINDOW = 1 << 20
@@ -155,7 +164,7 @@ class Journal:
         # Above it bodies are evicted, so that there is room for what comes and what is read ahead.
         self.evict_above = limit * 3 // 4
         self.max_backlog = min(self.MAX_BACKLOG, limit // 8) if limit else self.MAX_BACKLOG
-        # Messages whose bodies are to be read, those that are just being read, and who waits for which.
+        # Messages whose bodies are to be read, those that are just being read, and what waits for them.
         self._wanted: dict[int, StoredMessage] = {}
         self._reading: dict[int, StoredMessage] = {}
         self._readers: list[Callable[[], bool]] = []
@@ -396,8 +405,8 @@ class Journal:
             try:
                 waits_no_more = reader()
             except Exception:
-                # One queue's bad luck must not be another's.
-                _log.exception("who waited for what was on disk could not be told")
+                # An error in one queue must not stop the others.
+                _log.exception("a callback failed after bodies were read")
             else:
                 if not waits_no_more:
                     self._readers.append(reader)
@@ -592,5 +601,5 @@ class Journal:
             try:
                 told()
             except Exception:
-                # One connection's bad luck must not be another's.
-                _log.exception("who waited for the disk could not be told")
+                # An error in one connection must not stop the others.
+                _log.exception("a callback failed after a commit")

@@ -1,4 +1,9 @@
-"""The thread that has the message store: what the journal notes goes to disk there, and never on the event loop."""
+"""The keeper of the message store: it opens the file, recovers what is there, and writes what the journal notes.
+
+The store lives on one thread and its reader on another, so that no read waits for a commit; the event loop waits for
+neither. While one batch is written the next one fills, so a slow disk makes larger batches. If a batch cannot be
+written it is tried again and an alarm is raised; nothing is confirmed meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -84,9 +89,9 @@ class Keeper:
         self._reader_thread: DiskThread | None = None
         self._reader: BodyReader | None = None
         self._is_troubled = False
-        # Who waits on other threads for the disk.
+        # What other threads wait for until it is on disk.
         self._waiting: set[Future[None]] = set()
-        # Only there if a limit is set: who looks at the free space; and whether there is too little.
+        # Only there if a limit is set: the task that looks at the free space; and whether there is too little.
         self._looking: asyncio.Task[None] | None = None
         self._lacks_space = False
 
@@ -150,7 +155,7 @@ class Keeper:
         try:
             free = await self._run(free_space, folder)
         except Exception as error:
-            reason = f"{folder}: nobody knows how much is free: {error}"
+            reason = f"{folder}: the free space cannot be read: {error}"
             lacks_space = True
         else:
             reason = f"{free} bytes are free in {folder}, of at least {limit}"
@@ -175,7 +180,7 @@ class Keeper:
             topology_only: whether only changes of the topology are waited for.
         """
         done: Future[None] = Future()
-        # Who gives up waiting takes nothing back.
+        # A caller that gives up waiting takes nothing back.
         done.set_running_or_notify_cancel()
 
         def told() -> None:
@@ -256,7 +261,7 @@ class Keeper:
         try:
             await self._run(store.write, batch)
         except Exception as error:
-            # Whatever it is: who waits for a confirm must not wait for a thread that nobody has.
+            # Whatever it is: confirms must not wait for a task that has ended.
             if not self._is_troubled:
                 self._is_troubled = True
                 self._on_trouble("disk", self._log_error(error, "no confirm is given until it can be written"))
@@ -268,7 +273,7 @@ class Keeper:
         return True
 
     def _log_error(self, error: Exception, consequence: str) -> str:
-        """Log what went wrong with the store, with the place in the code if nobody has thought of it.
+        """Log what went wrong with the store, with a traceback if it is not an error of the store.
 
         Returns:
             What it was.

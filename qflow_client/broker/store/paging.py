@@ -1,4 +1,9 @@
-"""Which bodies of a queue are in memory, sans-I/O: what goes to disk first, is read ahead (A2), and is dropped (A1)."""
+"""Which bodies of a queue are in memory, sans-I/O: what is evicted first (A2), and what is dropped at the limit (A1).
+
+A `Pager` has the entries whose bodies are in memory. It evicts those that consumers have first, then the newest, and
+those that were read ahead last. `relieve` evicts from all queues in equal parts above three quarters of the limit, and
+drops transient messages, where a policy allows it, above the limit.
+"""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def test_D8_while_too_little_of_the_disk_is_free_clients_are_blocked(tmp_path, m
             assert broker.alarms == {}
             free[0] = OSError(errno.EIO, "Input/output error")
             broker.wait_until(lambda broker: broker.alarms, timeout=30)
-            assert "nobody knows how much is free: [Errno 5] Input/output error" in broker.alarms["disk_space"]
+            assert "the free space cannot be read: [Errno 5] Input/output error" in broker.alarms["disk_space"]
             free[0] = 2000
             broker.wait_until(lambda broker: not broker.alarms, timeout=30)
     assert folders == {tmp_path}

@@ -12,7 +12,7 @@ from qflow_client.broker.policies.recording import FlowRecorder
 def _recorded(make_world, **options):
     world = make_world(**options)
     lines: list[dict[str, Any]] = []
-    world.host.observe(FlowRecorder(lines.append, lambda: world.now, lambda: world.now + 1000.0, who=_who))
+    world.host.observe(FlowRecorder(lines.append, lambda: world.now, lambda: world.now + 1000.0, names=_who))
     return world, lines
 
 
