@@ -19,6 +19,8 @@ from qflow_client.redaction import is_url, shown
 
 __all__ = ["Database", "LockFile"]
 
+# What SQLite raises. Its words for a damaged schema may quote bytes that are no text, and then Python raises.
+_FAILURES = (sqlite3.Error, UnicodeDecodeError)
 # Seconds for which another process may keep the file.
 _BUSY = 10.0
 # What may be in a lock file: the number of the process that has it, or had it; after a crash of the machine, zeros.
@@ -102,7 +104,7 @@ class Database:
         self._check_process()
         try:
             return self._file.execute(statement, named or values)
-        except sqlite3.Error as failure:
+        except _FAILURES as failure:
             raise self._error(f"{self.path}: {failure}") from failure
 
     def execute_many(self, statement: str, rows: Iterable[Sequence[object]]) -> None:
@@ -110,14 +112,14 @@ class Database:
         self._check_process()
         try:
             self._file.executemany(statement, rows)
-        except sqlite3.Error as failure:
+        except _FAILURES as failure:
             raise self._error(f"{self.path}: {failure}") from failure
 
     def rows(self, statement: str, *values: object) -> list[Any]:
         """All rows of a result."""
         try:
             return self.execute(statement, *values).fetchall()
-        except sqlite3.Error as failure:
+        except _FAILURES as failure:
             raise self._error(f"{self.path}: {failure}") from failure
 
     def one(self, statement: str, *values: object) -> Any:

@@ -692,7 +692,7 @@ class Broker:
     def raise_alarm(self, name: str, reason: str) -> None:
         """Send ``Connection.Blocked``, as RabbitMQ does when memory or disk space runs out.
 
-        Clients that announced that they understand are told once, by the alarm that was raised first, and again when
+        Clients that announced that they understand get it once, by the alarm that was raised first, and again when
         the last of several alarms is cleared.
 
         Args:

@@ -399,7 +399,7 @@ class Channel(CountedSource):
         return True
 
     def check_alarm(self, so: str = "") -> None:
-        """Nothing more is taken while there is an alarm, if that is how clients are told of one.
+        """Nothing more is taken while there is an alarm, if that is how clients learn of one.
 
         Args:
             so: what cannot be done.

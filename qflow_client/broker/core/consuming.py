@@ -171,7 +171,7 @@ class Consuming:
         # Prefetch counts: of the whole channel, and of consumers that come.
         self.prefetch = 0
         self.consumer_prefetch = 0
-        # Whether the client wants deliveries, which its own Channel.Flow says; whether what it is told waits for the
+        # Whether the client wants deliveries, which its own Channel.Flow says; whether its answers wait for the
         # disk; and so, whether its consumers take anything.
         self._wants_deliveries = True
         self._is_waiting = False
@@ -293,7 +293,7 @@ class Consuming:
         self._check_delivers()
 
     def wait(self, on: bool) -> None:
-        """What it is told waits for the disk, or no longer: deliveries go elsewhere, or stay in their queues."""
+        """Its answers wait for the disk, or no longer: deliveries go elsewhere, or stay in their queues."""
         self._is_waiting = on
         self._check_delivers()
 

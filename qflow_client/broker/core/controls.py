@@ -36,7 +36,7 @@ class Controls:
         self.operator = FlowController(ThresholdLimiter(StopResume()), name=self.OPERATOR)
         # Whether channels that turn out to be producers are flowed at once (D5).
         self.producers_stopped = False
-        # What blocks channels because of an alarm, where that is how clients are told of one.
+        # What blocks channels because of an alarm, where that is how clients learn of one.
         self.alarm = FlowController(ThresholdLimiter(StopResume()), name=self.ALARM)
         # Why connections are blocked, by what blocks them.
         self.alarms: dict[str, str] = {}

@@ -201,10 +201,10 @@ class Queue:
         self._makes_room = False
         # How many publishes wait for room here.
         self.waiting = 0
-        # What an operator has set: every message is refused; confirms are kept here until told otherwise, None if not.
+        # What an operator has set: every message is refused; confirms are kept here until released, None if not.
         self.is_refusing = False
         self.withheld: list[Completion] | None = None
-        # When each channel published here last; only kept if everyone is to be told (D12).
+        # When each channel published here last; only kept if a stop flows all of them (D12).
         self._publishers: dict[FlowSource, float] | None = {} if flow_scope is FlowScope.PUBLISHERS else None
         self._recent = recent
         self._surroundings = surroundings
@@ -576,7 +576,7 @@ class Queue:
         self.drops[reason] = self.drops.get(reason, 0) + 1
 
     def _shrink(self, entry: QueueEntry, *, has_letter: bool = False) -> None:
-        """Take note that an entry has left, however it did (J6); with a dead letter the journal is told by `buried`."""
+        """Take note that an entry has left, however it did (J6); with a dead letter `buried` informs the journal."""
         entry.is_gone = True
         size = entry.message.size
         self.depth -= 1

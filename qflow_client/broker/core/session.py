@@ -433,7 +433,7 @@ class Session:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether the client was told that it is blocked."""
+        """Whether the client was informed that it is blocked."""
         return bool(self.blocks)
 
     def block(self, reason: str, source: str) -> None:
@@ -772,7 +772,7 @@ class Session:
 
     @property
     def times_flowed(self) -> int:
-        """How often its channels were told to stop so far."""
+        """How often its channels were flowed so far."""
         return self._times_flowed_before + sum(channel.times_flowed for channel in self.channels.values())
 
 

@@ -40,7 +40,7 @@ class Enforcement(StrEnum):
 
     @property
     def flows_channels(self) -> bool:
-        """Whether publishing channels are told to stop."""
+        """Whether publishing channels are flowed."""
         return self is not Enforcement.COMPLETION
 
     @property
@@ -58,7 +58,7 @@ class FlowScope(StrEnum):
     PUBLISHERS = "publishers"
 
 
-#: The users of a broker that is not told any.
+#: The users of a broker that is given none.
 DEFAULT_USERS: Mapping[str, str] = MappingProxyType({"guest": "guest"})
 
 

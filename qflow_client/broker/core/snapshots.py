@@ -225,7 +225,7 @@ class ChannelSnapshot:
         number: of the channel.
         is_producer: whether it has published, or is in confirm or transaction mode.
         confirms: whether it is in confirm mode.
-        flowed: whether it has been told not to publish.
+        flowed: whether it is blocked: the last ``Channel.Flow`` to it was a stop.
         blocked_by: names of the queues that flow it, the oldest first; ``"operator"`` for the operator's hold,
             ``"backlog"`` for the connection's (D7).
         flow_ok: whether the client has answered every ``Channel.Flow``, which some libraries never do.
@@ -286,7 +286,7 @@ class ConnectionSnapshot:
         past_flow: messages that came on flowed channels after the time of grace so far (D8); 0 if not counted.
         tarpits: how often it was not read for a time because of that.
         channels_closed: how many of its channels were closed because of that.
-        flowed: whether any of its channels has been told not to publish.
+        flowed: whether any of its channels is flowed.
         times_flowed: how often its channels went from unflowed to flowed.
         channels: the numbers of its channels.
         client_properties: what the client said of itself.

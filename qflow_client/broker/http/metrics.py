@@ -83,7 +83,7 @@ class _BrokerCollector(Collector):
             ("qflow_connections", "Connections", len(self._broker.connections())),
             ("qflow_channels", "Open channels", len(channels)),
             ("qflow_producers", "Channels that publish", len(producers)),
-            ("qflow_producers_flowed", "Producers told not to publish", sum(each.flowed for each in producers)),
+            ("qflow_producers_flowed", "Producers that are flowed (blocked)", sum(each.flowed for each in producers)),
             ("qflow_producers_stopped", "Whether an operator has stopped all", self._broker.producers_stopped),
         ):
             yield GaugeMetricFamily(name, text, value=value)

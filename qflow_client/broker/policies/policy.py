@@ -245,51 +245,52 @@ def _checked(values: Mapping[str, object], names: Mapping[str, str]) -> dict[str
     """
     found = {name: value for name, value in values.items() if value is not None}
 
-    def told(name: str) -> str:
+    def named(name: str) -> str:
         value = found[name]
         return f"{names.get(name, name)}={value.value if isinstance(value, Enum) else repr(value)}"
 
     for name in _NUMBERS:
         value = found.get(name, 0)
         if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{told(name)}: it must be an integer, not {type(value).__name__}")
+            raise TypeError(f"{named(name)}: it must be an integer, not {type(value).__name__}")
         if value < 0:
-            raise ValueError(f"{told(name)}: it must be at least 0")
+            raise ValueError(f"{named(name)}: it must be at least 0")
     kinds: tuple[tuple[str, type[Enum]], ...]
     kinds = ("policy", QueuePolicy), ("then", QueuePolicy), ("enforcement", Enforcement)
     for name, kind in kinds:
         if name in found:
-            found[name] = choose(told(name), found[name], kind)
+            found[name] = choose(named(name), found[name], kind)
     if not isinstance(found.get("drop_transient", False), bool):
-        raise TypeError(f"{told('drop_transient')}: it must be true or false")
-    _check_then(found, told)
+        raise TypeError(f"{named('drop_transient')}: it must be true or false")
+    _check_then(found, named)
     if "conflate_key" in found:
         if not isinstance(found["conflate_key"], str) or not found["conflate_key"]:
-            raise TypeError(f"{told('conflate_key')}: it must be the name of a header")
+            raise TypeError(f"{named('conflate_key')}: it must be the name of a header")
         if found.get("policy") is not QueuePolicy.CONFLATE:
-            raise ValueError(f"{told('conflate_key')} without {names.get('policy', 'policy')}=conflate")
+            raise ValueError(f"{named('conflate_key')} without {names.get('policy', 'policy')}=conflate")
     for stop, resume in _GROUPS[:2]:
-        _check_pair(found, told, stop, names.get(stop, stop), resume)
+        _check_pair(found, named, stop, names.get(stop, stop), resume)
     capacity, resume_capacity = (cast(int | None, found.get(name)) for name in _GROUPS[2])
     if capacity is not None and resume_capacity is not None and resume_capacity > capacity:
         raise ValueError(
-            f"{told('capacity')} and {told('flow_resume_capacity')}: the resume capacity must not be above the capacity"
+            f"{named('capacity')} and {named('flow_resume_capacity')}: the resume capacity must not be above "
+            "the capacity"
         )
     for unit in ("count", "size"):
         stop_value, maximum = (cast(int, found.get(name, 0)) for name in (f"flow_stop_{unit}", f"max_{unit}"))
         # Of what flows to disk, the maximum is only what is in memory.
         if maximum and stop_value > maximum and found.get("policy") is not QueuePolicy.FLOW_TO_DISK:
             raise ValueError(
-                f"{told(f'flow_stop_{unit}')} and {told(f'max_{unit}')}: the stop must not be above the maximum"
+                f"{named(f'flow_stop_{unit}')} and {named(f'max_{unit}')}: the stop must not be above the maximum"
             )
     return found
 
 
-def choose(told: str, value: object, kind: type[_Choice]) -> _Choice:
+def choose(named: str, value: object, kind: type[_Choice]) -> _Choice:
     """The member of an enumeration that a value stands for.
 
     Args:
-        told: the name and the value, for the error.
+        named: the name and the value, for the error.
         value: what was given.
         kind: the enumeration.
 
@@ -300,36 +301,36 @@ def choose(told: str, value: object, kind: type[_Choice]) -> _Choice:
         return kind(value)
     except ValueError:
         allowed = ", ".join(member.value for member in kind)
-        raise ValueError(f"{told}: it must be one of {allowed}") from None
+        raise ValueError(f"{named}: it must be one of {allowed}") from None
 
 
-def _check_then(found: Mapping[str, object], told: Callable[[str], str]) -> None:
+def _check_then(found: Mapping[str, object], named: Callable[[str], str]) -> None:
     wait = found.get("max_flow_wait")
     if wait is not None:
         if not isinstance(wait, (int, float)) or isinstance(wait, bool):
-            raise TypeError(f"{told('max_flow_wait')}: it must be a number of seconds")
+            raise TypeError(f"{named('max_flow_wait')}: it must be a number of seconds")
         if not 0 < wait < float("inf"):
-            raise ValueError(f"{told('max_flow_wait')}: it must be more than 0 seconds")
+            raise ValueError(f"{named('max_flow_wait')}: it must be more than 0 seconds")
     if "then" in found:
         if wait is None:
-            raise ValueError(f"{told('then')} without a time after which: set max_flow_wait too")
+            raise ValueError(f"{named('then')} without a time after which: set max_flow_wait too")
         if found["then"] not in _THEN:
-            raise ValueError(f"{told('then')}: it must be one of {', '.join(each.value for each in _THEN)}")
+            raise ValueError(f"{named('then')}: it must be one of {', '.join(each.value for each in _THEN)}")
 
 
 def _check_pair(
-    found: Mapping[str, object], told: Callable[[str], str], stop_name: str, stop_told: str, resume_name: str
+    found: Mapping[str, object], named: Callable[[str], str], stop_name: str, stop_named: str, resume_name: str
 ) -> None:
     if resume_name not in found:
         return
     if stop_name not in found:
-        raise ValueError(f"{told(resume_name)} without {stop_told}: set {stop_told} too")
+        raise ValueError(f"{named(resume_name)} without {stop_named}: set {stop_named} too")
     stop, resume = cast(int, found[stop_name]), cast(int, found[resume_name])
     if stop < resume:
-        raise ValueError(f"{told(stop_name)} and {told(resume_name)}: the stop must not be below the resume")
+        raise ValueError(f"{named(stop_name)} and {named(resume_name)}: the stop must not be below the resume")
     if stop > 0 and resume < 1:
         raise ValueError(
-            f"{told(stop_name)} and {told(resume_name)}: the resume must be at least 1, or it is never met"
+            f"{named(stop_name)} and {named(resume_name)}: the resume must be at least 1, or it is never met"
         )
 
 

@@ -24,7 +24,7 @@ _Key = tuple[FlowSource, str, str]
 
 
 class _Record:
-    """What happened to one queue since it was last told of."""
+    """What happened to one queue since its last line."""
 
     def __init__(self, depth: int, size: int) -> None:
         self.arrived = self.arrived_bytes = self.left = self.left_bytes = 0
@@ -59,7 +59,7 @@ class FlowRecorder:
         write: called with each line.
         clock: monotonic seconds.
         wall_clock: seconds since 1970.
-        period: seconds after which queues, and holds that go on, are told of again.
+        period: seconds between two lines of a queue, or of a hold that goes on.
         names: the names of a publisher and its connection; both its own unless given.
     """
 
@@ -72,7 +72,7 @@ class FlowRecorder:
         period: float = 1.0,
         names: Callable[[FlowSource], tuple[str, str]] | None = None,
     ) -> None:
-        #: Seconds after which queues, and holds that go on, are told of again.
+        #: Seconds between two lines of a queue, or of a hold that goes on.
         self.period = period
         self._write = write
         self._clock = clock

@@ -159,7 +159,7 @@ class Keeper:
             lacks_space = True
         else:
             reason = f"{free} bytes are free in {folder}, of at least {limit}"
-            # What goes back and forth around the limit is not told each time.
+            # A value that goes back and forth around the limit is not reported each time.
             lacks_space = free < (limit + limit // 8 if self._lacks_space else limit)
         if lacks_space is not self._lacks_space:
             self._lacks_space = lacks_space

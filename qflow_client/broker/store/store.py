@@ -338,7 +338,10 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except StoreError as error:
-        if isinstance(error.__cause__, sqlite3.Error) and any(words in str(error) for words in _STRUCTURE):
+        cause = error.__cause__
+        if isinstance(cause, UnicodeDecodeError) or (
+            isinstance(cause, sqlite3.Error) and any(words in str(error) for words in _STRUCTURE)
+        ):
             raise StoreError(f"{error}; {_WAY_OUT}") from error
         raise
 

@@ -138,6 +138,23 @@ def test_a_flipped_bit_changes_no_body_in_silence(tmp_path, seed):
             other.unlink()
 
 
+def test_damage_in_the_words_of_the_schema_is_told_too(tmp_path):
+    path = tmp_path / "store"
+    filled(path)
+    content = path.read_bytes()
+    at = content.index(b"CREATE TABLE message")
+    for bad in (b"CREATE TABLE me\xd5sage", b"CREATE TABL\xd5 message", b"CREATE TABLE missage"):
+        path.write_bytes(content[:at] + bad + content[at + len(bad) :])
+        with pytest.raises(StoreError, match="restore"):
+            found(path)
+        for other in tmp_path.glob("store-*"):
+            other.unlink()
+    column = content.index(b"checksum INTEGER NOT NULL,\n        names")
+    path.write_bytes(content[:column] + b"c\xd5" + content[column + 2 :])
+    with pytest.raises(StoreError, match="restore"):
+        found(path)
+
+
 @pytest.mark.parametrize("size", [1, 20, 100, 511, 512, 4095, 4096, 5000, 8192, 20_000])
 def test_a_store_that_was_cut_does_not_start_empty(tmp_path, size):
     path = tmp_path / "store"
