@@ -35,6 +35,7 @@ _MEMORY_GAUGES = (
     ("limit", "qflow_memory_limit_bytes", "Bytes of messages that may be in memory; 0 for any number"),
     ("bytes", "qflow_memory_bytes", "Bytes of messages in memory; 0 if they are not counted"),
     ("backlog_bytes", "qflow_store_backlog_bytes", "Body bytes on their way to disk"),
+    ("damaged", "qflow_store_damaged_rows", "Rows of the message store that are damaged and set aside"),
 )
 _MEMORY_COUNTERS = (
     ("evicted", "qflow_memory_evicted_messages", "Bodies that left memory for the disk"),
