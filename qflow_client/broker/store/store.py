@@ -14,6 +14,8 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from struct import Struct
+from struct import error as struct_error
 from typing import Any
 from zlib import crc32
 
@@ -123,6 +125,8 @@ _STRUCTURE = ("malformed", "not a database", "no such", "syntax error")
 _LEAST = 512
 # Bytes of messages that are written by one statement; SQLite takes 1,000,000,000 in one value, and no more.
 _PORTION = 16 << 20
+# What the checksum of a message begins with: number, time, bytes of the names and of the header.
+_HEAD = Struct(">qdII")
 # Rows that are read at once.
 _PAGE = 100
 
@@ -275,7 +279,7 @@ class Store:
                 try:
                     if _message_checksum(number, at, names, header, body) != checksum:
                         raise ValueError(_WRONG)
-                    if crc32(b"%d %b" % (number, queues)) != queues_checksum:
+                    if crc32(queues, number & 0xFFFFFFFF) != queues_checksum:
                         raise ValueError("the checksum of its queues is wrong")
                     exchange, end = decode_short_string(names, 0)
                     routing_key, _ = decode_short_string(names, end)
@@ -318,7 +322,7 @@ class BodyReader:
         for number, at, checksum, names, header, body in self._file.rows(_BODIES, json.dumps(numbers)):
             try:
                 is_sound = _message_checksum(number, at, names, header, body) == checksum
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, struct_error):
                 is_sound = False
             found[number] = body if is_sound else None
         return found
@@ -353,14 +357,15 @@ def _checksum(values: Iterable[object]) -> int:
 
 def _message_checksum(number: int, at: float, names: bytes, header: bytes, body: bytes) -> int:
     """The checksum of a message, but for the queues that it is in."""
-    sizes = len(names), len(header), len(body)
-    return crc32(body, crc32(header, crc32(names, crc32(f"{number} {float(at)!r} {sizes}".encode()))))
+    head = _HEAD.pack(number, at, len(names), len(header))
+    return crc32(body, crc32(header, crc32(names, crc32(head))))
 
 
 def _listed(number: int, queues: list[int]) -> tuple[str, int]:
     """The queues of a message as they are written, and their checksum."""
-    told = json.dumps(queues)
-    return told, crc32(f"{number} {told}".encode())
+    # A list of numbers in Python's words is JSON.
+    listed = str(queues)
+    return listed, crc32(listed.encode(), number & 0xFFFFFFFF)
 
 
 def _portions(puts: Iterable[Put]) -> Iterator[list[Put]]:
