@@ -21,6 +21,8 @@ from qflow_client.redaction import is_url, shown
 
 __all__ = ["BUSY", "Database", "LockFile"]
 
+# What SQLite raises. Its words for a damaged schema may quote bytes that are no text, and then Python raises.
+_FAILURES = (sqlite3.Error, UnicodeDecodeError)
 #: Seconds to wait for a file that another process has locked, unless there is an earlier deadline.
 BUSY = 10.0
 # SQLite waits so many seconds by itself. Then there is a look at the deadline, and a pause.
@@ -32,7 +34,7 @@ _LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_BUSY_RECOVERY)
 _LOCK = re.compile(rb"\d*\s*|\0*")
 
 
-def _is_locked(failure: sqlite3.Error) -> bool:
+def _is_locked(failure: Exception) -> bool:
     # The module's own errors have no code.
     return getattr(failure, "sqlite_errorcode", None) in _LOCKED
 
@@ -122,19 +124,19 @@ class Database:
         self._check_process()
         try:
             return self._file.execute(statement, named or values)
-        except sqlite3.Error as failure:
+        except _FAILURES as failure:
             if _is_locked(failure):
                 return self._execute_when_free(statement, named or values, failure)
             raise self._error(f"{self.path}: {failure}") from failure
 
-    def _execute_when_free(self, statement: str, values: Any, failure: sqlite3.Error) -> sqlite3.Cursor:
+    def _execute_when_free(self, statement: str, values: Any, failure: Exception) -> sqlite3.Cursor:
         """Execute a statement that another process's lock keeps back, as soon as that process lets go."""
         give_up_at = time.monotonic() + BUSY
         while time.monotonic() < min(give_up_at, self.deadline, self.stop_at):
             time.sleep(_PAUSE)
             try:
                 return self._file.execute(statement, values)
-            except sqlite3.Error as error:
+            except _FAILURES as error:
                 failure = error
                 if not _is_locked(failure):
                     break
@@ -145,14 +147,14 @@ class Database:
         self._check_process()
         try:
             self._file.executemany(statement, rows)
-        except sqlite3.Error as failure:
+        except _FAILURES as failure:
             raise self._error(f"{self.path}: {failure}") from failure
 
     def rows(self, statement: str, *values: object) -> list[Any]:
         """All rows of a result."""
         try:
             return self.execute(statement, *values).fetchall()
-        except sqlite3.Error as failure:
+        except _FAILURES as failure:
             raise self._error(f"{self.path}: {failure}") from failure
 
     def one(self, statement: str, *values: object) -> Any:

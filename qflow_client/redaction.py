@@ -27,6 +27,7 @@ __all__ = [
     "is_clear",
     "is_harmless",
     "is_url",
+    "printable",
     "shown",
     "shown_of_unknown",
     "words_of",
@@ -266,3 +267,17 @@ def _repeats_secret(error: BaseException, url: str) -> bool:
             return True
         each = each.__cause__ or each.__context__
     return not found.is_clear
+
+
+def printable(text: str, keep: str = "") -> str:
+    """A text without control characters, which a terminal would obey: they are written as Python's escapes.
+
+    Args:
+        text: any text, such as a name that a client chose.
+        keep: characters that stay as they are.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() or each in keep else each.encode("unicode_escape").decode("ascii") for each in text
+    )

@@ -331,7 +331,7 @@ def _read_value(data: bytes, at: int, depth: int) -> tuple[Any, int]:
             return data[at:stop], stop
         case b"T":
             return decode_timestamp(data, at)
-        case b"V":
+        case b"V" | b"\0":
             return None, at
         case b"D":
             places, unscaled = _SCALED.unpack_from(data, at)

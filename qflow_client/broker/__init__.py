@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 from qflow_client.broker.broker import Broker
-from qflow_client.broker.definitions import (
-    BindingDefinition,
-    DefinitionError,
-    Definitions,
-    ExchangeDefinition,
-    QueueDefinition,
-)
-from qflow_client.broker.errors import AmqpError, ChannelException, ConnectionException, ReplyCode
-from qflow_client.broker.policies import ApplyTo, Enforcement, Policy, PolicyDefinition, QueuePolicy
-from qflow_client.broker.profiles import Profile
-from qflow_client.broker.rates import RateLimit, RateScope
-from qflow_client.broker.settings import BrokerSettings, FlowScope, Synchronous, Trace
-from qflow_client.broker.snapshots import (
+from qflow_client.broker.core.errors import AmqpError, ChannelException, ConnectionException, ReplyCode
+from qflow_client.broker.core.profiles import Profile
+from qflow_client.broker.core.settings import Enforcement, FlowScope, Trace
+from qflow_client.broker.core.snapshots import (
     BindingSnapshot,
     BrokerMessage,
     ChannelSnapshot,
@@ -26,7 +17,17 @@ from qflow_client.broker.snapshots import (
     TargetSnapshot,
     ThresholdsSnapshot,
 )
-from qflow_client.broker.store import StoreError
+from qflow_client.broker.policies.definitions import (
+    BindingDefinition,
+    DefinitionError,
+    Definitions,
+    ExchangeDefinition,
+    QueueDefinition,
+)
+from qflow_client.broker.policies.policy import ApplyTo, Policy, PolicyDefinition, QueuePolicy
+from qflow_client.broker.policies.rates import RateLimit, RateScope
+from qflow_client.broker.settings import BrokerSettings, Synchronous
+from qflow_client.broker.store.errors import StoreError
 
 __all__ = [
     "AmqpError",

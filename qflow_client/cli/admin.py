@@ -23,7 +23,7 @@ from qflow_client.cli.errors import CommandError, ExitCode
 from qflow_client.cli.passwords import warn_of_option
 from qflow_client.cli.stopping import Stopped, Stopping
 from qflow_client.cli.text import count, seconds
-from qflow_client.redaction import shown
+from qflow_client.redaction import printable, shown
 
 __all__ = ["admin"]
 
@@ -169,7 +169,8 @@ def _show(rows: list[dict[str, Any]], columns: Mapping[str, Callable[[dict[str, 
         cells = []
         for tell in columns.values():
             value = tell(row)
-            cells.append(value if isinstance(value, Text) else Text(f"{value:,}" if type(value) is int else str(value)))
+            told = f"{value:,}" if type(value) is int else printable(str(value))
+            cells.append(value if isinstance(value, Text) else Text(told))
         table.add_row(*cells)
     # What is not a terminal has no width, and nothing is to be cut off for one.
     Console(width=None if sys.stdout.isatty() else 1000).print(table)
@@ -304,7 +305,7 @@ def watch(
                         print(json.dumps(told), flush=True)
                     else:
                         for line in _flow_lines(told, known):
-                            print(f"{datetime.now():%H:%M:%S} {line}", flush=True)  # noqa: DTZ005 - of who reads it
+                            print(f"{datetime.now():%H:%M:%S} {printable(line)}", flush=True)  # noqa: DTZ005 - of who reads it
         except Stopped:
             return
         except (OSError, HTTPException) as error:
@@ -480,7 +481,7 @@ def _set_queue(
     if not given:
         raise CommandError("nothing to change: give at least one mark, see --help", ExitCode.USAGE)
     queue = _broker(context).ask("PATCH", f"/api/queues/{quote(name, safe='')}/thresholds", given)
-    print(f"{queue['name']}: {_thresholds(queue)}, {'ON' if queue['flowStopped'] else 'OFF'}")
+    print(f"{printable(queue['name'])}: {_thresholds(queue)}, {'ON' if queue['flowStopped'] else 'OFF'}")
 
 
 _Scope = Annotated[str, typer.Argument(metavar="exchange|queue|user")]

@@ -21,6 +21,7 @@ from qflow_client.cli.outbox import outbox
 from qflow_client.cli.passwords import hide_arguments
 from qflow_client.cli.report import convert, report
 from qflow_client.cli.send import send
+from qflow_client.redaction import printable
 
 __all__ = ["app", "run"]
 
@@ -105,7 +106,8 @@ def run(arguments: Sequence[str]) -> int:
         text = str(error)
         if isinstance(error, OSError) and error.filename is not None:
             text = f"{error.filename}: {error.strerror}"
-        print(f"qflow: {hide_arguments(text, arguments)}", file=sys.stderr)
+        shown = printable(hide_arguments(text, arguments), keep="\n")
+        print(f"qflow: {shown}", file=sys.stderr)
         if isinstance(error, SettingsError):
             return ExitCode.USAGE
         return error.exit_code if isinstance(error, CommandError) else ExitCode.FAILED

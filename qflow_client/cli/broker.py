@@ -34,6 +34,7 @@ from qflow_client.cli.errors import CommandError, ExitCode
 from qflow_client.cli.passwords import USERS, broker_users, warn_of_option
 from qflow_client.cli.stopping import Stopped, Stopping
 from qflow_client.cli.warned import warnings_shown
+from qflow_client.redaction import printable
 
 __all__ = ["broker", "queue_table", "seldom_collected"]
 
@@ -63,7 +64,7 @@ def queue_table(queues: tuple[QueueSnapshot, ...], producers: int, flowed: int) 
     table.add_column("times ON", justify="right", no_wrap=True)
     for queue in queues:
         table.add_row(
-            Text(queue.name),
+            Text(printable(queue.name)),
             *(
                 f"{number:,}"
                 for number in (

@@ -11,13 +11,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from qflow_client.broker.arguments import QueueLimits
-from qflow_client.broker.entries import Completion
-from qflow_client.broker.message import StoredMessage, Target
-from qflow_client.broker.policies import Enforcement
-from qflow_client.broker.queue import Queue
-from qflow_client.broker.recording import FlowRecorder
-from qflow_client.broker.wire import encode_header
+from qflow_client.broker.core.entries import Address, Completion, StoredMessage
+from qflow_client.broker.core.limits import QueueLimits
+from qflow_client.broker.core.queue import Queue
+from qflow_client.broker.core.settings import Enforcement
+from qflow_client.broker.core.wire import encode_header
+from qflow_client.broker.policies.recording import FlowRecorder
 from qflow_client.flow import Capacity, FlowSource, StopResume
 
 __all__ = ["Replay", "ReplayResult", "Sample", "Sender", "replay"]
@@ -156,14 +155,14 @@ class Replay:
         limits = QueueLimits(marks, Capacity(), None, Enforcement.BOTH)
         #: Told of everything; ``None`` for nobody.
         self.recorder = recorder(self.around.clock) if recorder is not None else None
-        self.queue = Queue(name, limits, self.around, recorder=self.recorder)
+        self.queue = Queue(name, limits, self.around, observer=self.recorder)
         self.senders = {sender: Sender(sender, capacity) for sender, capacity in capacities.items()}
         self.round_trip = round_trip
         self.round = 0
         self.sent = 0
         # The slowest message, in round trips.
         self.delay = 0
-        self._message = StoredMessage(Target("", name), encode_header(size, None), b"\0" * size)
+        self._message = StoredMessage(Address("", name), encode_header(size, None), b"\0" * size)
         self._credit = 0.0
         # In which round those in the queue came, and those whose confirms arrive at the end of this one.
         self._came: deque[int] = deque()

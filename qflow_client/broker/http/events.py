@@ -6,14 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import fields
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic_core import to_json
 
-from qflow_client.broker.snapshots import ChannelSnapshot
-
-if TYPE_CHECKING:
-    from qflow_client.broker.broker import Broker
+from qflow_client.broker.broker import Broker
+from qflow_client.broker.core.snapshots import ChannelSnapshot
 
 __all__ = ["EventStream", "encode"]
 
@@ -95,7 +93,7 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 class EventStream:
-    """The events for one who listens.
+    """The events for one listener.
 
     Args:
         broker: what is looked at.
@@ -107,7 +105,7 @@ class EventStream:
         self._period = period
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Without end, what is to be sent. Who takes them slowly misses none of the state, only steps to it."""
+        """Without end, what is to be sent. A slow listener misses steps between two states, and no state that lasts."""
         loop = asyncio.get_running_loop()
         version, picture = self._broker.version, _Picture(self._broker)
         yield _event("state", await encode(picture.state()))

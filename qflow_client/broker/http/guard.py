@@ -1,4 +1,4 @@
-"""Who may ask: the token, and what keeps other web pages from asking in a user's name."""
+"""Access to the HTTP API: the token, and the checks that keep other web pages from asking in a user's name."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from qflow_client.broker.core.settings import is_loopback
 from qflow_client.broker.http.problems import Problem
-from qflow_client.broker.settings import BrokerSettings, is_loopback
+from qflow_client.broker.settings import BrokerSettings
 
-__all__ = ["SAFE_HEADERS", "check_origin", "check_token"]
+__all__ = ["SAFE_HEADERS", "check_origin", "check_token", "has_token"]
 
 #: For every response: nothing is cached, framed, or taken for something else.
 SAFE_HEADERS = {
@@ -55,16 +56,21 @@ def _is_local(host: str, settings: BrokerSettings) -> bool:
     return is_loopback(name) or name == settings.http_host.lower()
 
 
+def has_token(request: web.BaseRequest, settings: BrokerSettings) -> bool:
+    """Whether a request shows the token, or none is needed."""
+    if settings.http_token is None:
+        return True
+    scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
+    # As bytes: what is shown may be anything.
+    right = hmac.compare_digest(shown.strip().encode(errors="replace"), settings.http_token.encode())
+    return scheme.lower() == "bearer" and right
+
+
 def check_token(request: web.BaseRequest, settings: BrokerSettings) -> None:
-    """Refuse who does not show the token.
+    """Refuse a request that does not show the token.
 
     Raises:
         Problem: 401.
     """
-    if settings.http_token is None:
-        return
-    scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
-    # As bytes: what is shown may be anything.
-    right = hmac.compare_digest(shown.strip().encode(errors="replace"), settings.http_token.encode())
-    if scheme.lower() != "bearer" or not right:
+    if not has_token(request, settings):
         raise Problem(HTTPStatus.UNAUTHORIZED, "show the token: Authorization: Bearer TOKEN")

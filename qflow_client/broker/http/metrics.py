@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-if TYPE_CHECKING:
-    from qflow_client.broker.broker import Broker
+from qflow_client.broker.broker import Broker
 
 __all__ = ["MEDIA_TYPE", "metrics_text"]
 
@@ -35,8 +33,9 @@ _QUEUE_COUNTERS = (
 )
 _MEMORY_GAUGES = (
     ("limit", "qflow_memory_limit_bytes", "Bytes of messages that may be in memory; 0 for any number"),
-    ("bytes", "qflow_memory_bytes", "Bytes of messages in memory; 0 if nobody counts"),
+    ("bytes", "qflow_memory_bytes", "Bytes of messages in memory; 0 if they are not counted"),
     ("backlog_bytes", "qflow_store_backlog_bytes", "Body bytes on their way to disk"),
+    ("damaged", "qflow_store_damaged_rows", "Rows of the message store that are damaged and set aside"),
 )
 _MEMORY_COUNTERS = (
     ("evicted", "qflow_memory_evicted_messages", "Bodies that left memory for the disk"),
@@ -85,7 +84,7 @@ class _BrokerCollector(Collector):
             ("qflow_connections", "Connections", len(self._broker.connections())),
             ("qflow_channels", "Open channels", len(channels)),
             ("qflow_producers", "Channels that publish", len(producers)),
-            ("qflow_producers_flowed", "Producers told not to publish", sum(each.flowed for each in producers)),
+            ("qflow_producers_flowed", "Producers that are flowed (blocked)", sum(each.flowed for each in producers)),
             ("qflow_producers_stopped", "Whether an operator has stopped all", self._broker.producers_stopped),
         ):
             yield GaugeMetricFamily(name, text, value=value)

@@ -13,16 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, cr
 from pydantic.alias_generators import to_camel
 from pydantic_core import to_json
 
-from qflow_client.broker.definitions import (
-    BindingDefinition,
-    DefinitionError,
-    Definitions,
-    ExchangeDefinition,
-    QueueDefinition,
-    check_name,
-)
-from qflow_client.broker.policies import Policy, PolicyDefinition
-from qflow_client.broker.snapshots import (
+from qflow_client.broker.core.snapshots import (
     BindingSnapshot,
     ChannelSnapshot,
     ConnectionSnapshot,
@@ -33,6 +24,15 @@ from qflow_client.broker.snapshots import (
     ThresholdsSnapshot,
     json_names,
 )
+from qflow_client.broker.policies.definitions import (
+    BindingDefinition,
+    DefinitionError,
+    Definitions,
+    ExchangeDefinition,
+    QueueDefinition,
+    check_name,
+)
+from qflow_client.broker.policies.policy import Policy, PolicyDefinition
 
 __all__ = [
     "Arguments",
@@ -141,7 +141,7 @@ class Counters(_Answer):
     connections: int = Field(description="connections")
     channels: int = Field(description="open channels")
     producers: int = Field(description="channels that publish, or said that they will")
-    producers_flowed: int = Field(description="those of them that have been told not to publish")
+    producers_flowed: int = Field(description="those of them that are flowed")
     producers_stopped: bool = Field(description="whether an operator has stopped all producers (D5)")
     queues: int = Field(description="queues")
     queues_flow_stopped: int = Field(description="those of them whose flow state is ON (C7)")
@@ -178,7 +178,7 @@ class QueueFlowState(_Answer):
 
 
 class ChannelFlowState(_Answer):
-    """A channel that has been told not to publish."""
+    """A channel that is flowed (blocked)."""
 
     name: str = Field(description="of the channel")
     connection: str = Field(description="the connection's name")
@@ -189,11 +189,11 @@ class ChannelFlowState(_Answer):
 
 
 class FlowStates(_Answer):
-    """What holds whom."""
+    """Queues, and the channels that they hold."""
 
     producers_stopped: bool = Field(description="whether an operator has stopped all producers (D5)")
     queues: list[QueueFlowState] = Field(description="all queues")
-    channels: list[ChannelFlowState] = Field(description="those channels that have been told not to publish")
+    channels: list[ChannelFlowState] = Field(description="the channels that are flowed (blocked)")
 
 
 class QueueRequest(_Request):
@@ -251,7 +251,7 @@ for _kind in (QueueDefinition, ExchangeDefinition, BindingDefinition):
 
 
 def _policy_parts() -> tuple[type[BaseModel], type[BaseModel], type[BaseModel]]:
-    """A policy's definition, what is to be told of a policy, and what is told of one: of the broker's own classes.
+    """A policy's definition, the request that sets a policy, and its description, made of the broker's own classes.
 
     Of which type values have to be, and whether they fit, those classes say.
     """

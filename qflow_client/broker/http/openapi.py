@@ -11,7 +11,7 @@ from http import HTTPStatus
 from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from qflow_client.broker.http.problems import MEDIA_TYPE as PROBLEM
 from qflow_client.broker.http.problems import Problem, ProblemDetails, from_validation
@@ -37,7 +37,7 @@ class Operation:
         media_type: of the answer.
         statuses: with which it may be answered when all is well.
         problems: with which else, beside those that any operation may have.
-        is_public: whether it is open to those who show no token.
+        is_public: whether it needs no token.
         lasts: whether what it does may have to be on disk before it is answered, which may not be to be had (503).
         parameters: checks those of path and query.
         body: checks the body; ``None`` if there is none.
@@ -108,6 +108,8 @@ class Api:
     def __init__(self) -> None:
         #: In the order in which they were defined.
         self.operations: list[Operation] = []
+        # The description as JSON, by whether a token has to be shown; made when it is first asked for.
+        self._descriptions: dict[bool, bytes] = {}
 
     def operation(
         self,
@@ -157,6 +159,16 @@ class Api:
 
         return define
 
+    def description_json(self, *, has_token: bool) -> bytes:
+        """The OpenAPI description as JSON. It is made once, because anyone may ask for it and it takes long to make.
+
+        Args:
+            has_token: whether a token has to be shown.
+        """
+        if has_token not in self._descriptions:
+            self._descriptions[has_token] = to_json(self.description(has_token=has_token))
+        return self._descriptions[has_token]
+
     def description(self, *, has_token: bool) -> dict[str, Any]:
         """The OpenAPI description.
 
@@ -177,7 +189,7 @@ class Api:
             "info": {
                 "title": "qflow broker",
                 "version": "1",
-                "description": "What there is in the broker, who is flowed by what, and how to steer it.",
+                "description": "What the broker has, which channels its queues flow, and how to steer it.",
             },
             "paths": paths,
             "components": told,

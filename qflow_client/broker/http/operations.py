@@ -10,8 +10,14 @@ from pydantic import Field
 from pydantic.alias_generators import to_camel
 
 from qflow_client.broker.broker import Broker
-from qflow_client.broker.definitions import DefinitionError
-from qflow_client.broker.errors import ChannelException, ReplyCode
+from qflow_client.broker.core.errors import ChannelException, ReplyCode
+from qflow_client.broker.core.snapshots import (
+    BindingSnapshot,
+    ChannelSnapshot,
+    ConnectionSnapshot,
+    ExchangeSnapshot,
+    QueueSnapshot,
+)
 from qflow_client.broker.http.events import EventStream
 from qflow_client.broker.http.metrics import MEDIA_TYPE as PROMETHEUS
 from qflow_client.broker.http.metrics import metrics_text
@@ -41,16 +47,10 @@ from qflow_client.broker.http.models import (
 )
 from qflow_client.broker.http.openapi import Api
 from qflow_client.broker.http.problems import Problem
-from qflow_client.broker.marks import MARKS
-from qflow_client.broker.policies import Policy, PolicyDefinition
-from qflow_client.broker.rates import RateLimit, RateScope
-from qflow_client.broker.snapshots import (
-    BindingSnapshot,
-    ChannelSnapshot,
-    ConnectionSnapshot,
-    ExchangeSnapshot,
-    QueueSnapshot,
-)
+from qflow_client.broker.policies.definitions import DefinitionError
+from qflow_client.broker.policies.marks import MARKS
+from qflow_client.broker.policies.policy import Policy, PolicyDefinition
+from qflow_client.broker.policies.rates import RateLimit, RateScope
 
 __all__ = ["api"]
 
@@ -72,9 +72,9 @@ def health(broker: Broker) -> Health:
 
 
 @api.operation("GET", "/api/openapi.json", "broker", answer=dict[str, Any], is_public=True)
-def openapi(broker: Broker) -> dict[str, Any]:
+def openapi(broker: Broker) -> bytes:
     """This description."""
-    return api.description(has_token=broker.settings.http_token is not None)
+    return api.description_json(has_token=broker.settings.http_token is not None)
 
 
 @api.operation("GET", "/api/counters", "broker", answer=Counters)
@@ -110,7 +110,7 @@ def counters(broker: Broker) -> Counters:
 
 @api.operation("GET", "/api/flow-states", "flow control", answer=FlowStates)
 def flow_states(broker: Broker) -> dict[str, Any]:
-    """What holds whom: queues with their flow states, and the channels that are flowed."""
+    """Queues with their flow states, and the channels that each of them holds."""
 
     def part(of: dict[str, Any], *names: str) -> dict[str, Any]:
         return {name: of[name] for name in names}
@@ -191,7 +191,7 @@ def list_channels(broker: Broker) -> tuple[ChannelSnapshot, ...]:
 
 @api.operation("GET", "/api/channels/{name}", "connections", answer=Channel, problems=[404])
 def get_channel(broker: Broker, name: ChannelName) -> ChannelSnapshot:
-    """A channel: who is flowed, by which queues, how often, for how long."""
+    """A channel: whether it is flowed, by which queues, how often, for how long."""
     return _found("channel", name, broker.channels())
 
 
@@ -212,7 +212,7 @@ def stop_producers(broker: Broker) -> None:
 
 @api.operation("POST", "/api/producers/start", "flow control")
 def start_producers(broker: Broker) -> None:
-    """Start all producers; queues go on holding whom they hold (D5)."""
+    """Start all producers; queues keep their holds (D5)."""
     broker.flow(active=True)
 
 
@@ -348,7 +348,7 @@ def set_rate_limit(broker: Broker, scope: Scope, name: Limited, body: RateLimitR
 
 @api.operation("DELETE", "/api/rate-limits/{scope}/{name}", "flow control", problems=[404])
 def delete_rate_limit(broker: Broker, scope: Scope, name: Limited) -> None:
-    """Remove a rate limit, and let go whom it holds."""
+    """Remove a rate limit, and release the channels that it holds."""
     broker.delete_rate_limit(scope, name)
 
 

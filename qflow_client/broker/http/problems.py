@@ -9,7 +9,7 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import to_json
 
-from qflow_client.broker.errors import AmqpError, ReplyCode
+from qflow_client.broker.core.errors import AmqpError, ReplyCode
 
 __all__ = ["FieldProblem", "Problem", "ProblemDetails", "from_amqp", "from_validation", "problem_response"]
 

@@ -1,31 +1,33 @@
-"""The HTTP server, on the broker's own loop."""
+"""The HTTP server, on the broker's own loop.
+
+A connection is a stranger until a request on it shows the token. There is room for a few strangers only: the newest
+takes the place of the oldest, so strangers never keep the holder of the token out. Without a token every client of this
+machine is its holder, and only the number of all connections is limited.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from aiohttp import web
 
-from qflow_client.broker.errors import AmqpError
+from qflow_client.broker.broker import Broker
+from qflow_client.broker.core.errors import AmqpError
+from qflow_client.broker.core.logs import get_logger
+from qflow_client.broker.core.server import cannot_listen
 from qflow_client.broker.http.events import EventStream, encode
-from qflow_client.broker.http.guard import SAFE_HEADERS, check_origin, check_token
+from qflow_client.broker.http.guard import SAFE_HEADERS, check_origin, check_token, has_token
 from qflow_client.broker.http.openapi import Operation
 from qflow_client.broker.http.operations import api
 from qflow_client.broker.http.pages import console_routes
 from qflow_client.broker.http.problems import Problem, from_amqp, problem_response
-from qflow_client.broker.server import cannot_listen
-
-if TYPE_CHECKING:
-    from qflow_client.broker.broker import Broker
-    from qflow_client.broker.settings import BrokerSettings
 
 __all__ = ["HttpServer"]
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 class HttpServer:
@@ -41,6 +43,8 @@ class HttpServer:
     STOP_GRACE = 1.0
     #: Connections at once; more are closed as soon as they are accepted.
     MAX_CONNECTIONS = 1000
+    #: Of those, connections that have not shown the token; with more the oldest of them is closed.
+    MAX_STRANGERS = 100
     #: Seconds between the end of a request and the next one on its connection.
     KEEP_ALIVE = 60.0
     #: Seconds that a request waits until what it did is on disk.
@@ -54,6 +58,8 @@ class HttpServer:
         self._port: int | None = None
         # Connections by what aiohttp has for each.
         self._connections: dict[asyncio.BaseProtocol, _Connection] = {}
+        # Those of them that have not shown the token, the oldest first.
+        self._strangers: dict[_Connection, None] = {}
         # Event streams, which end when the broker stops.
         self._streams: set[asyncio.Task[Any]] = set()
 
@@ -67,6 +73,11 @@ class HttpServer:
         if self._port is None:
             raise RuntimeError("the broker does not run yet; use it in `with Broker() as broker:`")
         return self._port
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a connection may take until it has asked something."""
+        return self._settings.unauthenticated_timeout
 
     async def start(self) -> None:
         """Listen.
@@ -88,7 +99,7 @@ class HttpServer:
         assert make_handler is not None
         try:
             self._listener = await asyncio.get_running_loop().create_server(
-                lambda: _Connection(make_handler(), self._connections, self.MAX_CONNECTIONS, self._settings),
+                lambda: _Connection(make_handler(), self),
                 settings.http_host,
                 settings.http_port,
                 ssl=settings.ssl_context,
@@ -116,6 +127,8 @@ class HttpServer:
         connection = self._connections.get(request.protocol)
         if connection is not None:
             connection.has_asked()
+            if has_token(request, self._settings):
+                self._strangers.pop(connection, None)
         try:
             check_origin(request, self._settings)
             response = await handler(request)
@@ -191,45 +204,70 @@ class HttpServer:
             async for event in stream.events():
                 await response.write(event)
         except ConnectionError:
-            # Who listened has gone.
+            # The listener has gone.
             pass
         finally:
             self._streams.discard(task)
         return response
 
+    def admit(self, connection: _Connection, handler: asyncio.BaseProtocol) -> bool:
+        """Make room for a new connection, which is a stranger.
+
+        Returns:
+            Whether there is room.
+        """
+        if len(self._strangers) >= self.MAX_STRANGERS:
+            oldest = next(iter(self._strangers))
+            _log.debug("HTTP: %d connections have not shown the token: the oldest is closed", len(self._strangers))
+            oldest.abort()
+        if len(self._connections) >= self.MAX_CONNECTIONS:
+            _log.warning("HTTP: refused, there are %d connections", self.MAX_CONNECTIONS)
+            return False
+        self._connections[handler] = connection
+        if self._settings.http_token is not None:
+            self._strangers[connection] = None
+        return True
+
+    def forget(self, connection: _Connection, handler: asyncio.BaseProtocol) -> bool:
+        """A connection has ended.
+
+        Returns:
+            Whether it was admitted.
+        """
+        self._strangers.pop(connection, None)
+        return self._connections.pop(handler, None) is not None
+
 
 class _Connection(asyncio.Protocol):
-    """Between a socket and aiohttp, which lets anybody connect and say nothing for ever.
+    """Between a socket and aiohttp, which lets any client connect and send nothing for ever.
 
     Args:
         handler: aiohttp's.
-        all_: the connections that there are.
-        most: how many of them there may be.
-        settings: how long one may take until it has asked something.
+        server: admits connections; its settings say how long one may take until it has asked something.
     """
 
-    def __init__(
-        self,
-        handler: asyncio.Protocol,
-        all_: dict[asyncio.BaseProtocol, _Connection],
-        most: int,
-        settings: BrokerSettings,
-    ) -> None:
+    def __init__(self, handler: asyncio.Protocol, server: HttpServer) -> None:
         self._handler = handler
-        self._all = all_
-        self._most = most
-        self._settings = settings
+        self._server = server
+        self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast(asyncio.Transport, transport)
-        if len(self._all) >= self._most:
-            _log.warning("HTTP: refused, there are %d connections", self._most)
+        if not self._server.admit(self, self._handler):
             transport.abort()
             return
-        self._all[self._handler] = self
-        self._timer = asyncio.get_running_loop().call_later(self._settings.unauthenticated_timeout, transport.abort)
+        self._transport = transport
+        self._timer = asyncio.get_running_loop().call_later(self._server.patience, transport.abort)
         self._handler.connection_made(transport)
+
+    def abort(self) -> None:
+        """Close it at once; it counts no more."""
+        self._server.forget(self, self._handler)
+        self.has_asked()
+        if self._transport is not None:
+            self._handler.connection_lost(None)
+            self._transport.abort()
 
     def has_asked(self) -> None:
         """A whole request has come; from now on aiohttp's keep-alive timeout is enough."""
@@ -238,7 +276,7 @@ class _Connection(asyncio.Protocol):
             self._timer = None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._all.pop(self._handler, None) is not None:
+        if self._server.forget(self, self._handler):
             self.has_asked()
             self._handler.connection_lost(exc)
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from qflow_client.broker import Broker
-from qflow_client.broker.errors import ChannelException
+from qflow_client.broker.core.errors import ChannelException
 from qflow_client.testing.depth import DepthRecorder, DepthSample
 
 STATES = [(0, 0, False), (1, 1, False), (2, 3, False), (3, 6, True)]

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from qflow_client.broker import Broker, BrokerSettings, arguments
+from qflow_client.broker import Broker, BrokerSettings
 from qflow_client.broker.http.operations import api
+from qflow_client.broker.policies import arguments
 
 PAGE = (Path(__file__).parents[3] / "docs" / "broker.md").read_text()
 
@@ -39,7 +40,7 @@ def test_every_queue_argument_is_on_the_page():
 
 
 def test_every_public_method_is_on_the_page():
-    methods = [name for name in vars(Broker) if not name.startswith("_") and name not in ("port", "url")]
+    methods = [name for name in dir(Broker) if not name.startswith("_") and name not in ("port", "url")]
     missing = [name for name in methods if f"`{name}" not in PAGE and f"await {name}" not in PAGE]
     assert missing == []
 

@@ -479,7 +479,7 @@ def test_frames_can_be_traced(connect):
 def test_a_broker_that_everybody_can_reach_with_a_password_that_everybody_knows_says_so(options, warns, caplog):
     with caplog.at_level(logging.WARNING), Broker(**options):
         pass
-    assert [record.name for record in caplog.records] == ["qflow_client.broker.server"] * warns
+    assert [record.name for record in caplog.records] == ["qflow_client.broker.core.server"] * warns
     assert all("set users" in message for message in caplog.messages)
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import random
+import socket
 import ssl
 import subprocess
 import threading
@@ -10,8 +11,8 @@ import pytest
 from pamqp import body, commands, frame, header
 
 from qflow_client.broker import Broker
-from qflow_client.broker.channel import Channel
-from qflow_client.broker.session import Session
+from qflow_client.broker.core.channel import Channel
+from qflow_client.broker.core.session import Session
 
 PROTOCOL_HEADER = b"AMQP\0\0\x09\x01"
 
@@ -327,3 +328,15 @@ def test_tls(certificate, connect):
         client = connect(broker, wrap=lambda plain: trusting.wrap_socket(plain, server_hostname="localhost"))
         assert works(client.open().channel())
         client.call(0, commands.Connection.Close(200, "", 0, 0), commands.Connection.CloseOk)
+
+
+def test_E9_a_stranger_is_cut_off_when_its_time_is_over_whatever_it_has_said():
+    with (
+        Broker(unauthenticated_timeout=1, close_timeout=60) as broker,
+        socket.create_connection(("127.0.0.1", broker.port), timeout=30) as stranger,
+    ):
+        stranger.sendall(b"GET / HTTP/1.1\r\n")
+        assert stranger.recv(100) == b"AMQP\0\0\x09\x01"
+        assert stranger.recv(100) == b""
+        # It does not close its side.
+        broker.wait_until(lambda broker: not broker._server.connections, timeout=30)

@@ -15,17 +15,18 @@ import threading
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pika
 import pytest
 from pamqp import commands
 
 from qflow_client import Producer
-from qflow_client.broker import Broker, StoreError, keeper
+from qflow_client.broker import Broker, StoreError
 from qflow_client.broker.http.server import HttpServer
-from qflow_client.broker.keeper import Keeper
-from qflow_client.broker.store import BodyReader, Store
+from qflow_client.broker.store import keeper
+from qflow_client.broker.store.keeper import Keeper
+from qflow_client.broker.store.store import BodyReader, Store
 from tests.integration.forked import Forked
 
 PERSISTENT = pika.BasicProperties(delivery_mode=2)
@@ -204,7 +205,7 @@ def test_D8_while_too_little_of_the_disk_is_free_clients_are_blocked(tmp_path, m
             assert broker.alarms == {}
             free[0] = OSError(errno.EIO, "Input/output error")
             broker.wait_until(lambda broker: broker.alarms, timeout=30)
-            assert "nobody knows how much is free: [Errno 5] Input/output error" in broker.alarms["disk_space"]
+            assert "the free space cannot be read: [Errno 5] Input/output error" in broker.alarms["disk_space"]
             free[0] = 2000
             broker.wait_until(lambda broker: not broker.alarms, timeout=30)
     assert folders == {tmp_path}
@@ -282,7 +283,7 @@ def test_a_broker_ends_also_if_a_write_fails_only_after_it_has_begun_to(tmp_path
 _SLOWLY = """
 import os, signal, time
 from qflow_client.broker import Broker
-from qflow_client.broker.store import Store
+from qflow_client.broker.store.store import Store
 write = Store.write
 def slowly(self, batch):
     time.sleep(0.1)
@@ -486,8 +487,8 @@ def test_a_process_ends_though_a_write_never_returns(tmp_path):
     program = """
 import threading
 from qflow_client.broker import Broker, StoreError
-from qflow_client.broker.keeper import Keeper
-from qflow_client.broker.store import Store
+from qflow_client.broker.store.keeper import Keeper
+from qflow_client.broker.store.store import Store
 Keeper.STOP_TIMEOUT = 0.1
 begun = threading.Event()
 def hang(self, batch):
@@ -513,3 +514,23 @@ def test_nothing_of_a_store_is_there_without_one(broker, tmp_path, monkeypatch):
     broker.publish(b"x", "q", properties=commands.Basic.Properties(delivery_mode=2))
     assert list(tmp_path.iterdir()) == []
     assert not any(thread.name.startswith("qflow-store") for thread in threading.enumerate())
+
+
+def test_E10_a_damaged_row_is_set_aside_and_reported_and_a_cut_file_is_refused(tmp_path, caplog):
+    path = tmp_path / "store"
+    with Broker(store=path) as broker:
+        broker.declare_queue("q", durable=True)
+        for number in range(3):
+            broker.publish(b"%d" % number, "q", properties=commands.Basic.Properties(delivery_mode=2))
+    with closing(sqlite3.connect(path)) as file, file:
+        file.execute("UPDATE message SET body = CAST('9' AS BLOB) WHERE number = 2")
+    for _ in range(2):
+        caplog.clear()
+        with Broker(store=path) as broker:
+            assert [message.body for message in broker.messages("q")] == [b"0", b"2"]
+            assert broker.memory.damaged == 1
+        (told,) = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
+        assert told == f"{path}: 1 rows are damaged, and set aside: message 2: its checksum is wrong"
+    path.write_bytes(b"S")
+    with pytest.raises(StoreError, match="it is cut off; restore it from a copy"), Broker(store=path):
+        pass

@@ -7,7 +7,7 @@ from functools import cache
 
 import typer.main
 
-import qflow_client.broker.store
+import qflow_client.broker.store.store
 import qflow_client.cli.demo.actors  # noqa: F401  # what commands import when they need it
 from qflow_client.cli.app import app
 

@@ -289,3 +289,13 @@ def test_F6_rates_are_set_listed_and_deleted(broker: Broker, run: Run) -> None:
     assert run("delete", "rate", "user", "guest")[0] == 1
     code, _, err = run("set", "rate", "host", "x", "--messages", "1")
     assert (code, err) == (2, "qflow: scope: Input should be 'exchange', 'queue' or 'user'\n")
+
+
+def test_names_that_clients_choose_reach_the_terminal_without_control_characters(broker: Broker, run: Run) -> None:
+    name = "\x1b]0;title\x07\x9b31m\u202e"
+    broker.declare_queue(name, arguments={"qpid.flow_stop_count": 5})
+    for arguments in (["queues"], ["set", "queue", name, "--flow-stop-count", "7"], ["purge", "\x1b[31mmissing"]):
+        code, out, err = run(*arguments)
+        assert code == (1 if arguments[0] == "purge" else 0)
+        assert (out + err).replace("\n", "").isprintable(), (arguments, out, err)
+    assert "\\x1b]0;title\\x07\\x9b31m\\u202e" in run("queues")[1]

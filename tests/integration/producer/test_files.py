@@ -13,7 +13,7 @@ import pytest
 
 from qflow_client import FlowLog, Outbox, OutboxError, QflowError
 from qflow_client.broker import StoreError
-from qflow_client.broker.store import Store
+from qflow_client.broker.store.store import Store
 from qflow_client.database import LockFile
 from qflow_client.dedup import Deduplicator
 

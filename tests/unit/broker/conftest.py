@@ -6,10 +6,13 @@ import pytest
 from pamqp import body, commands, frame, header
 
 from qflow_client.amqp.frames import FrameSplitter
-from qflow_client.broker.controls import Controls
-from qflow_client.broker.session import PROTOCOL_HEADER, Session, State
+from qflow_client.broker.core.controls import Controls
+from qflow_client.broker.core.session import PROTOCOL_HEADER, Session, State
+from qflow_client.broker.core.virtualhost import VirtualHost
+from qflow_client.broker.policies.discipline import Discipline
+from qflow_client.broker.policies.rates import Rates
+from qflow_client.broker.policies.rules import PolicyRules
 from qflow_client.broker.settings import BrokerSettings
-from qflow_client.broker.virtualhost import VirtualHost
 
 CAPABILITIES = {
     "publisher_confirms": True,
@@ -25,7 +28,8 @@ class Client:
     def __init__(self, world, name):
         self.world = world
         self.announced = 0
-        self.session = Session(name, world.host, world.controls, world.now, self._on_output)
+        discipline = Discipline if world.settings.has_discipline else None
+        self.session = Session(name, world.host, world.controls, world.now, self._on_output, discipline)
         self.unparsed = []
 
     def _on_output(self):
@@ -132,7 +136,7 @@ class Disk:
 
     def __init__(self, journal):
         self.journal = journal
-        self.bodies: dict[int, bytes] = {}
+        self.bodies: dict[int, bytes | None] = {}
         # How many bodies each time.
         self.reads: list[int] = []
 
@@ -162,9 +166,12 @@ class Disk:
         records = {message.record for message in messages}
         assert {record.number for record in records if record.number} == set(self.bodies)
         assert journal.memory == sum(
-            journal.OVERHEAD + (message.size if message.body is not None else 0) for message in messages
+            journal.OVERHEAD
+            + max(0, len(message.header) - journal.SMALL_HEADER)
+            + (message.size if message.body is not None else 0)
+            for message in messages
         )
-        assert (journal.evicting, journal.backlog, journal.backlog_size) == (0, 0, 0)
+        assert (journal.evicting, journal.backlog, journal.backlog_size, journal.unfinished) == (0, 0, 0, 0)
         for message in messages:
             assert message.body is None or len(message.body) == message.size
         for queue in queues:
@@ -182,11 +189,21 @@ class World:
         # When its clock was at 0, in seconds since 1970.
         self.epoch = 0.0
         self.settings = BrokerSettings.of(options)
-        self.host = VirtualHost(
-            self.settings, clock=lambda: self.now, wall_clock=lambda: self.epoch + self.now, journal=journal
-        )
+        has_store = journal is not None and journal.has_store
+        self.rules = PolicyRules(self.settings, self.settings.policies, has_store=has_store)
+        self.host = VirtualHost(self.settings, lambda: self.now, self.wall_clock, journal, self.rules)
+        self.rates = self.host.meter = Rates(self.host.wake_at)
         self.controls = Controls(watches_publishes=self.settings.watches_publishes)
         self.clients = 0
+
+    def wall_clock(self):
+        return self.epoch + self.now
+
+    def set_policy(self, policy):
+        self.rules.set_policy(policy, self.host)
+
+    def delete_policy(self, name):
+        self.rules.delete_policy(name, self.host)
 
     def client(self, **options):
         client = self.stranger().open(**options)

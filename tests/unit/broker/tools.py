@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from qflow_client.broker.arguments import QueueLimits, QueueOptions
-from qflow_client.broker.message import StoredMessage, Target
-from qflow_client.broker.queue import Queue
+from qflow_client.broker.core.entries import StoredMessage
+from qflow_client.broker.core.exchange import Target
+from qflow_client.broker.core.queue import Queue
+from qflow_client.broker.core.wire import encode_header
+from qflow_client.broker.policies.arguments import limits_from_arguments, read_options
 from qflow_client.broker.settings import BrokerSettings
-from qflow_client.broker.wire import encode_header
 from qflow_client.flow import FlowSource
 
 TARGET = Target("", "q")
@@ -17,8 +18,8 @@ def message(size=1):
 
 
 def make_queue(arguments=None, **settings):
-    limits = QueueLimits.from_arguments("q", arguments or {}, BrokerSettings(**settings))
-    return Queue("q", limits, Alone(), options=QueueOptions.from_arguments("q", arguments or {}))
+    limits = limits_from_arguments("q", arguments or {}, BrokerSettings(**settings))
+    return Queue("q", limits, Alone(), options=read_options("q", arguments or {}))
 
 
 class Alone:

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qflow_client.amqp.frames import FRAME_MIN_SIZE, FRAME_OVERHEAD, FrameSplitter
-from qflow_client.broker.controls import Controls
-from qflow_client.broker.session import Session, State
+from qflow_client.broker.core.controls import Controls
+from qflow_client.broker.core.session import Session, State
+from qflow_client.broker.core.snapshots import message_copy, queue_snapshot
+from qflow_client.broker.core.virtualhost import VirtualHost
+from qflow_client.broker.policies.rules import PolicyRules
 from qflow_client.broker.settings import BrokerSettings
-from qflow_client.broker.snapshots import message_copy, queue_snapshot
-from qflow_client.broker.virtualhost import VirtualHost
 from tests.effort import rounds
 
 from .strategies import cut, mutated
@@ -33,7 +34,7 @@ class Server:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.host = VirtualHost(SETTINGS, clock=lambda: self.now)
+        self.host = VirtualHost(SETTINGS, clock=lambda: self.now, rules=PolicyRules(SETTINGS))
         self.session = Session("fuzzed", self.host, Controls(), self.now, lambda: None)
 
     def feed(self, data: bytes) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
-from qflow_client.broker.recording import FlowRecorder
+from qflow_client.broker.policies.recording import FlowRecorder
 from qflow_client.flow import StopResume
 from qflow_client.flowlog import ProducerLines, microseconds
 from qflow_client.report.replay import Replay

@@ -19,6 +19,8 @@ from qflow_client.broker import Broker
 from qflow_client.broker.http.operations import api
 from tests.effort import rounds
 
+from .tools import Client
+
 schema = schemathesis.openapi.from_dict(api.description(has_token=False))
 
 
@@ -50,3 +52,9 @@ def test_every_answer_is_one_that_is_described(case: schemathesis.Case[Any], url
             negative_data_rejection,
         ],
     )
+
+
+def test_the_description_is_made_once(ask: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = ask("GET", "/api/openapi.json").json
+    monkeypatch.setattr(type(api), "_schemas", None)
+    assert ask("GET", "/api/openapi.json").json == first

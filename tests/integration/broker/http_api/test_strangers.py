@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import socket
 import struct
@@ -67,6 +68,33 @@ def test_more_connections_than_there_is_room_for_are_closed(monkeypatch, caplog)
                 except ConnectionError:
                     continue
         kept[1].close()
+
+
+def test_strangers_never_lock_out_the_holder_of_the_token(monkeypatch):
+    monkeypatch.setattr(HttpServer, "MAX_CONNECTIONS", 10)
+    monkeypatch.setattr(HttpServer, "MAX_STRANGERS", 5, raising=False)
+    token = {"Authorization": "Bearer a-long-token"}
+
+    def ask(connection: http.client.HTTPConnection, path: str, headers: dict[str, str]) -> int:
+        connection.request("GET", path, headers=headers)
+        answer = connection.getresponse()
+        answer.read()
+        return answer.status
+
+    with Broker(http_port=0, http_token="a-long-token") as broker, contextlib.ExitStack() as opened:
+
+        def open_connection() -> http.client.HTTPConnection:
+            connection = http.client.HTTPConnection(*address(broker), timeout=30)
+            opened.callback(connection.close)
+            return connection
+
+        early = open_connection()
+        assert ask(early, "/api/queues", token) == 200
+        for _ in range(20):
+            assert ask(open_connection(), "/api/health", {}) == 200
+            assert ask(open_connection(), "/api/queues", {"Authorization": "Bearer wrong"}) == 401
+        assert ask(open_connection(), "/api/queues", token) == 200
+        assert ask(early, "/api/queues", token) == 200
 
 
 def nested(depth: int) -> bytes:

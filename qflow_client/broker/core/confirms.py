@@ -1,0 +1,104 @@
+"""Confirm mode of a channel: which publishes wait for their acks, and how few frames can ack the others.
+
+Tags count publishes from 1. A tag is held, by queues, by the disk or because the publish waits for room, or it is due.
+A flush acks all due tags below the lowest held one with one frame, and each of the others with a frame of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from qflow_client.broker.core import wire
+from qflow_client.broker.core.entries import Completion
+
+__all__ = ["Confirms"]
+
+
+class Confirms:
+    """The publishes of one channel that are neither acked nor nacked.
+
+    Args:
+        number: of the channel.
+        on_due: called when there is something to `flush`, once until then.
+    """
+
+    __slots__ = ("_due", "_held", "_last_tag", "_number", "_on_due", "on_released", "owed")
+
+    def __init__(self, number: int, on_due: Callable[[], None]) -> None:
+        self._number = number
+        self._on_due = on_due
+        self._last_tag = 0
+        # Publishes whose confirm a queue holds (C5), by tag.
+        self._held: dict[int, Completion] = {}
+        # Tags to be acked by the next flush.
+        self._due: list[int] = []
+        # Body bytes of the held publishes that are in the connection's backlog, by tag; called when one is released.
+        self.owed: dict[int, int] = {}
+        self.on_released: Callable[[int], None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._held) + len(self._due)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is something to flush."""
+        return bool(self._due)
+
+    def next_tag(self) -> int:
+        """The number of the publish that has come."""
+        self._last_tag += 1
+        return self._last_tag
+
+    def confirm(self, tag: int) -> None:
+        """A publish can be acked."""
+        if not self._due:
+            self._on_due()
+        self._due.append(tag)
+
+    def hold(self, tag: int) -> None:
+        """A publish waits for its queues to take it; `completion` and `arm` come later, or `drop`."""
+        self._held[tag] = self.completion(tag)
+
+    def drop(self, tag: int) -> None:
+        """A publish that waited is not taken, and is nacked by the caller."""
+        del self._held[tag]
+        self._release(tag)
+
+    def completion(self, tag: int) -> Completion:
+        """What stands for a publish while its destinations take it; to be given to `arm` then."""
+        return Completion(tag, self._complete)
+
+    def arm(self, completion: Completion) -> bool:
+        """All destinations have the message: it is confirmed now, or when the last of them lets go of it.
+
+        Returns:
+            Whether it is held.
+        """
+        self._held[completion.tag] = completion
+        if completion.arm():
+            self._complete(completion.tag)
+            return False
+        return True
+
+    def _complete(self, tag: int) -> None:
+        del self._held[tag]
+        if self.owed:
+            self._release(tag)
+        self.confirm(tag)
+
+    def _release(self, tag: int) -> None:
+        size = self.owed.pop(tag, None)
+        if size is not None and self.on_released is not None:
+            self.on_released(size)
+
+    def flush(self) -> bytes:
+        """The frames that ack what is due, with one for a run of tags in which nothing is held."""
+        due, self._due = self._due, []
+        if not self._held:
+            return wire.ack(self._number, max(due), len(due) > 1)
+        due.sort()
+        lowest_held = next(iter(self._held))
+        below = len(due) if due[-1] < lowest_held else sum(1 for tag in due if tag < lowest_held)
+        frames = [wire.ack(self._number, due[below - 1], below > 1)] if below else []
+        frames.extend(wire.ack(self._number, tag, False) for tag in due[below:])
+        return b"".join(frames)

@@ -1,0 +1,419 @@
+"""What one channel delivers and what of that is unsettled, sans-I/O.
+
+Consumers of a channel share its delivery tags and its prefetch count. A queue asks `ChannelConsumer.can_take` before
+each delivery. When credit comes back, `Consuming.wake` offers it to the consumers in turn, beginning behind the one
+that was served last, so that none of them takes everything.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from struct import Struct
+from typing import Protocol
+
+from pamqp import commands
+
+from qflow_client.amqp.frames import METHOD_FRAME
+from qflow_client.broker.core import wire
+from qflow_client.broker.core.entries import QueueEntry, QueueView, StoredMessage
+from qflow_client.broker.core.errors import ChannelException, ConnectionException, ReplyCode
+from qflow_client.broker.core.queue import Queue
+from qflow_client.broker.core.virtualhost import VirtualHost
+
+__all__ = ["ChannelConsumer", "Consuming", "DeliveringSession", "Delivery", "MessagePromise"]
+
+_HEAD = Struct(">BHI")
+_TAG_BIT = Struct(">QB")
+
+
+class MessagePromise(Protocol):
+    """Frames that are written when a message has been read from disk."""
+
+    def keep(self, data: bytes) -> None:
+        """These are the frames, all that were promised."""
+
+
+class DeliveringSession(Protocol):
+    """The connection, as far as deliveries need it."""
+
+    host: VirtualHost
+    #: Bytes of the largest frame that the client takes.
+    frame_max: int
+    #: Whether there is little enough of deliveries waiting to be sent.
+    takes_deliveries: bool
+
+    def write(self, data: bytes) -> None:
+        """Put whole frames of one channel into what is to be sent."""
+
+    def deliver(self, data: bytes) -> None:
+        """Put a delivery into what is to be sent."""
+
+    def promise(self, number: int, size: int = 0) -> MessagePromise:
+        """Put something into what is to be sent on a channel that is not there yet."""
+
+    def understands(self, capability: str) -> bool:
+        """Whether the client announced a capability, and the broker has it."""
+
+
+class Delivery:
+    """A message that was given out and not settled yet."""
+
+    __slots__ = ("consumer", "entry", "tag")
+
+    def __init__(self, tag: int, entry: QueueEntry, consumer: ChannelConsumer | None) -> None:
+        self.tag = tag
+        self.entry = entry
+        # None if it was got, not consumed.
+        self.consumer = consumer
+
+
+class ChannelConsumer:
+    """A consumer on a channel.
+
+    Args:
+        consuming: of its channel.
+        tag: its consumer tag.
+        queue: what it consumes.
+        no_ack: whether a delivery settles the message.
+        prefetch: unsettled messages that it may have; 0 for any number.
+    """
+
+    __slots__ = ("_prefix", "consuming", "is_active", "no_ack", "prefetch", "queue", "tag", "unacked")
+
+    def __init__(self, consuming: Consuming, tag: str, queue: Queue, *, no_ack: bool, prefetch: int) -> None:
+        self.consuming = consuming
+        self.tag = tag
+        self.queue = queue
+        self.no_ack = no_ack
+        self.prefetch = prefetch
+        self.is_active = False
+        # Messages that it has not settled.
+        self.unacked = 0
+        self._prefix = wire.deliver_prefix(tag)
+
+    @property
+    def can_take(self) -> bool:
+        consuming = self.consuming
+        if not consuming.delivers or not consuming.session.takes_deliveries:
+            return False
+        if self.no_ack:
+            return True
+        return not (0 < self.prefetch <= self.unacked or 0 < consuming.prefetch <= consuming.consumer_unacked)
+
+    def deliver(self, entry: QueueEntry) -> None:
+        consuming = self.consuming
+        tag = consuming.next_delivery_tag()
+        if not self.no_ack:
+            self.unacked += 1
+            consuming.consumer_unacked += 1
+            consuming.unacked[tag] = Delivery(tag, entry, self)
+        consuming.delivered += 1
+        consuming.last_served = self
+        message = entry.message
+        body = message.body
+        assert body is not None
+        payload = b"%b%b%b" % (self._prefix, _TAG_BIT.pack(tag, entry.redelivered), message.target.names)
+        number, session = consuming.number, consuming.session
+        session.deliver(
+            b"%b%b\xce%b"
+            % (
+                _HEAD.pack(METHOD_FRAME, number, len(payload)),
+                payload,
+                wire.content_frames(number, message.header, body, session.frame_max),
+            )
+        )
+
+    def cancelled_by_queue(self) -> None:
+        self.is_active = False
+        self.consuming.consumer_lost(self)
+
+
+class Consuming:
+    """The consumers of a channel, and what it was given.
+
+    Args:
+        session: the channel's.
+        number: of the channel.
+    """
+
+    __slots__ = (
+        "_delivery_tag",
+        "_host",
+        "_is_waiting",
+        "_wants_deliveries",
+        "acked",
+        "consumer_prefetch",
+        "consumer_unacked",
+        "consumers",
+        "delivered",
+        "delivers",
+        "last_served",
+        "number",
+        "prefetch",
+        "session",
+        "unacked",
+    )
+
+    def __init__(self, session: DeliveringSession, number: int) -> None:
+        self.session = session
+        self.number = number
+        self._host = session.host
+        # Given out and not settled, by delivery tag; how many of them to consumers.
+        self.unacked: dict[int, Delivery] = {}
+        self.consumer_unacked = 0
+        # The consumer of the last delivery.
+        self.last_served: ChannelConsumer | None = None
+        self.consumers: dict[str, ChannelConsumer] = {}
+        self._delivery_tag = 0
+        self.delivered = 0
+        self.acked = 0
+        # Prefetch counts: of the whole channel, and of consumers that come.
+        self.prefetch = 0
+        self.consumer_prefetch = 0
+        # Whether the client wants deliveries, which its own Channel.Flow says; whether its answers wait for the
+        # disk; and so, whether its consumers take anything.
+        self._wants_deliveries = True
+        self._is_waiting = False
+        self.delivers = True
+
+    # Delivering.
+
+    def next_delivery_tag(self) -> int:
+        """The number of the next delivery."""
+        self._delivery_tag += 1
+        return self._delivery_tag
+
+    def consume(self, queue: Queue, tag: str, *, no_ack: bool, exclusive: bool, nowait: bool) -> None:
+        """Let a consumer take from a queue.
+
+        Args:
+            queue: from which.
+            tag: of the consumer; empty for one of the broker's choice.
+            no_ack: whether a delivery settles the message.
+            exclusive: whether it is to be the queue's only consumer.
+            nowait: whether no answer is wanted.
+
+        Raises:
+            ChannelException: 403; the queue has a consumer that excludes this one.
+            ConnectionException: 530; the channel has a consumer of that tag.
+        """
+        tag = tag or f"ctag-{self.number}.{secrets.token_urlsafe(12)}"
+        if tag in self.consumers:
+            raise ConnectionException(
+                ReplyCode.NOT_ALLOWED, f"consumer tag '{tag}' is in use on channel {self.number}; choose another"
+            )
+        if queue.exclusive_consumer is not None or (exclusive and queue.consumers):
+            raise ChannelException(
+                ReplyCode.ACCESS_REFUSED, f"queue '{queue.name}' has a consumer that excludes this one"
+            )
+        consumer = ChannelConsumer(self, tag, queue, no_ack=no_ack, prefetch=self.consumer_prefetch)
+        self.consumers[tag] = consumer
+        if not nowait:
+            self.session.write(wire.consumer_ok(self.number, commands.Basic.ConsumeOk, tag))
+        queue.add_consumer(consumer, exclusive=exclusive)
+        queue.dispatch()
+
+    def cancel(self, tag: str, *, nowait: bool) -> None:
+        """Let a consumer go; one that does not exist is no error.
+
+        Args:
+            tag: of the consumer.
+            nowait: whether no answer is wanted.
+        """
+        consumer = self.consumers.pop(tag, None)
+        if consumer is not None:
+            consumer.queue.remove_consumer(consumer)
+            consumer.queue.dispatch()
+            self._host.consumer_gone(consumer.queue)
+        if not nowait:
+            self.session.write(wire.consumer_ok(self.number, commands.Basic.CancelOk, tag))
+
+    def consumer_lost(self, consumer: ChannelConsumer) -> None:
+        """The queue of a consumer was deleted."""
+        was_there = self.consumers.pop(consumer.tag, None) is not None
+        if was_there and self.session.understands("consumer_cancel_notify"):
+            self.session.write(wire.cancel(self.number, consumer.tag))
+
+    def get(self, queue: Queue, *, no_ack: bool) -> None:
+        """Answer with the next message of a queue, or that there is none."""
+        entry = queue.take(no_ack=no_ack)
+        session = self.session
+        if entry is None:
+            session.write(wire.method(self.number, commands.Basic.GetEmpty()))
+            return
+        tag = self.next_delivery_tag()
+        if not no_ack:
+            self.unacked[tag] = Delivery(tag, entry, None)
+        self.delivered += 1
+        message = entry.message
+        get_ok = wire.get_ok(self.number, tag, entry.redelivered, message.target.names, queue.ready_count)
+        if message.body is not None:
+            session.write(get_ok)
+            session.write(wire.content_frames(self.number, message.header, message.body, session.frame_max))
+        else:
+            self._promise_message(get_ok, message, tag)
+
+    def _promise_message(self, get_ok: bytes, message: StoredMessage, tag: int) -> None:
+        """Answer with a message, which is on disk and held, as soon as it is read.
+
+        The method waits, too: nothing may come between it and the content. If the body is lost, the queue was empty.
+        """
+        journal = self._host.journal
+        assert journal is not None
+        promise = self.session.promise(self.number, message.size)
+
+        def keep() -> None:
+            if message.body is None:
+                self.unacked.pop(tag, None)
+                journal.leave(0, message)
+                promise.keep(wire.method(self.number, commands.Basic.GetEmpty()))
+                return
+            content = wire.content_frames(self.number, message.header, message.body, self.session.frame_max)
+            journal.leave(0, message)
+            promise.keep(get_ok + content)
+
+        journal.when_read(message, keep)
+
+    def wake(self) -> None:
+        """Something changed that consumers may have waited for. The one that was served last comes last."""
+        consumers = tuple(self.consumers.values())
+        if self.prefetch and self.last_served in consumers:
+            # They share the credit: else the first of them would take all that comes free.
+            start = consumers.index(self.last_served) + 1
+            consumers = (*consumers[start:], *consumers[:start])
+        for consumer in consumers:
+            if not consumer.is_active:
+                consumer.queue.wake(consumer)
+                consumer.queue.dispatch()
+
+    def want(self, on: bool) -> None:
+        """The client wants deliveries, or none."""
+        self._wants_deliveries = on
+        self._check_delivers()
+
+    def wait(self, on: bool) -> None:
+        """Its answers wait for the disk, or no longer: deliveries go elsewhere, or stay in their queues."""
+        self._is_waiting = on
+        self._check_delivers()
+
+    def _check_delivers(self) -> None:
+        self.delivers = self._wants_deliveries and not self._is_waiting
+        if self.delivers:
+            self.wake()
+
+    # Settling.
+
+    def take(self, tag: int, *, multiple: bool) -> tuple[Delivery, ...]:
+        """What an ack is about, taken out of what is unacked.
+
+        Args:
+            tag: the delivery tag.
+            multiple: whether it is about all up to that one, or about all if that is 0.
+
+        Raises:
+            ChannelException: 406; there is no such delivery.
+        """
+        unacked = self.unacked
+        if not multiple:
+            delivery = unacked.pop(tag, None)
+            if delivery is None:
+                raise self._unknown(tag)
+            self._count_unacked(delivery, -1)
+            return (delivery,)
+        if tag and tag not in unacked:
+            raise self._unknown(tag)
+        deliveries = []
+        for known, delivery in unacked.items():
+            if tag and known > tag:
+                break
+            deliveries.append(delivery)
+        for delivery in deliveries:
+            del unacked[delivery.tag]
+            self._count_unacked(delivery, -1)
+        return tuple(deliveries)
+
+    @staticmethod
+    def _unknown(tag: int) -> ChannelException:
+        return ChannelException(
+            ReplyCode.PRECONDITION_FAILED, f"unknown delivery tag {tag}: never given out, or settled already"
+        )
+
+    def _count_unacked(self, delivery: Delivery, change: int) -> None:
+        if delivery.consumer is not None:
+            delivery.consumer.unacked += change
+            self.consumer_unacked += change
+
+    def take_back(self, deliveries: Iterable[Delivery]) -> None:
+        """What was taken is unsettled again, and not delivered anew."""
+        for delivery in deliveries:
+            self._count_unacked(delivery, 1)
+            self.unacked[delivery.tag] = delivery
+        self.unacked = dict(sorted(self.unacked.items()))
+
+    def settle(self, deliveries: Iterable[Delivery], *, acked: bool, requeue: bool) -> None:
+        """Settle what was taken.
+
+        Args:
+            deliveries: which.
+            acked: whether they are acked.
+            requeue: whether they go back to their queues.
+        """
+        if requeue:
+            self._requeue(deliveries)
+            return
+        for delivery in deliveries:
+            entry = delivery.entry
+            entry.queue.settle(entry, acked=acked)
+            if acked:
+                self.acked += 1
+        self.wake()
+
+    def _requeue(self, deliveries: Iterable[Delivery]) -> None:
+        """Put deliveries back in their places; nothing is delivered before all are."""
+        back: dict[QueueView, list[QueueEntry]] = {}
+        for delivery in deliveries:
+            back.setdefault(delivery.entry.queue, []).append(delivery.entry)
+        for queue, entries in back.items():
+            queue.requeue(entries)
+        self.wake()
+        for queue in back:
+            queue.dispatch()
+
+    def recover(self, *, requeue: bool) -> None:
+        """Deliver again what is unsettled: to the same consumer, or with `requeue` to any."""
+        back: list[Delivery] = []
+        for delivery in self.take(0, multiple=True):
+            # Asked anew for each, because each delivery leaves less room for the next.
+            if requeue or not self._is_served(delivery):
+                back.append(delivery)
+                continue
+            entry = delivery.entry
+            entry.redelivered = True
+            entry.queue.delivered += 1
+            assert delivery.consumer is not None
+            delivery.consumer.deliver(entry)
+        self._requeue(back)
+
+    def _is_served(self, delivery: Delivery) -> bool:
+        """Whether a delivery can be repeated to its consumer: not to one that is gone, or wants none now."""
+        consumer = delivery.consumer
+        return (
+            consumer is not None
+            and self.consumers.get(consumer.tag) is consumer
+            and consumer.can_take
+            and not delivery.entry.is_gone
+        )
+
+    def end(self) -> None:
+        """Consumers go, and what is unacked returns to its queues."""
+        consumers = tuple(self.consumers.values())
+        self.consumers.clear()
+        self.last_served = None
+        for consumer in consumers:
+            consumer.queue.remove_consumer(consumer)
+        unacked, self.unacked = self.unacked, {}
+        self._requeue(unacked.values())
+        for consumer in consumers:
+            consumer.queue.dispatch()
+            self._host.consumer_gone(consumer.queue)

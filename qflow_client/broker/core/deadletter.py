@@ -1,0 +1,264 @@
+"""Dead-lettering as RabbitMQ does it: where a message goes that died, and what its headers tell of its deaths.
+
+A message that dies without a consumer's rejection goes on to other queues, dies there, and so on. Two rules bound that.
+As in RabbitMQ, a dead letter does not enter a queue where it died before, by its header ``x-death``. That alone admits
+every path through the queues, and between n queues there are more than n! paths. So, other than in RabbitMQ, of the
+copies of one message that die in a queue, the queue dead-letters only the first to each target, which is an exchange
+and a routing key: there is at most one dead letter for each queue and target. A rejection by a consumer ends both
+rules; a restart of the broker ends the second.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+from qflow_client.amqp.fields import encode_table
+from qflow_client.broker.core.entries import DropReason, StoredMessage
+from qflow_client.broker.core.exchange import Target
+from qflow_client.broker.core.logs import get_logger
+from qflow_client.broker.core.queue import Queue
+from qflow_client.broker.core.wire import decode_headers, expiration_of, with_headers
+
+__all__ = ["DeadLetters"]
+
+_log = get_logger(__name__)
+
+_DEATHS = "x-death"
+
+
+class Death(NamedTuple):
+    """Where and why a message died, as an entry of ``x-death``.
+
+    Attributes:
+        queue: its name, unless a client wrote something else there.
+        reason: why, likewise.
+        fields: all fields of the entry.
+        raw: the same as bytes, with their type.
+    """
+
+    queue: Any
+    reason: Any
+    fields: dict[str, Any]
+    raw: bytes
+
+
+class DeadLetter(StoredMessage):
+    """A message that died and goes on.
+
+    Args:
+        target: the dead-letter exchange and the routing key.
+        header: the payload of its content header frame, which tells of its deaths.
+        body: the content.
+        deaths: what the header tells of them, the last first; kept within a step, because decoding a long list takes
+            long.
+    """
+
+    __slots__ = ("deaths",)
+
+    def __init__(self, target: Target, header: bytes, body: bytes, deaths: list[Death]) -> None:
+        super().__init__(target, header, body)
+        self.deaths: list[Death] | None = deaths
+
+
+class DeadLetters:
+    """Messages that died, on their way to where they are dead-lettered.
+
+    Args:
+        resolve: the target, up to date, of a message to an exchange with a routing key; ``None`` if there is no such
+            exchange.
+        destinations: the queues that a message goes to, whose target is up to date.
+        when_read: has something called when the body of a message is in memory.
+        wall_clock: seconds since 1970.
+    """
+
+    __slots__ = ("_dead", "_destinations", "_is_burying", "_letters", "_resolve", "_wall_clock", "_when_read")
+
+    def __init__(
+        self,
+        resolve: Callable[[str, str], Target | None],
+        destinations: Callable[[StoredMessage, Target], Sequence[Queue]],
+        when_read: Callable[[StoredMessage, Callable[[], None]], None],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._resolve = resolve
+        self._destinations = destinations
+        self._when_read = when_read
+        self._wall_clock = wall_clock
+        # Messages that died and are not dead-lettered yet, and whether `died` is at it.
+        self._dead: deque[tuple[Queue, StoredMessage, DropReason]] = deque()
+        self._is_burying = False
+        # The dead letters of this step.
+        self._letters: list[DeadLetter] = []
+
+    def died(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
+        """A message was dropped by a queue with a dead-letter exchange.
+
+        One that dies while another is buried waits for its turn, so that a chain of queues is no chain of calls.
+        """
+        self._dead.append((queue, message, reason))
+        if self._is_burying:
+            return
+        self._is_burying = True
+        try:
+            while self._dead:
+                self._bury_next(*self._dead.popleft())
+        finally:
+            self._is_burying = False
+            for letter in self._letters:
+                # Decoded again if it dies later: a long list of deaths takes far more memory than its bytes.
+                letter.deaths = None
+            self._letters.clear()
+
+    def _bury_next(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
+        if message.is_lost:
+            queue.count_drop(DropReason.DAMAGED)
+            queue.buried(message)
+        elif message.body is None:
+            # It must be read before.
+            self._when_read(message, lambda: self.died(queue, message, reason))
+        else:
+            self._bury(queue, message, reason)
+            queue.buried(message)
+
+    def _bury(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
+        """Send the dead letter of a message where it goes."""
+        options = queue.options
+        key = options.dead_letter_routing_key
+        target = self._resolve(options.dead_letter_exchange or "", message.target.routing_key if key is None else key)
+        if target is None:
+            _log.warning(
+                "queue '%s': a message is lost (%s): there is no dead-letter exchange '%s'",
+                queue.name,
+                reason,
+                options.dead_letter_exchange,
+            )
+            return
+        left: set[tuple[str, str, str]] = set()
+        if reason is not DropReason.REJECTED:
+            left = message.left = getattr(message, "left", left)
+            way = queue.name, target.exchange, target.routing_key
+            if way in left:
+                # Another copy has gone wherever this one would go.
+                if DropReason.COPY not in queue.drops:
+                    _log.warning(
+                        "queue '%s': dead-letters only one copy of a message that dies here; others are only counted",
+                        queue.name,
+                    )
+                queue.count_drop(DropReason.COPY)
+                return
+            left.add(way)
+        assert message.body is not None
+        deaths, headers = _deaths_and_headers(message, queue.name, reason, self._wall_clock())
+        letter = DeadLetter(target, with_headers(message.header, headers), message.body, deaths)
+        letter.left = left
+        self._letters.append(letter)
+        blocked = _cycle_queues(reason, deaths)
+        for destination in self._destinations(letter, target):
+            # There is no publisher to refuse it to, so each destination decides for itself.
+            if destination.name in blocked:
+                if DropReason.CYCLE not in destination.drops:
+                    _log.warning(
+                        "queue '%s': drops dead letters of messages that died there before; more are only counted",
+                        destination.name,
+                    )
+                destination.count_drop(DropReason.CYCLE)
+            elif destination.refusal(letter.size) is not None:
+                destination.count_drop(DropReason.REFUSED)
+            else:
+                destination.enqueue(letter)
+                destination.after_publish()
+
+
+def _field(value: Any) -> bytes:
+    """A value with its type."""
+    # A table of one field is its size, the size of its name, its name and what is wanted.
+    return encode_table({"": value}, "a header")[5:]
+
+
+def _deaths_of(message: StoredMessage) -> list[Death]:
+    """Where and why a message died before, the last first.
+
+    Raises:
+        TypeError, ValueError: a client wrote there what cannot be written again.
+    """
+    if isinstance(message, DeadLetter) and message.deaths is not None:
+        return message.deaths
+    entries = decode_headers(message.header).get(_DEATHS)
+    if not isinstance(entries, list):
+        return []
+    return [
+        Death(fields.get("queue"), fields.get("reason"), fields, _field(fields))
+        for fields in entries
+        if isinstance(fields, dict)
+    ]
+
+
+def _cycle_queues(reason: DropReason, deaths: Sequence[Death]) -> set[str]:
+    """The queues that a message must not enter: it died there, and no consumer has rejected it since.
+
+    Args:
+        reason: of its last death.
+        deaths: all of them, the last first.
+    """
+    found: set[str] = set()
+    if reason is not DropReason.REJECTED:
+        for death in deaths:
+            if death.reason == DropReason.REJECTED:
+                break
+            if isinstance(death.queue, str):
+                found.add(death.queue)
+    return found
+
+
+def _deaths_and_headers(
+    message: StoredMessage, queue: str, reason: DropReason, time: float
+) -> tuple[list[Death], dict[bytes, bytes]]:
+    """The deaths of a message that has just died, and the headers that tell of them.
+
+    Args:
+        message: which died.
+        queue: where.
+        reason: why.
+        time: seconds since 1970.
+
+    Returns:
+        The deaths, the last first, and the headers with their types, by name.
+    """
+    try:
+        before = _deaths_of(message)
+        death = _next_death(message, before, queue, reason, time)
+    except (TypeError, ValueError):
+        before = []
+        death = _next_death(message, before, queue, reason, time)
+    deaths = [death, *(each for each in before if (each.queue, each.reason) != (queue, reason))]
+    array = b"".join([each.raw for each in deaths])
+    headers = {_DEATHS.encode(): b"A" + len(array).to_bytes(4, "big") + array}
+    if not before:
+        headers[b"x-first-death-reason"] = _field(reason.value)
+        headers[b"x-first-death-queue"] = _field(queue)
+        headers[b"x-first-death-exchange"] = _field(message.target.exchange)
+    return deaths, headers
+
+
+def _next_death(message: StoredMessage, before: Sequence[Death], queue: str, reason: DropReason, time: float) -> Death:
+    """The entry for a message's last death, which counts how often it died there for that reason."""
+    fields: dict[str, Any]
+    same = next((death for death in before if (death.queue, death.reason) == (queue, reason)), None)
+    if same is not None:
+        count = same.fields.get("count")
+        fields = same.fields | {"count": count + 1 if isinstance(count, int) else 1}
+    else:
+        fields = {
+            "count": 1,
+            "reason": reason.value,
+            "queue": queue,
+            "time": datetime.fromtimestamp(int(time), UTC),
+            "exchange": message.target.exchange,
+            "routing-keys": [message.target.routing_key],
+        }
+        if message.ttl is not None:
+            fields["original-expiration"] = expiration_of(message.header)
+    return Death(queue, reason.value, fields, _field(fields))

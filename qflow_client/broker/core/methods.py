@@ -1,0 +1,272 @@
+"""Handlers of the methods that change the topology, and of those that consume.
+
+A handler gets the channel, as a `MethodChannel`, and the decoded method. It raises an `AmqpError` to refuse. Answers
+that report a change of the topology wait for the disk, if there is a store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import pamqp.base
+from pamqp import commands
+
+from qflow_client.broker.core import wire
+from qflow_client.broker.core.consuming import Consuming, Delivery
+from qflow_client.broker.core.errors import ChannelException, ConnectionException, ReplyCode
+from qflow_client.broker.core.queue import Queue
+from qflow_client.broker.core.virtualhost import VirtualHost
+
+__all__ = ["CONSUMING_METHODS", "TOPOLOGY_METHODS"]
+
+
+class MethodSession(Protocol):
+    """The connection, as far as these methods need it; it owns its exclusive queues."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+
+    def write_when_durable(self, data: bytes, *, topology_only: bool = True) -> None:
+        """Send whole frames once that is on disk which they report."""
+
+
+class MethodChannel(Protocol):
+    """The channel, as far as these methods need it."""
+
+    number: int
+    host: VirtualHost
+    consuming: Consuming
+    #: The queue that it declared last, which an empty queue name stands for.
+    last_queue: str
+
+    @property
+    def session(self) -> MethodSession:
+        """The channel's connection."""
+
+    def reply(self, method: pamqp.base.Frame) -> None:
+        """Answer a method."""
+
+    def check_alarm(self, so: str = "") -> None:
+        """Refuse what an alarm forbids."""
+
+    def settle(self, deliveries: tuple[Delivery, ...], *, acked: bool, requeue: bool) -> None:
+        """Settle deliveries, or leave that to the transaction."""
+
+
+def _reply(channel: MethodChannel, method: Any, answer: Callable[[], pamqp.base.Frame]) -> None:
+    if not method.nowait:
+        channel.session.write_when_durable(wire.method(channel.number, answer()))
+
+
+def _exchange_declare(channel: MethodChannel, method: Any) -> None:
+    if method.passive:
+        channel.host.exchange(method.exchange)
+    else:
+        channel.host.declare_exchange(
+            method.exchange,
+            method.exchange_type,
+            durable=method.durable,
+            auto_delete=method.auto_delete,
+            internal=method.internal,
+            arguments=method.arguments,
+        )
+    _reply(channel, method, commands.Exchange.DeclareOk)
+
+
+def _exchange_delete(channel: MethodChannel, method: Any) -> None:
+    channel.host.delete_exchange(method.exchange, if_unused=method.if_unused)
+    _reply(channel, method, commands.Exchange.DeleteOk)
+
+
+def _exchange_bind(channel: MethodChannel, method: Any) -> None:
+    destination = channel.host.bindable_exchange(method.destination)
+    channel.host.bind(destination, method.source, method.routing_key, method.arguments)
+    _reply(channel, method, commands.Exchange.BindOk)
+
+
+def _exchange_unbind(channel: MethodChannel, method: Any) -> None:
+    host = channel.host
+    host.check_bindable(method.source)
+    host.check_bindable(method.destination)
+    destination = host.exchanges.get(method.destination)
+    if destination is not None:
+        host.unbind(destination, method.source, method.routing_key, method.arguments)
+    _reply(channel, method, commands.Exchange.UnbindOk)
+
+
+def _queue_declare(channel: MethodChannel, method: Any) -> None:
+    host, session = channel.host, channel.session
+    if method.passive:
+        queue = named_queue(channel, method.queue)
+        queue.touch()
+    else:
+        if method.queue not in host.queues:
+            channel.check_alarm(", can not create queue")
+        queue = host.declare_queue(
+            method.queue,
+            durable=method.durable,
+            exclusive=method.exclusive,
+            auto_delete=method.auto_delete,
+            arguments=method.arguments,
+            owner=session,
+        )
+    channel.last_queue = queue.name
+    if not method.nowait:
+        session.write_when_durable(
+            wire.queue_declare_ok(channel.number, queue.name, queue.ready_count, len(queue.consumers))
+        )
+
+
+def _queue_name(channel: MethodChannel, name: str) -> str:
+    """The name of the queue that a method names. An empty name stands for the queue that the channel declared last.
+
+    Raises:
+        ChannelException: 404; the name is empty, and the channel has declared no queue.
+    """
+    if not name:
+        name = channel.last_queue
+        if not name:
+            raise ChannelException(ReplyCode.NOT_FOUND, "no queue is named, and this channel has declared none")
+    return name
+
+
+def named_queue(channel: MethodChannel, name: str) -> Queue:
+    """The queue that a method names. An empty name stands for the queue that the channel declared last.
+
+    Raises:
+        ChannelException: 404; there is none. 405; it belongs to another connection.
+    """
+    return channel.host.queue(_queue_name(channel, name), channel.session)
+
+
+def _binding_key(queue: Queue, method: Any) -> str:
+    # The standard: with neither queue nor routing key, the queue's name is the routing key.
+    key: str = method.routing_key
+    return key if method.queue or key else queue.name
+
+
+def _queue_bind(channel: MethodChannel, method: Any) -> None:
+    queue = named_queue(channel, method.queue)
+    channel.host.bind(queue, method.exchange, _binding_key(queue, method), method.arguments)
+    _reply(channel, method, commands.Queue.BindOk)
+
+
+def _queue_unbind(channel: MethodChannel, method: Any) -> None:
+    host = channel.host
+    host.check_bindable(method.exchange)
+    queue = host.queues.get(_queue_name(channel, method.queue))
+    if queue is not None:
+        key = _binding_key(queue, method)
+        host.unbind(queue, method.exchange, key, method.arguments, channel.session)
+    channel.session.write_when_durable(wire.method(channel.number, commands.Queue.UnbindOk()))
+
+
+def _queue_purge(channel: MethodChannel, method: Any) -> None:
+    count = named_queue(channel, method.queue).purge()
+    _reply(channel, method, lambda: commands.Queue.PurgeOk(count))
+
+
+def _queue_delete(channel: MethodChannel, method: Any) -> None:
+    host = channel.host
+
+    def answer(count: int) -> None:
+        _reply(channel, method, lambda: commands.Queue.DeleteOk(count))
+
+    if not method.queue or method.queue in host.queues:
+        queue = named_queue(channel, method.queue)
+        if method.if_unused and queue.consumers:
+            raise ChannelException(
+                ReplyCode.PRECONDITION_FAILED, f"queue '{queue.name}' has {len(queue.consumers)} consumers"
+            )
+        # As in RabbitMQ, messages that consumers have not acknowledged do not count.
+        if method.if_empty and queue.ready_count:
+            raise ChannelException(
+                ReplyCode.PRECONDITION_FAILED, f"queue '{queue.name}' has {queue.ready_count} ready messages"
+            )
+        host.delete_queue(queue, answer)
+    else:
+        answer(0)
+
+
+def _qos(channel: MethodChannel, method: Any) -> None:
+    if method.prefetch_size:
+        raise ConnectionException(
+            ReplyCode.NOT_IMPLEMENTED, f"prefetch_size={method.prefetch_size}; use prefetch_count, with size 0"
+        )
+    if method.global_:
+        channel.consuming.prefetch = method.prefetch_count
+    else:
+        channel.consuming.consumer_prefetch = method.prefetch_count
+    channel.reply(commands.Basic.QosOk())
+    channel.consuming.wake()
+
+
+def _consume(channel: MethodChannel, method: Any) -> None:
+    queue = named_queue(channel, method.queue)
+    channel.consuming.consume(
+        queue, method.consumer_tag, no_ack=method.no_ack, exclusive=method.exclusive, nowait=method.nowait
+    )
+
+
+def _cancel(channel: MethodChannel, method: Any) -> None:
+    channel.consuming.cancel(method.consumer_tag, nowait=method.nowait)
+
+
+def _cancel_ok(channel: MethodChannel, method: Any) -> None:
+    """The client has read that its consumer is gone."""
+
+
+def _get(channel: MethodChannel, method: Any) -> None:
+    channel.consuming.get(named_queue(channel, method.queue), no_ack=method.no_ack)
+
+
+def _flow(channel: MethodChannel, method: Any) -> None:
+    channel.reply(commands.Channel.FlowOk(active=method.active))
+    channel.consuming.want(method.active)
+
+
+def _nack(channel: MethodChannel, method: Any) -> None:
+    deliveries = channel.consuming.take(method.delivery_tag, multiple=method.multiple)
+    channel.settle(deliveries, acked=False, requeue=method.requeue)
+
+
+def _reject(channel: MethodChannel, method: Any) -> None:
+    deliveries = channel.consuming.take(method.delivery_tag, multiple=False)
+    channel.settle(deliveries, acked=False, requeue=method.requeue)
+
+
+def _recover(channel: MethodChannel, method: Any) -> None:
+    channel.consuming.recover(requeue=method.requeue)
+    channel.reply(commands.Basic.RecoverOk())
+
+
+def _recover_async(channel: MethodChannel, method: Any) -> None:
+    channel.consuming.recover(requeue=method.requeue)
+
+
+TOPOLOGY_METHODS: dict[type[pamqp.base.Frame], Callable[[Any, Any], None]] = {
+    commands.Exchange.Declare: _exchange_declare,
+    commands.Exchange.Delete: _exchange_delete,
+    commands.Exchange.Bind: _exchange_bind,
+    commands.Exchange.Unbind: _exchange_unbind,
+    commands.Queue.Declare: _queue_declare,
+    commands.Queue.Bind: _queue_bind,
+    commands.Queue.Unbind: _queue_unbind,
+    commands.Queue.Purge: _queue_purge,
+    commands.Queue.Delete: _queue_delete,
+}
+
+CONSUMING_METHODS: dict[type[pamqp.base.Frame], Callable[[Any, Any], None]] = {
+    commands.Channel.Flow: _flow,
+    commands.Basic.Qos: _qos,
+    commands.Basic.Consume: _consume,
+    commands.Basic.Cancel: _cancel,
+    commands.Basic.CancelOk: _cancel_ok,
+    commands.Basic.Get: _get,
+    commands.Basic.Nack: _nack,
+    commands.Basic.Reject: _reject,
+    commands.Basic.Recover: _recover,
+    commands.Basic.RecoverAsync: _recover_async,
+}

@@ -1,0 +1,156 @@
+"""What other brokers say and do differently, as data, for a broker that plays one of them (docs/dialects.md)."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum, auto
+from functools import cached_property
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+import pamqp.base
+from pamqp import commands
+
+from qflow_client.broker.core.errors import ReplyCode
+
+__all__ = ["DIALECTS", "PROTOCOL_HEADER", "Dialect", "OnAlarm", "Profile"]
+
+
+class Profile(StrEnum):
+    """Whose dialect the broker speaks."""
+
+    #: Its own.
+    QFLOW = "qflow"
+    #: LavinMQ's: a full disk closes the channels that publish with 406.
+    LAVINMQ = "lavinmq"
+    #: WSO2 Message Broker's: nothing is announced or confirmed, and errors of a channel end the connection.
+    WSO2 = "wso2"
+    #: The standard without anybody's extensions.
+    AMQP_0_9_1 = "amqp-0-9-1"
+    #: A broker of before AMQP 0-9-1, which answers an AMQP 0-9-1 client with its own protocol header.
+    AMQP_0_9 = "amqp-0-9"
+
+
+class OnAlarm(Enum):
+    """What publishers notice of an alarm."""
+
+    #: ``Connection.Blocked``, if they announced that they understand.
+    BLOCKED = auto()
+    #: ``Channel.Flow`` on every channel that publishes, as the standard has it.
+    CHANNEL_FLOW = auto()
+    #: Each publish, and each new queue, closes its channel with 406.
+    CHANNEL_CLOSE = auto()
+
+
+PROTOCOL_HEADER = b"AMQP\0\0\x09\x01"
+_HEADER_0_9 = b"AMQP\1\1\0\x09"
+_HEADER_0_10 = b"AMQP\1\1\0\x0a"
+
+# What is not in the standard, and by which name a broker announces it.
+_METHODS: Mapping[str, tuple[type[pamqp.base.Frame], ...]] = {
+    "publisher_confirms": (commands.Confirm.Select,),
+    "basic.nack": (commands.Basic.Nack,),
+    "exchange_exchange_bindings": (commands.Exchange.Bind, commands.Exchange.Unbind),
+}
+_EXTENSIONS = frozenset(
+    (
+        *_METHODS,
+        "authentication_failure_close",
+        "connection.blocked",
+        "consumer_cancel_notify",
+        "per_consumer_qos",
+    )
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """What a broker says and does.
+
+    Attributes:
+        properties: what it says of itself in ``Connection.Start``, but for its capabilities.
+        extensions: of the standard, by the names in the table of capabilities; ``None`` for none, and no such table.
+        headers: the protocol headers that it accepts.
+        answer: the protocol header with which it answers others.
+        on_alarm: what publishers notice of an alarm.
+        alarm_text: what it says as it closes a channel for an alarm.
+        channel_errors_close: the reply code with which it closes the connection over what should close only the
+            channel; ``None`` if it closes the channel.
+        settings: what it proposes to clients, unless the broker's settings say otherwise.
+    """
+
+    properties: Mapping[str, str]
+    extensions: frozenset[str] | None = _EXTENSIONS
+    headers: tuple[bytes, ...] = (PROTOCOL_HEADER,)
+    answer: bytes = PROTOCOL_HEADER
+    on_alarm: OnAlarm = OnAlarm.BLOCKED
+    alarm_text: str = ""
+    channel_errors_close: ReplyCode | None = None
+    settings: Mapping[str, int] = field(default_factory=dict)
+
+    def has(self, extension: str) -> bool:
+        """Whether it knows an extension of the standard."""
+        return self.extensions is not None and extension in self.extensions
+
+    @cached_property
+    def missing(self) -> frozenset[type[pamqp.base.Frame]]:
+        """The methods that it does not know."""
+        return frozenset(method for name, methods in _METHODS.items() if not self.has(name) for method in methods)
+
+    @property
+    def server_properties(self) -> dict[str, Any]:
+        """What it says in ``Connection.Start``."""
+        if self.extensions is None:
+            return dict(self.properties)
+        return {**self.properties, "capabilities": dict.fromkeys(sorted(self.extensions), True)}
+
+
+_PLAYED = "played by the broker of qflow_client"
+
+#: By profile.
+DIALECTS: Mapping[Profile, Dialect] = MappingProxyType(
+    {
+        Profile.QFLOW: Dialect(
+            properties={
+                "product": "qflow broker",
+                # Imported by name: the broker must not depend on the package's face.
+                "version": str(import_module("qflow_client").__version__),
+                "platform": f"{platform.python_implementation()} {platform.python_version()}",
+                "copyright": "Copyright the authors of qflow_client",
+                "information": "an AMQP 0-9-1 broker for producer flow control; licensed under the Apache License 2.0",
+            }
+        ),
+        Profile.LAVINMQ: Dialect(
+            properties={"product": "LavinMQ", "information": _PLAYED},
+            headers=(PROTOCOL_HEADER, _HEADER_0_9),
+            on_alarm=OnAlarm.CHANNEL_CLOSE,
+            alarm_text="Server low on disk space",
+            settings={"channel_max": 2048, "frame_max": 131_072, "heartbeat": 300},
+        ),
+        Profile.WSO2: Dialect(
+            properties={},
+            extensions=None,
+            headers=(PROTOCOL_HEADER, _HEADER_0_9),
+            answer=_HEADER_0_10,
+            on_alarm=OnAlarm.CHANNEL_FLOW,
+            channel_errors_close=ReplyCode.ACCESS_REFUSED,
+            settings={"channel_max": 256, "frame_max": 65_536, "heartbeat": 5},
+        ),
+        Profile.AMQP_0_9_1: Dialect(
+            properties={"product": "AMQP 0-9-1 without extensions", "information": _PLAYED},
+            extensions=frozenset(),
+            on_alarm=OnAlarm.CHANNEL_FLOW,
+            settings={"channel_max": 1, "frame_max": 4_096, "heartbeat": 0},
+        ),
+        Profile.AMQP_0_9: Dialect(
+            properties={"product": "AMQP 0-9", "information": _PLAYED},
+            extensions=None,
+            headers=(_HEADER_0_9,),
+            answer=_HEADER_0_9,
+            on_alarm=OnAlarm.CHANNEL_FLOW,
+        ),
+    }
+)

@@ -1,0 +1,453 @@
+"""The sockets of the broker: asyncio's transports, TLS and timers around the sessions.
+
+Each `Connection` feeds a `Session` what its socket receives, and writes what the session has to send. A turn of the
+event loop ends in `Server._end_turn`: there every connection writes once, whatever happened in the turn, and memory and
+the backlog of the disk are checked. Three things stop a socket from being read: too much waits to be written to it, the
+session is tarpitted (D8) or holds input, or the whole broker waits for memory or the disk. An error in the handling of
+one connection ends that connection and no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import cast
+
+from qflow_client.broker.core.channel import Discipline
+from qflow_client.broker.core.controls import Controls
+from qflow_client.broker.core.errors import ReplyCode
+from qflow_client.broker.core.logs import get_logger
+from qflow_client.broker.core.ports import Journal
+from qflow_client.broker.core.session import Session, State
+from qflow_client.broker.core.settings import DEFAULT_USERS, Settings, is_loopback
+from qflow_client.broker.core.virtualhost import VirtualHost
+
+__all__ = ["Server", "cannot_listen"]
+
+_log = get_logger(__name__)
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> OSError:
+    """An error that says where it was to listen."""
+    return OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror or error}")
+
+
+class Server:
+    """Listens, and runs one session for each connection.
+
+    Everything that is written in one turn of the event loop leaves in one write per connection.
+
+    Args:
+        settings: the broker's.
+        host: the virtual host.
+        controls: what an operator has set.
+        on_change: called at the end of every turn in which anything happened.
+        discipline: see `Session`.
+    """
+
+    #: Seconds after which a broker that stops cuts connections whose clients have not closed them.
+    STOP_GRACE = 1.0
+    #: Seconds without a byte from its client after which a finished connection is closed, where the client may not see
+    #: that it is finished.
+    QUIET = 0.1
+    #: Turns of the loop from a socket's accept to `connection_made`.
+    TURNS_TO_CONNECT = 3
+
+    def __init__(
+        self,
+        settings: Settings,
+        host: VirtualHost,
+        controls: Controls,
+        on_change: Callable[[], None],
+        discipline: Callable[[Session], Discipline] | None = None,
+    ) -> None:
+        self.settings = settings
+        self.host = host
+        self.controls = controls
+        self.discipline = discipline
+        # Oldest first.
+        self.connections: dict[Connection, None] = {}
+        # How many of them have nothing more to send and wait for their clients to close.
+        self.finished = 0
+        self.clock = time.monotonic
+        self._on_change = on_change
+        self._server: asyncio.Server | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # Connections with something to send at the end of this turn, in that order.
+        self._writers: dict[Connection, None] = {}
+        self._turn_ends = False
+        # When the virtual host is looked at, and what does it.
+        self._tick_at = math.inf
+        self._ticker: asyncio.TimerHandle | None = None
+        # Whether connections that publish are not read: because too much waits for the disk, or is in memory.
+        self._waits_for_disk = False
+        self._waits_for_memory = False
+        # Set by `stop`: new connections are cut.
+        self.is_stopping = False
+
+    @property
+    def sessions(self) -> tuple[Session, ...]:
+        """The sessions that have not ended, oldest first."""
+        sessions = (connection.session for connection in self.connections)
+        return tuple(session for session in sessions if session.state is not State.ENDED)
+
+    async def start(self) -> int:
+        """Listen.
+
+        Returns:
+            The port.
+
+        Raises:
+            OSError: the address is in use or not ours.
+        """
+        settings = self.settings
+        self._loop = asyncio.get_running_loop()
+        try:
+            self._server = await self._loop.create_server(
+                lambda: Connection(self),
+                settings.host,
+                settings.port,
+                ssl=settings.ssl_context,
+                ssl_handshake_timeout=settings.unauthenticated_timeout if settings.ssl_context is not None else None,
+                backlog=1024,
+            )
+        except OSError as error:
+            raise cannot_listen(settings.host, settings.port, error) from error
+        port = cast(int, self._server.sockets[0].getsockname()[1])
+        _log.info("listening on %s:%d", settings.host, port)
+        if not is_loopback(settings.host) and settings.users == DEFAULT_USERS:
+            _log.warning(
+                "listening on %s:%d, which other machines may reach, and guest's password is well known; set users",
+                settings.host,
+                port,
+            )
+        return port
+
+    async def stop(self) -> None:
+        """Stop listening and close all connections."""
+        if self._server is None:
+            return
+        self.is_stopping = True
+        # asyncio's Server.close forgets sockets that were accepted and have no transport yet: accept no more first.
+        for listener in self._server.sockets:
+            asyncio.get_running_loop().remove_reader(listener.fileno())
+        for _ in range(self.TURNS_TO_CONNECT):
+            await asyncio.sleep(0)
+        self._server.close()
+        now, code = self.clock(), ReplyCode.CONNECTION_FORCED
+        for connection in tuple(self.connections):
+            connection.session.fail(code, f"{code.title} - the broker shuts down", now)
+            connection.session.end()
+        self._end_turn()
+        for connection in tuple(self.connections):
+            connection.close_when_quiet()
+        if self.connections:
+            await asyncio.wait([connection.lost for connection in self.connections], timeout=self.STOP_GRACE)
+        for connection in tuple(self.connections):
+            connection.abort()
+        while self.connections:
+            await asyncio.wait([connection.lost for connection in self.connections])
+        # From 3.12 on it waits for the connections' protocols, which are gone by now.
+        await self._server.wait_closed()
+        self._server = None
+        self._loop = None
+        if self._ticker is not None:
+            self._ticker.cancel()
+
+    def has_output(self, connection: Connection) -> None:
+        """A connection has something to send, after all those that had before."""
+        self._writers.pop(connection, None)
+        self._writers[connection] = None
+        self.touch()
+
+    def touch(self) -> None:
+        """Something has happened in this turn."""
+        if not self._turn_ends and self._loop is not None:
+            self._turn_ends = True
+            self._loop.call_soon(self._end_turn)
+
+    def _end_turn(self) -> None:
+        self._turn_ends = False
+        writers, self._writers = self._writers, {}
+        now = self.clock()
+        for connection in writers:
+            try:
+                connection.send(now)
+            except Exception:
+                # An error in one connection must not end the others.
+                _log.exception("%s: what was to be sent could not be put together", connection.session.name)
+                connection.abort()
+        for connection in writers:
+            connection.output_sent()
+        if self.host.next_tick < self._tick_at:
+            self._set_ticker()
+        if self.host.journal is not None:
+            self._check_memory(self.host.journal)
+        self._on_change()
+
+    def _check_memory(self, journal: Journal) -> None:
+        """Keep within the limit: publishers are not read while the disk is too slow for them, or memory is full."""
+        self.host.relieve()
+        was_paused = self.is_paused
+        backlog = journal.max_backlog // 2 if self._waits_for_disk else journal.max_backlog
+        self._waits_for_disk = journal.backlog_size > backlog
+        if journal.limit:
+            if journal.unfinished > journal.limit // 2:
+                self._close_unfinished(journal)
+            limit = journal.limit // 8 * 7 if self._waits_for_memory else journal.limit
+            self._waits_for_memory = journal.held > limit
+        if self.is_paused is not was_paused:
+            for connection in self.connections:
+                connection.pause(self.is_paused)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether connections that publish are not read."""
+        return self._waits_for_disk or self._waits_for_memory
+
+    def _close_unfinished(self, journal: Journal) -> None:
+        """Close the channels that have most of bodies that are coming in, and of open transactions.
+
+        No consumer can make room for these, and a publisher that is not read cannot finish them. So they may have half
+        of the limit: the other half stays for queues.
+        """
+        channels = [channel for session in self.sessions for channel in session.channels.values()]
+        for channel in sorted(channels, key=lambda channel: channel.unfinished, reverse=True):
+            if journal.unfinished <= journal.limit // 2:
+                break
+            code, size = ReplyCode.RESOURCE_ERROR, channel.unfinished
+            _log.warning("%s: closed: %d bytes of it are unfinished, and memory is full", channel.name, size)
+            text = f"unfinished bodies and transactions take more than half of memory, {size} bytes of it this channel"
+            channel.fail(code, f"{code.title} - {text}")
+
+    def _set_ticker(self) -> None:
+        if self._ticker is not None:
+            self._ticker.cancel()
+        self._tick_at = self.host.next_tick
+        if self._loop is not None and self._tick_at < math.inf:
+            # The loop may wake a little early, by the grain of its clock.
+            delay = max(0.0, self._tick_at - self.clock())
+            self._ticker = self._loop.call_later(delay, self._tick)
+
+    def _tick(self) -> None:
+        try:
+            self.host.tick(self.clock())
+        except Exception:
+            _log.exception("what was due could not be done")
+        self._set_ticker()
+        self.touch()
+
+
+class Connection(asyncio.Protocol):
+    """One socket, and its session."""
+
+    #: Bytes that may wait for a socket that does not drain before nothing more is read from it.
+    MAX_BACKLOG = 8 * 1024 * 1024
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = float("inf")
+        # Whether the socket is read, and whether too much waits to be written to it.
+        self._is_reading = True
+        self._has_backlog = False
+        # Bytes that the socket had not taken when that was last looked at.
+        self._taken = 0
+        # Set when all that the session will ever send is with the transport.
+        self._is_finished = False
+        # Done when the connection is over.
+        self.lost: asyncio.Future[None] = self._loop.create_future()
+        self.session = Session("?", server.host, server.controls, server.clock(), self._has_output, server.discipline)
+
+    @property
+    def name(self) -> str:
+        """The peer's."""
+        return self.session.name
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        server = self._server
+        peer = transport.get_extra_info("peername")
+        self.session.name = f"{peer[0]}:{peer[1]}" if peer else "unknown peer"
+        server.connections[self] = None
+        if server.is_stopping:
+            self._transport.abort()
+            return
+        if len(server.connections) - server.finished > server.settings.max_connections:
+            _log.warning("%s: refused, there are %d connections", self.session.name, server.settings.max_connections)
+            self._transport.abort()
+            return
+        _log.debug("%s: connected", self.session.name)
+        self._set_timer()
+        server.touch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        _log.debug("%s: gone%s", self.session.name, f": {exc}" if exc else "")
+        if self._timer is not None:
+            self._timer.cancel()
+        self.session.lost()
+        self._server.connections.pop(self, None)
+        if self._is_finished:
+            self._server.finished -= 1
+        self._server.touch()
+        self._transport = None
+        self.lost.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        session = self.session
+        try:
+            session.receive_data(data, self._server.clock())
+        except Exception:
+            # An error in one connection must not end the others.
+            _log.exception("%s: a frame could not be handled", session.name)
+            session.fail_internally(self._server.clock())
+        if self._server.is_paused and not session.is_paused:
+            self.pause(True)
+        self._check_timer()
+        if session.tarpit_until is not None or session.is_held or not self._is_reading:
+            self._check_reading()
+        self._server.touch()
+
+    def output_sent(self) -> None:
+        """What the session had to send is with the transport."""
+        self.session.output_sent()
+        self._resume()
+
+    def _resume(self) -> None:
+        """Go on with the input that is held, unless too much waits for the socket."""
+        if self.session.can_resume and not self._has_backlog:
+            self.data_received(b"")
+
+    def pause_writing(self) -> None:
+        self.session.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._has_backlog = False
+        self._check_reading()
+        self.session.resume_writing()
+        self._resume()
+
+    def _has_output(self) -> None:
+        self._server.has_output(self)
+
+    def send(self, now: float) -> None:
+        """Give the transport what the session has to send."""
+        transport = self._transport
+        data = self.session.take_output(now)
+        if transport is None or transport.is_closing() or self._is_finished:
+            return
+        if data:
+            transport.write(data)
+        self._check_timer()
+        if self.session.state is State.ENDED:
+            self._finish(transport)
+        elif not self._has_backlog and transport.get_write_buffer_size() > self.MAX_BACKLOG:
+            self._has_backlog = True
+            self._check_reading()
+
+    def _finish(self, transport: asyncio.Transport) -> None:
+        """Send no more, read on and discard until the client closes the connection.
+
+        That takes `close_timeout` at most; and a connection that was never open has no more than its time to open.
+
+        If the socket were closed while the client has frames under way, the kernel would reset the connection, and the
+        client might lose what was sent last, such as ``Connection.Close-Ok``.
+        """
+        server = self._server
+        self._is_finished = True
+        server.finished += 1
+        if self.session.is_unresponsive or server.finished > server.settings.max_connections:
+            transport.close()
+        elif transport.can_write_eof():
+            # Fails if the peer has reset the connection. The transport then reports the loss.
+            with suppress(OSError):
+                transport.write_eof()
+            self._check_reading()
+        else:
+            # asyncio's TLS cannot close one direction, and the client may wait for the end of the stream.
+            self._check_reading()
+            self.close_when_quiet()
+        time_to_open = max(0.0, self.session.open_by - server.clock())
+        self.cut_off_after(min(server.settings.close_timeout, time_to_open))
+
+    def close_when_quiet(self, received: int | None = None) -> None:
+        """Close the connection when its client sends nothing for `Server.QUIET` seconds.
+
+        Args:
+            received: the bytes that had come from the client at the previous look; ``None`` at the first.
+        """
+        # After a second close, asyncio's TLS transport ignores `abort`.
+        if self._transport is None or self._transport.is_closing():
+            return
+        count = self.session.bytes_received
+        if count == received:
+            self._transport.close()
+        else:
+            self._loop.call_later(self._server.QUIET, self.close_when_quiet, count)
+
+    def _check_reading(self) -> None:
+        """Read from the socket, unless too much waits for it or the session wants none (D8)."""
+        session = self.session
+        reads = self._is_finished or not (
+            self._has_backlog or session.tarpit_until is not None or session.is_paused or session.is_held
+        )
+        if self._transport is not None and reads is not self._is_reading:
+            self._is_reading = reads
+            if reads:
+                self._transport.resume_reading()
+            else:
+                self._transport.pause_reading()
+
+    def pause(self, on: bool) -> None:
+        """Read no more from the socket if the client publishes, or read again."""
+        session = self.session
+        if on is not session.is_paused and (not on or session.is_publishing):
+            session.is_paused = on
+            session.last_received = self._server.clock()
+            self._check_reading()
+
+    def abort(self) -> None:
+        """Cut the connection without a word."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def cut_off_after(self, seconds: float) -> None:
+        """Cut the connection if it is not gone by then, whatever still waits to be sent."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(seconds, self.abort)
+
+    def _check_timer(self) -> None:
+        if self.session.wake_at < self._timer_at:
+            self._set_timer()
+
+    def _look_for_life(self, now: float) -> None:
+        """Count it as a sign of life if a client that is not read has taken bytes since the last call."""
+        if self._transport is None or self._is_reading:
+            return
+        taken = self.session.bytes_sent - self._transport.get_write_buffer_size()
+        if taken > self._taken:
+            self.session.last_received = now
+        self._taken = taken
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._timer_at = self.session.wake_at
+        if self._timer_at < float("inf"):
+            delay = max(0.0, self._timer_at - self._server.clock())
+            self._timer = self._loop.call_later(delay, self._on_timer)
+
+    def _on_timer(self) -> None:
+        now = self._server.clock()
+        self._look_for_life(now)
+        self.session.tick(now)
+        self._check_reading()
+        if self.session.state is not State.ENDED:
+            self._set_timer()

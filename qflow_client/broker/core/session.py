@@ -1,0 +1,784 @@
+"""One AMQP connection, sans-I/O: bytes in, bytes out, and calls on the virtual host.
+
+The life of a connection is the sequence of `State`; every change of state is in this file. `Session.receive_data`
+splits bytes into frames and gives each to its channel, or handles it if it is for channel 0. An `AmqpError` that a
+frame raises closes the channel or the connection; what follows for a closed channel is ignored until the client has
+answered.
+
+Output is a list of byte strings that `Session.take_output` joins once in each turn of the loop. An answer that must
+wait for the disk is a `Promise`: what the same channel writes later waits behind it, and other channels do not. So the
+order of a channel's frames is always that in which they were written. If more than `Session.MAX_OUTPUT` bytes wait to
+be sent, the rest of the input is held, and a client that does not read cannot make the broker keep more.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any
+
+import pamqp.base
+from pamqp import commands
+
+from qflow_client.amqp.frames import (
+    CHANNEL_CLOSE,
+    CHANNEL_CLOSE_OK,
+    CONNECTION_CLOSE,
+    FRAME_MIN_SIZE,
+    FRAME_OVERHEAD,
+    HEADER_FRAME,
+    HEARTBEAT,
+    HEARTBEAT_FRAME,
+    METHOD_FRAME,
+    PUBLISH,
+    FrameError,
+    FrameSplitter,
+)
+from qflow_client.broker.core import wire
+from qflow_client.broker.core.channel import Channel, Discipline
+from qflow_client.broker.core.controls import Controls
+from qflow_client.broker.core.errors import ChannelException, ConnectionException, ReplyCode
+from qflow_client.broker.core.logs import get_logger
+from qflow_client.broker.core.profiles import PROTOCOL_HEADER, OnAlarm
+from qflow_client.broker.core.settings import Settings
+from qflow_client.broker.core.virtualhost import VirtualHost
+
+__all__ = ["PROTOCOL_HEADER", "Session", "State"]
+
+_log = get_logger(__name__)
+
+_CHANNEL_OPEN = bytes((0, 20, 0, 10))
+_FRAME_KINDS = {1: "method", 2: "ContentHeader", 3: "ContentBody", 8: "Heartbeat"}
+
+
+class State(Enum):
+    """What a session waits for."""
+
+    HEADER = "protocol header"
+    START_OK = "Connection.Start-Ok"
+    TUNE_OK = "Connection.Tune-Ok"
+    OPEN = "Connection.Open"
+    RUNNING = "anything"
+    #: Connection.Close was sent.
+    CLOSE_OK = "Connection.Close-Ok"
+    #: Nothing that comes means anything any more; the socket is to be closed.
+    ENDED = "nothing"
+
+
+class Promise:
+    """Frames of a channel that are not there yet; what is written after them on this channel is sent after them.
+
+    Args:
+        session: whose.
+        number: of the channel.
+        size: about how many bytes they will have.
+    """
+
+    __slots__ = ("_number", "_session", "behind", "data", "size")
+
+    def __init__(self, session: Session, number: int, size: int) -> None:
+        self._session = session
+        self._number = number
+        self.size = size
+        self.data: bytes | None = None
+        # What was written after it, up to the next one.
+        self.behind: list[bytes] = []
+
+    def keep(self, data: bytes) -> None:
+        """These are the frames, all that were promised."""
+        self.data = data
+        self._session.promise_kept(self._number, len(data) - self.size)
+
+
+class Session:
+    """One connection.
+
+    Args:
+        name: of the peer, for people.
+        host: the virtual host.
+        controls: what an operator has set.
+        now: monotonic seconds.
+        on_output: called when there is something to send, once until `take_output`, and when that is to be sent after
+            what others have been given meanwhile.
+        discipline: makes what decides about a client that does not heed ``Channel.Flow``; ``None`` if nothing does.
+    """
+
+    #: Bytes of deliveries that may wait to be sent; consumers get no more until they are.
+    MAX_DELIVERY_BYTES = 256 * 1024
+    #: Bytes of any kind that may wait to be sent; with more, what has been received waits, too.
+    MAX_OUTPUT = 1024 * 1024
+
+    def __init__(
+        self,
+        name: str,
+        host: VirtualHost,
+        controls: Controls,
+        now: float,
+        on_output: Callable[[], None],
+        discipline: Callable[[Session], Discipline] | None = None,
+    ) -> None:
+        self.name = name
+        self.host = host
+        self.controls = controls
+        self.settings: Settings = host.settings
+        self.dialect = self.settings.dialect
+        self.state = State.HEADER
+        self._on_output = on_output
+        self._output_announced = False
+        self._output: list[bytes] = []
+        # Bytes that wait to be sent: in `_output`, promised, and behind promises.
+        self._unsent = 0
+        # Whether received bytes wait because too many wait to be sent; and those bytes, from a frame's beginning on.
+        self.is_held = False
+        self._held = b""
+        # Channels with promises, which wait for the disk, in their order. Others do not wait, nor does channel 0.
+        self._promises: dict[int, deque[Promise]] = {}
+        # Channels with confirms that are due.
+        self._confirming: dict[Channel, None] = {}
+        self._beginning = b""
+        self._splitter = FrameSplitter(FRAME_MIN_SIZE)
+        # Set after bytes that are no frames: the frames that follow cannot be found.
+        self._is_deaf = False
+        self.user = ""
+        self.client_properties: Mapping[str, Any] = {}
+        self._capabilities: Mapping[str, Any] = {}
+        self.channels: dict[int, Channel] = {}
+        # Negotiated.
+        self.frame_max = FRAME_MIN_SIZE
+        self.channel_max = self.settings.channel_max
+        self.heartbeat = 0
+        # Seconds of the clock: when something last came and went, and when `tick` is due.
+        self.last_received = now
+        self.last_sent = now
+        # Until when the connection must be open, and is ended if it is not, even if it is closing; infinite once it is.
+        self.open_by = now + self.settings.unauthenticated_timeout
+        self.wake_at = self.open_by
+        # Whether the socket takes bytes, and whether there is little enough of deliveries waiting.
+        self._is_writable = True
+        self._delivery_bytes = 0
+        self.takes_deliveries = True
+        # Why the client is blocked, by what blocks it.
+        self.blocks: dict[str, str] = {}
+        # Only set if something is done about connections that do not listen (D7 D8).
+        self.discipline = discipline(self) if discipline is not None else None
+        # Whether the socket is not to be read because too much waits for the disk.
+        self.is_paused = False
+        # Set when the peer has missed a deadline: nothing that it may still send is waited for.
+        self.is_unresponsive = False
+        # Until when the socket is not to be read; None if it is.
+        self.tarpit_until: float | None = None
+        # Of channels that are gone: their messages, and how often they were flowed.
+        self._published_before = 0
+        self._delivered_before = 0
+        self._times_flowed_before = 0
+        self.bytes_received = 0
+        self.bytes_sent = 0
+
+    # Bytes in.
+
+    def receive_data(self, data: bytes, now: float) -> None:
+        """Handle what the peer sent, until too much waits to be sent; the rest is held until a later call.
+
+        Args:
+            data: any number of bytes; none to go on with what is held.
+            now: monotonic seconds.
+        """
+        if data:
+            self.last_received = now
+            self.bytes_received += len(data)
+        if self.is_held:
+            self._held += data
+            if not self.can_resume:
+                return
+            data, self._held, self.is_held = self._held, b"", False
+        if self.state is State.HEADER:
+            data = self._receive_header(data)
+        if self._is_deaf or not data or self.state is State.ENDED:
+            return
+        trace = self.settings.trace
+        max_output = self.MAX_OUTPUT
+        splitter = self._splitter
+        channels = self.channels
+        try:
+            for kind, number, start, stop in splitter.feed(data):
+                payload = splitter.data[start:stop]
+                if trace is not None:
+                    trace("in", self.name, number, _frame_name(kind, payload))
+                channel = channels.get(number)
+                try:
+                    if channel is None or channel.is_closing or self.state is not State.RUNNING:
+                        self._receive_elsewhere(kind, number, payload, now)
+                    elif kind == METHOD_FRAME:
+                        channel.on_method(payload)
+                        if self._unsent > max_output:
+                            # Not checked after content frames: they add little, or at most their message, which is
+                            # returned (Basic.Return).
+                            self._held, self.is_held = splitter.data[stop + 1 :], True
+                            break
+                    elif kind == HEADER_FRAME:
+                        channel.on_header(payload)
+                    elif kind == HEARTBEAT_FRAME:
+                        self._receive_heartbeat(number)
+                    else:
+                        channel.on_body(payload)
+                except ChannelException as error:
+                    cause = payload[:4] if kind == METHOD_FRAME else PUBLISH
+                    if self.dialect.channel_errors_close is None:
+                        _log.info("%s: channel %d: %s", self.name, number, error.reply_text)
+                        channels[number].fail(error.code, error.reply_text, cause)
+                    else:
+                        self.fail(self.dialect.channel_errors_close, error.text, now, cause)
+                except ConnectionException as error:
+                    cause = payload[:4] if kind == METHOD_FRAME else b"\0\0\0\0"
+                    self.fail(error.code, error.reply_text, now, cause)
+        except FrameError as error:
+            self._is_deaf = True
+            self.fail(ReplyCode.FRAME_ERROR, f"{ReplyCode.FRAME_ERROR.title} - {error}", now)
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether input is held and little enough waits to be sent: `receive_data` is to be called again."""
+        return self.is_held and self._unsent <= self.MAX_OUTPUT
+
+    def _receive_header(self, data: bytes) -> bytes:
+        self._beginning += data
+        header, rest = self._beginning[:8], self._beginning[8:]
+        dialect = self.dialect
+        if not any(known.startswith(header) for known in dialect.headers):
+            # The standard: answer with the header that is right, and close.
+            _log.info("%s: not an AMQP 0-9-1 client: %r", self.name, header)
+            self._is_deaf = True
+            self.write(dialect.answer)
+            self.end()
+            return b""
+        if len(header) < len(PROTOCOL_HEADER):
+            return b""
+        self._beginning = b""
+        self.state = State.START_OK
+        self._send(
+            commands.Connection.Start(
+                server_properties=dialect.server_properties,
+                mechanisms="PLAIN",
+                locales="en_US",
+            )
+        )
+        return rest
+
+    def _receive_elsewhere(self, kind: int, number: int, payload: bytes, now: float) -> None:
+        """A frame for channel 0, for a channel that is not open, or at a time when channels mean nothing."""
+        if self.state is State.ENDED:
+            return
+        if kind == HEARTBEAT_FRAME:
+            self._receive_heartbeat(number)
+        elif self.state is State.CLOSE_OK:
+            self._receive_while_closing(kind, number, payload)
+        elif number == 0:
+            if kind != METHOD_FRAME:
+                raise ConnectionException(ReplyCode.CHANNEL_ERROR, "a content frame on channel 0, which has no content")
+            self._receive_method(wire.decode_method(payload), now)
+        elif self.state is not State.RUNNING:
+            raise ConnectionException(
+                ReplyCode.CHANNEL_ERROR, f"a frame on channel {number} before the connection is open"
+            )
+        elif number in self.channels:
+            self._receive_on_closing_channel(kind, number, payload)
+        elif kind == METHOD_FRAME and payload[:4] == _CHANNEL_OPEN:
+            self._open_channel(number, payload)
+        else:
+            raise ConnectionException(
+                ReplyCode.CHANNEL_ERROR, f"channel {number} is not open, and only Channel.Open opens it"
+            )
+
+    @staticmethod
+    def _receive_heartbeat(number: int) -> None:
+        if number:
+            raise ConnectionException(
+                ReplyCode.FRAME_ERROR, f"a heartbeat on channel {number}; it must be on channel 0"
+            )
+
+    def _receive_while_closing(self, kind: int, number: int, payload: bytes) -> None:
+        if kind != METHOD_FRAME or number:
+            return
+        method = payload[:4]
+        if method == CONNECTION_CLOSE:
+            self._send(commands.Connection.CloseOk())
+            self.end()
+        elif method == commands.Connection.CloseOk.index.to_bytes(4, "big"):
+            self.end()
+
+    def _receive_on_closing_channel(self, kind: int, number: int, payload: bytes) -> None:
+        if kind != METHOD_FRAME:
+            return
+        if payload[:4] == CHANNEL_CLOSE_OK:
+            self.channel_closed(self.channels[number])
+        elif payload[:4] == CHANNEL_CLOSE:
+            self.write(wire.method(number, commands.Channel.CloseOk()))
+
+    # Channel 0.
+
+    def _receive_method(self, method: pamqp.base.Frame, now: float) -> None:
+        if isinstance(method, commands.Connection.Close):
+            _log.debug("%s: closed by its client: %s %s", self.name, method.reply_code, method.reply_text)
+            self._end_channels()
+            self._send(commands.Connection.CloseOk())
+            self.end()
+        elif self.state is State.START_OK and isinstance(method, commands.Connection.StartOk):
+            self._start_ok(method, now)
+        elif self.state is State.TUNE_OK and isinstance(method, commands.Connection.TuneOk):
+            self._tune_ok(method, now)
+        elif self.state is State.OPEN and isinstance(method, commands.Connection.Open):
+            self._open(method)
+        elif (
+            self.state is State.RUNNING
+            and isinstance(method, commands.Connection.UpdateSecret)
+            and self.dialect.extensions
+        ):
+            # As RabbitMQ does with PLAIN: the secret is not checked, because the connection is open already.
+            self._send(commands.Connection.UpdateSecretOk())
+        else:
+            raise ConnectionException(
+                ReplyCode.COMMAND_INVALID, f"{method.name} on channel 0 while waiting for {self.state.value}"
+            )
+
+    def _start_ok(self, method: commands.Connection.StartOk, now: float) -> None:
+        self.client_properties = method.client_properties or {}
+        capabilities = self.client_properties.get("capabilities")
+        self._capabilities = capabilities if isinstance(capabilities, dict) else {}
+        if method.mechanism != "PLAIN":
+            self._refuse_login(f"mechanism {method.mechanism!r} is not offered; use PLAIN", now)
+            return
+        response: str | bytes = method.response or b""
+        parts = (response.encode() if isinstance(response, str) else response).split(b"\0")
+        if len(parts) != 3:
+            raise ConnectionException(ReplyCode.SYNTAX_ERROR, "the PLAIN response is not NUL, user, NUL, password")
+        user = parts[1].decode(errors="replace")
+        password = self.settings.users.get(user)
+        # Compared even if there is no such user, so that the time taken does not tell.
+        is_right = hmac.compare_digest((password or "").encode(), parts[2])
+        if password is None or not is_right:
+            self._refuse_login(f"login of user {user!r} was refused using PLAIN; check user and password", now)
+            return
+        self.user = user
+        self.state = State.TUNE_OK
+        settings = self.settings
+        self._send(commands.Connection.Tune(settings.channel_max, settings.frame_max, settings.heartbeat))
+
+    def _refuse_login(self, text: str, now: float) -> None:
+        _log.warning("%s: %s", self.name, text)
+        if self.understands("authentication_failure_close"):
+            code = ReplyCode.ACCESS_REFUSED
+            self.fail(code, f"{code.title} - {text}", now, commands.Connection.StartOk.index.to_bytes(4, "big"))
+        else:
+            self.end()
+
+    def _tune_ok(self, method: commands.Connection.TuneOk, now: float) -> None:
+        settings = self.settings
+        channel_max = method.channel_max or settings.channel_max
+        frame_max = method.frame_max or settings.frame_max
+        if channel_max > settings.channel_max:
+            raise ConnectionException(
+                ReplyCode.NOT_ALLOWED, f"channel_max {channel_max} is above the broker's {settings.channel_max}"
+            )
+        if not FRAME_MIN_SIZE <= frame_max <= settings.frame_max:
+            raise ConnectionException(
+                ReplyCode.NOT_ALLOWED,
+                f"frame_max {frame_max} is not from {FRAME_MIN_SIZE} to the broker's {settings.frame_max}",
+            )
+        self.channel_max = channel_max
+        self.frame_max = frame_max
+        # As RabbitMQ does: AMQPStorm sends payloads of frame_max bytes.
+        self._splitter.frame_max = frame_max + FRAME_OVERHEAD
+        self.heartbeat = method.heartbeat or 0
+        self.state = State.OPEN
+        if self.heartbeat:
+            self.wake_at = min(self.wake_at, now + self.heartbeat / 2)
+
+    def _open(self, method: commands.Connection.Open) -> None:
+        if method.virtual_host != self.settings.virtual_host:
+            raise ConnectionException(
+                ReplyCode.NOT_ALLOWED,
+                f"vhost {method.virtual_host!r} does not exist; the broker has {self.settings.virtual_host!r}",
+            )
+        self.state = State.RUNNING
+        self.open_by = math.inf
+        self._send(commands.Connection.OpenOk())
+        for source, reason in self.controls.alarms.items():
+            self.block(reason, source)
+
+    def _open_channel(self, number: int, payload: bytes) -> None:
+        wire.decode_method(payload)
+        if number > self.channel_max:
+            raise ConnectionException(
+                ReplyCode.NOT_ALLOWED, f"channel {number} is above the negotiated channel_max {self.channel_max}"
+            )
+        self.channels[number] = Channel(self, number)
+        self.write(wire.method(number, commands.Channel.OpenOk()))
+
+    def channel_closed(self, channel: Channel) -> None:
+        """Forget a channel whose closing is complete."""
+        del self.channels[channel.number]
+        self._confirming.pop(channel, None)
+        self._published_before += channel.published
+        self._delivered_before += channel.consuming.delivered
+        self._times_flowed_before += channel.times_flowed
+
+    def understands(self, capability: str) -> bool:
+        """Whether the client announced a capability, and the broker has it."""
+        return self._capabilities.get(capability) is True and self.dialect.has(capability)
+
+    # Connection.Blocked.
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether the client was informed that it is blocked."""
+        return bool(self.blocks)
+
+    def block(self, reason: str, source: str) -> None:
+        """Tell the client that it is blocked, if it does not know yet and can be told.
+
+        Args:
+            reason: for the client.
+            source: what blocks it; `unblock` takes the same.
+        """
+        way = self.dialect.on_alarm
+        if self.state is not State.RUNNING or (way is OnAlarm.BLOCKED and not self.understands("connection.blocked")):
+            return
+        is_new = not self.blocks
+        self.blocks[source] = reason
+        if is_new and way is OnAlarm.BLOCKED:
+            self._send(commands.Connection.Blocked(wire.shortened(reason)))
+        elif is_new and way is OnAlarm.CHANNEL_FLOW:
+            for channel in self.channels.values():
+                if channel.is_producer and not channel.is_closing:
+                    channel.block(self.controls.alarm)
+
+    def unblock(self, source: str) -> None:
+        """Tell the client that it is no longer blocked, if nothing else blocks it."""
+        if self.blocks.pop(source, None) is None or self.blocks or self.state is not State.RUNNING:
+            return
+        way = self.dialect.on_alarm
+        if way is OnAlarm.BLOCKED:
+            self._send(commands.Connection.Unblocked())
+        elif way is OnAlarm.CHANNEL_FLOW:
+            for channel in self.channels.values():
+                channel.unblock(self.controls.alarm)
+
+    # Clients that do not listen.
+
+    def tarpit(self, now: float) -> None:
+        """Let nothing more be read from the socket for a time (D8).
+
+        Args:
+            now: monotonic seconds.
+        """
+        self.tarpit_until = now + self.settings.tarpit_time
+        self.wake_at = min(self.wake_at, self.tarpit_until)
+        _log.info("%s: not read for %s s: it publishes on flowed channels", self.name, self.settings.tarpit_time)
+
+    # Bytes out.
+
+    def _send(self, method: pamqp.base.Frame) -> None:
+        self.write(wire.method(0, method))
+
+    def write(self, data: bytes) -> None:
+        """Put whole frames of one channel into what is to be sent, behind the promises of that channel."""
+        self._unsent += len(data)
+        if self._promises and self._waits(data):
+            return
+        self._output.append(data)
+        if not self._output_announced:
+            self._announce()
+
+    def write_in_turn(self, data: bytes) -> None:
+        """Put whole frames before all promises, to be sent after what other connections have to send by now.
+
+        For what several race for (F4), and what is no answer to anything: a stop must not wait for the disk, because
+        the time of grace (D8) runs.
+        """
+        self._unsent += len(data)
+        self._output.append(data)
+        self._announce()
+
+    def _waits(self, data: bytes) -> bool:
+        """Put frames behind the promises of their channel, if it has any."""
+        promises = self._promises.get(int.from_bytes(data[1:3], "big"))
+        if promises is None:
+            return False
+        promises[-1].behind.append(data)
+        return True
+
+    def write_when_durable(self, data: bytes, *, topology_only: bool = True) -> None:
+        """Put whole frames into what is to be sent, once that is on disk which they tell of.
+
+        Args:
+            data: the frames.
+            topology_only: whether they tell of nothing but changes of queues, exchanges and bindings.
+        """
+        journal = self.host.journal
+        if journal is not None:
+            number = int.from_bytes(data[1:3], "big")
+            promise = Promise(self, number, len(data))
+            if journal.when_durable(lambda: promise.keep(data), topology_only=topology_only):
+                self._wait_for(promise, number)
+                return
+        self.write(data)
+
+    def promise(self, number: int, size: int = 0) -> Promise:
+        """Put something into what is to be sent on a channel that is not there yet.
+
+        Args:
+            number: of the channel.
+            size: about how many bytes it will have.
+        """
+        promise = Promise(self, number, size)
+        self._wait_for(promise, number)
+        return promise
+
+    def _wait_for(self, promise: Promise, number: int) -> None:
+        self._unsent += promise.size
+        self._promises.setdefault(number, deque()).append(promise)
+        channel = self.channels.get(number)
+        if channel is not None:
+            channel.consuming.wait(True)
+
+    def promise_kept(self, number: int, more: int) -> None:
+        """What a channel has waited for can be sent, with what is behind it.
+
+        Args:
+            number: of the channel.
+            more: bytes that it has beyond those that were expected.
+        """
+        self._unsent += more
+        promises = self._promises.get(number)
+        if promises is None:
+            # The connection is over.
+            return
+        while promises and (data := promises[0].data) is not None:
+            self._output += (data, *promises.popleft().behind)
+        if not promises:
+            del self._promises[number]
+        if self._output and not self._output_announced:
+            self._announce()
+        channel = self.channels.get(number)
+        if channel is not None and not promises:
+            channel.consuming.wait(False)
+
+    def deliver(self, data: bytes) -> None:
+        """Put a delivery into what is to be sent."""
+        self._delivery_bytes += len(data)
+        if self._delivery_bytes > self.MAX_DELIVERY_BYTES:
+            self.takes_deliveries = False
+        self.write(data)
+
+    def has_confirms(self, channel: Channel) -> None:
+        """A channel has confirms that are due; they are sent with everything else."""
+        self._confirming[channel] = None
+        if not self._output_announced:
+            self._announce()
+
+    def _announce(self) -> None:
+        self._output_announced = True
+        self._on_output()
+
+    def announce_confirms(self) -> None:
+        """Confirms may be sent again."""
+        if self._confirming and not self._output_announced:
+            self._announce()
+
+    def take_output(self, now: float) -> bytes:
+        """What is to be sent now.
+
+        Args:
+            now: monotonic seconds.
+        """
+        self._output_announced = False
+        if self._confirming and not self.controls.withhold_confirms:
+            for channel in self._confirming:
+                if not channel.is_closing and channel.confirms is not None:
+                    confirms = channel.confirms.flush()
+                    self._unsent += len(confirms)
+                    if not (self._promises and self._waits(confirms)):
+                        self._output.append(confirms)
+            self._confirming.clear()
+        output = self._output
+        if not output:
+            return b""
+        data = b"".join(output) if len(output) > 1 else output[0]
+        output.clear()
+        self._unsent -= len(data)
+        self._delivery_bytes = 0
+        self.last_sent = now
+        self.bytes_sent += len(data)
+        if self.settings.trace is not None:
+            self._trace_output(data)
+        return data
+
+    def _trace_output(self, data: bytes) -> None:
+        trace = self.settings.trace
+        assert trace is not None
+        if data.startswith(b"AMQP"):
+            return
+        for kind, number, start, stop in FrameSplitter().feed(data):
+            trace("out", self.name, number, _frame_name(kind, data[start:stop]))
+
+    def output_sent(self) -> None:
+        """What `take_output` gave is with the transport; consumers may get more if it takes bytes."""
+        if not self.takes_deliveries and self._is_writable:
+            self._take_deliveries_again()
+
+    def pause_writing(self) -> None:
+        """The transport's buffer is full: consumers get nothing until it has drained."""
+        self._is_writable = False
+        self.takes_deliveries = False
+
+    def resume_writing(self) -> None:
+        """The transport's buffer has drained."""
+        self._is_writable = True
+        self._take_deliveries_again()
+
+    def _take_deliveries_again(self) -> None:
+        self.takes_deliveries = self._delivery_bytes <= self.MAX_DELIVERY_BYTES
+        for channel in tuple(self.channels.values()):
+            if self.takes_deliveries and channel.consuming.consumers:
+                channel.consuming.wake()
+
+    # Time.
+
+    def tick(self, now: float) -> None:
+        """Send and miss heartbeats, and give up on peers that take too long. To be called at `wake_at`."""
+        settings = self.settings
+        if self.state is State.ENDED or now < self.wake_at:
+            return
+        if now >= self.open_by:
+            _log.info("%s: not open within %s s", self.name, settings.unauthenticated_timeout)
+            self._end_unresponsive()
+            return
+        if self.state is State.CLOSE_OK:
+            _log.info("%s: no answer to Connection.Close within %s s", self.name, settings.close_timeout)
+            self._end_unresponsive()
+            return
+        times = [self.open_by]
+        if self.tarpit_until is not None:
+            if now >= self.tarpit_until:
+                self.tarpit_until = None
+            else:
+                times.append(self.tarpit_until)
+            # Nothing could be heard of it.
+            self.last_received = now
+        if self.is_paused or (self.is_held and self._promises):
+            self.last_received = now
+        if self.heartbeat:
+            if now - self.last_received >= 2 * self.heartbeat:
+                _log.info("%s: silent for two heartbeat intervals of %d s", self.name, self.heartbeat)
+                self._end_unresponsive()
+                return
+            if now - self.last_sent >= self.heartbeat / 2:
+                self.write(HEARTBEAT)
+                self.last_sent = now
+            times += [self.last_sent + self.heartbeat / 2, self.last_received + 2 * self.heartbeat]
+        self.wake_at = min(times)
+
+    # The end.
+
+    def fail(self, code: int, text: str, now: float, cause: bytes = b"\0\0\0\0") -> None:
+        """Close the connection.
+
+        Args:
+            code: the reply code.
+            text: the reply text.
+            now: monotonic seconds.
+            cause: class and method id of the method at fault.
+        """
+        if self.state in (State.CLOSE_OK, State.ENDED):
+            return
+        if self.state is State.HEADER:
+            self.end()
+            return
+        # First of all: a code that no close can carry is to change nothing.
+        close = wire.close(0, code, text, cause)
+        _log.info("%s: %s", self.name, text)
+        self.state = State.CLOSE_OK
+        self.wake_at = min(now + self.settings.close_timeout, self.open_by)
+        self._end_channels()
+        self.write(close)
+
+    def fail_internally(self, now: float) -> None:
+        """An error of the broker's own: close the connection with 541; what still comes is not read."""
+        self._is_deaf = True
+        self.fail(ReplyCode.INTERNAL_ERROR, f"{ReplyCode.INTERNAL_ERROR.title} - see the broker's log", now)
+
+    def end(self) -> None:
+        """The connection is over: nothing of it stays behind. What is to be sent can still be taken."""
+        if self.state is State.ENDED:
+            return
+        self.state = State.ENDED
+        self._held, self.is_held = b"", False
+        self.wake_at = float("inf")
+        self._end_channels()
+        if not self._output_announced:
+            self._announce()
+
+    def _end_unresponsive(self) -> None:
+        self.is_unresponsive = True
+        self.end()
+
+    def lost(self) -> None:
+        """The socket is gone. Nothing of the connection refers to itself any more: it need not wait to be collected."""
+        self.end()
+        self._on_output = _nobody
+        for channel in self.channels.values():
+            channel.confirms = None
+        self.channels.clear()
+        self._confirming.clear()
+        self._promises.clear()
+        self.discipline = None
+
+    def _end_channels(self) -> None:
+        # What one channel gives back goes to no other of a connection that is over.
+        self.takes_deliveries = False
+        for channel in tuple(self.channels.values()):
+            channel.end()
+        self.host.owner_gone(self)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the connection is open and not closing."""
+        return self.state is State.RUNNING
+
+    @property
+    def memory(self) -> int:
+        """Bytes of messages that are coming in, of input that is held, and of what waits to be taken for sending."""
+        promised = (promise.behind for promises in self._promises.values() for promise in promises)
+        waiting = sum(len(data) for part in (self._output, *promised) for data in part)
+        return waiting + len(self._held) + sum(channel.incoming for channel in self.channels.values())
+
+    @property
+    def published(self) -> int:
+        """Messages that it published so far."""
+        return self._published_before + sum(channel.published for channel in self.channels.values())
+
+    @property
+    def delivered(self) -> int:
+        """Messages that it was given so far."""
+        return self._delivered_before + sum(channel.consuming.delivered for channel in self.channels.values())
+
+    @property
+    def is_publishing(self) -> bool:
+        """Whether it has published, or has begun to."""
+        return bool(self.published or any(channel.unfinished for channel in self.channels.values()))
+
+    @property
+    def times_flowed(self) -> int:
+        """How often its channels were flowed so far."""
+        return self._times_flowed_before + sum(channel.times_flowed for channel in self.channels.values())
+
+
+def _nobody() -> None:
+    """Called in place of the server when the socket is gone."""
+
+
+def _frame_name(kind: int, payload: bytes) -> str:
+    return wire.method_name(payload) if kind == METHOD_FRAME else _FRAME_KINDS[kind]

@@ -1,0 +1,529 @@
+"""What can be seen of a broker: immutable pictures of its parts at one moment, and how they are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any
+
+import pamqp.commands
+
+from qflow_client.broker.core.channel import Channel
+from qflow_client.broker.core.entries import QueueEntry
+from qflow_client.broker.core.exchange import Exchange
+from qflow_client.broker.core.queue import Queue
+from qflow_client.broker.core.session import Session
+from qflow_client.flow import Capacity, StopResume
+
+__all__ = [
+    "BindingSnapshot",
+    "BrokerMessage",
+    "ChannelSnapshot",
+    "ConnectionSnapshot",
+    "ExchangeSnapshot",
+    "MemorySnapshot",
+    "QueueSnapshot",
+    "TargetSnapshot",
+    "ThresholdsSnapshot",
+    "binding_snapshots",
+    "channel_snapshot",
+    "connection_snapshot",
+    "exchange_snapshot",
+    "json_names",
+    "message_copy",
+    "queue_snapshot",
+]
+
+
+@cache
+def json_names(kind: type[Any]) -> tuple[tuple[str, str], ...]:
+    """The attributes of a snapshot, and their names in JSON, which are in camel case."""
+
+    def camel(name: str) -> str:
+        first, *rest = name.split("_")
+        return first + "".join(word.title() for word in rest)
+
+    return tuple((field.name, camel(field.name)) for field in fields(kind))
+
+
+def _camelled(snapshot: Any) -> dict[str, Any]:
+    return {name: _plain(getattr(snapshot, attribute)) for attribute, name in json_names(snapshot.__class__)}
+
+
+def _to_json(snapshot: Any, *, flow_stopped: bool, flow_stopped_count: int) -> dict[str, Any]:
+    return _camelled(snapshot) | {
+        # The two names that Qpid C++ has for the same (C7).
+        "flowState": flow_stopped,
+        "flowStopped": flow_stopped,
+        "flowStoppedCount": flow_stopped_count,
+    }
+
+
+def _plain(value: Any) -> Any:
+    """What clients may put into tables, as JSON can tell it."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (bytes, bytearray)):
+        return value.decode(errors="backslashreplace")
+    return _camelled(value) if isinstance(value, (ThresholdsSnapshot, TargetSnapshot)) else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSnapshot:
+    """Where a channel published to.
+
+    Attributes:
+        exchange: its name; empty for the default exchange.
+        routing_key: as published.
+    """
+
+    exchange: str
+    routing_key: str
+
+
+@dataclass(frozen=True, slots=True)
+class ThresholdsSnapshot:
+    """The marks of a queue that are in force, which need not be those that it was declared with (D4).
+
+    Attributes:
+        flow_stop_count: messages; ON above it; 0 for none (C1).
+        flow_resume_count: messages; OFF below it (C2).
+        flow_stop_size: body bytes; ON above it; 0 for none (C1).
+        flow_resume_size: body bytes; OFF below it (C2).
+        capacity: body bytes; ON above it; 0 for none (J1).
+        flow_resume_capacity: body bytes; OFF at it or below (J2).
+    """
+
+    flow_stop_count: int = 0
+    flow_resume_count: int = 0
+    flow_stop_size: int = 0
+    flow_resume_size: int = 0
+    capacity: int = 0
+    flow_resume_capacity: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSnapshot:
+    """A queue at one moment.
+
+    Attributes:
+        name: of the queue.
+        depth: messages, ready and delivered-unacknowledged (D6).
+        ready: messages to be delivered.
+        unacked: messages that consumers have not settled.
+        bytes: body bytes of all of them.
+        memory: how many of these bytes are in memory; the others are on disk only (A2).
+        peak_depth: the most messages there ever were.
+        peak_bytes: the most body bytes there ever were.
+        flow_stopped: whether its flow state is ON (C7).
+        flow_stopped_count: how often it went from OFF to ON (C7).
+        held_confirms: messages whose confirms wait for OFF (C5).
+        published: messages enqueued so far.
+        delivered: deliveries so far, repeated ones included.
+        acked: messages acked so far.
+        dropped: messages that left it, or were refused unbeknown to their senders, without being acked, so far.
+        drops: how many of them for which reason: ``rejected``, ``expired``, ``maxlen``, ``conflated``, ``memory``,
+            ``damaged``, ``cycle`` or ``refused``. Besides, ``copy``: how many were not dead-lettered, because another
+            copy was.
+        consumers: how many it has.
+        blocked: names of the channels that it flows, the oldest first (J4).
+        thresholds: the marks in force.
+        enforcement: how it holds its producers: ``"channel_flow"``, ``"completion"`` or ``"both"``.
+        waiting: publishes that wait for room in it (A4).
+        policy: what it does now when it is full.
+        policies: names of the policies that apply to it.
+        overdue: whether it has been ON for longer than `max_flow_wait`, and holds no channel any more (D10).
+        times_overdue: how often it came to that.
+        limits: the thresholds, the maximum and whatever else is in force, by the names that policies have for them.
+        durable: as declared.
+        exclusive: whether it belongs to one connection.
+        auto_delete: as declared.
+        arguments: as declared.
+    """
+
+    name: str
+    depth: int
+    ready: int
+    unacked: int
+    bytes: int
+    memory: int
+    peak_depth: int
+    peak_bytes: int
+    flow_stopped: bool
+    flow_stopped_count: int
+    held_confirms: int
+    published: int
+    delivered: int
+    acked: int
+    dropped: int
+    drops: dict[str, int]
+    consumers: int
+    blocked: tuple[str, ...]
+    thresholds: ThresholdsSnapshot
+    enforcement: str
+    waiting: int
+    policy: str
+    policies: tuple[str, ...]
+    overdue: bool
+    times_overdue: int
+    limits: dict[str, object]
+    durable: bool
+    exclusive: bool
+    auto_delete: bool
+    arguments: dict[str, object]
+
+    def to_json(self) -> dict[str, Any]:
+        """The same, by the names of Qpid's management: ``flowStopped`` or ``flowState``, ``flowStoppedCount`` (C7)."""
+        return _to_json(self, flow_stopped=self.flow_stopped, flow_stopped_count=self.flow_stopped_count)
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySnapshot:
+    """The memory and the store of a broker at one moment; what it does not count is 0.
+
+    Attributes:
+        limit: bytes of messages that may be in memory; 0 for any number.
+        bytes: of messages in memory.
+        peak: the most that there ever was.
+        evicted: bodies that left memory for the disk so far (A2).
+        loaded: bodies that were read back so far.
+        backlog: messages that are on their way to disk.
+        backlog_bytes: their body bytes.
+        written: messages that went to disk so far.
+        commits: how often something was committed so far.
+        damaged: rows of the store that are damaged and set aside.
+    """
+
+    limit: int = 0
+    bytes: int = 0
+    peak: int = 0
+    evicted: int = 0
+    loaded: int = 0
+    backlog: int = 0
+    backlog_bytes: int = 0
+    written: int = 0
+    commits: int = 0
+    damaged: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The same in camel case."""
+        return _camelled(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelSnapshot:
+    """A channel at one moment.
+
+    Attributes:
+        name: its connection's name and its number, such as ``"127.0.0.1:40412 (1)"``.
+        connection: the connection's name.
+        number: of the channel.
+        is_producer: whether it has published, or is in confirm or transaction mode.
+        confirms: whether it is in confirm mode.
+        flowed: whether it is blocked: the last ``Channel.Flow`` to it was a stop.
+        blocked_by: names of the queues that flow it, the oldest first; ``"operator"`` for the operator's hold,
+            ``"backlog"`` for the connection's (D7).
+        flow_ok: whether the client has answered every ``Channel.Flow``, which some libraries never do.
+        times_flowed: how often it went from unflowed to flowed.
+        flowed_seconds: seconds flowed so far, the present time included.
+        targets: where it published to, the last few of them.
+        published: messages so far.
+        returned: those of them that were mandatory and went nowhere.
+        nacked: those of them that were refused.
+        unconfirmed: those of them that are neither acked nor nacked yet.
+        waiting: those of them that wait for room in a queue (A4).
+        delivered: deliveries to it so far.
+        acked: messages that it acked so far.
+        unacked: messages that it has not settled.
+        consumers: its consumer tags.
+        consumes_from: names of the queues that those consume from.
+    """
+
+    name: str
+    connection: str
+    number: int
+    is_producer: bool
+    confirms: bool
+    flowed: bool
+    blocked_by: tuple[str, ...]
+    flow_ok: bool
+    times_flowed: int
+    flowed_seconds: float
+    targets: tuple[TargetSnapshot, ...]
+    published: int
+    returned: int
+    nacked: int
+    unconfirmed: int
+    waiting: int
+    delivered: int
+    acked: int
+    unacked: int
+    consumers: tuple[str, ...]
+    consumes_from: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The same in camel case; being flowed also by the names that a queue's flow state has (C7)."""
+        return _to_json(self, flow_stopped=self.flowed, flow_stopped_count=self.times_flowed)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionSnapshot:
+    """A connection at one moment.
+
+    Attributes:
+        name: the peer's address and port.
+        user: the name that logged in; empty before that.
+        is_open: whether it is open and not closing.
+        blocked: whether it was sent ``Connection.Blocked``.
+        blocked_by: the alarms that block it; ``"operator"`` for the operator.
+        backlog: its messages that wait, are not confirmed, or came on flowed channels (D7); 0 if not counted.
+        backlog_bytes: their body bytes.
+        past_flow: messages that came on flowed channels after the time of grace so far (D8); 0 if not counted.
+        tarpits: how often it was not read for a time because of that.
+        channels_closed: how many of its channels were closed because of that.
+        flowed: whether any of its channels is flowed.
+        times_flowed: how often its channels went from unflowed to flowed.
+        channels: the numbers of its channels.
+        client_properties: what the client said of itself.
+        published: messages from it so far.
+        delivered: messages to it so far.
+        memory: bytes that it takes in memory: of messages that are coming in, and of what waits to be sent.
+        bytes_received: bytes from it so far.
+        bytes_sent: bytes to it so far.
+    """
+
+    name: str
+    user: str
+    is_open: bool
+    blocked: bool
+    blocked_by: tuple[str, ...]
+    backlog: int
+    backlog_bytes: int
+    past_flow: int
+    tarpits: int
+    channels_closed: int
+    flowed: bool
+    times_flowed: int
+    channels: tuple[int, ...]
+    client_properties: dict[str, Any]
+    published: int
+    delivered: int
+    memory: int
+    bytes_received: int
+    bytes_sent: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The same in camel case; being flowed also by the names that a queue's flow state has (C7)."""
+        return _to_json(self, flow_stopped=self.flowed, flow_stopped_count=self.times_flowed)
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeSnapshot:
+    """An exchange at one moment.
+
+    Attributes:
+        name: of the exchange; empty for the default exchange.
+        type: ``"direct"``, ``"fanout"``, ``"topic"`` or ``"headers"``.
+        durable: as declared.
+        auto_delete: whether it goes with its last binding.
+        internal: whether clients may not publish to it.
+        bindings: how many lead from it.
+        arguments: as declared.
+    """
+
+    name: str
+    type: str
+    durable: bool
+    auto_delete: bool
+    internal: bool
+    bindings: int
+    arguments: dict[str, object]
+
+    def to_json(self) -> dict[str, Any]:
+        """The same in camel case."""
+        return _camelled(self)
+
+
+@dataclass(frozen=True, slots=True)
+class BindingSnapshot:
+    """A binding at one moment; those that the default exchange has with every queue are not told.
+
+    Attributes:
+        source: the exchange.
+        destination: where it leads.
+        destination_type: ``"queue"`` or ``"exchange"``.
+        routing_key: the binding key.
+        arguments: for headers exchanges.
+    """
+
+    source: str
+    destination: str
+    destination_type: str
+    routing_key: str
+    arguments: dict[str, object]
+
+    def to_json(self) -> dict[str, Any]:
+        """The same in camel case."""
+        return _camelled(self)
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerMessage:
+    """A message in a queue, or taken from one.
+
+    Attributes:
+        body: the content.
+        properties: the basic properties.
+        exchange: where it was published.
+        routing_key: as published.
+        redelivered: whether it was delivered before.
+    """
+
+    body: bytes
+    properties: pamqp.commands.Basic.Properties
+    exchange: str
+    routing_key: str
+    redelivered: bool
+
+
+def queue_snapshot(queue: Queue) -> QueueSnapshot:
+    """A picture of a queue."""
+    return QueueSnapshot(
+        name=queue.name,
+        depth=queue.depth,
+        ready=queue.ready_count,
+        unacked=len(queue.unacked),
+        bytes=queue.size,
+        memory=queue.size if queue.pager is None else queue.pager.size,
+        peak_depth=queue.peak_depth,
+        peak_bytes=queue.peak_size,
+        flow_stopped=queue.flow_stopped,
+        flow_stopped_count=queue.flow_stopped_count,
+        held_confirms=queue.held_confirms,
+        published=queue.published,
+        delivered=queue.delivered,
+        acked=queue.acked,
+        dropped=queue.dropped,
+        drops={reason.value: count for reason, count in queue.drops.items()},
+        consumers=len(queue.consumers),
+        blocked=tuple(source.name for source in queue.blocked),
+        thresholds=_thresholds_snapshot(queue),
+        enforcement=queue.limits.enforcement.value,
+        waiting=queue.waiting,
+        policy=str(queue.limits.policy if queue.overflow is None else queue.overflow.name),
+        policies=queue.limits.policies,
+        overdue=queue.is_overdue,
+        times_overdue=queue.times_overdue,
+        limits=queue.limits.to_json(),
+        durable=queue.durable,
+        exclusive=queue.exclusive_owner is not None,
+        auto_delete=queue.auto_delete,
+        arguments=dict(queue.arguments),
+    )
+
+
+def _thresholds_snapshot(queue: Queue) -> ThresholdsSnapshot:
+    marks: dict[str, int] = {}
+    for flow in queue.flows:
+        thresholds = flow.depth.thresholds
+        if isinstance(thresholds, StopResume):
+            marks["flow_stop_count"], marks["flow_resume_count"] = thresholds.stop_count, thresholds.resume_count or 0
+            marks["flow_stop_size"], marks["flow_resume_size"] = thresholds.stop_size, thresholds.resume_size or 0
+        elif isinstance(thresholds, Capacity):
+            marks["capacity"], marks["flow_resume_capacity"] = thresholds.capacity, thresholds.resume or 0
+    return ThresholdsSnapshot(**marks)
+
+
+def channel_snapshot(channel: Channel) -> ChannelSnapshot:
+    """A picture of a channel."""
+    return ChannelSnapshot(
+        name=channel.name,
+        connection=channel.session.name,
+        number=channel.number,
+        is_producer=channel.is_producer,
+        confirms=channel.confirms is not None,
+        flowed=channel.is_blocked,
+        # Each family of a queue's marks blocks for itself.
+        blocked_by=tuple(dict.fromkeys(controller.name for controller in channel.blocking)),
+        flow_ok=not channel.flow_oks_due,
+        times_flowed=channel.times_flowed,
+        flowed_seconds=channel.flowed_seconds,
+        targets=tuple(TargetSnapshot(*names) for names in channel.targets),
+        published=channel.published,
+        returned=channel.returned,
+        nacked=channel.nacked,
+        unconfirmed=channel.unconfirmed,
+        waiting=len(channel.waiting),
+        delivered=channel.consuming.delivered,
+        acked=channel.consuming.acked,
+        unacked=len(channel.consuming.unacked),
+        consumers=tuple(channel.consuming.consumers),
+        consumes_from=tuple(dict.fromkeys(consumer.queue.name for consumer in channel.consuming.consumers.values())),
+    )
+
+
+def connection_snapshot(session: Session) -> ConnectionSnapshot:
+    """A picture of a connection."""
+    discipline = session.discipline
+    return ConnectionSnapshot(
+        name=session.name,
+        user=session.user,
+        is_open=session.is_running,
+        blocked=session.is_blocked,
+        blocked_by=tuple(session.blocks),
+        backlog=discipline.depth.count if discipline is not None else 0,
+        backlog_bytes=discipline.depth.size if discipline is not None else 0,
+        past_flow=discipline.past_flow if discipline is not None else 0,
+        tarpits=discipline.tarpits if discipline is not None else 0,
+        channels_closed=discipline.channels_closed if discipline is not None else 0,
+        flowed=any(channel.is_blocked for channel in session.channels.values()),
+        times_flowed=session.times_flowed,
+        channels=tuple(number for number, channel in session.channels.items() if not channel.is_closing),
+        client_properties=dict(session.client_properties),
+        published=session.published,
+        delivered=session.delivered,
+        memory=session.memory,
+        bytes_received=session.bytes_received,
+        bytes_sent=session.bytes_sent,
+    )
+
+
+def exchange_snapshot(exchange: Exchange) -> ExchangeSnapshot:
+    """A picture of an exchange."""
+    return ExchangeSnapshot(
+        name=exchange.name,
+        type=exchange.type.value,
+        durable=exchange.durable,
+        auto_delete=exchange.auto_delete,
+        internal=exchange.internal,
+        bindings=len(exchange.bindings),
+        arguments=dict(exchange.arguments),
+    )
+
+
+def binding_snapshots(exchange: Exchange) -> Iterator[BindingSnapshot]:
+    """Pictures of the bindings that lead from an exchange, in the order in which they were made."""
+    for binding in exchange.bindings.values():
+        yield BindingSnapshot(
+            source=exchange.name,
+            destination=binding.destination.name,
+            destination_type="queue" if isinstance(binding.destination, Queue) else "exchange",
+            routing_key=binding.routing_key,
+            arguments=dict(binding.arguments),
+        )
+
+
+def message_copy(entry: QueueEntry, body: bytes | None = None) -> BrokerMessage:
+    """A copy of a message in a queue; with a body that was read from disk, or with its own."""
+    message = entry.message
+    if body is None:
+        body = message.body
+        assert body is not None
+    return BrokerMessage(
+        body, message.properties, message.target.exchange, message.target.routing_key, entry.redelivered
+    )

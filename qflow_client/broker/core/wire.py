@@ -1,0 +1,479 @@
+"""Methods and content headers as bytes: strict decoding, and encoders for what the broker sends often.
+
+pamqp knows every method's fields; its decoder takes strings that are cut short for whole ones, so methods are decoded
+here, by pamqp's own tables. What repeats with every message is encoded by hand.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from datetime import datetime
+from struct import Struct
+from typing import Any
+
+import pamqp.base
+import pamqp.commands
+import pamqp.decode
+import pamqp.header
+
+from qflow_client.amqp.fields import MAX_DEPTH, decode_short_string, decode_table, decode_timestamp
+from qflow_client.amqp.frames import (
+    BODY_FRAME,
+    CHANNEL_CLOSE,
+    CONNECTION_CLOSE,
+    FRAME_OVERHEAD,
+    HEADER_FRAME,
+    METHOD_FRAME,
+    frame,
+)
+from qflow_client.broker.core.errors import ChannelException, ConnectionException, ReplyCode
+
+__all__ = [
+    "CONTENT_HEADER",
+    "HAS_EXPIRATION",
+    "ack",
+    "cancel",
+    "check_depth",
+    "check_properties",
+    "close",
+    "consumer_ok",
+    "content_frames",
+    "decode_headers",
+    "decode_method",
+    "decode_properties",
+    "deliver_prefix",
+    "encode_header",
+    "expiration_of",
+    "get_ok",
+    "is_persistent",
+    "method",
+    "method_name",
+    "nack",
+    "queue_declare_ok",
+    "return_",
+    "short",
+    "shortened",
+    "time_to_live",
+    "with_headers",
+]
+
+_HEAD = Struct(">BHI")
+#: Class id, weight, body size, property flags.
+CONTENT_HEADER = Struct(">HHQH")
+_QUEUE_OK = Struct(">II")
+_TAG_BIT = Struct(">QB")
+_SIZES = {"octet": 1, "short": 2, "long": 4, "longlong": 8, "timestamp": 8}
+#: Bytes of the values in field tables; those that are not here begin with a length of four bytes.
+_FIELD_SIZES = dict(zip(b"tbBsuIilLfdDTV\0", (1, 1, 1, 2, 2, 4, 4, 8, 8, 4, 8, 5, 8, 0, 0), strict=True))
+#: What decoders raise for bytes that make no sense; nesting too deep is one of them.
+_UNDECODABLE = (ValueError, struct.error, ArithmeticError, OSError, LookupError, TypeError, RecursionError)
+
+
+def short(text: str) -> bytes:
+    """A short string."""
+    raw = text.encode()
+    return bytes((len(raw),)) + raw
+
+
+def shortened(text: str) -> str:
+    """As much of a text as a short string has room for."""
+    return text.encode()[:255].decode(errors="ignore")
+
+
+def method(channel: int, value: pamqp.base.Frame) -> bytes:
+    """The frame of any method."""
+    return frame(METHOD_FRAME, channel, value.index.to_bytes(4, "big") + value.marshal())
+
+
+def method_name(payload: bytes) -> str:
+    """The name of the method in a method frame's payload, such as ``Basic.Publish``."""
+    kind: type[pamqp.base.Frame] | None = pamqp.commands.INDEX_MAPPING.get(int.from_bytes(payload[:4], "big"))
+    return kind.name if kind is not None else f"unknown method {payload[:4].hex()}"
+
+
+def _syntax(name: str, text: str) -> ConnectionException:
+    return ConnectionException(ReplyCode.SYNTAX_ERROR, f"{name}: {text}")
+
+
+def decode_method(payload: bytes) -> pamqp.base.Frame:
+    """A method frame's payload as pamqp's object.
+
+    Raises:
+        ConnectionException: 540 for a method that AMQP 0-9-1 does not know, 502 for fields that are not what the method
+            has.
+    """
+    if len(payload) < 4:
+        raise _syntax("method frame", f"{len(payload)} bytes cannot hold a class and a method id")
+    kind = pamqp.commands.INDEX_MAPPING.get(int.from_bytes(payload[:4], "big"))
+    if kind is None:
+        class_id, method_id = struct.unpack_from(">HH", payload)
+        raise ConnectionException(ReplyCode.NOT_IMPLEMENTED, f"no method {method_id} of class {class_id} is known here")
+    # Past the constructor, which warns of some methods; every field is set below.
+    value: pamqp.base.Frame = object.__new__(kind)
+    at, end, bits = 4, len(payload), 0
+    for field in value.__slots__:
+        data_type = value.amqp_type(field)
+        if data_type == "bit":
+            if bits == 8:
+                at, bits = at + 1, 0
+            if at >= end:
+                raise _syntax(value.name, f"the frame ends before {field}")
+            setattr(value, field, bool(payload[at] >> bits & 1))
+            bits += 1
+            continue
+        if bits:
+            at, bits = at + 1, 0
+        size = _field_size(data_type, payload, at)
+        if at + size > end:
+            raise _syntax(value.name, f"the frame ends before the end of {field}")
+        try:
+            if data_type == "table":
+                # pamqp's decoder copies the rest of a table for each of its fields.
+                decoded: Any = decode_table(payload, at)[0]
+            else:
+                decoded = pamqp.decode.by_type(payload[at : at + size], data_type)[1]
+            setattr(value, field, decoded)
+        except _UNDECODABLE as error:
+            raise _syntax(value.name, f"{field} cannot be decoded: {error}") from error
+        at += size
+    if at + (1 if bits else 0) != end:
+        raise _syntax(value.name, f"{end - at - (1 if bits else 0)} bytes are left over")
+    return value
+
+
+def check_depth(what: str, arguments: Mapping[str, object]) -> None:
+    """Check that arguments are nested no deeper than a table that comes over AMQP.
+
+    The HTTP API and this process can give any. Functions that encode and show them recurse for each level.
+
+    Raises:
+        ChannelException: 406; they are.
+    """
+    level: list[object] = [arguments]
+    for _ in range(MAX_DEPTH):
+        level = [
+            item
+            for each in level
+            for item in (each.values() if isinstance(each, Mapping) else each)  # type: ignore[attr-defined]
+            if isinstance(item, (Mapping, list, tuple))
+        ]
+        if not level:
+            return
+    raise ChannelException(
+        ReplyCode.PRECONDITION_FAILED, f"{what}: more than {MAX_DEPTH} tables and arrays lie in one another"
+    )
+
+
+def _field_size(data_type: str, payload: bytes, at: int) -> int:
+    if data_type == "shortstr":
+        return 1 + payload[at] if at < len(payload) else 1
+    if data_type in ("longstr", "table"):
+        return 4 + int.from_bytes(payload[at : at + 4], "big")
+    return _SIZES[data_type]
+
+
+#: In the byte at 12 of a content header: it has the property ``expiration``.
+HAS_EXPIRATION = 1
+_HEADERS_FLAG = 1 << 13
+_EXPIRATION_FLAG = 1 << 8
+_DELIVERY_MODE_FLAG = 1 << 12
+_TIMESTAMP_FLAG = 1 << 6
+_USER_ID_FLAG = 1 << 4
+#: Flag and fixed size of each basic property, in the order of the wire; size 0 is a short string.
+_PROPERTIES = (
+    (1 << 15, 0),
+    (1 << 14, 0),
+    (_HEADERS_FLAG, -1),
+    (_DELIVERY_MODE_FLAG, 1),
+    (1 << 11, 1),
+    (1 << 10, 0),
+    (1 << 9, 0),
+    (_EXPIRATION_FLAG, 0),
+    (1 << 7, 0),
+    (_TIMESTAMP_FLAG, 8),
+    (1 << 5, 0),
+    (_USER_ID_FLAG, 0),
+    (1 << 3, 0),
+    (1 << 2, 0),
+)
+_PROPERTY_NAMES = dict(zip((flag for flag, _ in _PROPERTIES), pamqp.commands.Basic.Properties.__slots__, strict=True))
+#: What each combination of flags means, and header tables that were found sound.
+_layouts: dict[int, tuple[tuple[int, int], ...]] = {}
+_sound_tables: set[bytes] = set()
+_MAX_SOUND_TABLES = 1024
+
+
+def check_properties(header: bytes) -> str | None:
+    """Check that a content header is well-formed and has no impossible ``expiration``, without decoding it.
+
+    Args:
+        header: the payload of a content header frame.
+
+    Returns:
+        The property ``user_id``, the only one that the broker itself has a say in.
+
+    Raises:
+        ChannelException: 406; its ``expiration`` is no number of milliseconds.
+        ConnectionException: 502; it is not well-formed.
+    """
+    end = len(header)
+    flags = int.from_bytes(header[12:14], "big")
+    if not flags:
+        if end != 14:
+            raise _syntax("content header", f"{end - 14} bytes follow flags that announce no property")
+        return None
+    layout = _layouts.get(flags) or _layout(flags)
+    user_id = None
+    at = 14
+    is_ascii = header[14:].isascii()
+    for flag, size in layout:
+        start = at
+        if size > 0:
+            at += size
+        elif at >= end:
+            at = end + 1
+        elif size == 0:
+            at += 1 + header[at]
+        else:
+            at += 4 + int.from_bytes(header[at : at + 4], "big")
+        if at > end:
+            raise _syntax("content header", "the frame ends before the properties do")
+        if size < 0:
+            _check_table(header[start:at])
+        elif size == 0 and (flag == _USER_ID_FLAG or not is_ascii):
+            text = _text(header[start + 1 : at])
+            if flag == _USER_ID_FLAG:
+                user_id = text
+    if at != end:
+        raise _syntax("content header", f"{end - at} bytes follow the properties")
+    if flags & _EXPIRATION_FLAG:
+        time_to_live(header)
+    return user_id
+
+
+def _layout(flags: int) -> tuple[tuple[int, int], ...]:
+    if flags & 3:
+        raise _syntax("content header", f"property flags 0x{flags:04x} name properties that class basic has not")
+    layout = _layouts[flags] = tuple(entry for entry in _PROPERTIES if flags & entry[0])
+    return layout
+
+
+def _text(raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise _syntax("content header", f"a short string is not UTF-8: {error}") from error
+
+
+def _check_table(table: bytes) -> None:
+    if table in _sound_tables:
+        return
+    try:
+        decode_table(table, 0)
+    except _UNDECODABLE as error:
+        raise _syntax("content header", f"headers cannot be decoded: {error}") from error
+    if len(_sound_tables) >= _MAX_SOUND_TABLES:
+        _sound_tables.clear()
+    _sound_tables.add(table)
+
+
+def decode_properties(header: bytes) -> pamqp.commands.Basic.Properties:
+    """The basic properties in the payload of a content header frame that was found well-formed.
+
+    A time that `datetime` has no room for is left out.
+    """
+    properties = pamqp.commands.Basic.Properties()
+    at = 14
+    for flag, size in _layout(int.from_bytes(header[12:14], "big")):
+        value: Any
+        if size == 0:
+            value, at = decode_short_string(header, at)
+        elif size < 0:
+            value, at = decode_table(header, at)
+        elif flag == _TIMESTAMP_FLAG:
+            value, at = decode_timestamp(header, at)
+            value = value if isinstance(value, datetime) else None
+        else:
+            value, at = header[at], at + 1
+        setattr(properties, _PROPERTY_NAMES[flag], value)
+    return properties
+
+
+def decode_headers(header: bytes) -> dict[str, Any]:
+    """The headers alone; empty if there are none."""
+    if not int.from_bytes(header[12:14], "big") & _HEADERS_FLAG:
+        return {}
+    return decode_table(header, _offset(header, _HEADERS_FLAG))[0]
+
+
+def _with_properties(header: bytes, changes: dict[int, bytes | None]) -> bytes:
+    """A content header with some properties as given, or without them; what is not named stays as it came."""
+    properties: dict[int, bytes | None] = {}
+    at = 14
+    for flag, size in _layout(int.from_bytes(header[12:14], "big")):
+        stop = at + _property_size(header, at, size)
+        properties[flag] = header[at:stop]
+        at = stop
+    there = {flag: raw for flag, raw in (properties | changes).items() if raw is not None}
+    return b"".join((header[:12], sum(there).to_bytes(2, "big"), *(there[flag] for flag in sorted(there)[::-1])))
+
+
+def with_headers(header: bytes, headers: dict[bytes, bytes]) -> bytes:
+    """A content header with more headers, or others, and without ``expiration``.
+
+    Args:
+        header: the payload of a content header frame that was found well-formed.
+        headers: each with its type, by name.
+    """
+    fields: dict[bytes, bytes] = {}
+    if int.from_bytes(header[12:14], "big") & _HEADERS_FLAG:
+        at = _offset(header, _HEADERS_FLAG)
+        end = at + _property_size(header, at, -1)
+        at += 4
+        while at < end:
+            kind_at = at + 1 + header[at]
+            size = _FIELD_SIZES.get(header[kind_at])
+            if size is None:
+                size = 4 + int.from_bytes(header[kind_at + 1 : kind_at + 5], "big")
+            stop = kind_at + 1 + size
+            fields[header[at + 1 : kind_at]] = header[kind_at:stop]
+            at = stop
+    table = b"".join(b"%c%b%b" % (len(name), name, value) for name, value in (fields | headers).items())
+    changes = {_HEADERS_FLAG: len(table).to_bytes(4, "big") + table, _EXPIRATION_FLAG: None}
+    return _with_properties(header, changes)
+
+
+def expiration_of(header: bytes) -> str:
+    """The property ``expiration``, which is there.
+
+    Args:
+        header: the payload of a content header frame that was found well-formed.
+    """
+    at = _offset(header, _EXPIRATION_FLAG)
+    return header[at + 1 : at + 1 + header[at]].decode()
+
+
+def time_to_live(header: bytes) -> int:
+    """Milliseconds that a message may wait, by its property ``expiration``, which is there.
+
+    Raises:
+        ChannelException: 406; it is no number of milliseconds.
+    """
+    text = expiration_of(header)
+    if not text.isascii() or not text.isdigit():
+        raise ChannelException(
+            ReplyCode.PRECONDITION_FAILED,
+            f"invalid expiration {text!r}: it must be a whole number of milliseconds, as a string",
+        )
+    return int(text)
+
+
+def is_persistent(header: bytes) -> bool:
+    """Whether the property ``delivery_mode`` says so.
+
+    Args:
+        header: the payload of a content header frame that was found well-formed.
+    """
+    flags = header[12]
+    if not flags & _DELIVERY_MODE_FLAG >> 8:
+        return False
+    # Most have nothing before it but a content type, or nothing at all.
+    if not flags & 0xE0:
+        return header[14] == 2
+    return header[_offset(header, _DELIVERY_MODE_FLAG)] == 2
+
+
+def _property_size(header: bytes, at: int, size: int) -> int:
+    """Bytes that a property takes, its length included."""
+    if size > 0:
+        return size
+    return 1 + header[at] if size == 0 else 4 + int.from_bytes(header[at : at + 4], "big")
+
+
+def _offset(header: bytes, wanted: int) -> int:
+    """Where a property begins that is there."""
+    at = 14
+    for flag, size in _layout(int.from_bytes(header[12:14], "big")):
+        if flag == wanted:
+            break
+        at += _property_size(header, at, size)
+    return at
+
+
+def encode_header(size: int, properties: pamqp.commands.Basic.Properties | None) -> bytes:
+    """The payload of a content header frame for a body of `size` bytes."""
+    return pamqp.header.ContentHeader(body_size=size, properties=properties).marshal()
+
+
+def ack(channel: int, tag: int, multiple: bool) -> bytes:
+    """The frame of a ``Basic.Ack``."""
+    return b"\1%b\0\0\0\x0d\0\x3c\0\x50%b\xce" % (channel.to_bytes(2, "big"), _TAG_BIT.pack(tag, multiple))
+
+
+def nack(channel: int, tag: int) -> bytes:
+    """The frame of a ``Basic.Nack`` for one message."""
+    return b"\1%b\0\0\0\x0d\0\x3c\0\x78%b\xce" % (channel.to_bytes(2, "big"), _TAG_BIT.pack(tag, 0))
+
+
+def deliver_prefix(consumer_tag: str) -> bytes:
+    """The payload of every ``Basic.Deliver`` to a consumer, up to the delivery tag."""
+    return b"\0\x3c\0\x3c" + short(consumer_tag)
+
+
+def get_ok(channel: int, tag: int, redelivered: bool, names: bytes, message_count: int) -> bytes:
+    """The frame of a ``Basic.Get-Ok``; `names` are the exchange and the routing key as short strings."""
+    payload = b"\0\x3c\0\x47" + _TAG_BIT.pack(tag, redelivered) + names + message_count.to_bytes(4, "big")
+    return frame(METHOD_FRAME, channel, payload)
+
+
+def return_(channel: int, code: ReplyCode, text: str, names: bytes) -> bytes:
+    """The frame of a ``Basic.Return``; `names` are the exchange and the routing key as short strings."""
+    return frame(METHOD_FRAME, channel, b"\0\x3c\0\x32" + code.to_bytes(2, "big") + short(text) + names)
+
+
+def cancel(channel: int, consumer_tag: str) -> bytes:
+    """The frame of a ``Basic.Cancel`` that tells a client that its consumer is gone."""
+    return frame(METHOD_FRAME, channel, b"\0\x3c\0\x1e" + short(consumer_tag) + b"\1")
+
+
+def close(channel: int, code: int, text: str, cause: bytes) -> bytes:
+    """The frame of a ``Channel.Close``, or on channel 0 of a ``Connection.Close``.
+
+    Args:
+        channel: the channel number.
+        code: the reply code.
+        text: the reply text, of any length.
+        cause: class and method id of the method at fault, as far as they came.
+    """
+    kind = CHANNEL_CLOSE if channel else CONNECTION_CLOSE
+    payload = kind + code.to_bytes(2, "big") + short(shortened(text)) + cause.ljust(4, b"\0")
+    return frame(METHOD_FRAME, channel, payload)
+
+
+def queue_declare_ok(channel: int, name: str, message_count: int, consumer_count: int) -> bytes:
+    """The frame of a ``Queue.Declare-Ok``."""
+    return frame(METHOD_FRAME, channel, b"\0\x32\0\x0b" + short(name) + _QUEUE_OK.pack(message_count, consumer_count))
+
+
+def consumer_ok(channel: int, kind: type[pamqp.base.Frame], consumer_tag: str) -> bytes:
+    """The frame of a ``Basic.Consume-Ok`` or ``Basic.Cancel-Ok``."""
+    return frame(METHOD_FRAME, channel, kind.index.to_bytes(4, "big") + short(consumer_tag))
+
+
+def content_frames(channel: int, header: bytes, body: bytes, frame_max: int) -> bytes:
+    """The header frame and the body frames of a message.
+
+    Args:
+        channel: the channel number.
+        header: the payload of the header frame.
+        body: of any length.
+        frame_max: the largest frame, in bytes.
+    """
+    head = b"%b%b\xce" % (_HEAD.pack(HEADER_FRAME, channel, len(header)), header)
+    size = frame_max - FRAME_OVERHEAD
+    if len(body) <= size:
+        return b"%b%b%b\xce" % (head, _HEAD.pack(BODY_FRAME, channel, len(body)), body) if body else head
+    parts = [head]
+    parts.extend(frame(BODY_FRAME, channel, body[at : at + size]) for at in range(0, len(body), size))
+    return b"".join(parts)

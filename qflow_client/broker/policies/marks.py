@@ -1,0 +1,58 @@
+"""The marks of a queue, changed by an operator while it is in use (D4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from qflow_client.broker.core.errors import ChannelException, ReplyCode
+from qflow_client.broker.core.queue import Queue
+from qflow_client.broker.policies.policy import PolicyDefinition
+from qflow_client.broker.policies.rules import rule_of
+
+__all__ = ["MARKS", "steered"]
+
+_PAIRS = (
+    ("flow_stop_count", "flow_resume_count"),
+    ("flow_stop_size", "flow_resume_size"),
+    ("capacity", "flow_resume_capacity"),
+)
+#: Names of the marks.
+MARKS = tuple(name for pair in _PAIRS for name in pair)
+
+
+def steered(queue: Queue, marks: Mapping[str, int | None]) -> PolicyDefinition:
+    """What an operator sets of a queue with these marks, together with those that were set before.
+
+    Args:
+        queue: whose.
+        marks: by the names in `MARKS`; those that are not there stay. ``None`` for a resume is 7/8 of its stop, for a
+            resume capacity the capacity. A stop of 0 turns its resume off with it.
+
+    Raises:
+        ChannelException: 406; they contradict each other, or the queue's maximum, and the text names both values.
+    """
+    limits = queue.limits
+    stop_resume, capacity = limits.stop_resume, limits.capacity
+    asked: dict[str, int | None] = {
+        "flow_stop_count": stop_resume.stop_count,
+        "flow_resume_count": stop_resume.resume_count,
+        "flow_stop_size": stop_resume.stop_size,
+        "flow_resume_size": stop_resume.resume_size,
+        "capacity": capacity.capacity,
+        "flow_resume_capacity": capacity.resume,
+    }
+    for stop, resume in _PAIRS:
+        # The resume of a stop that is not there means nothing.
+        if not asked[stop] or marks.get(stop) == 0:
+            asked[resume] = None
+    asked |= marks
+    maximum = limits.overflow
+    try:
+        # RabbitMQ's maximum is of ready messages, and marks are of all.
+        if maximum is not None and maximum is not rule_of(queue).own.overflow:
+            PolicyDefinition.from_mapping({**asked, "max_count": maximum.max_count, "max_size": maximum.max_size})
+        touched = {name for pair in _PAIRS for name in pair if any(each in marks for each in pair)}
+        now = PolicyDefinition.from_mapping({name: asked[name] for name in touched})
+    except (TypeError, ValueError) as error:
+        raise ChannelException(ReplyCode.PRECONDITION_FAILED, f"queue '{queue.name}': {error}") from None
+    return now.over(rule_of(queue).steered)

@@ -1,0 +1,185 @@
+"""The overflow policies: what a queue does at its maximum. `make_overflow` gives the one that a setting means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qflow_client.broker.core.entries import QueueView
+from qflow_client.broker.core.overflow import Overflow
+from qflow_client.broker.policies.conflation import LastValues
+from qflow_client.broker.policies.policy import QueuePolicy
+
+__all__ = ["Conflate", "DropHead", "FlowToDisk", "Reject", "RejectPublish", "Ring", "Wait", "make_overflow"]
+
+
+@dataclass(frozen=True, slots=True)
+class FlowToDisk(Overflow):
+    """Take everything, and keep no more than the maximum of it in memory: bodies go to disk (A2)."""
+
+    @property
+    def name(self) -> str:
+        return QueuePolicy.FLOW_TO_DISK
+
+    @property
+    def pages_bodies(self) -> bool:
+        return True
+
+    def trim(self, queue: QueueView) -> None:
+        pager = queue.pager
+        if pager is not None and (self.max_size is not None or self.max_count is not None):
+            pager.evict(pager.size if self.max_size is None else self.max_size, self.max_count)
+
+
+@dataclass(frozen=True, slots=True)
+class Reject(Overflow):
+    """Refuse what does not fit (``qpid.policy_type=reject``)."""
+
+    @property
+    def name(self) -> str:
+        return QueuePolicy.REJECT
+
+    def refusal(self, queue: QueueView, size: int, count: int, largest: int) -> str | None:
+        return self._full(queue, queue.depth, queue.size, (count, size))
+
+
+@dataclass(frozen=True, slots=True)
+class Wait(Reject):
+    """Let what does not fit wait for room (A4); what never fits is refused."""
+
+    @property
+    def name(self) -> str:
+        return QueuePolicy.WAIT
+
+    def lets_wait(self, size: int) -> bool:
+        return self.max_size is None or size <= self.max_size
+
+
+@dataclass(frozen=True, slots=True)
+class _Dropping(Overflow):
+    """Drop what is there for what comes."""
+
+    def make_room(self, queue: QueueView, size: int) -> None:
+        self._drop(queue, 1, size)
+
+    def trim(self, queue: QueueView) -> None:
+        self._drop(queue, 0, 0)
+
+    def _drop(self, queue: QueueView, count: int, size: int) -> None:
+        """Drop until so much more fits, or nothing is left."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Ring(_Dropping):
+    """Drop the oldest messages for the new one (``qpid.policy_type=ring`` and ``ring_strict``).
+
+    Attributes:
+        strict: refuse the new message if the oldest one is with a consumer.
+    """
+
+    strict: bool = False
+
+    @property
+    def name(self) -> str:
+        return QueuePolicy.RING_STRICT if self.strict else QueuePolicy.RING
+
+    def refusal(self, queue: QueueView, size: int, count: int, largest: int) -> str | None:
+        if self.max_size is not None and largest > self.max_size:
+            return f"a message of {largest} bytes is larger than queue '{queue.name}', which holds {self.max_size}"
+        beyond_count, beyond_size = self._excess(queue.depth + count, queue.size + size)
+        if self.strict and (beyond_count > 0 or beyond_size > 0):
+            # As many of the oldest as must go, and none of them may be with a consumer.
+            for entry in queue.oldest_first():
+                if beyond_count <= 0 and beyond_size <= 0:
+                    break
+                if entry.is_unacked:
+                    return f"queue '{queue.name}' is full, and its oldest message is with a consumer"
+                beyond_count -= 1
+                beyond_size -= entry.message.size
+        return None
+
+    def _drop(self, queue: QueueView, count: int, size: int) -> None:
+        while queue.depth and max(self._excess(queue.depth + count, queue.size + size)) > 0:
+            queue.drop_oldest()
+
+
+@dataclass(frozen=True, slots=True)
+class Conflate(Ring):
+    """Keep the last message of each key, and drop the oldest at the maximum.
+
+    Attributes:
+        key: the header that has the key; ``None`` for the routing key.
+    """
+
+    key: str | None = None
+
+    @property
+    def name(self) -> str:
+        return QueuePolicy.CONFLATE
+
+    def last_values(self) -> LastValues:
+        return LastValues(self.key)
+
+
+@dataclass(frozen=True, slots=True)
+class DropHead(_Dropping):
+    """Drop the oldest of the ready messages, as RabbitMQ does (``x-overflow=drop-head``): only they count."""
+
+    @property
+    def name(self) -> str:
+        return "drop-head"
+
+    def _drop(self, queue: QueueView, count: int, size: int) -> None:
+        while queue.ready_count and max(self._excess(queue.ready_count + count, queue.ready_size + size)) > 0:
+            queue.drop_head()
+
+
+@dataclass(frozen=True, slots=True)
+class RejectPublish(Overflow):
+    """Refuse what does not fit, as RabbitMQ does (``x-overflow=reject-publish``): only ready messages count.
+
+    Attributes:
+        dead_letters: whether what is refused goes to the dead-letter exchange (``reject-publish-dlx``).
+    """
+
+    dead_letters: bool = False
+
+    @property
+    def name(self) -> str:
+        return "reject-publish-dlx" if self.dead_letters else "reject-publish"
+
+    @property
+    def is_silent(self) -> bool:
+        return True
+
+    @property
+    def dead_letters_refused(self) -> bool:
+        return self.dead_letters
+
+    def refusal(self, queue: QueueView, size: int, count: int, largest: int) -> str | None:
+        return self._full(queue, queue.ready_count, queue.ready_size, (count, size))
+
+
+def make_overflow(
+    policy: QueuePolicy, max_count: int | None, max_size: int | None, conflate_key: str | None
+) -> Overflow | None:
+    """The rule that a policy means; ``None`` if it lets everything in.
+
+    Args:
+        policy: which.
+        max_count: messages; ``None`` for no maximum.
+        max_size: body bytes; ``None`` for no maximum.
+        conflate_key: the header that has the key; ``None`` for the routing key.
+    """
+    match policy:
+        case QueuePolicy.FLOW_TO_DISK:
+            return FlowToDisk(max_count, max_size)
+        case QueuePolicy.REJECT:
+            return Reject(max_count, max_size)
+        case QueuePolicy.WAIT:
+            return Wait(max_count, max_size)
+        case QueuePolicy.RING | QueuePolicy.RING_STRICT:
+            return Ring(max_count, max_size, strict=policy is QueuePolicy.RING_STRICT)
+        case QueuePolicy.CONFLATE:
+            return Conflate(max_count, max_size, key=conflate_key)
+    return None

@@ -1,0 +1,246 @@
+"""Regular expressions that take time in proportion to the name, whatever the expression.
+
+Python's `re` tries one way through an expression after the other, so ``(a+)+$`` takes seconds for a name of 30 letters,
+and the event loop with it. Here all ways are followed at once. An expression becomes a graph: a node takes one
+character, or is passed without taking any. `Pattern.search` keeps the set of nodes that the characters so far lead to;
+a name of n characters costs at most n times the number of nodes, and the number of nodes is limited. Sets that were
+seen are remembered, so a second name costs a look into a dictionary for each character.
+
+Everything that needs more than such a set is refused by name: back references, looking ahead or behind, word
+boundaries, atomic groups, possessive repeats, and flags other than ``(?i)`` for the whole expression.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any
+
+__all__ = ["Pattern", "compile_pattern"]
+
+# The parser of `re`, which has no public name.
+_parser: Any = getattr(re, "_parser")  # noqa: B009
+_Test = Callable[[str], bool]
+
+_CATEGORIES: dict[str, _Test] = {
+    "CATEGORY_DIGIT": str.isdecimal,
+    "CATEGORY_SPACE": str.isspace,
+    "CATEGORY_WORD": lambda character: character.isalnum() or character == "_",
+}
+
+
+class _Node:
+    """A place in an expression.
+
+    Attributes:
+        test: whether a character may be taken here; ``None`` if none is.
+        anchor: ``^`` or ``$`` or ``Z`` if it is passed only there.
+        following: where it leads.
+    """
+
+    __slots__ = ("anchor", "following", "test")
+
+    def __init__(self, following: Iterable[_Node], test: _Test | None = None, anchor: str = "") -> None:
+        self.following = list(following)
+        self.test = test
+        self.anchor = anchor
+
+
+class Pattern:
+    """One expression.
+
+    Args:
+        text: the expression.
+
+    Raises:
+        ValueError: it is none, is too large, or needs what cannot be had in linear time.
+        TypeError: it is no text.
+    """
+
+    #: Characters of an expression, and nodes of its graph.
+    MAX_LENGTH = 1000
+    MAX_NODES = 1000
+    #: Steps that are remembered; beyond that all are forgotten.
+    MAX_STEPS = 4096
+
+    def __init__(self, text: str) -> None:
+        if not isinstance(text, str):
+            raise TypeError(f"it must be a str, not {type(text).__name__}")
+        if len(text) > self.MAX_LENGTH:
+            raise ValueError(f"it has {len(text)} characters, of at most {self.MAX_LENGTH}")
+        try:
+            tree = _parser.parse(text)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"it is no regular expression: {error}") from None
+        flags = tree.state.flags
+        if flags & ~(re.UNICODE | re.IGNORECASE):
+            raise _refused("a flag other than (?i)")
+        self._ignores_case = bool(flags & re.IGNORECASE)
+        self._nodes = 0
+        self._match = _Node(())
+        self._entry = self._sequence(tree, self._match)
+        self._again = self._closure((self._entry,), at_start=False)
+        self._steps: dict[tuple[frozenset[_Node], str], frozenset[_Node]] = {}
+
+    # The graph, from its end to its beginning.
+
+    def _node(self, following: Iterable[_Node], test: _Test | None = None, anchor: str = "") -> _Node:
+        self._nodes += 1
+        if self._nodes > self.MAX_NODES:
+            raise ValueError("it is too large when its repeats are written out")
+        return _Node(following, test, anchor)
+
+    def _sequence(self, items: Any, following: _Node) -> _Node:
+        for kind, value in reversed(list(items)):
+            following = self._item(str(kind), value, following)
+        return following
+
+    def _item(self, kind: str, value: Any, following: _Node) -> _Node:
+        match kind:
+            case "LITERAL" | "NOT_LITERAL":
+                test = self._folded(chr(value).__eq__)
+                return self._node((following,), _negated(test) if kind == "NOT_LITERAL" else test)
+            case "ANY":
+                return self._node((following,), "\n".__ne__)
+            case "IN":
+                return self._node((following,), self._one_of(value))
+            case "BRANCH":
+                return self._node([self._sequence(branch, following) for branch in value[1]])
+            case "SUBPATTERN":
+                _, added, removed, items = value
+                if added or removed:
+                    raise _refused("a flag for a part of the expression")
+                return self._sequence(items, following)
+            case "MAX_REPEAT" | "MIN_REPEAT":
+                least, most, items = value
+                return self._repeat(least, most, items, following)
+            case "AT":
+                return self._anchor(str(value), following)
+        raise _refused(_NAMES.get(kind, kind))
+
+    def _repeat(self, least: int, most: int, items: Any, following: _Node) -> _Node:
+        if most == _parser.MAXREPEAT:
+            again = self._node((following,))
+            again.following.append(self._sequence(items, again))
+            following = again
+        else:
+            end = following
+            for _ in range(most - least):
+                following = self._node((self._sequence(items, following), end))
+        for _ in range(least):
+            before = following
+            following = self._sequence(items, following)
+            if following is before:
+                break
+        return following
+
+    def _anchor(self, kind: str, following: _Node) -> _Node:
+        anchors = {"AT_BEGINNING": "^", "AT_BEGINNING_STRING": "^", "AT_END": "$", "AT_END_STRING": "Z"}
+        if kind not in anchors:
+            raise _refused("a word boundary")
+        return self._node((following,), anchor=anchors[kind])
+
+    def _one_of(self, items: Any) -> _Test:
+        tests: list[_Test] = []
+        is_negated = False
+        for kind, value in items:
+            match str(kind):
+                case "NEGATE":
+                    is_negated = True
+                case "LITERAL":
+                    tests.append(chr(value).__eq__)
+                case "RANGE":
+                    tests.append(_between(*value))
+                case "CATEGORY":
+                    name = str(value)
+                    positive = _CATEGORIES[name.replace("_NOT_", "_")]
+                    tests.append(_negated(positive) if "_NOT_" in name else positive)
+        test = self._folded(lambda character: any(test(character) for test in tests))
+        return _negated(test) if is_negated else test
+
+    def _folded(self, test: _Test) -> _Test:
+        if not self._ignores_case:
+            return test
+        return lambda character: test(character) or test(character.lower()) or test(character.upper())
+
+    # Matching.
+
+    def _closure(self, nodes: Iterable[_Node], *, at_start: bool, at_end: str = "") -> frozenset[_Node]:
+        """The nodes that are reached from some without taking a character.
+
+        Args:
+            nodes: where to begin.
+            at_start: whether nothing comes before.
+            at_end: which of the anchors ``$`` and ``Z`` are passed.
+        """
+        found: set[_Node] = set()
+        todo = list(nodes)
+        while todo:
+            node = todo.pop()
+            if node in found:
+                continue
+            found.add(node)
+            if node.test is None and (not node.anchor or (at_start if node.anchor == "^" else node.anchor in at_end)):
+                todo += node.following
+        return frozenset(found)
+
+    def search(self, name: str) -> bool:
+        """Whether any part of a name matches."""
+        at_start = True
+        reached = self._closure((self._entry,), at_start=True)
+        last = len(name) - 1
+        for index, character in enumerate(name):
+            if self._match in reached:
+                return True
+            if index == last and character == "\n" and self._ends(reached, "$", at_start=at_start):
+                return True
+            at_start = False
+            step = reached, character
+            following = self._steps.get(step)
+            if following is None:
+                following = self._step(*step)
+                if len(self._steps) >= self.MAX_STEPS:
+                    self._steps.clear()
+                self._steps[step] = following
+            reached = following
+        return self._ends(reached, "$Z", at_start=at_start)
+
+    def _step(self, reached: frozenset[_Node], character: str) -> frozenset[_Node]:
+        taken = [node.following[0] for node in reached if node.test is not None and node.test(character)]
+        return self._closure(taken, at_start=False) | self._again
+
+    def _ends(self, reached: frozenset[_Node], anchors: str, *, at_start: bool) -> bool:
+        return self._match in self._closure(reached, at_start=at_start, at_end=anchors)
+
+
+_NAMES = {
+    "GROUPREF": "a back reference",
+    "GROUPREF_EXISTS": "a conditional group",
+    "ASSERT": "looking ahead or behind",
+    "ASSERT_NOT": "looking ahead or behind",
+    "ATOMIC_GROUP": "an atomic group",
+    "POSSESSIVE_REPEAT": "a possessive repeat",
+}
+
+
+def _refused(what: str) -> ValueError:
+    return ValueError(f"{what} cannot be matched in linear time; leave it out")
+
+
+def _between(first: int, last: int) -> _Test:
+    return lambda character: first <= ord(character) <= last
+
+
+def _negated(test: _Test) -> _Test:
+    return lambda character: not test(character)
+
+
+@lru_cache(maxsize=1024)
+def compile_pattern(text: str) -> Pattern:
+    """The pattern of an expression; the last thousand are kept.
+
+    Raises:
+        ValueError, TypeError: see `Pattern`.
+    """
+    return Pattern(text)

@@ -1,0 +1,196 @@
+"""Rate limits that an operator sets for an exchange, a queue or a user, sans-I/O (F2 F6).
+
+A publish beyond a rate is taken, and its channel is flowed (blocked) until the rate has caught up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from qflow_client.broker.core.ports import Timed
+from qflow_client.broker.policies.policy import choose
+from qflow_client.flow import FlowController, FlowSource, RateLimiter
+from qflow_client.redaction import shown
+
+__all__ = ["RateLimit", "RateScope", "Rates"]
+
+
+class RateScope(StrEnum):
+    """What a rate limit is for."""
+
+    #: What is published to an exchange.
+    EXCHANGE = "exchange"
+    #: What comes to a queue.
+    QUEUE = "queue"
+    #: What a user publishes, on all connections.
+    USER = "user"
+
+
+@dataclass(frozen=True, slots=True)
+class RateLimit:
+    """How much may be published in a time. A channel that publishes more is flowed until nothing is owed.
+
+    Attributes:
+        apply_to: what the name is of.
+        name: of the exchange, the queue or the user, which need not be there yet.
+        messages: per second; ``None`` for any number.
+        bytes: body bytes per second; ``None`` for any number.
+        burst: seconds; as much as the rate gives in that time may pass at once after a rest, but at least one message.
+
+    Raises:
+        TypeError: a value of the wrong type.
+        ValueError: one that is not allowed; the text names it.
+    """
+
+    apply_to: RateScope
+    name: str
+    messages: float | None = None
+    bytes: float | None = None
+    burst: float = 0.1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "apply_to", choose(f"apply_to={shown(self.apply_to)}", self.apply_to, RateScope))
+        if not isinstance(self.name, str):
+            raise TypeError(f"name={shown(self.name)}: it must be a string")
+        if self.messages is None and self.bytes is None:
+            raise ValueError(f"the rate limit of {self.apply_to} '{self.name}' limits nothing; give messages or bytes")
+        for what in ("messages", "bytes", "burst"):
+            value = getattr(self, what)
+            if value is None:
+                continue
+            if not isinstance(value, (int, float)) or isinstance(value, bool):
+                raise TypeError(f"{what}={shown(value)}: it must be a number")
+            if not 0 < value < math.inf:
+                raise ValueError(f"{what}={shown(value)}: it must be more than 0 and finite")
+        for what in ("messages", "bytes"):
+            value = getattr(self, what)
+            if value is not None and not value * self.burst < math.inf:
+                raise ValueError(f"{what}={shown(value)} and burst={self.burst!r}: their product must be finite")
+
+    def to_json(self) -> dict[str, Any]:
+        """It as JSON can tell it."""
+        return {
+            "apply_to": self.apply_to.value,
+            "name": self.name,
+            "messages": self.messages,
+            "bytes": self.bytes,
+            "burst": self.burst,
+        }
+
+
+class _Rate(FlowController):
+    """One rate, and the channels that it flows."""
+
+    __slots__ = ("_is_awaited", "_wake_at")
+
+    def __init__(self, name: str, rate: float, burst: float, wake_at: Callable[[Timed, float], None], *, by_size: bool):
+        super().__init__(RateLimiter(rate, burst=max(1.0, rate * burst), by_size=by_size), name=name)
+        self._wake_at = wake_at
+        # Whether `tick` will be called.
+        self._is_awaited = False
+
+    def change(self, rate: float, burst: float, now: float) -> None:
+        """Another rate from now on; what is owed stays owed."""
+        assert isinstance(self.limiter, RateLimiter)
+        self.limiter.rate, self.limiter.burst = rate, max(1.0, rate * burst)
+        self.tick(now)
+
+    def take(self, source: FlowSource, size: int, now: float) -> None:
+        """A message has passed."""
+        if self.offer(source, size, now) and not self._is_awaited:
+            self._await(now)
+
+    def tick(self, now: float) -> None:
+        """Unblock the channels that may go on."""
+        self._is_awaited = False
+        self.resume(now)
+        self._await(now)
+
+    def _await(self, now: float) -> None:
+        at = self.ready_at(now)
+        if at is not None:
+            self._is_awaited = True
+            self._wake_at(self, at)
+
+    def let_go(self) -> None:
+        """Release all channels."""
+        for source in self.blocked:
+            self.forget(source)
+
+
+class Rates:
+    """All rate limits of a virtual host.
+
+    Args:
+        wake_at: sees to it that something's `tick` is called at a time.
+    """
+
+    def __init__(self, wake_at: Callable[[Timed, float], None]) -> None:
+        self._wake_at = wake_at
+        self._limits: dict[tuple[RateScope, str], RateLimit] = {}
+        # By what they are for, and whether they count bytes.
+        self._rates: dict[tuple[RateScope, str], dict[bool, _Rate]] = {}
+
+    def __iter__(self) -> Iterator[RateLimit]:
+        return iter(tuple(self._limits.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._limits)
+
+    def set(self, limit: RateLimit, now: float) -> None:
+        """Add a limit, or replace the one for the same.
+
+        Args:
+            limit: what to set.
+            now: seconds of the clock.
+        """
+        key = limit.apply_to, limit.name
+        self._limits[key] = limit
+        rates = self._rates.setdefault(key, {})
+        for by_size, rate in ((False, limit.messages), (True, limit.bytes)):
+            there = rates.get(by_size)
+            if rate is None:
+                if there is not None:
+                    rates.pop(by_size).let_go()
+            elif there is not None:
+                there.change(rate, limit.burst, now)
+            else:
+                name = f"rate of {limit.apply_to} '{limit.name}'"
+                rates[by_size] = _Rate(name, rate, limit.burst, self._wake_at, by_size=by_size)
+
+    def delete(self, apply_to: RateScope, name: str) -> None:
+        """Remove a limit.
+
+        Raises:
+            LookupError: there is none.
+        """
+        key = apply_to, name
+        if key not in self._limits:
+            raise LookupError(f"there is no rate limit of {apply_to} '{name}'")
+        del self._limits[key]
+        for rate in self._rates.pop(key).values():
+            rate.let_go()
+
+    def take(self, source: FlowSource, size: int, exchange: str, queues: Iterable[str], user: str, now: float) -> None:
+        """A message was published, and its source is flowed if it was too soon.
+
+        Args:
+            source: the channel.
+            size: body bytes.
+            exchange: where it was published.
+            queues: where it came to.
+            user: of the connection.
+            now: seconds of the clock.
+        """
+        keys = (
+            (RateScope.EXCHANGE, exchange),
+            (RateScope.USER, user),
+            *((RateScope.QUEUE, queue) for queue in queues),
+        )
+        for key in keys:
+            for rate in self._rates.get(key, {}).values():
+                rate.take(source, size, now)

@@ -1,0 +1,293 @@
+"""What a broker writes into a flow log, sans-I/O.
+
+The recorder observes queues and channels. It writes a line when a queue turns ON or OFF, when a channel or a confirm is
+held and released, and at the end of each period one for each hold that goes on and each queue in which anything
+happened. A hold names its causes: the publishers that filled the queue, in proportion to the messages of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from qflow_client.broker.core.entries import QueueView
+from qflow_client.flow import Capacity, FlowSource, StopResume
+
+__all__ = ["FlowRecorder"]
+
+# Publishers that are named as causes of a hold; the others are counted together.
+_NAMED = 16
+_OTHERS = "(others)"
+
+# Source, queue and reason.
+_Key = tuple[FlowSource, str, str]
+
+
+class _Record:
+    """What happened to one queue since its last line."""
+
+    def __init__(self, depth: int, size: int) -> None:
+        self.arrived = self.arrived_bytes = self.left = self.left_bytes = 0
+        # Messages that arrived, by publisher: since they were last added to those that follow, which are what
+        # is to be told of, and all since it last turned OFF.
+        self.arrivals: dict[str, int] = {}
+        self.pending: dict[str, int] = {}
+        self.filled_by: dict[str, int] = {}
+        self.peak, self.peak_bytes = depth, size
+        # Since when it is ON, in microseconds, and the most that was in it meanwhile; None while it is OFF.
+        self.on_since: int | None = None
+        self.on_peak = self.on_peak_bytes = 0
+        # Depth and size as last told, and when that was.
+        self.told = (depth, size)
+        self.told_at = -1
+
+
+class _Hold:
+    """One wait that goes on: since when, up to when it has been told, and how many marks of the queue raised it."""
+
+    __slots__ = ("begun", "count", "since")
+
+    def __init__(self, at: int) -> None:
+        self.since = self.begun = at
+        self.count = 1
+
+
+class FlowRecorder:
+    """Told of what queues and channels do, it writes lines.
+
+    Args:
+        write: called with each line.
+        clock: monotonic seconds.
+        wall_clock: seconds since 1970.
+        period: seconds between two lines of a queue, or of a hold that goes on.
+        names: the names of a publisher and its connection; both its own unless given.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[dict[str, Any]], object],
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        *,
+        period: float = 1.0,
+        names: Callable[[FlowSource], tuple[str, str]] | None = None,
+    ) -> None:
+        #: Seconds between two lines of a queue, or of a hold that goes on.
+        self.period = period
+        self._write = write
+        self._clock = clock
+        self._offset = wall_clock() - clock()
+        self._name_of = names if names is not None else lambda source: (source.name, source.name)
+        self._names: dict[FlowSource, tuple[str, str]] = {}
+        self._records: dict[QueueView, _Record] = {}
+        self._holds: dict[_Key, _Hold] = {}
+        # The records by the queues' names, because a hold knows only the name.
+        self._by_name: dict[str, _Record] = {}
+
+    def _now(self) -> int:
+        return round((self._clock() + self._offset) * 1_000_000)
+
+    def _record(self, queue: QueueView) -> _Record:
+        record = self._records.get(queue)
+        if record is None:
+            record = self._records[queue] = self._by_name[queue.name] = _Record(queue.depth, queue.size)
+            record.told_at = self._now()
+        return record
+
+    def _names_of(self, source: FlowSource) -> tuple[str, str]:
+        names = self._names.get(source)
+        if names is None:
+            names = self._names[source] = self._name_of(source)
+        return names
+
+    # What queues tell; the first two for every message.
+
+    def arrived(self, queue: QueueView, source: FlowSource | None, size: int) -> None:
+        """A message has entered a queue."""
+        record = self._records.get(queue)
+        if record is None:
+            record = self._record(queue)
+        record.arrived += 1
+        record.arrived_bytes += size
+        name = "" if source is None else self._names_of(source)[0]
+        record.arrivals[name] = record.arrivals.get(name, 0) + 1
+        if queue.depth > record.peak:
+            record.peak = queue.depth
+        if queue.size > record.peak_bytes:
+            record.peak_bytes = queue.size
+        if record.on_since is not None:
+            record.on_peak = max(record.on_peak, queue.depth)
+            record.on_peak_bytes = max(record.on_peak_bytes, queue.size)
+
+    def left(self, queue: QueueView, size: int) -> None:
+        """A message has left a queue."""
+        record = self._record(queue)
+        record.left += 1
+        record.left_bytes += size
+
+    def turned_on(self, queue: QueueView) -> None:
+        """The queue's flow state is ON."""
+        record = self._record(queue)
+        at = record.on_since = self._now()
+        record.on_peak, record.on_peak_bytes = queue.depth, queue.size
+        self._write(self._line(at, "on", queue.name) | {"depth": queue.depth, "bytes": queue.size})
+
+    def turned_off(self, queue: QueueView) -> None:
+        """The queue's flow state is OFF: it holds no channel any more."""
+        self.lets_confirms_go(queue)
+        record = self._record(queue)
+        since, record.on_since = record.on_since, None
+        if since is not None:
+            marks = _marks(queue)
+            line = self._line(self._now(), "off", queue.name) | {"since": since, "peak": record.on_peak}
+            line["peak_bytes"] = record.on_peak_bytes
+            for name, peak, stop in (
+                ("overshoot", record.on_peak, marks["stop"]),
+                ("overshoot_bytes", record.on_peak_bytes, marks["stop_bytes"]),
+            ):
+                if stop:
+                    line[name] = max(0, peak - stop)
+            self._write(line)
+        self._account(record)
+        record.filled_by.clear()
+
+    def keeps_confirms(self, queue: QueueView, source: FlowSource | None) -> None:
+        """The queue keeps back the confirm of a message (C5)."""
+        if source is not None and (source, queue.name, "completion") not in self._holds:
+            self._raise((source, queue.name, "completion"))
+
+    def lets_confirms_go(self, queue: QueueView) -> None:
+        """The queue keeps no confirms back any more."""
+        for key in [key for key in self._holds if key[1] == queue.name and key[2] == "completion"]:
+            self._lift(key)
+
+    def deleted(self, queue: QueueView) -> None:
+        """The queue is no more."""
+        self.turned_off(queue)
+        self._tell(queue, self._record(queue))
+        del self._records[queue]
+        self._by_name.pop(queue.name, None)
+
+    # What channels tell.
+
+    def blocked(self, source: FlowSource, queue: str, reason: str) -> None:
+        """A channel is flowed, by one more mark of a queue, or by something else."""
+        hold = self._holds.get((source, queue, reason))
+        if hold is None:
+            self._raise((source, queue, reason))
+        else:
+            hold.count += 1
+
+    def unblocked(self, source: FlowSource, queue: str, reason: str) -> None:
+        """A channel is let go, by one mark of a queue, or by something else."""
+        hold = self._holds.get((source, queue, reason))
+        if hold is not None:
+            hold.count -= 1
+            if not hold.count:
+                self._lift((source, queue, reason))
+
+    def gone(self, source: FlowSource) -> None:
+        """A publishing channel is no more."""
+        for key in [key for key in self._holds if key[0] is source]:
+            self._lift(key)
+        self._names.pop(source, None)
+
+    # Lines.
+
+    def _line(self, at: int, kind: str, queue: str) -> dict[str, Any]:
+        return {"at": at, "kind": kind, "origin": "broker", "queue": queue}
+
+    def _hold_line(self, at: int, kind: str, key: _Key, hold: _Hold) -> dict[str, Any]:
+        source, queue, reason = key
+        line = self._line(at, kind, queue)
+        line["producer"], line["connection"] = self._names_of(source)
+        line["reason"], line["since"] = reason, hold.since
+        if kind != "raised":
+            line["begun"], hold.begun = hold.begun, at
+            record = self._by_name.get(queue)
+            if record is not None:
+                self._account(record)
+                causes = _shares(record.filled_by, at - line["begun"])
+                if causes:
+                    line["causes"] = causes
+        return line
+
+    def _raise(self, key: _Key) -> None:
+        hold = self._holds[key] = _Hold(self._now())
+        self._write(self._hold_line(hold.since, "raised", key, hold))
+
+    def _lift(self, key: _Key) -> None:
+        hold = self._holds.pop(key)
+        self._write(self._hold_line(self._now(), "lifted", key, hold))
+
+    def _account(self, record: _Record) -> None:
+        """Bring the account of which publishers filled the queue up to date with what has arrived."""
+        _add(record.filled_by, record.arrivals)
+        _add(record.pending, record.arrivals)
+        record.arrivals.clear()
+
+    def tick(self, now: float) -> None:
+        """Tell of queues in which anything was or is, and of holds that go on. To be called every `period`."""
+        at = self._now()
+        for key, hold in self._holds.items():
+            if at > hold.begun:
+                self._write(self._hold_line(at, "held", key, hold))
+        for queue, record in self._records.items():
+            self._tell(queue, record)
+
+    def _tell(self, queue: QueueView, record: _Record) -> None:
+        at = self._now()
+        depth, size = queue.depth, queue.size
+        if record.arrived or record.left or depth or record.told != (depth, size):
+            self._account(record)
+            arrivals, record.pending = record.pending, {}
+            line = self._line(at, "depth", queue.name) | {
+                "us": at - record.told_at,
+                "depth": depth,
+                "bytes": size,
+                "peak": record.peak,
+                "peak_bytes": record.peak_bytes,
+                "arrived": record.arrived,
+                "arrived_bytes": record.arrived_bytes,
+                "left": record.left,
+                "left_bytes": record.left_bytes,
+                "arrivals": arrivals,
+            }
+            line.update(_marks(queue))
+            record.arrived = record.arrived_bytes = record.left = record.left_bytes = 0
+            record.told = (depth, size)
+            self._write(line)
+        record.peak, record.peak_bytes = depth, size
+        record.told_at = at
+
+
+def _add(to: dict[str, int], counts: dict[str, int]) -> None:
+    for name, count in counts.items():
+        to[name] = to.get(name, 0) + count
+
+
+def _shares(counts: dict[str, int], us: int) -> dict[str, int]:
+    """A time in parts that are to each other as the counts; what rounding leaves is the largest's."""
+    total = sum(counts.values())
+    if not total or us <= 0:
+        return {}
+    largest = sorted(counts, key=lambda name: (-counts[name], name))[:_NAMED]
+    shares = {name: us * counts[name] // total for name in largest}
+    named = sum(counts[name] for name in largest)
+    if named < total:
+        shares[_OTHERS] = us * (total - named) // total
+    shares[largest[0]] += us - sum(shares.values())
+    return shares
+
+
+def _marks(queue: QueueView) -> dict[str, int]:
+    """The marks in force: Qpid C++'s by count and size, or Qpid Java's by size."""
+    marks = {"stop": 0, "resume": 0, "stop_bytes": 0, "resume_bytes": 0}
+    for thresholds in queue.thresholds:
+        if isinstance(thresholds, StopResume):
+            found = (thresholds.stop_count, thresholds.resume_count, thresholds.stop_size, thresholds.resume_size)
+            marks = dict(zip(marks, (each or 0 for each in found), strict=True))
+    for thresholds in queue.thresholds:
+        if isinstance(thresholds, Capacity) and not marks["stop_bytes"]:
+            marks["stop_bytes"], marks["resume_bytes"] = thresholds.capacity, thresholds.resume or 0
+    return marks

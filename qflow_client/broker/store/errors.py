@@ -1,0 +1,11 @@
+"""The error of the message store; it is importable without SQLite."""
+
+from __future__ import annotations
+
+from qflow_client.errors import QflowError
+
+__all__ = ["StoreError"]
+
+
+class StoreError(QflowError):
+    """The message store cannot be used; the text names the file."""

@@ -1,0 +1,351 @@
+"""The keeper of the message store: it opens the file, recovers what is there, and writes what the journal notes.
+
+The store lives on one thread and its reader on another, so that no read waits for a commit; the event loop waits for
+neither. While one batch is written the next one fills, so a slow disk makes larger batches. If a batch cannot be
+written it is tried again and an alarm is raised; nothing is confirmed meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+from qflow_client.broker.core.errors import AmqpError
+from qflow_client.broker.core.logs import get_logger
+from qflow_client.broker.core.virtualhost import VirtualHost
+from qflow_client.broker.store.diskthread import DiskThread
+from qflow_client.broker.store.errors import StoreError
+from qflow_client.broker.store.journal import Batch, Journal
+from qflow_client.broker.store.recovery import Recovery
+from qflow_client.broker.store.store import BodyReader, Store
+
+__all__ = ["Keeper"]
+
+_log = get_logger(__name__)
+
+_Result = TypeVar("_Result")
+
+
+def free_space(folder: Path) -> int:
+    """Bytes that are free in a folder."""
+    return shutil.disk_usage(folder).free
+
+
+class Keeper:
+    """Opens the store of a broker, and commits what its journal has, batch by batch: one for all that came meanwhile.
+
+    Args:
+        path: of the file of the store.
+        synchronous: what a commit survives, see `Store`.
+        disk_free_limit: bytes that have to be free in the folder of the store; 0 for any number.
+        host: the virtual host.
+        journal: its journal.
+        on_done: called on the loop when something is on disk.
+        on_trouble: called on the loop with the name of an alarm and the reason: that nothing can be written, or that
+            there is little room; with ``None`` when it is over.
+    """
+
+    #: Damaged rows that are named in the log.
+    NAMED = 20
+    #: Seconds until what could not be written is tried again.
+    RETRY = 1.0
+    #: Seconds between two looks at how much of the disk is free.
+    LOOK = 1.0
+    #: Seconds that a store which cannot be written has when the broker stops.
+    STOP_GRACE = 2.0
+    #: Seconds without anything having been written, or read, after which it is given up when the broker stops.
+    STOP_TIMEOUT = 30.0
+    #: Messages that are put into queues in one turn of the loop when the broker starts.
+    _AT_ONCE = 100
+
+    def __init__(
+        self,
+        path: Path,
+        synchronous: str,
+        disk_free_limit: int,
+        host: VirtualHost,
+        journal: Journal,
+        on_done: Callable[[], None],
+        on_trouble: Callable[[str, str | None], None],
+    ) -> None:
+        self._path = path
+        self._synchronous = synchronous
+        self._disk_free_limit = disk_free_limit
+        self._host = host
+        self._journal = journal
+        self._on_done = on_done
+        self._on_trouble = on_trouble
+        self._store: Store | None = None
+        self._thread: DiskThread | None = None
+        self._writing: asyncio.Task[None] | None = None
+        # Only there once anything was read back.
+        self._reading: asyncio.Task[None] | None = None
+        self._reader_thread: DiskThread | None = None
+        self._reader: BodyReader | None = None
+        self._is_troubled = False
+        # What other threads wait for until it is on disk.
+        self._waiting: set[Future[None]] = set()
+        # Only there if a limit is set: the task that looks at the free space; and whether there is too little.
+        self._looking: asyncio.Task[None] | None = None
+        self._lacks_space = False
+
+    async def start(self) -> None:
+        """Open the store, and put what it has where it was.
+
+        Raises:
+            StoreError: it cannot be opened or read; the text says why.
+        """
+        self._thread = DiskThread("qflow-store")
+        try:
+            store = self._store = await self._run(self._open)
+            await self._recover(store)
+        except BaseException:
+            await self._end()
+            raise
+
+    async def _run(self, function: Callable[..., _Result], *values: object) -> _Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *values)
+
+    def _open(self) -> Store:
+        return Store(self._path, synchronous=self._synchronous)
+
+    async def _recover(self, store: Store) -> None:
+        found = await self._run(store.topology)
+        host, recovery = self._host, Recovery(self._host, self._journal, time.time)
+        self._journal.go_on_from(found.last, max((queue[0] for queue in found.queues), default=0))
+        try:
+            recovery.recover_topology(found)
+        except AmqpError as error:
+            raise StoreError(f"{store.path}: what is declared there is refused now: {error}") from error
+        messages = store.messages()
+        recovered = 0
+        while page := await self._run(lambda: list(islice(messages, self._AT_ONCE))):
+            lost = recovery.recover_messages(page)
+            if lost:
+                await self._run(store.set_aside_messages, lost, "none of its queues is there")
+            host.relieve()
+            recovered += len(page)
+        recovery.finish()
+        self._journal.damaged = len(store.damaged)
+        if store.damaged:
+            told = "; ".join(store.damaged[: self.NAMED])
+            _log.error("%s: %d rows are damaged, and set aside: %s", store.path, len(store.damaged), told)
+        if recovered or found.queues:
+            _log.info("%s: %d durable queues and %d messages", store.path, len(found.queues), recovered)
+
+    async def watch(self) -> None:
+        """Look at how much of the disk is free, now and time and again, if there is a limit."""
+        if self._disk_free_limit:
+            await self._look()
+            self._looking = asyncio.get_running_loop().create_task(self._go_on_looking())
+
+    async def _go_on_looking(self) -> None:
+        while True:
+            await asyncio.sleep(self.LOOK)
+            await self._look()
+
+    async def _look(self) -> None:
+        folder, limit = self._path.absolute().parent, self._disk_free_limit
+        try:
+            free = await self._run(free_space, folder)
+        except Exception as error:
+            reason = f"{folder}: the free space cannot be read: {error}"
+            lacks_space = True
+        else:
+            reason = f"{free} bytes are free in {folder}, of at least {limit}"
+            # A value that goes back and forth around the limit is not reported each time.
+            lacks_space = free < (limit + limit // 8 if self._lacks_space else limit)
+        if lacks_space is not self._lacks_space:
+            self._lacks_space = lacks_space
+            _log.warning("%s; clients are %s", reason, "blocked" if lacks_space else "blocked for that no more")
+            self._on_trouble("disk_space", reason if lacks_space else None)
+
+    def flush(self) -> None:
+        """Write what is to be written, if nothing is being written; else that follows."""
+        if self._writing is None and self._journal.is_dirty:
+            self._writing = asyncio.get_running_loop().create_task(self._write())
+        if self._reading is None and self._journal.wants:
+            self._reading = asyncio.get_running_loop().create_task(self._read())
+
+    def when_durable(self, *, topology_only: bool = False) -> Future[None]:
+        """What is done when all that was noted so far is on disk, and fails if the broker ends without that.
+
+        Args:
+            topology_only: whether only changes of the topology are waited for.
+        """
+        done: Future[None] = Future()
+        # A caller that gives up waiting takes nothing back.
+        done.set_running_or_notify_cancel()
+
+        def told() -> None:
+            self._waiting.remove(done)
+            done.set_result(None)
+
+        if self._journal.when_durable(told, topology_only=topology_only):
+            self._waiting.add(done)
+        else:
+            done.set_result(None)
+        return done
+
+    async def _read(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            if self._reader_thread is None:
+                # Of its own, so that no reader waits for a commit.
+                self._reader_thread = DiskThread("qflow-reader")
+            while self._journal.wants:
+                numbers = self._journal.take_wanted()
+                try:
+                    bodies = await loop.run_in_executor(self._reader_thread, self._bodies, numbers)
+                    await self._set_aside([number for number, body in bodies.items() if body is None])
+                except Exception as error:
+                    self._log_error(error, "messages wait until it can be read")
+                    bodies = {}
+                if numbers and not bodies:
+                    await asyncio.sleep(self.RETRY)
+                self._journal.came(bodies)
+                self._on_done()
+        finally:
+            self._reading = None
+
+    async def _set_aside(self, numbers: Sequence[int]) -> None:
+        """Set messages aside whose bodies are damaged."""
+        if numbers and self._store is not None:
+            _log.error("%s: messages are damaged, set aside and lost: %s", self._path, numbers)
+            await self._run(self._store.set_aside_messages, numbers)
+
+    def _bodies(self, numbers: Sequence[int]) -> dict[int, bytes | None]:
+        if self._reader is None:
+            self._reader = BodyReader(self._path)
+        return self._reader.read(numbers)
+
+    def read_now(self, numbers: Sequence[int]) -> dict[int, bytes]:
+        """Bodies of messages, by number, on the thread that asks; without those that are damaged.
+
+        Raises:
+            StoreError: they cannot be read.
+        """
+        reader = BodyReader(self._path)
+        try:
+            found = reader.read(numbers)
+            damaged = [number for number, body in found.items() if body is None]
+            if damaged:
+                _log.error("%s: messages are damaged: %s", self._path, damaged)
+            return {number: body for number, body in found.items() if body is not None}
+        finally:
+            reader.close()
+
+    async def _write(self) -> None:
+        assert self._store is not None
+        try:
+            while self._journal.is_dirty:
+                batch = self._journal.take()
+                delay = 0.0
+                while True:
+                    await asyncio.sleep(delay)
+                    if await self._try(self._store, batch):
+                        break
+                    delay = self.RETRY
+                self._journal.written_down()
+                self._on_done()
+        finally:
+            self._writing = None
+
+    async def _try(self, store: Store, batch: Batch) -> bool:
+        try:
+            await self._run(store.write, batch)
+        except Exception as error:
+            # Whatever it is: confirms must not wait for a task that has ended.
+            if not self._is_troubled:
+                self._is_troubled = True
+                self._on_trouble("disk", self._log_error(error, "no confirm is given until it can be written"))
+            return False
+        if self._is_troubled:
+            self._is_troubled = False
+            _log.warning("%s: it can be written again", store.path)
+            self._on_trouble("disk", None)
+        return True
+
+    def _log_error(self, error: Exception, consequence: str) -> str:
+        """Log what went wrong with the store, with a traceback if it is not an error of the store.
+
+        Returns:
+            What it was.
+        """
+        is_known = isinstance(error, StoreError)
+        reason = str(error) if is_known else f"{self._path}: {error!r}"
+        _log.error("%s; %s", reason, consequence, exc_info=None if is_known else error)
+        return reason
+
+    async def stop(self) -> None:
+        """Write what is left, and close the store."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.wait([self._looking])
+        try:
+            self.flush()
+            if self._writing is not None:
+                await self._finish(self._writing)
+        finally:
+            await self._end()
+            for each in self._waiting:
+                each.set_exception(StoreError(f"{self._path}: the broker has ended before it was on disk"))
+            self._waiting.clear()
+
+    async def _finish(self, writing: asyncio.Task[None]) -> None:
+        """Wait for what is being written, as long as that goes on."""
+        loop = asyncio.get_running_loop()
+        batches, since = self._journal.batches, loop.time()
+        while True:
+            # Whatever it waits for, it may fail only now.
+            if (await asyncio.wait([writing], timeout=min(self.STOP_GRACE, self.STOP_TIMEOUT)))[0]:
+                return
+            if self._journal.batches != batches:
+                batches, since = self._journal.batches, loop.time()
+            if self._is_troubled:
+                why = "it cannot be written"
+            elif loop.time() - since >= self.STOP_TIMEOUT:
+                why = f"nothing could be written for {self.STOP_TIMEOUT:g} s"
+            else:
+                continue
+            _log.error("%s: what was not confirmed is lost: %s", self._path, why)
+            writing.cancel()
+            await asyncio.wait([writing])
+            return
+
+    async def _end(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait([self._reading])
+        try:
+            if self._reader_thread is not None:
+                await self._close(self._reader_thread, self._close_reader)
+                self._reader_thread = None
+        finally:
+            if self._thread is not None:
+                await self._close(self._thread, self._close_store)
+                self._thread = None
+
+    def _close_reader(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+
+    def _close_store(self) -> None:
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    async def _close(self, thread: DiskThread, close: Callable[[], None]) -> None:
+        """Have a thread close what it has, and end; if it hangs, that is when it no longer does."""
+        closing = asyncio.wrap_future(thread.submit(close))
+        thread.shutdown(wait=False)
+        if (await asyncio.wait([closing], timeout=0.0 if thread.hangs(self.STOP_TIMEOUT) else self.STOP_TIMEOUT))[0]:
+            closing.result()
+            return
+        _log.error("%s: the disk does not answer; the file is in use until it does, or this process ends", self._path)

@@ -1,0 +1,72 @@
+"""Puts what a message store has into the virtual host when the broker starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from qflow_client.broker.core.entries import Address, StoredMessage
+from qflow_client.broker.core.queue import Queue
+from qflow_client.broker.core.virtualhost import VirtualHost
+from qflow_client.broker.store.journal import Found, FoundMessage, Journal
+
+__all__ = ["Recovery"]
+
+
+class Recovery:
+    """One recovery: `recover_topology`, then `recover_messages` any number of times, then `finish`.
+
+    Args:
+        host: where everything is put.
+        journal: its journal.
+        wall_clock: seconds since 1970.
+    """
+
+    def __init__(self, host: VirtualHost, journal: Journal, wall_clock: Callable[[], float]) -> None:
+        self._host = host
+        self._journal = journal
+        self._wall_clock = wall_clock
+        # Durable queues by their numbers in the store.
+        self._queues: dict[int, Queue] = {}
+
+    def recover_topology(self, found: Found) -> None:
+        """Make the exchanges, queues and bindings that a message store has."""
+        host = self._host
+        host.is_recovering = True
+        try:
+            for name, kind, auto_delete, internal, arguments in found.exchanges:
+                host.declare_exchange(
+                    name, kind, durable=True, auto_delete=auto_delete, internal=internal, arguments=arguments
+                )
+            for number, name, auto_delete, arguments in found.queues:
+                self._queues[number] = host.declare_queue(
+                    name, durable=True, auto_delete=auto_delete, arguments=arguments, number=number
+                )
+            for source, kind, name, routing_key, arguments in found.bindings:
+                destination = host.queue(name) if kind == "queue" else host.exchange(name)
+                host.bind(destination, source, routing_key, arguments)
+        finally:
+            host.is_recovering = False
+
+    def recover_messages(self, messages: Iterable[FoundMessage]) -> list[int]:
+        """Put messages that a message store has where they were; they come in the order of their numbers.
+
+        Returns:
+            The numbers of those of which no queue is there, because it is damaged.
+        """
+        now = self._wall_clock()
+        lost = []
+        for each in messages:
+            queues = [number for number in each.queues if number in self._queues]
+            if not queues:
+                lost.append(each.number)
+                continue
+            message = StoredMessage(Address(each.exchange, each.routing_key), each.header, each.body)
+            self._journal.recovered(message, each.number, queues)
+            for number in queues:
+                self._queues[number].recover(message, max(0.0, now - each.at))
+        return lost
+
+    def finish(self) -> None:
+        """All messages are back: what has expired meanwhile, or is too much now, goes."""
+        for queue in self._queues.values():
+            queue.after_publish()

@@ -1,0 +1,398 @@
+"""The message store: durable queues, exchanges, bindings and persistent messages in one SQLite file.
+
+Each row has a checksum of what it was written with; a message has a second one of its list of queues, which changes. A
+row whose checksum is wrong is never used: it is moved into the table ``damaged``, with what depends on it, and reported
+at this start and every later one. If the structure of the file is damaged, rows could be missing without a trace: the
+file is refused when it is opened, and the error says what to do. Bodies are checked again whenever they are read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from struct import Struct
+from struct import error as struct_error
+from typing import Any
+from zlib import crc32
+
+from qflow_client.amqp.fields import decode_short_string, decode_table
+from qflow_client.broker.store.errors import StoreError
+from qflow_client.broker.store.journal import Batch, Change, Found, FoundMessage, Put
+from qflow_client.database import Database, LockFile
+
+__all__ = ["BodyReader", "Store"]
+
+# "qBrk", and the version of the tables.
+_APPLICATION_ID = 0x7142726B
+_VERSION = 2
+_TABLES = (
+    """CREATE TABLE queue (
+        number INTEGER PRIMARY KEY,
+        name TEXT NOT NULL UNIQUE,
+        auto_delete INTEGER NOT NULL,
+        arguments BLOB NOT NULL,
+        checksum INTEGER NOT NULL
+    )""",
+    """CREATE TABLE exchange (
+        name TEXT PRIMARY KEY,
+        type TEXT NOT NULL,
+        auto_delete INTEGER NOT NULL,
+        internal INTEGER NOT NULL,
+        arguments BLOB NOT NULL,
+        checksum INTEGER NOT NULL
+    )""",
+    """CREATE TABLE binding (
+        source TEXT NOT NULL,
+        kind TEXT NOT NULL,
+        destination TEXT NOT NULL,
+        routing_key TEXT NOT NULL,
+        arguments BLOB NOT NULL,
+        checksum INTEGER NOT NULL,
+        UNIQUE (source, kind, destination, routing_key, arguments)
+    )""",
+    # The queues are a JSON list of their numbers. What is large stands last.
+    """CREATE TABLE message (
+        number INTEGER PRIMARY KEY,
+        queues TEXT NOT NULL,
+        queues_checksum INTEGER NOT NULL,
+        at REAL NOT NULL,
+        checksum INTEGER NOT NULL,
+        names BLOB NOT NULL,
+        header BLOB NOT NULL,
+        body BLOB NOT NULL
+    )""",
+    # What was set aside: how it is called, what is wrong, the row as Python shows it, and the body of a message.
+    """CREATE TABLE damaged (
+        number INTEGER PRIMARY KEY,
+        name TEXT NOT NULL,
+        why TEXT NOT NULL,
+        content TEXT NOT NULL,
+        body BLOB
+    )""",
+)
+_CHANGES: Mapping[str, tuple[str, ...]] = {
+    "queue": ("INSERT INTO queue VALUES (?, ?, ?, ?, ?)",),
+    "no_queue": ("DELETE FROM queue WHERE name = ?", "DELETE FROM binding WHERE kind = 'queue' AND destination = ?"),
+    "exchange": ("INSERT INTO exchange VALUES (?, ?, ?, ?, ?, ?)",),
+    "no_exchange": (
+        "DELETE FROM exchange WHERE name = ?",
+        "DELETE FROM binding WHERE source = ?",
+        "DELETE FROM binding WHERE kind = 'exchange' AND destination = ?",
+    ),
+    "binding": ("INSERT OR IGNORE INTO binding VALUES (?, ?, ?, ?, ?, ?)",),
+    "no_binding": (
+        """DELETE FROM binding
+            WHERE source = ? AND kind = ? AND destination = ? AND routing_key = ? AND arguments = ?""",
+    ),
+}
+# One statement for all rows: between two of them this thread gives the interpreter away, and may wait long for it when
+# the event loop is busy. So all bytes are one value, and where in it they are is another, in JSON.
+_PUT = """INSERT INTO message
+    SELECT number, queues, queues_checksum, at, checksum,
+        substr(:parts, start, names),
+        substr(:parts, start + names, header),
+        substr(:parts, start + names + header, body)
+    FROM (
+        SELECT json_extract(value, '$[0]') AS number, json_extract(value, '$[1]') AS queues,
+            json_extract(value, '$[2]') AS at, json_extract(value, '$[3]') AS start,
+            json_extract(value, '$[4]') AS names, json_extract(value, '$[5]') AS header,
+            json_extract(value, '$[6]') AS body, json_extract(value, '$[7]') AS checksum,
+            json_extract(value, '$[8]') AS queues_checksum
+        FROM json_each(:rows)
+    )"""
+_MOVE = """UPDATE message SET queues = json_extract(value, '$[1]'), queues_checksum = json_extract(value, '$[2]')
+    FROM json_each(?) WHERE number = json_extract(value, '$[0]')"""
+_REMOVE = "DELETE FROM message WHERE number IN (SELECT value FROM json_each(?))"
+_BODIES = """SELECT number, at, checksum, names, header, body FROM message
+    WHERE number IN (SELECT value FROM json_each(?))"""
+# Texts as bytes: SQLite fails for a whole page of rows if one is not UTF-8.
+_QUEUES = "SELECT rowid, number, CAST(name AS BLOB), auto_delete, arguments, checksum FROM queue ORDER BY number"
+_EXCHANGES = """SELECT rowid, CAST(name AS BLOB), CAST(type AS BLOB), auto_delete, internal, arguments, checksum
+    FROM exchange ORDER BY rowid"""
+_BINDINGS = """SELECT rowid, CAST(source AS BLOB), CAST(kind AS BLOB), CAST(destination AS BLOB),
+    CAST(routing_key AS BLOB), arguments, checksum FROM binding ORDER BY rowid"""
+_MESSAGES = """SELECT number, CAST(queues AS BLOB), queues_checksum, at, checksum, names, header, body FROM message
+    WHERE number > ? ORDER BY number LIMIT ?"""
+_WRONG = "its checksum is wrong"
+_WAY_OUT = "restore it from a copy, or move it away to begin without it"
+# SQLite's words for a file whose structure is damaged.
+_STRUCTURE = ("malformed", "not a database", "no such", "syntax error")
+# The least bytes of a file that SQLite has made.
+_LEAST = 512
+# Bytes of messages that are written by one statement; SQLite takes 1,000,000,000 in one value, and no more.
+_PORTION = 16 << 20
+# What the checksum of a message begins with: number, time, bytes of the names and of the header.
+_HEAD = Struct(">qdII")
+# Rows that are read at once.
+_PAGE = 100
+
+
+class Store:
+    """One file, for one broker. For one thread at a time.
+
+    Args:
+        path: of the file; made if there is none.
+        synchronous: ``"normal"`` survives the death of the process, ``"full"`` also that of the machine.
+
+    Raises:
+        StoreError: the file cannot be opened, is damaged, is something else, or another broker uses it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, synchronous: str = "full") -> None:
+        #: Of the file.
+        self.path = Path(os.fspath(path))
+        self._lock = LockFile(
+            self.path,
+            error=StoreError,
+            in_use=StoreError,
+            told=("another broker", "give each broker a store of its own"),
+        )
+        #: What was set aside, now and before: what it is, and what is wrong with it.
+        self.damaged: list[str] = []
+        try:
+            with _explained():
+                if self.path.exists() and 0 < self.path.stat().st_size < _LEAST:
+                    raise StoreError(f"{self.path} is damaged: it is cut off; {_WAY_OUT}")
+                self._file = _open(self.path, synchronous=synchronous.upper())
+                found = self._file.one("PRAGMA quick_check(1)")
+                if found != "ok":
+                    raise StoreError(f"{self.path} is damaged: {found}; {_WAY_OUT}")
+                # What was there for want of memory only.
+                self._file.execute("DELETE FROM message WHERE queues = '[]'")
+                rows = self._file.rows("SELECT name, why FROM damaged ORDER BY number")
+                self.damaged += [f"{name}: {why}" for name, why in rows]
+        except BaseException:
+            self._lock.release()
+            raise
+
+    # In.
+
+    def write(self, batch: Batch) -> None:
+        """Do all of a batch, or nothing of it.
+
+        Raises:
+            StoreError: it could not be written.
+        """
+        file = self._file
+        with file.transaction():
+            for change in batch.changes:
+                self._change(change)
+            for puts in _portions(batch.puts):
+                rows, parts = _packed(puts)
+                file.execute(_PUT, rows=rows, parts=parts)
+            if batch.moves:
+                moves = [(number, *_listed(number, queues)) for number, queues in batch.moves.items()]
+                file.execute(_MOVE, json.dumps(moves))
+            if batch.removals:
+                file.execute(_REMOVE, json.dumps(batch.removals))
+
+    def _change(self, change: Change) -> None:
+        values = change.values
+        if not change.kind.startswith("no_"):
+            values = (*values, _checksum(values))
+        for statement in _CHANGES[change.kind]:
+            self._file.execute(statement, *values)
+
+    # Out.
+
+    def topology(self) -> Found:
+        """What there is but the messages.
+
+        Raises:
+            StoreError: it cannot be read.
+        """
+        with _explained():
+            queues = [
+                (number, name, bool(auto_delete), decode_table(arguments, 0)[0])
+                for _, (number, name, auto_delete, arguments) in self._sound("queue", _QUEUES)
+            ]
+            exchanges = [
+                (name, kind, bool(auto_delete), bool(internal), decode_table(arguments, 0)[0])
+                for _, (name, kind, auto_delete, internal, arguments) in self._sound("exchange", _EXCHANGES)
+            ]
+            there = {("queue", queue[1]) for queue in queues} | {("exchange", exchange[0]) for exchange in exchanges}
+            bindings = []
+            for row, (source, kind, destination, key, arguments) in self._sound("binding", _BINDINGS):
+                missing = [
+                    f"{what} {name!r}"
+                    for what, name in (("exchange", source), (kind, destination))
+                    if (what, name) not in there and not (what == "exchange" and name.startswith("amq."))
+                ]
+                if missing:
+                    self._set_aside("binding", row, f"{' and '.join(missing)} of it is not there")
+                else:
+                    bindings.append((source, kind, destination, key, decode_table(arguments, 0)[0]))
+            return Found(queues, exchanges, bindings, self._file.one("SELECT max(number) FROM message") or 0)
+
+    def _sound(self, table: str, statement: str) -> Iterator[tuple[int, list[Any]]]:
+        """The rows of a table whose checksums are right, each with its number; the others are set aside."""
+        for row, *found, checksum in self._file.rows(statement):
+            try:
+                values = [each.decode() if isinstance(each, bytes) else each for each in found[:-1]] + found[-1:]
+                why = "" if _checksum(values) == checksum else _WRONG
+            except Exception as error:
+                values, why = found, str(error)
+            if why:
+                self._set_aside(table, row, why)
+            else:
+                yield row, values
+
+    def _set_aside(self, table: str, row: int, why: str) -> None:
+        """Move a row into the table of damaged rows."""
+        file, name = self._file, f"{table} {row}"
+        with file.transaction():
+            columns = [column[1] for column in file.rows(f"PRAGMA table_info({table})") if column[1] != "body"]
+            shown = " || ' ' || ".join(f"quote({column})" for column in columns)
+            body = "body" if table == "message" else "NULL"
+            file.execute(
+                f"INSERT INTO damaged SELECT NULL, ?, ?, {shown}, {body} FROM {table} WHERE rowid = ?", name, why, row
+            )
+            file.execute(f"DELETE FROM {table} WHERE rowid = ?", row)
+        self.damaged.append(f"{name}: {why}")
+
+    def set_aside_messages(self, numbers: Iterable[int], why: str = _WRONG) -> None:
+        """Move messages into the table of damaged rows.
+
+        Raises:
+            StoreError: that cannot be written.
+        """
+        for number in numbers:
+            self._set_aside("message", number, why)
+
+    def messages(self) -> Iterator[FoundMessage]:
+        """All messages that are sound, in the order of their numbers; the others are set aside.
+
+        Raises:
+            StoreError: they cannot be read.
+        """
+        last = 0
+        while True:
+            with _explained():
+                rows = self._file.rows(_MESSAGES, last, _PAGE)
+            if not rows:
+                return
+            for number, queues, queues_checksum, at, checksum, names, header, body in rows:
+                try:
+                    if _message_checksum(number, at, names, header, body) != checksum:
+                        raise ValueError(_WRONG)
+                    if crc32(queues, number & 0xFFFFFFFF) != queues_checksum:
+                        raise ValueError("the checksum of its queues is wrong")
+                    exchange, end = decode_short_string(names, 0)
+                    routing_key, _ = decode_short_string(names, end)
+                    found = FoundMessage(number, json.loads(queues), at, exchange, routing_key, header, body)
+                except Exception as error:
+                    self._set_aside("message", number, str(error))
+                else:
+                    yield found
+            last = rows[-1][0]
+
+    # The end.
+
+    def close(self) -> None:
+        """Let others have it."""
+        if not self._lock.released:
+            self._file.close()
+            self._lock.release()
+
+
+class BodyReader:
+    """Reads bodies from the file of a store, also while that is written. For one thread at a time.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        StoreError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = _open(path, read_only=True)
+
+    def read(self, numbers: Sequence[int]) -> dict[int, bytes | None]:
+        """Bodies of messages by their numbers, ``None`` for those that are damaged; those that are gone are missing.
+
+        Raises:
+            StoreError: they cannot be read.
+        """
+        found: dict[int, bytes | None] = {}
+        for number, at, checksum, names, header, body in self._file.rows(_BODIES, json.dumps(numbers)):
+            try:
+                is_sound = _message_checksum(number, at, names, header, body) == checksum
+            except (TypeError, ValueError, struct_error):
+                is_sound = False
+            found[number] = body if is_sound else None
+        return found
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+
+def _open(path: Path, **options: Any) -> Database:
+    return Database(path, application_id=_APPLICATION_ID, version=_VERSION, tables=_TABLES, error=StoreError, **options)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Say what to do where the structure of the file is damaged."""
+    try:
+        yield
+    except StoreError as error:
+        cause = error.__cause__
+        if isinstance(cause, UnicodeDecodeError) or (
+            isinstance(cause, sqlite3.Error) and any(words in str(error) for words in _STRUCTURE)
+        ):
+            raise StoreError(f"{error}; {_WAY_OUT}") from error
+        raise
+
+
+def _checksum(values: Iterable[object]) -> int:
+    """The checksum of a row that has no message."""
+    return crc32(repr([int(each) if isinstance(each, bool) else each for each in values]).encode())
+
+
+def _message_checksum(number: int, at: float, names: bytes, header: bytes, body: bytes) -> int:
+    """The checksum of a message, but for the queues that it is in."""
+    head = _HEAD.pack(number, at, len(names), len(header))
+    return crc32(body, crc32(header, crc32(names, crc32(head))))
+
+
+def _listed(number: int, queues: list[int]) -> tuple[str, int]:
+    """The queues of a message as they are written, and their checksum."""
+    # A list of numbers in Python's words is JSON.
+    listed = str(queues)
+    return listed, crc32(listed.encode(), number & 0xFFFFFFFF)
+
+
+def _portions(puts: Iterable[Put]) -> Iterator[list[Put]]:
+    """Messages by what is written at once, at least one."""
+    portion: list[Put] = []
+    size = 0
+    for put in puts:
+        size += len(put.names) + len(put.header) + len(put.body)
+        if portion and size > _PORTION:
+            yield portion
+            portion, size = [], len(put.names) + len(put.header) + len(put.body)
+        portion.append(put)
+    if portion:
+        yield portion
+
+
+def _packed(puts: Sequence[Put]) -> tuple[str, bytes]:
+    """What is to be inserted: where each has its bytes, counted from 1, and the bytes."""
+    rows: list[tuple[object, ...]] = []
+    parts: list[bytes] = []
+    at = 1
+    for put in puts:
+        names, header, body = put.names, put.header, put.body
+        checksum = _message_checksum(put.number, put.at, names, header, body)
+        queues, queues_checksum = _listed(put.number, put.queues)
+        sizes = len(names), len(header), len(body)
+        rows.append((put.number, queues, put.at, at, *sizes, checksum, queues_checksum))
+        parts += (names, header, body)
+        at += len(names) + len(header) + len(body)
+    return json.dumps(rows), b"".join(parts)

@@ -1,0 +1,90 @@
+"""At the limit of memory the broker reads no more from publishers, and what is never finished does not fill it (E9)."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from typing import Any
+
+import pika
+import pika.exceptions
+import pytest
+from pamqp import body, commands, frame, header
+
+from qflow_client.broker import Broker
+
+LIMIT = 4 << 20
+
+
+def raw_publisher(broker: Broker) -> socket.socket:
+    """A connection with an open channel 1, past the handshake."""
+    publisher = socket.create_connection(("127.0.0.1", broker.port), timeout=30)
+    frames = (
+        (0, commands.Connection.StartOk({}, "PLAIN", "\0guest\0guest", "en_US")),
+        (0, commands.Connection.TuneOk(0, 0, 0)),
+        (0, commands.Connection.Open("/")),
+        (1, commands.Channel.Open()),
+    )
+    publisher.sendall(b"AMQP\0\0\x09\x01" + b"".join(frame.marshal(method, number) for number, method in frames))
+    return publisher
+
+
+def content(size: int, sent: int) -> bytes:
+    parts: list[Any] = [commands.Basic.Publish(routing_key="q"), header.ContentHeader(body_size=size)]
+    parts += [body.ContentBody(bytes(100_000)) for _ in range(sent // 100_000)]
+    return b"".join(frame.marshal(part, 1) for part in parts)
+
+
+def test_E9_a_publisher_that_heeds_nothing_is_not_read_at_the_limit():
+    count = 300
+    with Broker(memory_limit=LIMIT) as broker, raw_publisher(broker) as publisher:
+        broker.declare_queue("q")
+        sending = threading.Thread(target=publisher.sendall, args=(content(100_000, 100_000) * count,))
+        sending.start()
+        broker.wait_until(lambda broker: "memory" in broker.alarms)
+        # Another client is served meanwhile, and takes what there is: so the publisher is read again.
+        with pika.BlockingConnection(pika.URLParameters(broker.url)) as connection:
+            channel = connection.channel()
+            for number, (method, _, _) in enumerate(channel.consume("q"), 1):
+                assert method is not None
+                assert method.delivery_tag is not None
+                channel.basic_ack(method.delivery_tag)
+                if number == count:
+                    break
+        sending.join()
+        assert broker.memory.peak < LIMIT * 1.2
+
+
+def test_E9_bodies_that_are_never_finished_do_not_fill_memory():
+    with Broker(memory_limit=LIMIT) as broker, contextlib.ExitStack() as opened:
+        broker.declare_queue("q")
+        for _ in range(20):
+            attacker = opened.enter_context(raw_publisher(broker))
+            attacker.sendall(content(4_000_000, 1_000_000))
+        # Some are not read to the end, and some channels are closed.
+        broker.wait_until(lambda broker: sum(each.bytes_received > 300_000 for each in broker.connections()) == 20)
+        assert sum(each.memory for each in broker.connections()) <= LIMIT
+        broker.wait_until(lambda broker: broker.memory.bytes <= LIMIT // 2)
+        assert broker.memory.peak < LIMIT * 1.2
+        with pika.BlockingConnection(pika.URLParameters(broker.url)) as connection:
+            channel = connection.channel()
+            channel.confirm_delivery()
+            channel.basic_publish("", "q", b"x")
+        assert broker.queue("q").depth == 1
+
+
+def test_E9_a_transaction_that_is_larger_than_half_of_memory_is_refused():
+    with (
+        Broker(memory_limit=LIMIT) as broker,
+        pika.BlockingConnection(pika.URLParameters(broker.url)) as connection,
+    ):
+        broker.declare_queue("q")
+        channel = connection.channel()
+        channel.tx_select()
+        with pytest.raises(pika.exceptions.ChannelClosedByBroker, match="transactions") as caught:  # noqa: PT012
+            for _ in range(200):
+                channel.basic_publish("", "q", bytes(100_000))
+            channel.tx_commit()
+        assert caught.value.reply_code == 506
+        assert (broker.queue("q").depth, broker.memory.bytes) == (0, 0)

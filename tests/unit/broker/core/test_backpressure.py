@@ -1,0 +1,136 @@
+"""What a client asks for and does not read: how much of it there is at once, and that all of it comes in the end."""
+
+from __future__ import annotations
+
+from pamqp import body, commands, frame, header
+
+from qflow_client.amqp.frames import FrameSplitter
+from qflow_client.broker.core.session import Session, State
+
+from ..store.test_paging import Evicting
+
+GET = frame.marshal(commands.Basic.Get(queue="q"), 1)
+SIZE = 100_000
+COUNT = 200
+#: One answer is always given, however long it is.
+MOST = Session.MAX_OUTPUT + SIZE + 1000
+
+
+def gets_and_nacks(count=COUNT):
+    return b"".join(GET + frame.marshal(commands.Basic.Nack(tag + 1, requeue=True), 1) for tag in range(count))
+
+
+def read_all(client):
+    """Everything that comes, while the server would go on after each write; and the most that waited at once."""
+    names: list[str] = []
+    most = 0
+    while True:
+        most = max(most, client.session.memory)
+        data = client.raw_output()
+        if not data:
+            return names, most
+        names += [
+            frame.unmarshal(data[start - 7 : stop + 1])[2].name for _, _, start, stop in FrameSplitter().feed(data)
+        ]
+        client.feed(b"")
+
+
+ANSWER = ["Basic.GetOk", "ContentHeader", "ContentBody"]
+
+
+def test_E6_what_is_asked_for_in_one_piece_and_not_read_does_not_pile_up(world):
+    client = world.client().channel()
+    client.declare()
+    client.publish(bytes(SIZE))
+    asked = gets_and_nacks()
+    client.feed(asked)
+    assert client.session.is_held
+    assert client.session.memory <= MOST + len(asked)
+    names, most = read_all(client)
+    assert names == ANSWER * COUNT
+    assert most <= MOST + len(asked)
+    assert not client.session.is_held
+    assert (world.queue().ready_count, client.session.memory) == (1, 0)
+
+
+def test_E6_what_comes_while_input_is_held_is_handled_after_it_however_it_is_cut(world):
+    client = world.client().channel()
+    client.declare()
+    client.publish(bytes(SIZE))
+    data = gets_and_nacks() + frame.marshal(commands.Channel.Close(200, "", 0, 0), 1)
+    for at in range(0, len(data), 1001):
+        client.feed(data[at : at + 1001])
+    assert client.session.memory <= MOST + len(data)
+    assert read_all(client)[0] == [*ANSWER * COUNT, "Channel.CloseOk"]
+
+
+def test_E6_messages_that_must_be_read_from_disk_first_count_before_they_are_read():
+    it = Evicting(1)
+    it.declare("q")
+    it.client.publish(bytes(SIZE))
+    it.turn()
+    it.client.received()
+    assert it.resident() == [False]
+    it.client.feed(gets_and_nacks())
+    names = []
+    while it.client.session.is_held or it.client.session.memory:
+        assert it.client.session.memory <= MOST + len(gets_and_nacks())
+        it.turn()
+        names += read_all(it.client)[0]
+    assert names == ANSWER * COUNT
+
+
+def test_E6_messages_that_are_returned_wait_to_be_read_before_more_are_taken(world):
+    client = world.client().channel()
+    publish = commands.Basic.Publish(routing_key="nowhere", mandatory=True)
+    parts = (publish, header.ContentHeader(body_size=SIZE), body.ContentBody(bytes(SIZE)))
+    client.feed(b"".join(frame.marshal(part, 1) for part in parts) * COUNT)
+    assert client.session.published <= MOST // SIZE + 2
+    assert read_all(client)[0] == ["Basic.Return", "ContentHeader", "ContentBody"] * COUNT
+
+
+def test_E6_recover_gives_out_again_only_what_there_is_room_for(world):
+    client = world.client().channel()
+    client.declare()
+    client.consume()
+    client.received()
+    for _ in range(50):
+        client.publish(bytes(SIZE))
+        client.received()
+    client.send(1, commands.Basic.Recover(requeue=False))
+    assert client.session.memory <= MOST
+    names = read_all(client)[0]
+    assert names.count("Basic.Deliver") == 50
+
+
+def test_E6_an_error_and_a_close_behind_held_input_come_in_their_turn(world):
+    client = world.client().channel()
+    client.declare()
+    client.publish(bytes(SIZE))
+    client.feed(gets_and_nacks() + b"\1\0\1\0\0\0\4\0\x3c\0\x28\xce")
+    assert client.session.state is State.RUNNING
+    assert read_all(client)[0][-1] == "Connection.Close"
+
+
+def test_E6_each_frame_is_traced_once_though_input_was_held(make_world):
+    traced = []
+    world = make_world(trace=lambda direction, connection, channel, name: traced.append((direction, name)))
+    client = world.client().channel()
+    client.declare()
+    client.publish(bytes(SIZE))
+    client.feed(gets_and_nacks())
+    read_all(client)
+    assert [traced.count(("in", f"Basic.{name}")) for name in ("Get", "Nack")] == [COUNT] * 2
+    assert traced.count(("out", "Basic.GetOk")) == COUNT
+
+
+def test_a_connection_whose_input_waits_for_the_disk_is_not_silent():
+    it = Evicting(1)
+    it.declare("q")
+    it.client.publish(bytes(SIZE))
+    it.turn()
+    client = it.world.client(heartbeat=10).channel()
+    client.feed(gets_and_nacks())
+    it.world.now = 25.0
+    client.session.tick(it.world.now)
+    assert client.session.state is State.RUNNING

@@ -1,0 +1,606 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pamqp import body, commands, header
+from pamqp.commands import Basic
+
+CLOSE = commands.Connection.Close
+CHANNEL_CLOSE = commands.Channel.Close
+
+
+def bodies(queue):
+    return [entry.message.body for entry in queue.oldest_first()]
+
+
+def test_a_message_is_delivered_as_it_came(world):
+    client = world.client().channel()
+    client.declare()
+    properties = Basic.Properties(
+        content_type="text/plain",
+        content_encoding="utf-8",
+        headers={"k": [1, "two", {"three": None}]},
+        delivery_mode=2,
+        priority=9,
+        correlation_id="c",
+        reply_to="r",
+        expiration="1000",
+        message_id="m",
+        message_type="t",
+        user_id="guest",
+        app_id="a",
+    )
+    client.publish(b"hello", properties=properties)
+    client.send(1, Basic.Get(queue="q", no_ack=True))
+    (_, get_ok), (_, content_header), (_, content) = client.received()
+    assert (get_ok.delivery_tag, get_ok.exchange, get_ok.routing_key, get_ok.message_count) == (1, "", "q", 0)
+    assert content_header.properties == properties
+    assert content.value == b"hello"
+
+
+@pytest.mark.parametrize("size", [0, 1, 4087, 4088, 4089, 3 * 4088, 10_000])
+def test_bodies_of_any_length_go_through_frames_of_any_length(world, size):
+    publisher, consumer = world.client().channel(), world.client(frame_max=4096).channel()
+    publisher.declare()
+    content = bytes(at % 251 for at in range(size))
+    publisher.publish(content)
+    consumer.send(1, Basic.Consume(queue="q", consumer_tag="c", no_ack=True))
+    ok, deliver, content_header, *frames = (each for _, each in consumer.received())
+    assert (ok.name, deliver.name, content_header.body_size) == ("Basic.ConsumeOk", "Basic.Deliver", size)
+    assert all(len(each.value) <= 4096 - 8 for each in frames)
+    assert b"".join(each.value for each in frames) == content
+
+
+def test_a_body_may_come_in_pieces_even_empty_ones(world):
+    client = world.client().channel()
+    client.declare()
+    client.send(
+        1,
+        Basic.Publish(routing_key="q"),
+        header.ContentHeader(body_size=5),
+        body.ContentBody(b"he"),
+        body.ContentBody(b""),
+        body.ContentBody(b"ll"),
+        body.ContentBody(b"o"),
+    )
+    assert bodies(world.queue()) == [b"hello"]
+
+
+def test_messages_of_two_channels_may_be_interleaved(world):
+    client = world.client().channel(1).channel(2)
+    client.declare()
+    for number in (1, 2):
+        client.send(number, Basic.Publish(routing_key="q"))
+    for number in (1, 2):
+        client.send(number, header.ContentHeader(body_size=1))
+    for number in (2, 1):
+        client.send(number, body.ContentBody(b"%d" % number))
+    assert bodies(world.queue()) == [b"2", b"1"]
+
+
+def test_a_message_larger_than_the_broker_takes_closes_the_channel_with_406(make_world):
+    world = make_world(max_message_size=10)
+    client = world.client().channel()
+    client.declare()
+    client.publish(b"x" * 10)
+    assert world.queue().depth == 1
+    client.publish(b"x" * 11)
+    close = client.only(CHANNEL_CLOSE)
+    assert (close.reply_code, "11" in close.reply_text, "10" in close.reply_text) == (406, True, True)
+
+
+def test_a_user_id_that_is_not_the_connections_is_refused_with_406(world):
+    client = world.client().channel()
+    client.declare()
+    client.publish(properties=Basic.Properties(user_id="someone"))
+    assert client.only(CHANNEL_CLOSE).reply_code == 406
+
+
+def test_confirms_of_one_turn_are_one_frame(world):
+    client = world.client().channel(confirms=True)
+    client.declare()
+    for _ in range(5):
+        client.publish()
+    ack = client.only(Basic.Ack)
+    assert (ack.delivery_tag, ack.multiple) == (5, True)
+    client.publish()
+    ack = client.only(Basic.Ack)
+    assert (ack.delivery_tag, ack.multiple) == (6, False)
+
+
+def test_withheld_confirms_are_sent_when_released(world):
+    client = world.client().channel(confirms=True)
+    client.declare()
+    world.controls.withhold_confirms = True
+    client.publish()
+    client.publish()
+    assert client.received() == []
+    assert client.session.channels[1].unconfirmed == 2
+    world.controls.withhold_confirms = False
+    client.session.announce_confirms()
+    assert client.only(Basic.Ack).delivery_tag == 2
+
+
+def test_withheld_confirms_are_not_sent_by_a_close(world):
+    client = world.client().channel(confirms=True)
+    client.declare()
+    world.controls.withhold_confirms = True
+    client.publish()
+    client.send(1, CHANNEL_CLOSE(200, "", 0, 0))
+    client.only(commands.Channel.CloseOk)
+    world.controls.withhold_confirms = False
+    client.session.announce_confirms()
+    assert client.received() == []
+
+
+def test_what_is_enqueued_is_confirmed_before_its_channel_is_closed(world):
+    client = world.client().channel(confirms=True)
+    client.declare()
+    client.publish()
+    client.publish(exchange="nowhere")
+    assert client.names() == ["Basic.Ack", "Channel.Close"]
+
+
+def test_refused_publishes_are_nacked_and_not_enqueued(world):
+    client = world.client().channel(confirms=True)
+    client.declare()
+    client.publish()
+    world.controls.refuse_publishes(True)
+    client.publish()
+    client.publish()
+    world.controls.refuse_publishes(False)
+    client.publish()
+    assert client.names() == ["Basic.Nack", "Basic.Nack", "Basic.Ack"]
+    assert world.queue().depth == 2
+
+
+@pytest.mark.parametrize("confirms", [True, False])
+def test_a_full_queue_nacks_or_closes_the_channel_with_506(world, confirms):
+    client = world.client().channel(confirms=confirms)
+    client.declare(arguments={"qpid.max_count": 1, "qpid.flow_stop_count": 0})
+    client.publish(b"in")
+    client.received()
+    client.publish(b"out")
+    if confirms:
+        assert client.only(Basic.Nack).delivery_tag == 2
+    else:
+        close = client.only(CHANNEL_CLOSE)
+        assert (close.reply_code, "'q' is full" in close.reply_text) == (506, True)
+    assert bodies(world.queue()) == [b"in"]
+
+
+def test_if_one_of_several_queues_refuses_none_gets_it(world):
+    client = world.client().channel(confirms=True)
+    client.declare("a")
+    client.declare("b", arguments={"qpid.max_count": 1, "qpid.flow_stop_count": 0})
+    for name in ("a", "b"):
+        client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
+    client.publish(exchange="amq.fanout")
+    client.publish(exchange="amq.fanout")
+    assert (world.queue("a").depth, world.queue("b").depth) == (1, 1)
+    assert client.names() == ["Basic.Nack", "Basic.Ack"]
+
+
+@pytest.mark.parametrize("confirms", [True, False])
+def test_mandatory_messages_that_go_nowhere_come_back_before_their_ack(world, confirms):
+    client = world.client().channel(confirms=confirms)
+    client.publish(b"back", "nowhere", mandatory=True)
+    returned, content_header, content, *rest = (each for _, each in client.received())
+    assert (returned.reply_code, returned.exchange, returned.routing_key) == (312, "", "nowhere")
+    assert (content_header.body_size, content.value) == (4, b"back")
+    assert [each.name for each in rest] == (["Basic.Ack"] if confirms else [])
+
+
+def test_messages_that_go_nowhere_are_confirmed(world):
+    client = world.client().channel(confirms=True)
+    client.publish(routing_key="nowhere")
+    assert client.only(Basic.Ack).delivery_tag == 1
+
+
+def test_prefetch_counts_each_consumer(world):
+    client = world.client().channel()
+    client.declare()
+    client.call(1, Basic.Qos(prefetch_count=2), Basic.QosOk)
+    for tag in ("a", "b"):
+        client.consume(tag=tag)
+    client.received()
+    for number in range(6):
+        client.publish(b"%d" % number)
+    assert [content for _, content, _ in client.deliveries()] == [b"0", b"1", b"2", b"3"]
+    client.send(1, Basic.Ack(1))
+    assert [content for _, content, _ in client.deliveries()] == [b"4"]
+    client.send(1, Basic.Ack(4, multiple=True))
+    assert [content for _, content, _ in client.deliveries()] == [b"5"]
+    assert world.queue().depth == 2
+
+
+def test_global_prefetch_counts_the_channel(world):
+    client = world.client().channel()
+    client.declare()
+    client.call(1, Basic.Qos(prefetch_count=3, global_=True), Basic.QosOk)
+    for tag in ("a", "b"):
+        client.consume(tag=tag)
+    client.received()
+    for _ in range(6):
+        client.publish()
+    assert len(client.deliveries()) == 3
+    client.call(1, Basic.Qos(prefetch_count=3, global_=True), Basic.QosOk)
+    client.send(1, Basic.Qos(prefetch_count=5, global_=True))
+    assert client.names().count("Basic.Deliver") == 2
+
+
+def test_the_clients_own_flow_stops_deliveries_to_it(world):
+    client = world.client().channel()
+    client.declare()
+    client.consume()
+    client.received()
+    assert client.call(1, commands.Channel.Flow(active=False), commands.Channel.FlowOk).active is False
+    client.publish()
+    assert client.received() == []
+    client.send(1, commands.Channel.Flow(active=True))
+    assert client.names()[:2] == ["Channel.FlowOk", "Basic.Deliver"]
+
+
+def test_a_socket_that_takes_nothing_gets_nothing(world):
+    client, other = world.client().channel(), world.client().channel()
+    client.declare()
+    client.consume(no_ack=True)
+    client.received()
+    client.session.pause_writing()
+    for _ in range(3):
+        other.publish()
+    assert client.received() == []
+    assert world.queue().depth == 3
+    client.session.resume_writing()
+    assert len(client.deliveries()) == 3
+
+
+def test_deliveries_of_one_turn_are_bounded(world):
+    client, other = world.client().channel(), world.client().channel()
+    client.declare()
+    for _ in range(1000):
+        other.publish(b"x" * 1000)
+    client.consume(no_ack=True)
+    limit = client.session.MAX_DELIVERY_BYTES
+    sizes = []
+    while world.queue().depth:
+        sizes.append(len(client.raw_output()))
+    assert len(sizes) >= 3
+    assert max(sizes) < limit + 2000
+
+
+def test_acks_settle_one_several_or_all(world):
+    client = world.client().channel()
+    client.declare()
+    client.consume()
+    for _ in range(6):
+        client.publish()
+    client.received()
+    client.send(1, Basic.Ack(2))
+    assert world.queue().depth == 5
+    client.send(1, Basic.Ack(4, multiple=True))
+    assert world.queue().depth == 2
+    client.send(1, Basic.Ack(0, multiple=True))
+    assert (world.queue().depth, world.queue().acked) == (0, 6)
+    client.send(1, Basic.Ack(0, multiple=True))
+    assert client.received() == []
+
+
+@pytest.mark.parametrize(
+    "settle", [Basic.Ack(2), Basic.Ack(1), Basic.Ack(0), Basic.Ack(2, multiple=True), Basic.Nack(2), Basic.Reject(2)]
+)
+def test_an_unknown_delivery_tag_closes_the_channel_with_406(world, settle):
+    client = world.client().channel()
+    client.declare()
+    client.publish()
+    client.consume()
+    client.send(1, Basic.Ack(1))
+    client.received()
+    client.send(1, settle)
+    close = client.only(CHANNEL_CLOSE)
+    assert (close.reply_code, f"tag {settle.delivery_tag}" in close.reply_text) == (406, True)
+
+
+@pytest.mark.parametrize("settle", [Basic.Nack(1, requeue=True), Basic.Reject(1, requeue=True)])
+def test_what_is_requeued_is_delivered_again_in_its_place(world, settle):
+    client = world.client().channel()
+    client.declare()
+    client.call(1, Basic.Qos(prefetch_count=1), Basic.QosOk)
+    client.consume()
+    for content in (b"1", b"2"):
+        client.publish(content)
+    client.received()
+    client.send(1, settle)
+    assert client.deliveries() == [(2, b"1", True)]
+    client.send(1, Basic.Ack(2))
+    assert client.deliveries() == [(3, b"2", False)]
+
+
+def test_recover_with_requeue_puts_everything_back(world):
+    client, other = world.client().channel(), world.client().channel()
+    client.declare()
+    client.publish(b"1")
+    client.publish(b"2")
+    client.send(1, Basic.Get(queue="q"))
+    client.received()
+    client.call(1, Basic.Recover(requeue=True), Basic.RecoverOk)
+    assert [entry.redelivered for entry in world.queue().ready] == [True, False]
+    other.consume()
+    assert other.names().count("Basic.Deliver") == 2
+
+
+@pytest.mark.filterwarnings("ignore:This command is deprecated")
+@pytest.mark.parametrize("recover", [Basic.Recover, Basic.RecoverAsync])
+def test_recover_without_requeue_delivers_to_the_same_consumer(world, recover):
+    client, other = world.client().channel(), world.client().channel()
+    client.declare()
+    client.consume()
+    other.consume()
+    other.received()
+    client.publish(b"1")
+    client.received()
+    client.send(1, recover(requeue=False))
+    method = client.received()[0][1]
+    assert (method.name, method.delivery_tag, method.redelivered) == ("Basic.Deliver", 2, True)
+    assert other.received() == []
+    assert world.queue().delivered == 2
+    client.send(1, Basic.Ack(2))
+    assert world.queue().depth == 0
+
+
+def test_recover_without_requeue_delivers_nothing_to_a_client_that_wants_nothing_now(world):
+    client, other = world.client().channel(), world.client().channel()
+    client.declare()
+    client.consume()
+    client.publish()
+    client.received()
+    client.call(1, commands.Channel.Flow(active=False), commands.Channel.FlowOk)
+    client.call(1, Basic.Recover(requeue=False), Basic.RecoverOk)
+    other.consume()
+    assert other.names() == ["Basic.ConsumeOk", "Basic.Deliver", "ContentHeader", "ContentBody"]
+
+
+def test_a_cancelled_consumer_gets_nothing_more_and_may_still_ack(world):
+    client = world.client().channel()
+    client.declare()
+    client.consume()
+    client.publish()
+    client.received()
+    assert client.call(1, Basic.Cancel("c"), Basic.CancelOk).consumer_tag == "c"
+    client.publish()
+    client.send(1, Basic.Ack(1))
+    assert client.received() == []
+    assert world.queue().depth == 1
+    client.call(1, Basic.Cancel("unknown"), Basic.CancelOk)
+
+
+def test_when_a_channel_ends_what_it_has_not_acked_returns(world):
+    client, other = world.client().channel(), world.client().channel()
+    client.declare()
+    client.consume()
+    client.publish(b"1")
+    client.session.end()
+    other.consume()
+    other.received()
+    assert world.queue().depth == 1
+    other.send(1, Basic.Recover(requeue=True))
+    deliver = other.received()[0][1]
+    assert deliver.redelivered is True
+
+
+@pytest.mark.parametrize("how", ["lost", "closed", "failed"])
+def test_when_a_connection_ends_no_channel_of_it_takes_what_another_gives_back(world, how):
+    client = world.client().channel(1).channel(2)
+    client.declare()
+    client.consume(channel=1)
+    client.publish(b"1")
+    client.consume(channel=2, no_ack=True)
+    client.received()
+    if how == "lost":
+        client.session.end()
+    elif how == "closed":
+        client.send(0, CLOSE(200, "", 0, 0))
+    else:
+        client.send(1, commands.Channel.Open())
+    assert "Basic.Deliver" not in client.names()
+    assert (bodies(world.queue()), len(world.queue().ready)) == ([b"1"], 1)
+
+
+def test_a_consumer_tag_in_use_closes_the_connection_with_530(world):
+    client = world.client().channel()
+    client.declare()
+    client.consume()
+    client.received()
+    client.consume()
+    assert client.only(CLOSE, 0).reply_code == 530
+
+
+@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True)])
+def test_an_exclusive_consumer_shares_with_nobody(world, first, second):
+    client, other = world.client().channel(), world.client().channel()
+    client.declare()
+    client.consume(exclusive=first)
+    other.consume(exclusive=second)
+    assert other.only(CHANNEL_CLOSE).reply_code == 403
+    client.send(1, Basic.Cancel("c"))
+    other.send(1, commands.Channel.CloseOk())
+    other.channel()
+    other.consume(exclusive=True)
+    other.only(Basic.ConsumeOk)
+
+
+def test_consumers_of_a_deleted_queue_are_told_if_they_understand(world):
+    client, deaf = world.client().channel(), world.client(capabilities={}).channel()
+    client.declare()
+    for each in (client, deaf):
+        each.consume()
+        each.received()
+    world.host.delete_queue(world.queue())
+    cancel = client.only(Basic.Cancel)
+    assert (cancel.consumer_tag, cancel.nowait) == ("c", True)
+    assert deaf.received() == []
+    client.declare()
+    client.consume()
+    client.only(Basic.ConsumeOk)
+
+
+def test_a_consumer_without_a_tag_is_given_one(world):
+    client = world.client().channel()
+    client.declare()
+    client.consume(tag="")
+    assert client.only(Basic.ConsumeOk).consumer_tag.startswith("ctag-1.")
+
+
+class TestTransactions:
+    @pytest.fixture
+    def client(self, world):
+        client = world.client().channel()
+        client.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
+        client.declare()
+        return client
+
+    def test_publishes_are_seen_at_commit(self, world, client):
+        client.publish(b"1")
+        client.publish(b"2")
+        assert world.queue().depth == 0
+        client.call(1, commands.Tx.Commit(), commands.Tx.CommitOk)
+        assert bodies(world.queue()) == [b"1", b"2"]
+
+    def test_publishes_are_forgotten_at_rollback(self, world, client):
+        client.publish()
+        client.call(1, commands.Tx.Rollback(), commands.Tx.RollbackOk)
+        client.call(1, commands.Tx.Commit(), commands.Tx.CommitOk)
+        assert world.queue().depth == 0
+
+    def test_acks_count_at_commit_and_not_after_a_rollback(self, world, client):
+        world.host.publish("", "q", b"1")
+        world.host.publish("", "q", b"2")
+        client.consume()
+        client.received()
+        client.send(1, Basic.Ack(2))
+        assert world.queue().depth == 2
+        client.call(1, commands.Tx.Rollback(), commands.Tx.RollbackOk)
+        client.send(1, Basic.Ack(2, multiple=True))
+        client.call(1, commands.Tx.Commit(), commands.Tx.CommitOk)
+        assert world.queue().depth == 0
+
+    def test_what_a_rollback_unsettles_counts_for_the_prefetch_again(self, world, client):
+        client.call(1, Basic.Qos(prefetch_count=1), Basic.QosOk)
+        client.consume()
+        world.host.publish("", "q", b"1")
+        client.send(1, Basic.Ack(1))
+        client.received()
+        client.call(1, commands.Tx.Rollback(), commands.Tx.RollbackOk)
+        world.host.publish("", "q", b"2")
+        assert client.received() == []
+        client.send(1, Basic.Ack(1))
+        client.send(1, commands.Tx.Commit())
+        assert client.names() == ["Basic.Deliver", "ContentHeader", "ContentBody", "Tx.CommitOk"]
+
+    def test_requeues_happen_at_commit(self, world, client):
+        world.host.publish("", "q", b"1")
+        client.send(1, Basic.Get(queue="q"))
+        client.received()
+        client.send(1, Basic.Nack(1, requeue=True))
+        assert not world.queue().ready
+        client.call(1, commands.Tx.Commit(), commands.Tx.CommitOk)
+        assert world.queue().ready[0].redelivered
+
+    def test_an_end_rolls_back(self, world, client):
+        world.host.publish("", "q", b"1")
+        client.send(1, Basic.Get(queue="q"))
+        client.send(1, Basic.Ack(1))
+        client.publish(b"2")
+        client.session.end()
+        assert bodies(world.queue()) == [b"1"]
+        assert len(world.queue().ready) == 1
+
+    def test_a_queue_without_room_for_all_of_it_refuses_with_406_and_nothing_is_done(self, world, client):
+        client.declare("small", arguments={"qpid.max_count": 2, "qpid.flow_stop_count": 0})
+        for name in ("q", "small", "small", "small"):
+            client.publish(routing_key=name)
+        client.send(1, commands.Tx.Commit())
+        close = client.only(CHANNEL_CLOSE)
+        assert (close.reply_code, "queue full" in close.reply_text) == (406, True)
+        assert (world.queue().depth, world.queue("small").depth) == (0, 0)
+
+    def test_what_it_acks_makes_room_for_what_it_publishes(self, world, client):
+        client.declare("small", arguments={"qpid.max_count": 1, "qpid.flow_stop_count": 0})
+        world.host.publish("", "small", b"old")
+        client.send(1, Basic.Get(queue="small"))
+        client.received()
+        client.send(1, Basic.Ack(1))
+        client.publish(b"new", "small")
+        client.call(1, commands.Tx.Commit(), commands.Tx.CommitOk)
+        assert bodies(world.queue("small")) == [b"new"]
+
+    def test_a_message_larger_than_a_ring_queue_is_refused_in_whatever_company(self, world, client):
+        client.declare("ring", arguments={"qpid.max_size": 10, "qpid.policy_type": "ring"})
+        client.publish(b"x", "ring")
+        client.publish(b"y" * 11, "ring")
+        client.send(1, commands.Tx.Commit())
+        close = client.only(CHANNEL_CLOSE)
+        assert (close.reply_code, "11 bytes" in close.reply_text) == (406, True)
+        assert world.queue("ring").size == 0
+
+    def test_messages_that_fit_a_ring_queue_one_by_one_are_not_refused_for_their_sum(self, world, client):
+        client.declare("ring", arguments={"qpid.max_size": 10, "qpid.policy_type": "ring"})
+        world.host.publish("", "ring", b"z")
+        client.send(1, Basic.Get(queue="ring"))
+        client.received()
+        client.send(1, Basic.Ack(1))
+        for content in (b"x" * 6, b"y" * 6):
+            client.publish(content, "ring")
+        client.call(1, commands.Tx.Commit(), commands.Tx.CommitOk)
+        assert bodies(world.queue("ring")) == [b"y" * 6]
+
+    def test_J3_a_commit_past_the_mark_flows_the_channel(self, world, client):
+        client.declare("marked", arguments={"qpid.flow_stop_count": 1})
+        client.publish(routing_key="marked")
+        client.publish(routing_key="marked")
+        client.send(1, commands.Tx.Commit())
+        assert client.names() == ["Channel.Flow", "Tx.CommitOk"]
+
+    def test_mandatory_messages_come_back_at_commit(self, client):
+        client.publish(routing_key="nowhere", mandatory=True)
+        assert client.received() == []
+        client.send(1, commands.Tx.Commit())
+        assert client.names() == ["Basic.Return", "ContentHeader", "ContentBody", "Tx.CommitOk"]
+
+    def test_there_are_no_confirms_in_it(self, client):
+        client.send(1, commands.Confirm.Select())
+        assert client.only(CHANNEL_CLOSE).reply_code == 406
+
+    def test_there_is_none_with_confirms_or_without_select(self, world):
+        client = world.client().channel(confirms=True)
+        client.send(1, commands.Tx.Select())
+        assert client.only(CHANNEL_CLOSE).reply_code == 406
+        client = world.client().channel()
+        client.send(1, commands.Tx.Commit())
+        assert client.only(CHANNEL_CLOSE).reply_code == 406
+
+
+@pytest.mark.parametrize("queues", [("a", "b", "c"), ("a", "a", "a")], ids=["a queue each", "one queue"])
+@pytest.mark.parametrize("prefetch", [1, 2, 5])
+def test_consumers_of_a_channel_wide_prefetch_are_served_in_turn(world, queues, prefetch):
+    client = world.client().channel()
+    client.channel(2)
+    for queue in dict.fromkeys(queues):
+        client.declare(queue)
+        for _ in range(300 * queues.count(queue)):
+            client.publish(routing_key=queue, channel=2)
+    client.call(1, commands.Basic.Qos(prefetch_count=prefetch, global_=True), commands.Basic.QosOk)
+    for number, queue in enumerate(queues):
+        client.consume(queue, tag=str(number))
+    served = dict.fromkeys("012", 0)
+    for _ in range(300):
+        tags: list[Any] = [
+            (each.delivery_tag, each.consumer_tag)
+            for _, each in client.received()
+            if isinstance(each, commands.Basic.Deliver)
+        ]
+        for _, consumer in tags:
+            served[consumer] += 1
+        client.send(1, commands.Basic.Ack(tags[-1][0], multiple=False))
+    assert max(served.values()) - min(served.values()) <= 2 * prefetch, served

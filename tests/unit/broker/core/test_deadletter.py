@@ -1,0 +1,410 @@
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+from pamqp import commands
+
+from qflow_client.broker.core.entries import DropReason
+from qflow_client.broker.core.wire import decode_properties
+
+from ..tools import make_queue, message
+from .test_queue import Taker
+
+DLX = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead"}
+
+
+def bodies(queue):
+    return [entry.message.body for entry in queue.oldest_first()]
+
+
+def headers(queue):
+    (entry,) = queue.oldest_first()
+    return decode_properties(entry.message.header).headers
+
+
+@pytest.fixture(name="client")
+def _client(world):
+    world.epoch = 1_000_000.9
+    client = world.client().channel()
+    client.declare("dead")
+    return client
+
+
+def test_what_a_consumer_rejects_goes_there_with_all_its_properties(world, client):
+    client.declare(arguments=DLX)
+    properties = commands.Basic.Properties(
+        content_type="text/plain",
+        headers={"mine": [1, {"a": None}], "x": 1.5},
+        delivery_mode=2,
+        expiration="60000",
+        message_id="id",
+        timestamp=datetime(2020, 1, 1, tzinfo=UTC),
+        app_id="app",
+    )
+    client.publish(b"1", properties=properties)
+    client.send(1, commands.Basic.Get(queue="q"))
+    client.send(1, commands.Basic.Reject(1, requeue=False))
+    assert (world.queue().depth, world.queue().drops) == (0, {DropReason.REJECTED: 1})
+    assert bodies(world.queue("dead")) == [b"1"]
+    (entry,) = world.queue("dead").oldest_first()
+    found = decode_properties(entry.message.header)
+    death = {
+        "count": 1,
+        "reason": "rejected",
+        "queue": "q",
+        "time": datetime.fromtimestamp(1_000_000, UTC),
+        "exchange": "",
+        "routing-keys": ["q"],
+        "original-expiration": "60000",
+    }
+    first = {f"x-first-death-{what}": value for what, value in (("reason", "rejected"), ("queue", "q"))}
+    assert found.headers == {
+        "mine": [1, {"a": None}],
+        "x": 1.5,
+        "x-death": [death],
+        **first,
+        "x-first-death-exchange": "",
+    }
+    assert found.expiration is None
+    for name in ("content_type", "delivery_mode", "message_id", "timestamp", "app_id"):
+        assert getattr(found, name) == getattr(properties, name)
+    assert entry.message.ttl is None
+    assert (entry.message.target.exchange, entry.message.target.routing_key) == ("", "dead")
+
+
+def test_what_a_channel_leaves_behind_is_back_in_all_queues_before_what_has_expired_goes_there(world, client):
+    client.declare(arguments={**DLX, "x-message-ttl": 1000})
+    client.publish(b"expires")
+    client.publish(b"stays", "dead")
+    gone, heir = world.client().channel(), world.client().channel()
+    for queue in ("q", "dead"):
+        gone.send(1, commands.Basic.Get(queue=queue))
+    heir.consume("dead")
+    heir.received()
+    world.now = 2.0
+    gone.send(1, commands.Channel.Close(200, "", 0, 0))
+    assert [body for _, body, _ in heir.deliveries()] == [b"stays", b"expires"]
+
+
+def test_without_an_exchange_for_it_what_dies_is_only_counted(world, client):
+    client.declare()
+    client.publish()
+    client.send(1, commands.Basic.Get(queue="q"))
+    client.send(1, commands.Basic.Reject(1, requeue=False))
+    assert (world.queue().drops, world.queue("dead").depth) == ({DropReason.REJECTED: 1}, 0)
+
+
+def test_purging_and_deleting_are_no_deaths(world, client):
+    client.declare(arguments=DLX)
+    client.publish()
+    world.queue().purge()
+    client.publish()
+    world.host.delete_queue(world.queue())
+    assert world.queue("dead").depth == 0
+
+
+def test_an_ack_is_no_death(world, client):
+    client.declare(arguments=DLX)
+    client.publish()
+    client.send(1, commands.Basic.Get(queue="q"))
+    client.send(1, commands.Basic.Ack(1))
+    assert (world.queue("dead").depth, world.queue().dropped) == (0, 0)
+
+
+@pytest.mark.parametrize("policy", [{"x-max-length": 1}, {"qpid.max_count": 1, "qpid.policy_type": "ring"}])
+def test_what_makes_room_goes_there(world, client, policy):
+    client.declare(arguments={**DLX, **policy})
+    client.publish(b"1")
+    client.publish(b"2")
+    assert (bodies(world.queue()), bodies(world.queue("dead"))) == ([b"2"], [b"1"])
+    assert headers(world.queue("dead"))["x-first-death-reason"] == "maxlen"
+
+
+def test_a_dead_letter_is_delivered_and_flows_nobody(world, client):
+    client.declare("small", arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
+    client.declare(arguments={"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "small", "x-max-length": 1})
+    for _ in range(3):
+        client.publish()
+    assert client.received() == []
+    assert (world.queue("small").depth, world.queue("small").flow_stopped) == (2, True)
+    client.consume("small")
+    assert client.names()[1:] == ["Basic.Deliver", "ContentHeader", "ContentBody"] * 2
+
+
+def test_a_full_queue_refuses_dead_letters_and_counts_them(world, client):
+    client.declare("small", arguments={"qpid.max_count": 1, "qpid.flow_stop_count": 0})
+    client.call(1, commands.Queue.Bind(queue="small", exchange="amq.fanout"), commands.Queue.BindOk)
+    client.call(1, commands.Queue.Bind(queue="dead", exchange="amq.fanout"), commands.Queue.BindOk)
+    client.declare(arguments={"x-dead-letter-exchange": "amq.fanout", "x-max-length": 1})
+    for body in (b"1", b"2", b"3"):
+        client.publish(body)
+    assert (bodies(world.queue("small")), world.queue("small").drops) == ([b"1"], {DropReason.REFUSED: 1})
+    assert bodies(world.queue("dead")) == [b"1", b"2"]
+
+
+def test_an_exchange_that_clients_may_not_publish_to_takes_dead_letters(world, client):
+    declare = commands.Exchange.Declare(exchange="inner", exchange_type="fanout", internal=True)
+    client.call(1, declare, commands.Exchange.DeclareOk)
+    client.call(1, commands.Queue.Bind(queue="dead", exchange="inner"), commands.Queue.BindOk)
+    client.declare(arguments={"x-dead-letter-exchange": "inner", "x-max-length": 0})
+    client.publish()
+    assert world.queue("dead").depth == 1
+
+
+def test_dead_letters_find_queues_by_their_headers_too(world, client):
+    bind = commands.Queue.Bind(queue="dead", exchange="amq.headers", arguments={"x-first-death-reason": "maxlen"})
+    bind.arguments["x-match"] = "all-with-x"
+    client.call(1, bind, commands.Queue.BindOk)
+    client.declare(arguments={"x-dead-letter-exchange": "amq.headers", "x-max-length": 0})
+    client.publish()
+    assert world.queue("dead").depth == 1
+
+
+def test_a_long_chain_of_queues_is_no_chain_of_calls(world, client):
+    for number in range(300):
+        to = f"q{number + 1}" if number < 299 else "dead"
+        arguments = {"x-max-length": 0, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": to}
+        world.host.declare_queue(f"q{number}", arguments=arguments)
+    client.publish(routing_key="q0")
+    assert bodies(world.queue("dead")) == [b"x"]
+    assert len(headers(world.queue("dead"))["x-death"]) == 300
+
+
+def test_a_message_goes_round_as_long_as_somebody_rejects_it(world, client):
+    client.declare("a", arguments={"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "b"})
+    client.declare("b", arguments={"x-message-ttl": 10, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "a"})
+    client.publish(routing_key="a")
+    for number in range(1, 4):
+        client.send(1, commands.Basic.Get(queue="a"))
+        client.send(1, commands.Basic.Reject(number, requeue=False))
+        world.now += 0.01
+        world.host.tick(world.now)
+    assert [(death["reason"], death["count"]) for death in headers(world.queue("a"))["x-death"]] == [
+        ("expired", 3),
+        ("rejected", 3),
+    ]
+
+
+def test_a_message_that_nobody_rejects_does_not_come_back(world, client):
+    client.declare("a", arguments={"x-message-ttl": 10, "x-dead-letter-exchange": ""})
+    client.publish(routing_key="a")
+    world.now = 0.01
+    world.host.tick(world.now)
+    drops = {DropReason.EXPIRED: 1, DropReason.CYCLE: 1}
+    assert (world.queue("a").depth, world.queue("a").drops) == (0, drops)
+
+
+def make_web(world, client, count, **arguments):
+    """Queues that all dead-letter to all of them."""
+    names = [f"q{number}" for number in range(count)]
+    for name in names:
+        client.declare(name, arguments={"x-dead-letter-exchange": "amq.fanout", **arguments})
+        client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
+    return [world.queue(name) for name in names]
+
+
+@pytest.mark.parametrize("count", [3, 8, 40])
+def test_E7_queues_that_dead_letter_to_each_other_cost_no_more_than_there_are_ways_between_them(world, client, count):
+    queues = make_web(world, client, count, **{"x-max-length": 0})
+    client.publish(routing_key="q0")
+    assert [queue.depth for queue in queues] == [0] * count
+    assert sum(queue.published for queue in queues) <= count * count
+    assert all(queue.drops[DropReason.MAXLEN] == queue.published for queue in queues)
+    # From each queue one dead letter goes to each: it came in, or was dropped and counted.
+    assert sum(queue.published + queue.drops[DropReason.CYCLE] for queue in queues) == 1 + count * count
+
+
+def test_E7_copies_in_several_queues_count_as_one_message(world, client):
+    count = 20
+    queues = make_web(world, client, count, **{"x-max-length": 0})
+    client.publish(exchange="amq.fanout")
+    assert sum(queue.published for queue in queues) <= count + count * count
+
+
+def test_E7_queues_that_dead_letter_to_each_other_as_time_passes_cost_no_more_either(world, client):
+    count = 12
+    queues = make_web(world, client, count, **{"x-message-ttl": 1})
+    client.publish(routing_key="q0")
+    while any(queue.depth for queue in queues):
+        world.now += 0.001
+        world.host.tick(world.now)
+    assert sum(queue.published for queue in queues) <= count * count
+
+
+def test_E7_a_rejection_by_a_consumer_begins_anew(world, client):
+    queues = make_web(world, client, 3, **{"x-max-length": 0})
+    client.declare("work", arguments={"x-dead-letter-exchange": "amq.fanout"})
+    client.call(1, commands.Queue.Bind(queue="work", exchange="amq.fanout"), commands.Queue.BindOk)
+    client.publish(routing_key="q0")
+    before = sum(queue.published for queue in queues)
+    copies = world.queue("work").depth
+    client.send(1, commands.Basic.Get(queue="work"))
+    client.send(1, commands.Basic.Reject(1, requeue=False))
+    assert sum(queue.published for queue in queues) > before
+    assert world.queue("work").depth > copies
+
+
+def test_copies_with_other_routing_keys_go_through_one_queue(world, client):
+    """Two services share a queue that delays what they could not handle, and each has its own archive."""
+    for name in ("billing", "shipping"):
+        client.declare(
+            name,
+            arguments={
+                "x-message-ttl": 1,
+                "x-dead-letter-exchange": "amq.direct",
+                "x-dead-letter-routing-key": f"{name}.late",
+            },
+        )
+        client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
+    client.declare("delay", arguments={"x-message-ttl": 1, "x-dead-letter-exchange": "amq.topic"})
+    for name in ("billing", "shipping"):
+        bind = commands.Queue.Bind(queue="delay", exchange="amq.direct", routing_key=f"{name}.late")
+        client.call(1, bind, commands.Queue.BindOk)
+        client.declare(f"{name}-archive")
+        bind = commands.Queue.Bind(queue=f"{name}-archive", exchange="amq.topic", routing_key=f"{name}.#")
+        client.call(1, bind, commands.Queue.BindOk)
+    client.publish(exchange="amq.fanout")
+    for _ in range(10):
+        world.now += 0.001
+        world.host.tick(world.now)
+    assert [bodies(world.queue(f"{name}-archive")) for name in ("billing", "shipping")] == [[b"x"]] * 2
+
+
+def test_copies_that_die_in_one_queue_are_dead_lettered_once_and_counted(world, client, caplog):
+    """Two services share a queue that delays what they could not handle, and one archive."""
+    late = {"x-message-ttl": 1, "x-dead-letter-exchange": ""}
+    for name in ("billing", "shipping"):
+        client.declare(name, arguments=late | {"x-dead-letter-routing-key": "delay"})
+        client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
+    client.declare("delay", arguments=late | {"x-dead-letter-routing-key": "archive"})
+    client.declare("archive")
+    for published in (1, 2):
+        client.publish(exchange="amq.fanout")
+        for _ in range(10):
+            world.now += 0.001
+            world.host.tick(world.now)
+        delay = world.queue("delay")
+        assert len(bodies(world.queue("archive"))) == published
+        assert delay.drops == {DropReason.EXPIRED: 2 * published, DropReason.COPY: published}
+        assert delay.dropped == 2 * published
+    assert [record.args for record in caplog.records] == [("delay",)]
+
+
+def test_two_ways_to_a_queue_bring_two_dead_letters_there(world, client):
+    for name, to in (("a", "amq.fanout"), ("b", ""), ("c", "")):
+        arguments = {"x-max-length": 0, "x-dead-letter-exchange": to}
+        client.declare(name, arguments=arguments | ({} if to else {"x-dead-letter-routing-key": "dead"}))
+    for name in ("b", "c"):
+        client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
+    client.publish(routing_key="a")
+    assert bodies(world.queue("dead")) == [b"x"] * 2
+
+
+def test_a_cycle_of_dead_letters_is_logged_once_for_each_queue(world, client, caplog):
+    make_web(world, client, 2, **{"x-max-length": 0})
+    for _ in range(3):
+        client.publish(routing_key="q0")
+    assert [record.args[0] for record in caplog.records] == ["q0", "q1"]
+    assert "died there before" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [1, "x", [], [1], [{"queue": "q", "reason": "rejected", "count": 2**63 - 1}], [{"count": float("nan")}]],
+    ids=repr,
+)
+def test_what_clients_write_into_the_header_does_no_harm(world, client, forged):
+    client.declare(arguments=DLX)
+    client.publish(properties=commands.Basic.Properties(headers={"x-death": forged}))
+    client.send(1, commands.Basic.Get(queue="q"))
+    client.send(1, commands.Basic.Reject(1, requeue=False))
+    deaths = headers(world.queue("dead"))["x-death"]
+    assert deaths[0]["queue"] == "q"
+    assert deaths[0]["count"] == 1
+
+
+def test_what_dies_in_a_full_queue_may_fill_a_queue_that_was_looked_at_before(world, client):
+    client.declare("b", arguments={"x-max-length": 1})
+    client.declare("a", arguments={"x-max-length": 1, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "b"})
+    for name in ("a", "b"):
+        client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
+    for body in (b"1", b"2"):
+        client.publish(body, exchange="amq.fanout")
+    assert (bodies(world.queue("a")), bodies(world.queue("b"))) == ([b"2"], [b"2"])
+
+
+def test_reject_publish_dlx_sends_there_what_it_refuses(world, client):
+    client.declare(arguments={**DLX, "x-max-length": 1, "x-overflow": "reject-publish-dlx"})
+    client.call(1, commands.Confirm.Select(), commands.Confirm.SelectOk)
+    client.publish(b"1")
+    client.publish(b"2")
+    assert sorted(client.names()) == ["Basic.Ack", "Basic.Nack"]
+    assert (bodies(world.queue()), bodies(world.queue("dead"))) == ([b"1"], [b"2"])
+
+
+def test_reject_publish_counts_what_it_refuses_without_confirms(world, client):
+    client.declare(arguments={"x-max-length": 1, "x-overflow": "reject-publish"})
+    client.publish(b"1")
+    client.publish(b"2")
+    assert client.received() == []
+    assert (bodies(world.queue()), world.queue().drops) == ([b"1"], {DropReason.REFUSED: 1})
+
+
+@pytest.mark.parametrize(("maximum", "left"), [(0, []), (1, [3]), (2, [2, 3]), (3, [1, 2, 3]), (4, [1, 2, 3])])
+def test_x_max_length_keeps_so_many_ready_messages(maximum, left):
+    queue = make_queue({"x-max-length": maximum})
+    for size in (1, 2, 3):
+        queue.enqueue(message(size))
+        queue.after_publish()
+    assert [entry.message.size for entry in queue.oldest_first()] == left
+
+
+@pytest.mark.parametrize(("maximum", "left"), [(2, []), (3, [3]), (4, [3]), (5, [2, 3]), (6, [1, 2, 3])])
+def test_x_max_length_bytes_keeps_so_many_ready_bytes(maximum, left):
+    queue = make_queue({"x-max-length-bytes": maximum})
+    for size in (1, 2, 3):
+        queue.enqueue(message(size))
+        queue.after_publish()
+    assert [entry.message.size for entry in queue.oldest_first()] == left
+
+
+def test_x_max_length_drops_nothing_that_a_consumer_has():
+    queue = make_queue({"x-max-length": 1, "x-max-length-bytes": 3})
+    taker = Taker()
+    queue.add_consumer(taker, exclusive=False)
+    for _ in range(3):
+        queue.enqueue(message(3))
+        queue.after_publish()
+    assert (queue.depth, queue.dropped, queue.ready_size) == (3, 0, 0)
+    taker.can_take = False
+    for _ in range(2):
+        queue.enqueue(message(2))
+        queue.after_publish()
+    assert (queue.depth, queue.dropped, queue.ready_size) == (4, 1, 2)
+    queue.requeue(taker.entries)
+    assert (queue.ready_count, queue.ready_size) == (4, 11)
+    queue.enqueue(message(1))
+    queue.after_publish()
+    assert [entry.message.size for entry in queue.oldest_first()] == [1]
+
+
+def test_a_single_active_consumer_is_the_oldest_that_is_left():
+    queue = make_queue({"x-single-active-consumer": True})
+    first, second, third = (Taker() for _ in range(3))
+    for taker in (first, second, third):
+        queue.add_consumer(taker, exclusive=False)
+
+    def publish():
+        queue.enqueue(message())
+        queue.after_publish()
+
+    publish()
+    first.can_take = False
+    publish()
+    queue.remove_consumer(second)
+    queue.dispatch()
+    assert [len(taker.entries) for taker in (first, second, third)] == [1, 0, 0]
+    queue.remove_consumer(first)
+    queue.dispatch()
+    assert [len(taker.entries) for taker in (first, second, third)] == [1, 0, 1]

@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pamqp import commands
+
+from qflow_client.broker.core.entries import DropReason, StoredMessage
+from qflow_client.broker.core.expiry import Expiry
+from qflow_client.broker.core.limits import QueueOptions
+from qflow_client.broker.core.queue import Queue
+from qflow_client.broker.core.wire import encode_header
+from qflow_client.broker.policies.arguments import read_options
+
+from ..tools import TARGET, Publisher, make_queue, message
+from .test_flow import STOP_2, flows
+from .test_queue import Taker, fill
+
+
+def expiring(size, milliseconds):
+    if milliseconds is None:
+        return message(size)
+    properties = commands.Basic.Properties(expiration=str(milliseconds))
+    return StoredMessage(TARGET, encode_header(size, properties), b"x" * size)
+
+
+def ready(queue):
+    return [entry.message.size for entry in queue.oldest_first()]
+
+
+@pytest.mark.parametrize(("now", "left"), [(0.999, 1), (1.0, 0), (1.001, 0)])
+def test_a_message_expires_when_its_time_has_come(now, left):
+    queue = fill(make_queue({"x-message-ttl": 1000}), [1])
+    around = queue._surroundings
+    assert around.alarms == [1.0]
+    around.now = now
+    queue.tick(now)
+    assert (queue.depth, queue.dropped) == (left, 1 - left)
+
+
+def test_the_shorter_time_counts():
+    queue = make_queue({"x-message-ttl": 1000})
+    for size, own in ((1, 500), (2, None), (3, 2000)):
+        queue.enqueue(expiring(size, own))
+    around = queue._surroundings
+    around.now = 0.5
+    queue.tick(0.5)
+    assert ready(queue) == [2, 3]
+    around.now = 1.0
+    queue.tick(1.0)
+    assert ready(queue) == []
+    assert queue.drops == {DropReason.EXPIRED: 3}
+
+
+def test_messages_expire_from_the_middle_and_the_order_of_the_others_stays():
+    queue = make_queue()
+    for size in range(1, 9):
+        queue.enqueue(expiring(size, 100 if size in (3, 4, 7) else None))
+    assert (queue.ready_count, queue.ready_size) == (8, 36)
+    queue._surroundings.now = 0.1
+    queue.expire()
+    assert (queue.ready_count, queue.ready_size, queue.depth, queue.size) == (5, 22, 5, 22)
+    taken = []
+    while (entry := queue.take(no_ack=True)) is not None:
+        taken.append(entry.message.size)
+    assert taken == [1, 2, 5, 6, 8]
+
+
+def test_gaps_are_closed_when_they_are_most_of_what_is_ready():
+    queue = make_queue()
+    queue.enqueue(message(1))
+    for at in range(Queue.MAX_GAPS * 2):
+        queue.enqueue(expiring(2, 100 + at))
+    queue.enqueue(message(3))
+    for at in range(Queue.MAX_GAPS * 2):
+        queue._surroundings.now = (100 + at) / 1000
+        queue.expire()
+        assert len(queue.ready) <= queue.depth + max(Queue.MAX_GAPS, queue.depth)
+    assert ready(queue) == [1, 3]
+    taker = Taker(no_ack=True)
+    queue.add_consumer(taker, exclusive=False)
+    queue.dispatch()
+    assert [entry.message.size for entry in taker.entries] == [1, 3]
+    assert (queue.depth, queue.size) == (0, 0)
+
+
+def test_a_consumer_is_given_nothing_that_has_expired():
+    queue = make_queue()
+    for size, own in ((1, 100), (2, None), (3, 100), (4, None)):
+        queue.enqueue(expiring(size, own))
+    queue._surroundings.now = 1.0
+    taker = Taker()
+    queue.add_consumer(taker, exclusive=False)
+    queue.dispatch()
+    assert [entry.message.size for entry in taker.entries] == [2, 4]
+
+
+def test_what_is_with_a_consumer_expires_only_when_it_is_put_back():
+    queue = fill(make_queue({"x-message-ttl": 100}), [1, 2])
+    first, second = queue.take(no_ack=False), queue.take(no_ack=False)
+    queue._surroundings.now = 1.0
+    queue.tick(1.0)
+    assert (queue.depth, queue.dropped) == (2, 0)
+    queue.settle(second, acked=True)
+    queue.requeue([first])
+    assert queue.take(no_ack=True) is None
+    assert (queue.depth, queue.acked, queue.drops) == (0, 1, {DropReason.EXPIRED: 1})
+
+
+def test_what_was_put_back_expires_once():
+    queue = fill(make_queue({"x-message-ttl": 100, "qpid.flow_stop_count": 1}), [1])
+    queue.requeue([queue.take(no_ack=False)])
+    queue._surroundings.now = 0.1
+    queue.expire()
+    assert (queue.depth, queue.dropped) == (0, 1)
+
+
+def test_expired_messages_go_first_when_a_queue_is_full():
+    queue = make_queue({"qpid.max_count": 2})
+    queue.enqueue(message(1))
+    queue.enqueue(expiring(2, 100))
+    assert queue.refusal(1) is not None
+    queue._surroundings.now = 0.1
+    assert queue.refusal(1) is None
+    queue.enqueue(message(3))
+    assert ready(queue) == [1, 3]
+
+
+def test_expired_messages_go_before_the_oldest_of_a_ring():
+    queue = make_queue({"qpid.max_count": 2, "qpid.policy_type": "ring"})
+    queue.enqueue(message(1))
+    queue.enqueue(expiring(2, 100))
+    queue._surroundings.now = 0.1
+    assert queue.refusal(3) is None
+    queue.enqueue(message(3))
+    assert ready(queue) == [1, 3]
+
+
+def test_J6_expiry_unblocks_and_releases_confirms(world):
+    client = world.client().channel(confirms=True)
+    client.declare(arguments={**STOP_2, "x-message-ttl": 1000})
+    for _ in range(3):
+        client.publish()
+    names = client.names()
+    assert sorted(set(names)) == ["Basic.Ack", "Channel.Flow"]
+    assert world.queue().held_confirms == 1
+    world.now = world.host.next_tick
+    world.host.tick(world.now)
+    assert world.now == 1.0
+    assert sorted(client.names()) == ["Basic.Ack", "Channel.Flow"]
+    assert (world.queue().held_confirms, world.queue().flow_stopped, world.queue().depth) == (0, False, 0)
+
+
+def test_J6_each_expiry_is_looked_at_by_itself(world):
+    client = world.client().channel()
+    client.declare(arguments=STOP_2)
+    for milliseconds in ("300", "100", "200"):
+        client.publish(properties=commands.Basic.Properties(expiration=milliseconds))
+    assert flows(client) == [False]
+    for now, told in ((0.1, []), (0.2, [True]), (0.3, [])):
+        assert world.host.next_tick == now
+        world.now = now
+        world.host.tick(now)
+        assert flows(client) == told
+    assert world.host.next_tick == float("inf")
+
+
+def test_a_tick_that_comes_early_or_twice_does_nothing():
+    queue = fill(make_queue({"x-message-ttl": 1000}), [1])
+    queue.tick(0.9)
+    queue.tick(0.9)
+    assert (queue.depth, queue._surroundings.alarms) == (1, [1.0])
+
+
+def test_entries_that_are_gone_do_not_pile_up():
+    queue = make_queue({"x-message-ttl": 86_400_000})
+    for _ in range(10 * Expiry.MIN_SWEEP):
+        queue.enqueue(message())
+        queue.take(no_ack=True)
+    assert len(queue._expiry._heap) <= Expiry.MIN_SWEEP + 1
+
+
+def test_a_message_that_is_put_back_again_and_again_does_not_pile_up_either():
+    queue = fill(make_queue({"x-message-ttl": 86_400_000}), [1])
+    for _ in range(10 * Expiry.MIN_SWEEP):
+        queue.requeue([queue.take(no_ack=False)])
+    assert len(queue._expiry._heap) <= Expiry.MIN_SWEEP + 1
+    assert queue._expiry.next_at == 86_400.0
+
+
+def test_what_consumers_had_when_its_time_came_and_then_acked_does_not_pile_up():
+    queue = make_queue({"x-message-ttl": 1000})
+    for number in range(10 * Expiry.MIN_SWEEP):
+        queue.enqueue(message())
+        entry = queue.take(no_ack=False)
+        queue._surroundings.now = number + 1.0
+        queue.expire()
+        queue.settle(entry, acked=True)
+    assert len(queue._expiry._times) <= Expiry.MIN_SWEEP + 1
+    assert (queue.dropped, queue.depth) == (0, 0)
+
+
+@pytest.mark.parametrize(("used", "now", "is_unused"), [(0.0, 0.99, False), (0.0, 1.0, True), (0.5, 1.49, False)])
+def test_a_queue_expires_when_it_was_unused_for_long_enough(used, now, is_unused):
+    queue = make_queue({"x-expires": 1000})
+    around = queue._surroundings
+    around.now = used
+    queue.take(no_ack=True)
+    around.now = 1.0
+    queue.tick(min(now, 1.0))
+    around.now = now
+    queue.tick(now)
+    assert around.is_unused is is_unused
+
+
+@pytest.mark.parametrize("use", ["get", "declare", "declare passively", "consume"])
+def test_get_declare_and_consumers_keep_a_queue_alive(world, use):
+    client = world.client().channel()
+    client.declare(arguments={"x-expires": 1000})
+    if use == "consume":
+        client.consume()
+    world.now = 0.8
+    if use == "get":
+        client.send(1, commands.Basic.Get(queue="q"))
+    elif use == "consume":
+        client.send(1, commands.Basic.Cancel("c"))
+    else:
+        arguments: Any = {} if "passively" in use else {"x-expires": 1000}
+        client.send(1, commands.Queue.Declare(queue="q", passive="passively" in use, arguments=arguments))
+    client.received()
+    for now, there in ((1.0, True), (1.7, True), (1.8, False)):
+        world.now = now
+        world.host.tick(now)
+        assert ("q" in world.host.queues) is there
+
+
+def test_a_queue_with_a_consumer_never_expires(world):
+    client = world.client().channel()
+    client.declare(arguments={"x-expires": 1000})
+    client.consume()
+    world.now = 1000.0
+    world.host.tick(world.now)
+    assert world.queue().consumers
+    assert world.host.next_tick == float("inf")
+
+
+def test_a_queue_that_is_deleted_is_not_looked_at_again(world):
+    client = world.client().channel()
+    client.declare(arguments={"x-expires": 1000, "x-message-ttl": 100})
+    client.publish()
+    client.call(1, commands.Queue.Delete(queue="q"), commands.Queue.DeleteOk)
+    world.now = 2.0
+    world.host.tick(2.0)
+    assert client.received() == []
+
+
+def test_times_are_in_milliseconds_and_0_expires_at_once():
+    assert read_options("q", {"x-message-ttl": 1500, "x-expires": 1}) == QueueOptions(1.5, 0.001)
+    queue = make_queue({"x-message-ttl": 0})
+    queue.enqueue(message())
+    queue.after_publish()
+    assert queue.drops == {DropReason.EXPIRED: 1}
+
+
+def test_what_may_not_wait_is_delivered_if_a_consumer_can_take_it():
+    queue = make_queue({"x-message-ttl": 0})
+    taker = Taker()
+    queue.add_consumer(taker, exclusive=False)
+    queue.enqueue(message(), Publisher())
+    queue.after_publish()
+    assert (len(taker.entries), queue.dropped) == (1, 0)
+
+
+@pytest.mark.parametrize("expiration", ["x", "-1", "1.0", " 1", "١"])
+def test_an_expiration_that_is_no_number_closes_the_channel_with_406(world, expiration):
+    client = world.client().channel()
+    client.declare()
+    client.publish(properties=commands.Basic.Properties(expiration=expiration))
+    close = client.close_of(commands.Channel.Close)
+    assert close.reply_code == 406
+    assert "expiration" in close.reply_text
+    assert repr(expiration) in close.reply_text
+    assert world.queue().depth == 0

@@ -1,0 +1,417 @@
+from __future__ import annotations
+
+import pytest
+from pamqp import commands
+
+from qflow_client.broker.core.snapshots import channel_snapshot
+
+STOP_2 = {"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 2}
+
+
+def flows(client, channel=1):
+    return [each.active for number, each in client.received() if number == channel and each.name == "Channel.Flow"]
+
+
+def tags(client):
+    """The delivery tags acked, each with its multiple bit, if nothing else came."""
+    received = [each for _, each in client.received()]
+    assert {each.name for each in received} <= {"Basic.Ack"}
+    return [(each.delivery_tag, each.multiple) for each in received]
+
+
+def test_J3_the_publisher_of_the_overfilling_message_is_flowed_at_once(world):
+    client = world.client().channel()
+    client.declare(arguments=STOP_2)
+    client.publish()
+    client.publish()
+    assert client.received() == []
+    client.publish()
+    assert client.only(commands.Channel.Flow).active is False
+    assert world.queue().depth == 3
+
+
+def test_J3_D2_the_message_that_overfills_is_enqueued_and_delivered(world):
+    client = world.client().channel(1).channel(2)
+    client.declare(arguments={"x-qpid-capacity": 3})
+    client.publish(b"four")
+    client.received()
+    client.consume(channel=2)
+    assert client.names() == ["Basic.ConsumeOk", "Basic.Deliver", "ContentHeader", "ContentBody"]
+    assert world.queue().depth == 1
+
+
+def test_J3_only_the_offender_is_flowed(world):
+    offender, other = world.client().channel(), world.client().channel()
+    offender.declare(arguments=STOP_2)
+    other.publish()
+    other.publish()
+    offender.publish()
+    assert flows(offender) == [False]
+    assert other.received() == []
+
+
+def test_J3_other_channels_of_the_connection_go_on(world):
+    client = world.client().channel(1).channel(2)
+    client.declare(arguments=STOP_2)
+    for _ in range(4):
+        client.publish()
+    assert client.only(commands.Channel.Flow, channel=1).active is False
+
+
+def test_one_flow_frame_for_each_transition(world):
+    client = world.client().channel()
+    client.declare(arguments=STOP_2)
+    for _ in range(10):
+        client.publish()
+    assert flows(client) == [False]
+    for _ in range(8):
+        world.queue().take(no_ack=True)
+    assert client.received() == []
+    world.queue().take(no_ack=True)
+    assert flows(client) == [True]
+    client.send(1, commands.Channel.FlowOk(active=True))
+    assert client.received() == []
+
+
+def test_it_is_known_whether_the_client_has_answered_every_flow(world):
+    client = world.client().channel()
+    client.declare(arguments=STOP_2)
+    channel = client.session.channels[1]
+    client.send(1, commands.Channel.FlowOk(active=True))
+    assert channel_snapshot(channel).flow_ok
+    for _ in range(3):
+        client.publish()
+    world.queue().purge()
+    for answers in (False, False, True):
+        assert channel_snapshot(channel).flow_ok is answers
+        client.send(1, commands.Channel.FlowOk(active=answers))
+
+
+def test_J4_a_channel_blocked_by_two_queues_stays_flowed_until_both_have_drained(world):
+    client = world.client().channel()
+    for name in ("a", "b"):
+        client.declare(name, arguments=STOP_2)
+    for name in ("a", "b"):
+        for _ in range(3):
+            client.publish(routing_key=name)
+    assert flows(client) == [False]
+    assert [each.name for each in client.session.channels[1].blocking] == ["a", "b"]
+    world.queue("a").purge()
+    assert client.received() == []
+    world.queue("b").purge()
+    assert flows(client) == [True]
+
+
+def test_J4_a_queue_that_blocks_by_both_families_of_marks_is_named_once(world):
+    client = world.client().channel()
+    client.declare(arguments={**STOP_2, "x-qpid-capacity": 2})
+    for _ in range(3):
+        client.publish()
+    channel = client.session.channels[1]
+    assert len(channel.blocking) == 2
+    assert channel_snapshot(channel).blocked_by == ("q",)
+
+
+def test_J4_one_message_to_two_queues_gives_one_flow_frame(world):
+    client = world.client().channel()
+    for name in ("a", "b"):
+        client.declare(name, arguments=STOP_2)
+        client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
+    for _ in range(3):
+        client.publish(exchange="amq.fanout")
+    assert flows(client) == [False]
+    world.host.delete_queue(world.queue("a"))
+    assert client.received() == []
+    world.host.delete_queue(world.queue("b"))
+    assert flows(client) == [True]
+
+
+@pytest.mark.parametrize(
+    "settle",
+    [
+        commands.Basic.Ack(1),
+        commands.Basic.Ack(0, multiple=True),
+        commands.Basic.Nack(1, requeue=False),
+        commands.Basic.Nack(0, multiple=True, requeue=False),
+        commands.Basic.Reject(1, requeue=False),
+    ],
+    ids=["ack", "ack multiple", "nack", "nack multiple", "reject"],
+)
+def test_J6_settling_a_delivery_unflows(world, settle):
+    publisher, consumer = world.client().channel(), world.client().channel()
+    publisher.declare(arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
+    publisher.publish()
+    publisher.publish()
+    consumer.consume()
+    assert world.queue().depth == 2
+    assert flows(publisher) == [False]
+    consumer.send(1, settle)
+    if settle.name != "Basic.Ack" or not settle.multiple:
+        consumer.send(1, commands.Basic.Ack(2))
+    assert flows(publisher) == [True]
+
+
+def test_J6_requeueing_does_not_unflow(world):
+    publisher, consumer = world.client().channel(), world.client().channel()
+    publisher.declare(arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
+    publisher.publish()
+    publisher.publish()
+    consumer.consume()
+    consumer.received()
+    consumer.send(1, commands.Basic.Nack(0, multiple=True, requeue=True))
+    consumer.send(1, commands.Channel.Close(200, "", 0, 0))
+    assert flows(publisher) == [False]
+    assert world.queue().depth == 2
+
+
+@pytest.mark.parametrize(
+    "shrink",
+    [commands.Queue.Purge(queue="q"), commands.Queue.Delete(queue="q"), commands.Basic.Consume(queue="q", no_ack=True)],
+    ids=lambda method: method.name,
+)
+def test_J6_purge_delete_and_no_ack_consumers_unflow(world, shrink):
+    publisher, other = world.client().channel(), world.client().channel()
+    publisher.declare(arguments=STOP_2)
+    for _ in range(3):
+        publisher.publish()
+    other.send(1, shrink)
+    assert flows(publisher) == [False, True]
+
+
+def test_J6_get_without_ack_unflows(world):
+    client = world.client().channel(1).channel(2)
+    client.declare(arguments=STOP_2)
+    for _ in range(3):
+        client.publish()
+    client.send(2, commands.Basic.Get(queue="q", no_ack=True))
+    assert flows(client) == [False]
+    client.send(2, commands.Basic.Get(queue="q", no_ack=True))
+    assert flows(client) == [True]
+
+
+@pytest.mark.parametrize("how", ["channel", "connection", "lost"])
+def test_a_channel_that_ends_while_flowed_is_forgotten(world, how):
+    client = world.client().channel()
+    client.declare(arguments=STOP_2)
+    for _ in range(3):
+        client.publish()
+    assert len(world.queue().blocked) == 1
+    if how == "channel":
+        client.send(1, commands.Channel.Close(200, "", 0, 0))
+    elif how == "connection":
+        client.send(0, commands.Connection.Close(200, "", 0, 0))
+    else:
+        client.session.end()
+    assert world.queue().blocked == ()
+    assert flows(client) == [False]
+
+
+def test_flowed_time_and_times_are_counted(world):
+    client = world.client().channel()
+    client.declare(arguments=STOP_2)
+    channel = client.session.channels[1]
+    for start in (10.0, 20.0):
+        world.now = start
+        for _ in range(3):
+            client.publish()
+        world.now = start + 2.5
+        assert channel.flowed_since == start
+        world.queue().purge()
+    assert (channel.times_flowed, channel.flowed_seconds, channel.flowed_since) == (2, 5.0, None)
+
+
+def test_C5_a_message_that_turns_the_queue_ON_or_finds_it_ON_is_not_acked_until_OFF(world):
+    client = world.client().channel(confirms=True)
+    client.declare(arguments={**STOP_2, "x-qflow-enforcement": "completion"})
+    client.publish()
+    client.publish()
+    assert tags(client) == [(2, True)]
+    client.publish()
+    client.publish()
+    assert tags(client) == []
+    assert client.session.channels[1].unconfirmed == 2
+    world.queue().purge()
+    assert tags(client) == [(4, True)]
+    assert client.session.channels[1].unconfirmed == 0
+
+
+def test_C5_or_until_the_message_itself_has_been_dequeued(world):
+    client = world.client().channel(confirms=True)
+    client.declare(
+        arguments={"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 1, "x-qflow-enforcement": "completion"}
+    )
+    for _ in range(4):
+        client.publish()
+    assert tags(client) == [(2, True)]
+    queue = world.queue()
+    queue.take(no_ack=True)
+    queue.take(no_ack=True)
+    assert tags(client) == []
+    queue.take(no_ack=True)
+    # One message is left, which is not fewer than the resume threshold.
+    assert queue.flow_stopped
+    assert tags(client) == [(3, False)]
+    queue.take(no_ack=True)
+    assert tags(client) == [(4, False)]
+
+
+def test_C5_a_delivery_is_no_dequeue_until_it_is_settled(world):
+    client = world.client().channel(1, confirms=True).channel(2)
+    client.declare(
+        arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1, "x-qflow-enforcement": "completion"}
+    )
+    client.publish()
+    client.publish()
+    assert tags(client) == [(1, False)]
+    client.consume(channel=2)
+    assert "Basic.Ack" not in client.names()
+    client.send(2, commands.Basic.Ack(2))
+    assert tags(client) == [(2, False)]
+
+
+def test_C5_every_destination_that_was_ON_must_be_OFF(world):
+    client = world.client().channel(confirms=True)
+    for name, stop in (("a", 1), ("b", 2), ("c", 100)):
+        arguments = {"qpid.flow_stop_count": stop, "qpid.flow_resume_count": 1, "x-qflow-enforcement": "completion"}
+        client.declare(name, arguments=arguments)
+        client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
+    for _ in range(3):
+        client.publish(exchange="amq.fanout")
+    assert tags(client) == [(1, False)]
+    world.queue("b").purge()
+    assert tags(client) == []
+    world.queue("a").purge()
+    assert tags(client) == [(3, True)]
+    assert world.queue("c").depth == 3
+
+
+def test_C5_acks_of_later_messages_do_not_pass_for_held_ones(world):
+    client = world.client().channel(confirms=True)
+    client.declare("free")
+    client.declare("full", arguments={"qpid.flow_stop_count": 1, "x-qflow-enforcement": "completion"})
+    for name in ("full", "full", "free", "free", "full", "free"):
+        client.publish(routing_key=name)
+    assert tags(client) == [(1, False), (3, False), (4, False), (6, False)]
+    world.queue("full").purge()
+    assert tags(client) == [(5, True)]
+
+
+def test_C5_both_flows_the_channel_too(world):
+    client = world.client().channel(confirms=True)
+    client.declare(arguments=STOP_2)
+    for _ in range(3):
+        client.publish()
+    assert client.names() == ["Channel.Flow", "Basic.Ack"]
+    world.queue().purge()
+    assert client.names() == ["Channel.Flow", "Basic.Ack"]
+
+
+def test_C5_without_confirms_nothing_is_held(world):
+    client = world.client().channel()
+    client.declare(arguments={**STOP_2, "x-qflow-enforcement": "completion"})
+    for _ in range(5):
+        client.publish()
+    assert client.received() == []
+    assert world.queue().held_confirms == 0
+
+
+def test_C5_a_channel_that_is_gone_is_confirmed_nothing(world):
+    client = world.client().channel(confirms=True)
+    client.declare(arguments={**STOP_2, "x-qflow-enforcement": "completion"})
+    for _ in range(4):
+        client.publish()
+    client.received()
+    client.send(1, commands.Channel.Close(200, "", 0, 0))
+    client.only(commands.Channel.CloseOk)
+    world.queue().purge()
+    assert client.received() == []
+
+
+@pytest.mark.parametrize("enforcement", ["completion", "both", "channel_flow"])
+@pytest.mark.parametrize("turns", [(50, 15), (1, 1), (7, 15), (50, 1)])
+def test_C6_two_producers_never_overshoot_the_sum_of_their_capacities(world, enforcement, turns):
+    consumer = world.client().channel()
+    consumer.declare(arguments={"qpid.flow_stop_count": 100, "x-qflow-enforcement": enforcement})
+    producers = [world.client().channel(confirms=True) for _ in range(2)]
+    available, flowed = [50, 15], [False, False]
+    moved = True
+    while moved:
+        moved = False
+        for which, producer in enumerate(producers):
+            for _ in range(turns[which]):
+                if not available[which] or flowed[which]:
+                    break
+                producer.publish()
+                available[which] -= 1
+                moved = True
+            acked = producer.session.channels[1].unconfirmed
+            for _, each in producer.received():
+                if each.name == "Channel.Flow":
+                    flowed[which] = not each.active
+            available[which] = (50, 15)[which] - producer.session.channels[1].unconfirmed
+            assert acked >= 0
+    assert world.queue().peak_depth <= 165
+    if enforcement == "completion":
+        assert world.queue().peak_depth == 165
+        assert available == [0, 0]
+
+
+def test_D12_everyone_who_published_recently_is_told(make_world):
+    world = make_world(flow_scope="publishers", recent=10.0)
+    clients = [world.client().channel() for _ in range(4)]
+    stale, ended, recent, offender = clients
+    stale.declare(arguments={"qpid.flow_stop_count": 3, "qpid.flow_resume_count": 3})
+    stale.publish()
+    world.now = 5.0
+    ended.publish()
+    ended.session.end()
+    recent.publish()
+    world.now = 10.1
+    offender.publish()
+    assert flows(offender) == [False]
+    assert flows(recent) == [False]
+    assert stale.received() == []
+    assert flows(ended) == []
+    assert [source.name for source in world.queue().blocked] == ["client-4 (1)", "client-3 (1)"]
+    world.queue().purge()
+    assert flows(offender) == [True]
+    assert flows(recent) == [True]
+
+
+def test_D5_an_operators_hold_and_a_queues_hold_do_not_lift_each_other(world):
+    client = world.client().channel()
+    client.declare(arguments=STOP_2)
+    channel = client.session.channels[1]
+    for _ in range(3):
+        client.publish()
+    channel.block(world.controls.operator)
+    assert flows(client) == [False]
+    world.queue().purge()
+    assert client.received() == []
+    channel.unblock(world.controls.operator)
+    assert flows(client) == [True]
+
+
+@pytest.mark.parametrize(
+    ("method", "reply"),
+    [(commands.Confirm.Select(), "Confirm.SelectOk"), (commands.Tx.Select(), "Tx.SelectOk"), (None, None)],
+    ids=["confirms", "transactions", "publishes"],
+)
+def test_D5_a_channel_that_turns_out_to_be_a_producer_is_stopped_with_the_others(world, method, reply):
+    world.controls.producers_stopped = True
+    client = world.client().channel()
+    client.declare()
+    if method is None:
+        client.publish()
+        assert flows(client) == [False]
+    else:
+        client.send(1, method)
+        assert client.names() == [reply, "Channel.Flow"]
+
+
+def test_D5_a_consumers_channel_is_not_stopped(world):
+    world.controls.producers_stopped = True
+    client = world.client().channel()
+    client.declare()
+    client.consume()
+    assert client.names() == ["Basic.ConsumeOk"]

@@ -1,0 +1,107 @@
+"""J5 for the controller that the broker's queues have, whose publishers go on in an order of their own (F4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from qflow_client.broker.core.queueflow import CountedSource, QueueFlow, Turns
+from qflow_client.flow import FlowSource, Thresholds
+from tests.interleavings import MARKS, SIZE, Make, World, assert_nobody_is_blocked_for_nothing
+
+
+def of_a_queue(flow_type: type[QueueFlow], turns: Turns | None = None) -> Make:
+    return lambda thresholds, count, size: flow_type(thresholds, "q", count, size, turns)
+
+
+class WithoutSecondLook(QueueFlow):
+    """What left between the overflow and the block does not unblock."""
+
+    def offer_steps(self, source: FlowSource, size: int, now: float) -> Iterator[str]:
+        for step in super().offer_steps(source, size, now):
+            yield step
+            if step == "blocked":
+                return
+
+
+@pytest.mark.parametrize("marks", MARKS)
+def test_J5_no_order_leaves_a_publisher_of_a_queue_blocked_for_nothing(marks: str) -> None:
+    assert_nobody_is_blocked_for_nothing(marks, [(1, 3), (2, 2), (3, 3)], of_a_queue(QueueFlow))
+
+
+@pytest.mark.parametrize("marks", MARKS)
+def test_J5_without_the_second_look_one_stays_blocked(marks: str) -> None:
+    for publishers in (1, 2):
+        with pytest.raises(AssertionError, match="goes wrong in"):
+            assert_nobody_is_blocked_for_nothing(marks, [(publishers, 3)], of_a_queue(WithoutSecondLook))
+
+
+class Clock:
+    """Passes only when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.alarms: list[float] = []
+        self.turns = Turns(1.0, lambda: self.now, self.alarms.append)
+
+
+class Timed(World):
+    """A queue whose publishers go on one after the other, a second apart."""
+
+    def __init__(self, make: Make, thresholds: Thresholds, depth: int, publishers: int, consumers: int) -> None:
+        self.clock = Clock()
+        super().__init__(of_a_queue(QueueFlow, self.clock.turns), thresholds, depth, publishers, consumers)
+
+    def state(self) -> tuple[object, ...]:
+        return (*super().state(), self.clock.turns._next_at, bool(self.clock.alarms))
+
+    def let_time_pass(self) -> int:
+        """Wake the queue whenever it has asked for that, and say how often that was."""
+        times = 0
+        while self.clock.alarms:
+            self.clock.now = max(self.clock.now, min(self.clock.alarms))
+            self.clock.alarms.clear()
+            self.controller.resume()
+            times += 1
+        return times
+
+    def is_wrong(self) -> bool:
+        self.let_time_pass()
+        return super().is_wrong()
+
+
+@pytest.mark.parametrize("marks", MARKS)
+def test_J5_whose_turn_comes_later_is_not_left_blocked_either(marks: str) -> None:
+    assert_nobody_is_blocked_for_nothing(marks, [(1, 3), (2, 3), (3, 2)], of_a_queue(QueueFlow), Timed)
+
+
+@pytest.mark.parametrize("marks", MARKS)
+def test_F4_publishers_that_a_queue_lets_go_are_told_one_after_the_other(marks: str) -> None:
+    timed = Timed(of_a_queue(QueueFlow), MARKS[marks], 4, 3, 0)
+    while timed.running:
+        timed.step(next(iter(timed.running)))
+    assert all(source.is_blocked for source in timed.sources)
+    while timed.queue.count:
+        timed.controller.release(SIZE)
+    assert [source.is_blocked for source in timed.sources] == [False, True, True]
+    assert timed.let_time_pass() == 2
+    assert timed.clock.now == 2.0
+    assert not any(source.is_blocked for source in timed.sources)
+
+
+def test_F4_who_has_published_least_is_told_first() -> None:
+    told: list[str] = []
+
+    class Publisher(CountedSource):
+        def on_unblocked(self) -> None:
+            told.append(self.name)
+
+    flow = QueueFlow(MARKS["count, gap"], "q", 3, 30)
+    for name, published in (("most", 9), ("least", 1), ("between", 5)):
+        source = Publisher(name)
+        source.published = published
+        flow.offer(source, 1, 0.0)
+    for _ in range(5):
+        flow.release(1)
+    assert told == ["least", "between", "most"]

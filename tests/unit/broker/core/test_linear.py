@@ -1,0 +1,90 @@
+"""Decoding takes time in proportion to what came: no byte is copied again for each field that stands before it."""
+
+from __future__ import annotations
+
+import pytest
+from pamqp import commands
+
+from qflow_client.broker.core import wire
+from qflow_client.broker.core.errors import ConnectionException
+
+# As many as a frame of 128 KiB has room for.
+NULLS = b"A" + (130_000).to_bytes(4, "big") + b"V" * 130_000
+
+
+class Counted(bytes):
+    """Bytes that count how many of them are copied."""
+
+    copied = 0
+
+    def __getitem__(self, key):
+        found = super().__getitem__(key)
+        if isinstance(key, slice):
+            Counted.copied += len(found)
+            return Counted(found)
+        return found
+
+
+def table(fields):
+    return len(fields).to_bytes(4, "big") + fields
+
+
+def header(fields):
+    return Counted(b"\0\x3c\0\0" + bytes(8) + (1 << 13).to_bytes(2, "big") + table(fields))
+
+
+def declare(fields):
+    return Counted(b"\0\x32\0\x0a\0\0\1q\0" + table(fields))
+
+
+@pytest.mark.parametrize(
+    ("decode", "make"),
+    [
+        (wire.check_properties, header),
+        (wire.decode_headers, header),
+        (wire.decode_properties, header),
+        (wire.decode_method, declare),
+    ],
+    ids=["check", "headers", "properties", "method"],
+)
+def test_an_array_of_nulls_is_decoded_in_proportion_to_its_size(decode, make):
+    data = make(b"\1a" + NULLS)
+    Counted.copied = 0
+    decode(data)
+    assert Counted.copied < 8 * len(data)
+
+
+def nested(depth):
+    value = b"V"
+    for _ in range(depth):
+        value = b"A" + table(value)
+    return b"\1a" + value
+
+
+@pytest.mark.parametrize(("decode", "make"), [(wire.check_properties, header), (wire.decode_method, declare)])
+def test_nesting_too_deep_is_refused_by_name(decode, make):
+    decode(make(nested(99)))
+    with pytest.raises(ConnectionException, match="more than 100 tables and arrays lie in one another"):
+        decode(make(nested(100)))
+
+
+def test_what_is_decoded_is_what_pamqp_encodes():
+    properties = commands.Basic.Properties(
+        content_type="a",
+        content_encoding="b",
+        headers={"x": [1, None, {"y": "ä"}]},
+        delivery_mode=2,
+        priority=3,
+        correlation_id="c",
+        reply_to="d",
+        expiration="5",
+        message_id="e",
+        message_type="f",
+        user_id="g",
+        app_id="h",
+    )
+    assert dict(wire.decode_properties(wire.encode_header(0, properties))) == dict(properties)
+
+
+def test_a_null_may_be_written_as_RabbitMQ_once_did():
+    assert wire.decode_headers(header(b"\1a\0\1bV")) == {"a": None, "b": None}

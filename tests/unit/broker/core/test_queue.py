@@ -1,0 +1,427 @@
+from __future__ import annotations
+
+import pytest
+
+from qflow_client.broker.core.entries import Completion
+from qflow_client.broker.core.queue import Queue
+from qflow_client.broker.core.queueflow import QueueFlow
+
+from ..tools import Publisher, make_queue, message
+
+
+class Taker:
+    is_active = False
+    can_take = True
+
+    def __init__(self, *, no_ack=False):
+        self.no_ack = no_ack
+        self.entries = []
+        self.is_cancelled = False
+
+    def deliver(self, entry):
+        self.entries.append(entry)
+
+    def cancelled_by_queue(self):
+        self.is_cancelled = True
+
+
+def fill(queue, sizes, publisher=None):
+    for size in sizes:
+        queue.enqueue(message(size), publisher)
+    return queue
+
+
+@pytest.mark.parametrize(("depth", "on"), [(9, False), (10, False), (11, True)])
+def test_C1_the_state_turns_ON_when_there_are_more_messages_than_stop(depth, on):
+    queue = fill(make_queue({"qpid.flow_stop_count": 10}), [1] * depth)
+    assert queue.flow_stopped is on
+    assert queue.flow_stopped_count == on
+
+
+@pytest.mark.parametrize(("size", "on"), [(99, False), (100, False), (101, True)])
+def test_C1_the_state_turns_ON_when_there_are_more_bytes_than_stop(size, on):
+    assert fill(make_queue({"qpid.flow_stop_size": 100}), [size]).flow_stopped is on
+
+
+@pytest.mark.parametrize(("left", "on"), [(6, True), (5, True), (4, False)])
+def test_C1_the_state_turns_OFF_when_there_are_fewer_messages_than_resume(left, on):
+    queue = fill(make_queue({"qpid.flow_stop_count": 10, "qpid.flow_resume_count": 5}), [1] * 11)
+    for _ in range(11 - left):
+        queue.take(no_ack=True)
+    assert queue.flow_stopped is on
+
+
+@pytest.mark.parametrize(("left", "on"), [(51, True), (50, True), (49, False)])
+def test_C1_the_state_turns_OFF_when_there_are_fewer_bytes_than_resume(left, on):
+    queue = fill(make_queue({"qpid.flow_stop_size": 100, "qpid.flow_resume_size": 50}), [101 - left, left])
+    queue.take(no_ack=True)
+    assert (queue.size, queue.flow_stopped) == (left, on)
+
+
+BOTH = {
+    "qpid.flow_stop_count": 3,
+    "qpid.flow_resume_count": 2,
+    "qpid.flow_stop_size": 100,
+    "qpid.flow_resume_size": 50,
+}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "on"),
+    [
+        pytest.param([33, 33], False, id="count and bytes below"),
+        pytest.param([33, 33, 33], False, id="count at, bytes below"),
+        pytest.param([100], False, id="count below, bytes at"),
+        pytest.param([33, 33, 34], False, id="count and bytes at"),
+        pytest.param([1, 1, 1, 1], True, id="count above, bytes below"),
+        pytest.param([25, 25, 25, 25], True, id="count above, bytes at"),
+        pytest.param([101], True, id="count below, bytes above"),
+        pytest.param([33, 33, 35], True, id="count at, bytes above"),
+        pytest.param([26, 25, 25, 25], True, id="count and bytes above"),
+    ],
+)
+def test_C1_either_stop_suffices(sizes, on):
+    assert fill(make_queue(BOTH), sizes).flow_stopped is on
+
+
+@pytest.mark.parametrize(
+    ("left", "on"),
+    [
+        pytest.param([49], False, id="count and bytes below"),
+        pytest.param([50], True, id="count below, bytes at"),
+        pytest.param([51], True, id="count below, bytes above"),
+        pytest.param([25, 24], True, id="count at, bytes below"),
+        pytest.param([25, 25], True, id="count and bytes at"),
+        pytest.param([25, 26], True, id="count at, bytes above"),
+        pytest.param([1, 1, 1], True, id="count above, bytes below"),
+        pytest.param([20, 20, 11], True, id="count and bytes above"),
+        pytest.param([], False, id="empty"),
+    ],
+)
+def test_C1_both_resumes_are_needed(left, on):
+    queue = fill(make_queue(BOTH), [101, *left])
+    assert queue.flow_stopped
+    queue.take(no_ack=True)
+    assert queue.flow_stopped is on
+
+
+@pytest.mark.parametrize(("depth", "on"), [(7, False), (8, False), (9, True)])
+def test_C4_a_maximum_count_stops_above_80_percent_of_it(depth, on):
+    assert fill(make_queue({"qpid.max_count": 10}), [1] * depth).flow_stopped is on
+
+
+@pytest.mark.parametrize(("left", "on"), [(8, True), (7, True), (6, False)])
+def test_C4_a_maximum_count_resumes_below_70_percent_of_it(left, on):
+    queue = fill(make_queue({"qpid.max_count": 10}), [1] * 9)
+    for _ in range(9 - left):
+        queue.take(no_ack=True)
+    assert queue.flow_stopped is on
+
+
+@pytest.mark.parametrize(("size", "on"), [(799, False), (800, False), (801, True)])
+def test_C4_a_maximum_size_stops_above_80_percent_of_it(size, on):
+    assert fill(make_queue({"qpid.max_size": 1000}), [size]).flow_stopped is on
+
+
+@pytest.mark.parametrize(("left", "on"), [(701, True), (700, True), (699, False)])
+def test_C4_a_maximum_size_resumes_below_70_percent_of_it(left, on):
+    queue = fill(make_queue({"qpid.max_size": 1000}), [900 - left, left])
+    queue.take(no_ack=True)
+    assert queue.flow_stopped is on
+
+
+def test_C2_stop_equal_to_resume_is_a_band_of_two_messages():
+    queue = make_queue({"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 2})
+    fill(queue, [1, 1, 1])
+    assert queue.flow_stopped
+    queue.take(no_ack=True)
+    assert queue.flow_stopped
+    queue.take(no_ack=True)
+    assert not queue.flow_stopped
+
+
+# Qpid Java's marks, as a queue's own and as the virtual host's.
+CAPACITIES = pytest.mark.parametrize(
+    ("arguments", "settings"),
+    [
+        pytest.param({"x-qpid-capacity": 100, "x-qpid-flow-resume-capacity": 60}, {}, id="queue"),
+        pytest.param({}, {"capacity": 100, "flow_resume_capacity": 60}, id="virtual host"),
+    ],
+)
+
+
+@CAPACITIES
+@pytest.mark.parametrize(("size", "on"), [(99, False), (100, False), (101, True)])
+def test_J1_J2_a_queue_is_ON_above_its_capacity(arguments, settings, size, on):
+    publisher = Publisher()
+    queue = fill(make_queue(arguments, **settings), [size], publisher)
+    assert queue.flow_stopped is on
+    assert publisher.told == ([False] if on else [])
+
+
+@CAPACITIES
+@pytest.mark.parametrize(("left", "on"), [(61, True), (60, False), (59, False)])
+def test_J1_J2_a_queue_is_OFF_at_its_resume_capacity(arguments, settings, left, on):
+    publisher = Publisher()
+    queue = fill(make_queue(arguments, **settings), [101 - left, left], publisher)
+    queue.take(no_ack=True)
+    assert queue.flow_stopped is on
+    assert publisher.told == ([False] if on else [False, True])
+
+
+def test_J2_capacity_0_is_no_maximum():
+    queue = fill(make_queue({"x-qpid-capacity": 0}), [10**6])
+    assert not queue.flow_stopped
+    assert not queue.is_watched
+
+
+def test_J3_who_publishes_between_the_java_marks_is_not_flowed():
+    first, second = Publisher("first"), Publisher("second")
+    queue = make_queue({"x-qpid-capacity": 100, "x-qpid-flow-resume-capacity": 50})
+    fill(queue, [60, 41], first)
+    queue.take(no_ack=True)
+    fill(queue, [1], second)
+    assert queue.flow_stopped is False
+    fill(queue, [59], first)
+    queue.take(no_ack=True)
+    assert (queue.size, queue.flow_stopped) == (60, True)
+    fill(queue, [1], second)
+    assert (first.told, second.told) == ([False, True, False], [])
+
+
+def test_C1_who_publishes_while_a_cpp_queue_is_ON_is_flowed():
+    first, second = Publisher("first"), Publisher("second")
+    queue = make_queue({"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 1})
+    fill(queue, [1, 1, 1], first)
+    queue.take(no_ack=True)
+    fill(queue, [1], second)
+    assert (first.told, second.told) == ([False], [False])
+    assert queue.blocked == (first, second)
+
+
+def test_both_families_work_each_for_itself():
+    publisher = Publisher()
+    queue = make_queue({"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 2, "x-qpid-capacity": 100})
+    fill(queue, [1, 1, 101], publisher)
+    assert queue.flow_stopped_count == 2
+    assert publisher.told == [False]
+    queue.take(no_ack=True)
+    queue.take(no_ack=True)
+    # One message is left, fewer than the resume count, but its bytes are still above the capacity.
+    assert (queue.flow_stopped, publisher.told) == (True, [False])
+    queue.take(no_ack=True)
+    assert (queue.flow_stopped, publisher.told) == (False, [False, True])
+
+
+def ack(queue):
+    entry = queue.take(no_ack=False)
+    assert queue.flow_stopped
+    queue.settle(entry, acked=True)
+
+
+def reject(queue):
+    entry = queue.take(no_ack=False)
+    assert queue.flow_stopped
+    queue.settle(entry, acked=False)
+
+
+def consume_no_ack(queue):
+    taker = Taker(no_ack=True)
+    queue.add_consumer(taker, exclusive=False)
+    queue.dispatch()
+
+
+SHRINKERS = [
+    ack,
+    reject,
+    consume_no_ack,
+    lambda queue: queue.take(no_ack=True),
+    Queue.drop_oldest,
+    Queue.purge,
+    Queue.delete,
+]
+
+
+@pytest.mark.parametrize(
+    "shrink", SHRINKERS, ids=["ack", "reject", "consumed no_ack", "get no_ack", "ring drop", "purge", "delete"]
+)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 3 - 1},
+        {"qpid.flow_stop_size": 2, "qpid.flow_resume_size": 2},
+        {"x-qpid-capacity": 2, "x-qpid-flow-resume-capacity": 1},
+    ],
+    ids=["count", "size", "capacity"],
+)
+def test_J6_every_way_a_queue_shrinks_unflows(shrink, arguments):
+    publisher = Publisher()
+    confirmed: list[int] = []
+    queue = make_queue(arguments)
+    fill(queue, [1, 1], publisher)
+    completion = Completion(7, confirmed.append)
+    queue.enqueue(message(1), publisher, completion)
+    assert not completion.arm()
+    queue.take(no_ack=True)
+    assert (publisher.told, queue.flow_stopped) == ([False], True)
+    shrink(queue)
+    assert (publisher.told, queue.flow_stopped) == ([False, True], False)
+    assert queue.blocked == ()
+    # C5: what was held is complete.
+    assert confirmed == [7]
+    assert queue.held_confirms == 0
+
+
+@pytest.mark.parametrize("taken", [1, 2, 3])
+@pytest.mark.parametrize("step", ["taken", "blocked"])
+@pytest.mark.parametrize(
+    "arguments", [{"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 2}, {"x-qpid-capacity": 2}]
+)
+def test_J5_who_is_about_to_be_flowed_while_the_queue_shrinks_is_not_flowed_for_ever(arguments, step, taken):
+    class Interrupted(QueueFlow):
+        """Messages leave between two steps of blocking who published."""
+
+        def offer(self, source, size, now):
+            for done in self.offer_steps(source, size, now):
+                if done == step:
+                    for _ in range(taken):
+                        queue.take(no_ack=True)
+            return source in self._blocked
+
+    publisher = Publisher()
+    queue = make_queue(arguments)
+    queue.flows = tuple(Interrupted(flow.depth.thresholds, "q") for flow in queue.flows)
+    fill(queue, [1, 1, 1], publisher)
+    assert queue.depth == 3 - taken
+    assert publisher.is_blocked is queue.flow_stopped
+    assert queue.blocked == ((publisher,) if queue.flow_stopped else ())
+
+
+def test_J6_a_delivery_and_a_requeue_do_not_change_the_depth():
+    publisher = Publisher()
+    queue = fill(make_queue({"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1}), [1, 1], publisher)
+    entries = [queue.take(no_ack=False), queue.take(no_ack=False)]
+    assert (queue.depth, len(queue.ready), queue.flow_stopped) == (2, 0, True)
+    queue.requeue(entries)
+    assert (queue.depth, len(queue.ready), queue.flow_stopped) == (2, 2, True)
+    assert publisher.told == [False]
+
+
+@pytest.mark.parametrize(
+    ("enforcement", "told", "holds"), [("completion", [], 1), ("channel_flow", [False], 0), ("both", [False], 1)]
+)
+def test_enforcement_says_whether_publishers_are_flowed_and_whether_confirms_are_held(enforcement, told, holds):
+    publisher = Publisher()
+    completion = Completion(1, print)
+    queue = make_queue({"qpid.flow_stop_count": 1, "x-qflow-enforcement": enforcement})
+    fill(queue, [1], publisher)
+    queue.enqueue(message(), publisher, completion)
+    assert (publisher.told, completion.holds) == (told, holds)
+
+
+def test_C5_a_completion_says_nothing_before_every_destination_has_the_message():
+    completed: list[int] = []
+    completion = Completion(7, completed.append)
+    completion.holds = 1
+    completion.release()
+    assert completed == []
+    assert completion.arm()
+
+
+def test_order_is_kept_through_requeues():
+    queue = make_queue()
+    for size in range(1, 7):
+        queue.enqueue(message(size))
+    taken = [queue.take(no_ack=False) for _ in range(4)]
+    queue.requeue([taken[2], taken[0]])
+    assert [entry.message.size for entry in queue.ready] == [1, 3, 5, 6]
+    queue.requeue([taken[3], taken[1]])
+    assert [entry.message.size for entry in queue.ready] == [1, 2, 3, 4, 5, 6]
+    assert [entry.redelivered for entry in queue.ready] == [True] * 4 + [False] * 2
+    assert queue.unacked == {}
+
+
+def test_consumers_take_turns_and_those_who_cannot_are_passed_over():
+    queue = make_queue()
+    takers = [Taker(), Taker(), Taker()]
+    for taker in takers:
+        queue.add_consumer(taker, exclusive=False)
+    takers[1].can_take = False
+    fill(queue, [1] * 4)
+    queue.dispatch()
+    assert [len(taker.entries) for taker in takers] == [2, 0, 2]
+    takers[1].can_take = True
+    fill(queue, [1] * 2)
+    queue.dispatch()
+    assert len(takers[1].entries) == 0
+    queue.wake(takers[1])
+    fill(queue, [1] * 3)
+    queue.dispatch()
+    assert [len(taker.entries) for taker in takers] == [4, 1, 4]
+
+
+def test_a_deleted_queue_tells_its_consumers_and_ignores_their_acks():
+    queue = make_queue()
+    taker = Taker()
+    queue.add_consumer(taker, exclusive=False)
+    fill(queue, [1])
+    queue.dispatch()
+    queue.delete()
+    queue.cancel_consumers()
+    assert taker.is_cancelled
+    queue.settle(taker.entries[0], acked=True)
+    queue.requeue(taker.entries)
+    assert (queue.depth, queue.size, queue.acked) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(("count", "refused"), [(9, False), (10, True)])
+def test_reject_refuses_what_leads_past_the_maximum_count(count, refused):
+    queue = fill(make_queue({"qpid.max_count": 10}), [1] * count)
+    assert (queue.refusal(1) is not None) is refused
+
+
+@pytest.mark.parametrize(("size", "refused"), [(9, False), (10, False), (11, True)])
+def test_reject_refuses_what_leads_past_the_maximum_size(size, refused):
+    queue = fill(make_queue({"qpid.max_size": 20}), [10])
+    assert (queue.refusal(size) is not None) is refused
+
+
+def test_unacked_messages_count_for_the_maximum():
+    queue = fill(make_queue({"qpid.max_count": 1}), [1])
+    entry = queue.take(no_ack=False)
+    assert "full" in queue.refusal(1)
+    queue.settle(entry, acked=True)
+    assert queue.refusal(1) is None
+
+
+def test_ring_drops_the_oldest():
+    queue = fill(make_queue({"qpid.max_count": 3, "qpid.policy_type": "ring"}), [1, 2, 3, 4, 5])
+    assert [entry.message.size for entry in queue.ready] == [3, 4, 5]
+    assert (queue.depth, queue.dropped, queue.peak_depth) == (3, 2, 3)
+
+
+def test_ring_drops_as_many_as_it_takes_for_the_size():
+    queue = fill(make_queue({"qpid.max_size": 10, "qpid.policy_type": "ring"}), [3, 3, 3, 8])
+    assert [entry.message.size for entry in queue.ready] == [8]
+    assert queue.dropped == 3
+    assert "larger than queue 'q'" in queue.refusal(11)
+
+
+def test_ring_drops_the_oldest_even_from_its_consumer():
+    queue = fill(make_queue({"qpid.max_count": 2, "qpid.policy_type": "ring"}), [1, 2])
+    entry = queue.take(no_ack=False)
+    fill(queue, [3])
+    assert entry.is_gone
+    queue.settle(entry, acked=True)
+    assert (queue.depth, queue.dropped, queue.acked) == (2, 1, 0)
+
+
+def test_ring_strict_refuses_while_a_consumer_has_the_oldest():
+    queue = fill(make_queue({"qpid.max_count": 2, "qpid.policy_type": "ring_strict"}), [1, 2])
+    assert queue.refusal(1) is None
+    entry = queue.take(no_ack=False)
+    assert "oldest message is with a consumer" in queue.refusal(1)
+    queue.settle(entry, acked=True)
+    assert queue.refusal(1) is None
+    fill(queue, [3, 4])
+    assert [entry.message.size for entry in queue.ready] == [3, 4]

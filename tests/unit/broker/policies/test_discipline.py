@@ -1,0 +1,309 @@
+"""Connections that do not listen (D7 D8), and alarms."""
+
+from __future__ import annotations
+
+import pytest
+from pamqp import commands
+
+from qflow_client.broker.core.session import State
+from qflow_client.broker.core.snapshots import channel_snapshot, connection_snapshot
+from qflow_client.broker.settings import BrokerSettings
+
+from ..core.test_flow import flows
+
+STOP_1: dict[str, object] = {"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1}
+
+
+def flowed(client, **options):
+    """A client with one channel that has been told to stop, two messages in the queue."""
+    client.channel(1, **options)
+    client.declare(arguments=STOP_1)
+    for _ in range(2):
+        client.publish()
+    assert flows(client) == [False]
+    return client
+
+
+# The backlog of a connection (D7).
+
+
+@pytest.mark.parametrize("enforcement", ["channel_flow", "both"])
+@pytest.mark.parametrize(("more", "all_are_flowed"), [(8, False), (9, False), (11, True)])
+def test_D7_a_backlog_beyond_its_stop_flows_all_channels_that_publish(make_world, enforcement, more, all_are_flowed):
+    client = flowed(make_world(backlog_count=10, enforcement=enforcement).client())
+    client.channel(2, confirms=True).channel(3)
+    for _ in range(more):
+        client.publish()
+    assert connection_snapshot(client.session).backlog == more
+    assert flows(client, 2) == ([False] if all_are_flowed else [])
+    # This one does not publish.
+    assert not client.session.channels[3].is_blocked
+    if all_are_flowed:
+        assert channel_snapshot(client.session.channels[2]).blocked_by == ("backlog",)
+        assert channel_snapshot(client.session.channels[1]).blocked_by == ("q", "backlog")
+
+
+def test_D7_bytes_count_too(make_world):
+    client = flowed(make_world(backlog_size=10).client())
+    client.channel(2, confirms=True)
+    client.publish(b"x" * 10)
+    assert not client.session.channels[2].is_blocked
+    client.publish(b"x")
+    assert client.session.channels[2].is_blocked
+    assert connection_snapshot(client.session).backlog_bytes == 11
+
+
+def test_D7_another_connection_goes_on(make_world):
+    world = make_world(backlog_count=1)
+    client, other = flowed(world.client()), world.client().channel(confirms=True)
+    for _ in range(5):
+        client.publish()
+    assert not other.session.channels[1].is_blocked
+
+
+def test_D7_a_channel_that_turns_out_to_publish_is_flowed_at_once(make_world):
+    client = flowed(make_world(backlog_count=1).client())
+    for _ in range(3):
+        client.publish()
+    client.channel(2)
+    client.received()
+    client.send(2, commands.Confirm.Select())
+    assert sorted(client.names()) == ["Channel.Flow", "Confirm.SelectOk"]
+
+
+@pytest.mark.parametrize("enforcement", ["channel_flow", "completion", "both"])
+@pytest.mark.parametrize("confirms", [True, False])
+def test_D7_when_the_queue_has_drained_nothing_is_left_of_the_backlog(make_world, enforcement, confirms):
+    world = make_world(backlog_count=3, enforcement=enforcement)
+    client = world.client().channel(1, confirms=confirms).channel(2, confirms=True)
+    client.declare(arguments=STOP_1)
+    for _ in range(10):
+        client.publish()
+    is_counted = enforcement != "completion" or confirms
+    assert client.session.channels[2].is_blocked is is_counted
+    client.publish(channel=2, routing_key="nowhere")
+    world.queue().purge()
+    snapshot = connection_snapshot(client.session)
+    assert (snapshot.backlog, snapshot.backlog_bytes) == (0, 0)
+    assert not any(channel.is_blocked for channel in client.session.channels.values())
+    assert client.session.channels[1]._owed == [0, 0]
+
+
+def test_D7_what_waits_for_room_is_in_the_backlog_until_it_is_taken_or_given_up(make_world):
+    world = make_world(backlog_count=2)
+    client = world.client().channel(1, confirms=True).channel(2)
+    client.declare(arguments={"x-qflow-policy": "wait", "qpid.max_count": 1})
+    for channel in (1, 1, 2, 2):
+        client.publish(channel=channel)
+    assert connection_snapshot(client.session).backlog == 3
+    assert all(channel.is_blocked for channel in client.session.channels.values())
+    world.queue().take(no_ack=True)
+    world.host.tick(0.0)
+    assert connection_snapshot(client.session).backlog == 2
+    world.now = 60.0
+    world.host.tick(60.0)
+    assert connection_snapshot(client.session).backlog == 0
+    assert not client.session.channels[1].is_blocked
+
+
+@pytest.mark.parametrize("enforcement", ["channel_flow", "completion", "both"])
+def test_D7_what_is_delivered_at_once_is_not_left_in_the_backlog(make_world, enforcement):
+    world = make_world(backlog_count=5, enforcement=enforcement)
+    client, consumer = world.client().channel(confirms=True), world.client().channel(1).channel(2)
+    client.declare(arguments=STOP_1)
+    consumer.consume()
+    for _ in range(2):
+        client.publish()
+    # These two stay with the first consumer, and the queue ON.
+    before = connection_snapshot(client.session).backlog
+    consumer.send(1, commands.Channel.Flow(active=False))
+    consumer.consume(channel=2, no_ack=True)
+    client.publish()
+    assert world.queue().depth == 2
+    assert connection_snapshot(client.session).backlog == before + (enforcement == "channel_flow")
+    consumer.send(1, commands.Basic.Ack(0, multiple=True))
+    assert connection_snapshot(client.session).backlog == 0
+
+
+def test_D7_a_queue_may_have_the_name_of_the_backlog(make_world):
+    client = make_world(backlog_count=10, enforcement="channel_flow").client().channel()
+    client.declare("backlog", arguments=STOP_1)
+    for _ in range(5):
+        client.publish(routing_key="backlog")
+    assert connection_snapshot(client.session).backlog == 3
+
+
+def test_D7_a_channel_that_ends_takes_its_part_of_the_backlog_along(make_world):
+    client = flowed(make_world(backlog_count=3).client(), confirms=False)
+    client.channel(2, confirms=True)
+    for _ in range(5):
+        client.publish()
+    client.received()
+    client.send(1, commands.Channel.Close(200, "", 0, 0))
+    assert connection_snapshot(client.session).backlog == 0
+    assert not client.session.channels[2].is_blocked
+    client.session.host.queues["q"].purge()
+    assert connection_snapshot(client.session).backlog == 0
+
+
+def test_D7_without_a_limit_nothing_is_counted(world):
+    client = flowed(world.client())
+    client.publish()
+    assert client.session.discipline is None
+    assert connection_snapshot(client.session).backlog == 0
+
+
+# What is done about clients that go on (D8).
+
+
+def test_D8_publishing_on_is_not_held_against_a_client_for_a_time_of_grace(make_world):
+    world = make_world(close_channel_after=1, flow_grace=5)
+    client = flowed(world.client())
+    for now in (0.0, 4.999):
+        world.now = now
+        client.publish()
+        client.publish()
+    assert client.received() == []
+    world.now = 5.0
+    client.publish()
+    assert client.received() == []
+    client.publish()
+    assert client.close_of(commands.Channel.Close).reply_code == 311
+
+
+@pytest.mark.parametrize(("more", "is_closed"), [(3, False), (4, True)])
+@pytest.mark.parametrize("way", ["plain", "confirms", "tx"])
+def test_D8_a_channel_that_publishes_on_is_closed_with_311(make_world, more, is_closed, way):
+    world = make_world(close_channel_after=3, flow_grace=0)
+    client = flowed(world.client(), confirms=way == "confirms")
+    if way == "tx":
+        client.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
+    for _ in range(more):
+        client.publish()
+    assert (1 in client.session.channels and client.session.channels[1].is_closing) is is_closed
+    if is_closed:
+        close = client.close_of(commands.Channel.Close)
+        assert (close.reply_code, close.class_id, close.method_id) == (311, 60, 40)
+        assert "by q" in close.reply_text
+    assert world.queue().depth == 2 + (3 if way != "tx" else 0)
+    assert connection_snapshot(client.session).channels_closed == is_closed
+    assert world.controls.sanctions["channels_closed"] == is_closed
+
+
+def test_D8_a_client_that_listens_after_all_begins_anew(make_world):
+    world = make_world(close_channel_after=3, flow_grace=0)
+    client = flowed(world.client())
+    for _ in range(5):
+        for _ in range(3):
+            client.publish()
+        world.queue().purge()
+        for _ in range(2):
+            client.publish()
+    assert client.session.channels[1].is_blocked
+    assert not client.session.channels[1].is_closing
+    assert connection_snapshot(client.session).past_flow == 15
+
+
+def test_D8_publishes_to_other_queues_count_because_the_channel_is_flowed(make_world):
+    client = flowed(make_world(close_channel_after=1, flow_grace=0).client())
+    client.declare("free")
+    client.publish(routing_key="free")
+    client.publish(routing_key="free")
+    assert client.close_of(commands.Channel.Close).reply_code == 311
+
+
+@pytest.mark.parametrize(("more", "is_closed"), [(5, False), (6, True)])
+def test_D8_a_connection_whose_channels_go_on_is_closed(make_world, more, is_closed):
+    world = make_world(close_channel_after=2, close_connection_after=5, flow_grace=0)
+    client = world.client().channel(9)
+    client.declare(channel=9, arguments=STOP_1)
+    world.host.publish("", "q", b"")
+    # Two channels that are closed for their third message, and a third channel.
+    for number, count in ((1, 3), (2, more - 3)):
+        client.channel(number)
+        for _ in range(1 + count):
+            client.publish(channel=number)
+        if client.session.state is State.RUNNING:
+            client.received()
+    assert (client.session.state is State.CLOSE_OK) is is_closed
+    if is_closed:
+        assert client.close_of(commands.Connection.Close).reply_code == 506
+    assert world.controls.sanctions == {"tarpits": 0, "channels_closed": 1, "connections_closed": is_closed}
+
+
+def test_D8_a_tarpit_stops_the_reading_for_a_time(make_world):
+    world = make_world(tarpit_after=3, tarpit_time=2, flow_grace=0)
+    client = flowed(world.client(heartbeat=1))
+    for number in range(1, 8):
+        client.publish()
+        assert (client.session.tarpit_until is not None) is (number >= 3)
+    assert connection_snapshot(client.session).tarpits == 2
+    assert world.controls.sanctions["tarpits"] == 2
+    for now, is_read in ((1.0, False), (1.999, False), (2.0, True)):
+        world.now = now
+        client.session.tick(now)
+        assert (client.session.tarpit_until is None) is is_read
+    # It could not be heard, so it was not silent; from now on it is.
+    assert client.session.is_running
+    for now in (3.0, 4.0):
+        world.now = now
+        client.session.tick(now)
+    assert client.session.state is State.ENDED
+
+
+def test_D8_each_step_can_be_left_out_and_they_come_in_order(make_world):
+    world = make_world(tarpit_after=2, close_channel_after=4, close_connection_after=6, flow_grace=0)
+    client = flowed(world.client())
+    seen = []
+    for _ in range(5):
+        client.publish()
+        seen.append((world.controls.sanctions["tarpits"], world.controls.sanctions["channels_closed"]))
+    assert seen == [(0, 0), (1, 0), (1, 0), (2, 0), (2, 1)]
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"backlog_count": -1}, ValueError),
+        ({"backlog_size": "1"}, TypeError),
+        ({"flow_grace": -1}, ValueError),
+        ({"tarpit_time": 0}, ValueError),
+        ({"tarpit_after": -1}, ValueError),
+        ({"close_channel_after": 1.5}, TypeError),
+        ({"close_connection_after": True}, TypeError),
+    ],
+)
+def test_D8_settings_that_cannot_be_are_refused(options, error):
+    (name,) = options
+    with pytest.raises(error, match=name):
+        BrokerSettings(**options)
+
+
+# Alarms.
+
+
+def test_a_client_is_unblocked_when_the_last_alarm_is_over(world):
+    client = world.client()
+    client.session.block("no memory", "memory")
+    assert client.only(commands.Connection.Blocked, 0).reason == "no memory"
+    client.session.block("no disk", "disk")
+    client.session.unblock("memory")
+    client.session.unblock("memory")
+    assert client.received() == []
+    assert connection_snapshot(client.session).blocked_by == ("disk",)
+    client.session.unblock("disk")
+    client.only(commands.Connection.Unblocked, 0)
+
+
+def test_D11_acks_are_taken_from_a_connection_whose_channels_are_all_flowed(make_world):
+    world = make_world(backlog_count=1, close_channel_after=100)
+    client = flowed(world.client(), confirms=True)
+    for _ in range(3):
+        client.publish()
+    client.channel(2)
+    client.consume(channel=2)
+    client.received()
+    client.send(2, commands.Basic.Ack(0, multiple=True))
+    assert world.queue().depth == 0
+    assert not client.session.channels[1].is_blocked
+    assert "Basic.Ack" in client.names()

@@ -1,0 +1,310 @@
+"""Fairness among the publishers of a queue (F4), and rate limits (F2 F6)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from pamqp import commands
+
+from qflow_client.broker.core.queueflow import CountedSource, QueueFlow
+from qflow_client.broker.core.snapshots import channel_snapshot, queue_snapshot
+from qflow_client.broker.policies.rates import RateLimit, Rates, RateScope
+from qflow_client.broker.settings import BrokerSettings
+from qflow_client.flow import StopResume
+
+from ..core.test_flow import STOP_2, flows
+
+
+def tick(world, now):
+    world.now = now
+    world.host.tick(now)
+
+
+# Publishers that come back one after the other.
+
+
+def three_flowed(world):
+    clients = [world.client().channel() for _ in range(3)]
+    clients[0].declare(arguments=STOP_2)
+    world.host.publish("", "q", b"")
+    world.host.publish("", "q", b"")
+    for client in clients:
+        client.publish()
+    assert [flows(client) for client in clients] == [[False]] * 3
+    return clients
+
+
+def test_F4_without_an_interval_all_come_back_at_once(world):
+    clients = three_flowed(world)
+    world.queue().purge()
+    assert [flows(client) for client in clients] == [[True]] * 3
+
+
+class Source(CountedSource):
+    """A publisher that tells when it is let go."""
+
+    def __init__(self, name, published, let_go):
+        super().__init__(name)
+        self.published = published
+        self.let_go = let_go
+
+    def on_unblocked(self):
+        self.let_go.append(self.name)
+
+
+def test_F4_when_all_come_back_at_once_who_was_served_least_is_told_first():
+    let_go: list[str] = []
+    flow = QueueFlow(StopResume(stop_count=2, resume_count=2), "q", count=2, size=2)
+    for name, published in (("first", 9), ("second", 3), ("third", 9), ("fourth", 0)):
+        flow.offer(Source(name, published, let_go), 1, 0.0)
+    for _ in range(4):
+        flow.release(1)
+        assert not let_go
+    flow.release(1)
+    assert let_go == ["fourth", "second", "first", "third"]
+
+
+@pytest.mark.parametrize(("now", "back"), [(0.0, 1), (0.0999, 1), (0.1, 2), (0.1999, 2), (0.2, 3)])
+def test_F4_with_an_interval_they_come_back_one_after_the_other_the_oldest_first(make_world, now, back):
+    world = make_world(resume_interval=0.1)
+    clients = three_flowed(world)
+    world.queue().purge()
+    for at in (0.0, 0.0999, 0.1, 0.1999, 0.2):
+        if at <= now:
+            tick(world, at)
+    assert [flows(client) for client in clients] == [[True]] * back + [[]] * (3 - back)
+    assert len(queue_snapshot(world.queue()).blocked) == 3 - back
+
+
+def test_F4_who_has_not_come_back_when_the_queue_is_full_again_is_the_first_the_next_time(make_world):
+    world = make_world(resume_interval=0.1)
+    first, *_ = clients = three_flowed(world)
+    world.queue().purge()
+    for _ in range(3):
+        first.publish()
+    assert flows(first) == [True, False]
+    tick(world, 0.5)
+    assert [client.received() for client in clients] == [[], [], []]
+    world.queue().purge()
+    assert [flows(client) for client in clients] == [[], [True], []]
+    tick(world, 0.6)
+    assert [flows(client) for client in clients] == [[], [], [True]]
+    tick(world, 0.7)
+    assert [flows(client) for client in clients] == [[True], [], []]
+
+
+def test_F4_the_deletion_of_the_queue_lets_all_go_at_once(make_world):
+    world = make_world(resume_interval=10)
+    clients = three_flowed(world)
+    world.host.delete_queue(world.queue())
+    assert [flows(client) for client in clients] == [[True]] * 3
+
+
+def test_F4_a_publisher_that_ends_is_passed_over(make_world):
+    world = make_world(resume_interval=0.1)
+    first, second, third = three_flowed(world)
+    second.send(1, commands.Channel.Close(200, "", 0, 0))
+    world.queue().purge()
+    tick(world, 0.1)
+    assert [flows(client) for client in (first, third)] == [[True], [True]]
+
+
+def flap(make_world, interval, publishers=10, burst=20, rounds=500):
+    """Equal publishers, each of which sends a burst whenever it may, and a consumer that takes 30 in each round.
+
+    Returns:
+        How much each was let publish, and the highest depth.
+    """
+    world = make_world(resume_interval=interval)
+    clients = [world.client().channel(confirms=True) for _ in range(publishers)]
+    clients[0].declare(arguments={"qpid.flow_stop_count": 100, "qpid.flow_resume_count": 50})
+    served = [0] * publishers
+    may = [True] * publishers
+    network = random.Random(1)
+    for round_number in range(rounds):
+        # Nobody is always the first to be heard.
+        for number in network.sample(range(publishers), publishers):
+            client = clients[number]
+            # What is read decides over the next burst; the one that is on its way comes all the same.
+            told = [each.active for _, each in client.received() if each.name == "Channel.Flow"]
+            may[number] = told[-1] if told else may[number]
+            if may[number]:
+                for _ in range(burst):
+                    client.publish()
+                served[number] += burst
+        for _ in range(30):
+            world.queue().take(no_ack=True)
+        tick(world, float(round_number))
+        if round_number == 20:
+            # In the beginning nobody is flowed, whatever the interval.
+            world.queue().peak_depth = 0
+    return served, world.queue().peak_depth
+
+
+@pytest.mark.parametrize(("interval", "highest"), [(0.0, 270), (1.0, 150)])
+def test_F4_equal_publishers_are_served_alike_and_overflow_less_if_they_take_turns(make_world, interval, highest):
+    served, peak = flap(make_world, interval)
+    assert max(served) - min(served) <= 0.2 * max(served), served
+    assert peak == highest
+
+
+# Rate limits.
+
+
+@pytest.fixture(name="client")
+def _client(world):
+    client = world.client().channel()
+    client.declare()
+    client.call(1, commands.Queue.Bind(queue="q", exchange="amq.fanout"), commands.Queue.BindOk)
+    return client
+
+
+def limit(world, *args, **options):
+    world.rates.set(RateLimit(*args, **options), world.now)
+    world.controls.limit_rates(True)
+
+
+@pytest.mark.parametrize(
+    ("scope", "name", "exchange", "is_limited"),
+    [
+        ("exchange", "amq.fanout", "amq.fanout", True),
+        ("exchange", "amq.fanout", "", False),
+        ("exchange", "", "", True),
+        ("queue", "q", "", True),
+        ("queue", "q", "amq.fanout", True),
+        ("queue", "other", "", False),
+        ("user", "guest", "", True),
+        ("user", "ann", "", False),
+    ],
+)
+def test_F6_whoever_publishes_faster_is_flowed_until_nothing_is_owed(world, client, scope, name, exchange, is_limited):
+    limit(world, scope, name, messages=10)
+    client.publish(exchange=exchange)
+    assert flows(client) == []
+    client.publish(exchange=exchange)
+    if not is_limited:
+        assert flows(client) == []
+        return
+    assert flows(client) == [False]
+    assert channel_snapshot(client.session.channels[1]).blocked_by == (f"rate of {scope} '{name}'",)
+    assert world.queue().depth == 2
+    tick(world, 0.0999)
+    assert flows(client) == []
+    tick(world, 0.1)
+    assert flows(client) == [True]
+
+
+def test_F6_bytes_are_limited_too(world, client):
+    limit(world, "queue", "q", bytes=1000, burst=1)
+    client.publish(b"x" * 1000)
+    assert flows(client) == []
+    client.publish(b"x" * 500)
+    assert flows(client) == [False]
+    tick(world, 0.499)
+    assert flows(client) == []
+    tick(world, 0.5)
+    assert flows(client) == [True]
+
+
+def test_F6_a_burst_passes_after_a_rest(world, client):
+    limit(world, "queue", "q", messages=10, burst=0.5)
+    for _ in range(5):
+        client.publish()
+    assert flows(client) == []
+    client.publish()
+    assert flows(client) == [False]
+
+
+def test_F6_a_user_has_one_rate_for_all_connections(world, client):
+    other = world.client().channel()
+    limit(world, "user", "guest", messages=10)
+    client.publish()
+    other.publish()
+    assert (flows(client), flows(other)) == ([], [False])
+
+
+def test_F6_a_limit_is_changed_live_and_what_is_owed_stays_owed(world, client):
+    limit(world, "queue", "q", messages=1)
+    for _ in range(3):
+        client.publish()
+    assert flows(client) == [False]
+    # Two are owed.
+    limit(world, "queue", "q", messages=10)
+    tick(world, 0.1999)
+    assert flows(client) == []
+    tick(world, 0.2)
+    assert flows(client) == [True]
+
+
+@pytest.mark.parametrize("way", ["delete", "only bytes"])
+def test_F6_who_is_held_by_a_limit_that_goes_is_let_go(world, client, way):
+    limit(world, "queue", "q", messages=1, bytes=1e9)
+    client.publish()
+    client.publish()
+    assert flows(client) == [False]
+    if way == "delete":
+        world.rates.delete(RateScope.QUEUE, "q")
+    else:
+        limit(world, "queue", "q", bytes=1e9)
+    assert flows(client) == [True]
+    assert bool(world.rates) is (way != "delete")
+
+
+def test_F6_a_transaction_counts_when_it_is_committed(world, client):
+    limit(world, "queue", "q", messages=1)
+    client.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
+    for _ in range(3):
+        client.publish()
+    assert client.received() == []
+    client.send(1, commands.Tx.Commit())
+    assert sorted(client.names()) == ["Channel.Flow", "Tx.CommitOk"]
+
+
+def test_F6_what_is_refused_does_not_count(world, client):
+    client.declare("small", arguments={"x-max-length": 0, "x-overflow": "reject-publish"})
+    limit(world, "exchange", "", messages=1)
+    for _ in range(3):
+        client.publish(routing_key="small")
+    assert client.received() == []
+
+
+def test_J4_a_rate_and_a_queue_must_both_let_go(world, client):
+    limit(world, "exchange", "", messages=1)
+    client.declare("narrow", arguments=STOP_2)
+    for _ in range(3):
+        client.publish(routing_key="narrow")
+    assert flows(client) == [False]
+    tick(world, 100.0)
+    assert flows(client) == []
+    world.queue("narrow").purge()
+    assert flows(client) == [True]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "word"),
+    [
+        ({}, ValueError, "limits nothing"),
+        ({"messages": 0}, ValueError, "messages=0"),
+        ({"messages": "1"}, TypeError, "messages='1'"),
+        ({"bytes": float("inf")}, ValueError, "bytes=inf"),
+        ({"messages": 1, "burst": -1}, ValueError, "burst=-1"),
+        ({"messages": 1, "apply_to": "channel"}, ValueError, "exchange, queue, user"),
+        ({"messages": 1, "name": None}, TypeError, "name=None"),
+    ],
+)
+def test_F6_a_limit_that_cannot_be_is_refused(options, error, word):
+    with pytest.raises(error, match=word):
+        RateLimit(**{"apply_to": "queue", "name": "q", **options})
+
+
+def test_F6_a_limit_that_is_not_there_cannot_be_deleted(world):
+    with pytest.raises(LookupError, match="rate limit of queue 'q'"):
+        world.rates.delete(RateScope.QUEUE, "q")
+    assert list(Rates(lambda *_: None)) == []
+
+
+@pytest.mark.parametrize("interval", [-1, "1"])
+def test_F4_an_interval_that_cannot_be_is_refused(interval):
+    with pytest.raises((TypeError, ValueError), match="resume_interval"):
+        BrokerSettings(resume_interval=interval)

@@ -1,0 +1,573 @@
+"""What full queues do: policies changed live, queues that hold for too long, conflation, publishes that wait."""
+
+from __future__ import annotations
+
+import pytest
+from pamqp import commands
+
+from qflow_client.broker.core.entries import DropReason
+from qflow_client.broker.core.snapshots import channel_snapshot, queue_snapshot
+from qflow_client.broker.policies.policy import Policy, PolicyDefinition
+
+from ..core.test_deadletter import bodies
+from ..core.test_flow import STOP_2, flows, tags
+
+
+def set_policy(world, name="p", **definition):
+    world.set_policy(Policy(name, PolicyDefinition.from_mapping(definition)))
+
+
+def settled(client):
+    """Publishes that were acked and nacked, one by one."""
+    acked, nacked = [], []
+    for _, each in client.received():
+        if each.name == "Basic.Ack":
+            assert not each.multiple
+            acked.append(each.delivery_tag)
+        elif each.name == "Basic.Nack":
+            nacked.append(each.delivery_tag)
+    return acked, nacked
+
+
+def tick(world, now):
+    world.now = now
+    world.host.tick(now)
+
+
+# Changed live (D4).
+
+
+@pytest.mark.parametrize(
+    ("stop", "resume", "told"),
+    [(2, 2, []), (3, 3, []), (4, 4, [True]), (3, 4, None), (10, 1, []), (10, 3, []), (10, 4, [True]), (0, 0, [True])],
+)
+def test_D4_J6_thresholds_that_are_raised_let_go_who_may_go(world, stop, resume, told):
+    client = world.client().channel()
+    client.declare(arguments=STOP_2)
+    for _ in range(3):
+        client.publish()
+    assert flows(client) == [False]
+    if told is None:
+        with pytest.raises(ValueError, match="stop must not be below"):
+            set_policy(world, flow_stop_count=stop, flow_resume_count=resume)
+        return
+    set_policy(world, flow_stop_count=stop, flow_resume_count=resume)
+    assert flows(client) == told
+    assert (world.queue().depth, world.queue().flow_stopped_count) == (3, 1)
+    assert world.queue().flow_stopped is (not told)
+
+
+def test_D4_thresholds_that_are_lowered_turn_ON_and_flow_who_publishes_next(world):
+    client = world.client().channel()
+    client.declare()
+    for _ in range(3):
+        client.publish()
+    set_policy(world, flow_stop_count=2)
+    assert (world.queue().flow_stopped, world.queue().flow_stopped_count, client.received()) == (True, 1, [])
+    client.publish()
+    assert flows(client) == [False]
+    world.delete_policy("p")
+    assert flows(client) == [True]
+    assert (world.queue().flow_stopped, world.queue().flow_stopped_count, world.queue().depth) == (False, 1, 4)
+
+
+def test_D4_D12_recent_publishers_are_told_when_a_lower_threshold_turns_it_ON(make_world):
+    world = make_world(flow_scope="publishers")
+    client = world.client().channel()
+    client.declare(arguments={"qpid.flow_stop_count": 10})
+    for _ in range(3):
+        client.publish()
+    set_policy(world, flow_stop_count=2)
+    assert flows(client) == [False]
+
+
+def test_D4_C5_a_family_of_marks_that_is_taken_away_releases_its_confirms(world):
+    client = world.client().channel(confirms=True)
+    client.declare()
+    set_policy(world, capacity=2)
+    client.publish(b"xxx")
+    assert client.names() == ["Channel.Flow"]
+    set_policy(world, flow_stop_count=5)
+    assert sorted(client.names()) == ["Basic.Ack", "Channel.Flow"]
+    assert [type(flow.depth.thresholds).__name__ for flow in world.queue().flows] == ["StopResume"]
+
+
+@pytest.mark.parametrize(
+    ("enforcement", "left"), [("completion", ["Channel.Flow"]), ("channel_flow", ["Basic.Ack"]), ("both", [])]
+)
+def test_D4_how_producers_are_held_can_be_changed_while_they_are(world, enforcement, left):
+    client = world.client().channel(confirms=True)
+    client.declare(arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
+    for _ in range(2):
+        client.publish()
+    client.received()
+    set_policy(world, enforcement=enforcement)
+    assert client.names() == left
+    world.queue().purge()
+    assert len(client.names()) + len(left) == 2
+
+
+@pytest.mark.parametrize(("maximum", "left"), [(1, [b"3"]), (2, [b"2", b"3"]), (3, [b"1", b"2", b"3"])])
+def test_D4_a_ring_whose_maximum_is_lowered_drops_the_oldest_at_once(world, maximum, left):
+    client = world.client().channel()
+    client.declare()
+    for body in (b"1", b"2", b"3"):
+        client.publish(body)
+    set_policy(world, policy="ring", max_count=maximum)
+    assert bodies(world.queue()) == left
+    assert world.queue().dropped == 3 - len(left)
+
+
+def test_D4_a_maximum_that_is_lowered_takes_nothing_away_from_a_queue_that_refuses(world):
+    client = world.client().channel(confirms=True)
+    client.declare()
+    for _ in range(3):
+        client.publish()
+    client.received()
+    set_policy(world, policy="reject", max_count=2, flow_stop_count=0)
+    client.publish()
+    assert (client.names(), world.queue().depth) == (["Basic.Nack"], 3)
+    set_policy(world, policy="reject", max_count=4, flow_stop_count=0)
+    client.publish()
+    assert (client.names(), world.queue().depth) == (["Basic.Ack"], 4)
+
+
+def test_D4_a_policy_is_in_force_for_the_very_next_message_of_a_channel_that_publishes_already(world):
+    client = world.client().channel(confirms=True)
+    client.declare()
+    client.publish()
+    assert client.names() == ["Basic.Ack"]
+    set_policy(world, policy="reject", max_count=1, flow_stop_count=0)
+    client.publish()
+    assert client.names() == ["Basic.Nack"]
+
+
+def test_D4_the_same_policy_again_changes_nothing(world):
+    client = world.client().channel()
+    client.declare()
+    set_policy(world, flow_stop_count=2, flow_resume_count=2)
+    for _ in range(3):
+        client.publish()
+    flow = world.queue().flows[0]
+    set_policy(world, flow_stop_count=2, flow_resume_count=2)
+    assert (flows(client), world.queue().flows[0]) == ([False], flow)
+
+
+# ON for too long (D10).
+
+
+@pytest.mark.parametrize(("now", "is_overdue"), [(9.999, False), (10.0, True)])
+def test_D10_a_queue_that_is_ON_for_max_flow_wait_lets_its_producers_go(world, now, is_overdue, caplog):
+    client = world.client().channel(confirms=True)
+    client.declare(arguments={**STOP_2, "x-qflow-max-flow-wait": 10})
+    for _ in range(3):
+        client.publish()
+    assert sorted(client.names()) == ["Basic.Ack", "Channel.Flow"]
+    tick(world, now)
+    assert sorted(client.names()) == (["Basic.Ack", "Channel.Flow"] if is_overdue else [])
+    queue = world.queue()
+    assert (queue.is_overdue, queue.flow_stopped, queue.depth, queue.times_overdue) == (is_overdue, True, 3, is_overdue)
+    found = queue_snapshot(queue)
+    assert (found.policy, found.overdue) == ("reject" if is_overdue else "flow", is_overdue)
+    assert ("has been ON for 10 s" in caplog.text) is is_overdue
+
+
+def test_D10_then_reject_refuses_beyond_the_stop_until_it_is_OFF(world):
+    client = world.client().channel(confirms=True)
+    client.declare(arguments={**STOP_2, "x-qflow-max-flow-wait": 10})
+    for _ in range(3):
+        client.publish()
+    tick(world, 10.0)
+    client.received()
+    client.publish()
+    assert settled(client) == ([], [4])
+    world.queue().take(no_ack=True)
+    client.publish()
+    assert settled(client) == ([], [5])
+    world.queue().purge()
+    assert not world.queue().is_overdue
+    assert queue_snapshot(world.queue()).policy == "flow"
+    for _ in range(3):
+        client.publish()
+    assert sorted(client.names()) == ["Basic.Ack", "Channel.Flow"]
+
+
+def test_D10_then_ring_drops_the_oldest_and_holds_nobody(world):
+    client = world.client().channel(confirms=True)
+    client.declare(arguments={**STOP_2, "x-qflow-max-flow-wait": 10, "x-qflow-then": "ring"})
+    for body in (b"1", b"2", b"3"):
+        client.publish(body)
+    tick(world, 10.0)
+    client.received()
+    client.publish(b"4")
+    client.publish(b"5")
+    assert tags(client) == [(5, True)]
+    assert (bodies(world.queue()), world.queue().drops) == ([b"4", b"5"], {DropReason.MAXLEN: 3})
+
+
+def test_D10_a_queue_that_was_OFF_in_between_has_its_whole_time_again(world):
+    client = world.client().channel()
+    client.declare(arguments={**STOP_2, "x-qflow-max-flow-wait": 10})
+    for now in (0.0, 5.0):
+        world.now = now
+        for _ in range(3):
+            client.publish()
+        if not now:
+            world.queue().purge()
+    assert flows(client) == [False, True, False]
+    tick(world, 10.0)
+    assert flows(client) == []
+    tick(world, 15.0)
+    assert flows(client) == [True]
+
+
+def test_D10_one_dead_queue_does_not_stop_an_exchange_for_ever(world):
+    client = world.client().channel(confirms=True)
+    client.declare("dead")
+    client.declare("alive")
+    for name in ("dead", "alive"):
+        client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
+    world.set_policy(
+        Policy("p", PolicyDefinition.from_mapping({"flow_stop_count": 2, "max_flow_wait": 10, "then": "ring"}), "^dead")
+    )
+    for _ in range(3):
+        client.publish(exchange="amq.fanout")
+    assert "Channel.Flow" in client.names()
+    tick(world, 10.0)
+    assert "Channel.Flow" in client.names()
+    for number in range(100):
+        client.publish(b"%d" % number, exchange="amq.fanout")
+        assert "Basic.Nack" not in client.names()
+        world.queue("alive").take(no_ack=True)
+    assert world.queue("dead").depth == 2
+    assert not client.session.channels[1].is_blocked
+
+
+def test_D10_a_time_that_is_set_while_ON_counts_from_when_it_turned_ON(world):
+    client = world.client().channel()
+    client.declare(arguments=STOP_2)
+    for _ in range(3):
+        client.publish()
+    world.now = 7.0
+    set_policy(world, max_flow_wait=10)
+    tick(world, 9.999)
+    assert flows(client) == [False]
+    tick(world, 10.0)
+    assert flows(client) == [True]
+    set_policy(world, max_size=1000)
+    client.publish()
+    assert (world.queue().is_overdue, flows(client)) == (False, [False])
+
+
+# Conflation (D9).
+
+
+def keyed(client, key, body, **options):
+    client.publish(body, properties=commands.Basic.Properties(headers={"k": key} if key is not None else {}), **options)
+
+
+def test_D9_conflate_keeps_the_last_message_of_each_key(world):
+    client = world.client().channel(confirms=True)
+    client.declare(arguments={"x-qflow-policy": "conflate", "x-qflow-conflate-key": "k"})
+    for key, body in (("a", b"1"), ("b", b"2"), ("a", b"3"), (None, b"4"), (None, b"5"), ("a", b"6"), (7, b"7")):
+        keyed(client, key, body)
+    assert bodies(world.queue()) == [b"2", b"4", b"5", b"6", b"7"]
+    assert world.queue().drops == {DropReason.CONFLATED: 2}
+    assert tags(client) == [(7, True)]
+
+
+def test_D9_without_a_header_the_routing_key_is_the_key(world):
+    client = world.client().channel()
+    client.declare(arguments={"x-qflow-policy": "conflate"})
+    bind = commands.Queue.Bind(queue="q", exchange="amq.topic", routing_key="#")
+    client.call(1, bind, commands.Queue.BindOk)
+    for key, body in (("a", b"1"), ("b", b"2"), ("a", b"3")):
+        client.publish(body, key, exchange="amq.topic")
+    assert bodies(world.queue()) == [b"2", b"3"]
+
+
+def test_D9_what_a_consumer_has_is_not_conflated_but_not_put_back_either(world):
+    client = world.client().channel()
+    client.declare(arguments={"x-qflow-policy": "conflate"})
+    client.publish(b"1")
+    client.send(1, commands.Basic.Get(queue="q"))
+    client.publish(b"2")
+    assert bodies(world.queue()) == [b"1", b"2"]
+    client.send(1, commands.Basic.Reject(1, requeue=True))
+    assert (bodies(world.queue()), world.queue().drops) == ([b"2"], {DropReason.CONFLATED: 1})
+    client.send(1, commands.Basic.Get(queue="q"))
+    client.send(1, commands.Basic.Reject(2, requeue=True))
+    assert bodies(world.queue()) == [b"2"]
+
+
+def test_D9_a_value_whose_successor_was_consumed_is_put_back(world):
+    client = world.client().channel()
+    client.declare(arguments={"x-qflow-policy": "conflate"})
+    client.publish(b"1")
+    client.send(1, commands.Basic.Get(queue="q"))
+    client.publish(b"2")
+    client.send(1, commands.Basic.Get(queue="q", no_ack=True))
+    client.send(1, commands.Basic.Reject(1, requeue=True))
+    assert bodies(world.queue()) == [b"1"]
+
+
+def test_D9_conflation_makes_room_before_a_maximum_drops_the_oldest(world):
+    client = world.client().channel()
+    client.declare(arguments={"x-qflow-policy": "conflate", "x-qflow-conflate-key": "k", "qpid.max_count": 2})
+    for key, body in (("a", b"1"), ("b", b"2"), ("a", b"3"), ("c", b"4")):
+        keyed(client, key, body)
+    assert bodies(world.queue()) == [b"3", b"4"]
+    assert world.queue().drops == {DropReason.CONFLATED: 1, DropReason.MAXLEN: 1}
+
+
+def test_D9_J6_conflation_releases_confirms_and_turns_OFF(world):
+    client = world.client().channel(confirms=True)
+    marks = {"qpid.flow_stop_size": 5, "qpid.flow_resume_size": 5}
+    client.declare(arguments={"x-qflow-policy": "conflate", **marks})
+    client.publish(b"666666")
+    assert client.names() == ["Channel.Flow"]
+    client.publish(b"1")
+    assert sorted(client.names()) == ["Basic.Ack", "Channel.Flow"]
+    assert world.queue().flow_stopped is False
+
+
+def test_D9_D4_a_queue_that_comes_to_conflate_drops_what_it_has_twice(world):
+    client = world.client().channel()
+    client.declare()
+    for key, body in (("a", b"1"), ("b", b"2"), ("a", b"3")):
+        keyed(client, key, body)
+    set_policy(world, policy="conflate", conflate_key="k")
+    assert bodies(world.queue()) == [b"2", b"3"]
+    keyed(client, "b", b"4")
+    world.delete_policy("p")
+    keyed(client, "b", b"5")
+    assert bodies(world.queue()) == [b"3", b"4", b"5"]
+
+
+# Waiting (A4).
+
+WAIT_1: dict[str, object] = {"x-qflow-policy": "wait", "qpid.max_count": 1}
+
+
+def test_A4_a_publish_to_a_full_queue_waits_for_room_and_is_acked_then(world):
+    client = world.client().channel(confirms=True)
+    client.declare(arguments=WAIT_1)
+    for body in (b"1", b"2", b"3"):
+        client.publish(body)
+    assert tags(client) == [(1, False)]
+    assert (bodies(world.queue()), world.queue().published) == ([b"1"], 1)
+    assert queue_snapshot(world.queue()).waiting == 2
+    channel = channel_snapshot(client.session.channels[1])
+    assert (channel.waiting, channel.unconfirmed) == (2, 2)
+    world.queue().take(no_ack=True)
+    tick(world, world.now)
+    assert (bodies(world.queue()), tags(client)) == ([b"2"], [(2, False)])
+    world.queue().take(no_ack=True)
+    tick(world, world.now)
+    assert (bodies(world.queue()), tags(client)) == ([b"3"], [(3, False)])
+    assert channel_snapshot(client.session.channels[1]).unconfirmed == 0
+
+
+@pytest.mark.parametrize(("now", "nacked"), [(59.999, []), (60.0, [2])])
+def test_A4_a_publish_that_has_waited_for_too_long_is_nacked(world, now, nacked):
+    client = world.client().channel(confirms=True)
+    client.declare(arguments=WAIT_1)
+    client.publish()
+    client.publish()
+    assert settled(client) == ([1], [])
+    tick(world, now)
+    assert settled(client) == ([], nacked)
+    assert queue_snapshot(world.queue()).waiting == 1 - len(nacked)
+    assert (world.queue().depth, channel_snapshot(client.session.channels[1]).nacked) == (1, len(nacked))
+    world.queue().purge()
+    tick(world, now)
+    assert world.queue().depth == 1 - len(nacked)
+
+
+def test_A4_how_long_is_a_setting(make_world):
+    world = make_world(max_producer_flow_control_wait=2)
+    client = world.client().channel(confirms=True)
+    client.declare(arguments=WAIT_1)
+    client.publish()
+    world.now = 1.0
+    client.publish()
+    client.publish()
+    tick(world, 2.999)
+    assert settled(client) == ([1], [])
+    tick(world, 3.0)
+    assert settled(client) == ([], [2, 3])
+
+
+def test_A4_without_confirms_who_waits_for_too_long_loses_its_channel(world):
+    client = world.client().channel()
+    client.declare(arguments=WAIT_1)
+    client.publish()
+    client.publish()
+    tick(world, 60.0)
+    close = client.close_of(commands.Channel.Close)
+    assert (close.reply_code, close.class_id, close.method_id) == (506, 60, 40)
+    assert "queue 'q' is full" in close.reply_text
+    assert "waited 60.0 s" in close.reply_text
+
+
+def test_A4_what_never_fits_is_refused_at_once(world):
+    client = world.client().channel(confirms=True)
+    client.declare(arguments={"x-qflow-policy": "wait", "qpid.max_size": 3})
+    client.publish(b"xxx")
+    client.publish(b"xxxx")
+    client.publish(b"x")
+    assert settled(client) == ([1], [2])
+    assert queue_snapshot(world.queue()).waiting == 1
+
+
+def test_A4_F4_who_came_first_is_let_in_first_and_nobody_passes(world):
+    first, second = world.client().channel(confirms=True), world.client().channel(confirms=True)
+    first.declare(arguments={"x-qflow-policy": "wait", "qpid.max_size": 4})
+    first.publish(b"4444")
+    first.publish(b"333")
+    second.publish(b"1")
+    world.queue().take(no_ack=True)
+    # There is room for it, but somebody was here before.
+    second.publish(b"2")
+    assert bodies(world.queue()) == []
+    tick(world, 0.0)
+    assert bodies(world.queue()) == [b"333", b"1"]
+    world.queue().take(no_ack=True)
+    tick(world, 0.0)
+    assert bodies(world.queue()) == [b"1", b"2"]
+
+
+def test_A4_a_message_to_several_queues_enters_all_or_none_and_keeps_its_place(world):
+    client = world.client().channel(confirms=True)
+    client.declare("narrow", arguments=WAIT_1)
+    client.declare("wide")
+    for name in ("narrow", "wide"):
+        client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
+    client.publish(b"1", exchange="amq.fanout")
+    client.publish(b"2", exchange="amq.fanout")
+    client.publish(b"3", routing_key="wide")
+    assert (bodies(world.queue("narrow")), bodies(world.queue("wide"))) == ([b"1"], [b"1"])
+    world.queue("narrow").take(no_ack=True)
+    tick(world, 0.0)
+    assert (bodies(world.queue("narrow")), bodies(world.queue("wide"))) == ([b"2"], [b"1", b"2", b"3"])
+    client.publish(b"4", routing_key="wide")
+    assert bodies(world.queue("wide"))[-1] == b"4"
+    assert client.session.channels[1].unconfirmed == 1 + 1 + 1 + 1
+
+
+def test_A4_if_another_queue_refuses_nothing_waits(world):
+    client = world.client().channel(confirms=True)
+    client.declare("waits", arguments=WAIT_1)
+    client.declare("rejects", arguments={"qpid.max_count": 1, "qpid.flow_stop_count": 0})
+    for name in ("waits", "rejects"):
+        client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
+    client.publish(exchange="amq.fanout")
+    client.publish(exchange="amq.fanout")
+    assert settled(client) == ([1], [2])
+    world.queue("rejects").purge()
+    client.publish(exchange="amq.fanout")
+    assert settled(client) == ([], [])
+    # It fills up while that one waits, which then waits for it, too.
+    world.host.publish("", "rejects", b"")
+    world.queue("waits").purge()
+    tick(world, 0.0)
+    assert (settled(client), world.queue("waits").depth) == (([], []), 0)
+    world.queue("rejects").purge()
+    tick(world, 0.0)
+    assert (settled(client), world.queue("waits").depth) == (([3], []), 1)
+
+
+def test_A4_the_deletion_of_a_queue_ends_the_wait_for_it(world):
+    client = world.client().channel(confirms=True)
+    client.declare("narrow", arguments=WAIT_1)
+    client.declare("wide")
+    for name in ("narrow", "wide"):
+        client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
+    for _ in range(3):
+        client.publish(exchange="amq.fanout")
+    client.received()
+    world.host.delete_queue(world.queue("narrow"))
+    assert world.queue("wide").depth == 3
+    assert tags(client) == [(3, True)]
+
+
+@pytest.mark.parametrize("confirms", [True, False])
+def test_A4_a_channel_that_ends_takes_along_only_what_it_would_hear_of(world, confirms):
+    client, other = world.client().channel(confirms=confirms), world.client().channel()
+    client.declare(arguments=WAIT_1)
+    for body in (b"1", b"2"):
+        client.publish(body)
+    client.send(1, commands.Channel.Close(200, "", 0, 0))
+    other.publish(b"3")
+    world.queue().purge()
+    tick(world, 0.0)
+    assert bodies(world.queue()) == ([b"3"] if confirms else [b"2"])
+    assert world.queue().drops == ({DropReason.REFUSED: 1} if confirms else {})
+
+
+def test_A4_what_a_closed_channel_left_behind_is_dropped_and_counted_in_time(world):
+    client = world.client().channel()
+    client.declare(arguments=WAIT_1)
+    client.publish(b"1")
+    client.publish(b"2")
+    client.send(1, commands.Channel.Close(200, "", 0, 0))
+    tick(world, 60.0)
+    assert world.queue().drops == {DropReason.REFUSED: 1}
+    assert queue_snapshot(world.queue()).waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("definition", "in_queue", "outcome"),
+    [
+        ({"policy": "flow", "flow_stop_count": 0}, [b"1", b"2", b"3"], ([2, 3], [])),
+        ({"policy": "reject", "flow_stop_count": 0}, [b"1"], ([], [2, 3])),
+        ({"policy": "ring"}, [b"3"], ([2, 3], [])),
+        ({"max_count": 2}, [b"1", b"2"], ([2], [])),
+    ],
+    ids=repr,
+)
+def test_A4_D4_who_waits_when_the_policy_changes_is_treated_by_the_new_one(world, definition, in_queue, outcome):
+    client = world.client().channel(confirms=True)
+    client.declare(arguments=WAIT_1)
+    for body in (b"1", b"2", b"3"):
+        client.publish(body)
+    client.received()
+    set_policy(world, **definition)
+    tick(world, 0.0)
+    assert bodies(world.queue()) == in_queue
+    acked, nacked = outcome
+    found = client.received()
+    assert [each.delivery_tag for _, each in found if each.name == "Basic.Nack"] == nacked
+    assert max((each.delivery_tag for _, each in found if each.name == "Basic.Ack"), default=None) == max(
+        acked, default=None
+    )
+
+
+def test_A4_D9_a_commit_does_not_wait(world):
+    client = world.client().channel()
+    client.declare(arguments=WAIT_1)
+    client.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
+    client.publish()
+    client.publish()
+    client.send(1, commands.Tx.Commit())
+    close = client.close_of(commands.Channel.Close)
+    assert (close.reply_code, world.queue().depth) == (406, 0)
+    assert "queue full" in close.reply_text
+
+
+@pytest.mark.parametrize("policy", ["reject", "wait", "ring_strict"])
+def test_D9_a_commit_that_does_not_fit_is_rolled_back_everywhere(world, policy):
+    client = world.client().channel()
+    client.declare("wide")
+    client.declare(arguments={"x-qflow-policy": policy, "qpid.max_count": 2, "qpid.flow_stop_count": 0})
+    client.publish(b"0")
+    client.send(1, commands.Basic.Get(queue="q"))
+    client.send(2, commands.Channel.Open(), commands.Tx.Select())
+    client.received()
+    client.publish(b"1", routing_key="wide", channel=2)
+    client.publish(b"2", channel=2)
+    client.publish(b"3", channel=2)
+    client.send(2, commands.Tx.Commit())
+    ((number, close),) = client.received()
+    assert (number, close.reply_code) == (2, 406)
+    assert (world.queue("wide").depth, bodies(world.queue())) == (0, [b"0"])

@@ -1,0 +1,167 @@
+"""What the broker writes into a flow log, and that it costs nothing where there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pamqp import commands
+
+from qflow_client.broker.policies.recording import FlowRecorder
+
+
+def _recorded(make_world, **options):
+    world = make_world(**options)
+    lines: list[dict[str, Any]] = []
+    world.host.observe(FlowRecorder(lines.append, lambda: world.now, lambda: world.now + 1000.0, names=_who))
+    return world, lines
+
+
+def _who(source):
+    return f"{source.session.name}/p", source.session.name
+
+
+def _of(lines, kind, **fields):
+    return [
+        line for line in lines if line["kind"] == kind and all(line.get(key) == value for key, value in fields.items())
+    ]
+
+
+ARGUMENTS = {"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 1}
+
+
+def _get(client, count=1):
+    for _ in range(count):
+        client.send(1, commands.Basic.Get(queue="q", no_ack=True))
+    client.raw_output()
+
+
+def test_a_queue_that_nobody_records_is_not_watched(make_world) -> None:
+    world = make_world()
+    world.client().channel().declare()
+    assert not world.queue().is_watched
+    recorded, _ = _recorded(make_world)
+    recorded.client().channel().declare()
+    assert recorded.queue().is_watched
+
+
+def test_J4_who_waits_for_which_queue_and_who_had_filled_it(make_world) -> None:
+    world, lines = _recorded(make_world)
+    one, two = world.client().channel(), world.client().channel()
+    one.declare(arguments=ARGUMENTS)
+    one.publish(b"abc")
+    one.publish(b"abc")
+    world.now = 1.0
+    two.publish(b"ab")
+    (on,) = _of(lines, "on")
+    assert (on["at"], on["queue"], on["depth"], on["bytes"]) == (1_001_000_000, "q", 3, 8)
+    (raised,) = _of(lines, "raised")
+    assert (raised["producer"], raised["connection"], raised["queue"]) == ("client-2/p", "client-2", "q")
+    assert (raised["reason"], raised["since"]) == ("channel_flow", 1_001_000_000)
+    world.now = 3.0
+    world.host.tick(world.now)
+    (held,) = _of(lines, "held")
+    assert (held["begun"], held["at"]) == (1_001_000_000, 1_003_000_000)
+    assert held["causes"] == {"client-1/p": 1_333_334, "client-2/p": 666_666}
+    world.now = 4.0
+    _get(one, 3)
+    (lifted,) = _of(lines, "lifted")
+    assert (lifted["since"], lifted["begun"], lifted["at"]) == (1_001_000_000, 1_003_000_000, 1_004_000_000)
+    assert sum(lifted["causes"].values()) == 1_000_000
+    (off,) = _of(lines, "off")
+    assert (off["since"], off["peak"], off["overshoot"], off["peak_bytes"]) == (1_001_000_000, 3, 1, 8)
+    # Who fills it next is another matter.
+    for _ in range(3):
+        two.publish(b"ab")
+    world.now = 5.0
+    _get(two, 3)
+    assert _of(lines, "lifted")[-1]["causes"] == {"client-2/p": 1_000_000}
+
+
+def test_C5_confirms_that_are_kept_back_are_a_wait_of_their_own(make_world) -> None:
+    world, lines = _recorded(make_world)
+    client = world.client().channel(confirms=True)
+    client.declare(arguments={**ARGUMENTS, "x-qflow-enforcement": "completion"})
+    for _ in range(4):
+        client.publish()
+    assert [line["reason"] for line in _of(lines, "raised")] == ["completion"]
+    world.now = 2.0
+    _get(client, 4)
+    (lifted,) = _of(lines, "lifted")
+    assert (lifted["reason"], lifted["at"] - lifted["since"]) == ("completion", 2_000_000)
+
+
+def test_two_marks_of_one_queue_are_one_wait(make_world) -> None:
+    world, lines = _recorded(make_world)
+    client = world.client().channel()
+    client.declare(arguments={**ARGUMENTS, "x-qpid-capacity": 4, "x-qpid-flow-resume-capacity": 0})
+    for _ in range(3):
+        client.publish(b"ab")
+    world.now = 1.0
+    _get(client, 3)
+    assert [line["kind"] for line in lines if line.get("reason")] == ["raised", "lifted"]
+
+
+def test_samples_add_up_to_what_came_and_went(make_world) -> None:
+    world, lines = _recorded(make_world)
+    client = world.client().channel()
+    client.declare(arguments=ARGUMENTS)
+    for second in range(1, 6):
+        for _ in range(second):
+            client.publish(b"abc")
+        world.now = float(second)
+        _get(client, 2)
+        world.host.tick(world.now)
+    samples = _of(lines, "depth")
+    assert [line["depth"] for line in samples] == [0, 0, 1, 3, 6]
+    assert [line["peak"] for line in samples] == [1, 2, 3, 5, 8]
+    assert sum(line["arrived"] for line in samples) == sum(line["arrivals"]["client-1/p"] for line in samples) == 15
+    assert sum(line["left"] for line in samples) == 9
+    assert sum(line["arrived_bytes"] - line["left_bytes"] for line in samples) == world.queue().size
+    assert [line["us"] for line in samples[1:]] == [1_000_000] * 4
+    assert {(line["stop"], line["resume"]) for line in samples} == {(2, 1)}
+
+
+def test_a_queue_in_which_nothing_is_or_happens_is_not_told_of(make_world) -> None:
+    world, lines = _recorded(make_world)
+    client = world.client().channel()
+    client.declare()
+    client.publish()
+    _get(client)
+    for second in range(1, 6):
+        world.now = float(second)
+        world.host.tick(world.now)
+    assert len(_of(lines, "depth")) == 1
+
+
+def test_a_channel_that_ends_and_a_queue_that_is_deleted_leave_no_wait_behind(make_world) -> None:
+    world, lines = _recorded(make_world)
+    one, two = world.client().channel(confirms=True), world.client().channel(confirms=True)
+    one.declare(arguments=ARGUMENTS)
+    for _ in range(3):
+        one.publish()
+        two.publish()
+    one.send(1, commands.Channel.Close(0, "", 0, 0))
+    assert len(_of(lines, "lifted", producer="client-1/p")) == len(_of(lines, "raised", producer="client-1/p")) == 2
+    world.now = 1.0
+    two.send(1, commands.Queue.Delete(queue="q"))
+    assert len(_of(lines, "lifted")) == len(_of(lines, "raised"))
+    assert len(_of(lines, "off")) == 1
+    assert _of(lines, "depth")[-1]["left"] == 6
+    count = len(lines)
+    world.now = 2.0
+    world.host.tick(world.now)
+    assert len(lines) == count
+
+
+def test_D5_the_operators_hold_is_told_without_a_queue(make_world) -> None:
+    world, lines = _recorded(make_world)
+    client = world.client().channel()
+    client.declare()
+    client.publish()
+    channel = client.session.channels[1]
+    channel.block(world.controls.operator)
+    channel.unblock(world.controls.operator)
+    assert [(line["kind"], line["queue"], line["reason"]) for line in lines] == [
+        ("raised", "", "operator"),
+        ("lifted", "", "operator"),
+    ]

@@ -1,0 +1,210 @@
+"""A damaged store (E10): every message is right or reported, and every start succeeds or says what to do."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+from pathlib import Path
+from struct import pack
+
+import pytest
+from pamqp import commands
+
+from qflow_client.broker.core.entries import DropReason
+from qflow_client.broker.store.errors import StoreError
+from qflow_client.broker.store.journal import Batch, Change, Journal, Put
+from qflow_client.broker.store.recovery import Recovery
+from qflow_client.broker.store.store import BodyReader, Store
+from tests.effort import rounds
+
+from ..conftest import Disk, World
+
+HEADER = pack(">HHQH", 60, 0, 3, 1 << 12) + b"\2"
+NAMES = b"\0\1q"
+
+
+def body(number: int) -> bytes:
+    return b"%d " % number + bytes(number % 7 * 900)
+
+
+def filled(path: Path, messages: int = 40) -> None:
+    store = Store(path, synchronous="normal")
+    changes = [Change("queue", (number, name, False, bytes(4))) for number, name in ((1, "q"), (2, "r"))]
+    changes.append(Change("exchange", ("e", "direct", False, False, bytes(4))))
+    changes += [Change("binding", ("e", "queue", name, "key", bytes(4))) for name in "qr"]
+    puts = [Put(each, [1, 2] if each % 2 else [1], 1.5, NAMES, HEADER, body(each)) for each in range(1, messages + 1)]
+    store.write(Batch(changes=changes, puts=puts))
+    store.write(Batch(moves={1: [2]}))
+    store.close()
+
+
+def change(path: Path, statement: str) -> None:
+    with sqlite3.connect(path) as file:
+        assert file.execute(statement).rowcount == 1
+    file.close()
+
+
+def found(path: Path) -> tuple[World, dict[int, bytes], list[str]]:
+    """What a broker finds there: itself, all bodies by number, and what is damaged."""
+    store = Store(path, synchronous="normal")
+    try:
+        world = World(journal=Journal(float))
+        journal = world.host.journal
+        assert isinstance(journal, Journal)
+        recovery = Recovery(world.host, journal, world.wall_clock)
+        recovery.recover_topology(store.topology())
+        messages = list(store.messages())
+        store.set_aside_messages(recovery.recover_messages(messages), "its queues are not there")
+        recovery.finish()
+        return world, {each.number: each.body for each in messages}, store.damaged
+    finally:
+        store.close()
+
+
+def check(path: Path, messages: int = 40) -> None:
+    """Every message is right, or is reported."""
+    try:
+        _, bodies, damaged = found(path)
+    except StoreError:
+        return
+    assert all(bodies[number] == body(number) for number in bodies)
+    assert len(bodies) + sum("message" in each for each in damaged) >= messages
+
+
+@pytest.mark.parametrize(
+    ("statement", "named"),
+    [
+        ("UPDATE message SET body = CAST('5 !' AS BLOB) WHERE number = 5", "message 5"),
+        ("UPDATE message SET header = x'00' WHERE number = 5", "message 5"),
+        ("UPDATE message SET names = x'05' WHERE number = 5", "message 5"),
+        ("UPDATE message SET at = 2.5 WHERE number = 5", "message 5"),
+        ("UPDATE message SET at = 'x' WHERE number = 5", "message 5"),
+        ("UPDATE message SET queues = '[2]' WHERE number = 5", "message 5"),
+        ("UPDATE message SET queues = CAST(x'5b31ff' AS TEXT) WHERE number = 5", "message 5"),
+        ("UPDATE message SET number = 500 WHERE number = 5", "message 500"),
+    ],
+)
+def test_a_damaged_message_is_set_aside_and_the_others_are_there(tmp_path, statement, named):
+    path = tmp_path / "store"
+    filled(path)
+    change(path, statement)
+    world, bodies, damaged = found(path)
+    assert bodies == {number: body(number) for number in range(1, 41) if number != 5}
+    assert (world.queue().depth, world.queue("r").depth) == (38, 19)
+    (why,) = damaged
+    assert named in why
+    # It is set aside once, and reported each time.
+    _, again, reported = found(path)
+    assert (again, reported) == (bodies, damaged)
+
+
+@pytest.mark.parametrize(
+    ("statement", "left", "count"),
+    [
+        ("UPDATE queue SET name = 'other' WHERE number = 1", {"r"}, 1 + 1 + 20),
+        ("UPDATE queue SET name = CAST(x'ff' AS TEXT) WHERE number = 1", {"r"}, 1 + 1 + 20),
+        ("UPDATE queue SET arguments = x'00' WHERE number = 2", {"q"}, 1 + 1 + 1),
+        ("UPDATE exchange SET type = 'topic'", {"q", "r"}, 1 + 2),
+        ("UPDATE binding SET routing_key = 'other' WHERE destination = 'q'", {"q", "r"}, 1),
+    ],
+)
+def test_what_hangs_on_a_damaged_queue_or_exchange_is_set_aside_with_it(tmp_path, statement, left, count):
+    path = tmp_path / "store"
+    filled(path)
+    change(path, statement)
+    world, _, damaged = found(path)
+    assert set(world.host.queues) == left
+    assert len(damaged) == count
+    # What is declared anew is kept.
+    store = Store(path, synchronous="normal")
+    store.write(Batch(changes=[Change("queue", (9, "other", False, bytes(4)))]))
+    assert "other" in [queue[1] for queue in store.topology().queues]
+    store.close()
+
+
+@pytest.mark.parametrize("seed", range(rounds(60)))
+def test_a_flipped_bit_changes_no_body_in_silence(tmp_path, seed):
+    path = tmp_path / "store"
+    filled(path)
+    content = bytearray(path.read_bytes())
+    chance = random.Random(seed)
+    for _ in range(8):
+        at, bit = chance.randrange(len(content)), 1 << chance.randrange(8)
+        content[at] ^= bit
+        path.write_bytes(content)
+        check(path)
+        content[at] ^= bit
+        for other in tmp_path.iterdir():
+            other.unlink()
+
+
+def test_damage_in_the_words_of_the_schema_is_told_too(tmp_path):
+    path = tmp_path / "store"
+    filled(path)
+    content = path.read_bytes()
+    at = content.index(b"CREATE TABLE message")
+    for bad in (b"CREATE TABLE me\xd5sage", b"CREATE TABL\xd5 message", b"CREATE TABLE missage"):
+        path.write_bytes(content[:at] + bad + content[at + len(bad) :])
+        with pytest.raises(StoreError, match="restore"):
+            found(path)
+        for other in tmp_path.glob("store-*"):
+            other.unlink()
+    column = content.index(b"checksum INTEGER NOT NULL,\n        names")
+    path.write_bytes(content[:column] + b"c\xd5" + content[column + 2 :])
+    with pytest.raises(StoreError, match="restore"):
+        found(path)
+
+
+@pytest.mark.parametrize("size", [1, 20, 100, 511, 512, 4095, 4096, 5000, 8192, 20_000])
+def test_a_store_that_was_cut_does_not_start_empty(tmp_path, size):
+    path = tmp_path / "store"
+    filled(path)
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(StoreError, match="restore"):
+        found(path)
+
+
+def test_a_body_that_is_damaged_when_it_is_read_is_reported(tmp_path):
+    path = tmp_path / "store"
+    filled(path)
+    change(path, "UPDATE message SET body = CAST('5 !' AS BLOB) WHERE number = 5")
+    reader = BodyReader(path)
+    assert reader.read([4, 5, 999]) == {4: body(4), 5: None}
+    reader.close()
+
+
+@pytest.mark.parametrize("way", ["consume", "get", "get_no_ack", "reject"])
+def test_a_message_whose_body_is_lost_leaves_its_queue_and_holds_up_nothing(way):
+    journal = Journal(float)
+    world, disk = World(journal=journal), Disk(journal)
+    journal.on_lost = world.host.lost
+    client = world.client().channel()
+    world.host.declare_queue("dead")
+    arguments = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead"}
+    client.declare(arguments=arguments)
+    for number in range(3):
+        client.publish(b"%d" % number)
+    for entry in world.queue().oldest_first():
+        journal.evict(entry.message)
+    disk.write()
+    (first, *_) = disk.bodies
+    disk.bodies[first] = None
+    if way == "consume":
+        client.consume()
+    else:
+        client.send(1, commands.Basic.Get(queue="q", no_ack=way == "get_no_ack"))
+    disk.read()
+    if way == "consume":
+        assert [content for _, content, _ in client.deliveries_after_ok()] == [b"1", b"2"]
+    else:
+        assert client.names() == ["Basic.GetEmpty"]
+        client.send(1, commands.Basic.Get(queue="q"))
+        disk.read()
+        assert client.names() == ["Basic.GetOk", "ContentHeader", "ContentBody"]
+    if way == "reject":
+        client.send(1, commands.Basic.Nack(0, multiple=True, requeue=False))
+        disk.read()
+        assert world.queue("dead").depth == 1
+    # A message that was taken without an ack has left its queue before.
+    assert world.queue().drops.get(DropReason.DAMAGED, 0) == (way != "get_no_ack")
+    assert journal.damaged == 1

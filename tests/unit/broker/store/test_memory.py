@@ -1,0 +1,382 @@
+"""Beyond the limit of memory, messages are dropped where the policy says so, and nowhere else (A1)."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+from pamqp import commands
+
+from qflow_client.broker.core.entries import DropReason, QueueEntry
+from qflow_client.broker.core.snapshots import queue_snapshot
+from qflow_client.broker.policies.policy import Policy, PolicyDefinition, QueuePolicy
+from qflow_client.broker.store.journal import Journal
+from qflow_client.broker.store.paging import Droppable
+from tests.effort import rounds
+
+from ..conftest import Disk, World
+from ..core.test_flow import STOP_2, flows
+
+PERSISTENT = commands.Basic.Properties(delivery_mode=2)
+DROPS = {"x-qflow-drop-transient": True}
+
+
+@pytest.fixture(name="world")
+def _world():
+    """A broker without a store, whose messages may take 100 bytes."""
+    return small_world()
+
+
+def small_world(limit=100, *, has_store=False, **options):
+    journal = Journal(float, has_store=has_store, limit=limit)
+    journal.OVERHEAD, journal.SMALL_HEADER = 0, 1 << 17
+    return World(journal=journal, **options)
+
+
+def bodies(world, queue="q"):
+    return [int(entry.message.body) for entry in world.queue(queue).oldest_first()]
+
+
+def publish(world, numbers, queue="q", *, exchange="", properties=None):
+    for number in numbers:
+        world.host.publish(exchange, queue, b"%010d" % number, properties)
+
+
+def test_A1_beyond_the_limit_the_oldest_messages_are_dropped_and_counted_until_it_is_kept(world):
+    world.host.declare_queue("q", arguments=DROPS)
+    publish(world, range(10))
+    world.host.relieve()
+    assert bodies(world) == list(range(10)), "at the limit nothing is dropped"
+    publish(world, range(10, 13))
+    world.host.relieve()
+    assert bodies(world) == list(range(3, 13))
+    assert world.queue().drops == {DropReason.MEMORY: 3}
+    assert queue_snapshot(world.queue()).to_json()["drops"] == {"memory": 3}
+    assert (world.host.journal.memory, world.queue().depth, world.queue().size) == (100, 10, 100)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"x-qflow-drop-transient": False}, {"x-qflow-policy": "flow"}])
+def test_A1_where_no_policy_says_so_nothing_is_dropped(world, arguments):
+    world.host.declare_queue("q", arguments=arguments)
+    publish(world, range(20))
+    world.host.relieve()
+    assert (bodies(world), world.queue().drops) == (list(range(20)), {})
+
+
+def test_A1_persistent_messages_and_those_that_a_consumer_has_are_not_dropped(world):
+    world.host.declare_queue("q", arguments=DROPS)
+    client = world.client().channel()
+    client.call(1, commands.Basic.Qos(prefetch_count=2), commands.Basic.QosOk)
+    publish(world, range(3))
+    client.consume()
+    publish(world, range(3, 6), properties=PERSISTENT)
+    publish(world, range(6, 15))
+    world.host.relieve()
+    # 0 and 1 are with the consumer, 3 to 5 persistent.
+    assert bodies(world) == [0, 1, 3, 4, 5, 10, 11, 12, 13, 14]
+    client.received()
+    client.send(1, commands.Basic.Ack(2, multiple=True))
+    assert [int(content) for _, content, _ in client.deliveries()] == [3, 4]
+    publish(world, range(15, 40), properties=PERSISTENT)
+    world.host.relieve()
+    assert bodies(world) == [3, 4, 5, *range(15, 40)], "no more can be dropped"
+
+
+def test_A1_the_queue_with_most_gives_first(world):
+    for queue, count in (("small", 4), ("q", 9), ("large", 12)):
+        world.host.declare_queue(queue, arguments=DROPS)
+        publish(world, range(count), queue)
+    world.host.relieve()
+    assert [world.queue(name).depth for name in ("small", "q", "large")] == [3, 3, 4]
+
+
+def test_A1_what_another_queue_keeps_is_not_dropped_for_nothing(world):
+    for queue, arguments in (("q", DROPS), ("r", DROPS), ("keeps", {})):
+        world.host.declare_queue(queue, arguments=arguments)
+        world.host.bind(world.queue(queue), "amq.fanout", "", {})
+    world.host.unbind(world.queue("keeps"), "amq.fanout", "", {})
+    publish(world, range(12), exchange="amq.fanout")
+    world.host.bind(world.queue("keeps"), "amq.fanout", "", {})
+    publish(world, range(12, 15), exchange="amq.fanout")
+    world.host.relieve()
+    assert bodies(world, "q") == bodies(world, "r") == list(range(5, 15))
+    assert world.queue("q").drops == world.queue("r").drops == {DropReason.MEMORY: 5}
+    publish(world, range(15, 30), exchange="amq.fanout")
+    world.host.relieve()
+    assert bodies(world, "keeps") == bodies(world, "q") == list(range(12, 30))
+    assert world.queue("keeps").drops == {}
+
+
+def test_A1_a_policy_may_say_so_while_the_broker_runs_and_no_longer(world):
+    world.host.declare_queue("q")
+    publish(world, range(12))
+    world.set_policy(Policy("p", PolicyDefinition(drop_transient=True), "^amq.fanout$", "exchanges"))  # type: ignore[arg-type]
+    world.host.relieve()
+    assert world.queue().depth == 12
+    world.host.bind(world.queue(), "amq.fanout", "", {})
+    assert world.queue().limits.to_json()["drop_transient"] is True
+    world.host.relieve()
+    assert world.queue().depth == 10
+    world.delete_policy("p")
+    publish(world, range(5))
+    world.host.relieve()
+    assert world.queue().depth == 15
+
+
+def test_A1_what_goes_to_disk_is_not_dropped_while_the_disk_takes_it():
+    world = small_world(has_store=True)
+    world.host.declare_queue("q", arguments=DROPS)
+    world.host.declare_queue("spool", arguments={"x-qflow-policy": "flow_to_disk"})
+    publish(world, range(8))
+    publish(world, range(20), "spool")
+    world.host.relieve()
+    assert (world.queue().drops, world.queue("spool").drops) == ({}, {})
+    assert world.host.journal.held <= 100
+
+
+def test_A1_what_is_on_disk_is_not_dropped_when_another_queue_fills_memory():
+    world = small_world(400, has_store=True)
+    journal = world.host.journal
+    disk = Disk(journal)
+    world.host.declare_queue("spool", arguments=DROPS | {"x-qflow-policy": "flow_to_disk"})
+    world.host.declare_queue("full")
+    publish(world, range(1000), "spool")
+    world.host.relieve()
+    disk.write()
+    assert sum(entry.message.body is not None for entry in world.queue("spool").oldest_first()) == 30
+    publish(world, range(100), "full")
+    for _ in range(3):
+        world.host.relieve()
+        disk.write()
+    assert (world.queue("spool").drops, world.queue("spool").depth) == ({}, 1000)
+    assert journal.held == 1000, "what fills memory keeps it"
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_A1_neither_is_it_when_its_queue_flows_to_disk_no_longer(is_written):
+    world = small_world(100, has_store=True)
+    disk = Disk(world.host.journal)
+    world.host.declare_queue("q", arguments=DROPS)
+    world.set_policy(Policy("p", PolicyDefinition(policy=QueuePolicy.FLOW_TO_DISK), "^q$"))
+    publish(world, range(20))
+    world.host.relieve()
+    if is_written:
+        disk.write()
+    world.delete_policy("p")
+    assert world.queue().pager is None
+    publish(world, range(20, 40))
+    world.host.relieve()
+    # 0 to 6 were kept in memory; 7 to 19 are the oldest now.
+    assert world.queue().drops == {DropReason.MEMORY: 7 + 10}
+    assert world.host.journal.held == 100
+    disk.write()
+    world.host.journal.want((entry.message for entry in world.queue().ready), lambda: True)
+    disk.read()
+    assert bodies(world) == [*range(7, 20), *range(30, 40)]
+    world.host.relieve()
+    assert bodies(world) == list(range(30, 40)), "what has been read can be dropped again"
+
+
+class Looks:
+    """How many entries are looked at that a queue may give."""
+
+    def __init__(self, monkeypatch):
+        self._count = 0
+        oldest_first = Droppable.oldest_first
+
+        def look(droppable):
+            for entry in oldest_first(droppable):
+                self._count += 1
+                yield entry
+
+        monkeypatch.setattr(Droppable, "oldest_first", look)
+
+    def count(self):
+        """Since it was asked last."""
+        count, self._count = self._count, 0
+        return count
+
+
+class Untouched(deque[QueueEntry]):
+    """Entries that nobody looks through."""
+
+    def __iter__(self):
+        raise AssertionError("all entries are looked through")
+
+
+def test_A1_persistent_messages_are_not_looked_through_at_all(world):
+    world.host.declare_queue("q", arguments=DROPS)
+    publish(world, range(100), properties=PERSISTENT)
+    world.queue().ready = Untouched(world.queue().ready)
+    for _ in range(3):
+        world.host.relieve()
+    publish(world, [100])
+    world.host.relieve()
+    assert (world.queue().drops, world.queue().depth) == ({DropReason.MEMORY: 1}, 100)
+
+
+def test_A1_what_cannot_be_dropped_is_looked_through_once_until_that_changes(world, monkeypatch):
+    looks = Looks(monkeypatch)
+    world.host.declare_queue("q", arguments=DROPS)
+    world.host.declare_queue("keeps")
+    for name in ("q", "keeps"):
+        world.host.bind(world.queue(name), "amq.fanout", "", {})
+    publish(world, range(20), exchange="amq.fanout")
+    for number in range(20, 25):
+        world.host.relieve()
+        publish(world, [number], "keeps")
+    assert (looks.count(), world.queue().drops) == (20, {})
+    world.queue("keeps").take(no_ack=True)
+    world.host.relieve()
+    assert (looks.count(), bodies(world)) == (1, list(range(1, 20)))
+    publish(world, [25])
+    world.host.relieve()
+    assert (looks.count(), bodies(world)) == (1, list(range(1, 20)))
+    # They are those that come first, which a consumer has had.
+    taken = [world.queue().take(no_ack=False) for _ in range(3)]
+    publish(world, [26, 27], "keeps")
+    for _ in range(3):
+        world.queue("keeps").take(no_ack=True)
+    world.host.relieve()
+    assert bodies(world) == list(range(1, 20))
+    world.queue().requeue(taken)
+    publish(world, [28])
+    world.host.relieve()
+    assert (looks.count(), bodies(world)) == (4, list(range(4, 20))), "all of these are in the other queue too"
+    world.set_policy(Policy("p", PolicyDefinition(drop_transient=True), "^keeps$"))
+    world.host.relieve()
+    assert world.host.journal.held == 100
+
+
+def test_A1_what_was_put_back_is_the_oldest_all_the_same(world):
+    world.host.declare_queue("q", arguments=DROPS)
+    publish(world, range(10))
+    taken = [world.queue().take(no_ack=False) for _ in range(4)]
+    world.queue().requeue(taken)
+    publish(world, range(10, 12))
+    world.host.relieve()
+    assert bodies(world) == list(range(2, 12))
+
+
+def test_A1_a_drop_lets_go_whom_the_queue_holds_and_is_no_dead_letter(world):
+    client = world.client().channel(confirms=True)
+    client.declare("dead")
+    letters = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead"}
+    client.declare(arguments=STOP_2 | DROPS | letters)
+    for _ in range(3):
+        client.publish(b"x" * 50)
+    assert flows(client) == [False]
+    world.host.relieve()
+    assert world.queue().depth == 2
+    client.publish(b"x" * 100)
+    world.host.relieve()
+    assert (world.queue().depth, world.queue("dead").depth) == (1, 0)
+    names = client.names()
+    assert names.count("Channel.Flow") == 1
+    assert "Basic.Ack" in names
+
+
+@pytest.mark.parametrize("seed", range(rounds(10)))
+def test_A1_whatever_comes_and_goes_the_limit_is_kept_if_it_can_be_and_every_message_is_accounted_for(seed):
+    chance = random.Random(seed)
+    world = small_world(300)
+    names = ("a", "b", "keeps")
+    for queue in names:
+        world.host.declare_queue(queue, arguments={} if queue == "keeps" else DROPS)
+        world.host.bind(world.queue(queue), "amq.fanout" if queue != "keeps" else "amq.direct", "", {})
+    came, taken = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+    for number in range(300):
+        exchange = chance.choice(("", "amq.fanout", "amq.direct"))
+        queue = chance.choice(names)
+        properties = PERSISTENT if chance.random() < 0.1 else None
+        publish(world, [number], queue if not exchange else "", exchange=exchange, properties=properties)
+        for each in {"": (queue,), "amq.fanout": ("a", "b"), "amq.direct": ("keeps",)}[exchange]:
+            came[each] += 1
+        queue = chance.choice(names)
+        if chance.random() < 0.4 and world.queue(queue).take(no_ack=True) is not None:
+            taken[queue] += 1
+        world.host.relieve()
+        droppable = {
+            entry.message
+            for name in ("a", "b")
+            for entry in world.queue(name).oldest_first()
+            if not entry.message.is_persistent
+        }
+        assert world.host.journal.held <= 300 or not droppable
+        for name in names:
+            assert came[name] == taken[name] + world.queue(name).dropped + world.queue(name).depth
+    assert world.queue("keeps").drops == {}
+    assert world.queue("a").drops[DropReason.MEMORY] > 5
+
+
+@pytest.mark.parametrize("has_store", [False, True])
+@pytest.mark.parametrize("seed", range(rounds(10)))
+def test_A1_whatever_is_put_back_shared_and_said_nothing_that_can_be_dropped_is_overlooked(seed, has_store):
+    chance = random.Random(seed)
+    world = small_world(200, has_store=has_store)
+    host, journal = world.host, world.host.journal
+    disk = Disk(journal)
+    names = ("a", "b", "keeps")
+    for name in names:
+        host.declare_queue(name, arguments={} if name == "keeps" else DROPS)
+        host.bind(world.queue(name), "amq.fanout", "", {})
+    changes = [PolicyDefinition(drop_transient=True)]
+    if has_store:
+        changes.append(PolicyDefinition(policy=QueuePolicy.FLOW_TO_DISK))
+    lent = []
+    for number in range(400):
+        match chance.choice(("publish", "publish", "publish", "take", "take", "get", "put back", "settle", "policy")):
+            case "publish":
+                exchange = chance.choice(("", "amq.fanout"))
+                properties = PERSISTENT if chance.random() < 0.2 else None
+                publish(
+                    world, [number], "" if exchange else chance.choice(names), exchange=exchange, properties=properties
+                )
+            case "take" if (entry := world.queue(chance.choice(names)).take(no_ack=False)) is not None:
+                lent.append(entry)
+                if entry.message.body is None:
+                    journal.leave(0, entry.message)
+            case "get" if (entry := world.queue(chance.choice(names)).take(no_ack=True)) is not None:
+                if entry.message.body is None:
+                    journal.leave(0, entry.message)
+            case "put back" if lent:
+                entry = lent.pop(chance.randrange(len(lent)))
+                entry.queue.requeue([entry])
+            case "settle" if lent:
+                entry = lent.pop(chance.randrange(len(lent)))
+                entry.queue.settle(entry, acked=True)
+            case "policy" if chance.random() < 0.3:
+                policy = Policy("p", chance.choice(changes), f"^{chance.choice(names)}$")
+                world.rules.replace_policies((policy,) if chance.random() < 0.5 else (), host)
+        if has_store and chance.random() < 0.3:
+            disk.write()
+        if has_store and chance.random() < 0.1:
+            journal.want((entry.message for entry in world.queue("a").ready if not entry.is_gone), lambda: True)
+            disk.read()
+        host.relieve()
+        for queue in host.queues.values():
+            if queue.droppable is not None:
+                ready = [each for each in queue.oldest_first() if not each.is_unacked]
+                transient = [each for each in ready if not each.message.is_persistent]
+                there = list(queue.droppable.oldest_first())
+                assert there == [each for each in transient if each in there]
+                assert set(there).isdisjoint(each for each in transient if each in each.message.record.aside)
+                assert set(transient) == {*there, *(each for each in transient if each in each.message.record.aside)}
+        if journal.held <= 200:
+            continue
+        kept = set()
+        for queue in host.queues.values():
+            for entry in queue.oldest_first():
+                message = entry.message
+                if (
+                    entry.is_unacked
+                    or not queue.limits.drop_transient
+                    or queue.pager is not None
+                    or message.is_persistent
+                    or message.body is None
+                    or message.record.is_evicting
+                ):
+                    kept.add(message)
+        messages = {entry.message for queue in host.queues.values() for entry in queue.oldest_first()}
+        assert messages == kept, "whatever is in memory is there because somebody keeps it"

@@ -1,0 +1,166 @@
+"""Answers that wait for the disk, and what does not wait for them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pamqp import commands, frame
+
+from qflow_client.broker.store.journal import Journal
+
+from ..conftest import World
+from ..core.test_flow import STOP_2, flows
+from .test_journal import durable_world, write
+from .test_paging import Evicting, body
+
+DECLARE = commands.Queue.Declare(queue="d", durable=True)
+
+
+@pytest.fixture(name="world")
+def _world():
+    return durable_world()
+
+
+@pytest.mark.parametrize("channel", [1, 2])
+def test_J3_a_stop_waits_for_no_answer_that_waits_for_the_disk(world, channel):
+    client = world.client().channel(1).channel(2)
+    client.declare(arguments=STOP_2)
+    for _ in range(2):
+        client.publish(channel=channel)
+    client.send(1, DECLARE)
+    client.publish(channel=channel)
+    assert flows(client, channel) == [False]
+    world.queue().purge()
+    assert flows(client, channel) == [True]
+    write(world)
+    assert client.names() == ["Queue.DeclareOk"]
+
+
+def test_D8_an_alarm_waits_for_no_answer_that_waits_for_the_disk(world):
+    client = world.client().channel()
+    client.send(1, DECLARE)
+    client.session.block("no room", "disk")
+    client.only(commands.Connection.Blocked, 0)
+    client.session.unblock("disk")
+    client.only(commands.Connection.Unblocked, 0)
+    write(world)
+    assert client.names() == ["Queue.DeclareOk"]
+
+
+@pytest.mark.parametrize("who", ["client", "broker"])
+def test_the_end_of_a_connection_waits_for_no_disk(world, who):
+    client = world.client().channel()
+    client.send(1, DECLARE)
+    if who == "client":
+        client.send(0, commands.Connection.Close(200, "", 0, 0))
+        client.only(commands.Connection.CloseOk, 0)
+    else:
+        client.session.fail(320, "CONNECTION_FORCED - because", world.now)
+        client.only(commands.Connection.Close, 0)
+    client.session.lost()
+    write(world)
+    assert client.received() == []
+
+
+def test_answers_and_confirms_of_other_channels_do_not_wait(world):
+    client = world.client().channel(1, confirms=True).channel(2, confirms=True)
+    client.declare()
+    client.send(1, DECLARE)
+    for channel in (1, 2):
+        client.publish(channel=channel)
+        client.send(channel, commands.Basic.Qos(prefetch_count=1))
+    assert [(number, each.name) for number, each in client.received()] == [(2, "Basic.QosOk"), (2, "Basic.Ack")]
+    write(world)
+    assert client.names() == ["Queue.DeclareOk", "Basic.QosOk", "Basic.Ack"]
+
+
+def test_a_stop_comes_before_the_answer_to_get_and_not_into_the_middle_of_it():
+    it = Evicting(1)
+    it.declare("q")
+    it.client.declare("narrow", arguments=STOP_2)
+    it.client.publish(body(1))
+    it.turn()
+    it.client.received()
+    it.client.send(1, commands.Basic.Get(queue="q"))
+    for _ in range(3):
+        it.client.publish(routing_key="narrow")
+    assert it.client.only(commands.Channel.Flow).active is False
+    it.turn()
+    method, _, content, *_ = (each for _, each in it.client.received())
+    assert isinstance(method, commands.Basic.GetOk)
+    assert content.value == body(1)
+
+
+def test_deliveries_go_to_who_does_not_wait_for_the_disk_and_pile_up_behind_nobody(world):
+    client = world.client().channel(1).channel(2)
+    client.declare()
+    client.send(1, DECLARE)
+    client.consume(channel=1, no_ack=True)
+    world.host.publish("", "q", b"before")
+    assert client.received() == []
+    assert world.queue().depth == 1
+    client.consume(channel=2, tag="other", no_ack=True)
+    assert [(number, each.name) for number, each in client.received()][:2] == [
+        (2, "Basic.ConsumeOk"),
+        (2, "Basic.Deliver"),
+    ]
+    client.send(2, commands.Basic.Cancel("other"))
+    client.received()
+    world.host.publish("", "q", b"then")
+    write(world)
+    received = [each for _, each in client.received()]
+    assert [each.name for each in received[:3]] == ["Queue.DeclareOk", "Basic.ConsumeOk", "Basic.Deliver"]
+    assert received[-1].value == b"then"
+
+
+def test_a_client_that_wants_no_deliveries_gets_none_when_the_disk_has_answered(world):
+    client = world.client().channel()
+    client.declare()
+    client.consume(no_ack=True)
+    client.received()
+    client.send(1, commands.Channel.Flow(active=False))
+    client.received()
+    client.send(1, DECLARE)
+    world.host.publish("", "q", b"x")
+    write(world)
+    assert client.names() == ["Queue.DeclareOk"]
+    client.send(1, commands.Channel.Flow(active=True))
+    assert client.names()[:2] == ["Channel.FlowOk", "Basic.Deliver"]
+
+
+@given(st.lists(st.tuples(st.sampled_from(("write", "promise", "keep", "take")), st.integers(0, 7)), max_size=60))
+def test_on_each_channel_everything_comes_in_the_order_in_which_it_was_written(steps):
+    client = World(journal=Journal(float)).client()
+    for number in (1, 2):
+        client.channel(number)
+    written: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    sent: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    promised = []
+
+    def frames(channel, number):
+        written[channel].append(number)
+        return frame.marshal(commands.Connection.Blocked(str(number)), channel)
+
+    def take():
+        for channel, each in client.received():
+            sent[channel].append(int(each.reason))
+
+    for number, (step, which) in enumerate(steps):
+        match step:
+            case "write":
+                client.session.write(frames(which % 3, number))
+            case "promise":
+                channel = 1 + which % 2
+                promised.append((client.session.promise(channel), frames(channel, number)))
+            case "keep" if promised:
+                promise, data = promised.pop(which % len(promised))
+                promise.keep(data)
+            case "take":
+                take()
+                assert sent[0] == written[0], "channel 0 waits for nobody"
+    for promise, data in promised:
+        promise.keep(data)
+    take()
+    assert sent == written
+    assert client.session.memory == 0
