@@ -1,0 +1,200 @@
+"""Programs in which signals, finalizers and log handlers use a producer at any moment.
+
+Each prints how many messages were admitted, and how many calls came from inside others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import gc
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from qflow_client import AsyncProducer, FlowControlTimeout, Outcome, Producer, ProducerFlowed, Receipt
+
+CAPACITY = 50
+# Seconds from one signal to the next.
+_PERIOD = 130e-6
+
+
+class Storm:
+    """Foreign code that comes from inside.
+
+    Args:
+        kind: ``"signal"``: a handler raises, wherever `armed` is set; ``"gc"``: finalizers send; ``"both"``; ``"log"``:
+            a signal handler and a log handler send.
+        send: sends a message without waiting.
+        receipts: gets the receipts.
+    """
+
+    def __init__(self, kind: str, send: Callable[[bytes], Receipt], receipts: list[Receipt]) -> None:
+        self.kind = kind
+        self.armed = False
+        self.nested = 0
+        self.errors: list[BaseException] = []
+        self._send = send
+        self._receipts = receipts
+        self._is_over = False
+
+    def send_from_inside(self) -> None:
+        """Send, as a handler or a finalizer does."""
+        if self._is_over:
+            return
+        self.nested += 1
+        try:
+            self._receipts.append(self._send(b"inside"))
+        except ProducerFlowed:
+            # There was no room, or it would have had to wait.
+            pass
+        except Exception as error:
+            self.errors.append(error)
+
+    def begin(self) -> None:
+        """Let it come."""
+        if self.kind != "gc":
+            signal.signal(signal.SIGALRM, self._on_signal)
+            signal.setitimer(signal.ITIMER_REAL, _PERIOD, _PERIOD)
+        if self.kind in ("gc", "both"):
+            gc.set_threshold(5)
+        if self.kind == "log":
+            logger = logging.getLogger("qflow_client")
+            logger.addHandler(_Sender(self))
+            logger.setLevel(logging.DEBUG)
+            logger.propagate = False
+
+    def litter(self) -> None:
+        """Leave garbage whose finalizer sends."""
+        if self.kind in ("gc", "both"):
+            Litter(self)
+
+    def end(self) -> None:
+        """Let it come no more."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        gc.set_threshold(700, 10, 10)
+        self._is_over = True
+
+    def _on_signal(self, *_: object) -> None:
+        if self.kind == "log":
+            self.send_from_inside()
+        elif self.armed:
+            raise KeyboardInterrupt
+
+
+class _Sender(logging.Handler):
+    """Sends whatever it is to log."""
+
+    def __init__(self, storm: Storm) -> None:
+        super().__init__()
+        self._storm = storm
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._storm.send_from_inside()
+
+
+class Litter:
+    """Garbage that only the collector finds."""
+
+    def __init__(self, storm: Storm) -> None:
+        self.me = self
+        self._storm = storm
+
+    def __del__(self) -> None:
+        self._storm.send_from_inside()
+
+
+def check(producer: Any, receipts: list[Receipt], storm: Storm) -> None:
+    """No number was given twice, no receipt is unsettled, and nothing is left."""
+    assert not storm.errors, storm.errors
+    assert all(receipt.outcome is Outcome.CONFIRMED for receipt in receipts)
+    protocol = producer._protocol
+    numbers = [receipt._number for receipt in receipts]
+    assert len(set(numbers)) == len(numbers)
+    admitted = protocol.admission.admitted
+    assert len(numbers) <= admitted
+    assert protocol.window.used == protocol.controller.waiting == protocol.unwritten == 0
+    assert not protocol.admission.waiting
+    if storm.kind != "signal":
+        # An interrupt takes the receipt away from its caller; nothing else does.
+        assert storm.kind == "both" or sorted(numbers) == list(range(1, admitted + 1))
+        assert storm.nested
+    print(admitted, flush=True)
+
+
+def threads(url: str, kind: str, seconds: str) -> None:
+    """`Producer`: the main thread, which gets the signals, and another send."""
+    producer = Producer(url, routing_key="q", capacity=CAPACITY)
+    receipts: list[Receipt] = []
+    storm = Storm(kind, producer.send_nowait, receipts)
+    until = time.monotonic() + float(seconds)
+    others: list[Receipt] = []
+
+    def work() -> None:
+        while time.monotonic() < until:
+            storm.litter()
+            others.append(producer.send(b"other", timeout=20))
+            assert producer.unsettled <= CAPACITY
+
+    other = threading.Thread(target=work)
+    other.start()
+    storm.begin()
+    while time.monotonic() < until:
+        try:
+            storm.litter()
+            storm.armed = True
+            receipts.append(producer.send(b"own", timeout=0.001))
+            storm.armed = False
+        except (FlowControlTimeout, KeyboardInterrupt):
+            storm.armed = False
+    other.join()
+    storm.end()
+    producer.flush(timeout=20)
+    check(producer, receipts + others, storm)
+    producer.close()
+
+
+def tasks(url: str, kind: str, seconds: str) -> None:
+    """`AsyncProducer`: two tasks send. Signals raise only inside `send_nowait`, because asyncio itself bears none."""
+
+    async def main() -> None:
+        producer = await AsyncProducer(url, routing_key="q", capacity=CAPACITY).connect()
+        receipts: list[Receipt] = []
+        storm = Storm(kind, producer.send_nowait, receipts)
+        until = time.monotonic() + float(seconds)
+
+        async def wait() -> None:
+            while time.monotonic() < until:
+                storm.litter()
+                receipts.append(await producer.send(b"other", timeout=20))
+                assert producer.unsettled <= CAPACITY
+
+        other = asyncio.create_task(wait())
+        storm.begin()
+        while time.monotonic() < until:
+            try:
+                storm.litter()
+                storm.armed = True
+                receipts.append(producer.send_nowait(b"own"))
+                storm.armed = False
+            except (ProducerFlowed, KeyboardInterrupt):
+                storm.armed = False
+            await asyncio.sleep(0)
+        await other
+        storm.end()
+        await producer.flush(timeout=20)
+        check(producer, receipts, storm)
+        await producer.close()
+
+    asyncio.run(main())
+
+
+if __name__ == "__main__":
+    # A deadlock shows where each thread waits.
+    faulthandler.dump_traceback_later(100, exit=True)
+    globals()[sys.argv[1]](*sys.argv[2:])
