@@ -67,6 +67,8 @@ class BaseEngine(ABC):
         self.observer: telemetry.Observer | None = None
         #: Takes the producer from its manager.
         self.unregister: Callable[[], object] = bool
+        #: Lets the collection of the producer end nothing.
+        self.detach: Callable[[], object] = bool
         #: Whether the first close has begun.
         self.ended = False
         #: Whether the application has dropped the producer without closing it.
@@ -164,5 +166,6 @@ class BaseEngine(ABC):
     def disown(self) -> None:
         """In a child process: everything of this producer belongs to the parent."""
         self.is_copy = self.ended = True
+        self.detach()
         self._manager.forked()
         self.protocol, self.storage = disown(self.protocol, self.storage, self._pid), None

@@ -15,7 +15,7 @@ from qflow_client.core.steps import Refusal, Steps
 from qflow_client.engine import BaseEngine
 from qflow_client.errors import FlowControlTimeout, ProducerFlowed
 from qflow_client.events import FlowEvent, FlowState, HoldKind
-from qflow_client.flow import FlowManager
+from qflow_client.flow import FlowManager, Hold
 from qflow_client.guard import is_inside
 from qflow_client.message import Message
 from qflow_client.receipt import Receipt
@@ -54,8 +54,14 @@ class BaseProducer(ABC):
                 manager.unregister(found)
 
         engine.unregister = unregister
+
+    def _end_with(self, engine: BaseEngine) -> None:
+        """End the engine when the producer is collected, unless it is closed before."""
+        finalizer = weakref.finalize(self, engine.abandon)
         # At the end of the process `skin` ends what is still open.
-        weakref.finalize(self, engine.abandon).atexit = False
+        finalizer.atexit = False
+        # Until it is detached, the finalizer keeps the engine alive, and with it the application's callbacks.
+        engine.detach = finalizer.detach
 
     @property
     def _protocol(self) -> ProducerProtocol:
@@ -81,6 +87,15 @@ class BaseProducer(ABC):
 
     def _send_steps(self, ticket: SendTicket, refusal: Refusal | None, *, notices: bool) -> Steps[Receipt]:
         return steps.send(self._engine.protocol.admission, ticket, _monotonic(), refusal=refusal, notices=notices)
+
+    def _refused(self, payload: bytes | Message, refusal: Refusal) -> ProducerFlowed:
+        """Count a message that was not admitted, and return its error."""
+
+        def refuse(protocol: ProducerProtocol) -> tuple[Hold, ...]:
+            protocol.admission.count_refusal()
+            return protocol.reports.holds
+
+        return refusal.error(self._engine.step(refuse), 0.0, payload, refusal.advice)
 
     def _refusal(self, timeout: float | None) -> Refusal | None:
         """Return the error of `send` for a message that cannot be admitted at once; ``None`` if it waits."""

@@ -341,6 +341,7 @@ class Engine(BaseEngine):
             patience: seconds that the broker may take to answer.
             disk_patience: seconds that the outbox may take to close.
         """
+        self.detach()
         try:
             if self.link is not None:
                 await self.link.close(patience)
@@ -385,15 +386,10 @@ class Engine(BaseEngine):
 
     # Without the producer.
 
-    def abandon(self) -> None:
-        # A producer that never connected has nothing to end.
-        if self.loop is not None:
-            super().abandon()
-
     def _end_later(self) -> None:
         # A loop that is closed ends nothing.
         with suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(self._drop)  # type: ignore[union-attr]  # see above
+            self.loop.call_soon_threadsafe(self._drop)  # type: ignore[union-attr]  # it was connected
 
     def _drop(self) -> None:
         assert self.loop is not None

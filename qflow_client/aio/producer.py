@@ -114,6 +114,7 @@ class AsyncProducer(BaseProducer):
         """
         engine = self._engine
         await engine.open(lambda: self._manager.register(self))
+        self._end_with(engine)
         assert engine.observer is not None
         self._tracer = engine.observer.tracer
         return self
@@ -193,6 +194,9 @@ class AsyncProducer(BaseProducer):
         """Refuse a message that was not admitted, unless a callback sends it."""
         if self._engine.dispatcher is None:
             raise self._not_connected(payload)
+        if not self._engine.is_in_callback:
+            self._engine.arm_timer()
+            raise self._refused(payload, refusal)
         ticket = self._make_ticket(payload, exchange, routing_key, 0.0, "", None)
         try:
             _, receipt = self._engine.step(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from time import monotonic as _monotonic
 from typing import Any, TypeVar
 
@@ -158,7 +159,7 @@ class Turns:
                 until, result = LOOPS.take(lambda: resume(call, _monotonic()))
         except BaseException:
             if undo is None:
-                LOOPS.take(lambda: self._protocol().forget_waiter(waiter))
+                self._forget(waiter)
             else:
                 undo()
             raise
@@ -167,12 +168,21 @@ class Turns:
     def give_up(self, ticket: SendTicket) -> None:
         """Give up a ticket. If its message was not admitted, it never will be."""
         if is_inside():
-            # A finalizer cancels a task, for example.
-            self._loop.call_soon(self.give_up, ticket)
+            # A finalizer cancels a task, for example. A loop that is closed has no sends.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self.give_up, ticket)
             return
         LOOPS.take(lambda: self._protocol().admission.give_up(ticket, _monotonic()))
         # It may have stood before a ticket that can be admitted now.
         self._kick()
+
+    def _forget(self, waiter: Waiter | _Turn) -> None:
+        if is_inside():
+            # The collector closes a coroutine that was dropped.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._forget, waiter)
+            return
+        LOOPS.take(lambda: self._protocol().forget_waiter(waiter))
 
     def _on_notice(self) -> None:
         self._notice = None

@@ -312,10 +312,13 @@ class Channel:
         """Repair what an unfinished step has left of messages: each stands in one place, and a settled one nowhere."""
         self._drop_settled()
         self._unconfirmed.heal(self._resending.again, self._admission.line)
+        self._resending.heal(self._unconfirmed.tag_of)
         if self._opening is not None:
             self._open(now)
+        elif self.number is None and self._settings.on_disconnect is OnDisconnect.FAIL:
+            # The interrupt may have come before the end of a channel had an effect. So below.
+            self.settle_all("the connection is lost", now)
         elif self.number is None:
-            # The interrupt may have come before the end of a channel had an effect.
             self.keep(now)
 
     def _drop_settled(self) -> None:

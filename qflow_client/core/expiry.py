@@ -48,7 +48,8 @@ class Expiry:
             now: seconds.
 
         Returns:
-            The number below which all messages have expired; 0 if no mark has since the last call.
+            The number below which all messages have expired; 0 if no mark is old enough. It is returned again until it
+            is given to `forget`.
         """
         marks = self._marks
         if now >= self._next_mark_at:
@@ -56,6 +57,13 @@ class Expiry:
             if not marks or marks[-1][1] != next_number:
                 marks.append((now, next_number))
         before = 0
-        while marks and now >= marks[0][0] + self.timeout:
-            before = marks.popleft()[1]
+        for at, number in marks:
+            if now < at + self.timeout:
+                break
+            before = number
         return before
+
+    def forget(self, before: int) -> None:
+        """Drop the marks of the messages with numbers below `before`, which are settled."""
+        while self._marks and self._marks[0][1] <= before:
+            self._marks.popleft()

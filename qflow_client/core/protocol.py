@@ -52,6 +52,9 @@ __all__ = ["ProducerProtocol"]
 # The holds under which admitted messages do not leave either.
 _STOPS_WRITING = (HoldKind.CHANNEL_FLOW, HoldKind.CONNECTION_BLOCKED)
 
+# Seconds after which a message whose time has come is looked at again, while earlier bytes are not written.
+_LOOK_AGAIN = 0.05
+
 # Without confirms but with `on_delivery`, this many of the last returned messages come up in `flush` and `close`.
 _MOST_RETURNS = 1000
 
@@ -203,6 +206,7 @@ class ProducerProtocol:
         if self.gate.lift(kind, now=now, source=source) is not None or self.controller.waiting:
             self.admission.grant(now)
 
+    @step
     def when_flushed(self, waiter: Any) -> bool:
         """Have a waiter woken once all that is admitted now is settled.
 
@@ -213,14 +217,19 @@ class ProducerProtocol:
         if store is not None and store.has_backlog:
             store.when_flushed(waiter)
             return True
-        return self.when_settled(waiter)
+        return self.add_settled_waiter(waiter)
 
+    @step
     def when_settled(self, waiter: Any) -> bool:
         """Have a waiter woken once all that is in the window now is settled; messages on disk do not count.
 
         Returns:
             False if it is already, and the waiter is not kept.
         """
+        return self.add_settled_waiter(waiter)
+
+    def add_settled_waiter(self, waiter: Any) -> bool:
+        """As `when_settled`, inside a step."""
         if not self.window.used:
             return False
         self.waiters.settled.append((self.admission.admitted, waiter))
@@ -258,9 +267,11 @@ class ProducerProtocol:
         If callbacks are slower than the broker's confirms, the producer is held, so that no more than about twice its
         capacity is settled and not told.
         """
-        assert self.reports.settled is not None
-        settled, self.reports.settled = self.reports.settled, []
-        self._untold += len(settled)
+        settled, rest = self.reports.settled, list[Receipt]()
+        assert settled is not None
+        untold = self._untold + len(settled)
+        # Nothing is called between these stores, so an interrupt leaves both or none of them.
+        self._untold, self.reports.settled = untold, rest
         self._hold_untold(0, now)
         return settled
 
@@ -290,7 +301,8 @@ class ProducerProtocol:
         cost = self.admission.cost(receipt)
         self.settling.settle_silently(receipt, Outcome.FAILED, now)
         line.remove(receipt)
-        self.admission.unwritten -= cost
+        if self.channel.number is not None:
+            self.admission.unwritten -= cost
         self._update(now)
         self._lift_transport(now)
         return True
@@ -592,9 +604,12 @@ class ProducerProtocol:
         """When to call `on_timer`; ``None`` if time alone changes nothing."""
         resending = self.resending
         times = [self.controller.ready_at(now)]
-        if resending.probe is None and self.channel.number is not None:
-            times.append(resending.retry_at)
-            times.append(resending.waits_until())
+        outbound = self.unconfirmed.outbound
+        # While the channel is stopped, time alone lets no message leave.
+        if resending.probe is None and self.channel.number is not None and not outbound.stopped:
+            at = [each for each in (resending.retry_at, resending.waits_until()) if each is not None]
+            # A full socket keeps a message back whose time has come. Do not look at it all the time.
+            times += at if outbound.is_empty else [max(each, now + _LOOK_AGAIN) for each in at]
         if self.admission.store is not None:
             times.append(self.admission.store.next_timer(now))
         if self.expiry is not None:
@@ -623,11 +638,13 @@ class ProducerProtocol:
         if self.expiry is None:
             return
         before = self.expiry.expired_before(self.admission.next_number, now)
-        if before and self._oldest_unsettled() < before:
-            self._take_back()
-            self.channel.expire(before, f"delivery_timeout={self.expiry.timeout:g} s has passed", now)
-            self._update(now)
-            self._lift_transport(now)
+        if before:
+            if self._oldest_unsettled() < before:
+                self._take_back()
+                self.channel.expire(before, f"delivery_timeout={self.expiry.timeout:g} s has passed", now)
+                self._update(now)
+                self._lift_transport(now)
+            self.expiry.forget(before)
 
     def _oldest_unsettled(self) -> int:
         """Return the lowest number of an unsettled message; the next number if there is none."""

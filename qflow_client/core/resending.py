@@ -17,7 +17,7 @@ import math
 import re
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 from typing import Protocol
 
@@ -271,6 +271,17 @@ class Resending:
         if receipt is self._alone:
             self._alone = None
 
+    def heal(self, on_wire: Callable[[Receipt], int]) -> None:
+        """Repair what an unfinished step has left.
+
+        Args:
+            on_wire: returns the tag of a message on the wire; 0 if it is not there.
+        """
+        for receipt in (self.probe, self._alone):
+            if receipt is not None and not receipt.done and not on_wire(receipt):
+                # It was about to leave, and did not.
+                self.leave_out(receipt)
+
     # What the broker refuses.
 
     @property
@@ -300,7 +311,10 @@ class Resending:
             Whether it is to be settled, not to leave again: it has tried for long enough, or was returned.
         """
         self._refused.setdefault(receipt._number, self._working(now))
-        return self._gives_up(receipt, now)
+        gives_up = self._gives_up(receipt, now)
+        if gives_up:
+            del self._refused[receipt._number]
+        return gives_up
 
     def was_refused(self, receipt: Receipt) -> bool:
         """Whether the broker has refused a message that is not settled yet."""

@@ -173,15 +173,23 @@ class Settling:
             if receipt is None:
                 continue
             if resending.refused(receipt, now):
+                was_refused_probe = receipt is resending.probe and receipt._reply is None
+                resending.leave_out(receipt)
                 self.settle_run(tag, tag + 1, Outcome.NACKED, now)
+                if was_refused_probe:
+                    # That it has tried for long enough does not mean that there is room.
+                    self.hold_refused("Basic.Nack", now, again=True)
                 continue
             try:
                 self._encode_again(receipt)
             except Exception as error:
                 # With the mark of a second copy its properties are larger than a frame.
+                was_probe = receipt is resending.probe
                 resending.leave_out(receipt)
                 self.settle((receipt,), Outcome.NACKED, now, (0, f"it cannot be sent again: {error}"))
                 unconfirmed.drop(tag)
+                if was_probe:
+                    self.hold_refused("Basic.Nack", now, again=True)
                 continue
             was_probe = resending.put(receipt)
             unconfirmed.drop(tag)

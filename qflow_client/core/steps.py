@@ -69,8 +69,8 @@ def send(
         admission: of the producer.
         ticket: of the message; its waiter is set once it is decided.
         now: seconds.
-        refusal: the error if the message cannot be admitted now, for a ticket that may not wait. A callback's ticket
-            still stands in front of the line for an instant.
+        refusal: the error for the message of a callback that may not wait: its ticket has a timeout of 0, and stands
+            in front of the line for an instant.
         notices: whether to return in time for notices that sends wait. Otherwise the skin calls `Admission.notice`.
 
     Returns:
@@ -80,9 +80,6 @@ def send(
         FlowControlTimeout, ProducerFlowed: the message was not sent and never will be.
         ProducerClosed: likewise.
     """
-    if refusal is not None and not ticket.first:
-        admission.count_refusal()
-        raise refusal.error(admission.reports.holds, 0.0, ticket.payload, refusal.advice)
     admission.stand_in_line(ticket, now)
     try:
         while (at := admission.look_at(ticket, now)) is not None:

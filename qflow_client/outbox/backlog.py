@@ -302,7 +302,7 @@ class Backlog:
         for last, waiter in waiting:
             if last > done:
                 self._flushes.append((last, waiter))
-            elif not self._protocol.when_settled(waiter):
+            elif not self._protocol.add_settled_waiter(waiter):
                 self._reports.wake.append(waiter)
 
     # The end.

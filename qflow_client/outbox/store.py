@@ -250,12 +250,14 @@ class OutboxStore:
         sequences, settle = self._sequences, self.outbox.settle
         first = last = 0
         for receipt in receipts:
-            # At the end of the producer: the message stays for the next one.
-            if receipt._outcome is Outcome.STORED:
-                self._stored[self._sequences.get(receipt._number, 0)] = receipt
-                continue
-            sequence = sequences.pop(receipt._number, 0)
+            sequence = sequences.get(receipt._number, 0)
+            # It is no orphan, also once it is not among the unsettled messages any more.
             self._last_sequence = max(self._last_sequence, sequence)
+            if receipt._outcome is Outcome.STORED:
+                # At the end of the producer: the message stays for the next one.
+                if sequence:
+                    self._stored[sequence] = receipt
+                continue
             if sequence == last + 1 and last:
                 last = sequence
                 continue
@@ -264,6 +266,9 @@ class OutboxStore:
             first = last = sequence
         if last:
             settle(first, last)
+        # Last, because an interrupted call is made again.
+        for receipt in receipts:
+            sequences.pop(receipt._number, None)
         self.requests.request_commit()
 
     # The backlog.

@@ -146,7 +146,7 @@ class Engine(BaseEngine):
     def _take(self, step: StoreStep) -> None:
         """Take a step for the outbox's thread."""
         self.step(lambda _protocol: step(_monotonic()))
-        self._arm_timer()
+        self.arm_timer()
 
     def _connect(self) -> Link | SharedLink:
         if self._connection is not None:
@@ -219,7 +219,7 @@ class Engine(BaseEngine):
         if not protocol.reports.is_empty:
             link.tell()
 
-    def _arm_timer(self) -> None:
+    def arm_timer(self) -> None:
         """Have the protocol called when its time comes, if time alone can lift a hold."""
         if self.settings.rate is not None and self.link is not None:
             self.link.arm_timer()
@@ -234,7 +234,7 @@ class Engine(BaseEngine):
         """
         try:
             until, result = self.step(lambda _protocol: resume(call, None))
-            self._arm_timer()
+            self.arm_timer()
             while until is not None:
                 waiter.wait_until(until)
                 until, result = self.step(lambda _protocol: resume(call, _monotonic()))
@@ -321,6 +321,7 @@ class Engine(BaseEngine):
             # What the first call has found is as true after Ctrl-C.
             self._left = self._left or self.lock.take(lambda: self.protocol.unsettled_receipts)
             self.unregister()
+            self.detach()
             try:
                 self.link.close(patience)
             finally:

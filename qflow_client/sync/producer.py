@@ -100,6 +100,7 @@ class Producer(BaseProducer):
             assert engine.link is not None
             assert engine.observer is not None
             self._use_engine(engine)
+            self._end_with(engine)
             self._services = engine.link.services
             self._tracer = engine.observer.tracer
             manager.register(self)
@@ -179,9 +180,12 @@ class Producer(BaseProducer):
         refusal: Refusal | None,
     ) -> Receipt:
         """Wait until a message is admitted, or refuse it."""
-        waiter = Waiter()
         if refusal is not None:
             timeout = 0.0
+            if not self._engine.is_in_callback:
+                self._engine.arm_timer()
+                raise self._refused(payload, refusal)
+        waiter = Waiter()
         ticket = self._make_ticket(payload, exchange, routing_key, timeout, source, waiter)
         return self._engine.drive(
             self._send_steps(ticket, refusal, notices=True),

@@ -117,3 +117,34 @@ def test_an_async_producer_whose_loop_is_gone_is_dropped_without_an_error(broker
     with pytest.warns(ResourceWarning, match="dropped"):
         _drop(held)
     broker.wait_until(lambda broker: not broker.connections(), timeout=PATIENCE)
+
+
+class Application:
+    """Has a producer whose callbacks refer to it."""
+
+    def __init__(self, url: str) -> None:
+        self.producer = Producer(url, routing_key="q", on_delivery=self.done)
+        self.producer.on_flow(lambda _event: self.done(None))
+
+    def done(self, _receipt: object) -> None:
+        """Called by the producer."""
+
+
+def test_E6_an_application_whose_callbacks_refer_to_a_closed_producer_is_collected(broker: Broker) -> None:
+    held = [Application(broker.url)]
+    held[0].producer.close()
+    gone = weakref.ref(held.pop())
+    eventually(lambda: gc.collect() >= 0 and gone() is None, "the application is collected")
+
+
+def test_E6_an_async_producer_that_never_connected_keeps_nothing_alive() -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.producer = AsyncProducer("amqp://localhost", routing_key="q", on_delivery=self.done)
+
+        def done(self, _receipt: Receipt) -> None:
+            """Called by the producer."""
+
+    gone = weakref.ref(Owner())
+    gc.collect()
+    assert gone() is None

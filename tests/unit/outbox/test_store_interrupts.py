@@ -251,3 +251,32 @@ def test_a_crash_after_an_interrupt_leaves_what_was_stored_before(path: Path) ->
     assert found[0].message.body == b"left"
     assert found[-1].message.body == b"own"
     assert found[-1].sequence > sequence
+
+
+def test_E2_a_step_that_is_interrupted_after_the_end_leaves_stored_messages_in_the_outbox(path: Path) -> None:
+    kept = Kept(path)
+    receipts = [kept.store.send(b"%d" % number, "", "q", kept.now, spills=False) for number in range(3)]
+    kept.outbox.commit()
+    kept.protocol.connection_lost("the end", kept.now)
+    assert [receipt is not None and receipt.outcome for receipt in receipts] == [Outcome.STORED] * 3
+    assert interrupted(lambda: kept.protocol.flow_state(kept.now), 3)
+    kept.protocol.on_timer(kept.now)
+    kept.outbox.close()
+    assert [stored.message.body for stored in Outbox.look(path)] == [b"0", b"1", b"2"]
+
+
+def test_E2_an_interrupt_while_messages_are_settled_leaves_none_of_them_in_the_outbox(path: Path) -> None:
+    for at in range(1, 2000, EVERY):
+        kept = Kept(path, f"{at}-")
+        for number in range(3):
+            kept.store.send(b"%d" % number, "", "q", kept.now, spills=False)
+        while data := kept.protocol.data_to_write(1 << 20):
+            kept.protocol.advance(len(data), kept.now)
+        come = interrupted(lambda: kept.protocol.on_ack(3, True, kept.now), at)  # noqa: B023  # called at once
+        # A later ack settles what the interrupted one did not.
+        kept.protocol.on_ack(0, True, kept.now)
+        kept.outbox.close()
+        assert not Outbox.look(path)
+        if not come:
+            assert at > 10
+            return
