@@ -376,6 +376,9 @@ class Consuming:
             back.setdefault(delivery.entry.queue, []).append(delivery.entry)
         for queue, entries in back.items():
             queue.requeue(entries)
+        for queue in back:
+            # As in RabbitMQ, before anything is delivered: what came back may be more than the queue's maximum.
+            queue.trim()
         self.wake()
         for queue in back:
             queue.dispatch()
