@@ -25,6 +25,7 @@ from qflow_client.broker.core.limits import Inheritance, PlainRules, Rules
 from qflow_client.broker.core.logs import get_logger
 from qflow_client.broker.core.ports import FlowObserver, Journal, PublishMeter, Timed
 from qflow_client.broker.core.queue import Queue
+from qflow_client.broker.core.routing import check_exchange_arguments, needs_headers, reach
 from qflow_client.broker.core.settings import FlowScope, Settings
 from qflow_client.broker.core.waiting import Publisher, WaitingPublish, WaitingRoom, refusal
 from qflow_client.broker.core.wire import check_depth, check_properties, decode_headers, encode_header
@@ -339,7 +340,7 @@ class VirtualHost:
         """Make an exchange, or find one that was declared alike.
 
         Raises:
-            ChannelException: 403; a reserved name. 406; it exists otherwise.
+            ChannelException: 403; a reserved name. 406; it exists otherwise, or arguments are refused.
             ConnectionException: 503; an unknown type.
         """
         there = self.exchanges.get(name)
@@ -349,6 +350,7 @@ class VirtualHost:
                 ("durable", durable, there.durable),
                 ("auto_delete", auto_delete, there.auto_delete),
                 ("internal", internal, there.internal),
+                ("arguments", dict(arguments or {}), there.arguments),
             ):
                 if asked != is_so:
                     raise ChannelException(
@@ -362,6 +364,7 @@ class VirtualHost:
                 f"exchange name '{name}' is the default exchange's or begins with 'amq.', which is reserved",
             )
         check_depth(f"exchange '{name}'", arguments or {})
+        check_exchange_arguments(name, arguments or {})
         exchange = make_exchange(
             name, kind, durable=durable, auto_delete=auto_delete, internal=internal, arguments=arguments or {}
         )
@@ -508,13 +511,10 @@ class VirtualHost:
         self._resolve(target, exchange)
 
     def _resolve(self, target: Target, exchange: Exchange) -> None:
-        if not exchange.name:
-            queue = self.queues.get(target.routing_key)
-            target.queues = (queue,) if queue is not None else ()
-        elif self._needs_headers(exchange, set()):
+        if needs_headers(exchange, self.exchanges):
             target.queues = None
         else:
-            target.queues = self._reach(exchange, target.routing_key, {})
+            target.queues = reach(exchange, target.routing_key, {}, self.exchanges, self.queues)
         # With headers in play it is not known before each message.
         target.watched = target.queues is None or any(queue.is_watched for queue in target.queues)
         target.version = self.version
@@ -569,30 +569,8 @@ class VirtualHost:
         """The queues that a message goes to, whose target is up to date."""
         if target.queues is not None:
             return target.queues
-        return self._reach(self.exchanges[target.exchange], target.routing_key, decode_headers(message.header))
-
-    def _needs_headers(self, exchange: Exchange, seen: set[Exchange]) -> bool:
-        if exchange in seen:
-            return False
-        seen.add(exchange)
-        return exchange.needs_headers or any(
-            isinstance(binding.destination, Exchange) and self._needs_headers(binding.destination, seen)
-            for binding in exchange.bindings.values()
-        )
-
-    @staticmethod
-    def _reach(start: Exchange, routing_key: str, headers: Mapping[str, object]) -> tuple[Queue, ...]:
-        queues: dict[Queue, None] = {}
-        seen: dict[Exchange, None] = {start: None}
-        todo = [start]
-        while todo:
-            for destination in todo.pop().destinations(routing_key, headers):
-                if isinstance(destination, Queue):
-                    queues[destination] = None
-                elif destination not in seen:
-                    seen[destination] = None
-                    todo.append(destination)
-        return tuple(queues)
+        headers = decode_headers(message.header)
+        return reach(self.exchanges[target.exchange], target.routing_key, headers, self.exchanges, self.queues)
 
     def wait(self, message: StoredMessage, queues: tuple[Queue, ...], publisher: Publisher, tag: int) -> WaitingPublish:
         """Let a publish wait for room, see `WaitingRoom.wait`."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 from pamqp import commands
@@ -438,7 +439,7 @@ def test_x_death_counts_are_64_bit_integers_as_on_rabbitmq(world, client):
 @pytest.mark.parametrize("count", [2**63 - 1, -(2**63), -1, 0, True, "1", None])
 def test_a_count_that_a_client_forged_starts_again_at_1(world, client, count):
     client.declare(arguments=DLX)
-    forged = [{"count": count, "queue": "q", "reason": "rejected"}]
+    forged: Any = [{"count": count, "queue": "q", "reason": "rejected"}]
     client.publish(b"1", properties=commands.Basic.Properties(headers={"x-death": forged}))
     client.send(1, commands.Basic.Get(queue="q"))
     client.send(1, commands.Basic.Reject(1, requeue=False))
