@@ -32,7 +32,9 @@ from qflow_client.broker.core.profiles import Dialect, OnAlarm
 from qflow_client.broker.core.queue import Queue
 from qflow_client.broker.core.queueflow import CountedSource, QueueFlow
 from qflow_client.broker.core.transaction import Settlement, Transaction
+from qflow_client.broker.core.unsupported import check_copies
 from qflow_client.broker.core.waiting import WaitingPublish, refusal
+from qflow_client.broker.core.wire import HAS_HEADERS
 from qflow_client.flow import FlowController, ThresholdLimiter
 
 __all__ = ["Channel", "ChannelSession", "Discipline"]
@@ -236,6 +238,8 @@ class Channel(CountedSource):
                 ReplyCode.PRECONDITION_FAILED,
                 f"user_id property is '{user_id}', but the connection's user is '{self.session.user}'",
             )
+        if payload[12] & HAS_HEADERS:
+            check_copies(payload)
         self.host.check_size(size)
         if size:
             self._header = payload

@@ -16,6 +16,7 @@ from qflow_client.broker.core import wire
 from qflow_client.broker.core.consuming import Consuming, Delivery
 from qflow_client.broker.core.errors import ChannelException, ConnectionException, ReplyCode
 from qflow_client.broker.core.queue import Queue
+from qflow_client.broker.core.unsupported import check_consumer_arguments
 from qflow_client.broker.core.virtualhost import VirtualHost
 
 __all__ = ["CONSUMING_METHODS", "TOPOLOGY_METHODS"]
@@ -205,6 +206,7 @@ def _qos(channel: MethodChannel, method: Any) -> None:
 
 def _consume(channel: MethodChannel, method: Any) -> None:
     queue = named_queue(channel, method.queue)
+    check_consumer_arguments(queue.name, method.arguments or {})
     channel.consuming.consume(
         queue, method.consumer_tag, no_ack=method.no_ack, exclusive=method.exclusive, nowait=method.nowait
     )

@@ -27,8 +27,9 @@ from qflow_client.broker.core.ports import FlowObserver, Journal, PublishMeter, 
 from qflow_client.broker.core.queue import Queue
 from qflow_client.broker.core.routing import check_exchange_arguments, needs_headers, reach
 from qflow_client.broker.core.settings import FlowScope, Settings
+from qflow_client.broker.core.unsupported import check_copies, check_queue_arguments
 from qflow_client.broker.core.waiting import Publisher, WaitingPublish, WaitingRoom, refusal
-from qflow_client.broker.core.wire import check_depth, check_properties, decode_headers, encode_header
+from qflow_client.broker.core.wire import HAS_HEADERS, check_depth, check_properties, decode_headers, encode_header
 from qflow_client.flow import FlowSource
 
 __all__ = ["VirtualHost"]
@@ -206,6 +207,8 @@ class VirtualHost:
                 ReplyCode.ACCESS_REFUSED, f"queue name '{name}' begins with 'amq.', which is reserved; choose another"
             )
         name = name or f"amq.gen-{secrets.token_urlsafe(16)}"
+        if not number:
+            check_queue_arguments(name, arguments)
         rule = self.rules.rule_for(name, arguments)
         limits = rule.limits(lambda: Inheritance((("", name),), ("",)))
         journal = self._durable_journal
@@ -540,6 +543,8 @@ class VirtualHost:
         self.resolve(target)
         header = encode_header(len(body), properties)
         check_properties(header)
+        if header[12] & HAS_HEADERS:
+            check_copies(header)
         message = StoredMessage(target, header, body)
         queues = self.destinations(message, target)
         refused = refusal(queues, message.size, has_line=False)

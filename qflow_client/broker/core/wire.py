@@ -32,6 +32,8 @@ from qflow_client.broker.core.errors import ChannelException, ConnectionExceptio
 __all__ = [
     "CONTENT_HEADER",
     "HAS_EXPIRATION",
+    "HAS_HEADERS",
+    "HAS_REPLY_TO",
     "ack",
     "cancel",
     "check_depth",
@@ -175,6 +177,9 @@ def _field_size(data_type: str, payload: bytes, at: int) -> int:
 
 #: In the byte at 12 of a content header: it has the property ``expiration``.
 HAS_EXPIRATION = 1
+#: The same for ``headers`` and ``reply_to``.
+HAS_HEADERS = 1 << 5
+HAS_REPLY_TO = 1 << 1
 _HEADERS_FLAG = 1 << 13
 _EXPIRATION_FLAG = 1 << 8
 _DELIVERY_MODE_FLAG = 1 << 12
