@@ -25,11 +25,19 @@ from qflow_client.broker.core.limits import Inheritance, PlainRules, Rules
 from qflow_client.broker.core.logs import get_logger
 from qflow_client.broker.core.ports import FlowObserver, Journal, PublishMeter, Timed
 from qflow_client.broker.core.queue import Queue
+from qflow_client.broker.core.replies import address_reply
 from qflow_client.broker.core.routing import check_exchange_arguments, needs_headers, reach
 from qflow_client.broker.core.settings import FlowScope, Settings
 from qflow_client.broker.core.unsupported import check_copies, check_queue_arguments
 from qflow_client.broker.core.waiting import Publisher, WaitingPublish, WaitingRoom, refusal
-from qflow_client.broker.core.wire import HAS_HEADERS, check_depth, check_properties, decode_headers, encode_header
+from qflow_client.broker.core.wire import (
+    HAS_HEADERS,
+    HAS_REPLY_TO,
+    check_depth,
+    check_properties,
+    decode_headers,
+    encode_header,
+)
 from qflow_client.flow import FlowSource
 
 __all__ = ["VirtualHost"]
@@ -169,6 +177,7 @@ class VirtualHost:
         arguments: Mapping[str, object] | None = None,
         owner: Owner | None = None,
         number: int = 0,
+        prefix: str = "amq.gen-",
     ) -> Queue:
         """Make a queue, or find one that was declared alike.
 
@@ -180,6 +189,7 @@ class VirtualHost:
             arguments: what the rules read.
             owner: the connection that asks.
             number: that it has in the message store already; 0 for a new one.
+            prefix: how a name of the broker's choice begins.
 
         Raises:
             ChannelException: 403; a name that is reserved. 405; it belongs to another connection. 406; it exists
@@ -206,7 +216,7 @@ class VirtualHost:
             raise ChannelException(
                 ReplyCode.ACCESS_REFUSED, f"queue name '{name}' begins with 'amq.', which is reserved; choose another"
             )
-        name = name or f"amq.gen-{secrets.token_urlsafe(16)}"
+        name = name or f"{prefix}{secrets.token_urlsafe(16)}"
         if not number:
             check_queue_arguments(name, arguments)
         rule = self.rules.rule_for(name, arguments)
@@ -545,6 +555,8 @@ class VirtualHost:
         check_properties(header)
         if header[12] & HAS_HEADERS:
             check_copies(header)
+        if header[12] & HAS_REPLY_TO:
+            address_reply(header, "")
         message = StoredMessage(target, header, body)
         queues = self.destinations(message, target)
         refused = refusal(queues, message.size, has_line=False)

@@ -181,6 +181,7 @@ HAS_EXPIRATION = 1
 HAS_HEADERS = 1 << 5
 HAS_REPLY_TO = 1 << 1
 _HEADERS_FLAG = 1 << 13
+_REPLY_TO_FLAG = 1 << 9
 _EXPIRATION_FLAG = 1 << 8
 _DELIVERY_MODE_FLAG = 1 << 12
 _TIMESTAMP_FLAG = 1 << 6
@@ -347,6 +348,17 @@ def with_headers(header: bytes, headers: dict[bytes, bytes]) -> bytes:
     table = b"".join(b"%c%b%b" % (len(name), name, value) for name, value in (fields | headers).items())
     changes = {_HEADERS_FLAG: len(table).to_bytes(4, "big") + table, _EXPIRATION_FLAG: None}
     return _with_properties(header, changes)
+
+
+def reply_to_of(header: bytes) -> bytes:
+    """The property ``reply_to``, which is there."""
+    at = _offset(header, _REPLY_TO_FLAG)
+    return header[at + 1 : at + 1 + header[at]]
+
+
+def with_reply_to(header: bytes, name: str) -> bytes:
+    """A content header with another ``reply_to``; everything else stays as it came."""
+    return _with_properties(header, {_REPLY_TO_FLAG: short(name)})
 
 
 def expiration_of(header: bytes) -> str:
