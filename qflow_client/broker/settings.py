@@ -39,6 +39,8 @@ class BrokerOptions(TypedDict, total=False):
     host: str
     port: int
     users: Mapping[str, str]
+    loopback_users: Iterable[str]
+    max_failed_logins: int
     ssl_context: ssl.SSLContext | None
     virtual_host: str
     profile: Profile | str

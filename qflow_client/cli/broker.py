@@ -121,6 +121,14 @@ def broker(
             help=f"Users, one NAME:PASSWORD per line; '-' for standard input. Or set {USERS} to such lines.",
         ),
     ] = None,
+    loopback_users: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,…", help="Users that may log in from this machine only; guest. '' for none."),
+    ] = None,
+    max_failed_logins: Annotated[
+        int | None,
+        typer.Option(help="Of an address at once; then its logins are checked once a second; 10. 0, any number."),
+    ] = None,
     tls_certificate: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A certificate, in PEM; with it everything has TLS.")
     ] = None,
@@ -265,6 +273,8 @@ def broker(
         "host": host,
         "port": port,
         "users": broker_users(user, users_file),
+        "loopback_users": None if loopback_users is None else tuple(filter(None, loopback_users.split(","))),
+        "max_failed_logins": max_failed_logins,
         "tls_certificate": tls_certificate,
         "tls_key": tls_key,
         "virtual_host": virtual_host,

@@ -119,11 +119,12 @@ class Server:
         port = cast(int, self._server.sockets[0].getsockname()[1])
         _log.info("listening on %s:%d", settings.host, port)
         if not is_loopback(settings.host) and settings.users == DEFAULT_USERS:
-            _log.warning(
-                "listening on %s:%d, which other machines may reach, and guest's password is well known; set users",
-                settings.host,
-                port,
+            reason = (
+                "but no user can log in from another machine"
+                if settings.loopback_users.issuperset(DEFAULT_USERS)
+                else "which other machines may reach, and guest's password is well known"
             )
+            _log.warning("listening on %s:%d, %s; set users", settings.host, port, reason)
         return port
 
     async def stop(self) -> None:
@@ -274,6 +275,7 @@ class Connection(asyncio.Protocol):
         server = self._server
         peer = transport.get_extra_info("peername")
         self.session.name = f"{peer[0]}:{peer[1]}" if peer else "unknown peer"
+        self.session.address = str(peer[0]) if peer else ""
         server.connections[self] = None
         if server.is_stopping:
             self._transport.abort()

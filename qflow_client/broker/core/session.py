@@ -13,7 +13,6 @@ be sent, the rest of the input is held, and a client that does not read cannot m
 
 from __future__ import annotations
 
-import hmac
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -41,6 +40,7 @@ from qflow_client.broker.core import wire
 from qflow_client.broker.core.channel import Channel, Discipline
 from qflow_client.broker.core.controls import Controls
 from qflow_client.broker.core.errors import ChannelException, ConnectionException, ReplyCode
+from qflow_client.broker.core.logins import MECHANISMS, Login, login_refusal, read_login
 from qflow_client.broker.core.logs import get_logger
 from qflow_client.broker.core.profiles import PROTOCOL_HEADER, OnAlarm
 from qflow_client.broker.core.settings import Settings
@@ -59,6 +59,8 @@ class State(Enum):
 
     HEADER = "protocol header"
     START_OK = "Connection.Start-Ok"
+    #: The login waits for its turn, because others from its address have failed.
+    LOGIN = "the login's turn after failed logins"
     TUNE_OK = "Connection.Tune-Ok"
     OPEN = "Connection.Open"
     RUNNING = "anything"
@@ -142,6 +144,11 @@ class Session:
         self._splitter = FrameSplitter(FRAME_MIN_SIZE)
         # Set after bytes that are no frames: the frames that follow cannot be found.
         self._is_deaf = False
+        # Address of the client; empty if it has none.
+        self.address = ""
+        # The login that waits for its turn, and when that comes.
+        self._login: Login | None = None
+        self._login_at = math.inf
         self.user = ""
         self.client_properties: Mapping[str, Any] = {}
         self._capabilities: Mapping[str, Any] = {}
@@ -261,7 +268,7 @@ class Session:
         self._send(
             commands.Connection.Start(
                 server_properties=dialect.server_properties,
-                mechanisms="PLAIN",
+                mechanisms=MECHANISMS,
                 locales="en_US",
             )
         )
@@ -347,23 +354,33 @@ class Session:
         self.client_properties = method.client_properties or {}
         capabilities = self.client_properties.get("capabilities")
         self._capabilities = capabilities if isinstance(capabilities, dict) else {}
-        if method.mechanism != "PLAIN":
-            self._refuse_login(f"mechanism {method.mechanism!r} is not offered; use PLAIN", now)
+        self._login = read_login(method.mechanism, method.response or b"")
+        if self._login is None:
+            self._refuse_login(
+                f"mechanism {method.mechanism!r} is not offered; use {' or '.join(MECHANISMS.split())}", now
+            )
+        else:
+            self._check_login(self._login, now)
+
+    def _check_login(self, login: Login, now: float) -> None:
+        """Check a login now, or when its turn comes, if logins from the same address have failed."""
+        settings, failed_logins = self.settings, self.host.failed_logins
+        delay = failed_logins.delay(self.address, now)
+        if delay:
+            self.state = State.LOGIN
+            self._login_at = now + delay
+            self.wake_at = min(self.wake_at, self._login_at)
             return
-        response: str | bytes = method.response or b""
-        parts = (response.encode() if isinstance(response, str) else response).split(b"\0")
-        if len(parts) != 3:
-            raise ConnectionException(ReplyCode.SYNTAX_ERROR, "the PLAIN response is not NUL, user, NUL, password")
-        user = parts[1].decode(errors="replace")
-        password = self.settings.users.get(user)
-        # Compared even if there is no such user, so that the time taken does not tell.
-        is_right = hmac.compare_digest((password or "").encode(), parts[2])
-        if password is None or not is_right:
-            self._refuse_login(f"login of user {user!r} was refused using PLAIN; check user and password", now)
+        self._login = None
+        refusal = login_refusal(login, settings.users, settings.loopback_users, self.address)
+        if refusal is not None:
+            text, is_wrong = refusal
+            if is_wrong:
+                failed_logins.failed(self.address, now)
+            self._refuse_login(text, now)
             return
-        self.user = user
+        self.user = login.user
         self.state = State.TUNE_OK
-        settings = self.settings
         self._send(commands.Connection.Tune(settings.channel_max, settings.frame_max, settings.heartbeat))
 
     def _refuse_login(self, text: str, now: float) -> None:
@@ -661,6 +678,13 @@ class Session:
             self._end_unresponsive()
             return
         times = [self.open_by]
+        if self.state is State.LOGIN and self._login is not None:
+            if now >= self._login_at:
+                self._check_login(self._login, now)
+            if self.state is State.LOGIN:
+                times.append(self._login_at)
+            elif self.state is not State.TUNE_OK:
+                return
         if self.tarpit_until is not None:
             if now >= self.tarpit_until:
                 self.tarpit_until = None

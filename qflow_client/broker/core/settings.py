@@ -71,7 +71,9 @@ def is_loopback(host: str) -> bool:
     if host.lower() == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host).is_loopback
+        ip = ipaddress.ip_address(host)
+        mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+        return (mapped or ip).is_loopback
     except ValueError:
         return False
 
@@ -84,6 +86,9 @@ class Settings:
         host: the address to listen on.
         port: the port to listen on; 0 for a free one.
         users: passwords by user name; not shown by its `repr`.
+        loopback_users: the users that may log in from this machine only; empty for none.
+        max_failed_logins: failed logins that an address may have in quick succession; further logins from it are
+            checked once a second; 0 for any number.
         ssl_context: a server-side context; ``None`` for plain TCP.
         virtual_host: the name of the one virtual host.
         profile: whose dialect it speaks; a profile has its own defaults for `heartbeat`, `frame_max` and `channel_max`.
@@ -128,6 +133,8 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 0
     users: Mapping[str, str] = field(default_factory=lambda: DEFAULT_USERS, repr=False)
+    loopback_users: frozenset[str] = frozenset({"guest"})
+    max_failed_logins: int = 10
     ssl_context: ssl.SSLContext | None = None
     virtual_host: str = "/"
     profile: Profile = Profile.QFLOW
@@ -167,6 +174,7 @@ class Settings:
         self._whole("frame_max", FRAME_MIN_SIZE, 2**31 - 1)
         self._whole("channel_max", 1, 65535)
         self._whole("max_connections", 1, 2**31 - 1)
+        self._whole("max_failed_logins", 0, 2**31 - 1)
         self._whole("max_message_size", 1, 2**63 - 1)
         for name in (
             "recent",
@@ -204,6 +212,12 @@ class Settings:
         for user, password in self.users.items():
             if not isinstance(user, str) or not isinstance(password, str):
                 raise TypeError(f"users must map user names to passwords, both str; one of user {shown(user)} is not")
+            if not password:
+                raise ValueError(f"users: the password of user {shown(user)} is blank; set one")
+        names = self.loopback_users
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"loopback_users must be names of users, not {shown(names)}")
+        object.__setattr__(self, "loopback_users", frozenset(names))
         object.__setattr__(self, "users", MappingProxyType(dict(self.users)))
         # Refuses a stop below its resume, with both values in the text.
         StopResume.from_limits(

@@ -34,6 +34,7 @@ __all__ = [
     "HAS_EXPIRATION",
     "HAS_HEADERS",
     "HAS_REPLY_TO",
+    "UNDECODABLE",
     "ack",
     "cancel",
     "check_depth",
@@ -69,7 +70,7 @@ _SIZES = {"octet": 1, "short": 2, "long": 4, "longlong": 8, "timestamp": 8}
 #: Bytes of the values in field tables; those that are not here begin with a length of four bytes.
 _FIELD_SIZES = dict(zip(b"tbBsuIilLfdDTV\0", (1, 1, 1, 2, 2, 4, 4, 8, 8, 4, 8, 5, 8, 0, 0), strict=True))
 #: What decoders raise for bytes that make no sense; nesting too deep is one of them.
-_UNDECODABLE = (ValueError, struct.error, ArithmeticError, OSError, LookupError, TypeError, RecursionError)
+UNDECODABLE = (ValueError, struct.error, ArithmeticError, OSError, LookupError, TypeError, RecursionError)
 
 
 def short(text: str) -> bytes:
@@ -136,7 +137,7 @@ def decode_method(payload: bytes) -> pamqp.base.Frame:
             else:
                 decoded = pamqp.decode.by_type(payload[at : at + size], data_type)[1]
             setattr(value, field, decoded)
-        except _UNDECODABLE as error:
+        except UNDECODABLE as error:
             raise _syntax(value.name, f"{field} cannot be decoded: {error}") from error
         at += size
     if at + (1 if bits else 0) != end:
@@ -277,7 +278,7 @@ def _check_table(table: bytes) -> None:
         return
     try:
         decode_table(table, 0)
-    except _UNDECODABLE as error:
+    except UNDECODABLE as error:
         raise _syntax("content header", f"headers cannot be decoded: {error}") from error
     if len(_sound_tables) >= _MAX_SOUND_TABLES:
         _sound_tables.clear()

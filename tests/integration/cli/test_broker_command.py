@@ -52,8 +52,17 @@ def test_it_runs_until_it_is_told_to_end(number: signal.Signals, kind: type[subp
     assert (process.returncode, out, err) == (0, "", f"{number.name}: the broker ends\n")
 
 
-@pytest.mark.parametrize("options", [(), ("--quiet",)])
-def test_E8_the_operator_is_warned_that_others_may_log_in_as_guest(options: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("options", "warned_of"),
+    [
+        ((), "but no user can log in from another machine"),
+        (("--quiet",), "but no user can log in from another machine"),
+        (("--quiet", "--loopback-users", ""), "which other machines may reach, and guest's password is well known"),
+    ],
+)
+def test_E8_the_operator_is_warned_when_others_reach_the_broker_and_guest_is_its_only_user(
+    options: tuple[str, ...], warned_of: str
+) -> None:
     process, url = start("--host", "0.0.0.0", *options)
     assert url
     assert process.stderr is not None
@@ -61,9 +70,7 @@ def test_E8_the_operator_is_warned_that_others_may_log_in_as_guest(options: tupl
     warning = process.stderr.readline()
     process.terminate()
     _, err = process.communicate(timeout=20)
-    assert re.fullmatch(
-        r"qflow: warning: listening on 0\.0\.0\.0:\d+, .* guest's password is well known; set users\n", warning
-    )
+    assert re.fullmatch(rf"qflow: warning: listening on 0\.0\.0\.0:\d+, {warned_of}; set users\n", warning)
     assert err == ("" if options else "SIGTERM: the broker ends\n")
 
 
