@@ -183,7 +183,13 @@ def broker(
         int | None, typer.Option(metavar="BYTES", help="Of the largest frame, proposed to clients; 131072.")
     ] = None,
     channel_max: Annotated[int | None, typer.Option(help="Channels of a connection; 2047.")] = None,
-    max_connections: Annotated[int | None, typer.Option(help="Connections at once; 10000.")] = None,
+    max_connections: Annotated[int | None, typer.Option(help="Open connections at once; 10000.")] = None,
+    max_unauthenticated: Annotated[
+        int | None, typer.Option(help="Connections at once that are not open yet; 1000. With more the oldest is cut.")
+    ] = None,
+    max_queues: Annotated[int | None, typer.Option(help="Queues; 50000.")] = None,
+    max_bindings: Annotated[int | None, typer.Option(help="Bindings; 200000.")] = None,
+    max_consumers: Annotated[int | None, typer.Option(help="Consumers; 100000.")] = None,
     max_message_size: Annotated[
         int | None, typer.Option(metavar="BYTES", help="Of the largest message; 134217728.")
     ] = None,
@@ -291,6 +297,10 @@ def broker(
         "frame_max": frame_max,
         "channel_max": channel_max,
         "max_connections": max_connections,
+        "max_unauthenticated": max_unauthenticated,
+        "max_queues": max_queues,
+        "max_bindings": max_bindings,
+        "max_consumers": max_consumers,
         "max_message_size": max_message_size,
         "unauthenticated_timeout": unauthenticated_timeout,
         "close_timeout": close_timeout,

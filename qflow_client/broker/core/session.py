@@ -163,6 +163,8 @@ class Session:
         # Until when the connection must be open, and is ended if it is not, even if it is closing; infinite once it is.
         self.open_by = now + self.settings.unauthenticated_timeout
         self.wake_at = self.open_by
+        # Whether the connection was opened, and counts as open until the session ends.
+        self.was_opened = False
         # Whether the socket takes bytes, and whether there is little enough of deliveries waiting.
         self._is_writable = True
         self._delivery_bytes = 0
@@ -419,6 +421,16 @@ class Session:
                 ReplyCode.NOT_ALLOWED,
                 f"vhost {method.virtual_host!r} does not exist; the broker has {self.settings.virtual_host!r}",
             )
+        limit = self.settings.max_connections
+        if self.host.open_connections >= limit:
+            _log.warning("%s: refused: %d connections are open", self.name, limit)
+            raise ConnectionException(
+                ReplyCode.NOT_ALLOWED,
+                f"the limit of connections is reached (max_connections={limit}); close some, or raise that setting of "
+                "the broker",
+            )
+        self.host.open_connections += 1
+        self.was_opened = True
         self.state = State.RUNNING
         self.open_by = math.inf
         self._send(commands.Connection.OpenOk())
@@ -429,7 +441,8 @@ class Session:
         wire.decode_method(payload)
         if number > self.channel_max:
             raise ConnectionException(
-                ReplyCode.NOT_ALLOWED, f"channel {number} is above the negotiated channel_max {self.channel_max}"
+                ReplyCode.NOT_ALLOWED,
+                f"channel {number} is above the negotiated channel_max {self.channel_max}; close others",
             )
         self.channels[number] = Channel(self, number)
         self.write(wire.method(number, commands.Channel.OpenOk()))
@@ -738,6 +751,8 @@ class Session:
         """The connection is over: nothing of it stays behind. What is to be sent can still be taken."""
         if self.state is State.ENDED:
             return
+        if self.was_opened:
+            self.host.open_connections -= 1
         self.state = State.ENDED
         self._held, self.is_held = b"", False
         self.wake_at = float("inf")

@@ -102,7 +102,11 @@ class Settings:
         heartbeat: seconds, as proposed to clients; 0 proposes none.
         frame_max: bytes of the largest frame, as proposed to clients.
         channel_max: channels of a connection.
-        max_connections: connections at once; more are closed as soon as they are accepted.
+        max_connections: connections that may be open at once; more are refused with 530 as they open.
+        max_unauthenticated: connections that may be there at once and are not open yet; with more the oldest is cut.
+        max_queues: queues; more are refused with 406.
+        max_bindings: bindings, but for those of the default exchange; more are refused with 406.
+        max_consumers: consumers of all queues; more are refused with 406.
         max_message_size: body bytes; a larger message closes its channel with 406.
         unauthenticated_timeout: seconds that a connection may take to be opened.
         close_timeout: seconds that a peer may take to answer ``Connection.Close``.
@@ -149,6 +153,10 @@ class Settings:
     frame_max: int = 131072
     channel_max: int = 2047
     max_connections: int = 10_000
+    max_unauthenticated: int = 1000
+    max_queues: int = 50_000
+    max_bindings: int = 200_000
+    max_consumers: int = 100_000
     max_message_size: int = 128 * 1024 * 1024
     unauthenticated_timeout: float = 10.0
     close_timeout: float = 5.0
@@ -173,7 +181,8 @@ class Settings:
         self._whole("heartbeat", 0, 65535)
         self._whole("frame_max", FRAME_MIN_SIZE, 2**31 - 1)
         self._whole("channel_max", 1, 65535)
-        self._whole("max_connections", 1, 2**31 - 1)
+        for name in ("max_connections", "max_unauthenticated", "max_queues", "max_bindings", "max_consumers"):
+            self._whole(name, 1, 2**31 - 1)
         self._whole("max_failed_logins", 0, 2**31 - 1)
         self._whole("max_message_size", 1, 2**63 - 1)
         for name in (

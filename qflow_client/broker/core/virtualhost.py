@@ -26,6 +26,7 @@ from qflow_client.broker.core.logins import FailedLogins
 from qflow_client.broker.core.logs import get_logger
 from qflow_client.broker.core.ports import FlowObserver, Journal, PublishMeter, Timed
 from qflow_client.broker.core.queue import Queue
+from qflow_client.broker.core.quotas import Quota
 from qflow_client.broker.core.replies import address_reply
 from qflow_client.broker.core.routing import check_exchange_arguments, needs_headers, reach
 from qflow_client.broker.core.settings import FlowScope, Settings
@@ -85,6 +86,11 @@ class VirtualHost:
             self.exchanges[name] = make_exchange(
                 name, kind.value, durable=True, auto_delete=False, internal=False, arguments={}
             )
+        # What is looked at when something is made; and the connections that are open.
+        self._queue_quota = Quota("max_queues", settings.max_queues, "queues", lambda: len(self.queues))
+        self._binding_quota = Quota("max_bindings", settings.max_bindings, "bindings", self._count_bindings)
+        self.consumer_quota = Quota("max_consumers", settings.max_consumers, "consumers", self._count_consumers)
+        self.open_connections = 0
         self.failed_logins = FailedLogins(settings.max_failed_logins)
         # Goes up with every change that routing depends on.
         self.version = 0
@@ -124,6 +130,12 @@ class VirtualHost:
     def _durable_journal(self) -> Journal | None:
         journal = self.journal
         return journal if journal is not None and journal.has_store else None
+
+    def _count_bindings(self) -> int:
+        return sum(len(exchange.bindings) for exchange in self.exchanges.values())
+
+    def _count_consumers(self) -> int:
+        return sum(len(queue.consumers) for queue in self.queues.values())
 
     # Time.
 
@@ -195,7 +207,7 @@ class VirtualHost:
 
         Raises:
             ChannelException: 403; a name that is reserved. 405; it belongs to another connection. 406; it exists
-                otherwise, or arguments are refused.
+                otherwise, arguments are refused, or there are as many queues as there may be.
         """
         arguments = dict(arguments or {})
         check_depth(f"queue '{name}'", arguments)
@@ -221,6 +233,7 @@ class VirtualHost:
         name = name or f"{prefix}{secrets.token_urlsafe(16)}"
         if not number:
             check_queue_arguments(name, arguments)
+        self._queue_quota.take(is_there=number > 0)
         rule = self.rules.rule_for(name, arguments)
         limits = rule.limits(lambda: Inheritance((("", name),), ("",)))
         journal = self._durable_journal
@@ -418,12 +431,14 @@ class VirtualHost:
         """Bind a queue or an exchange to an exchange.
 
         Raises:
-            ChannelException: 403; the default exchange. 404; no such exchange. 406; arguments it cannot use.
+            ChannelException: 403; the default exchange. 404; no such exchange. 406; arguments it cannot use, or there
+                are as many bindings as there may be.
         """
         exchange = self.bindable_exchange(source)
         check_depth(f"binding of '{destination.name}' to '{source}'", arguments or {})
         binding = Binding(destination, routing_key, dict(arguments or {}))
         if binding.key not in exchange.bindings:
+            self._binding_quota.take(is_there=self.is_recovering)
             exchange.bind(binding)
             if self._survives(exchange, binding):
                 try:
