@@ -43,6 +43,7 @@ __all__ = ["Channel", "ChannelSession", "Discipline"]
 _TAG_BIT = Struct(">QB")
 _CONTENT_HEADER = Struct(">HHQ")
 _BASIC = 60
+_HAS_ADDRESSES = HAS_HEADERS | HAS_REPLY_TO
 
 
 class Discipline(Protocol):
@@ -242,10 +243,12 @@ class Channel(CountedSource):
                 ReplyCode.PRECONDITION_FAILED,
                 f"user_id property is '{user_id}', but the connection's user is '{self.session.user}'",
             )
-        if payload[12] & HAS_HEADERS:
-            check_copies(payload)
-        if payload[12] & HAS_REPLY_TO and self.session.dialect.has("direct_reply_to"):
-            payload = address_reply(payload, self.reply_queue if self.reply_queue in self.host.queues else "")
+        # One look for messages that have neither.
+        if payload[12] & _HAS_ADDRESSES:
+            if payload[12] & HAS_HEADERS:
+                check_copies(payload)
+            if payload[12] & HAS_REPLY_TO and self.session.dialect.has("direct_reply_to"):
+                payload = address_reply(payload, self.reply_queue if self.reply_queue in self.host.queues else "")
         self.host.check_size(size)
         if size:
             self._header = payload
