@@ -127,6 +127,15 @@ def test_its_settings_are_options() -> None:
         (["--port", "0", "--policy", "p max_cont=1"], "a policy sets no 'max_cont'; the nearest is 'max_count'"),
         (["--port", "0", "--profile", "rabbitmq"], "'rabbitmq' is not one of 'qflow', 'lavinmq', 'wso2'"),
         (["--port", "0", "--user", "ann"], "a user is given as NAME:PASSWORD"),
+        (["--port", "0", "--user", "ann:"], "the password of user 'ann' is blank"),
+        (
+            ["--port", "0", "--max-queues", "1", "--queue", "a", "--queue", "b"],
+            "limit of queues is reached (max_queues=1)",
+        ),
+        (["--port", "0", "--max-bindings", "0"], "max_bindings must be from 1"),
+        (["--port", "0", "--max-consumers", "0"], "max_consumers must be from 1"),
+        (["--port", "0", "--max-unauthenticated", "0"], "max_unauthenticated must be from 1"),
+        (["--port", "0", "--max-failed-logins", "-1"], "max_failed_logins must be from 0"),
     ],
 )
 def test_a_wrong_setting_is_a_usage_error(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
