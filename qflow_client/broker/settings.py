@@ -39,6 +39,8 @@ class BrokerOptions(TypedDict, total=False):
     host: str
     port: int
     users: Mapping[str, str]
+    loopback_users: Iterable[str]
+    max_failed_logins: int
     ssl_context: ssl.SSLContext | None
     virtual_host: str
     profile: Profile | str
@@ -53,6 +55,10 @@ class BrokerOptions(TypedDict, total=False):
     frame_max: int
     channel_max: int
     max_connections: int
+    max_unauthenticated: int
+    max_queues: int
+    max_bindings: int
+    max_consumers: int
     max_message_size: int
     unauthenticated_timeout: float
     close_timeout: float

@@ -121,6 +121,14 @@ def broker(
             help=f"Users, one NAME:PASSWORD per line; '-' for standard input. Or set {USERS} to such lines.",
         ),
     ] = None,
+    loopback_users: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,…", help="Users that may log in from this machine only; guest. '' for none."),
+    ] = None,
+    max_failed_logins: Annotated[
+        int | None,
+        typer.Option(help="Of an address at once; then its logins are checked once a second; 10. 0, any number."),
+    ] = None,
     tls_certificate: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A certificate, in PEM; with it everything has TLS.")
     ] = None,
@@ -175,7 +183,13 @@ def broker(
         int | None, typer.Option(metavar="BYTES", help="Of the largest frame, proposed to clients; 131072.")
     ] = None,
     channel_max: Annotated[int | None, typer.Option(help="Channels of a connection; 2047.")] = None,
-    max_connections: Annotated[int | None, typer.Option(help="Connections at once; 10000.")] = None,
+    max_connections: Annotated[int | None, typer.Option(help="Open connections at once; 10000.")] = None,
+    max_unauthenticated: Annotated[
+        int | None, typer.Option(help="Connections at once that are not open yet; 1000. With more the oldest is cut.")
+    ] = None,
+    max_queues: Annotated[int | None, typer.Option(help="Queues; 50000.")] = None,
+    max_bindings: Annotated[int | None, typer.Option(help="Bindings; 200000.")] = None,
+    max_consumers: Annotated[int | None, typer.Option(help="Consumers; 100000.")] = None,
     max_message_size: Annotated[
         int | None, typer.Option(metavar="BYTES", help="Of the largest message; 134217728.")
     ] = None,
@@ -265,6 +279,8 @@ def broker(
         "host": host,
         "port": port,
         "users": broker_users(user, users_file),
+        "loopback_users": None if loopback_users is None else tuple(filter(None, loopback_users.split(","))),
+        "max_failed_logins": max_failed_logins,
         "tls_certificate": tls_certificate,
         "tls_key": tls_key,
         "virtual_host": virtual_host,
@@ -281,6 +297,10 @@ def broker(
         "frame_max": frame_max,
         "channel_max": channel_max,
         "max_connections": max_connections,
+        "max_unauthenticated": max_unauthenticated,
+        "max_queues": max_queues,
+        "max_bindings": max_bindings,
+        "max_consumers": max_consumers,
         "max_message_size": max_message_size,
         "unauthenticated_timeout": unauthenticated_timeout,
         "close_timeout": close_timeout,

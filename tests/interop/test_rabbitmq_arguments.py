@@ -1,4 +1,4 @@
-"""Queue arguments of RabbitMQ's: the same program sees the same at a real one and at the broker here."""
+"""Arguments and features of RabbitMQ's: the same program sees the same at a real one and at the broker here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class Desk:
     """A channel, and names of its own for what it declares."""
 
     def __init__(self, url: str) -> None:
-        self.connection = pika.BlockingConnection(pika.URLParameters(url))
+        self.parameters = pika.URLParameters(url)
+        self.connection = pika.BlockingConnection(self.parameters)
         # pika's types have a None for everything that an empty queue has not.
         self.channel: Any = self.connection.channel()
         # What is published is in its queue when `publish` returns.
@@ -384,3 +385,96 @@ def test_with_a_single_active_consumer_the_oldest_is_served_until_it_goes(desk: 
 )
 def test_an_argument_that_cannot_be_is_refused_with_406(desk: Desk, arguments: dict[str, Any]) -> None:
     assert desk.error(lambda: desk.declare("q", **arguments)) == 406
+
+
+def test_counts_of_x_death_have_64_bits(desk: Desk) -> None:
+    desk.declare("dead")
+    desk.declare("q", x_max_length=1, x_dead_letter_exchange="", x_dead_letter_routing_key=desk.name("dead"))
+    desk.publish("q", "1", "2")
+    desk.wait_depth("dead", 1)
+    _, properties, _ = desk.channel.basic_get(desk.name("dead"), auto_ack=True)
+    (death,) = properties.headers["x-death"]
+    # pika has a type of its own for these.
+    assert isinstance(death["count"], pika.compat.long)
+
+
+@pytest.mark.parametrize("overflow", ["drop-head", "reject-publish"])
+def test_what_is_requeued_into_a_full_queue(desk: Desk, overflow: str) -> None:
+    desk.declare("q", x_max_length=2, x_overflow=overflow)
+    for body in ("1", "2", "3"):
+        desk.publish("q", body)
+        desk.channel.basic_get(desk.name("q"))
+    desk.publish("q", "4")
+    desk.channel.basic_nack(0, multiple=True, requeue=True)
+    left = ["3", "4"] if overflow == "drop-head" else ["1", "2", "3", "4"]
+    desk.wait_depth("q", len(left))
+    assert desk.drain("q") == left
+
+
+def test_what_an_exchange_cannot_route_goes_to_its_alternate_exchange(desk: Desk) -> None:
+    main, other = desk.name("main"), desk.name("other")
+    desk.channel.exchange_declare(main, "direct", auto_delete=True, arguments={"alternate-exchange": other})
+    desk.channel.exchange_declare(main, "direct", auto_delete=True, arguments={"alternate-exchange": other})
+    desk.channel.exchange_declare(other, "fanout", auto_delete=True, internal=True)
+    desk.channel.queue_bind(desk.declare("q"), main, "known")
+    desk.channel.queue_bind(desk.declare("rest"), other)
+    desk.channel.basic_publish(main, "known", b"1", mandatory=True)
+    desk.channel.basic_publish(main, "unknown", b"2", mandatory=True)
+    assert (desk.drain("q"), desk.drain("rest")) == (["1"], ["2"])
+    assert desk.error(lambda: desk.channel.exchange_declare(main, "direct", auto_delete=True)) == 406
+
+
+def test_an_alternate_exchange_is_a_name(desk: Desk) -> None:
+    arguments = {"alternate-exchange": 1}
+    assert desk.error(lambda: desk.channel.exchange_declare(desk.name("e"), arguments=arguments)) == 406
+
+
+def test_another_connection_s_exclusive_queue_is_locked(desk: Desk) -> None:
+    name = desk.name("mine")
+    other = pika.BlockingConnection(desk.parameters)
+    other.channel().queue_declare(name, exclusive=True)
+    for call in (
+        lambda: desk.channel.queue_declare(name, passive=True),
+        lambda: desk.channel.queue_declare(name),
+        lambda: desk.channel.basic_get(name),
+        lambda: desk.channel.basic_consume(name, lambda *_: None),
+        lambda: desk.channel.queue_purge(name),
+        lambda: desk.channel.queue_delete(name),
+        lambda: desk.channel.queue_bind(name, "amq.fanout"),
+    ):
+        assert desk.error(call) == 405
+    other.close()
+
+
+def test_replies_come_directly(desk: Desk) -> None:
+    desk.declare("requests")
+    replies: list[tuple[str, bytes]] = []
+
+    def reply(_: Any, method: Any, properties: Any, body: bytes) -> None:
+        replies.append((properties.correlation_id, body))
+        assert (method.exchange, method.redelivered) == ("", False)
+
+    desk.channel.basic_consume("amq.rabbitmq.reply-to", reply, auto_ack=True)
+    desk.publish("requests", "question", reply_to="amq.rabbitmq.reply-to", correlation_id="1")
+    server: Any = desk.connection.channel()
+    _, properties, _ = server.basic_get(desk.name("requests"), auto_ack=True)
+    assert properties.reply_to.startswith("amq.rabbitmq.reply-to.")
+    found = server.queue_declare(properties.reply_to, passive=True).method
+    assert (found.queue, found.message_count, found.consumer_count) == (properties.reply_to, 0, 1)
+    answer = pika.BasicProperties(correlation_id=properties.correlation_id)
+    server.basic_publish("", properties.reply_to, b"answer", answer, mandatory=True)
+    desk.wait_for(lambda: replies == [("1", b"answer")])
+
+
+def test_direct_replies_that_cannot_be(desk: Desk) -> None:
+    def consume(*, auto_ack: bool) -> None:
+        desk.channel.basic_consume("amq.rabbitmq.reply-to", lambda *_: None, auto_ack=auto_ack)
+
+    desk.declare("requests")
+    assert desk.error(lambda: consume(auto_ack=False)) == 406
+    desk.channel.confirm_delivery()
+    assert desk.error(lambda: desk.publish("requests", "1", reply_to="amq.rabbitmq.reply-to")) == 406
+    consume(auto_ack=True)
+    assert desk.error(lambda: consume(auto_ack=True)) == 406
+    assert desk.error(lambda: desk.channel.queue_declare("amq.rabbitmq.reply-to.x", passive=True)) == 404
+    assert desk.depth("requests") == 0

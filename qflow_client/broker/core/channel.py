@@ -31,8 +31,11 @@ from qflow_client.broker.core.methods import CONSUMING_METHODS, TOPOLOGY_METHODS
 from qflow_client.broker.core.profiles import Dialect, OnAlarm
 from qflow_client.broker.core.queue import Queue
 from qflow_client.broker.core.queueflow import CountedSource, QueueFlow
+from qflow_client.broker.core.replies import address_reply
 from qflow_client.broker.core.transaction import Settlement, Transaction
+from qflow_client.broker.core.unsupported import check_copies
 from qflow_client.broker.core.waiting import WaitingPublish, refusal
+from qflow_client.broker.core.wire import HAS_HEADERS, HAS_REPLY_TO
 from qflow_client.flow import FlowController, ThresholdLimiter
 
 __all__ = ["Channel", "ChannelSession", "Discipline"]
@@ -40,6 +43,7 @@ __all__ = ["Channel", "ChannelSession", "Discipline"]
 _TAG_BIT = Struct(">QB")
 _CONTENT_HEADER = Struct(">HHQ")
 _BASIC = 60
+_HAS_ADDRESSES = HAS_HEADERS | HAS_REPLY_TO
 
 
 class Discipline(Protocol):
@@ -132,6 +136,7 @@ class Channel(CountedSource):
         "nacked",
         "number",
         "past_flow",
+        "reply_queue",
         "returned",
         "session",
         "targets",
@@ -151,6 +156,8 @@ class Channel(CountedSource):
         self.is_closing = False
         # The queue that it declared last, which an empty queue name stands for.
         self.last_queue = ""
+        # Name of the queue of its reply consumer, which is deleted when that consumer goes; empty if it never had one.
+        self.reply_queue = ""
         # The message that is coming in: where to, its header once that is here, its body so far and what lacks of it.
         self._target: Target | None = None
         self._header: bytes | None = None
@@ -236,6 +243,12 @@ class Channel(CountedSource):
                 ReplyCode.PRECONDITION_FAILED,
                 f"user_id property is '{user_id}', but the connection's user is '{self.session.user}'",
             )
+        # One look for messages that have neither.
+        if payload[12] & _HAS_ADDRESSES:
+            if payload[12] & HAS_HEADERS:
+                check_copies(payload)
+            if payload[12] & HAS_REPLY_TO and self.session.dialect.has("direct_reply_to"):
+                payload = address_reply(payload, self.reply_queue if self.reply_queue in self.host.queues else "")
         self.host.check_size(size)
         if size:
             self._header = payload

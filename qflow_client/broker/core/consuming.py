@@ -195,7 +195,8 @@ class Consuming:
             nowait: whether no answer is wanted.
 
         Raises:
-            ChannelException: 403; the queue has a consumer that excludes this one.
+            ChannelException: 403; the queue has a consumer that excludes this one. 406; there are as many consumers as
+                there may be.
             ConnectionException: 530; the channel has a consumer of that tag.
         """
         tag = tag or f"ctag-{self.number}.{secrets.token_urlsafe(12)}"
@@ -207,6 +208,7 @@ class Consuming:
             raise ChannelException(
                 ReplyCode.ACCESS_REFUSED, f"queue '{queue.name}' has a consumer that excludes this one"
             )
+        self._host.consumer_quota.take()
         consumer = ChannelConsumer(self, tag, queue, no_ack=no_ack, prefetch=self.consumer_prefetch)
         self.consumers[tag] = consumer
         if not nowait:
@@ -376,6 +378,9 @@ class Consuming:
             back.setdefault(delivery.entry.queue, []).append(delivery.entry)
         for queue, entries in back.items():
             queue.requeue(entries)
+        for queue in back:
+            # As in RabbitMQ, before anything is delivered: what came back may be more than the queue's maximum.
+            queue.trim()
         self.wake()
         for queue in back:
             queue.dispatch()

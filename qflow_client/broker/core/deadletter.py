@@ -11,7 +11,7 @@ rules; a restart of the broker ends the second.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ __all__ = ["DeadLetters"]
 _log = get_logger(__name__)
 
 _DEATHS = "x-death"
+_MAX_COUNT = 2**63 - 1
 
 
 class Death(NamedTuple):
@@ -178,6 +179,16 @@ def _field(value: Any) -> bytes:
     return encode_table({"": value}, "a header")[5:]
 
 
+def _entry(fields: Mapping[str, Any]) -> bytes:
+    """An entry of ``x-death`` with its type. Its count has 64 bits, as in RabbitMQ: typed clients cast it to a long."""
+    count = fields.get("count")
+    if not isinstance(count, int) or isinstance(count, bool):
+        return _field(fields)
+    others = encode_table({name: value for name, value in fields.items() if name != "count"}, "a header")[4:]
+    table = b"\x05countl" + count.to_bytes(8, "big", signed=True) + others
+    return b"F" + len(table).to_bytes(4, "big") + table
+
+
 def _deaths_of(message: StoredMessage) -> list[Death]:
     """Where and why a message died before, the last first.
 
@@ -190,7 +201,7 @@ def _deaths_of(message: StoredMessage) -> list[Death]:
     if not isinstance(entries, list):
         return []
     return [
-        Death(fields.get("queue"), fields.get("reason"), fields, _field(fields))
+        Death(fields.get("queue"), fields.get("reason"), fields, _entry(fields))
         for fields in entries
         if isinstance(fields, dict)
     ]
@@ -249,7 +260,7 @@ def _next_death(message: StoredMessage, before: Sequence[Death], queue: str, rea
     same = next((death for death in before if (death.queue, death.reason) == (queue, reason)), None)
     if same is not None:
         count = same.fields.get("count")
-        fields = same.fields | {"count": count + 1 if isinstance(count, int) else 1}
+        fields = same.fields | {"count": count + 1 if type(count) is int and 0 < count < _MAX_COUNT else 1}
     else:
         fields = {
             "count": 1,
@@ -261,4 +272,4 @@ def _next_death(message: StoredMessage, before: Sequence[Death], queue: str, rea
         }
         if message.ttl is not None:
             fields["original-expiration"] = expiration_of(message.header)
-    return Death(queue, reason.value, fields, _field(fields))
+    return Death(queue, reason.value, fields, _entry(fields))

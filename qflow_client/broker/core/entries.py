@@ -347,5 +347,8 @@ class QueueView(Protocol):
     def requeue(self, entries: Iterable[QueueEntry]) -> None:
         """Put delivered entries back in their places."""
 
+    def trim(self) -> None:
+        """Drop what is beyond the maximum, if the overflow policy drops messages that are in the queue."""
+
     def dispatch(self) -> None:
         """Deliver what can be delivered."""

@@ -15,7 +15,16 @@ from pamqp import commands
 from qflow_client.broker.core import wire
 from qflow_client.broker.core.consuming import Consuming, Delivery
 from qflow_client.broker.core.errors import ChannelException, ConnectionException, ReplyCode
+from qflow_client.broker.core.profiles import Dialect
 from qflow_client.broker.core.queue import Queue
+from qflow_client.broker.core.replies import (
+    REPLY_PREFIX,
+    REPLY_TO,
+    check_reply_consumer,
+    check_reply_queue,
+    is_reply_queue,
+)
+from qflow_client.broker.core.unsupported import check_consumer_arguments
 from qflow_client.broker.core.virtualhost import VirtualHost
 
 __all__ = ["CONSUMING_METHODS", "TOPOLOGY_METHODS"]
@@ -23,6 +32,8 @@ __all__ = ["CONSUMING_METHODS", "TOPOLOGY_METHODS"]
 
 class MethodSession(Protocol):
     """The connection, as far as these methods need it; it owns its exclusive queues."""
+
+    dialect: Dialect
 
     @property
     def name(self) -> str:
@@ -40,6 +51,8 @@ class MethodChannel(Protocol):
     consuming: Consuming
     #: The queue that it declared last, which an empty queue name stands for.
     last_queue: str
+    #: The queue of its reply consumer, which may be gone; empty if it never had one.
+    reply_queue: str
 
     @property
     def session(self) -> MethodSession:
@@ -98,6 +111,11 @@ def _exchange_unbind(channel: MethodChannel, method: Any) -> None:
 
 def _queue_declare(channel: MethodChannel, method: Any) -> None:
     host, session = channel.host, channel.session
+    if is_reply_queue(method.queue) and session.dialect.has("direct_reply_to"):
+        check_reply_queue(method.queue, host.queues)
+        if not method.nowait:
+            session.write_when_durable(wire.queue_declare_ok(channel.number, method.queue, 0, 1))
+        return
     if method.passive:
         queue = named_queue(channel, method.queue)
         queue.touch()
@@ -138,7 +156,12 @@ def named_queue(channel: MethodChannel, name: str) -> Queue:
     Raises:
         ChannelException: 404; there is none. 405; it belongs to another connection.
     """
-    return channel.host.queue(_queue_name(channel, name), channel.session)
+    name = _queue_name(channel, name)
+    if is_reply_queue(name):
+        raise ChannelException(
+            ReplyCode.NOT_FOUND, f"no queue '{name}'; replies are consumed from '{REPLY_TO}', without acknowledgements"
+        )
+    return channel.host.queue(name, channel.session)
 
 
 def _binding_key(queue: Queue, method: Any) -> str:
@@ -203,8 +226,20 @@ def _qos(channel: MethodChannel, method: Any) -> None:
     channel.consuming.wake()
 
 
+def _consume_replies(channel: MethodChannel, method: Any) -> None:
+    host = channel.host
+    check_reply_consumer(no_ack=method.no_ack, has_one=channel.reply_queue in host.queues)
+    queue = host.declare_queue("", exclusive=True, auto_delete=True, owner=channel.session, prefix=REPLY_PREFIX)
+    channel.reply_queue = queue.name
+    channel.consuming.consume(queue, method.consumer_tag, no_ack=True, exclusive=False, nowait=method.nowait)
+
+
 def _consume(channel: MethodChannel, method: Any) -> None:
+    if method.queue == REPLY_TO and channel.session.dialect.has("direct_reply_to"):
+        _consume_replies(channel, method)
+        return
     queue = named_queue(channel, method.queue)
+    check_consumer_arguments(queue.name, method.arguments or {})
     channel.consuming.consume(
         queue, method.consumer_tag, no_ack=method.no_ack, exclusive=method.exclusive, nowait=method.nowait
     )

@@ -61,6 +61,7 @@ _EXTENSIONS = frozenset(
         "authentication_failure_close",
         "connection.blocked",
         "consumer_cancel_notify",
+        "direct_reply_to",
         "per_consumer_qos",
     )
 )

@@ -771,6 +771,12 @@ class Queue:
             behind.append(entry)
         ready.extendleft(reversed(behind))
 
+    def trim(self) -> None:
+        """Drop what is beyond the maximum, if the overflow policy drops messages that are in the queue."""
+        if self.overflow is not None:
+            self.expire()
+            self.overflow.trim(self)
+
     def _without_outdated(self, values: LastValueMap, back: list[QueueEntry]) -> list[QueueEntry]:
         """Entries that are put back, without those of which there is a later value: they are dropped."""
         for entry in back:

@@ -21,6 +21,7 @@ from qflow_client.broker.core.controls import Controls
 from qflow_client.broker.core.errors import ReplyCode
 from qflow_client.broker.core.logs import get_logger
 from qflow_client.broker.core.ports import Journal
+from qflow_client.broker.core.quotas import Strangers
 from qflow_client.broker.core.session import Session, State
 from qflow_client.broker.core.settings import DEFAULT_USERS, Settings, is_loopback
 from qflow_client.broker.core.virtualhost import VirtualHost
@@ -70,6 +71,8 @@ class Server:
         self.discipline = discipline
         # Oldest first.
         self.connections: dict[Connection, None] = {}
+        # Those of them that are not open yet.
+        self.strangers: Strangers[Connection] = Strangers(settings.max_unauthenticated)
         # How many of them have nothing more to send and wait for their clients to close.
         self.finished = 0
         self.clock = time.monotonic
@@ -119,11 +122,12 @@ class Server:
         port = cast(int, self._server.sockets[0].getsockname()[1])
         _log.info("listening on %s:%d", settings.host, port)
         if not is_loopback(settings.host) and settings.users == DEFAULT_USERS:
-            _log.warning(
-                "listening on %s:%d, which other machines may reach, and guest's password is well known; set users",
-                settings.host,
-                port,
+            reason = (
+                "but no user can log in from another machine"
+                if settings.loopback_users.issuperset(DEFAULT_USERS)
+                else "which other machines may reach, and guest's password is well known"
             )
+            _log.warning("listening on %s:%d, %s; set users", settings.host, port, reason)
         return port
 
     async def stop(self) -> None:
@@ -274,14 +278,18 @@ class Connection(asyncio.Protocol):
         server = self._server
         peer = transport.get_extra_info("peername")
         self.session.name = f"{peer[0]}:{peer[1]}" if peer else "unknown peer"
+        self.session.address = str(peer[0]) if peer else ""
         server.connections[self] = None
         if server.is_stopping:
             self._transport.abort()
             return
-        if len(server.connections) - server.finished > server.settings.max_connections:
-            _log.warning("%s: refused, there are %d connections", self.session.name, server.settings.max_connections)
-            self._transport.abort()
-            return
+        oldest = server.strangers.add(self)
+        if oldest is not None:
+            limit = server.settings.max_unauthenticated
+            _log.warning(
+                "%s: cut: %d younger connections are not open either (max_unauthenticated)", oldest.name, limit
+            )
+            oldest.abort()
         _log.debug("%s: connected", self.session.name)
         self._set_timer()
         server.touch()
@@ -292,6 +300,7 @@ class Connection(asyncio.Protocol):
             self._timer.cancel()
         self.session.lost()
         self._server.connections.pop(self, None)
+        self._server.strangers.discard(self)
         if self._is_finished:
             self._server.finished -= 1
         self._server.touch()

@@ -13,7 +13,6 @@ be sent, the rest of the input is held, and a client that does not read cannot m
 
 from __future__ import annotations
 
-import hmac
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -41,6 +40,7 @@ from qflow_client.broker.core import wire
 from qflow_client.broker.core.channel import Channel, Discipline
 from qflow_client.broker.core.controls import Controls
 from qflow_client.broker.core.errors import ChannelException, ConnectionException, ReplyCode
+from qflow_client.broker.core.logins import MECHANISMS, Login, login_refusal, read_login
 from qflow_client.broker.core.logs import get_logger
 from qflow_client.broker.core.profiles import PROTOCOL_HEADER, OnAlarm
 from qflow_client.broker.core.settings import Settings
@@ -59,6 +59,8 @@ class State(Enum):
 
     HEADER = "protocol header"
     START_OK = "Connection.Start-Ok"
+    #: The login waits for its turn, because others from its address have failed.
+    LOGIN = "the login's turn after failed logins"
     TUNE_OK = "Connection.Tune-Ok"
     OPEN = "Connection.Open"
     RUNNING = "anything"
@@ -142,6 +144,11 @@ class Session:
         self._splitter = FrameSplitter(FRAME_MIN_SIZE)
         # Set after bytes that are no frames: the frames that follow cannot be found.
         self._is_deaf = False
+        # Address of the client; empty if it has none.
+        self.address = ""
+        # The login that waits for its turn, and when that comes.
+        self._login: Login | None = None
+        self._login_at = math.inf
         self.user = ""
         self.client_properties: Mapping[str, Any] = {}
         self._capabilities: Mapping[str, Any] = {}
@@ -156,6 +163,8 @@ class Session:
         # Until when the connection must be open, and is ended if it is not, even if it is closing; infinite once it is.
         self.open_by = now + self.settings.unauthenticated_timeout
         self.wake_at = self.open_by
+        # Whether the connection was opened, and counts as open until the session ends.
+        self.was_opened = False
         # Whether the socket takes bytes, and whether there is little enough of deliveries waiting.
         self._is_writable = True
         self._delivery_bytes = 0
@@ -261,7 +270,7 @@ class Session:
         self._send(
             commands.Connection.Start(
                 server_properties=dialect.server_properties,
-                mechanisms="PLAIN",
+                mechanisms=MECHANISMS,
                 locales="en_US",
             )
         )
@@ -347,23 +356,33 @@ class Session:
         self.client_properties = method.client_properties or {}
         capabilities = self.client_properties.get("capabilities")
         self._capabilities = capabilities if isinstance(capabilities, dict) else {}
-        if method.mechanism != "PLAIN":
-            self._refuse_login(f"mechanism {method.mechanism!r} is not offered; use PLAIN", now)
+        self._login = read_login(method.mechanism, method.response or b"")
+        if self._login is None:
+            self._refuse_login(
+                f"mechanism {method.mechanism!r} is not offered; use {' or '.join(MECHANISMS.split())}", now
+            )
+        else:
+            self._check_login(self._login, now)
+
+    def _check_login(self, login: Login, now: float) -> None:
+        """Check a login now, or when its turn comes, if logins from the same address have failed."""
+        settings, failed_logins = self.settings, self.host.failed_logins
+        delay = failed_logins.delay(self.address, now)
+        if delay:
+            self.state = State.LOGIN
+            self._login_at = now + delay
+            self.wake_at = min(self.wake_at, self._login_at)
             return
-        response: str | bytes = method.response or b""
-        parts = (response.encode() if isinstance(response, str) else response).split(b"\0")
-        if len(parts) != 3:
-            raise ConnectionException(ReplyCode.SYNTAX_ERROR, "the PLAIN response is not NUL, user, NUL, password")
-        user = parts[1].decode(errors="replace")
-        password = self.settings.users.get(user)
-        # Compared even if there is no such user, so that the time taken does not tell.
-        is_right = hmac.compare_digest((password or "").encode(), parts[2])
-        if password is None or not is_right:
-            self._refuse_login(f"login of user {user!r} was refused using PLAIN; check user and password", now)
+        self._login = None
+        refusal = login_refusal(login, settings.users, settings.loopback_users, self.address)
+        if refusal is not None:
+            text, is_wrong = refusal
+            if is_wrong:
+                failed_logins.failed(self.address, now)
+            self._refuse_login(text, now)
             return
-        self.user = user
+        self.user = login.user
         self.state = State.TUNE_OK
-        settings = self.settings
         self._send(commands.Connection.Tune(settings.channel_max, settings.frame_max, settings.heartbeat))
 
     def _refuse_login(self, text: str, now: float) -> None:
@@ -402,6 +421,16 @@ class Session:
                 ReplyCode.NOT_ALLOWED,
                 f"vhost {method.virtual_host!r} does not exist; the broker has {self.settings.virtual_host!r}",
             )
+        limit = self.settings.max_connections
+        if self.host.open_connections >= limit:
+            _log.warning("%s: refused: %d connections are open", self.name, limit)
+            raise ConnectionException(
+                ReplyCode.NOT_ALLOWED,
+                f"the limit of connections is reached (max_connections={limit}); close some, or raise that setting of "
+                "the broker",
+            )
+        self.host.open_connections += 1
+        self.was_opened = True
         self.state = State.RUNNING
         self.open_by = math.inf
         self._send(commands.Connection.OpenOk())
@@ -412,7 +441,8 @@ class Session:
         wire.decode_method(payload)
         if number > self.channel_max:
             raise ConnectionException(
-                ReplyCode.NOT_ALLOWED, f"channel {number} is above the negotiated channel_max {self.channel_max}"
+                ReplyCode.NOT_ALLOWED,
+                f"channel {number} is above the negotiated channel_max {self.channel_max}; close others",
             )
         self.channels[number] = Channel(self, number)
         self.write(wire.method(number, commands.Channel.OpenOk()))
@@ -661,6 +691,13 @@ class Session:
             self._end_unresponsive()
             return
         times = [self.open_by]
+        if self.state is State.LOGIN and self._login is not None:
+            if now >= self._login_at:
+                self._check_login(self._login, now)
+            if self.state is State.LOGIN:
+                times.append(self._login_at)
+            elif self.state is not State.TUNE_OK:
+                return
         if self.tarpit_until is not None:
             if now >= self.tarpit_until:
                 self.tarpit_until = None
@@ -714,6 +751,8 @@ class Session:
         """The connection is over: nothing of it stays behind. What is to be sent can still be taken."""
         if self.state is State.ENDED:
             return
+        if self.was_opened:
+            self.host.open_connections -= 1
         self.state = State.ENDED
         self._held, self.is_held = b"", False
         self.wake_at = float("inf")

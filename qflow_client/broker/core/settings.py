@@ -71,7 +71,9 @@ def is_loopback(host: str) -> bool:
     if host.lower() == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host).is_loopback
+        ip = ipaddress.ip_address(host)
+        mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+        return (mapped or ip).is_loopback
     except ValueError:
         return False
 
@@ -84,6 +86,9 @@ class Settings:
         host: the address to listen on.
         port: the port to listen on; 0 for a free one.
         users: passwords by user name; not shown by its `repr`.
+        loopback_users: the users that may log in from this machine only; empty for none.
+        max_failed_logins: failed logins that an address may have in quick succession; further logins from it are
+            checked once a second; 0 for any number.
         ssl_context: a server-side context; ``None`` for plain TCP.
         virtual_host: the name of the one virtual host.
         profile: whose dialect it speaks; a profile has its own defaults for `heartbeat`, `frame_max` and `channel_max`.
@@ -97,7 +102,11 @@ class Settings:
         heartbeat: seconds, as proposed to clients; 0 proposes none.
         frame_max: bytes of the largest frame, as proposed to clients.
         channel_max: channels of a connection.
-        max_connections: connections at once; more are closed as soon as they are accepted.
+        max_connections: connections that may be open at once; more are refused with 530 as they open.
+        max_unauthenticated: connections that may be there at once and are not open yet; with more the oldest is cut.
+        max_queues: queues; more are refused with 406.
+        max_bindings: bindings, but for those of the default exchange; more are refused with 406.
+        max_consumers: consumers of all queues; more are refused with 406.
         max_message_size: body bytes; a larger message closes its channel with 406.
         unauthenticated_timeout: seconds that a connection may take to be opened.
         close_timeout: seconds that a peer may take to answer ``Connection.Close``.
@@ -128,6 +137,8 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 0
     users: Mapping[str, str] = field(default_factory=lambda: DEFAULT_USERS, repr=False)
+    loopback_users: frozenset[str] = frozenset({"guest"})
+    max_failed_logins: int = 10
     ssl_context: ssl.SSLContext | None = None
     virtual_host: str = "/"
     profile: Profile = Profile.QFLOW
@@ -142,6 +153,10 @@ class Settings:
     frame_max: int = 131072
     channel_max: int = 2047
     max_connections: int = 10_000
+    max_unauthenticated: int = 1000
+    max_queues: int = 50_000
+    max_bindings: int = 200_000
+    max_consumers: int = 100_000
     max_message_size: int = 128 * 1024 * 1024
     unauthenticated_timeout: float = 10.0
     close_timeout: float = 5.0
@@ -166,7 +181,9 @@ class Settings:
         self._whole("heartbeat", 0, 65535)
         self._whole("frame_max", FRAME_MIN_SIZE, 2**31 - 1)
         self._whole("channel_max", 1, 65535)
-        self._whole("max_connections", 1, 2**31 - 1)
+        for name in ("max_connections", "max_unauthenticated", "max_queues", "max_bindings", "max_consumers"):
+            self._whole(name, 1, 2**31 - 1)
+        self._whole("max_failed_logins", 0, 2**31 - 1)
         self._whole("max_message_size", 1, 2**63 - 1)
         for name in (
             "recent",
@@ -204,6 +221,12 @@ class Settings:
         for user, password in self.users.items():
             if not isinstance(user, str) or not isinstance(password, str):
                 raise TypeError(f"users must map user names to passwords, both str; one of user {shown(user)} is not")
+            if not password:
+                raise ValueError(f"users: the password of user {shown(user)} is blank; set one")
+        names = self.loopback_users
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"loopback_users must be names of users, not {shown(names)}")
+        object.__setattr__(self, "loopback_users", frozenset(names))
         object.__setattr__(self, "users", MappingProxyType(dict(self.users)))
         # Refuses a stop below its resume, with both values in the text.
         StopResume.from_limits(

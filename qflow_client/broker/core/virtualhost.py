@@ -22,12 +22,24 @@ from qflow_client.broker.core.entries import DropReason, Owner, StoredMessage
 from qflow_client.broker.core.errors import ChannelException, ReplyCode
 from qflow_client.broker.core.exchange import Binding, DirectExchange, Exchange, ExchangeType, Target, make_exchange
 from qflow_client.broker.core.limits import Inheritance, PlainRules, Rules
+from qflow_client.broker.core.logins import FailedLogins
 from qflow_client.broker.core.logs import get_logger
 from qflow_client.broker.core.ports import FlowObserver, Journal, PublishMeter, Timed
 from qflow_client.broker.core.queue import Queue
+from qflow_client.broker.core.quotas import Quota
+from qflow_client.broker.core.replies import address_reply
+from qflow_client.broker.core.routing import check_exchange_arguments, needs_headers, reach
 from qflow_client.broker.core.settings import FlowScope, Settings
+from qflow_client.broker.core.unsupported import check_copies, check_queue_arguments
 from qflow_client.broker.core.waiting import Publisher, WaitingPublish, WaitingRoom, refusal
-from qflow_client.broker.core.wire import check_depth, check_properties, decode_headers, encode_header
+from qflow_client.broker.core.wire import (
+    HAS_HEADERS,
+    HAS_REPLY_TO,
+    check_depth,
+    check_properties,
+    decode_headers,
+    encode_header,
+)
 from qflow_client.flow import FlowSource
 
 __all__ = ["VirtualHost"]
@@ -74,6 +86,12 @@ class VirtualHost:
             self.exchanges[name] = make_exchange(
                 name, kind.value, durable=True, auto_delete=False, internal=False, arguments={}
             )
+        # What is looked at when something is made; and the connections that are open.
+        self._queue_quota = Quota("max_queues", settings.max_queues, "queues", lambda: len(self.queues))
+        self._binding_quota = Quota("max_bindings", settings.max_bindings, "bindings", self._count_bindings)
+        self.consumer_quota = Quota("max_consumers", settings.max_consumers, "consumers", self._count_consumers)
+        self.open_connections = 0
+        self.failed_logins = FailedLogins(settings.max_failed_logins)
         # Goes up with every change that routing depends on.
         self.version = 0
         # Publish methods by the payload of their frame.
@@ -112,6 +130,12 @@ class VirtualHost:
     def _durable_journal(self) -> Journal | None:
         journal = self.journal
         return journal if journal is not None and journal.has_store else None
+
+    def _count_bindings(self) -> int:
+        return sum(len(exchange.bindings) for exchange in self.exchanges.values())
+
+    def _count_consumers(self) -> int:
+        return sum(len(queue.consumers) for queue in self.queues.values())
 
     # Time.
 
@@ -167,6 +191,7 @@ class VirtualHost:
         arguments: Mapping[str, object] | None = None,
         owner: Owner | None = None,
         number: int = 0,
+        prefix: str = "amq.gen-",
     ) -> Queue:
         """Make a queue, or find one that was declared alike.
 
@@ -178,10 +203,11 @@ class VirtualHost:
             arguments: what the rules read.
             owner: the connection that asks.
             number: that it has in the message store already; 0 for a new one.
+            prefix: how a name of the broker's choice begins.
 
         Raises:
             ChannelException: 403; a name that is reserved. 405; it belongs to another connection. 406; it exists
-                otherwise, or arguments are refused.
+                otherwise, arguments are refused, or there are as many queues as there may be.
         """
         arguments = dict(arguments or {})
         check_depth(f"queue '{name}'", arguments)
@@ -204,7 +230,10 @@ class VirtualHost:
             raise ChannelException(
                 ReplyCode.ACCESS_REFUSED, f"queue name '{name}' begins with 'amq.', which is reserved; choose another"
             )
-        name = name or f"amq.gen-{secrets.token_urlsafe(16)}"
+        name = name or f"{prefix}{secrets.token_urlsafe(16)}"
+        if not number:
+            check_queue_arguments(name, arguments)
+        self._queue_quota.take(is_there=number > 0)
         rule = self.rules.rule_for(name, arguments)
         limits = rule.limits(lambda: Inheritance((("", name),), ("",)))
         journal = self._durable_journal
@@ -339,7 +368,7 @@ class VirtualHost:
         """Make an exchange, or find one that was declared alike.
 
         Raises:
-            ChannelException: 403; a reserved name. 406; it exists otherwise.
+            ChannelException: 403; a reserved name. 406; it exists otherwise, or arguments are refused.
             ConnectionException: 503; an unknown type.
         """
         there = self.exchanges.get(name)
@@ -349,6 +378,7 @@ class VirtualHost:
                 ("durable", durable, there.durable),
                 ("auto_delete", auto_delete, there.auto_delete),
                 ("internal", internal, there.internal),
+                ("arguments", dict(arguments or {}), there.arguments),
             ):
                 if asked != is_so:
                     raise ChannelException(
@@ -362,6 +392,7 @@ class VirtualHost:
                 f"exchange name '{name}' is the default exchange's or begins with 'amq.', which is reserved",
             )
         check_depth(f"exchange '{name}'", arguments or {})
+        check_exchange_arguments(name, arguments or {})
         exchange = make_exchange(
             name, kind, durable=durable, auto_delete=auto_delete, internal=internal, arguments=arguments or {}
         )
@@ -400,12 +431,14 @@ class VirtualHost:
         """Bind a queue or an exchange to an exchange.
 
         Raises:
-            ChannelException: 403; the default exchange. 404; no such exchange. 406; arguments it cannot use.
+            ChannelException: 403; the default exchange. 404; no such exchange. 406; arguments it cannot use, or there
+                are as many bindings as there may be.
         """
         exchange = self.bindable_exchange(source)
         check_depth(f"binding of '{destination.name}' to '{source}'", arguments or {})
         binding = Binding(destination, routing_key, dict(arguments or {}))
         if binding.key not in exchange.bindings:
+            self._binding_quota.take(is_there=self.is_recovering)
             exchange.bind(binding)
             if self._survives(exchange, binding):
                 try:
@@ -508,13 +541,10 @@ class VirtualHost:
         self._resolve(target, exchange)
 
     def _resolve(self, target: Target, exchange: Exchange) -> None:
-        if not exchange.name:
-            queue = self.queues.get(target.routing_key)
-            target.queues = (queue,) if queue is not None else ()
-        elif self._needs_headers(exchange, set()):
+        if needs_headers(exchange, self.exchanges):
             target.queues = None
         else:
-            target.queues = self._reach(exchange, target.routing_key, {})
+            target.queues = reach(exchange, target.routing_key, {}, self.exchanges, self.queues)
         # With headers in play it is not known before each message.
         target.watched = target.queues is None or any(queue.is_watched for queue in target.queues)
         target.version = self.version
@@ -540,6 +570,10 @@ class VirtualHost:
         self.resolve(target)
         header = encode_header(len(body), properties)
         check_properties(header)
+        if header[12] & HAS_HEADERS:
+            check_copies(header)
+        if header[12] & HAS_REPLY_TO:
+            address_reply(header, "")
         message = StoredMessage(target, header, body)
         queues = self.destinations(message, target)
         refused = refusal(queues, message.size, has_line=False)
@@ -569,30 +603,8 @@ class VirtualHost:
         """The queues that a message goes to, whose target is up to date."""
         if target.queues is not None:
             return target.queues
-        return self._reach(self.exchanges[target.exchange], target.routing_key, decode_headers(message.header))
-
-    def _needs_headers(self, exchange: Exchange, seen: set[Exchange]) -> bool:
-        if exchange in seen:
-            return False
-        seen.add(exchange)
-        return exchange.needs_headers or any(
-            isinstance(binding.destination, Exchange) and self._needs_headers(binding.destination, seen)
-            for binding in exchange.bindings.values()
-        )
-
-    @staticmethod
-    def _reach(start: Exchange, routing_key: str, headers: Mapping[str, object]) -> tuple[Queue, ...]:
-        queues: dict[Queue, None] = {}
-        seen: dict[Exchange, None] = {start: None}
-        todo = [start]
-        while todo:
-            for destination in todo.pop().destinations(routing_key, headers):
-                if isinstance(destination, Queue):
-                    queues[destination] = None
-                elif destination not in seen:
-                    seen[destination] = None
-                    todo.append(destination)
-        return tuple(queues)
+        headers = decode_headers(message.header)
+        return reach(self.exchanges[target.exchange], target.routing_key, headers, self.exchanges, self.queues)
 
     def wait(self, message: StoredMessage, queues: tuple[Queue, ...], publisher: Publisher, tag: int) -> WaitingPublish:
         """Let a publish wait for room, see `WaitingRoom.wait`."""

@@ -32,6 +32,9 @@ from qflow_client.broker.core.errors import ChannelException, ConnectionExceptio
 __all__ = [
     "CONTENT_HEADER",
     "HAS_EXPIRATION",
+    "HAS_HEADERS",
+    "HAS_REPLY_TO",
+    "UNDECODABLE",
     "ack",
     "cancel",
     "check_depth",
@@ -67,7 +70,7 @@ _SIZES = {"octet": 1, "short": 2, "long": 4, "longlong": 8, "timestamp": 8}
 #: Bytes of the values in field tables; those that are not here begin with a length of four bytes.
 _FIELD_SIZES = dict(zip(b"tbBsuIilLfdDTV\0", (1, 1, 1, 2, 2, 4, 4, 8, 8, 4, 8, 5, 8, 0, 0), strict=True))
 #: What decoders raise for bytes that make no sense; nesting too deep is one of them.
-_UNDECODABLE = (ValueError, struct.error, ArithmeticError, OSError, LookupError, TypeError, RecursionError)
+UNDECODABLE = (ValueError, struct.error, ArithmeticError, OSError, LookupError, TypeError, RecursionError)
 
 
 def short(text: str) -> bytes:
@@ -134,7 +137,7 @@ def decode_method(payload: bytes) -> pamqp.base.Frame:
             else:
                 decoded = pamqp.decode.by_type(payload[at : at + size], data_type)[1]
             setattr(value, field, decoded)
-        except _UNDECODABLE as error:
+        except UNDECODABLE as error:
             raise _syntax(value.name, f"{field} cannot be decoded: {error}") from error
         at += size
     if at + (1 if bits else 0) != end:
@@ -175,7 +178,11 @@ def _field_size(data_type: str, payload: bytes, at: int) -> int:
 
 #: In the byte at 12 of a content header: it has the property ``expiration``.
 HAS_EXPIRATION = 1
+#: The same for ``headers`` and ``reply_to``.
+HAS_HEADERS = 1 << 5
+HAS_REPLY_TO = 1 << 1
 _HEADERS_FLAG = 1 << 13
+_REPLY_TO_FLAG = 1 << 9
 _EXPIRATION_FLAG = 1 << 8
 _DELIVERY_MODE_FLAG = 1 << 12
 _TIMESTAMP_FLAG = 1 << 6
@@ -271,7 +278,7 @@ def _check_table(table: bytes) -> None:
         return
     try:
         decode_table(table, 0)
-    except _UNDECODABLE as error:
+    except UNDECODABLE as error:
         raise _syntax("content header", f"headers cannot be decoded: {error}") from error
     if len(_sound_tables) >= _MAX_SOUND_TABLES:
         _sound_tables.clear()
@@ -342,6 +349,17 @@ def with_headers(header: bytes, headers: dict[bytes, bytes]) -> bytes:
     table = b"".join(b"%c%b%b" % (len(name), name, value) for name, value in (fields | headers).items())
     changes = {_HEADERS_FLAG: len(table).to_bytes(4, "big") + table, _EXPIRATION_FLAG: None}
     return _with_properties(header, changes)
+
+
+def reply_to_of(header: bytes) -> bytes:
+    """The property ``reply_to``, which is there."""
+    at = _offset(header, _REPLY_TO_FLAG)
+    return header[at + 1 : at + 1 + header[at]]
+
+
+def with_reply_to(header: bytes, name: str) -> bytes:
+    """A content header with another ``reply_to``; everything else stays as it came."""
+    return _with_properties(header, {_REPLY_TO_FLAG: short(name)})
 
 
 def expiration_of(header: bytes) -> str:

@@ -201,8 +201,7 @@ def test_closed_connections_do_not_count_against_the_limit_while_clients_keep_th
                 client.call(0, commands.Connection.Close(200, "", 0, 0), commands.Connection.CloseOk)
             clients += [connect(broker).open() for _ in range(2)]
         broker.wait_until(lambda b: len(b.connections()) == 2)
-        refused = connect(broker)
-        assert refused.is_over()
+        assert is_refused(connect(broker))
 
 
 def test_a_broker_that_stops_does_not_wait_for_a_client_that_does_not_close(connect):
@@ -256,14 +255,39 @@ def test_heartbeats_go_both_ways_and_a_silent_peer_is_closed(connect):
         broker.wait_until(lambda b: b.connections() == ())
 
 
-def test_more_connections_than_allowed_are_closed_at_once(connect):
+def is_refused(client):
+    """Whether a client is refused with 530 and words that name the limit and its setting, as it opens."""
+    client.send_bytes(PROTOCOL_HEADER)
+    client.expect(commands.Connection.Start)
+    start_ok = commands.Connection.StartOk({}, "PLAIN", "\0guest\0guest", "en_US")
+    client.call(0, start_ok, commands.Connection.Tune)
+    client.send(0, commands.Connection.TuneOk(0, 0, 0), commands.Connection.Open("/"))
+    close = client.expect(commands.Connection.Close)
+    return close.reply_code == 530 and "limit of connections is reached (max_connections=2)" in close.reply_text
+
+
+def test_more_connections_than_allowed_are_refused_with_530_as_on_rabbitmq(connect):
     with Broker(max_connections=2) as broker:
         kept = [connect(broker).open().channel() for _ in range(2)]
-        assert connect(broker).is_over()
+        assert is_refused(connect(broker))
         assert all(works(client) for client in kept)
         kept[0].socket.close()
         broker.wait_until(lambda b: len(b.connections()) == 1)
         connect(broker).open()
+
+
+def test_the_oldest_connection_that_is_not_open_goes_when_there_are_too_many_and_no_open_one_does(connect):
+    with Broker(max_unauthenticated=2, unauthenticated_timeout=3600) as broker:
+        kept = [connect(broker).open().channel() for _ in range(3)]
+        strangers = [connect(broker) for _ in range(3)]
+        assert strangers[0].is_over()
+        assert all(works(client) for client in kept)
+        kept.append(strangers[2].open().channel())
+        kept.append(strangers[1].open().channel())
+        strangers = [connect(broker) for _ in range(50)]
+        assert all(stranger.is_over() for stranger in strangers[:-2])
+        kept.append(strangers[-2].open().channel())
+        assert all(works(client) for client in kept)
 
 
 def test_J8_a_consumer_that_does_not_read_leaves_messages_in_the_queue(broker, connect):

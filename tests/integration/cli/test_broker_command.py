@@ -52,8 +52,17 @@ def test_it_runs_until_it_is_told_to_end(number: signal.Signals, kind: type[subp
     assert (process.returncode, out, err) == (0, "", f"{number.name}: the broker ends\n")
 
 
-@pytest.mark.parametrize("options", [(), ("--quiet",)])
-def test_E8_the_operator_is_warned_that_others_may_log_in_as_guest(options: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("options", "warned_of"),
+    [
+        ((), "but no user can log in from another machine"),
+        (("--quiet",), "but no user can log in from another machine"),
+        (("--quiet", "--loopback-users", ""), "which other machines may reach, and guest's password is well known"),
+    ],
+)
+def test_E8_the_operator_is_warned_when_others_reach_the_broker_and_guest_is_its_only_user(
+    options: tuple[str, ...], warned_of: str
+) -> None:
     process, url = start("--host", "0.0.0.0", *options)
     assert url
     assert process.stderr is not None
@@ -61,9 +70,7 @@ def test_E8_the_operator_is_warned_that_others_may_log_in_as_guest(options: tupl
     warning = process.stderr.readline()
     process.terminate()
     _, err = process.communicate(timeout=20)
-    assert re.fullmatch(
-        r"qflow: warning: listening on 0\.0\.0\.0:\d+, .* guest's password is well known; set users\n", warning
-    )
+    assert re.fullmatch(rf"qflow: warning: listening on 0\.0\.0\.0:\d+, {warned_of}; set users\n", warning)
     assert err == ("" if options else "SIGTERM: the broker ends\n")
 
 
@@ -120,6 +127,15 @@ def test_its_settings_are_options() -> None:
         (["--port", "0", "--policy", "p max_cont=1"], "a policy sets no 'max_cont'; the nearest is 'max_count'"),
         (["--port", "0", "--profile", "rabbitmq"], "'rabbitmq' is not one of 'qflow', 'lavinmq', 'wso2'"),
         (["--port", "0", "--user", "ann"], "a user is given as NAME:PASSWORD"),
+        (["--port", "0", "--user", "ann:"], "the password of user 'ann' is blank"),
+        (
+            ["--port", "0", "--max-queues", "1", "--queue", "a", "--queue", "b"],
+            "limit of queues is reached (max_queues=1)",
+        ),
+        (["--port", "0", "--max-bindings", "0"], "max_bindings must be from 1"),
+        (["--port", "0", "--max-consumers", "0"], "max_consumers must be from 1"),
+        (["--port", "0", "--max-unauthenticated", "0"], "max_unauthenticated must be from 1"),
+        (["--port", "0", "--max-failed-logins", "-1"], "max_failed_logins must be from 0"),
     ],
 )
 def test_a_wrong_setting_is_a_usage_error(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

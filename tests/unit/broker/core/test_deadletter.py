@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 from pamqp import commands
@@ -408,3 +409,78 @@ def test_a_single_active_consumer_is_the_oldest_that_is_left():
     queue.remove_consumer(first)
     queue.dispatch()
     assert [len(taker.entries) for taker in (first, second, third)] == [1, 0, 1]
+
+
+def raw_counts(queue):
+    """The bytes that follow the name of each count in the header, with their type."""
+    (entry,) = queue.oldest_first()
+    return [piece[:9] for piece in entry.message.header.split(b"\x05count")[1:]]
+
+
+def test_x_death_counts_are_64_bit_integers_as_on_rabbitmq(world, client):
+    client.declare(arguments=DLX)
+    client.declare("back", arguments={"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "q"})
+    client.publish(b"1", routing_key="back")
+    for round_ in (1, 2, 3):
+        client.send(1, commands.Basic.Get(queue="back"))
+        client.send(1, commands.Basic.Reject(2 * round_ - 1, requeue=False))
+        client.send(1, commands.Basic.Get(queue="q"))
+        world.queue("q").options = world.queue("back").options
+        client.send(1, commands.Basic.Reject(2 * round_, requeue=False))
+        if round_ < 3:
+            (entry,) = world.queue("q").oldest_first()
+            client.publish(b"1", routing_key="back", properties=decode_properties(entry.message.header))
+            client.send(1, commands.Queue.Purge(queue="q"))
+    counts = raw_counts(world.queue("q"))
+    assert counts == [b"l" + (3).to_bytes(8, "big"), b"l" + (3).to_bytes(8, "big")]
+    assert [death["count"] for death in headers(world.queue("q"))["x-death"]] == [3, 3]
+
+
+@pytest.mark.parametrize("count", [2**63 - 1, -(2**63), -1, 0, True, "1", None])
+def test_a_count_that_a_client_forged_starts_again_at_1(world, client, count):
+    client.declare(arguments=DLX)
+    forged: Any = [{"count": count, "queue": "q", "reason": "rejected"}]
+    client.publish(b"1", properties=commands.Basic.Properties(headers={"x-death": forged}))
+    client.send(1, commands.Basic.Get(queue="q"))
+    client.send(1, commands.Basic.Reject(1, requeue=False))
+    assert raw_counts(world.queue("dead")) == [b"l" + (1).to_bytes(8, "big")]
+
+
+@pytest.mark.parametrize("how", ["nack", "recover", "close"])
+def test_a_requeue_does_not_exceed_x_max_length_and_the_oldest_go(world, client, how):
+    client.declare(arguments=DLX | {"x-max-length": 2})
+    for number in b"1234":
+        client.publish(bytes([number]))
+        client.send(1, commands.Basic.Get(queue="q"))
+    client.publish(b"5")
+    assert world.queue().depth == 5
+    if how == "nack":
+        client.send(1, commands.Basic.Nack(0, multiple=True, requeue=True))
+    elif how == "recover":
+        client.send(1, commands.Basic.Recover(requeue=True))
+    else:
+        client.send(1, commands.Channel.Close(200, "", 0, 0))
+    assert bodies(world.queue()) == [b"4", b"5"]
+    assert bodies(world.queue("dead")) == [b"1", b"2", b"3"]
+    assert world.queue().drops == {DropReason.MAXLEN: 3}
+
+
+def test_a_requeue_is_cut_to_x_max_length_before_a_consumer_gets_any_of_it_as_on_rabbitmq(world, client):
+    client.declare(arguments={"x-max-length": 1})
+    for body in (b"1", b"2", b"3"):
+        client.publish(body)
+        client.send(1, commands.Basic.Get(queue="q"))
+    other = world.client().channel()
+    other.consume()
+    client.send(1, commands.Basic.Nack(0, multiple=True, requeue=True))
+    assert [body for _, body, _ in other.deliveries_after_ok()] == [b"3"]
+
+
+def test_a_requeue_may_exceed_the_maximum_of_reject_publish_as_on_rabbitmq(world, client):
+    client.declare(arguments={"x-max-length": 1, "x-overflow": "reject-publish"})
+    for body in (b"1", b"2"):
+        client.publish(body)
+        client.send(1, commands.Basic.Get(queue="q"))
+    client.publish(b"3")
+    client.send(1, commands.Basic.Nack(0, multiple=True, requeue=True))
+    assert bodies(world.queue()) == [b"1", b"2", b"3"]

@@ -49,8 +49,8 @@ def test_what_a_profile_proposes_is_proposed_unless_it_is_given(make_world):
 @pytest.mark.parametrize(
     ("profile", "product", "extensions"),
     [
-        (Profile.QFLOW, "qflow broker", 7),
-        (Profile.LAVINMQ, "LavinMQ", 7),
+        (Profile.QFLOW, "qflow broker", 8),
+        (Profile.LAVINMQ, "LavinMQ", 8),
         (Profile.WSO2, None, None),
         (Profile.AMQP_0_9_1, "AMQP 0-9-1 without extensions", 0),
     ],

@@ -1,0 +1,153 @@
+"""Logins, sans-I/O: the mechanisms PLAIN and AMQPLAIN, which users may log in from where, and failed logins slowed.
+
+A login takes as long for a user that does not exist as for a wrong password. A blank password is always refused.
+`FailedLogins` makes guessing slow: once an address has failed often, each further login from it is checked only when
+its turn comes, about one in a second, and a right password waits as long as a wrong one. Other addresses do not wait.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from qflow_client.amqp.fields import decode_table
+from qflow_client.broker.core.errors import ConnectionException, ReplyCode
+from qflow_client.broker.core.settings import is_loopback
+from qflow_client.broker.core.wire import UNDECODABLE
+
+__all__ = ["MECHANISMS", "FailedLogins", "Login", "login_refusal", "read_login"]
+
+#: The mechanisms, as ``Connection.Start`` names them. Many clients take the first that they know.
+MECHANISMS = "PLAIN AMQPLAIN"
+
+
+class Login(NamedTuple):
+    """What a client logs in with.
+
+    Attributes:
+        mechanism: by which it was sent.
+        user: the name.
+        password: as bytes.
+    """
+
+    mechanism: str
+    user: str
+    password: bytes
+
+    def __repr__(self) -> str:
+        return f"Login({self.mechanism!r}, {self.user!r})"
+
+
+def read_login(mechanism: str, response: str | bytes) -> Login | None:
+    """The login in a ``Connection.Start-Ok``; ``None`` if its mechanism is not offered.
+
+    Raises:
+        ConnectionException: 502; the response is not what the mechanism needs.
+    """
+    raw = response.encode() if isinstance(response, str) else response
+    if mechanism == "PLAIN":
+        parts = raw.split(b"\0")
+        if len(parts) != 3:
+            raise ConnectionException(ReplyCode.SYNTAX_ERROR, "the PLAIN response is not NUL, user, NUL, password")
+        return Login(mechanism, parts[1].decode(errors="replace"), parts[2])
+    if mechanism == "AMQPLAIN":
+        return _read_amqplain(raw)
+    return None
+
+
+def _read_amqplain(raw: bytes) -> Login:
+    """A login in a field table without its size."""
+    try:
+        fields = decode_table(len(raw).to_bytes(4, "big") + raw, 0)[0]
+    except UNDECODABLE:
+        # Without a context: the error may quote the password.
+        fields = {}
+    user, password = _raw(fields.get("LOGIN")), _raw(fields.get("PASSWORD"))
+    if user is None or password is None:
+        raise ConnectionException(
+            ReplyCode.SYNTAX_ERROR, "the AMQPLAIN response is not a table with LOGIN and PASSWORD, both long strings"
+        )
+    return Login("AMQPLAIN", user.decode(errors="replace"), password)
+
+
+def _raw(value: object) -> bytes | None:
+    if isinstance(value, str):
+        return value.encode()
+    return bytes(value) if isinstance(value, (bytes, bytearray)) else None
+
+
+def login_refusal(
+    login: Login, users: Mapping[str, str], loopback_users: Collection[str], address: str
+) -> tuple[str, bool] | None:
+    """Why a login is refused; ``None`` if it is right.
+
+    Args:
+        login: what the client sent.
+        users: passwords by user name.
+        loopback_users: the users that may log in from this machine only.
+        address: of the client; empty if it has none, as in a Unix socket.
+
+    Returns:
+        The reason, and whether the user or the password was wrong.
+    """
+    password = users.get(login.user)
+    # Compared even if there is no such user, so that the time taken does not tell.
+    is_right = hmac.compare_digest((password or "").encode(), login.password)
+    if password is None or not is_right or not login.password:
+        return f"login of user {login.user!r} was refused using {login.mechanism}; check user and password", True
+    if login.user in loopback_users and address and not is_loopback(address):
+        return f"user {login.user!r} can only connect via localhost (loopback_users); log in as another user", False
+    return None
+
+
+def _network(address: str) -> str:
+    """What failed logins are counted for: an IPv4 address, or the 64 bits of an IPv6 network that one client has."""
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(ip, ipaddress.IPv6Address):
+        return str(ip.ipv4_mapped or ipaddress.ip_network((int(ip) >> 64 << 64, 64)))
+    return str(ip)
+
+
+class FailedLogins:
+    """How long logins from each address wait, because of those that failed.
+
+    Args:
+        burst: failed logins that an address may have in quick succession; 0 for any number, and nothing waits.
+    """
+
+    #: Seconds until one failed login of an address is forgotten.
+    INTERVAL = 1.0
+    #: The most seconds that a login waits before its next turn.
+    MAX_DELAY = 5.0
+    #: Addresses that are remembered; beyond that the one that failed longest ago is forgotten.
+    MAX_ADDRESSES = 4096
+
+    def __init__(self, burst: int) -> None:
+        self._burst = burst
+        # When all failed logins of an address are forgotten, the one that failed longest ago first.
+        self._clear_at: dict[str, float] = {}
+
+    def delay(self, address: str, now: float) -> float:
+        """Seconds that a login from an address has to wait before it is checked; 0 for none.
+
+        Args:
+            address: of the client.
+            now: monotonic seconds.
+        """
+        clear_at = self._clear_at.get(_network(address)) if self._clear_at else None
+        return 0.0 if clear_at is None else max(0.0, clear_at - now - self._burst * self.INTERVAL)
+
+    def failed(self, address: str, now: float) -> None:
+        """A login from an address has failed."""
+        if not self._burst:
+            return
+        key = _network(address)
+        clear_at = max(self._clear_at.pop(key, now), now) + self.INTERVAL
+        self._clear_at[key] = min(clear_at, now + self._burst * self.INTERVAL + self.MAX_DELAY)
+        if len(self._clear_at) > self.MAX_ADDRESSES:
+            del self._clear_at[next(iter(self._clear_at))]

@@ -1,0 +1,68 @@
+"""Features of RabbitMQ that this broker does not have: it refuses to take a request for one, and never ignores it.
+
+All of them are refused with 406, as RabbitMQ refuses arguments that it cannot use: the channel closes and the
+connection stays. `docs/dialects.md` lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from qflow_client.broker.core.errors import ChannelException, ReplyCode
+from qflow_client.broker.core.wire import decode_headers
+
+__all__ = ["check_consumer_arguments", "check_copies", "check_queue_arguments"]
+
+_COPIES = ("CC", "BCC")
+
+
+def _refuse(what: str, text: str) -> ChannelException:
+    return ChannelException(ReplyCode.PRECONDITION_FAILED, f"{what}: {text}")
+
+
+def _is_set(arguments: Mapping[str, object], name: str) -> bool:
+    """Whether a priority is asked for; 0 is what everything has without one."""
+    if name not in arguments:
+        return False
+    value = arguments[name]
+    return value != 0 or isinstance(value, bool)
+
+
+def check_queue_arguments(queue: str, arguments: Mapping[str, object]) -> None:
+    """Check that a new queue is not to have priorities.
+
+    Raises:
+        ChannelException: 406; it is.
+    """
+    if _is_set(arguments, "x-max-priority"):
+        raise _refuse(f"queue '{queue}'", "x-max-priority: this broker has no priorities; declare a queue for each")
+
+
+def check_consumer_arguments(queue: str, arguments: Mapping[str, object]) -> None:
+    """Check that a new consumer is not to have a priority.
+
+    Raises:
+        ChannelException: 406; it is.
+    """
+    if _is_set(arguments, "x-priority"):
+        raise _refuse(
+            f"consumer of queue '{queue}'", "x-priority: consumers have no priority here; leave the argument out"
+        )
+
+
+def check_copies(header: bytes) -> None:
+    """Check that a message asks for no copies to other routing keys.
+
+    Args:
+        header: the payload of a content header frame that was found well-formed and has headers.
+
+    Raises:
+        ChannelException: 406; it has a header ``CC`` or ``BCC``.
+    """
+    # Most headers have neither, and need not be decoded.
+    if b"\x02CC" not in header and b"\x03BCC" not in header:
+        return
+    headers = decode_headers(header)
+    for name in _COPIES:
+        if name in headers:
+            raise _refuse(f"header {name!r}", "this broker does not send copies; bind the queues, or publish to each")

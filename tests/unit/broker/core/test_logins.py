@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pamqp import commands, encode
+
+from qflow_client.broker import BrokerSettings
+from qflow_client.broker.core.logins import FailedLogins, Login
+from qflow_client.broker.core.session import PROTOCOL_HEADER, State
+
+CLOSE = commands.Connection.Close
+FAR = "192.0.2.7"
+
+
+def start(world, address="", user="guest", password="guest"):
+    client = world.stranger()
+    client.session.address = address
+    client.start(user=user, password=password)
+    return client
+
+
+def amqplain(world, response):
+    client = world.stranger()
+    client.feed(PROTOCOL_HEADER)
+    client.only(commands.Connection.Start, 0)
+    capabilities: Any = {"capabilities": {"authentication_failure_close": True}}
+    client.send(0, commands.Connection.StartOk(capabilities, "AMQPLAIN", response, "en_US"))
+    return client
+
+
+def table(**fields):
+    return encode.field_table(fields)[4:].decode("latin-1")
+
+
+@pytest.mark.parametrize("password", ["guest", "wrong"])
+def test_AMQPLAIN_logs_in_with_the_right_password_only(world, password):
+    client = amqplain(world, table(LOGIN="guest", PASSWORD=password))
+    if password == "guest":
+        client.only(commands.Connection.Tune, 0)
+        assert client.session.user == "guest"
+    else:
+        close = client.only(CLOSE, 0)
+        assert close.reply_code == 403
+        assert "using AMQPLAIN" in close.reply_text
+
+
+@pytest.mark.parametrize(
+    "response",
+    ["", "x", table(LOGIN="guest"), table(PASSWORD="guest"), table(LOGIN=1, PASSWORD="guest"), "\0guest\0guest"],
+    ids=["empty", "short", "no password", "no user", "a number", "PLAIN"],
+)
+def test_AMQPLAIN_without_a_user_or_a_password_is_a_syntax_error_as_on_rabbitmq(world, response):
+    close = amqplain(world, response).only(CLOSE, 0)
+    assert close.reply_code == 502
+    assert "LOGIN and PASSWORD" in close.reply_text
+
+
+def test_a_login_does_not_show_its_password():
+    assert "sesame" not in repr(Login("PLAIN", "ann", b"sesame"))
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1", ""])
+def test_guest_logs_in_from_this_machine(world, address):
+    start(world, address).only(commands.Connection.Tune, 0)
+
+
+@pytest.mark.parametrize("address", [FAR, "2001:db8::1", "::ffff:192.0.2.7"])
+def test_guest_does_not_log_in_from_another_machine_as_on_rabbitmq(make_world, address):
+    close = start(make_world(), address).only(CLOSE, 0)
+    assert close.reply_code == 403
+    assert "can only connect via localhost (loopback_users)" in close.reply_text
+    start(make_world(loopback_users=()), address).only(commands.Connection.Tune, 0)
+    start(make_world(users={"ann": "sesame"}), address, "ann", "sesame").only(commands.Connection.Tune, 0)
+
+
+def test_a_wrong_password_of_guest_from_elsewhere_tells_no_more_than_any_wrong_password(world):
+    assert "localhost" not in start(world, FAR, password="wrong").only(CLOSE, 0).reply_text
+
+
+def test_a_blank_password_is_no_setting():
+    with pytest.raises(ValueError, match="password of user 'ann' is blank"):
+        BrokerSettings(users={"ann": ""})
+
+
+@pytest.mark.parametrize("value", ["guest", [1]])
+def test_loopback_users_are_names(value):
+    with pytest.raises(TypeError, match="loopback_users must be names"):
+        BrokerSettings(loopback_users=value)
+
+
+def fail(world, times, address=FAR):
+    for _ in range(times):
+        assert start(world, address, "ann", "wrong").only(CLOSE, 0).reply_code == 403
+
+
+def test_after_many_failed_logins_the_next_ones_wait_right_or_wrong(make_world):
+    world = make_world(users={"ann": "right"}, max_failed_logins=3)
+    fail(world, 4)
+    right, wrong = start(world, FAR, "ann", "right"), start(world, FAR, "ann", "wrong")
+    assert (right.received(), wrong.received()) == ([], [])
+    assert right.session.wake_at == wrong.session.wake_at == 1.0
+    world.now = 0.9
+    right.session.tick(world.now)
+    assert right.received() == []
+    world.now = 1.0
+    wrong.session.tick(world.now)
+    assert wrong.only(CLOSE, 0).reply_code == 403
+    right.session.tick(world.now)
+    assert right.received() == []
+    world.now = right.session.wake_at
+    assert world.now == 2.0
+    right.session.tick(world.now)
+    right.only(commands.Connection.Tune, 0)
+    assert right.session.state is State.TUNE_OK
+
+
+def test_logins_from_another_address_do_not_wait(make_world):
+    world = make_world(users={"ann": "right"}, max_failed_logins=3)
+    fail(world, 4)
+    start(world, "192.0.2.8", "ann", "right").only(commands.Connection.Tune, 0)
+
+
+def test_failed_logins_are_forgotten_as_time_passes(make_world):
+    world = make_world(users={"ann": "right"}, max_failed_logins=3)
+    fail(world, 3)
+    world.now = 3.0
+    fail(world, 3)
+    start(world, FAR, "ann", "right").only(commands.Connection.Tune, 0)
+
+
+def test_a_client_whose_login_waits_has_no_more_time_to_open_than_others_and_may_not_talk(make_world):
+    world = make_world(users={"ann": "right"}, max_failed_logins=1, unauthenticated_timeout=0.5)
+    fail(world, 2)
+    slow, loud = start(world, FAR, "ann", "right"), start(world, FAR, "ann", "right")
+    loud.send(0, commands.Connection.TuneOk(0, 0, 0))
+    assert loud.only(CLOSE, 0).reply_code == 503
+    world.now = slow.session.wake_at
+    slow.session.tick(world.now)
+    assert (world.now, slow.session.state) == (0.5, State.ENDED)
+
+
+def test_0_slows_nothing(make_world):
+    world = make_world(users={"ann": "right"}, max_failed_logins=0)
+    fail(world, 100)
+    start(world, FAR, "ann", "right").only(commands.Connection.Tune, 0)
+
+
+def test_an_address_waits_5_seconds_at_most_and_memory_is_bounded():
+    failed = FailedLogins(10)
+    for _ in range(1000):
+        failed.failed(FAR, 0.0)
+    assert failed.delay(FAR, 0.0) == 5.0
+    for number in range(10_000):
+        failed.failed(f"10.0.{number >> 8}.{number & 255}", 0.0)
+    assert len(failed._clear_at) == failed.MAX_ADDRESSES
+    assert failed.delay(FAR, 0.0) == 0.0
+
+
+def test_a_network_of_64_bits_counts_as_one_address():
+    failed = FailedLogins(1)
+    for number in range(3):
+        failed.failed(f"2001:db8::{number}:1", 0.0)
+    assert failed.delay("2001:db8::ffff:ffff:ffff:ffff", 0.0) == 2.0
+    assert failed.delay("2001:db8:0:1::1", 0.0) == 0.0
+    failed.failed("::ffff:192.0.2.7", 0.0)
+    failed.failed(FAR, 0.0)
+    assert failed.delay(FAR, 0.0) == 1.0

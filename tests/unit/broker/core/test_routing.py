@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import pytest
+from pamqp import commands
+from pamqp.commands import Basic, Exchange, Queue
+
+CHANNEL_CLOSE = commands.Channel.Close
+
+
+@pytest.fixture(name="client")
+def _client(world):
+    return world.client().channel()
+
+
+def exchange(client, name, kind="direct", to=None, **options):
+    if to is not None:
+        options["arguments"] = {"alternate-exchange": to}
+    client.call(1, Exchange.Declare(exchange=name, exchange_type=kind, **options), Exchange.DeclareOk)
+
+
+def bound(client, queue, source, key="", arguments=None):
+    client.declare(queue)
+    client.call(1, Queue.Bind(queue=queue, exchange=source, routing_key=key, arguments=arguments), Queue.BindOk)
+
+
+def depths(world):
+    return {queue.name: queue.depth for queue in world.host.queues.values()}
+
+
+def test_what_an_exchange_cannot_route_goes_to_its_alternate_exchange_and_nothing_else_does(world, client):
+    exchange(client, "main", to="other")
+    exchange(client, "other", "fanout")
+    bound(client, "q", "main", "known")
+    bound(client, "rest", "other")
+    client.publish(exchange="main", routing_key="known")
+    client.publish(exchange="main", routing_key="unknown", mandatory=True)
+    assert depths(world) == {"q": 1, "rest": 1}
+    assert client.received() == []
+
+
+def test_alternate_exchanges_are_followed_one_after_the_other_even_in_a_circle(world, client):
+    for name, to in (("one", "two"), ("two", "three"), ("three", "one")):
+        exchange(client, name, to=to)
+    bound(client, "q", "three", "k")
+    client.publish(exchange="one", routing_key="k")
+    client.publish(exchange="one", routing_key="nowhere", mandatory=True)
+    assert depths(world) == {"q": 1}
+    assert client.names() == ["Basic.Return", "ContentHeader", "ContentBody"]
+
+
+def test_each_exchange_on_the_way_has_its_own_alternate_as_on_rabbitmq(world, client):
+    exchange(client, "first", "fanout", to="unused")
+    exchange(client, "unused", "fanout")
+    exchange(client, "second", to="rest")
+    exchange(client, "rest", "fanout", internal=True)
+    client.call(1, Exchange.Bind(destination="second", source="first"), Exchange.BindOk)
+    bound(client, "q", "rest")
+    bound(client, "not", "unused")
+    client.publish(exchange="first", routing_key="k")
+    assert depths(world) == {"q": 1, "not": 0}
+
+
+def test_an_alternate_exchange_that_does_not_exist_is_passed_over_until_it_does(world, client):
+    exchange(client, "main", to="later")
+    client.publish(exchange="main", routing_key="k", mandatory=True)
+    assert client.names() == ["Basic.Return", "ContentHeader", "ContentBody"]
+    exchange(client, "later", "fanout")
+    bound(client, "q", "later")
+    client.publish(exchange="main", routing_key="k", mandatory=True)
+    assert depths(world) == {"q": 1}
+    client.call(1, Exchange.Delete(exchange="later"), Exchange.DeleteOk)
+    client.publish(exchange="main", routing_key="k", mandatory=True)
+    assert client.names() == ["Basic.Return", "ContentHeader", "ContentBody"]
+
+
+def test_an_alternate_exchange_may_route_by_headers(world, client):
+    exchange(client, "main", to="amq.headers")
+    bound(client, "q", "amq.headers", arguments={"a": 1})
+    for value in (1, 2):
+        client.publish(exchange="main", routing_key="k", properties=Basic.Properties(headers={"a": value}))
+    assert depths(world) == {"q": 1}
+
+
+def test_a_headers_exchange_may_have_an_alternate_exchange(world, client):
+    exchange(client, "main", "headers", to="amq.fanout")
+    bound(client, "q", "main", arguments={"a": 1})
+    bound(client, "rest", "amq.fanout")
+    for value in (1, 2):
+        client.publish(exchange="main", properties=Basic.Properties(headers={"a": value}))
+    assert depths(world) == {"q": 1, "rest": 1}
+
+
+def test_dead_letters_take_an_alternate_exchange_too(world, client):
+    exchange(client, "dlx", to="amq.fanout")
+    bound(client, "dead", "amq.fanout")
+    client.declare(arguments={"x-dead-letter-exchange": "dlx"})
+    client.publish()
+    client.send(1, Basic.Get(queue="q"))
+    client.send(1, Basic.Reject(1, requeue=False))
+    assert depths(world) == {"dead": 1, "q": 0}
+
+
+@pytest.mark.parametrize("value", [1, True, bytearray(b"\xff"), ["x"]])
+def test_an_alternate_exchange_is_a_name(client, value):
+    client.send(1, Exchange.Declare(exchange="e", arguments={"alternate-exchange": value}))
+    close = client.only(CHANNEL_CLOSE)
+    assert close.reply_code == 406
+    assert "alternate-exchange" in close.reply_text
+
+
+@pytest.mark.parametrize(
+    "again", [None, {"alternate-exchange": "amq.direct"}, {"alternate-exchange": "amq.fanout", "x": 1}]
+)
+def test_an_exchange_is_declared_again_with_the_same_arguments_only(client, again):
+    exchange(client, "e", to="amq.fanout")
+    exchange(client, "e", to="amq.fanout")
+    client.send(1, Exchange.Declare(exchange="e", arguments=again))
+    close = client.only(CHANNEL_CLOSE)
+    assert close.reply_code == 406
+    assert "arguments" in close.reply_text
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        Queue.Declare(queue="q"),
+        Queue.Declare(queue="q", passive=True),
+        Queue.Bind(queue="q", exchange="amq.fanout"),
+        Queue.Unbind(queue="q", exchange="amq.direct", routing_key="k"),
+        Queue.Purge(queue="q"),
+        Queue.Delete(queue="q"),
+        Basic.Consume(queue="q"),
+        Basic.Get(queue="q"),
+    ],
+    ids=lambda method: method.name + str(getattr(method, "passive", "")),
+)
+def test_another_connections_exclusive_queue_is_locked_with_405_as_on_rabbitmq(world, client, method):
+    client.declare(exclusive=True)
+    client.call(1, Queue.Bind(queue="q", exchange="amq.direct", routing_key="k"), Queue.BindOk)
+    other = world.client().channel()
+    other.send(1, method)
+    close = other.only(CHANNEL_CLOSE)
+    assert (close.reply_code, close.reply_text.split()[0]) == (405, "RESOURCE_LOCKED")
+    assert "'q'" in close.reply_text

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import pytest
+from pamqp import commands
+from pamqp.commands import Basic, Queue
+
+from qflow_client.broker.core.errors import ChannelException
+
+CHANNEL_CLOSE = commands.Channel.Close
+
+
+@pytest.fixture(name="client")
+def _client(world):
+    return world.client().channel()
+
+
+@pytest.mark.parametrize("value", [1, 10, 255, False, True, "x", None])
+def test_a_queue_with_priorities_is_refused_with_406_and_not_made(world, client, value):
+    client.send(1, Queue.Declare(queue="q", arguments={"x-max-priority": value}))
+    close = client.only(CHANNEL_CLOSE)
+    assert close.reply_code == 406
+    assert "queue 'q': x-max-priority" in close.reply_text
+    assert world.host.queues == {}
+
+
+@pytest.mark.parametrize("value", [1, -1, True, "x", None])
+def test_a_consumer_priority_is_refused_with_406(world, client, value):
+    client.declare()
+    client.consume(arguments={"x-priority": value})
+    close = client.only(CHANNEL_CLOSE)
+    assert close.reply_code == 406
+    assert "consumer of queue 'q': x-priority" in close.reply_text
+    assert not world.queue().consumers
+
+
+def test_a_priority_of_0_is_what_everything_has(world, client):
+    client.declare(arguments={"x-max-priority": 0})
+    client.consume(arguments={"x-priority": 0})
+    client.only(Basic.ConsumeOk)
+
+
+@pytest.mark.parametrize("name", ["CC", "BCC"])
+@pytest.mark.parametrize("value", [["other"], [], "other", None], ids=repr)
+@pytest.mark.parametrize("confirms", [False, True])
+def test_a_message_with_copies_is_refused_with_406_and_in_no_queue(world, name, value, confirms):
+    client = world.client().channel(confirms=confirms)
+    client.declare()
+    client.publish(properties=Basic.Properties(headers={name: value}))
+    close = client.close_of(CHANNEL_CLOSE)
+    assert close.reply_code == 406
+    assert f"header '{name}'" in close.reply_text
+    assert world.queue().depth == 0
+    assert client.channel(2)
+
+
+def test_a_header_that_only_has_such_a_name_in_it_is_taken(world, client):
+    client.declare()
+    client.publish(properties=Basic.Properties(headers={"a": "\x02CC \x03BCC", "XCC": 1, "cc": 2}))
+    assert world.queue().depth == 1
+
+
+def test_the_broker_s_own_publish_refuses_copies_too(world):
+    with pytest.raises(ChannelException, match="header 'CC'"):
+        world.host.publish("", "q", b"", Basic.Properties(headers={"CC": ["other"]}))
