@@ -17,18 +17,44 @@ from qflow_client.errors import FlowControlTimeout, ProducerFlowed
 from qflow_client.events import FlowEvent, FlowState, HoldKind
 from qflow_client.flow import FlowManager
 from qflow_client.guard import is_inside
-from qflow_client.message import Message
+from qflow_client.message import Message, RoutedMessage, as_body
 from qflow_client.receipt import Receipt
 from qflow_client.settings import ProducerSettings, WhenFlowed, check_argument
 from qflow_client.skin import kinds_of
 
-__all__ = ["BaseProducer"]
+__all__ = ["BaseProducer", "resolve"]
 
 # What would not refuse a message that `send` refuses at once, as an error advises.
 _LONGER_WAITS = "a longer timeout waits"
 _BLOCKING_WAITS = "when_flowed='block' waits"
 
 _monotonic = time.monotonic
+
+
+def resolve(
+    message: bytes | str | Message, exchange: str | None, routing_key: str | None
+) -> tuple[bytes | Message, str | None, str | None]:
+    """Return what to send, and where to send it.
+
+    Args:
+        message: what the application gave.
+        exchange: what the call gave; ``None`` for that of a `RoutedMessage`, if the message is one.
+        routing_key: likewise.
+
+    Returns:
+        The payload, the exchange and the routing key. The latter two are ``None`` where the settings decide.
+
+    Raises:
+        TypeError: the message is of another type.
+    """
+    if type(message) is bytes:
+        return message, exchange, routing_key
+    if not isinstance(message, Message):
+        return as_body(message), exchange, routing_key
+    if isinstance(message, RoutedMessage):
+        exchange = message.exchange if exchange is None else exchange
+        routing_key = message.routing_key if routing_key is None else routing_key
+    return message, exchange, routing_key
 
 
 class BaseProducer(ABC):

@@ -15,7 +15,7 @@ from qflow_client.errors import (
     MessageStored,
     OutcomeUnknown,
 )
-from qflow_client.message import Message
+from qflow_client.message import Message, RoutedMessage
 
 if TYPE_CHECKING:
     from qflow_client.amqp.frames import Prepared, Route
@@ -139,8 +139,15 @@ class Receipt:
         return None if self._id_prefix is None else f"{self._id_prefix}{self._number:012x}"
 
     @property
-    def message(self) -> Message:
-        """The message, with the message id that it has on the wire."""
+    def message(self) -> RoutedMessage:
+        """A copy of the message, with the message id that it has on the wire.
+
+        ``producer.send(receipt.message)`` sends it to the same exchange and routing key again.
+        """
+        return RoutedMessage.copy_of(self._as_published(), self.exchange, self.routing_key)
+
+    def _as_published(self) -> Message:
+        """Return the message with the message id that it has on the wire."""
         payload = self._payload
         if not isinstance(payload, Message):
             return Message(payload, message_id=self.message_id)

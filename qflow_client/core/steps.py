@@ -82,7 +82,7 @@ def send(
     """
     if refusal is not None and not ticket.first:
         admission.count_refusal()
-        raise refusal.error(admission.reports.holds, 0.0, ticket.payload, refusal.advice)
+        raise ticket.flowed_error(refusal.error, admission.reports.holds, 0.0, refusal.advice)
     admission.stand_in_line(ticket, now)
     try:
         while (at := admission.look_at(ticket, now)) is not None:
@@ -90,7 +90,7 @@ def send(
     except FlowControlTimeout as error:
         if refusal is None:
             raise
-        raise refusal.error(error.holds, 0.0, ticket.payload, refusal.advice) from None
+        raise ticket.flowed_error(refusal.error, error.holds, 0.0, refusal.advice) from None
     if ticket.error is not None:
         raise ticket.error
     assert ticket.receipt is not None

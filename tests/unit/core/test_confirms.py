@@ -351,7 +351,7 @@ def test_with_message_ids_off_a_message_has_only_the_id_it_brings() -> None:
     assert not protocol.returns.by_id
     assert [receipt.message_id for receipt in receipts] == [None, "own", None]
     assert receipts[0].message == Message(b"x")
-    assert receipts[2].message is receipts[2]._payload
+    assert receipts[2].message == receipts[2]._payload
     assert "message 1 to ''/'q': unsettled" in repr(receipts[0])
     returned(protocol, "p-000000000001")
     protocol.on_ack(3, True, 0.0)
