@@ -211,20 +211,24 @@ class UndeliveredMessages(QflowError):
     Attributes:
         receipts: of all of them, in the order of admission; but of those in the outbox only if there still are any.
         stored: how many stay in the outbox. The next producer on it sends them, so nobody else is to.
+        dropped: how many more failed before. Their receipts were dropped, because failed messages took more than
+            ``max_failed_bytes``.
     """
 
-    def __init__(self, receipts: Sequence[Receipt], text: str = "", *, stored: int = 0) -> None:
+    def __init__(self, receipts: Sequence[Receipt], text: str = "", *, stored: int = 0, dropped: int = 0) -> None:
         self.receipts = tuple(receipts)
+        self.dropped = dropped
         ours = [receipt for receipt in self.receipts if not receipt.is_stored]
         # Of what is set aside in an outbox as damaged only its receipt tells.
         self.stored = stored = max(stored, len(self.receipts) - len(ours))
         unknown = sum(receipt.may_have_arrived for receipt in ours)
         first = f"; the first: {self.receipts[0].describe()}" if self.receipts else ""
         kept = f", {stored} that stay in the outbox, for the next producer on it (.stored)" if stored else ""
+        lost = f", {dropped} whose receipts were dropped (.dropped), see max_failed_bytes" if dropped else ""
         super().__init__(
             text
-            or f"{len(ours) + stored} admitted messages were not delivered: {len(ours) - unknown} safe to "
-            f"send again (.unsent), {unknown} that may have arrived (.unknown){kept}{first}"
+            or f"{len(ours) + stored + dropped} admitted messages were not delivered: {len(ours) - unknown} safe to "
+            f"send again (.unsent), {unknown} that may have arrived (.unknown){kept}{lost}{first}"
         )
 
     @property

@@ -20,9 +20,12 @@ from qflow_client.message import Message, RoutedMessage
 if TYPE_CHECKING:
     from qflow_client.amqp.frames import Prepared, Route
 
-__all__ = ["Outcome", "Receipt"]
+__all__ = ["RECEIPT_OVERHEAD", "Outcome", "Receipt"]
 
 _NO_ROUTE = 312
+
+#: About how many bytes of memory a receipt and its message take besides the body.
+RECEIPT_OVERHEAD = 512
 
 
 class Outcome(StrEnum):
@@ -161,6 +164,11 @@ class Receipt:
         """The length of the body in bytes."""
         payload = self._payload
         return len(payload.body if isinstance(payload, Message) else payload)
+
+    @property
+    def held_bytes(self) -> int:
+        """About how many bytes of memory the receipt and its message take."""
+        return self.size + RECEIPT_OVERHEAD
 
     def error(self) -> DeliveryError | None:
         """The error that stands for its outcome; ``None`` if it was delivered or is unsettled.

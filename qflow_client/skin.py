@@ -391,15 +391,18 @@ def keeping(receipts: Sequence[Receipt]) -> Iterator[None]:
         raise
 
 
-def undelivered_of(failures: Sequence[Receipt], outbox: Sized | None) -> UndeliveredMessages | None:
+def undelivered_of(failures: Sequence[Receipt], dropped: int, outbox: Sized | None) -> UndeliveredMessages | None:
     """What a producer that has ended did not deliver; ``None`` if there is nothing to tell.
 
     Args:
         failures: what nobody has been told of.
+        dropped: how many more failures were dropped.
         outbox: its outbox, if it has one.
     """
     stored = 0 if outbox is None else len(outbox)
-    return UndeliveredMessages(failures, stored=stored) if failures or stored else None
+    if failures or dropped or stored:
+        return UndeliveredMessages(failures, stored=stored, dropped=dropped)
+    return None
 
 
 def leave_word(name: str, error: BaseException, undelivered: UndeliveredMessages | None) -> None:
@@ -424,7 +427,7 @@ def log_forgotten(protocol: ProducerProtocol, outbox: Sized | None) -> None:
     failures = protocol.reports.take_failures()
     if outbox is None:
         failures += protocol.unsettled_receipts
-    undelivered = undelivered_of(failures, outbox)
+    undelivered = undelivered_of(failures, protocol.reports.take_dropped(), outbox)
     if undelivered is not None:
         words = "%s: the process ends, and the producer was not closed: %s"
         log(logging.ERROR, words, protocol.settings.name, undelivered)

@@ -326,7 +326,7 @@ class Engine(BaseEngine):
         ending = asyncio.create_task(self._end(patience, disk_patience=disk_patience))
         cancelled = await _wait_until_done(ending)
         error = error or cancelled
-        undelivered = self.undelivered(LOOPS.take(self.protocol.reports.take_failures), left)
+        undelivered = self.undelivered(*LOOPS.take(self.take_failures), left)
         if error is None and not ending.cancelled():
             error = ending.exception()
         if error is not None:

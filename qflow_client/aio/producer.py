@@ -360,9 +360,9 @@ class AsyncProducer(BaseProducer):
         waiter = Waiter()
         if not await self._engine.drive(steps.flush(self._protocol, waiter, _deadline(timeout)), waiter):
             raise unflushed(self._protocol, self._engine.storage, timeout)
-        failures = LOOPS.take(self._protocol.reports.take_failures)
-        if failures:
-            raise UndeliveredMessages(failures)
+        failures, dropped = LOOPS.take(self._engine.take_failures)
+        if failures or dropped:
+            raise UndeliveredMessages(failures, dropped=dropped)
 
     async def wait_unflowed(self, timeout: float | None = None) -> bool:
         """Wait until no hold is left.

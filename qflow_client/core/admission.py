@@ -513,6 +513,7 @@ class Admission:
         self.gate.shut()
         if self.closed is None:
             self.closed = reason
+        self.reports.is_ending = True
         for ticket in self.waiting:
             ticket.error = ticket.closed_error(self.closed)
         self._leave()

@@ -7,7 +7,7 @@ from typing import Any
 from qflow_client.amqp.frames import Route
 from qflow_client.message import Message, RoutedMessage
 from qflow_client.outbox.outbox import Outbox
-from qflow_client.receipt import Receipt
+from qflow_client.receipt import RECEIPT_OVERHEAD, Receipt
 
 __all__ = ["Spilled"]
 
@@ -62,3 +62,8 @@ class Spilled(Receipt):
     def size(self) -> int:
         """The length of the body in bytes."""
         return super().size if self._payload is not None else len(self.message.body)
+
+    @property
+    def held_bytes(self) -> int:
+        """About how many bytes of memory the receipt and its message take; the body may be on disk only."""
+        return super().held_bytes if self._payload is not None else RECEIPT_OVERHEAD

@@ -338,8 +338,8 @@ class Engine(BaseEngine):
             finally:
                 # Other threads that close wait until here.
                 self._all_ended.set()
-        failures = self.lock.take(self.protocol.reports.take_failures)
-        return self.undelivered(failures, self._left)
+        failures, dropped = self.lock.take(self.take_failures)
+        return self.undelivered(failures, dropped, self._left)
 
     # Without the producer.
 

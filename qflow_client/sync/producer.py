@@ -341,9 +341,9 @@ class Producer(BaseProducer):
         waiter = Waiter()
         if not self._engine.drive(steps.flush(self._protocol, waiter, _deadline(timeout)), waiter):
             raise unflushed(self._protocol, self._engine.storage, timeout)
-        failures = self._engine.lock.take(self._protocol.reports.take_failures)
-        if failures:
-            raise UndeliveredMessages(failures)
+        failures, dropped = self._engine.lock.take(self._engine.take_failures)
+        if failures or dropped:
+            raise UndeliveredMessages(failures, dropped=dropped)
 
     def wait_unflowed(self, timeout: float | None = None) -> bool:
         """Wait until no hold is left; in a callback, none but that for callbacks that are slower than confirms.

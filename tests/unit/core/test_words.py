@@ -151,6 +151,13 @@ def test_undelivered_messages_are_told_apart_by_what_sending_them_again_does() -
         "3 admitted messages were not delivered: 1 safe to send again (.unsent), 2 that may have arrived (.unknown); "
         "the first: message p-000000000001 to 'ex'/'key': nacked"
     )
+    assert error.dropped == 0
+    dropped = UndeliveredMessages(receipts, dropped=7)
+    assert dropped.dropped == 7
+    assert str(dropped).startswith(
+        "10 admitted messages were not delivered: 1 safe to send again (.unsent), 2 that may have arrived (.unknown), "
+        "7 whose receipts were dropped (.dropped), see max_failed_bytes; the first: "
+    )
     assert str(UndeliveredMessages(receipts, "in other words")) == "in other words"
     assert str(UndeliveredMessages([])).startswith("0 admitted messages")
 
