@@ -62,7 +62,7 @@ class BaseEngine(ABC):
         self.storage: Storage | None = None
         #: ``None`` without `on_delivery`.
         self.deliveries = None if on_delivery is None else Deliveries(on_delivery, self._told)
-        self.listeners: Listeners[Any] = Listeners()
+        self.listeners: Listeners[Any] = Listeners(settings.name, settings.max_flow_events)
         #: Measures and traces messages; set once it is connected.
         self.observer: telemetry.Observer | None = None
         #: Takes the producer from its manager.

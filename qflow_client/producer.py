@@ -183,7 +183,8 @@ class BaseProducer(ABC):
         """Call a callback with every flow event, in order, on the producer's callback thread, or scheduled on the loop.
 
         Args:
-            callback: may call any method of the producer. If it raises, that is logged.
+            callback: may call any method of the producer. If it raises, that is logged. If it is slow, at most
+                `max_flow_events` wait for it: then the oldest are dropped.
             kinds: the hold kinds to hear of, such as ``("connection_blocked",)``; ``None`` for all. A fast producer is
                 held by ``capacity`` with every burst.
 

@@ -393,10 +393,12 @@ class AsyncProducer(BaseProducer):
     def flow_events(self, *, kinds: Iterable[str] | None = None) -> AsyncIterator[FlowEvent]:
         """The flow events from now on; waits for the next one, and ends when the producer is closed.
 
+        If it is not read, at most `max_flow_events` wait for it: then the oldest are dropped.
+
         Args:
             kinds: as for `on_flow`.
         """
-        events = FlowEvents()
+        events = FlowEvents(self.name, self.settings.max_flow_events)
         self._add_events(events, kinds)
         return events
 

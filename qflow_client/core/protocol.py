@@ -90,7 +90,12 @@ class ProducerProtocol:
         self.controller, self.gate = self.admission.controller, self.admission.gate
         #: What there is to tell.
         self.reports = Reports(
-            settings.name, self.gate, wall_offset, self._counts, max_failed_bytes=settings.max_failed_bytes
+            settings.name,
+            self.gate,
+            wall_offset,
+            self._counts,
+            max_failed_bytes=settings.max_failed_bytes,
+            max_events=settings.max_flow_events,
         )
         #: Who waits for settled messages, or for an open gate.
         self.waiters = Waiters(self.reports, self.gate)

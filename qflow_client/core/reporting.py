@@ -76,12 +76,14 @@ class Reports:
         wall_offset: what to add to the caller's seconds for seconds since 1970.
         counts: returns how many messages were admitted, how many are unsettled, and the capacity.
         max_failed_bytes: the most bytes of failed receipts that are kept.
+        max_events: the most flow events that wait until they can be passed on.
     """
 
     __slots__ = (
         "_counts",
         "_failed_bytes",
         "_gate",
+        "_max_events",
         "_max_failed_bytes",
         "_sweep_in",
         "_wall_offset",
@@ -90,6 +92,7 @@ class Reports:
         "failures",
         "is_ending",
         "logs",
+        "lost_events",
         "name",
         "settled",
         "wake",
@@ -103,6 +106,7 @@ class Reports:
         counts: Callable[[], tuple[int, int, int]],
         *,
         max_failed_bytes: int,
+        max_events: int,
     ) -> None:
         self.name = name
         self._gate = gate
@@ -114,6 +118,8 @@ class Reports:
         self.settled: list[Receipt] | None = None
         #: Flow events; ``None`` unless somebody listens.
         self.events: list[FlowEvent] | None = None
+        #: How many flow events were dropped since the skin took `events`, by the kind of their hold.
+        self.lost_events: dict[str | None, int] = {}
         #: Log entries, for `qflow_client.logs`.
         self.logs: list[LogEntry] = []
         #: Failed receipts that the application has not been told of, the first that failed first.
@@ -125,6 +131,7 @@ class Reports:
         # The bytes of `failures`, and the most that there may be.
         self._failed_bytes = 0
         self._max_failed_bytes = max_failed_bytes
+        self._max_events = max_events
         # After how many more failures the receipts that the application has looked at are taken out.
         self._sweep_in = _SWEEP_FROM
 
@@ -287,6 +294,13 @@ class Reports:
             unsettled,
             capacity,
         )
+        if len(self.events) >= 2 * self._max_events:
+            # They could not be passed on for a while, such as before the event loop runs. Half of them are dropped at
+            # once, so the cost of an event does not grow with their number.
+            for old in self.events[: self._max_events]:
+                hold_kind = None if old.hold is None else old.hold.kind
+                self.lost_events[hold_kind] = self.lost_events.get(hold_kind, 0) + 1
+            del self.events[: self._max_events]
         self.events.append(event)
 
     def log(self, level: int, text: str, *arguments: object) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import queue
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
@@ -26,6 +25,7 @@ from qflow_client.settings import ProducerSettings, check_timeout
 from qflow_client.skin import DEFAULT, check_arguments, check_many, keeping, leave_word, limit_of, unflushed
 from qflow_client.sync.connection import TappedConnection
 from qflow_client.sync.engine import Engine, Waiter
+from qflow_client.sync.flow_events import FlowEvents
 from qflow_client.sync.receipt import SyncReceipt
 
 __all__ = ["Producer"]
@@ -384,11 +384,12 @@ class Producer(BaseProducer):
             kinds: as for `on_flow`.
 
         Returns:
-            An iterator for one thread, which blocks for the next event, and ends when the producer is closed.
+            An iterator for one thread, which blocks for the next event, and ends when the producer is closed. If it is
+            not read, at most `max_flow_events` wait for it: then the oldest are dropped.
         """
-        events: queue.SimpleQueue[FlowEvent | None] = queue.SimpleQueue()
+        events = FlowEvents(self.name, self.settings.max_flow_events)
         self._add_events(events, kinds)
-        return iter(events.get, None)
+        return events
 
     # The end.
 

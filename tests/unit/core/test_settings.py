@@ -46,6 +46,7 @@ TEXTS: list[tuple[str, str, Any]] = [
     ("outbox_synchronous", "full", OutboxSynchronous.FULL),
     ("max_unwritten_bytes", "100", 100),
     ("max_failed_bytes", "100", 100),
+    ("max_flow_events", "100", 100),
     ("flow_control_wait_notify_period", "0.5", 0.5),
     ("connect_timeout", "3", 3.0),
     ("on_disconnect", "fail", OnDisconnect.FAIL),
@@ -89,6 +90,7 @@ def test_the_defaults() -> None:
     assert settings.when_flowed is WhenFlowed.BLOCK
     assert settings.max_unwritten_bytes == 1 << 20
     assert settings.max_failed_bytes == 1 << 24
+    assert settings.max_flow_events == 10_000
     assert settings.flow_control_wait_notify_period == 5.0
     assert settings.confirms
     assert settings.mandatory is None
@@ -257,6 +259,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("max_unwritten_bytes", 0, "a whole number of bytes, at least 1"),
     ("max_failed_bytes", 0, "a whole number of bytes, at least 1"),
     ("max_failed_bytes", None, "a whole number of bytes, at least 1"),
+    ("max_flow_events", 0, "a whole number of events, at least 1"),
+    ("max_flow_events", 1.5, "a whole number of events, at least 1"),
     ("flow_control_wait_notify_period", 0, "seconds, more than 0"),
     ("connect_timeout", 0.0, "seconds, more than 0"),
     ("connect_timeout", None, "seconds, more than 0"),
