@@ -227,10 +227,11 @@ class Subscription:
             Whether one more call is due.
         """
         is_full = len(self._events) >= self._limit
+        # In this order, an interrupt never leaves fewer events than calls that are due.
+        self._events.append(event)
         if is_full:
             self._events.popleft()
             self.losses.add()
-        self._events.append(event)
         return not is_full
 
     def take(self) -> FlowEvent:
