@@ -26,7 +26,7 @@ from qflow_client.errors import (
 from qflow_client.events import FlowEvent, FlowEventKind, FlowState, HoldKind
 from qflow_client.flow import FlowManager
 from qflow_client.manager import flow_manager
-from qflow_client.message import DeliveryMode, Message
+from qflow_client.message import DeliveryMode, Message, RoutedMessage
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import OnDisconnect, OnOutboxFull, OnRefused, OutboxSynchronous, ProducerSettings, WhenFlowed
 
@@ -79,6 +79,7 @@ __all__ = [
     "ProducerSettings",
     "QflowError",
     "Receipt",
+    "RoutedMessage",
     "SettingsError",
     "StoredMessage",
     "SyncReceipt",

@@ -62,7 +62,7 @@ class BaseEngine(ABC):
         self.storage: Storage | None = None
         #: ``None`` without `on_delivery`.
         self.deliveries = None if on_delivery is None else Deliveries(on_delivery, self._told)
-        self.listeners: Listeners[Any] = Listeners()
+        self.listeners: Listeners[Any] = Listeners(settings.name, settings.max_flow_events)
         #: Measures and traces messages; set once it is connected.
         self.observer: telemetry.Observer | None = None
         #: Takes the producer from its manager.
@@ -133,18 +133,24 @@ class BaseEngine(ABC):
     def _told(self, count: int) -> None:
         self.step(lambda protocol: protocol.told(count, _monotonic()))
 
+    def take_failures(self) -> tuple[list[Receipt], int]:
+        """Take the failed receipts that the application has not seen, in a step, and how many more were dropped."""
+        reports = self.protocol.reports
+        return reports.take_failures(), reports.take_dropped()
+
     # The end.
 
-    def undelivered(self, failures: list[Receipt], left: Sequence[Receipt]) -> UndeliveredMessages | None:
+    def undelivered(self, failures: list[Receipt], dropped: int, left: Sequence[Receipt]) -> UndeliveredMessages | None:
         """Return the error for the messages that were not delivered, without those that the application has seen.
 
         Args:
             failures: failed receipts that it has not seen.
+            dropped: how many more were dropped.
             left: what was unsettled before the channel was ended.
         """
         if self.deliveries is not None:
             failures += self.deliveries.undelivered(left)
-        return undelivered_of(failures, self.storage)
+        return undelivered_of(failures, dropped, self.storage)
 
     def abandon(self) -> None:
         """End without the producer, which is gone. Called by its finalizer: on any thread, inside any step."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from qflow_client.flow import Hold
 
 if TYPE_CHECKING:
-    from qflow_client.message import Message
+    from qflow_client.message import RoutedMessage
     from qflow_client.receipt import Receipt
 
 __all__ = [
@@ -53,14 +53,20 @@ class ProducerClosed(QflowError):
 
     Attributes:
         message: what was to be sent; ``None`` where no message was involved.
+        exchange: where it was to go; ``None`` likewise.
+        routing_key: with which key; ``None`` likewise.
         receipts: of what the same `send_many` had admitted before.
     """
 
     receipts: Sequence[Receipt] = ()
 
-    def __init__(self, text: str, message: Any = None) -> None:
+    def __init__(
+        self, text: str, message: Any = None, *, exchange: str | None = None, routing_key: str | None = None
+    ) -> None:
         super().__init__(text)
         self.message = message
+        self.exchange = exchange
+        self.routing_key = routing_key
 
 
 class ProducerFlowed(QflowError):
@@ -71,15 +77,28 @@ class ProducerFlowed(QflowError):
             1970.
         waited: seconds that the call was blocked.
         message: what was to be sent, as it was given.
+        exchange: where a producer was to send it; ``None`` if no message was involved, and from a drop-in.
+        routing_key: with which key; ``None`` likewise.
         receipts: of what the same `send_many` had admitted before.
     """
 
     receipts: Sequence[Receipt] = ()
 
-    def __init__(self, holds: Sequence[Hold], waited: float, message: Any, advice: str = "") -> None:
+    def __init__(
+        self,
+        holds: Sequence[Hold],
+        waited: float,
+        message: Any,
+        advice: str = "",
+        *,
+        exchange: str | None = None,
+        routing_key: str | None = None,
+    ) -> None:
         self.holds = tuple(holds)
         self.waited = waited
         self.message = message
+        self.exchange = exchange
+        self.routing_key = routing_key
         why = ", ".join(map(str, self.holds)) or "others wait before it"
         waited_text = f" within {waited:.3g} s" if waited else ""
         super().__init__(
@@ -98,8 +117,10 @@ class NestedCall(ProducerFlowed):
     connection depends on. What it was to send was not sent and never will be.
     """
 
-    def __init__(self, what: str, message: Any = None) -> None:
-        super().__init__((), 0.0, message)
+    def __init__(
+        self, what: str, message: Any = None, *, exchange: str | None = None, routing_key: str | None = None
+    ) -> None:
+        super().__init__((), 0.0, message, exchange=exchange, routing_key=routing_key)
         text = (
             f"{what} would have to wait for a step of a producer that it interrupts, or for the thread that it is on: "
             "call it from the application's own code, not from a signal handler, a finalizer or a log handler"
@@ -190,28 +211,38 @@ class UndeliveredMessages(QflowError):
     Attributes:
         receipts: of all of them, in the order of admission; but of those in the outbox only if there still are any.
         stored: how many stay in the outbox. The next producer on it sends them, so nobody else is to.
+        dropped: how many more failed before. Their receipts were dropped, because failed messages took more than
+            ``max_failed_bytes``.
     """
 
-    def __init__(self, receipts: Sequence[Receipt], text: str = "", *, stored: int = 0) -> None:
+    def __init__(self, receipts: Sequence[Receipt], text: str = "", *, stored: int = 0, dropped: int = 0) -> None:
         self.receipts = tuple(receipts)
+        self.dropped = dropped
         ours = [receipt for receipt in self.receipts if not receipt.is_stored]
         # Of what is set aside in an outbox as damaged only its receipt tells.
         self.stored = stored = max(stored, len(self.receipts) - len(ours))
         unknown = sum(receipt.may_have_arrived for receipt in ours)
         first = f"; the first: {self.receipts[0].describe()}" if self.receipts else ""
         kept = f", {stored} that stay in the outbox, for the next producer on it (.stored)" if stored else ""
+        lost = f", {dropped} whose receipts were dropped (.dropped), see max_failed_bytes" if dropped else ""
         super().__init__(
             text
-            or f"{len(ours) + stored} admitted messages were not delivered: {len(ours) - unknown} safe to "
-            f"send again (.unsent), {unknown} that may have arrived (.unknown){kept}{first}"
+            or f"{len(ours) + stored + dropped} admitted messages were not delivered: {len(ours) - unknown} safe to "
+            f"send again (.unsent), {unknown} that may have arrived (.unknown){kept}{lost}{first}"
         )
 
     @property
-    def unsent(self) -> tuple[Message, ...]:
-        """Messages known not to have been delivered: sending them again makes no second copy."""
+    def unsent(self) -> tuple[RoutedMessage, ...]:
+        """Messages known not to have been delivered: sending them again makes no second copy.
+
+        ``producer.send(message)`` sends each to the exchange and the routing key that it was sent to before.
+        """
         return tuple(receipt.message for receipt in self.receipts if not receipt.may_have_arrived)
 
     @property
-    def unknown(self) -> tuple[Message, ...]:
-        """Messages that may have arrived: sending them again may make a second copy. They bear their message ids."""
+    def unknown(self) -> tuple[RoutedMessage, ...]:
+        """Messages that may have arrived: sending them again may make a second copy. They have their message ids.
+
+        ``producer.send(message)`` sends each to the exchange and the routing key that it was sent to before.
+        """
         return tuple(receipt.message for receipt in self.receipts if receipt.may_have_arrived and not receipt.is_stored)

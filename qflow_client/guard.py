@@ -32,19 +32,23 @@ def is_inside() -> bool:
     return get_ident() in _inside
 
 
-def check_can_wait(what: str, message: object = None) -> None:
+def check_can_wait(
+    what: str, message: object = None, exchange: str | None = None, routing_key: str | None = None
+) -> None:
     """Refuse to wait where that could be for ever.
 
     Args:
         what: the call, for people.
         message: what it was to send.
+        exchange: where.
+        routing_key: with which key.
 
     Raises:
         NestedCall: this thread is inside a step, or a connection depends on it.
     """
     me = get_ident()
     if me in _inside or me in _serving:
-        raise NestedCall(what, message)
+        raise NestedCall(what, message, exchange=exchange, routing_key=routing_key)
 
 
 def take(step: Callable[[], _T]) -> _T:

@@ -13,7 +13,7 @@ from qflow_client.amqp.fields import MAX_DEPTH, encode_short_string, encode_time
 from qflow_client.amqp.frames import FrameError, decode_properties
 from qflow_client.redaction import shown
 
-__all__ = ["REPUBLISHED", "DeliveryMode", "Message", "as_body", "decode_message", "republished"]
+__all__ = ["REPUBLISHED", "DeliveryMode", "Message", "RoutedMessage", "as_body", "decode_message", "republished"]
 
 #: The header of a message that is sent once more because nobody knows whether it has arrived.
 REPUBLISHED = "x-qflow-republished"
@@ -233,6 +233,71 @@ class Message:
         if headers is not None:
             # Those of a copied or unpickled message can be changed.
             self.__dict__["headers"] = _own_headers(headers)
+
+
+@dataclass(frozen=True, init=False, eq=False)
+class RoutedMessage(Message):
+    """A message that knows where to go: ``producer.send(message)`` publishes it there.
+
+    The receipts and the errors of a producer give such messages, so that they can be sent again. An ``exchange=`` or
+    ``routing_key=`` of the call takes precedence. The exchange and the routing key are not compared: a message is equal
+    to every `Message` with the same body and properties.
+
+    Args:
+        body: as for `Message`.
+        exchange: where to publish; ``""`` is the default exchange.
+        routing_key: with which key.
+        properties: as for `Message`.
+
+    Raises:
+        TypeError: a property, the exchange or the routing key is of the wrong type.
+        ValueError: AMQP cannot carry one of them.
+    """
+
+    exchange: str = ""
+    routing_key: str = ""
+
+    def __init__(
+        self,
+        body: bytes | bytearray | memoryview | str,
+        *,
+        exchange: str = "",
+        routing_key: str = "",
+        **properties: Any,
+    ) -> None:
+        super().__init__(body, **properties)
+        encode_short_string(exchange, "exchange")
+        encode_short_string(routing_key, "routing_key")
+        # Beside the properties, whose encoder passes over other names.
+        given = self.__dict__
+        given["exchange"] = exchange
+        given["routing_key"] = routing_key
+
+    @classmethod
+    def copy_of(cls, message: Message, exchange: str, routing_key: str) -> RoutedMessage:
+        """Return an equal message that goes to an exchange.
+
+        Args:
+            message: the message.
+            exchange: where to publish.
+            routing_key: with which key.
+        """
+        made = object.__new__(cls)
+        given = made.__dict__
+        given.update((name, value) for name, value in message.__dict__.items() if name in _FIELDS)
+        given["exchange"] = exchange
+        given["routing_key"] = routing_key
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Message):
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in _FIELDS)
+
+    __hash__ = Message.__hash__
+
+
+_FIELDS = tuple(Message.__dataclass_fields__)
 
 
 def _check_int(lowest: int, highest: int) -> Callable[[Any, str], object]:

@@ -17,18 +17,44 @@ from qflow_client.errors import FlowControlTimeout, ProducerFlowed
 from qflow_client.events import FlowEvent, FlowState, HoldKind
 from qflow_client.flow import FlowManager, Hold
 from qflow_client.guard import is_inside
-from qflow_client.message import Message
+from qflow_client.message import Message, RoutedMessage, as_body
 from qflow_client.receipt import Receipt
 from qflow_client.settings import ProducerSettings, WhenFlowed, check_argument
 from qflow_client.skin import kinds_of
 
-__all__ = ["BaseProducer"]
+__all__ = ["BaseProducer", "resolve"]
 
 # What would not refuse a message that `send` refuses at once, as an error advises.
 _LONGER_WAITS = "a longer timeout waits"
 _BLOCKING_WAITS = "when_flowed='block' waits"
 
 _monotonic = time.monotonic
+
+
+def resolve(
+    message: bytes | str | Message, exchange: str | None, routing_key: str | None
+) -> tuple[bytes | Message, str | None, str | None]:
+    """Return what to send, and where to send it.
+
+    Args:
+        message: what the application gave.
+        exchange: what the call gave; ``None`` for that of a `RoutedMessage`, if the message is one.
+        routing_key: likewise.
+
+    Returns:
+        The payload, the exchange and the routing key. The latter two are ``None`` where the settings decide.
+
+    Raises:
+        TypeError: the message is of another type.
+    """
+    if type(message) is bytes:
+        return message, exchange, routing_key
+    if not isinstance(message, Message):
+        return as_body(message), exchange, routing_key
+    if isinstance(message, RoutedMessage):
+        exchange = message.exchange if exchange is None else exchange
+        routing_key = message.routing_key if routing_key is None else routing_key
+    return message, exchange, routing_key
 
 
 class BaseProducer(ABC):
@@ -88,14 +114,15 @@ class BaseProducer(ABC):
     def _send_steps(self, ticket: SendTicket, refusal: Refusal | None, *, notices: bool) -> Steps[Receipt]:
         return steps.send(self._engine.protocol.admission, ticket, _monotonic(), refusal=refusal, notices=notices)
 
-    def _refused(self, payload: bytes | Message, refusal: Refusal) -> ProducerFlowed:
+    def _refused(self, payload: bytes | Message, exchange: str, routing_key: str, refusal: Refusal) -> ProducerFlowed:
         """Count a message that was not admitted, and return its error."""
 
         def refuse(protocol: ProducerProtocol) -> tuple[Hold, ...]:
             protocol.admission.count_refusal()
             return protocol.reports.holds
 
-        return refusal.error(self._engine.step(refuse), 0.0, payload, refusal.advice)
+        holds = self._engine.step(refuse)
+        return refusal.error(holds, 0.0, payload, refusal.advice, exchange=exchange, routing_key=routing_key)
 
     def _refusal(self, timeout: float | None) -> Refusal | None:
         """Return the error of `send` for a message that cannot be admitted at once; ``None`` if it waits."""
@@ -172,7 +199,8 @@ class BaseProducer(ABC):
         """Call a callback with every flow event, in order, on the producer's callback thread, or scheduled on the loop.
 
         Args:
-            callback: may call any method of the producer. If it raises, that is logged.
+            callback: may call any method of the producer. If it raises, that is logged. If it is slow, at most
+                `max_flow_events` wait for it: then the oldest are dropped.
             kinds: the hold kinds to hear of, such as ``("connection_blocked",)``; ``None`` for all. A fast producer is
                 held by ``capacity`` with every burst.
 

@@ -15,14 +15,17 @@ from qflow_client.errors import (
     MessageStored,
     OutcomeUnknown,
 )
-from qflow_client.message import Message
+from qflow_client.message import Message, RoutedMessage
 
 if TYPE_CHECKING:
     from qflow_client.amqp.frames import Prepared, Route
 
-__all__ = ["Outcome", "Receipt"]
+__all__ = ["RECEIPT_OVERHEAD", "Outcome", "Receipt"]
 
 _NO_ROUTE = 312
+
+#: About how many bytes of memory a receipt and its message take besides the body.
+RECEIPT_OVERHEAD = 512
 
 
 class Outcome(StrEnum):
@@ -139,8 +142,15 @@ class Receipt:
         return None if self._id_prefix is None else f"{self._id_prefix}{self._number:012x}"
 
     @property
-    def message(self) -> Message:
-        """The message, with the message id that it has on the wire."""
+    def message(self) -> RoutedMessage:
+        """A copy of the message, with the message id that it has on the wire.
+
+        ``producer.send(receipt.message)`` sends it to the same exchange and routing key again.
+        """
+        return RoutedMessage.copy_of(self._as_published(), self.exchange, self.routing_key)
+
+    def _as_published(self) -> Message:
+        """Return the message with the message id that it has on the wire."""
         payload = self._payload
         if not isinstance(payload, Message):
             return Message(payload, message_id=self.message_id)
@@ -154,6 +164,11 @@ class Receipt:
         """The length of the body in bytes."""
         payload = self._payload
         return len(payload.body if isinstance(payload, Message) else payload)
+
+    @property
+    def held_bytes(self) -> int:
+        """About how many bytes of memory the receipt and its message take."""
+        return self.size + RECEIPT_OVERHEAD
 
     def error(self) -> DeliveryError | None:
         """The error that stands for its outcome; ``None`` if it was delivered or is unsettled.

@@ -196,6 +196,12 @@ class ProducerSettings:
             a sender which wakes late catches up.
         max_unwritten_bytes: the most bytes that may be admitted and not yet written; beyond it the producer is held by
             ``transport``.
+        max_failed_bytes: the most bytes of failed receipts that are kept for `flush` and `close`, because the
+            application has not looked at them. Each counts as its body and 512 bytes. Beyond it the oldest are dropped,
+            and `UndeliveredMessages.dropped` says how many. Messages that fail together are all kept, and so is what
+            fails after `close` was called.
+        max_flow_events: the most flow events that wait for one ``flow_events()`` iterator that is not read, or for one
+            ``on_flow`` callback that is slow. Beyond it the oldest are dropped, and a warning says how many.
         flow_control_wait_notify_period: seconds between two notices that sends still wait.
         connect_timeout: seconds that connecting to one host may take, with TLS, authentication and opening the channel.
         on_disconnect: ``"republish"`` or ``"fail"``: what becomes of unsettled messages when the connection is lost and
@@ -273,6 +279,12 @@ class ProducerSettings:
     )
     max_unwritten_bytes: int = _setting(
         1 << 20, int, "a whole number of bytes, at least 1", lambda v: _is_int(v) and v >= 1
+    )
+    max_failed_bytes: int = _setting(
+        1 << 24, int, "a whole number of bytes, at least 1", lambda v: _is_int(v) and v >= 1
+    )
+    max_flow_events: int = _setting(
+        10_000, int, "a whole number of events, at least 1", lambda v: _is_int(v) and v >= 1
     )
     flow_control_wait_notify_period: float = _setting(
         5.0, float, "seconds, more than 0", lambda v: _is_number(v) and v > 0

@@ -14,10 +14,11 @@ from uuid import uuid4
 from weakref import WeakKeyDictionary, WeakSet
 
 from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.core.reporting import LogEntry
 from qflow_client.errors import ConfirmTimeout, ConnectionFailed, SettingsError, UndeliveredMessages
 from qflow_client.events import FlowEvent, HoldKind
 from qflow_client.flow import FlowManager, Line
-from qflow_client.logs import log
+from qflow_client.logs import log, write_log
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.recovery import retries
 from qflow_client.redaction import hide_password, shown
@@ -36,6 +37,8 @@ __all__ = [
     "WRITE_CHUNK",
     "Deliveries",
     "Listeners",
+    "Losses",
+    "Subscription",
     "check_arguments",
     "check_many",
     "client_properties",
@@ -142,8 +145,108 @@ def kinds_of(kinds: Iterable[str] | None) -> frozenset[str] | None:
     return found
 
 
+class Losses:
+    """Counts the flow events that one reader has lost, because it is slow, and warns of them.
+
+    It warns when the reader takes its next event, because then the number of lost events is known. If the reader stays
+    too slow, it warns again after as many losses as events may wait.
+
+    Args:
+        name: the producer's.
+        limit: the most events that may wait for the reader.
+        why: why events are dropped, for people.
+        arguments: of `why`; they are formatted where the log is written.
+    """
+
+    __slots__ = ("_arguments", "_count", "_limit", "_next", "_text", "_told")
+
+    def __init__(self, name: str, limit: int, why: str, *arguments: object) -> None:
+        self._text = f"%s: %d flow events were dropped, because {why}; max_flow_events=%d"
+        self._arguments = name, arguments
+        self._limit = limit
+        # How many events were dropped so far. Only the side that puts events changes it.
+        self._count = 0
+        # Of how many of them the log tells.
+        self._told = 0
+        # How many more have to be dropped before the next warning.
+        self._next = 1
+
+    def add(self, count: int = 1) -> None:
+        """Count events that were dropped."""
+        self._count += count
+
+    def entry(self) -> LogEntry | None:
+        """Return the warning of the events that were dropped since the last one; ``None`` if none were."""
+        lost = self._count - self._told
+        if not lost:
+            return None
+        self._told += lost
+        name, arguments = self._arguments
+        return logging.WARNING, self._text, (name, lost, *arguments, self._limit)
+
+    def report(self, waiting: int) -> None:
+        """Log the warning if it is due. The reader calls it when it has taken an event.
+
+        Args:
+            waiting: how many events wait for the reader now.
+        """
+        if self._count - self._told >= self._next and (entry := self.entry()) is not None:
+            self._next = self._limit
+            write_log([entry])
+        if not waiting:
+            # It has caught up.
+            self._next = 1
+
+
+class Subscription:
+    """The flow events that wait for one callback.
+
+    A call of the callback is due for each of them. Only one thread at a time may put or take.
+
+    Args:
+        callback: the application's.
+        kinds: the hold kinds that it is told of; ``None`` for all.
+        name: the producer's.
+        limit: the most events that may wait.
+    """
+
+    def __init__(
+        self, callback: Callable[[FlowEvent], object], kinds: frozenset[str] | None, name: str, limit: int
+    ) -> None:
+        self.callback = callback
+        self.kinds = kinds
+        #: The events that the callback has lost.
+        self.losses = Losses(name, limit, "callback %r is slow", callback)
+        self._limit = limit
+        self._events: deque[FlowEvent] = deque()
+
+    def put(self, event: FlowEvent) -> bool:
+        """Append an event, in the place of the oldest one if too many wait.
+
+        Returns:
+            Whether one more call is due.
+        """
+        is_full = len(self._events) >= self._limit
+        # In this order, an interrupt never leaves fewer events than calls that are due.
+        self._events.append(event)
+        if is_full:
+            self._events.popleft()
+            self.losses.add()
+        return not is_full
+
+    def take(self) -> FlowEvent:
+        """Return the next event, for a call that is due."""
+        return self._events.popleft()
+
+    def report(self) -> None:
+        """Warn of events that were dropped, if that is due. Called after `take`."""
+        self.losses.report(len(self._events))
+
+
 class _FlowEvents(Protocol):
-    """The flow events of a producer, for somebody who takes them one by one."""
+    """The flow events of a producer, for a reader that takes them one by one."""
+
+    losses: Losses
 
     def put(self, event: FlowEvent | None, /) -> object: ...
 
@@ -152,11 +255,18 @@ _Events = TypeVar("_Events", bound=_FlowEvents)
 
 
 class Listeners(Generic[_Events]):
-    """Who is told of a producer's flow events. Whoever calls sees to it that nobody else does at the same time."""
+    """Who is told of a producer's flow events. Whoever calls sees to it that nobody else does at the same time.
 
-    def __init__(self) -> None:
+    Args:
+        name: the producer's.
+        limit: the most events that may wait for one callback.
+    """
+
+    def __init__(self, name: str, limit: int) -> None:
+        self._name = name
+        self._limit = limit
         # By what ends it, because the same callback may be registered several times.
-        self._callbacks: dict[object, tuple[Callable[[FlowEvent], object], frozenset[str] | None]] = {}
+        self._callbacks: dict[object, Subscription] = {}
         #: Of an iterator that nobody has any more, nothing is left.
         self.iterators: WeakKeyDictionary[_Events, frozenset[str] | None] = WeakKeyDictionary()
 
@@ -175,7 +285,7 @@ class Listeners(Generic[_Events]):
             callback: the application's.
             kinds: the hold kinds it is told of; ``None`` for all.
         """
-        self._callbacks[key] = callback, kinds
+        self._callbacks[key] = Subscription(callback, kinds, self._name, self._limit)
         self._listen(protocol)
 
     def remove(self, key: object) -> None:
@@ -191,31 +301,44 @@ class Listeners(Generic[_Events]):
         if protocol.reports.events is None:
             protocol.reports.events = []
 
-    def tell(
-        self, protocol: ProducerProtocol, call: Callable[[Callable[[FlowEvent], object], FlowEvent], object]
-    ) -> None:
+    def tell(self, protocol: ProducerProtocol, call: Callable[[Subscription], object]) -> None:
         """Tell of what there is to tell.
 
         Args:
             protocol: the producer's state, which has events.
-            call: has ``callback(event)`` called.
+            call: has the callback of a subscription called with the next event that waits for it.
         """
-        events, protocol.reports.events = protocol.reports.events or (), []
+        reports = protocol.reports
+        events, reports.events = reports.events or (), []
+        lost, reports.lost_events = reports.lost_events, {}
+        if lost:
+            readers = [(each.losses, kinds) for each, kinds in tuple(self.iterators.items())]
+            readers += [(each.losses, each.kinds) for each in tuple(self._callbacks.values())]
+            for losses, kinds in readers:
+                losses.add(sum(count for kind, count in lost.items() if kinds is None or kind in kinds))
         for event in events:
             kind = None if event.hold is None else event.hold.kind
             for iterator, kinds in tuple(self.iterators.items()):
                 if kinds is None or kind in kinds:
                     iterator.put(event)
             # One may come from inside this.
-            for callback, kinds in tuple(self._callbacks.values()):
-                if kinds is None or kind in kinds:
-                    call(callback, event)
+            for subscription in tuple(self._callbacks.values()):
+                if (subscription.kinds is None or kind in subscription.kinds) and subscription.put(event):
+                    call(subscription)
 
-    def end(self) -> None:
-        """End the iterators."""
+    def end(self) -> list[LogEntry]:
+        """End the iterators.
+
+        Returns:
+            What to log: the events that those iterators have lost whose readers were not warned of it.
+        """
+        logs = []
         for iterator in tuple(self.iterators):
+            if (entry := iterator.losses.entry()) is not None:
+                logs.append(entry)
             iterator.put(None)
         self.iterators.clear()
+        return logs
 
 
 def client_properties(name: str) -> dict[str, Any]:
@@ -391,15 +514,18 @@ def keeping(receipts: Sequence[Receipt]) -> Iterator[None]:
         raise
 
 
-def undelivered_of(failures: Sequence[Receipt], outbox: Sized | None) -> UndeliveredMessages | None:
+def undelivered_of(failures: Sequence[Receipt], dropped: int, outbox: Sized | None) -> UndeliveredMessages | None:
     """What a producer that has ended did not deliver; ``None`` if there is nothing to tell.
 
     Args:
         failures: what nobody has been told of.
+        dropped: how many more failures were dropped.
         outbox: its outbox, if it has one.
     """
     stored = 0 if outbox is None else len(outbox)
-    return UndeliveredMessages(failures, stored=stored) if failures or stored else None
+    if failures or dropped or stored:
+        return UndeliveredMessages(failures, stored=stored, dropped=dropped)
+    return None
 
 
 def leave_word(name: str, error: BaseException, undelivered: UndeliveredMessages | None) -> None:
@@ -424,7 +550,7 @@ def log_forgotten(protocol: ProducerProtocol, outbox: Sized | None) -> None:
     failures = protocol.reports.take_failures()
     if outbox is None:
         failures += protocol.unsettled_receipts
-    undelivered = undelivered_of(failures, outbox)
+    undelivered = undelivered_of(failures, protocol.reports.take_dropped(), outbox)
     if undelivered is not None:
         words = "%s: the process ends, and the producer was not closed: %s"
         log(logging.ERROR, words, protocol.settings.name, undelivered)

@@ -43,7 +43,11 @@ class Dispatcher:
 
     def call(self, callback: Callable[[Any], object], argument: Any) -> None:
         """Have ``callback(argument)`` called after all that was asked for before."""
-        self._loop.call_soon(self._run, callback, argument)
+        self._loop.call_soon(self._run, callback, lambda: argument)
+
+    def call_with_next(self, callback: Callable[[Any], object], take: Callable[[], Any]) -> None:
+        """As `call`, but with the argument that ``take()`` returns when the turn of the call has come."""
+        self._loop.call_soon(self._run, callback, take)
 
     async def stop(self) -> None:
         """Wait for the calls that are due. If the loop is closed, none ever runs."""
@@ -53,7 +57,8 @@ class Dispatcher:
         self._loop.call_soon(due.set)
         await due.wait()
 
-    def _run(self, callback: Callable[[Any], object], argument: Any) -> None:
+    def _run(self, callback: Callable[[Any], object], take: Callable[[], Any]) -> None:
+        argument = take()
         self.is_running = True
         try:
             callback(argument)

@@ -22,6 +22,7 @@ from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.core.steps import Steps
 from qflow_client.engine import DROPPED, BaseEngine
 from qflow_client.errors import ConnectionFailed, ProducerClosed, QflowError, UndeliveredMessages
+from qflow_client.events import FlowEvent
 from qflow_client.flow import FlowManager, Line
 from qflow_client.guard import LOOPS, is_inside
 from qflow_client.logs import write_log
@@ -30,6 +31,7 @@ from qflow_client.settings import ProducerSettings
 from qflow_client.skin import (
     BRIEF,
     CLOSED,
+    Subscription,
     good_bye_until,
     leave_word,
     log_forgotten,
@@ -273,11 +275,20 @@ class Engine(BaseEngine):
             # Events wait until a loop runs.
             return
         if protocol.reports.events:
-            self.listeners.tell(protocol, self.dispatcher.call)
+            self.listeners.tell(protocol, self._call_listener)
         if settled:
             assert self.deliveries is not None
             self.deliveries.hand(settled)
             self.dispatcher.call(self._deliver, settled)
+
+    def _call_listener(self, subscription: Subscription) -> None:
+        def take() -> FlowEvent:
+            event = subscription.take()
+            subscription.report()
+            return event
+
+        assert self.dispatcher is not None
+        self.dispatcher.call_with_next(subscription.callback, take)
 
     def _deliver(self, receipts: list[Receipt]) -> None:
         assert self.deliveries is not None
@@ -326,7 +337,7 @@ class Engine(BaseEngine):
         ending = asyncio.create_task(self._end(patience, disk_patience=disk_patience))
         cancelled = await _wait_until_done(ending)
         error = error or cancelled
-        undelivered = self.undelivered(LOOPS.take(self.protocol.reports.take_failures), left)
+        undelivered = self.undelivered(*LOOPS.take(self.take_failures), left)
         if error is None and not ending.cancelled():
             error = ending.exception()
         if error is not None:
@@ -349,7 +360,7 @@ class Engine(BaseEngine):
             self.after()
             if self.observer is not None:
                 telemetry.unwatch(self.observer)
-            self.listeners.end()
+            write_log(self.listeners.end())
             if self.turns is not None:
                 self.turns.end()
             try:

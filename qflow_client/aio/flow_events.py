@@ -6,18 +6,30 @@ import asyncio
 from typing import Self
 
 from qflow_client.events import FlowEvent
+from qflow_client.skin import Losses
 
 __all__ = ["FlowEvents"]
 
 
 class FlowEvents:
-    """The flow events of a producer, as they come."""
+    """The flow events of a producer, as they come.
 
-    def __init__(self) -> None:
+    Args:
+        name: the producer's.
+        limit: the most events that may wait for the reader.
+    """
+
+    def __init__(self, name: str, limit: int) -> None:
+        self._limit = limit
+        #: The events that the reader has lost.
+        self.losses = Losses(name, limit, "flow_events() is not read fast enough")
         self._events: asyncio.Queue[FlowEvent | None] = asyncio.Queue()
 
     def put(self, event: FlowEvent | None) -> None:
-        """Append an event; ``None`` is the end."""
+        """Append an event, in the place of the oldest one if too many wait. ``None`` is the end, and comes last."""
+        if event is not None and self._events.qsize() >= self._limit:
+            self._events.get_nowait()
+            self.losses.add()
         self._events.put_nowait(event)
 
     def forget(self) -> None:
@@ -34,4 +46,5 @@ class FlowEvents:
             # For further calls, and for other tasks that wait.
             self._events.put_nowait(None)
             raise StopAsyncIteration
+        self.losses.report(self._events.qsize())
         return event

@@ -24,8 +24,8 @@ from qflow_client.events import FlowEvent
 from qflow_client.flow import FlowManager, Line
 from qflow_client.guard import LOOPS, check_can_wait
 from qflow_client.manager import flow_manager
-from qflow_client.message import Message, as_body
-from qflow_client.producer import BaseProducer
+from qflow_client.message import Message
+from qflow_client.producer import BaseProducer, resolve
 from qflow_client.receipt import Receipt
 from qflow_client.redaction import shown
 from qflow_client.settings import ProducerSettings, check_timeout
@@ -137,8 +137,8 @@ class AsyncProducer(BaseProducer):
 
         Args:
             message: the body, or a `Message` with properties.
-            exchange: where to publish; the setting unless given.
-            routing_key: with which key; the setting unless given.
+            exchange: where to publish. Unless given, it is that of a `RoutedMessage`, and otherwise the setting.
+            routing_key: with which key; likewise.
             timeout: seconds that it may stay blocked; ``None`` for ever, 0 not at all; the setting
                 `max_producer_flow_control_wait` unless given.
             source: whose message it is, for a `WeightedLine`.
@@ -157,14 +157,16 @@ class AsyncProducer(BaseProducer):
         """
         if timeout is not DEFAULT and timeout != 0:
             check_timeout(timeout)
-        payload = message if type(message) is bytes or isinstance(message, Message) else as_body(message)
-        if self._engine.loop is not None and self._engine.loop.is_closed() and not self._engine.ended:
-            # Nothing would ever write it.
-            raise ProducerClosed(_LOOP_CLOSED, payload)
+        payload: Any = message
+        if type(message) is not bytes:
+            payload, exchange, routing_key = resolve(message, exchange, routing_key)
         if exchange is None:
             exchange = self._exchange
         if routing_key is None:
             routing_key = self._routing_key
+        if self._engine.loop is not None and self._engine.loop.is_closed() and not self._engine.ended:
+            # Nothing would ever write it.
+            raise ProducerClosed(_LOOP_CLOSED, payload, exchange=exchange, routing_key=routing_key)
         if self._tracer is not None and self._tracer.wants(payload):
             with self._tracer.span(payload, exchange, routing_key) as traced:
                 return await self.send(
@@ -176,13 +178,13 @@ class AsyncProducer(BaseProducer):
             if not tapped.awake:  # type: ignore[union-attr]  # likewise
                 tapped.wake()  # type: ignore[union-attr]  # likewise
             return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
-        check_can_wait("send()", payload)
+        check_can_wait("send()", payload, exchange, routing_key)
         timeout = limit_of(timeout, self.settings)
         deadline = _deadline(timeout)
         receipt = self._engine.admit(payload, exchange, routing_key, spills=True)
         if receipt is None:
             if self._engine.turns is None:
-                raise self._not_connected(payload)
+                raise self._not_connected(payload, exchange, routing_key)
             refusal = self._refusal(timeout)
             if refusal is None:
                 receipt = await self._engine.turns.send(payload, exchange, routing_key, timeout, source)
@@ -193,10 +195,10 @@ class AsyncProducer(BaseProducer):
     def _refuse(self, payload: bytes | Message, exchange: str, routing_key: str, refusal: Refusal) -> Receipt:
         """Refuse a message that was not admitted, unless a callback sends it."""
         if self._engine.dispatcher is None:
-            raise self._not_connected(payload)
+            raise self._not_connected(payload, exchange, routing_key)
         if not self._engine.is_in_callback:
             self._engine.arm_timer()
-            raise self._refused(payload, refusal)
+            raise self._refused(payload, exchange, routing_key, refusal)
         ticket = self._make_ticket(payload, exchange, routing_key, 0.0, "", None)
         try:
             _, receipt = self._engine.step(
@@ -229,21 +231,23 @@ class AsyncProducer(BaseProducer):
 
         Args:
             message: the body, or a `Message` with properties.
-            exchange: where to publish; the setting unless given.
-            routing_key: with which key; the setting unless given.
+            exchange: where to publish. Unless given, it is that of a `RoutedMessage`, and otherwise the setting.
+            routing_key: with which key; likewise.
             source: as in `send`; what does not wait has no turn, so it changes nothing.
 
         Raises:
             ProducerFlowed: flowed; the message was not sent and never will be.
         """
-        payload = message if type(message) is bytes or isinstance(message, Message) else as_body(message)
-        if self._engine.loop is not None and self._engine.loop.is_closed() and not self._engine.ended:
-            # Nothing would ever write it.
-            raise ProducerClosed(_LOOP_CLOSED, payload)
+        payload: Any = message
+        if type(message) is not bytes:
+            payload, exchange, routing_key = resolve(message, exchange, routing_key)
         if exchange is None:
             exchange = self._exchange
         if routing_key is None:
             routing_key = self._routing_key
+        if self._engine.loop is not None and self._engine.loop.is_closed() and not self._engine.ended:
+            # Nothing would ever write it.
+            raise ProducerClosed(_LOOP_CLOSED, payload, exchange=exchange, routing_key=routing_key)
         if self._tracer is not None and self._tracer.wants(payload):
             with self._tracer.span(payload, exchange, routing_key) as traced:
                 return self.send_nowait(traced, exchange=exchange, routing_key=routing_key)
@@ -254,7 +258,7 @@ class AsyncProducer(BaseProducer):
                 if not self._engine.link.tapped.awake:  # type: ignore[union-attr]  # it is open, or nothing would be admitted
                     self._engine.link.tapped.wake()  # type: ignore[union-attr]  # likewise
                 return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
-        check_can_wait("send_nowait()", payload)
+        check_can_wait("send_nowait()", payload, exchange, routing_key)
         receipt = self._engine.admit(payload, exchange, routing_key)
         if receipt is None:
             receipt = self._refuse(payload, exchange, routing_key, self._refusal_nowait())
@@ -279,8 +283,8 @@ class AsyncProducer(BaseProducer):
 
         Args:
             messages: as for `send`.
-            exchange: where to publish; the setting unless given.
-            routing_key: with which key; the setting unless given.
+            exchange: where to publish, as for `send`.
+            routing_key: with which key, as for `send`.
             timeout: seconds that each may stay blocked, as for `send`.
             source: whose messages they are, for a `WeightedLine`.
 
@@ -292,10 +296,6 @@ class AsyncProducer(BaseProducer):
         """
         check_many(messages, timeout)
         receipts: list[AsyncReceipt] = []
-        if exchange is None:
-            exchange = self._exchange
-        if routing_key is None:
-            routing_key = self._routing_key
         if self._engine.loop is not None and self._engine.loop.is_closed() and not self._engine.ended:
             raise ProducerClosed(_LOOP_CLOSED)
         with keeping(receipts):
@@ -312,8 +312,8 @@ class AsyncProducer(BaseProducer):
         self,
         messages: Iterable[bytes | str | Message],
         receipts: list[AsyncReceipt],
-        exchange: str,
-        routing_key: str,
+        exchange: str | None,
+        routing_key: str | None,
         timeout: float | None,
         source: str,
     ) -> None:
@@ -321,12 +321,12 @@ class AsyncProducer(BaseProducer):
         timeout = limit_of(timeout, self.settings)
         try:
             for message in messages:
-                payload = message if type(message) is bytes or isinstance(message, Message) else as_body(message)
-                receipt: Any = self._engine.admit(payload, exchange, routing_key)
+                payload, to, key = resolve(message, exchange, routing_key)
+                receipt: Any = self._engine.admit(
+                    payload, self._exchange if to is None else to, self._routing_key if key is None else key
+                )
                 if receipt is None:
-                    receipt = await self.send(
-                        payload, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source
-                    )
+                    receipt = await self.send(payload, exchange=to, routing_key=key, timeout=timeout, source=source)
                 receipts.append(receipt)
                 if len(receipts) % _AT_ONCE == 0:
                     await self._made_durable(receipt, _deadline(timeout))
@@ -338,8 +338,11 @@ class AsyncProducer(BaseProducer):
             await self._made_durable(receipts[-1], _deadline(timeout))
 
     @staticmethod
-    def _not_connected(payload: bytes | Message | None = None) -> ProducerClosed:
-        return ProducerClosed("it is not connected yet; use async with, or await connect() first", payload)
+    def _not_connected(
+        payload: bytes | Message | None = None, exchange: str | None = None, routing_key: str | None = None
+    ) -> ProducerClosed:
+        text = "it is not connected yet; use async with, or await connect() first"
+        return ProducerClosed(text, payload, exchange=exchange, routing_key=routing_key)
 
     # Waiting.
 
@@ -361,9 +364,9 @@ class AsyncProducer(BaseProducer):
         waiter = Waiter()
         if not await self._engine.drive(steps.flush(self._protocol, waiter, _deadline(timeout)), waiter):
             raise unflushed(self._protocol, self._engine.storage, timeout)
-        failures = LOOPS.take(self._protocol.reports.take_failures)
-        if failures:
-            raise UndeliveredMessages(failures)
+        failures, dropped = LOOPS.take(self._engine.take_failures)
+        if failures or dropped:
+            raise UndeliveredMessages(failures, dropped=dropped)
 
     async def wait_unflowed(self, timeout: float | None = None) -> bool:
         """Wait until no hold is left.
@@ -394,10 +397,12 @@ class AsyncProducer(BaseProducer):
     def flow_events(self, *, kinds: Iterable[str] | None = None) -> AsyncIterator[FlowEvent]:
         """The flow events from now on; waits for the next one, and ends when the producer is closed.
 
+        If it is not read, at most `max_flow_events` wait for it: then the oldest are dropped.
+
         Args:
             kinds: as for `on_flow`.
         """
-        events = FlowEvents()
+        events = FlowEvents(self.name, self.settings.max_flow_events)
         self._add_events(events, kinds)
         return events
 

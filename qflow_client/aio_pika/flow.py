@@ -53,6 +53,7 @@ AIO_PIKA = DropIn(
     | {
         "confirms": "channel(publisher_confirms=…) says it",
         "message_ids": "aio-pika gives every message that has none a message id",
+        "max_failed_bytes": "publish() raises what became of its message",
         "connect_timeout": "use aio-pika's connect(timeout=…)",
         **dict.fromkeys(
             RECONNECTING,
@@ -444,7 +445,7 @@ class ChannelFlow(DropInFlow):
             _wake(waiter)
         if protocol.reports.failures:
             # Whoever published is told.
-            protocol.reports.failures.clear()
+            protocol.reports.forget_failures()
         if protocol.reports.logs or protocol.reports.events:
             super().after()
 

@@ -16,7 +16,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from qflow_client.amqp.frames import FRAME_OVERHEAD, PublishEncoder, Route, properties
 from qflow_client.core.reporting import MessageObserver, Reports
@@ -24,12 +24,13 @@ from qflow_client.core.returns import Returns
 from qflow_client.core.step import Steps, step
 from qflow_client.core.store import Store
 from qflow_client.core.waiters import Waiters
-from qflow_client.errors import FlowControlTimeout, ProducerClosed, SettingsError
+from qflow_client.errors import FlowControlTimeout, ProducerClosed, ProducerFlowed, SettingsError
 from qflow_client.events import HoldKind
 from qflow_client.flow import (
     AdaptiveWindow,
     CompositeLimiter,
     FlowController,
+    Hold,
     Limiter,
     Line,
     RateLimiter,
@@ -64,6 +65,9 @@ def check_capacity(capacity: object) -> None:
     check_setting("capacity", capacity)
     if isinstance(capacity, str):
         raise SettingsError(f"capacity={capacity!r}: a producer that is already made can only be given a number")
+
+
+_FlowedError = TypeVar("_FlowedError", bound=ProducerFlowed)
 
 
 class SendTicket(Ticket):
@@ -109,6 +113,16 @@ class SendTicket(Ticket):
         """Whether the message was admitted, or never will be."""
         receipt = self.receipt
         return (receipt is not None and receipt._number > 0) or self.error is not None or self.cancelled
+
+    def flowed_error(
+        self, kind: type[_FlowedError], holds: Sequence[Hold], waited: float, advice: str = ""
+    ) -> _FlowedError:
+        """Return the error for a message that is not sent, because the producer is flowed."""
+        return kind(holds, waited, self.payload, advice, exchange=self.exchange, routing_key=self.routing_key)
+
+    def closed_error(self, reason: str) -> ProducerClosed:
+        """Return the error for a message that is not sent, because the producer is closed."""
+        return ProducerClosed(reason, self.payload, exchange=self.exchange, routing_key=self.routing_key)
 
 
 def _make_limits(settings: ProducerSettings) -> tuple[WindowLimiter, SizeLimiter | None, Limiter]:
@@ -328,7 +342,7 @@ class Admission:
         if self._send(receipt, cost, now):
             return receipt
         if self.closed is not None:
-            raise ProducerClosed(self.closed, payload)
+            raise ProducerClosed(self.closed, payload, exchange=exchange, routing_key=routing_key)
         return None
 
     @step
@@ -367,7 +381,7 @@ class Admission:
             TypeError, ValueError: it cannot be encoded.
         """
         if self.closed is not None:
-            raise ProducerClosed(self.closed, payload)
+            raise ProducerClosed(self.closed, payload, exchange=exchange, routing_key=routing_key)
         # Names and properties that cannot be encoded are refused before the wait, not after it.
         self.encoder.route(exchange, routing_key)
         if isinstance(payload, Message):
@@ -388,7 +402,7 @@ class Admission:
         """Have a message wait for its admission, until its ticket is decided or given up."""
         if self.closed is not None:
             # Closed since the ticket was made.
-            ticket.error = ProducerClosed(self.closed, ticket.payload)
+            ticket.error = ticket.closed_error(self.closed)
             return
         self.waiting[ticket] = None
         if ticket.first:
@@ -420,7 +434,7 @@ class Admission:
         if ticket.decided:
             return None
         if now >= ticket.deadline:
-            error = FlowControlTimeout(self.reports.holds, now - ticket.since, ticket.payload)
+            error = ticket.flowed_error(FlowControlTimeout, self.reports.holds, now - ticket.since)
             self.count_refusal()
             self._withdraw(ticket, now)
             return error
@@ -488,7 +502,7 @@ class Admission:
             now: seconds.
         """
         for ticket in self.waiting:
-            ticket.error = ProducerClosed(reason, ticket.payload)
+            ticket.error = ticket.closed_error(reason)
         self._leave()
         # The limiter's hold stays only while somebody waits.
         self.grant(now)
@@ -499,8 +513,9 @@ class Admission:
         self.gate.shut()
         if self.closed is None:
             self.closed = reason
+        self.reports.is_ending = True
         for ticket in self.waiting:
-            ticket.error = ProducerClosed(self.closed, ticket.payload)
+            ticket.error = ticket.closed_error(self.closed)
         self._leave()
 
     def _leave(self) -> None:

@@ -136,7 +136,7 @@ class Channel:
         encoder = self._unconfirmed.encoder
         receipt._route = encoder.route(receipt.exchange, receipt.routing_key)
         if receipt._number in self._resending.copies:
-            receipt._prepared = encoder.prepare(republished(receipt.message), has_id=False)
+            receipt._prepared = encoder.prepare(republished(receipt._as_published()), has_id=False)
         else:
             self._admission.prepare(receipt)
 

@@ -55,9 +55,6 @@ _STOPS_WRITING = (HoldKind.CHANNEL_FLOW, HoldKind.CONNECTION_BLOCKED)
 # Seconds after which a message whose time has come is looked at again, while earlier bytes are not written.
 _LOOK_AGAIN = 0.05
 
-# Without confirms but with `on_delivery`, this many of the last returned messages come up in `flush` and `close`.
-_MOST_RETURNS = 1000
-
 
 class ProducerProtocol:
     """The state of one producer.
@@ -96,7 +93,14 @@ class ProducerProtocol:
         self.window, self.byte_window = self.admission.window, self.admission.byte_window
         self.controller, self.gate = self.admission.controller, self.admission.gate
         #: What there is to tell.
-        self.reports = Reports(settings.name, self.gate, wall_offset, self._counts)
+        self.reports = Reports(
+            settings.name,
+            self.gate,
+            wall_offset,
+            self._counts,
+            max_failed_bytes=settings.max_failed_bytes,
+            max_events=settings.max_flow_events,
+        )
         #: Who waits for settled messages, or for an open gate.
         self.waiters = Waiters(self.reports, self.gate)
         #: What is on the wire.
@@ -495,9 +499,6 @@ class ProducerProtocol:
             receipt._reply = (code, text)
             receipt._outcome = Outcome.RETURNED
             reports.log(logging.WARNING, "%s: %s", reports.name, receipt.describe())
-            if reports.settled is not None and len(reports.failures) >= _MOST_RETURNS:
-                # Programs that are told of receipts may never flush.
-                del reports.failures[0]
             reports.add_failures((receipt,))
         else:
             words = "%s: the broker returned message %s to %r/%r (%d %s), which is not in flight; ignored"

@@ -7,6 +7,7 @@ them on outside its lock.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -32,7 +33,7 @@ _LOG_LEVELS: dict[str, int] = {
     HoldKind.REFUSED: logging.WARNING,
 }
 
-# Below this length the list of failures is not worth sweeping.
+# Fewer failures than this are not worth sweeping.
 _SWEEP_FROM = 64
 
 
@@ -74,22 +75,39 @@ class Reports:
         gate: its holds.
         wall_offset: what to add to the caller's seconds for seconds since 1970.
         counts: returns how many messages were admitted, how many are unsettled, and the capacity.
+        max_failed_bytes: the most bytes of failed receipts that are kept.
+        max_events: the most flow events that wait until they can be passed on.
     """
 
     __slots__ = (
         "_counts",
+        "_failed_bytes",
         "_gate",
-        "_sweep_at",
+        "_max_events",
+        "_max_failed_bytes",
+        "_sweep_in",
         "_wall_offset",
+        "dropped",
         "events",
         "failures",
+        "is_ending",
         "logs",
+        "lost_events",
         "name",
         "settled",
         "wake",
     )
 
-    def __init__(self, name: str, gate: Gate, wall_offset: float, counts: Callable[[], tuple[int, int, int]]) -> None:
+    def __init__(
+        self,
+        name: str,
+        gate: Gate,
+        wall_offset: float,
+        counts: Callable[[], tuple[int, int, int]],
+        *,
+        max_failed_bytes: int,
+        max_events: int,
+    ) -> None:
         self.name = name
         self._gate = gate
         self._wall_offset = wall_offset
@@ -100,12 +118,22 @@ class Reports:
         self.settled: list[Receipt] | None = None
         #: Flow events; ``None`` unless somebody listens.
         self.events: list[FlowEvent] | None = None
+        #: How many flow events were dropped since the skin took `events`, by the kind of their hold.
+        self.lost_events: dict[str | None, int] = {}
         #: Log entries, for `qflow_client.logs`.
         self.logs: list[LogEntry] = []
-        #: Failed receipts that the application has not been told of.
-        self.failures: list[Receipt] = []
-        # The length at which `failures` is rid of receipts that the application has looked at.
-        self._sweep_at = _SWEEP_FROM
+        #: Failed receipts that the application has not been told of, the first that failed first.
+        self.failures: deque[Receipt] = deque()
+        #: How many failed receipts were dropped since `take_dropped`, and the application had not looked at them.
+        self.dropped = 0
+        #: Whether nothing more is admitted. Then all failures are kept: there are no more than unsettled messages.
+        self.is_ending = False
+        # The bytes of `failures`, and the most that there may be.
+        self._failed_bytes = 0
+        self._max_failed_bytes = max_failed_bytes
+        self._max_events = max_events
+        # After how many more failures the receipts that the application has looked at are taken out.
+        self._sweep_in = _SWEEP_FROM
 
     @property
     def is_empty(self) -> bool:
@@ -129,20 +157,67 @@ class Reports:
             self.add_failures(receipt for receipt in receipts if receipt._failed)
 
     def add_failures(self, receipts: Iterable[Receipt]) -> None:
-        """Keep failed receipts for the next `flush` or `close`."""
+        """Keep failed receipts for the next `flush` or `close`.
+
+        Older failures are dropped if there is no room for them. Receipts that fail together never displace each other.
+        """
         failures = list(receipts)
-        if len(self.failures) + len(failures) > self._sweep_at:
-            # Receipts that were looked at would pile up in a producer that never flushes.
-            self.failures = self._unseen()
-            self._sweep_at = max(_SWEEP_FROM, 2 * len(self.failures))
-        # The last instruction calls nothing, so an interrupt leaves all or none of them.
+        count = len(failures)
+        size = sum([receipt.held_bytes for receipt in failures])
+        if count > self._sweep_in:
+            self._sweep()
+        if not self.is_ending:
+            self._make_room(size)
+        # From here on nothing is called, so an interrupt leaves all or none of them.
+        self._sweep_in -= count
+        self._failed_bytes += size
         self.failures += failures
+
+    def _sweep(self) -> None:
+        """Forget the receipts that the application has looked at. A producer that never flushes would keep them.
+
+        The next time is after as many more failures as are left, so the cost of a failure does not grow with them.
+        """
+        kept = deque(self._unseen())
+        size = sum([receipt.held_bytes for receipt in kept])
+        sweep_in = max(_SWEEP_FROM, len(kept))
+        self.failures, self._failed_bytes, self._sweep_in = kept, size, sweep_in
+
+    def _make_room(self, size: int) -> None:
+        """Drop the oldest failures until there is room for so many bytes."""
+        while self.failures and self._failed_bytes + size > self._max_failed_bytes:
+            oldest = self.failures[0]
+            freed = oldest.held_bytes
+            # A message in the outbox is not lost: the next producer sends it.
+            is_lost = not oldest._seen and oldest._outcome is not Outcome.STORED
+            if is_lost and not self.dropped:
+                self.log(
+                    logging.WARNING,
+                    "%s: failed messages take more than max_failed_bytes=%d; the oldest are dropped: look at receipts, "
+                    "or call flush()",
+                    self.name,
+                    self._max_failed_bytes,
+                )
+            # From here to the end of the turn nothing is called, so an interrupt finds the counts right.
+            del self.failures[0]
+            self._failed_bytes -= freed
+            self.dropped += is_lost
 
     def take_failures(self) -> list[Receipt]:
         """Return the failures that the application has not been told of, in the order of admission, and forget them."""
         failures = sorted(self._unseen(), key=lambda receipt: receipt._number)
-        self.failures.clear()
+        self.forget_failures()
         return failures
+
+    def take_dropped(self) -> int:
+        """Return how many failures were dropped, and count from 0 again."""
+        dropped, self.dropped = self.dropped, 0
+        return dropped
+
+    def forget_failures(self) -> None:
+        """Forget the failures, because the application is told of them in another way."""
+        nothing: deque[Receipt] = deque()
+        self.failures, self._failed_bytes = nothing, 0
 
     def _unseen(self) -> list[Receipt]:
         return [receipt for receipt in self.failures if not receipt._seen]
@@ -219,6 +294,13 @@ class Reports:
             unsettled,
             capacity,
         )
+        if len(self.events) >= 2 * self._max_events:
+            # They could not be passed on for a while, such as before the event loop runs. Half of them are dropped at
+            # once, so the cost of an event does not grow with their number.
+            for old in self.events[: self._max_events]:
+                hold_kind = None if old.hold is None else old.hold.kind
+                self.lost_events[hold_kind] = self.lost_events.get(hold_kind, 0) + 1
+            del self.events[: self._max_events]
         self.events.append(event)
 
     def log(self, level: int, text: str, *arguments: object) -> None:

@@ -197,7 +197,7 @@ class Settling:
 
     def _encode_again(self, receipt: Receipt) -> None:
         admission = self._admission
-        receipt._prepared = admission.encoder.prepare(republished(receipt.message), has_id=False)
+        receipt._prepared = admission.encoder.prepare(republished(receipt._as_published()), has_id=False)
         cost = admission.cost(receipt)
         # Nothing is called while the sum is made, or what is admitted meanwhile would not be counted. So everywhere.
         admission.unwritten += cost

@@ -87,7 +87,7 @@ def send(
     except FlowControlTimeout as error:
         if refusal is None:
             raise
-        raise refusal.error(error.holds, 0.0, ticket.payload, refusal.advice) from None
+        raise ticket.flowed_error(refusal.error, error.holds, 0.0, refusal.advice) from None
     if ticket.error is not None:
         raise ticket.error
     assert ticket.receipt is not None

@@ -407,13 +407,14 @@ class Channel(pyamqp.Channel):
             connection.hear()
         if receipt._outcome is Outcome.NACKED:
             if self._flow is not None:
-                self._flow.protocol.reports.failures.clear()
+                self._flow.protocol.reports.forget_failures()
             raise MessageNacked()
 
     def _raise_failures(self, about: str) -> None:
         assert self._flow is not None
-        failures = self._flow.protocol.reports.take_failures()
-        refuse(MessageNacked(f"{len(failures)} messages were not taken by the broker: {about}"))
+        reports = self._flow.protocol.reports
+        count = len(reports.take_failures()) + reports.take_dropped()
+        refuse(MessageNacked(f"{count} messages were not taken by the broker: {about}"))
 
     def wait_for_confirms(self, timeout: float | None = DEFAULT) -> None:
         """Wait until all that was published is confirmed.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from qflow_client.amqp.frames import Route
-from qflow_client.message import Message
+from qflow_client.message import Message, RoutedMessage
 from qflow_client.outbox.outbox import Outbox
-from qflow_client.receipt import Receipt
+from qflow_client.receipt import RECEIPT_OVERHEAD, Receipt
 
 __all__ = ["Spilled"]
 
@@ -47,17 +47,23 @@ class Spilled(Receipt):
         return self._id or super().message_id
 
     @property
-    def message(self) -> Message:
-        """The message, with the message id that it bears on the wire; read from the outbox until it is sent.
+    def message(self) -> RoutedMessage:
+        """As `Receipt.message`; read from the outbox until the message is sent.
 
         Raises:
             OutboxError: it cannot be read, or another producer has taken it out.
         """
         if self._payload is not None:
             return super().message
-        return Outbox.find(self._path, self._sequence).message
+        stored = Outbox.find(self._path, self._sequence)
+        return RoutedMessage.copy_of(stored.message, stored.exchange, stored.routing_key)
 
     @property
     def size(self) -> int:
         """The length of the body in bytes."""
         return super().size if self._payload is not None else len(self.message.body)
+
+    @property
+    def held_bytes(self) -> int:
+        """About how many bytes of memory the receipt and its message take; the body may be on disk only."""
+        return super().held_bytes if self._payload is not None else RECEIPT_OVERHEAD

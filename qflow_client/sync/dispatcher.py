@@ -13,19 +13,21 @@ from qflow_client.logs import log
 
 __all__ = ["Dispatcher"]
 
-_Calls = queue.SimpleQueue[tuple[Callable[[Any], object], Any] | None]
+# A callback, and what returns its argument when its turn has come.
+_Calls = queue.SimpleQueue[tuple[Callable[[Any], object], Callable[[], Any]] | None]
 
 
 def _run(calls: _Calls) -> None:
     while (call := calls.get()) is not None:
-        callback, argument = call
+        callback, take = call
+        argument = take()
         try:
             callback(argument)
         except BaseException as error:
             # The application's mistake, or its sys.exit, must not cost it what follows.
             log(logging.ERROR, "callback %r failed on %r", callback, argument, error=error)
         # What was called may be let go of.
-        del call, callback, argument
+        del call, callback, take, argument
 
 
 class Dispatcher:
@@ -57,7 +59,11 @@ class Dispatcher:
 
     def call(self, callback: Callable[[Any], object], argument: Any) -> None:
         """Have ``callback(argument)`` called after all that was asked for before."""
-        self._calls.put((callback, argument))
+        self._calls.put((callback, lambda: argument))
+
+    def call_with_next(self, callback: Callable[[Any], object], take: Callable[[], Any]) -> None:
+        """As `call`, but with the argument that ``take()`` returns when the turn of the call has come."""
+        self._calls.put((callback, take))
 
     @property
     def is_current_thread(self) -> bool:

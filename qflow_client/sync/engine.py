@@ -16,6 +16,7 @@ from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.core.steps import Steps, resume
 from qflow_client.engine import DROPPED, BaseEngine
 from qflow_client.errors import ConnectionFailed, NestedCall, UndeliveredMessages
+from qflow_client.events import FlowEvent
 from qflow_client.flow import FlowManager, Line
 from qflow_client.guard import Guard, is_inside
 from qflow_client.logs import write_log
@@ -24,6 +25,7 @@ from qflow_client.settings import ProducerSettings
 from qflow_client.skin import (
     BRIEF,
     CLOSED,
+    Subscription,
     good_bye_until,
     leave_word,
     log_forgotten,
@@ -262,12 +264,20 @@ class Engine(BaseEngine):
         settled, wake, logs = self.take_news()
         # In the order of the steps, so that two threads cannot swap what they pass on.
         if self.protocol.reports.events:
-            self.listeners.tell(self.protocol, self.dispatcher.call)
+            self.listeners.tell(self.protocol, self._call_listener)
         if settled:
             assert self.deliveries is not None
             self.deliveries.hand(settled)
             self.dispatcher.call(self.deliveries.tell, settled)
         return wake, logs
+
+    def _call_listener(self, subscription: Subscription) -> None:
+        def take() -> FlowEvent:
+            event = self.lock.take(subscription.take)
+            subscription.report()
+            return event
+
+        self.dispatcher.call_with_next(subscription.callback, take)
 
     # The end.
 
@@ -328,7 +338,7 @@ class Engine(BaseEngine):
                 self.after()
                 if self.observer is not None:
                     telemetry.unwatch(self.observer)
-                self.lock.take(self.listeners.end)
+                write_log(self.lock.take(self.listeners.end))
                 if self.deliveries is not None and deadline is not None:
                     patience = min(max(BRIEF, deadline - _monotonic()), threading.TIMEOUT_MAX)
                 self.dispatcher.stop(patience)
@@ -339,8 +349,8 @@ class Engine(BaseEngine):
             finally:
                 # Other threads that close wait until here.
                 self._all_ended.set()
-        failures = self.lock.take(self.protocol.reports.take_failures)
-        return self.undelivered(failures, self._left)
+        failures, dropped = self.lock.take(self.take_failures)
+        return self.undelivered(failures, dropped, self._left)
 
     # Without the producer.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import queue
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
@@ -19,13 +18,14 @@ from qflow_client.events import FlowEvent
 from qflow_client.flow import FlowManager, Line
 from qflow_client.guard import check_can_wait, is_inside
 from qflow_client.manager import flow_manager
-from qflow_client.message import Message, as_body
-from qflow_client.producer import BaseProducer
+from qflow_client.message import Message
+from qflow_client.producer import BaseProducer, resolve
 from qflow_client.receipt import Receipt
 from qflow_client.settings import ProducerSettings, check_timeout
 from qflow_client.skin import DEFAULT, check_arguments, check_many, keeping, leave_word, limit_of, unflushed
 from qflow_client.sync.connection import TappedConnection
 from qflow_client.sync.engine import Engine, Waiter
+from qflow_client.sync.flow_events import FlowEvents
 from qflow_client.sync.receipt import SyncReceipt
 
 __all__ = ["Producer"]
@@ -123,8 +123,8 @@ class Producer(BaseProducer):
 
         Args:
             message: the body, or a `Message` with properties.
-            exchange: where to publish; the setting unless given.
-            routing_key: with which key; the setting unless given.
+            exchange: where to publish. Unless given, it is that of a `RoutedMessage`, and otherwise the setting.
+            routing_key: with which key; likewise.
             timeout: seconds that it may stay blocked; ``None`` for ever, 0 not at all; the setting
                 `max_producer_flow_control_wait` unless given.
             source: whose message it is, for a `WeightedLine`.
@@ -143,7 +143,9 @@ class Producer(BaseProducer):
         """
         if timeout is not DEFAULT and timeout != 0:
             check_timeout(timeout)
-        payload = message if type(message) is bytes or isinstance(message, Message) else as_body(message)
+        payload: Any = message
+        if type(message) is not bytes:
+            payload, exchange, routing_key = resolve(message, exchange, routing_key)
         if exchange is None:
             exchange = self._exchange
         if routing_key is None:
@@ -162,7 +164,7 @@ class Producer(BaseProducer):
             # An exception that a signal handler raises, such as KeyboardInterrupt, may have come before the wake.
             self._engine.recheck()
             raise
-        check_can_wait("send()", payload)
+        check_can_wait("send()", payload, exchange, routing_key)
         timeout = limit_of(timeout, self.settings)
         deadline = _deadline(timeout)
         receipt = self._engine.admit(payload, exchange, routing_key, spills=True)
@@ -184,7 +186,7 @@ class Producer(BaseProducer):
             timeout = 0.0
             if not self._engine.is_in_callback:
                 self._engine.arm_timer()
-                raise self._refused(payload, refusal)
+                raise self._refused(payload, exchange, routing_key, refusal)
         waiter = Waiter()
         ticket = self._make_ticket(payload, exchange, routing_key, timeout, source, waiter)
         return self._engine.drive(
@@ -211,8 +213,8 @@ class Producer(BaseProducer):
 
         Args:
             message: the body, or a `Message` with properties.
-            exchange: where to publish; the setting unless given.
-            routing_key: with which key; the setting unless given.
+            exchange: where to publish. Unless given, it is that of a `RoutedMessage`, and otherwise the setting.
+            routing_key: with which key; likewise.
             source: as in `send`; what does not wait has no turn, so it changes nothing.
 
         Returns:
@@ -224,7 +226,9 @@ class Producer(BaseProducer):
             TypeError: the message is of another type.
             ValueError: it cannot be encoded.
         """
-        payload = message if type(message) is bytes or isinstance(message, Message) else as_body(message)
+        payload: Any = message
+        if type(message) is not bytes:
+            payload, exchange, routing_key = resolve(message, exchange, routing_key)
         if exchange is None:
             exchange = self._exchange
         if routing_key is None:
@@ -244,7 +248,7 @@ class Producer(BaseProducer):
                 # As in `send`.
                 self._engine.recheck()
                 raise
-        check_can_wait("send_nowait()", payload)
+        check_can_wait("send_nowait()", payload, exchange, routing_key)
         receipt = self._engine.admit(payload, exchange, routing_key)
         if receipt is None:
             receipt = self._wait_in_line(payload, exchange, routing_key, 0.0, source, self._refusal_nowait())
@@ -266,8 +270,8 @@ class Producer(BaseProducer):
 
         Args:
             messages: as for `send`.
-            exchange: where to publish; the setting unless given.
-            routing_key: with which key; the setting unless given.
+            exchange: where to publish, as for `send`.
+            routing_key: with which key, as for `send`.
             timeout: seconds that each may stay blocked, as for `send`.
             source: whose messages they are, for a `WeightedLine`.
 
@@ -279,10 +283,6 @@ class Producer(BaseProducer):
         """
         check_many(messages, timeout)
         receipts: list[SyncReceipt] = []
-        if exchange is None:
-            exchange = self._exchange
-        if routing_key is None:
-            routing_key = self._routing_key
         with keeping(receipts):
             if self._engine.storage is not None and isinstance(messages, (list, tuple)) and self._tracer is None:
                 self._store_many(messages, receipts, exchange, routing_key, timeout, source)
@@ -298,8 +298,8 @@ class Producer(BaseProducer):
         self,
         messages: Sequence[bytes | str | Message],
         receipts: list[SyncReceipt],
-        exchange: str,
-        routing_key: str,
+        exchange: str | None,
+        routing_key: str | None,
         timeout: float | None,
         source: str,
     ) -> None:
@@ -308,12 +308,12 @@ class Producer(BaseProducer):
         durable = 0
         try:
             for message in messages:
-                payload = message if type(message) is bytes or isinstance(message, Message) else as_body(message)
-                receipt: Any = self._engine.admit(payload, exchange, routing_key)
+                payload, to, key = resolve(message, exchange, routing_key)
+                receipt: Any = self._engine.admit(
+                    payload, self._exchange if to is None else to, self._routing_key if key is None else key
+                )
                 if receipt is None:
-                    receipt = self.send(
-                        payload, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source
-                    )
+                    receipt = self.send(payload, exchange=to, routing_key=key, timeout=timeout, source=source)
                     durable = len(receipts) + 1
                 receipts.append(receipt)
                 if len(receipts) >= durable + _AT_ONCE:
@@ -345,9 +345,9 @@ class Producer(BaseProducer):
         waiter = Waiter()
         if not self._engine.drive(steps.flush(self._protocol, waiter, _deadline(timeout)), waiter):
             raise unflushed(self._protocol, self._engine.storage, timeout)
-        failures = self._engine.lock.take(self._protocol.reports.take_failures)
-        if failures:
-            raise UndeliveredMessages(failures)
+        failures, dropped = self._engine.lock.take(self._engine.take_failures)
+        if failures or dropped:
+            raise UndeliveredMessages(failures, dropped=dropped)
 
     def wait_unflowed(self, timeout: float | None = None) -> bool:
         """Wait until no hold is left; in a callback, none but that for callbacks that are slower than confirms.
@@ -388,11 +388,12 @@ class Producer(BaseProducer):
             kinds: as for `on_flow`.
 
         Returns:
-            An iterator for one thread, which blocks for the next event, and ends when the producer is closed.
+            An iterator for one thread, which blocks for the next event, and ends when the producer is closed. If it is
+            not read, at most `max_flow_events` wait for it: then the oldest are dropped.
         """
-        events: queue.SimpleQueue[FlowEvent | None] = queue.SimpleQueue()
+        events = FlowEvents(self.name, self.settings.max_flow_events)
         self._add_events(events, kinds)
-        return iter(events.get, None)
+        return events
 
     # The end.
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qflow_client.message import DeliveryMode, Message, as_body
+from qflow_client.message import DeliveryMode, Message, RoutedMessage, as_body
 
 SHORT_STRINGS = (
     "content_type",
@@ -356,3 +356,45 @@ def test_headers_that_contain_themselves_or_change_meanwhile_are_an_error() -> N
 
     with pytest.raises(ValueError, match="headers cannot be copied: dictionary changed size"):
         Message(b"", headers={"inner": Changing(a=1)})
+
+
+def test_a_routed_message_is_equal_to_its_message_and_keeps_its_route() -> None:
+    message = Message(b"body", headers={"a": [1]}, priority=3)
+    routed = RoutedMessage(b"body", headers={"a": [1]}, priority=3, exchange="ex", routing_key="key")
+    assert routed == message
+    assert message == routed
+    assert routed == RoutedMessage.copy_of(message, "other", "key")
+    assert routed != Message(b"body", priority=3)
+    assert routed != b"body"
+    plain = RoutedMessage(b"body", routing_key="key")
+    assert hash(plain) == hash(Message(b"body"))
+    assert "exchange='ex', routing_key='key'" in repr(routed)
+    for again in (
+        copy.copy(routed),
+        copy.deepcopy(routed),
+        pickle.loads(pickle.dumps(routed)),
+        dataclasses.replace(routed, app_id="another"),
+        RoutedMessage.copy_of(message, "ex", "key"),
+    ):
+        assert type(again) is RoutedMessage
+        assert (again.exchange, again.routing_key, again.headers) == ("ex", "key", {"a": [1]})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        routed.exchange = "other"  # type: ignore[misc]  # it is what must fail
+
+
+def test_a_routed_message_refuses_a_route_that_amqp_cannot_carry() -> None:
+    with pytest.raises(ValueError, match="routing_key has 256 bytes"):
+        RoutedMessage(b"", routing_key="k" * 256)
+    with pytest.raises(TypeError, match="exchange"):
+        RoutedMessage(b"", exchange=1)  # type: ignore[arg-type]  # it is what must fail
+
+
+def test_a_copy_of_a_message_of_the_applications_own_class_has_its_properties_only() -> None:
+    class Own(Message):
+        pass
+
+    own = Own(b"body", priority=3)
+    own.__dict__["note"] = "not a property"
+    made = RoutedMessage.copy_of(own, "", "key")
+    assert made == Message(b"body", priority=3)
+    assert "note" not in made.__dict__

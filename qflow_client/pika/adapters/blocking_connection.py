@@ -576,6 +576,8 @@ class BlockingChannel(_pika.BlockingChannel):
         error: exceptions.NackError | exceptions.UnroutableError
         if self._flow.protocol.reports.failures:
             error = exceptions.NackError([_published(each) for each in self._flow.protocol.reports.take_failures()])
+            # The log has a warning of them; pika's error has no place for a count.
+            self._flow.protocol.reports.take_dropped()
         elif self._returned:
             returned, self._returned = self._returned, []
             error = exceptions.UnroutableError(returned)

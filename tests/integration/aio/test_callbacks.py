@@ -384,3 +384,53 @@ def test_callbacks_that_are_due_run_before_close_returns(run: Run, broker: Broke
             producer.send_nowait(b"")
 
     run(main())
+
+
+def test_E6_events_for_a_callback_that_causes_more_of_them_are_bounded(
+    run: Run, broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[str] = []
+
+    async def main() -> None:
+        async with AsyncProducer(broker.url, routing_key="q", max_flow_events=10, name="orders") as producer:
+
+            def callback(event: FlowEvent) -> None:
+                assert event.hold is not None
+                told.append(event.hold.detail)
+                if len(told) == 1:
+                    for number in range(50):
+                        producer.resume()
+                        producer.pause(str(number))
+
+            producer.on_flow(callback)
+            producer.pause("first")
+            await soon(lambda: told[-1:] == ["49"])
+            producer.resume()
+
+    run(main())
+    assert told[:1] + told[1::2] == ["first", "44", "45", "46", "47", "48", "49"]
+    assert flush_logs(20)
+    assert caplog.text.count("flow events were dropped") == 1
+    assert "orders: 90 flow events were dropped, because callback <function" in caplog.text
+
+
+def test_E6_events_before_the_loop_runs_are_bounded(broker: Broker, run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    producer = AsyncProducer(broker.url, routing_key="q", max_flow_events=10, name="orders")
+    told: list[FlowEvent] = []
+    producer.on_flow(told.append, kinds=("paused",))
+    for number in range(50):
+        producer.pause(str(number))
+        producer.resume()
+    events = producer._protocol.reports.events
+    assert events is not None
+    assert len(events) <= 20
+
+    async def main() -> None:
+        async with producer:
+            await soon(lambda: len(told) >= 10)
+
+    run(main())
+    assert [event.hold.detail for event in told if event.hold][-2:] == ["49", "49"]
+    assert len(told) == 10
+    assert flush_logs(20)
+    assert "orders: 90 flow events were dropped, because callback" in caplog.text

@@ -76,6 +76,7 @@ _THREADS_ONLY = (
     "test_a_callback_that_exits_costs_nothing_either",
     "test_a_callback_that_takes_its_time_holds_nobody_up",
     "test_a_send_of_on_delivery_that_must_not_wait_does_not",
+    "test_E6_events_for_a_slow_callback_are_bounded_and_the_oldest_are_dropped",
     "test_an_iterator_that_is_left_leaves_nothing_behind",
     "test_closing_from_a_flow_callback",
     "test_closing_from_on_delivery",

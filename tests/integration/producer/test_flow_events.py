@@ -627,3 +627,68 @@ def test_close_waits_for_callbacks_that_take_their_time(make_producer: Callable[
     go_on.set()
     closing.result()
     assert len(told) == 5
+
+
+def wait_passed_on(producer: Producer) -> None:
+    """Wait until all events so far wait for their readers. The I/O thread passes them on, in a step."""
+    eventually(lambda: not producer._protocol.reports.events)
+    # A step of its own comes after that one.
+    assert producer.flow_state is not None
+
+
+def test_E6_events_that_nobody_reads_are_bounded_and_the_oldest_are_dropped(
+    make_producer: Callable[..., Producer], caplog: pytest.LogCaptureFixture
+) -> None:
+    producer = make_producer(max_flow_events=10, name="orders")
+    events, unread = producer.flow_events(), producer.flow_events()
+    for number in range(50):
+        producer.pause(str(number))
+        producer.resume()
+    wait_passed_on(producer)
+    first = next(events)
+    assert first.hold is not None
+    assert first.hold.detail == "45"
+    assert flush_logs(PATIENCE)
+    text = "orders: 90 flow events were dropped, because flow_events() is not read fast enough; max_flow_events=10"
+    assert caplog.text.count(text) == 1
+    producer.close()
+    seen = list(events)
+    assert [event.hold.detail for event in seen if event.hold and event.kind is FLOWED] == ["46", "47", "48", "49"]
+    assert seen[-1].kind is UNFLOWED
+    assert len(seen) == 9
+    # Of an iterator that was never read, the end of the producer tells.
+    assert flush_logs(PATIENCE)
+    assert caplog.text.count("90 flow events were dropped") == 2
+    assert len(list(unread)) == 10
+    assert list(unread) == []
+
+
+def test_E6_events_for_a_slow_callback_are_bounded_and_the_oldest_are_dropped(
+    make_producer: Callable[..., Producer], caplog: pytest.LogCaptureFixture
+) -> None:
+    producer = make_producer(max_flow_events=10, name="orders")
+    slow, quick = Growing(), Growing()
+    go_on = threading.Event()
+
+    def callback(event: FlowEvent) -> None:
+        slow.append(event)
+        go_on.wait(PATIENCE)
+
+    producer.on_flow(callback)
+    producer.on_flow(quick.append)
+    producer.pause("first")
+    slow.wait(1)
+    for number in range(50):
+        producer.resume()
+        producer.pause(str(number))
+    wait_passed_on(producer)
+    assert producer._engine.dispatcher._calls.qsize() <= 21
+    go_on.set()
+    for told in (slow, quick):
+        told.wait_for(lambda events: events and events[-1].hold.detail == "49", "the last event")
+    details = [event.hold.detail for event in slow if event.kind is FLOWED]
+    assert details == ["first", "45", "46", "47", "48", "49"]
+    assert flush_logs(PATIENCE)
+    assert caplog.text.count("orders: 90 flow events were dropped, because callback <function") == 1
+    assert "callback_are_bounded" in caplog.text
+    assert caplog.text.count("flow events were dropped") == 2, "each callback has its own"

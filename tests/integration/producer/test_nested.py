@@ -210,7 +210,7 @@ def test_E2_what_would_wait_on_the_thread_of_a_connection_is_refused(broker: Bro
             "close()",
             "wait_unflowed()",
         ]
-        assert [error.message for error in errors[:2]] == [b"2", b"2"]
+        assert [(error.message, error.exchange, error.routing_key) for error in errors[:2]] == [(b"2", "", "q")] * 2
         assert not producer.closed
         producer.resume()
     assert broker.queue("q").depth == 1

@@ -17,9 +17,22 @@ from qflow_client import (
     UndeliveredMessages,
 )
 from qflow_client.broker import Broker
+from qflow_client.logs import flush_logs
 from qflow_client.message import REPUBLISHED
 
-from .tools import Growing, Stopwatch, Wire, bodies, eventually, start, wait_closed, wait_done, wait_held, wait_in_line
+from .tools import (
+    PATIENCE,
+    Growing,
+    Stopwatch,
+    Wire,
+    bodies,
+    eventually,
+    start,
+    wait_closed,
+    wait_done,
+    wait_held,
+    wait_in_line,
+)
 
 
 def test_a_mandatory_message_for_no_queue_is_returned(producer: Producer) -> None:
@@ -99,6 +112,27 @@ def test_a_nacked_message_is_not_delivered_and_the_producer_goes_on(producer: Pr
     producer.flush(timeout=20)
     assert bodies(broker) == [b"1", b"2"]
     assert producer.unsettled == 0
+
+
+@pytest.mark.usefixtures("no_retries")
+@pytest.mark.parametrize("end", ["flush", "close"])
+def test_E6_failures_that_nobody_asks_for_are_dropped_and_counted(
+    make_producer: Callable[..., Producer], broker: Broker, caplog: pytest.LogCaptureFixture, end: str
+) -> None:
+    producer = make_producer(max_failed_bytes=20_000, capacity=1)
+    broker.nack_publishes()
+    for number in range(100):
+        producer.send(b"%01000d" % number)
+    eventually(lambda: producer.unsettled == 0)
+    with pytest.raises(UndeliveredMessages, match=r"100 admitted messages .* whose receipts were dropped") as caught:
+        getattr(producer, end)(timeout=20)
+    kept = [int(message.body) for message in caught.value.unknown]
+    assert kept == list(range(100 - len(kept), 100))
+    assert 5 < len(kept) <= 13
+    assert caught.value.dropped == 100 - len(kept)
+    assert flush_logs(PATIENCE)
+    assert caplog.text.count("max_failed_bytes=20000") == 1
+    producer.close(timeout=20)
 
 
 def test_a_lone_message_over_which_the_broker_closes_the_channel_is_rejected(

@@ -15,7 +15,9 @@ from qflow_client import (
     Outcome,
     Receipt,
 )
-from qflow_client.amqp.frames import FrameError
+from qflow_client.amqp.frames import FrameError, Route
+from qflow_client.core.protocol import ProducerProtocol
+from tests.interrupting import interrupted
 
 from .support import FRAME_MAX, PREFIX, Wire, drain, logged, make, returned, send, wait, wire, write
 
@@ -301,11 +303,11 @@ def test_without_confirms_a_return_of_names_that_cannot_be_is_a_frame_error() ->
     protocol = make(confirms=False)
     with pytest.raises(FrameError, match="routing_key has 765 bytes"):
         returned(protocol, None, key="\ufffd" * 255)
-    assert protocol.reports.failures == []
+    assert not protocol.reports.failures
 
 
 def test_without_confirms_a_return_is_not_told_as_a_second_receipt_of_its_message() -> None:
-    protocol = make(confirms=False)
+    protocol = make(confirms=False, max_failed_bytes=1000 * 516)
     protocol.reports.settled = []
     send(protocol)
     drain(protocol)
@@ -317,6 +319,7 @@ def test_without_confirms_a_return_is_not_told_as_a_second_receipt_of_its_messag
     for number in range(2000):
         returned(protocol, "p-000000000001", body=b"%d" % number)
     # Programs that are told of receipts may never flush.
+    assert protocol.reports.take_dropped() == 1000, "one was looked at"
     assert [receipt.message.body for receipt in protocol.reports.take_failures()] == [
         b"%d" % n for n in range(1000, 2000)
     ]
@@ -351,7 +354,7 @@ def test_with_message_ids_off_a_message_has_only_the_id_it_brings() -> None:
     assert not protocol.returns.by_id
     assert [receipt.message_id for receipt in receipts] == [None, "own", None]
     assert receipts[0].message == Message(b"x")
-    assert receipts[2].message is receipts[2]._payload
+    assert receipts[2].message == receipts[2]._payload
     assert "message 1 to ''/'q': unsettled" in repr(receipts[0])
     returned(protocol, "p-000000000001")
     protocol.on_ack(3, True, 0.0)
@@ -506,3 +509,100 @@ def test_E6_a_confirm_that_does_not_come_keeps_nothing_but_its_own_message() -> 
     assert protocol.in_flight == protocol.unsettled == 1
     protocol.on_ack(0, True, 0.0)
     assert first.outcome is Outcome.CONFIRMED
+
+
+# The bound of failures that nobody asks for.
+
+
+def nack(protocol: ProducerProtocol, body: bytes) -> Receipt:
+    receipt = send(protocol, body)
+    drain(protocol)
+    protocol.on_nack(0, True, 0.0)
+    return receipt
+
+
+def test_E6_failures_that_nobody_asks_for_are_bounded_and_the_oldest_are_dropped() -> None:
+    protocol = make(max_failed_bytes=100 * 1512, on_refused="fail")
+    receipts = [nack(protocol, b"%01000d" % number) for number in range(1000)]
+    assert 90 < len(protocol.reports.failures) <= 100
+    kept = protocol.reports.take_failures()
+    assert kept == receipts[-len(kept) :]
+    assert protocol.reports.take_dropped() == 1000 - len(kept)
+    assert protocol.reports.take_dropped() == 0
+    said = [line for line in logged(protocol) if "max_failed_bytes" in line]
+    (line,) = said
+    assert line.startswith(
+        f"WARNING producer: failed messages take more than max_failed_bytes={100 * 1512}; the oldest"
+    )
+    assert not protocol.reports.failures
+    nack(protocol, b"after")
+    assert len(protocol.reports.take_failures()) == 1, "it begins anew"
+
+
+def test_E6_failures_that_fail_together_are_not_dropped_for_each_other() -> None:
+    protocol = make(max_failed_bytes=1, on_refused="fail")
+    receipts = [send(protocol, b"x" * 100) for _ in range(50)]
+    drain(protocol)
+    protocol.on_nack(0, True, 0.0)
+    assert protocol.reports.take_failures() == receipts
+    assert protocol.reports.take_dropped() == 0
+
+
+def test_E6_failures_that_were_looked_at_and_dropped_are_not_counted() -> None:
+    protocol = make(max_failed_bytes=10_000, on_refused="fail")
+    for _ in range(1000):
+        nack(protocol, b"x" * 100).error()
+    assert protocol.reports.take_failures() == []
+    assert protocol.reports.take_dropped() == 0
+    assert not [line for line in logged(protocol) if "max_failed_bytes" in line]
+
+
+def test_E6_what_fails_once_the_producer_is_closed_is_kept() -> None:
+    protocol = make(max_failed_bytes=1, on_refused="fail")
+    receipts = [send(protocol, b"x" * 100) for _ in range(50)]
+    drain(protocol)
+    protocol.close("closed", 0.0)
+    for tag in range(1, 51):
+        protocol.on_nack(tag, False, 0.0)
+    assert protocol.reports.take_failures() == receipts, "no more than was unsettled"
+
+
+def test_E7_failures_that_nobody_asks_for_cost_the_same_however_many_there_are() -> None:
+    protocol = make(max_failed_bytes=2000 * 613, on_refused="fail")
+    looks = 0
+
+    class Watched(Receipt):
+        __slots__ = ()
+
+        @property
+        def held_bytes(self) -> int:
+            nonlocal looks
+            looks += 1
+            return super().held_bytes
+
+    for number in range(20_000):
+        made = Watched(b"x" * 101, Route(1, "", "q", True), "p-")
+        made._number, made._outcome = number + 1, Outcome.NACKED
+        protocol.reports.add_failures((made,))
+    assert len(protocol.reports.failures) == 2000
+    assert looks < 5 * 20_000
+
+
+def test_E6_an_interrupt_while_failures_are_dropped_loses_none_that_is_kept() -> None:
+    for at in range(1, 1000):
+        protocol = make(max_failed_bytes=5 * 612, on_refused="fail")
+        for _ in range(5):
+            nack(protocol, b"x" * 100)
+        receipt = send(protocol, b"x" * 100)
+        drain(protocol)
+        came = interrupted(lambda: protocol.on_nack(6, False, 0.0), at)  # noqa: B023  # called at once
+        protocol.on_timer(0.0)
+        if receipt._outcome is None:
+            # It came before the step had begun.
+            protocol.on_nack(6, False, 0.0)
+        assert list(protocol.reports.failures).count(receipt) == 1
+        assert len(protocol.reports.failures) + protocol.reports.dropped == 6
+        if not came:
+            assert at > 10
+            return
+    raise AssertionError("it has no end")

@@ -414,3 +414,19 @@ def test_who_ends_writing_is_told_whether_a_message_has_begun_and_not_ended() ->
     assert protocol.end_writing()
     assert drain(protocol) == b""
     assert (protocol.unsettled, protocol.written) == (3, 1)
+
+
+def test_E6_flow_events_that_cannot_be_passed_on_are_bounded_and_counted() -> None:
+    protocol = make(max_flow_events=5, capacity=1)
+    protocol.reports.events = []
+    for number in range(50):
+        protocol.hold("paused", float(number), source="", detail=str(number))
+        protocol.lift("paused", float(number), source="")
+    assert 5 <= len(protocol.reports.events) <= 10
+    last = protocol.reports.events[-2].hold
+    assert last is not None
+    assert last.detail == "49", "the newest stay"
+    assert len(protocol.reports.events) + protocol.reports.lost_events["paused"] == 100
+    for number in range(20):
+        protocol.reports.report_waiting(1, 0.0, float(number))
+    assert protocol.reports.lost_events.get(None, 0) > 0, "notices of sends that wait for others have no hold"

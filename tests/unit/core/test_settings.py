@@ -45,6 +45,8 @@ TEXTS: list[tuple[str, str, Any]] = [
     ("outbox_full", "raise", OnOutboxFull.RAISE),
     ("outbox_synchronous", "full", OutboxSynchronous.FULL),
     ("max_unwritten_bytes", "100", 100),
+    ("max_failed_bytes", "100", 100),
+    ("max_flow_events", "100", 100),
     ("flow_control_wait_notify_period", "0.5", 0.5),
     ("connect_timeout", "3", 3.0),
     ("on_disconnect", "fail", OnDisconnect.FAIL),
@@ -88,6 +90,8 @@ def test_the_defaults() -> None:
     assert settings.max_producer_flow_control_wait == 60.0
     assert settings.when_flowed is WhenFlowed.BLOCK
     assert settings.max_unwritten_bytes == 1 << 20
+    assert settings.max_failed_bytes == 1 << 24
+    assert settings.max_flow_events == 10_000
     assert settings.flow_control_wait_notify_period == 5.0
     assert settings.confirms
     assert settings.mandatory is None
@@ -254,6 +258,10 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("rate", 0, "None or messages per second, more than 0"),
     ("rate_burst", 0, WHOLE),
     ("max_unwritten_bytes", 0, "a whole number of bytes, at least 1"),
+    ("max_failed_bytes", 0, "a whole number of bytes, at least 1"),
+    ("max_failed_bytes", None, "a whole number of bytes, at least 1"),
+    ("max_flow_events", 0, "a whole number of events, at least 1"),
+    ("max_flow_events", 1.5, "a whole number of events, at least 1"),
     ("flow_control_wait_notify_period", 0, "seconds, more than 0"),
     ("connect_timeout", 0.0, "seconds, more than 0"),
     ("connect_timeout", None, "seconds, more than 0"),

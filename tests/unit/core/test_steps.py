@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -138,7 +138,7 @@ class Life:
         assert protocol.byte_window.used == 0
         assert not protocol.returns.by_id
         assert not self.store.kept
-        reported = protocol.reports.settled
+        reported: Iterable[Receipt] | None = protocol.reports.settled
         if reported is None:
             reported, receipts = protocol.reports.failures, [each for each in receipts if each._failed]
         assert sorted(map(id, reported)) == sorted(map(id, receipts))

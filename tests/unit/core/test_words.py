@@ -123,6 +123,9 @@ def test_a4_a_flow_error_names_every_hold_how_long_it_waited_and_its_message() -
         "the message was not sent within 0.5 s, the producer is flowed: channel_flow, paused (manager: stock-taking)"
     )
     assert (error.holds, error.waited, error.message) == (HOLDS, 0.5, b"message")
+    assert (error.exchange, error.routing_key) == (None, None)
+    routed = FlowControlTimeout(HOLDS, 0.5, b"message", exchange="ex", routing_key="key")
+    assert (routed.exchange, routed.routing_key) == ("ex", "key")
     error_at_once = ProducerFlowed([], 0.0, b"message", "send() waits")
     assert str(error_at_once) == (
         "the message was not sent, the producer is flowed: others wait before it; send() waits"
@@ -142,10 +145,18 @@ def test_undelivered_messages_are_told_apart_by_what_sending_them_again_does() -
     assert error.receipts == tuple(receipts)
     assert [message.message_id for message in error.unsent] == ["p-000000000003"]
     assert [message.message_id for message in error.unknown] == ["p-000000000001", "p-000000000002"]
+    assert {(message.exchange, message.routing_key) for message in (*error.unsent, *error.unknown)} == {("ex", "key")}
     assert not any(each._seen for each in receipts)
     assert str(error) == (
         "3 admitted messages were not delivered: 1 safe to send again (.unsent), 2 that may have arrived (.unknown); "
         "the first: message p-000000000001 to 'ex'/'key': nacked"
+    )
+    assert error.dropped == 0
+    dropped = UndeliveredMessages(receipts, dropped=7)
+    assert dropped.dropped == 7
+    assert str(dropped).startswith(
+        "10 admitted messages were not delivered: 1 safe to send again (.unsent), 2 that may have arrived (.unknown), "
+        "7 whose receipts were dropped (.dropped), see max_failed_bytes; the first: "
     )
     assert str(UndeliveredMessages(receipts, "in other words")) == "in other words"
     assert str(UndeliveredMessages([])).startswith("0 admitted messages")
