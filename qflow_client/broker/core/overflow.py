@@ -30,6 +30,9 @@ class LastValueMap(Protocol):
     def forget(self, entry: QueueEntry) -> None:
         """An entry has left the queue."""
 
+    def restore(self, entry: QueueEntry) -> None:
+        """An entry that is put back is the last of its key, unless there is one."""
+
     def is_outdated(self, entry: QueueEntry) -> bool:
         """Whether there is a later entry of the same key."""
 
@@ -66,6 +69,11 @@ class Overflow:
     @property
     def dead_letters_refused(self) -> bool:
         """Whether what is refused goes to the dead-letter exchange."""
+        return False
+
+    @property
+    def counts_ready(self) -> bool:
+        """Whether only ready messages count against the maximum, so that a requeue may exceed it."""
         return False
 
     @property

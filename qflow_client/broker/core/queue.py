@@ -772,10 +772,15 @@ class Queue:
         ready.extendleft(reversed(behind))
 
     def trim(self) -> None:
-        """Drop what is beyond the maximum, if the overflow policy drops messages that are in the queue."""
-        if self.overflow is not None:
+        """After a requeue, drop what is beyond the maximum, if the overflow policy counts ready messages only.
+
+        Other policies count a message also while it is with a consumer, so a requeue adds nothing.
+        """
+        overflow = self.overflow
+        if overflow is not None and overflow.counts_ready:
             self.expire()
-            self.overflow.trim(self)
+            if self.overflow is overflow:
+                overflow.trim(self)
 
     def _without_outdated(self, values: LastValueMap, back: list[QueueEntry]) -> list[QueueEntry]:
         """Entries that are put back, without those of which there is a later value: they are dropped."""
@@ -783,6 +788,8 @@ class Queue:
             if values.is_outdated(entry):
                 self._shrink(entry)
                 self.count_drop(DropReason.CONFLATED)
+            else:
+                values.restore(entry)
         return [entry for entry in back if not entry.is_gone]
 
     def oldest_first(self) -> Iterator[QueueEntry]:

@@ -46,6 +46,12 @@ class LastValues:
         if key is not None and self._last.get(key) is entry:
             del self._last[key]
 
+    def restore(self, entry: QueueEntry) -> None:
+        """An entry that is put back is the last of its key, unless there is one."""
+        key = self._keys.get(entry)
+        if key is not None:
+            self._last.setdefault(key, entry)
+
     def is_outdated(self, entry: QueueEntry) -> bool:
         """Whether there is a later entry of the same key."""
         key = self._keys.get(entry)

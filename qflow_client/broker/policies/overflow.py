@@ -129,6 +129,10 @@ class DropHead(_Dropping):
     def name(self) -> str:
         return "drop-head"
 
+    @property
+    def counts_ready(self) -> bool:
+        return True
+
     def _drop(self, queue: QueueView, count: int, size: int) -> None:
         while queue.ready_count and max(self._excess(queue.ready_count + count, queue.ready_size + size)) > 0:
             queue.drop_head()
