@@ -109,11 +109,11 @@ class Engine(BaseEngine):
         # The task that ends it after the producer was dropped.
         self._ending: asyncio.Task[None] | None = None
 
-    async def open(self, register: Callable[[], object]) -> None:
+    async def open(self, connected: Callable[[], object]) -> None:
         """Connect, once.
 
         Args:
-            register: called once it is connected.
+            connected: called once it is connected.
 
         Raises:
             ConnectionFailed: no host could be connected to.
@@ -142,7 +142,7 @@ class Engine(BaseEngine):
             if self.storage is not None:
                 self.storage.start()
             self.observer = telemetry.watch(self, self.protocol, self.settings, link.url)
-            register()
+            connected()
             self.kick()
         except BaseException as error:
             self.ended = True

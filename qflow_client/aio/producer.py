@@ -112,12 +112,16 @@ class AsyncProducer(BaseProducer):
             ProducerClosed: it was closed before.
             QflowError: it was called before.
         """
+        await self._engine.open(self._connected)
+        return self
+
+    def _connected(self) -> None:
+        """Called by the engine, which ends again if anything is raised."""
         engine = self._engine
-        await engine.open(lambda: self._manager.register(self))
-        self._end_with(engine)
         assert engine.observer is not None
         self._tracer = engine.observer.tracer
-        return self
+        self._end_with(engine)
+        self._manager.register(self)
 
     # Sending.
 
