@@ -1,13 +1,15 @@
 """Decides which message is admitted, and when.
 
-A message is admitted by one store: `next_number` is counted up, and the message stands in `line`. Before that nothing
-is shared, after that the message has a number and a receipt that will be settled. What limits admission is the window,
-the rate, the holds on the gate and the bytes that are not written. A caller that cannot be served now stands in line
-with a `SendTicket`; `grant` admits the tickets in their order, as soon as the limits allow.
+A message is admitted in one go: `next_number` is counted up, and the message is appended to `line`, the messages that
+were never written. Before that nothing is shared; after that the message has a number and a receipt that will be
+settled. What limits admission is the window, the rate, the holds on the gate and the bytes that are not written. A
+caller that cannot be served now waits with a `SendTicket` in the line of the flow controller; `grant` admits the
+tickets in their order, as soon as the limits allow.
 
-`send_at_once` is the path of nearly every message. It takes no lock and is no step: from the look at the limits to the
-store it calls nothing, and CPython runs no other thread, signal handler or finalizer between two instructions that call
-nothing. Where that does not hold (PyPy, builds without the GIL), it admits nothing.
+`send_at_once` is the path of nearly every message. It takes no lock and is no step: from the look at the limits, which
+are plain attributes, to the last assignment it calls nothing, and CPython runs no other thread, signal handler or
+finalizer between two instructions that call nothing. Where that does not hold (PyPy, builds without the GIL), it admits
+nothing.
 """
 
 from __future__ import annotations
@@ -467,7 +469,7 @@ class Admission:
     def count_refusal(self) -> None:
         """Count a send that gets an error because the producer is flowed."""
         holds = self.gate.holds
-        # With no hold, others wait before it.
+        # With no hold, it waits only behind others.
         kind = holds[0].kind if holds else "line"
         self.refusals[kind] = self.refusals.get(kind, 0) + 1
 
@@ -509,7 +511,7 @@ class Admission:
 
     def close(self, reason: str) -> None:
         """Admit nothing from now on. Senders that wait get an error."""
-        # A closed gate keeps the question whether it is closed off the way of every send.
+        # A closed gate saves every send the test for `closed`.
         self.gate.shut()
         if self.closed is None:
             self.closed = reason
@@ -537,7 +539,7 @@ class Admission:
             assert isinstance(ticket, SendTicket)
             self._admit_ticket(ticket)
         if self.waiters.unflowed or (not controller.waiting and any(map(self.gate.is_held_by, _LIMITS))):
-            # Such a hold ends when there is room, not only when the next message comes.
+            # Such a hold has to end as soon as there is room, not only at the next send.
             controller.look(now)
         if store is not None:
             store.spill_line(now)

@@ -21,7 +21,7 @@ from qflow_client.settings import OnDisconnect, ProducerSettings
 
 __all__ = ["Channel"]
 
-# Class and method id, as Channel.Close names them, and where it names none.
+# Class and method id, as Channel.Close names them; (0, 0) if it names no method.
 _BASIC_PUBLISH = (60, 40)
 _NO_METHOD = (0, 0)
 
@@ -77,14 +77,14 @@ class Channel:
         self.number: int | None = None
         # Number and frame size of a channel that is opening; None otherwise.
         self._opening: tuple[int, int] | None = None
-        #: Whether one ever was.
+        #: Whether a channel was ever open.
         self.was_open = False
         #: Whether there will be no further channel.
         self.is_over = False
         self._reset(0, 0)
 
     def _reset(self, number: int, frame_max: int) -> None:
-        """Have nothing on the wire, and encode for a channel; for none with number 0."""
+        """Start with nothing on the wire, and encode for a channel; number 0 stands for none."""
         settings = self._settings
         mandatory = settings.is_mandatory
         encoder = self._encoder(number, frame_max, id_prefix=self._id_prefix or "", mandatory=mandatory)

@@ -2,7 +2,8 @@
 
 A message carries no time, so that it costs nothing to admit one. Instead a *mark* is set now and then: a time, and the
 number of the next message. All messages with lower numbers were admitted before that time. Once a mark is as old as
-`delivery_timeout`, these messages have expired. So none expires early, and none later than the time between two marks.
+`delivery_timeout`, these messages have expired. So none expires early, and each at most the time between two marks
+late, as long as the owner calls in time.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections import deque
 
 __all__ = ["Expiry"]
 
-# So many marks are set within a `delivery_timeout`, but none sooner after another than so many seconds.
+# So many marks are set within a `delivery_timeout`, at least so many seconds apart.
 _MARKS = 50
 _LEAST = 0.005
 

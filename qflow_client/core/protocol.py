@@ -8,19 +8,26 @@ A message is in exactly one of three places until it is settled:
 
 * `admission.line`: it is admitted, and not one byte of it was ever written;
 * `unconfirmed.flight`: it has a delivery tag, because its frames are made for the channel that is open;
-* `resending.again`: it may have arrived, or was refused, and leaves again as a second copy.
+* `resending.again`: it was written before, so it leaves again with the mark of a second copy. It may have arrived, or
+  was refused by one queue and not by another.
 
 It moves from the line, or from `again`, into the flight when the socket takes more bytes (`data_to_write`). It moves
 back when the broker stops the channel before its first byte was written, when the channel ends, and when the broker
-refuses it for want of room. It leaves for good when `settling` settles it. Both other places are in the order of
+refuses it for want of room. It leaves for good when `settling` settles it. `line` and `again` are in the order of
 admission at any time, and `again` goes first; so first copies always leave in that order.
 
 Example: a message is refused, then its connection is lost, then the new channel is stopped. The refusal moves it into
 `again`, where the loss leaves it. When a channel opens its properties are encoded anew with the mark of a second copy.
-It is the first to leave once the broker lets the channel go on, alone as a probe if the broker had no room before.
+Once the broker lets the channel go on, and the pause after the refusal is over, the oldest message of `again` leaves
+alone as a probe. The others follow when it is confirmed, and then what was never written.
 
 After each step the consequences follow in one place, `_update`: messages are tried again, waiting senders are admitted,
-and waiters are woken. Every public method that changes anything is a step, see `step`.
+and waiters are woken. Public methods that change anything are steps, see `step`; the three that come with every few
+messages are written as steps by hand.
+
+The *owner* is the I/O thread or the event loop. A *skin* is what surrounds the protocol with I/O: a producer's engine
+or a drop-in for another library. Ids such as E1, C6 and J7 are lines of the specification, which tests have in their
+names.
 """
 
 from __future__ import annotations
@@ -121,7 +128,7 @@ class ProducerProtocol:
         self.expiry = None if timeout is None else Expiry(timeout, now)
         #: Whether the last step came to its end.
         self.steps = self.admission.steps = Steps(self._heal, self._follow_up)
-        # The time of the last call that told it.
+        # The time of the last `channel_opened`, `advance` or `on_timer`.
         self._now = now
         # Settled receipts that the skin has taken, and that the application is not told of yet.
         self._untold = 0
@@ -305,8 +312,7 @@ class ProducerProtocol:
         cost = self.admission.cost(receipt)
         self.settling.settle_silently(receipt, Outcome.FAILED, now)
         line.remove(receipt)
-        if self.channel.number is not None:
-            self.admission.unwritten -= cost
+        self.admission.unwritten -= cost
         self._update(now)
         self._lift_transport(now)
         return True
@@ -397,7 +403,7 @@ class ProducerProtocol:
         return self.wants_channel
 
     def _end_refusals(self, now: float) -> None:
-        """After the end of a channel nothing is refused if nothing is kept."""
+        """With ``on_disconnect="fail"`` no refused message is left after the end of a channel, so the hold ends."""
         if self.settings.on_disconnect is OnDisconnect.FAIL:
             self._room_again(now)
 
@@ -493,7 +499,7 @@ class ProducerProtocol:
             try:
                 route = self.unconfirmed.encoder.route(exchange, routing_key)
             except ValueError as error:
-                # Bytes that are no UTF-8 get longer by being replaced.
+                # Invalid bytes were replaced when the name was decoded, so it may be too long to encode.
                 raise FrameError(f"a return of what nobody can have published: {error}") from error
             receipt = self.admission.receipt_type(message, route, None)
             receipt._reply = (code, text)

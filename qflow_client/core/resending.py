@@ -7,8 +7,9 @@ was never written.
 A broker that closes a channel over a message does not say which. Its words may name an exchange or a routing key, and
 what is narrowed down by them leaves one at a time, with nothing else in flight; so what fails then fails alone.
 
-What was refused leaves after a pause: one message as a probe, after a longer pause another if that is refused, and the
-rest once one is not. `retry_for` counts the time in which the broker takes messages at all.
+What was refused leaves after a pause, one message first, as a probe. If the probe is refused, another one leaves after
+a longer pause. If it is confirmed, the rest leaves. `retry_for` counts the time in which the broker takes messages at
+all.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class Resending:
         #: The number of the message with which alone a connection was lost again; 0 if there is none. It is sent when
         #: the connection has held for a while without it.
         self.dreaded = 0
-        # From when on it is, when it was last, and how many connections were lost by that.
+        # From when on it may be sent, when it was sent last, and how many connections were lost by that.
         self._proven_at = self._sent_at = 0.0
         self._strikes = 0
         #: What is to leave again, in the order of admission.
@@ -385,7 +386,7 @@ class Resending:
         """What was refused is tried.
 
         Args:
-            unsettled: the numbers of all messages that are.
+            unsettled: the numbers of all unsettled messages.
         """
         self.retry_at = None
         self._refused = {number: since for number, since in self._refused.items() if number in unsettled}

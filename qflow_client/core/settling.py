@@ -184,12 +184,9 @@ class Settling:
                 self._encode_again(receipt)
             except Exception as error:
                 # With the mark of a second copy its properties are larger than a frame.
-                was_probe = receipt is resending.probe
                 resending.leave_out(receipt)
                 self.settle((receipt,), Outcome.NACKED, now, (0, f"it cannot be sent again: {error}"))
                 unconfirmed.drop(tag)
-                if was_probe:
-                    self.hold_refused("Basic.Nack", now, again=True)
                 continue
             was_probe = resending.put(receipt)
             unconfirmed.drop(tag)
@@ -199,7 +196,7 @@ class Settling:
         admission = self._admission
         receipt._prepared = admission.encoder.prepare(republished(receipt._as_published()), has_id=False)
         cost = admission.cost(receipt)
-        # Nothing is called while the sum is made, or what is admitted meanwhile would not be counted. So everywhere.
+        # Nothing is called while the sum is made, see `step`.
         admission.unwritten += cost
 
     def hold_refused(self, detail: str, now: float, *, again: bool) -> None:

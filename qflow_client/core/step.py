@@ -1,11 +1,14 @@
 """A step changes a producer's state as a whole, although ``KeyboardInterrupt`` may end it at any point.
 
+Any other exception that leaves a step counts as an interrupt, too.
+
 Python runs signal handlers between two instructions of the main thread, so an asyncio loop or a drop-in may leave a
 step in the middle. Nothing is undone there. The step leaves a mark, and the next step of the same producer, whichever
 that is, first repairs the state (`ProducerProtocol._heal`). Two rules make that possible:
 
 1. A step first applies a change to its target, then removes the source. Doing it twice does no harm.
-2. Everything that can be counted (the used window, unwritten bytes, who waits in line) is counted anew.
+2. Everything that can be counted (the used window, unwritten bytes, the tickets in line) is counted anew. What is
+   added to such a count is computed before, because others may admit messages while a function is called.
 
 A step never calls another step. It calls the plain methods behind it.
 

@@ -10,8 +10,7 @@ The driver
 4. undoes the call if anything is raised meanwhile, such as ``KeyboardInterrupt``: it gives up the ticket, or forgets
    the waiter.
 
-A generator never does the last itself, in no ``finally`` and no ``except``: the collector may close one that was
-dropped, on any thread.
+A generator never does that itself, because the collector may close one that was dropped, on any thread.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _T = TypeVar("_T")
 #: Yields until when to wait, in seconds; is resumed with the time.
 Steps = Generator[float, float, _T]
 
-# If the broker has not answered for so many seconds, a caller that does not wait for holds gives up late confirms.
+# If the broker has not answered for so many seconds, a caller that does not wait for holds stops waiting for confirms.
 _LULL = 0.5
 
 

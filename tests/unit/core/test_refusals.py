@@ -542,3 +542,45 @@ def test_E6_what_is_settled_behind_the_oldest_while_somebody_flushes_is_let_go()
     check_order(protocol)
     protocol.on_ack(3, False, 1.0)
     assert protocol.reports.wake == ["flush"]
+
+
+def test_a_probe_that_is_refused_when_its_time_is_up_does_not_mean_that_there_is_room() -> None:
+    protocol = make(retries=Backoff(1.0, 8.0, 0.0), retry_for=1.5)
+    probe, other = send(protocol, b"probe"), send(protocol, b"other")
+    drain(protocol)
+    protocol.on_nack(1, False, 0.0)
+    protocol.on_nack(2, False, 1.0)
+    protocol.on_timer(1.0)
+    assert wire(drain(protocol, 1.0)).messages[0].body == b"probe"
+    protocol.on_nack(3, False, 1.6)
+    assert (probe.outcome, other.outcome) == (Outcome.NACKED, None)
+    assert holds(protocol) == ["refused"]
+    assert drain(protocol, 1.6) == b""
+
+
+@pytest.mark.parametrize("retry_for", [0.0, 5.0])
+def test_E6_nothing_is_kept_of_refused_messages_that_are_settled(retry_for: float) -> None:
+    protocol = make(retries=Backoff(1.0, 8.0, 0.0), retry_for=retry_for, mandatory=True)
+    for tag in range(1, 101):
+        send(protocol, Message(b"x", message_id=str(tag)))
+        drain(protocol)
+        # Broker-J refuses what it returns.
+        returned(protocol, str(tag))
+        protocol.on_nack(tag, False, 0.0)
+    assert not protocol.resending._refused
+    assert protocol.unsettled == 0
+
+
+def test_E7_no_timer_runs_while_a_stop_keeps_the_probe_back() -> None:
+    protocol = make(retries=Backoff(1.0, 8.0, 0.0), retry_for=60.0)
+    send(protocol, b"refused")
+    drain(protocol)
+    protocol.on_nack(1, False, 0.0)
+    assert protocol.next_timer(0.0) == 1.0
+    protocol.on_flow(False, 0.5)
+    drain(protocol, 0.5)
+    assert protocol.next_timer(2.0) is None
+    protocol.on_flow(True, 3.0)
+    protocol.data_to_write(1)
+    # The answer is not written yet, so the probe waits for the socket.
+    assert protocol.next_timer(3.0) == 3.05

@@ -11,6 +11,7 @@ from qflow_client import Message, Receipt
 from qflow_client.amqp.frames import PublishEncoder
 from qflow_client.core.admission import Admission
 from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.core.unconfirmed import Unconfirmed
 from qflow_client.receipt import Outcome
 from qflow_client.recovery import Backoff
 from tests.interrupting import EVERY, interrupted
@@ -161,6 +162,12 @@ def _lose_and_open(life: Life) -> None:
     _open_again(life)
 
 
+def _probe(life: Life) -> None:
+    life.protocol.on_nack(4, True, 1.0)
+    life.protocol.on_timer(3.0)
+    _write(life)
+
+
 def _lose_and_expire(life: Life) -> None:
     life.protocol.on_timer(0.5)
     _lose(life)
@@ -186,6 +193,10 @@ STEPS: dict[str, tuple[Callable[[Life], object], dict[str, Any]]] = {
     "ack": (lambda life: life.protocol.on_ack(3, True, 1.0), {}),
     "nack": (lambda life: life.protocol.on_nack(4, True, 1.0), {}),
     "refuse": (lambda life: life.protocol.on_nack(4, True, 1.0), PATIENT),
+    "probe": (
+        _probe,
+        PATIENT | {"retry_for": 1e9},
+    ),
     "expire": (lambda life: (life.protocol.on_nack(4, True, 1.0), life.protocol.on_timer(20.0)), PATIENT),
     "stop": (_stop_and_go, {}),
     "lose": (_lose, {}),
@@ -268,6 +279,36 @@ def test_a_route_that_was_made_for_another_channel_is_made_anew_with_the_frames(
     send(protocol, b"1")
     protocol.unconfirmed.encoder = PublishEncoder(CHANNEL, FRAME_MAX, id_prefix="p-", mandatory=True)
     assert wire(drain(protocol)).short == [b"1"]
+
+
+def test_E2_a_probe_that_was_about_to_leave_as_an_interrupt_came_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    protocol = make(retries=Backoff(1.0, 8.0, 0.0), retry_for=1e9)
+    send(protocol, b"refused")
+    drain(protocol)
+    protocol.on_nack(1, False, 0.0)
+    protocol.on_timer(1.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(Unconfirmed, "make", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            protocol.data_to_write(1 << 20)
+    assert [message.body for message in wire(drain(protocol, 1.0)).messages] == [b"refused"]
+
+
+def test_E2_a_flush_does_not_wait_for_a_message_whose_admission_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    life = Life(told=False)
+    life.end()
+
+    def refuse(*_: object) -> None:
+        raise ValueError("no room")
+
+    monkeypatch.setattr(life.store, "admitting", refuse)
+    with pytest.raises(ValueError, match="no room"):
+        life.protocol.admission.send(b"x", "", "q", life.now)
+    assert not life.protocol.when_flushed("me")
+    assert not life.protocol.when_settled("me")
 
 
 @pytest.mark.parametrize("told", [True, False])
