@@ -166,6 +166,8 @@ class Store:
                 rows = self._file.rows("SELECT name, why FROM damaged ORDER BY number")
                 self.damaged += [f"{name}: {why}" for name, why in rows]
         except BaseException:
+            if hasattr(self, "_file"):
+                self._file.close()
             self._lock.release()
             raise
 
