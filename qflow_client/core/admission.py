@@ -191,7 +191,7 @@ class Admission:
         "window",
     )
 
-    # Set by the owner: what it tells, and whom it asks.
+    # Set by the owner.
     reports: Reports
     returns: Returns
     waiters: Waiters
@@ -431,7 +431,7 @@ class Admission:
     @step
     def _look_at(self, ticket: SendTicket, now: float) -> float | FlowControlTimeout | None:
         if now >= ticket.deadline and not ticket.decided:
-            # Time may have made room, and nobody has said so yet.
+            # Time may have made room since the last grant.
             self.grant(now)
         if ticket.decided:
             return None

@@ -173,7 +173,7 @@ class Channel:
         told = method == _BASIC_PUBLISH or any(each._number in resending.suspects for each in suspects)
         culprits = suspects if len(suspects) == 1 and told and not wants_room else []
         if not culprits and not confirms:
-            words = "%s: the broker closed the channel: %d %s; without confirms nobody can tell what is lost"
+            words = "%s: the broker closed the channel: %d %s; without confirms it is not known what is lost"
             self._admission.reports.log(logging.WARNING, words, self._settings.name, code, text)
         if self._settings.on_disconnect is OnDisconnect.FAIL:
             self.settle_all(f"the broker closed the channel: {code} {text}", now, culprits, (code, text))

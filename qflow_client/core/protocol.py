@@ -500,7 +500,7 @@ class ProducerProtocol:
                 route = self.unconfirmed.encoder.route(exchange, routing_key)
             except ValueError as error:
                 # Invalid bytes were replaced when the name was decoded, so it may be too long to encode.
-                raise FrameError(f"a return of what nobody can have published: {error}") from error
+                raise FrameError(f"the broker returned a message that cannot have been published: {error}") from error
             receipt = self.admission.receipt_type(message, route, None)
             receipt._reply = (code, text)
             receipt._outcome = Outcome.RETURNED

@@ -1,4 +1,4 @@
-"""What a producer has to tell: settled receipts, flow events, log entries, and whom to wake.
+"""The news of a producer: settled receipts, flow events, log entries, and waiters to wake.
 
 Nothing here decides anything. The state collects its news in `Reports`. The skin takes them after each step and passes
 them on outside its lock.
