@@ -11,8 +11,8 @@ __all__ = ["delay"]
 
 # Messages in flight below which every answer is read as it comes.
 _LEAST = 256
-# Seconds. Event loops round up to whole milliseconds.
-_DELAY = 0.0005
+# Seconds. A thread sleeps for so long; event loops round up to whole milliseconds.
+_DELAY = 0.001
 # Bytes in one read above which the next is not put off. Acks are small: what is large is messages that come back, and
 # of those a socket that is not read holds no more than its buffer.
 _LARGE = 1 << 13

@@ -44,7 +44,7 @@ _CLOSE_IDS = Struct(">HH")
 # A whole Basic.Ack frame: what all of one channel have in common, the delivery tag, and which of two ends it has.
 _ACK_FRAME = Struct(">11sQ2s")
 _ACK_SIZE = _ACK_FRAME.size
-# Up to here they are told one by one.
+# Up to here they are told one by one, as `on_ack`.
 _FEW_ACKS = 2 * _ACK_SIZE
 _ENDS_SINGLE = b"\0\xce"
 _ENDS_MULTIPLE = b"\1\xce"
@@ -102,8 +102,14 @@ class TapChannel(Protocol):
     def on_ack(self, tag: int, multiple: bool, now: float) -> None:
         """``Basic.Ack``."""
 
-    def on_ack_run(self, first: int, count: int, now: float) -> None:
-        """So many ``Basic.Ack`` of one message each, whose tags follow one another."""
+    def on_acks(self, acks: list[tuple[int, int]], now: float) -> None:
+        """The ``Basic.Ack`` of one read, in order.
+
+        Args:
+            acks: a delivery tag and a count each: so many acks of one message each, whose tags follow one another; with
+                count 0, one ack of all messages up to the tag (``multiple``).
+            now: seconds.
+        """
 
     def on_nack(self, tag: int, multiple: bool, now: float) -> None:
         """``Basic.Nack``."""
@@ -319,8 +325,8 @@ class Tap:
             return data[at:]
         view = memoryview(data)
         while (channel := acked.get(head := data[at : at + 11])) is not None:
-            begin = at
-            # The run of single acks that is not told yet.
+            acks: list[tuple[int, int]] = []
+            # The run of single acks that is not in the list yet.
             first = count = 0
             for each, tag, end in _ACK_FRAME.iter_unpack(view[at : len(data) - (len(data) - at) % _ACK_SIZE]):
                 if each != head:
@@ -328,21 +334,22 @@ class Tap:
                 if end == _ENDS_SINGLE:
                     if tag != first + count:
                         if count:
-                            channel.on_ack_run(first, count, now)
+                            acks.append((first, count))
                         first, count = tag, 0
                     count += 1
                 elif end == _ENDS_MULTIPLE:
                     if count:
-                        channel.on_ack_run(first, count, now)
+                        acks.append((first, count))
                         count = 0
-                    channel.on_ack(tag, True, now)
+                    acks.append((tag, 0))
                 else:
                     break
                 at += _ACK_SIZE
             if count:
-                channel.on_ack_run(first, count, now)
-            if at == begin:
+                acks.append((first, count))
+            if not acks:
                 break
+            channel.on_acks(acks, now)
         return data[at:]
 
     def _take_frames(self, data: bytes, passed: list[bytes], now: float) -> None:

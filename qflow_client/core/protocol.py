@@ -458,17 +458,13 @@ class ProducerProtocol:
         self.settling.answer(tag, multiple, Outcome.CONFIRMED, now)
         self._update(now)
 
-    def on_ack_run(self, first: int, count: int, now: float) -> None:
-        """As `on_ack` for so many single tags, one after the other, in one pass."""
+    def on_acks(self, acks: list[tuple[int, int]], now: float) -> None:
+        """The acks of one read, as the tap has them: `Tap` says what is in the list."""
         steps = self.steps
         if steps.is_unfinished:
             steps.resume()
         steps.is_unfinished = True
-        if first and first + count - 1 <= self.unconfirmed.outbound.finished:
-            self.settling.settle_run(first, first + count, Outcome.CONFIRMED, now)
-        else:
-            for tag in range(first, first + count):
-                self.settling.answer(tag, False, Outcome.CONFIRMED, now)
+        self.settling.settle_acked(acks, now)
         self._update(now)
         steps.is_unfinished = False
 

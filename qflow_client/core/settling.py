@@ -7,7 +7,7 @@ reported, then it gives back its room. An interrupt in between leaves the note, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from qflow_client.core.admission import Admission
 from qflow_client.core.resending import Resending
@@ -158,6 +158,36 @@ class Settling:
             self._refuse(first, stop, now)
         else:
             self.settle_run(first, stop, outcome, now)
+
+    def settle_acked(self, acks: Iterable[tuple[int, int]], now: float) -> None:
+        """Settle what the acks of one read confirm, as if each were told by `answer`, in as few runs as possible.
+
+        Args:
+            acks: see `TapChannel.on_acks`.
+            now: seconds.
+        """
+        written = self._unconfirmed.outbound.finished
+        # All up to this tag is confirmed, and not settled yet; 0 if nothing is.
+        confirmed = 0
+        for tag, count in acks:
+            last = tag + count - 1
+            if count == 0 and tag <= written:
+                confirmed = max(confirmed, tag or written)
+            elif 0 < count and tag == confirmed + 1 and last <= written:
+                confirmed = last
+            else:
+                self._settle_up_to(confirmed, now)
+                confirmed = 0
+                if 0 < tag and count and last <= written:
+                    self.settle_run(tag, last + 1, Outcome.CONFIRMED, now)
+                else:
+                    for each in range(tag, tag + (count or 1)):
+                        self.answer(each, count == 0, Outcome.CONFIRMED, now)
+        self._settle_up_to(confirmed, now)
+
+    def _settle_up_to(self, tag: int, now: float) -> None:
+        if tag:
+            self.settle_run(self._unconfirmed.oldest, tag + 1, Outcome.CONFIRMED, now)
 
     def settle_written(self, now: float) -> None:
         """Without confirms a message is settled once it is written."""

@@ -70,11 +70,14 @@ class _Protocol(EncodedProtocol):
             self.flow.tell(spec.Basic.Ack, "Lb", (tag, multiple))
         super().on_ack(tag and tag + (self.before or 0), multiple, now)
 
-    def on_ack_run(self, first: int, count: int, now: float) -> None:
+    def on_acks(self, acks: list[tuple[int, int]], now: float) -> None:
         if self.flow.tells_confirms:
-            for tag in range(first, first + count):
-                self.flow.tell(spec.Basic.Ack, "Lb", (tag, False))
-        super().on_ack_run(first + (self.before or 0), count, now)
+            for first, count in acks:
+                for tag in range(first, first + (count or 1)):
+                    self.flow.tell(spec.Basic.Ack, "Lb", (tag, count == 0))
+        before = self.before or 0
+        # Tag 0 stands for all, see `on_ack`.
+        super().on_acks([(tag and tag + before, count) for tag, count in acks], now)
 
     def on_nack(self, tag: int, multiple: bool, now: float) -> None:
         if self.flow.tells_confirms:

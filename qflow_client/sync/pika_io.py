@@ -214,9 +214,6 @@ class TapIOServices(SelectorIOServicesAdapter):
         # Whether `pump` runs, or will without being asked. It is cleared before the last look at what there is, so who
         # has put something and finds it set need not wake.
         self.awake = False
-        # pika's interest in what comes, and what ends the time for which that is left to gather; None if it is read.
-        self._library_reader: Callable[[], None] | None = None
-        self._gathers: Any = None
 
     def wake(self) -> None:
         """Have `pump` run soon. For any thread that has put something and found `awake` False."""
@@ -266,16 +263,12 @@ class TapIOServices(SelectorIOServicesAdapter):
         # What waits to be written first: whoever is woken wants the interpreter for itself.
         self.pump()
         self._after()
-        if delay and self._gathers is None and self.tapped is not None:
-            self._gathers = self.call_later(delay, self._read_on)
-            self._watch_reads(self.tapped.fileno())
+        if delay:
+            # Meanwhile answers gather in the socket and messages in the line, and nobody wakes this thread for them.
+            self.awake = True
+            time.sleep(delay)
+            self.pump()
         return passed
-
-    def _read_on(self) -> None:
-        """Enough has gathered."""
-        self._gathers = None
-        if self.tapped is not None:
-            self._watch_reads(self.tapped.fileno())
 
     def pump(self) -> None:
         """Write what the channels have, until there is no more or the socket is full."""
@@ -355,23 +348,6 @@ class TapIOServices(SelectorIOServicesAdapter):
             error = ConnectionResetError(errno.ECONNRESET, "it was reset as soon as it was connected")
             return self.call_later(0.0, partial(on_done, error))
 
-    def set_reader(self, fd: int, on_readable: Callable[[], None]) -> None:
-        """As pika's; the socket that is tapped is not read while answers gather."""
-        if self.tapped is None or fd != self.tapped.fileno():
-            super().set_reader(fd, on_readable)
-            return
-        self._library_reader = on_readable
-        self._watch_reads(fd)
-
-    def remove_reader(self, fd: int) -> bool:
-        """As pika's."""
-        if self.tapped is None or fd != self.tapped.fileno():
-            return bool(super().remove_reader(fd))
-        had = self._library_reader is not None
-        self._library_reader = None
-        self._watch_reads(fd)
-        return had
-
     def set_writer(self, fd: int, on_writable: Callable[[], None]) -> None:
         """As pika's; the socket that is tapped has two writers."""
         if self.tapped is None or fd != self.tapped.fileno():
@@ -408,19 +384,10 @@ class TapIOServices(SelectorIOServicesAdapter):
         self._transport = None
         assert self.tapped is not None
         fd = self.tapped.fileno()
-        if self._gathers is not None:
-            self._gathers.cancel()
-        self._library_reader = self._gathers = None
-        self._watch_reads(fd)
+        super().remove_reader(fd)
         self._library_writer, self._ours = None, False
         self._watch(fd)
         self.tapped = None
-
-    def _watch_reads(self, fd: int) -> None:
-        if self._library_reader is not None and self._gathers is None:
-            super().set_reader(fd, self._library_reader)
-        else:
-            super().remove_reader(fd)
 
     def _watch(self, fd: int) -> None:
         if self._library_writer is not None or self._ours:

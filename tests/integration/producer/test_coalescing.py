@@ -1,4 +1,4 @@
-"""What comes may gather for a while; what leaves may not."""
+"""What comes may gather for a while; what leaves may too if a thread does the work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from qflow_client import AsyncProducer, HoldKind, Producer
 from qflow_client.aio.aiormq_io import TapTransport
 from qflow_client.amqp import coalescing
 from qflow_client.broker import Broker
-from qflow_client.sync.pika_io import TapIOServices
 
 from .tools import PATIENCE, wait_held
 
@@ -56,26 +55,20 @@ def gathering(monkeypatch: pytest.MonkeyPatch) -> _Gathering:
 def end_of_gathering(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """What has gathered is not read before this is set, however long that takes."""
     end = threading.Event()
-    read_by_pika, read_by_aiormq = TapIOServices._read_on, TapTransport._read_on
+    read_on = TapTransport._read_on
 
-    def pika_read_on(services: TapIOServices) -> None:
+    def wait(tapped: TapTransport) -> None:
         if end.is_set():
-            read_by_pika(services)
-        else:
-            services._gathers = services.call_later(0.01, services._read_on)
-
-    def aiormq_read_on(tapped: TapTransport) -> None:
-        if end.is_set():
-            read_by_aiormq(tapped)
+            read_on(tapped)
         else:
             tapped._gathers = tapped._loop.call_later(0.01, tapped._read_on)
 
-    monkeypatch.setattr(TapIOServices, "_read_on", pika_read_on)
-    monkeypatch.setattr(TapTransport, "_read_on", aiormq_read_on)
+    monkeypatch.setattr(TapTransport, "_read_on", wait)
     return end
 
 
-def test_messages_leave_while_answers_gather(
+@pytest.mark.parametrize("skin", ["asyncio", "uvloop"], indirect=True)
+def test_messages_leave_on_a_loop_while_answers_gather(
     make_producer: Callable[..., Producer], broker: Broker, gathering: _Gathering, end_of_gathering: threading.Event
 ) -> None:
     producer = make_producer()
@@ -90,6 +83,20 @@ def test_messages_leave_while_answers_gather(
     assert receipt.wait(PATIENCE)
     # From then on all is as it was.
     producer.send(b"3").result(PATIENCE)
+
+
+@pytest.mark.parametrize("skin", ["threads"], indirect=True)
+def test_messages_that_come_while_the_thread_sleeps_leave_when_it_wakes(
+    make_producer: Callable[..., Producer], gathering: _Gathering
+) -> None:
+    producer = make_producer()
+    assert producer.send(b"1").wait(PATIENCE)
+    gathering.wait()
+    # They wake nobody.
+    receipts = [producer.send(b"%d" % number) for number in range(2, 5)]
+    for receipt in receipts:
+        receipt.result(PATIENCE)
+    assert gathering.over
 
 
 def test_a_stop_is_obeyed_once_it_is_read(

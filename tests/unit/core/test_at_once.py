@@ -155,7 +155,7 @@ STEPS: dict[str, Callable[[ProducerProtocol], object]] = {
     "send": lambda protocol: protocol.admission.send(b"own", "", "q", 0.5),
     "at once": lambda protocol: protocol.admission.send_at_once(b"own", "", "another"),
     "write": lambda protocol: drain(protocol, 0.5),
-    "confirm": lambda protocol: protocol.on_ack_run(1, 2, 0.5),
+    "confirm": lambda protocol: protocol.on_acks([(1, 2)], 0.5),
     "confirm many": lambda protocol: protocol.on_ack(3, True, 0.5),
     "refuse": _refuse,
     "flow": _flow,

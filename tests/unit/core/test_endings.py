@@ -121,7 +121,7 @@ def test_an_answer_that_comes_after_the_end_settles_nothing() -> None:
     settled = protocol.flow_state(2.0)
     protocol.on_ack(1, False, 2.0)
     protocol.on_ack(1, True, 2.0)
-    protocol.on_ack_run(1, 3, 2.0)
+    protocol.on_acks([(1, 3)], 2.0)
     protocol.on_nack(0, True, 2.0)
     returned(protocol, receipt.message_id)
     protocol.on_flow(False, 2.0)

@@ -56,7 +56,7 @@ def calls(payload: bytes | Message, acks: str, settings: dict[str, Any], *, came
         if acks == "multiple":
             protocol.on_ack(first + MESSAGES - 1, True, 2.0)
         elif acks == "a run":
-            protocol.on_ack_run(first, MESSAGES, 2.0)
+            protocol.on_acks([(first, MESSAGES)], 2.0)
         else:
             for tag in range(first, first + MESSAGES):
                 protocol.on_ack(tag, False, 2.0)

@@ -188,8 +188,8 @@ def _write(life: Life) -> None:
 PATIENT: dict[str, Any] = {"retries": Backoff(1.0, 8.0, 0.0), "retry_for": 15.0}
 
 STEPS: dict[str, tuple[Callable[[Life], object], dict[str, Any]]] = {
-    "ack run": (lambda life: life.protocol.on_ack_run(1, 4, 1.0), {}),
-    "acks one by one": (lambda life: life.protocol.on_ack_run(3, 4, 1.0), {}),
+    "ack run": (lambda life: life.protocol.on_acks([(1, 4)], 1.0), {}),
+    "acks one by one": (lambda life: life.protocol.on_acks([(3, 4)], 1.0), {}),
     "ack": (lambda life: life.protocol.on_ack(3, True, 1.0), {}),
     "nack": (lambda life: life.protocol.on_nack(4, True, 1.0), {}),
     "refuse": (lambda life: life.protocol.on_nack(4, True, 1.0), PATIENT),
@@ -249,7 +249,7 @@ def test_E2_every_message_is_settled_and_told_once_whichever_step_is_interrupted
 @pytest.mark.parametrize(
     "follow",
     [
-        lambda protocol: protocol.on_ack_run(1, 4, 1.0),
+        lambda protocol: protocol.on_acks([(1, 4)], 1.0),
         lambda protocol: protocol.advance(0, 1.0),
         lambda protocol: protocol.data_to_write(1),
     ],

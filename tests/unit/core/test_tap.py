@@ -58,9 +58,9 @@ class Recorder:
     def on_ack(self, tag: int, multiple: bool, now: float) -> None:
         self.told.append(("ack", tag, multiple))
 
-    def on_ack_run(self, first: int, count: int, now: float) -> None:
-        assert count > 0
-        self.told += [("ack", tag, False) for tag in range(first, first + count)]
+    def on_acks(self, acks: list[tuple[int, int]], now: float) -> None:
+        for first, count in acks:
+            self.told += [("ack", tag, not count) for tag in range(first, first + (count or 1))]
 
     def on_nack(self, tag: int, multiple: bool, now: float) -> None:
         self.told.append(("nack", tag, multiple))

@@ -340,7 +340,7 @@ class Life:
         if not multiple and not nack and self.random.random() < 0.7:
             # Of a run of single acks some may have been answered before.
             last = self.random.randint(tag, self.wire.publishes)
-            self.protocol.on_ack_run(tag, last - tag + 1, self.now)
+            self.protocol.on_acks([(tag, last - tag + 1)], self.now)
             self.settle([each for each in tags if tag <= each <= last], Outcome.CONFIRMED)
             return
         wire_tag = (

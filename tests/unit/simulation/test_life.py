@@ -73,8 +73,8 @@ class OffByOneTag(ProducerProtocol):
 class ShortRun(ProducerProtocol):
     """Of a run of acks the last one is left out."""
 
-    def on_ack_run(self, first: int, count: int, now: float) -> None:
-        super().on_ack_run(first, count - 1, now)
+    def on_acks(self, acks: list[tuple[int, int]], now: float) -> None:
+        super().on_acks([(first, count - 1) for first, count in acks if count != 1], now)
 
 
 class IdsKept(ProducerProtocol):
