@@ -89,7 +89,8 @@ class Link:
         self._timer: asyncio.TimerHandle | None = None
 
     def _delay(self, size: int) -> float:
-        return coalescing.delay(size, self._protocol.in_flight)
+        # Event loops round up to whole milliseconds.
+        return coalescing.delay(size, self._protocol.in_flight) / 2
 
     @property
     def url(self) -> str:

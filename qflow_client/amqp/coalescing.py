@@ -11,7 +11,7 @@ __all__ = ["delay"]
 
 # Messages in flight below which every answer is read as it comes.
 _LEAST = 256
-# Seconds. A thread sleeps for so long; event loops round up to whole milliseconds.
+# Seconds.
 _DELAY = 0.001
 # Bytes in one read above which the next is not put off. Acks are small: what is large is messages that come back, and
 # of those a socket that is not read holds no more than its buffer.

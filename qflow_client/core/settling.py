@@ -173,12 +173,12 @@ class Settling:
             last = tag + count - 1
             if count == 0 and tag <= written:
                 confirmed = max(confirmed, tag or written)
-            elif 0 < count and tag == confirmed + 1 and last <= written:
+            elif count > 0 and tag == confirmed + 1 and last <= written:
                 confirmed = last
             else:
                 self._settle_up_to(confirmed, now)
                 confirmed = 0
-                if 0 < tag and count and last <= written:
+                if tag > 0 and count and last <= written:
                     self.settle_run(tag, last + 1, Outcome.CONFIRMED, now)
                 else:
                     for each in range(tag, tag + (count or 1)):
