@@ -149,6 +149,16 @@ def test_of_a_run_that_has_been_answered_in_part_the_rest_is_settled() -> None:
     assert protocol.reports.wake == ["all"]
 
 
+def test_the_acks_of_one_read_settle_in_the_order_in_which_the_broker_sent_them() -> None:
+    protocol = make()
+    protocol.reports.settled = settled = []
+    receipts = [send(protocol) for _ in range(12)]
+    drain(protocol)
+    # All up to 2, 3 and 4, all up to 6; then 9 and 10 before 7 and 8; and all that are left.
+    protocol.on_acks([(2, 0), (3, 2), (6, 0), (9, 2), (8, 0), (0, 0)], 0.0)
+    assert [receipts.index(receipt) + 1 for receipt in settled] == [1, 2, 3, 4, 5, 6, 9, 10, 7, 8, 11, 12]
+
+
 def test_of_a_run_beyond_what_is_written_only_the_written_is_settled() -> None:
     protocol = make()
     protocol.reports.logs.clear()
