@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from qflow_client import Message, Outcome
+from qflow_client import Message, Outcome, Receipt
 from qflow_client.amqp.frames import (
     ACK,
     BODY_FRAME,
@@ -151,7 +151,8 @@ def test_of_a_run_that_has_been_answered_in_part_the_rest_is_settled() -> None:
 
 def test_the_acks_of_one_read_settle_in_the_order_in_which_the_broker_sent_them() -> None:
     protocol = make()
-    protocol.reports.settled = settled = []
+    settled: list[Receipt] = []
+    protocol.reports.settled = settled
     receipts = [send(protocol) for _ in range(12)]
     drain(protocol)
     # All up to 2, 3 and 4, all up to 6; then 9 and 10 before 7 and 8; and all that are left.
