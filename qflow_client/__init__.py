@@ -28,7 +28,16 @@ from qflow_client.flow import FlowManager
 from qflow_client.manager import flow_manager
 from qflow_client.message import DeliveryMode, Message, RoutedMessage
 from qflow_client.receipt import Outcome, Receipt
-from qflow_client.settings import OnDisconnect, OnOutboxFull, OnRefused, OutboxSynchronous, ProducerSettings, WhenFlowed
+from qflow_client.settings import (
+    HostOrder,
+    OnBlocked,
+    OnDisconnect,
+    OnOutboxFull,
+    OnRefused,
+    OutboxSynchronous,
+    ProducerSettings,
+    WhenFlowed,
+)
 
 if TYPE_CHECKING:
     from qflow_client.aio import AsyncProducer, AsyncReceipt, connect_async
@@ -55,6 +64,7 @@ __all__ = [
     "FlowManager",
     "FlowState",
     "HoldKind",
+    "HostOrder",
     "Message",
     "MessageFailed",
     "MessageNacked",
@@ -63,6 +73,7 @@ __all__ = [
     "MessageStored",
     "NestedCall",
     "NotDurable",
+    "OnBlocked",
     "OnDisconnect",
     "OnOutboxFull",
     "OnRefused",

@@ -44,6 +44,10 @@ RETRYING = ("on_refused", "retry_for", "retry_delay", "retry_delay_max")
 
 # Settings of producers only, and why.
 _PRODUCERS_ONLY = {
+    **dict.fromkeys(
+        ("host_order", "on_blocked", "failover_delay", "liveness"),
+        "only Producer and AsyncProducer choose among hosts; the program connects, as with the library",
+    ),
     "delivery_timeout": "the library's own timeout ends the wait for a confirm",
     **dict.fromkeys(
         ("outbox", "outbox_max_bytes", "outbox_max_age", "outbox_full", "outbox_synchronous"),

@@ -1,20 +1,29 @@
-"""When, where and how often to try again, sans-I/O: told what failed and when, it says how long to wait.
+"""When, where and how often to connect, sans-I/O: told what failed and when, it says how long to wait.
+
+`Reconnection` decides after a connection is lost, `Watch` whether to leave one that is still open.
 
 The pauses are tenacity's. Nothing here sleeps, connects or reads a clock.
 """
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+
 from tenacity import RetryCallState, Retrying, stop_after_delay, stop_never, wait_exponential, wait_random_exponential
 
 from qflow_client.redaction import hide_password
-from qflow_client.settings import OnRefused, ProducerSettings
+from qflow_client.settings import HostOrder, OnBlocked, OnRefused, ProducerSettings
 
-__all__ = ["Backoff", "Reconnection", "is_final", "retries"]
+__all__ = ["Backoff", "Reconnection", "Watch", "hosts_in_order", "is_final", "retries"]
 
 # What the broker says to a client that it will never let in: wrong name or password (403), no such virtual host (530,
 # and 402 or 404 in older brokers), no access to it (530).
 _REFUSALS = (402, 403, 404, 530)
+
+# How often `Watch` looks within the shortest of its limits, and how often the delay of a failover doubles at the most.
+_LOOKS = 8
+_MOST_DOUBLINGS = 5
 
 
 def is_final(code: int, text: str) -> bool:
@@ -79,6 +88,14 @@ def retries(settings: ProducerSettings) -> Backoff | None:
     return Backoff(settings.retry_delay, settings.retry_delay_max, settings.reconnect_jitter)
 
 
+def hosts_in_order(settings: ProducerSettings) -> tuple[str, ...]:
+    """The URLs of the hosts in the order in which a producer tries them (`host_order`)."""
+    hosts = list(settings.urls)
+    if settings.host_order is HostOrder.SHUFFLED:
+        random.shuffle(hosts)
+    return tuple(hosts)
+
+
 class Reconnection:
     """Which host is to be tried when after the connection was lost, and whether to go on.
 
@@ -86,11 +103,14 @@ class Reconnection:
 
     Args:
         settings: the producer's.
-        host: the index, in `settings.urls`, of the host that is connected to.
+        hosts: the URLs of its hosts, in order.
+        host: the index of the one that is connected to.
     """
 
-    def __init__(self, settings: ProducerSettings, host: int) -> None:
-        self._urls = settings.urls
+    def __init__(self, settings: ProducerSettings, hosts: Sequence[str], host: int) -> None:
+        self._urls = hosts
+        #: How many hosts there are.
+        self.hosts = len(hosts)
         #: The index of the host that is in use, or to be tried next.
         self.host = host
         self._backoff = Backoff(
@@ -118,9 +138,18 @@ class Reconnection:
         """The host that is in use, or to be tried next, as it may be shown."""
         return hide_password(self._urls[self.host])
 
+    @property
+    def host_url(self) -> str:
+        """The URL of that host, with its password."""
+        return self._urls[self.host]
+
     def opened(self, now: float) -> None:
         """A connection is there."""
         self._opened_at = now
+
+    def move_on(self) -> None:
+        """Have the next host tried first, because the producer leaves the one that is in use."""
+        self.host = (self.host + 1) % len(self._urls)
 
     def lost(self, why: str, now: float) -> float | None:
         """The connection is gone.
@@ -183,3 +212,85 @@ class Reconnection:
 
     def _words(self) -> str:
         return "; ".join(f"{hide_password(self._urls[host])}: {why}" for host, (why, _) in self._failures.items())
+
+
+class Watch:
+    """Whether to leave a connection that is still open: its broker is silent, or blocks it (E15).
+
+    The link calls `look` every `period` seconds while the connection is open. A broker that owes confirms is expected
+    to send something within `liveness` seconds. If it does not, it is asked for an answer (a second
+    ``Confirm.Select``), so a broker that only confirms late is not left: it answers the probe. A broker that blocks the
+    connection reads nothing from it, so silence counts only while it does not.
+
+    If all hosts are blocked, the producer goes round them ever more slowly: `failover_delay` doubles with each round
+    until a message is settled.
+
+    Args:
+        settings: the producer's.
+        hosts: how many it has.
+    """
+
+    def __init__(self, settings: ProducerSettings, hosts: int) -> None:
+        self._liveness = settings.liveness
+        self._delay = settings.failover_delay if settings.on_blocked is OnBlocked.FAILOVER and hosts > 1 else None
+        self._hosts = hosts
+        limits = [limit for limit in (self._liveness, self._delay) if limit is not None]
+        #: Seconds between two looks; ``None`` if the settings ask for none.
+        self.period = min(limits) / _LOOKS if limits else None
+        # Connections that were left because they were blocked, since a message was last settled.
+        self._moves = 0
+        self._settled = 0
+        self.opened(0.0)
+
+    def opened(self, now: float) -> None:
+        """A connection is there."""
+        # Since when nothing was due, or nothing came.
+        self._silent_since = now
+        # When the probe was sent that is not answered; None if none was.
+        self._probed_at: float | None = None
+        # Since when the connection is blocked; None while it is not.
+        self._blocked_since: float | None = None
+
+    @property
+    def _doublings(self) -> int:
+        return min(self._moves // (self._hosts - 1), _MOST_DOUBLINGS)
+
+    def look(self, now: float, *, heard_at: float, is_due: bool, is_blocked: bool, settled: int) -> str | None:
+        """Decide whether to stay.
+
+        Args:
+            now: seconds.
+            heard_at: when the broker last sent anything.
+            is_due: whether it owes confirms.
+            is_blocked: whether it blocks the connection.
+            settled: how many messages are settled so far.
+
+        Returns:
+            ``None`` to stay, ``""`` to stay and send a probe, and otherwise why the connection is to be left.
+        """
+        if is_blocked:
+            self._silent_since, self._probed_at = now, None
+            if self._blocked_since is None:
+                self._blocked_since = now
+            blocked = now - self._blocked_since
+            if self._delay is None or blocked < self._delay * 2 ** min(
+                self._moves // (self._hosts - 1), _MOST_DOUBLINGS
+            ):
+                return None
+            self._moves += 1
+            return f"the broker has blocked the connection for {blocked:.3g} s, and there are other hosts"
+        self._blocked_since = None
+        if settled > self._settled:
+            self._settled, self._moves = settled, 0
+        if self._liveness is None:
+            return None
+        self._silent_since = max(self._silent_since, heard_at) if is_due else now
+        silent = now - self._silent_since
+        if silent < self._liveness:
+            self._probed_at = None
+        elif self._probed_at is None:
+            self._probed_at = now
+            return ""
+        elif now - self._probed_at >= self._liveness / 2:
+            return f"the broker has sent nothing for {silent:.3g} s, although confirms are due and a probe was sent"
+        return None

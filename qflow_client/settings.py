@@ -23,6 +23,8 @@ from qflow_client.errors import SettingsError
 from qflow_client.redaction import HARMLESS, hide_password, is_clear, is_url, shown, shown_of_unknown
 
 __all__ = [
+    "HostOrder",
+    "OnBlocked",
     "OnDisconnect",
     "OnOutboxFull",
     "OnRefused",
@@ -69,6 +71,24 @@ class OnDisconnect(StrEnum):
     REPUBLISH = "republish"
     #: They are settled: *unknown* if they were written, otherwise *failed*.
     FAIL = "fail"
+
+
+class HostOrder(StrEnum):
+    """In which order a producer tries its hosts, if `url` names several (E15)."""
+
+    #: As they are given.
+    GIVEN = "given"
+    #: In an order of its own, by chance, so that many producers spread over the hosts.
+    SHUFFLED = "shuffled"
+
+
+class OnBlocked(StrEnum):
+    """What a producer with several hosts does while the broker blocks its connection (E15)."""
+
+    #: It waits.
+    WAIT = "wait"
+    #: After `failover_delay` it leaves for the next host, and takes what is unsettled along.
+    FAILOVER = "failover"
 
 
 class OnRefused(StrEnum):
@@ -214,6 +234,14 @@ class ProducerSettings:
             pauses go on growing, and no message is taken for the cause.
         reconnect_jitter: the part of a pause by which it may be longer, by chance, so that not all clients of a broker
             come back at once; 0 for none. It applies to the pauses after refusals, too.
+        host_order: ``"given"`` or ``"shuffled"``: in which order the hosts are tried, if `url` names several (E15).
+        on_blocked: ``"wait"`` or ``"failover"``: what happens while the broker blocks the connection
+            (``Connection.Blocked``), if `url` names several hosts (E15).
+        failover_delay: seconds that a connection may stay blocked before the producer leaves it for the next host. If
+            that one is blocked as well, each further round over the hosts takes twice as long.
+        liveness: seconds that the broker may send nothing while confirms are due (E15). Then the producer sends a
+            probe; if nothing comes for half as long again, it leaves the connection and tries the next host first.
+            ``None`` to rely on heartbeats.
         on_refused: ``"retry"`` or ``"fail"``: what becomes of a message that the broker refuses for want of room.
         retry_for: seconds after its first refusal until such a message is settled, instead of leaving again.
         delivery_timeout: seconds from the admission of a message after which it is settled, if it is not settled yet,
@@ -299,6 +327,16 @@ class ProducerSettings:
     reconnect_delay: float = _setting(0.1, float, "seconds, more than 0", lambda v: _is_number(v) and v > 0)
     reconnect_delay_max: float = _setting(5.0, float, "seconds, more than 0", lambda v: _is_number(v) and v > 0)
     reconnect_jitter: float = _setting(0.5, float, "a number, at least 0", lambda v: _is_number(v) and v >= 0)
+    host_order: HostOrder = _setting(
+        HostOrder.GIVEN, str, "'given' or 'shuffled'", lambda v: v in list(HostOrder) and isinstance(v, str)
+    )
+    on_blocked: OnBlocked = _setting(
+        OnBlocked.WAIT, str, "'wait' or 'failover'", lambda v: v in list(OnBlocked) and isinstance(v, str)
+    )
+    failover_delay: float = _setting(5.0, float, "seconds, more than 0", lambda v: _is_number(v) and v > 0)
+    liveness: float | None = _setting(
+        None, _seconds, "None (never) or seconds, more than 0", lambda v: v is None or (_is_number(v) and v > 0)
+    )
     on_refused: OnRefused = _setting(
         OnRefused.RETRY, str, "'retry' or 'fail'", lambda v: v in list(OnRefused) and isinstance(v, str)
     )
@@ -356,6 +394,8 @@ class ProducerSettings:
         object.__setattr__(self, "url", self.url if isinstance(self.url, str) else tuple(self.url))
         object.__setattr__(self, "when_flowed", WhenFlowed(self.when_flowed))
         object.__setattr__(self, "on_disconnect", OnDisconnect(self.on_disconnect))
+        object.__setattr__(self, "host_order", HostOrder(self.host_order))
+        object.__setattr__(self, "on_blocked", OnBlocked(self.on_blocked))
         object.__setattr__(self, "on_refused", OnRefused(self.on_refused))
         object.__setattr__(self, "outbox_full", OnOutboxFull(self.outbox_full))
         object.__setattr__(self, "outbox_synchronous", OutboxSynchronous(self.outbox_synchronous))
@@ -367,6 +407,11 @@ class ProducerSettings:
             raise SettingsError(
                 "capacity='auto' with confirms=False: it is found from the latency of the confirms, of which there are "
                 "none; give a number, or leave confirms on"
+            )
+        if self.liveness is not None and not self.confirms:
+            raise SettingsError(
+                f"liveness={self.liveness!r} with confirms=False: a broker that owes no confirms may be silent; leave "
+                "liveness out, or leave confirms on"
             )
         if self.mandatory and not self.message_ids:
             raise SettingsError(

@@ -27,6 +27,7 @@ from qflow_client.flow import FlowManager, Line
 from qflow_client.guard import LOOPS, is_inside
 from qflow_client.logs import write_log
 from qflow_client.receipt import Receipt
+from qflow_client.recovery import Reconnection, hosts_in_order
 from qflow_client.settings import ProducerSettings
 from qflow_client.skin import (
     BRIEF,
@@ -193,9 +194,9 @@ class Engine(BaseEngine):
 
     async def _connect(self) -> Link:
         errors = []
-        hosts = len(self.settings.urls) if self._connection is None else 1
-        for host in range(hosts):
-            link = Link(host, self._connection, self.protocol, self.after)
+        urls = hosts_in_order(self.settings)
+        for host in range(len(urls) if self._connection is None else 1):
+            link = Link(Reconnection(self.settings, urls, host), self._connection, self.protocol, self.after)
             try:
                 await link.open()
             except ConnectionFailed as error:

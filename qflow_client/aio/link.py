@@ -18,7 +18,7 @@ from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.errors import ConnectionFailed
 from qflow_client.guard import LOOPS
 from qflow_client.logs import log
-from qflow_client.recovery import Reconnection
+from qflow_client.recovery import Reconnection, Watch
 from qflow_client.redaction import hide_password
 from qflow_client.skin import (
     BRIEF,
@@ -48,7 +48,7 @@ class Link:
     aio-pika's tasks run the connection, so heartbeats go on as long as the application lets the loop turn.
 
     Args:
-        host: the index, in the settings' URLs, of the host that is to be connected to.
+        reconnection: says which host to connect to.
         connection: on which to open the channel; ``None`` to make one.
         protocol: the producer's state.
         after: called after anything that may have changed the protocol.
@@ -56,7 +56,7 @@ class Link:
 
     def __init__(
         self,
-        host: int,
+        reconnection: Reconnection,
         connection: TappedConnection | TappedRobustConnection | None,
         protocol: ProducerProtocol,
         after: Callable[[], None],
@@ -64,7 +64,12 @@ class Link:
         self._connection: Any = connection
         self._is_own = connection is None
         self._settings = protocol.settings
-        self._reconnection = Reconnection(self._settings, host)
+        self._reconnection = reconnection
+        self._watch = Watch(self._settings, reconnection.hosts)
+        # The next look of the watch; None while there is no connection of our own.
+        self._next_look: asyncio.TimerHandle | None = None
+        # Why we leave the connection that is open; empty while we do not.
+        self._leaves_because = ""
         self._protocol = protocol
         self._after = after
         self._loop = asyncio.get_running_loop()
@@ -95,7 +100,7 @@ class Link:
     @property
     def url(self) -> str:
         """The host."""
-        return self._settings.urls[self._reconnection.host] if self._is_own else str(self._connection.url)
+        return self._reconnection.host_url if self._is_own else str(self._connection.url)
 
     async def open(self) -> None:
         """Connect and open the channel.
@@ -227,6 +232,8 @@ class Link:
         tapped.add_after(self._after_io)
         if self._is_own:
             tapped.delay = self._delay
+            self._watch.opened(now)
+            self._look_later()
         channel.closing.add_done_callback(self._on_channel_close)
         self._stop_waiting()
         self._after_io()
@@ -363,6 +370,38 @@ class Link:
         if self.tapped is not None:
             self.tapped.pump()
 
+    def _look_later(self) -> None:
+        if self._watch.period is not None:
+            self._next_look = self._loop.call_later(self._watch.period, self._look_at_broker)
+
+    def _look_at_broker(self) -> None:
+        """Leave the connection if the broker is silent, or blocks it for too long."""
+        number, tapped, protocol = self._number, self.tapped, self._protocol
+        if number is None or tapped is None:
+            return
+        tap = tapped.tap
+
+        def look() -> str | None:
+            why = self._watch.look(
+                time.monotonic(),
+                heard_at=tap.heard_at,
+                is_due=protocol.in_flight > 0,
+                is_blocked=tap.is_blocked,
+                settled=protocol.settled_so_far,
+            )
+            if why == "":
+                protocol.put_control(tap.probe(number))
+            return why
+
+        why = LOOPS.take(look)
+        if why and self._closing is None:
+            self._reconnection.move_on()
+            self._leaves_because = why
+            _cut(self._connection)
+            return
+        self._look_later()
+        tapped.pump()
+
     def _on_channel_close(self, closing: asyncio.Future[Any]) -> None:
         if self._amqp.is_closed:
             # `_on_close` says why.
@@ -389,13 +428,16 @@ class Link:
             # We left it.
             return
         error = _error(closing)
+        left, self._leaves_because = self._leaves_because, ""
         stuck = self._amqp.heartbeat_timeout > 0 and self._amqp.is_connection_was_stuck
-        if stuck:
+        if left:
+            why = lost(left)
+        elif stuck:
             why = lost(f"no heartbeat came, nor anything else, at a heartbeat of {self._amqp.heartbeat_timeout} s")
         else:
             why = lost("it was closed" if error is None else words(error))
         # A loop that ends cancels aiormq's tasks; so does aiormq itself when it hears nothing.
-        self._lost(why, returns=(stuck or error is not None) and self._comes_back)
+        self._lost(why, returns=(bool(left) or stuck or error is not None) and self._comes_back)
 
     @property
     def _comes_back(self) -> bool:
@@ -436,6 +478,9 @@ class Link:
         if number is not None and tapped is not None:
             tapped.tap.detach(number)
             tapped.delay = None
+            if self._next_look is not None:
+                self._next_look.cancel()
+                self._next_look = None
         wanted = False
         # If the broker closed the channel the tap has told of it.
         if reconnects or self._protocol.channel.number is not None:

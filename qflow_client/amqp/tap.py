@@ -21,6 +21,8 @@ from qflow_client.amqp.frames import (
     CHANNEL_CLOSE,
     CHANNEL_CLOSE_OK,
     CHANNEL_FLOW,
+    CONFIRM_SELECT,
+    CONFIRM_SELECT_OK,
     CONNECTION_BLOCKED,
     CONNECTION_CLOSE,
     CONNECTION_START,
@@ -179,6 +181,10 @@ class Tap:
         self.error: FrameError | None = None
         # Why the broker closes the connection, in its words; None while it does not.
         self.closed: str | None = None
+        #: When the broker last sent anything.
+        self.heard_at = 0.0
+        # Channels on which the answer to a probe is due.
+        self._probed: set[int] = set()
         # The negotiated heartbeat interval in seconds; 0 for none.
         self.heartbeat = 0.0
         # When the library last was given anything.
@@ -243,11 +249,20 @@ class Tap:
         """The channel is closed; the library may open one of that number."""
         self._own.pop(number, None)
 
+    def probe(self, number: int) -> bytes:
+        """Make a frame for a channel that confirms, whose answer only shows that the broker is there.
+
+        It is a second ``Confirm.Select``, which changes nothing. The library does not see the answer.
+        """
+        self._probed.add(number)
+        return frame(METHOD_FRAME, number, CONFIRM_SELECT + b"\0")
+
     def _drop(self, number: int) -> None:
         channel = self._channels.pop(number, None)
         self._writers.pop(number, None)
         self._acked.pop(_ack_head(number), None)
         self._expected.pop(number, None)
+        self._probed.discard(number)
         if number in self._returns:
             # The library must not get the end of a content whose beginning it has not seen.
             self._returns[number].channel = None
@@ -288,6 +303,7 @@ class Tap:
         """
         if self.error is not None:
             raise self.error
+        self.heard_at = now
         passed: list[bytes] = []
         try:
             rest = self._take_acks(data, passed, now) if len(data) > _FEW_ACKS else data
@@ -429,6 +445,8 @@ class Tap:
             exchange, at = _short(payload, at)
             reply = int.from_bytes(payload[4:6], "big"), text, exchange, _short(payload, at)[0]
             self._returns[number] = _Returned(channel, reply)
+        elif method == CONFIRM_SELECT_OK and number in self._probed:
+            self._probed.discard(number)
         else:
             if method == CHANNEL_CLOSE:
                 code = int.from_bytes(payload[4:6], "big")

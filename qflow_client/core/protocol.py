@@ -507,6 +507,12 @@ class ProducerProtocol:
             values = message.message_id, exchange, routing_key, code, text
             reports.log(logging.WARNING, words, reports.name, *values)
 
+    @step
+    def put_control(self, frame: bytes) -> None:
+        """Have a frame of the channel written after the messages whose frames are made."""
+        self.unconfirmed.outbound.put_control(frame)
+        self.admission.unwritten += len(frame)
+
     # What the socket says.
 
     def data_to_write(self, limit: int) -> bytes:

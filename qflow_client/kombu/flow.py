@@ -26,7 +26,7 @@ __all__ = ["KOMBU", "ChannelFlow"]
 #: The settings that a connection of kombu's takes among its transport options.
 KOMBU = DropIn(
     "kombu",
-    frozenset({"connect_timeout"}),
+    frozenset({"connect_timeout", "on_blocked"}),
     dict.fromkeys(ADDRESSING, "publish() says it")
     | {
         "confirms": "confirm_publish says it",

@@ -21,6 +21,7 @@ from qflow_client.flow import FlowManager, Line
 from qflow_client.guard import Guard, is_inside
 from qflow_client.logs import write_log
 from qflow_client.receipt import Receipt
+from qflow_client.recovery import Reconnection, hosts_in_order
 from qflow_client.settings import ProducerSettings
 from qflow_client.skin import (
     BRIEF,
@@ -157,9 +158,10 @@ class Engine(BaseEngine):
             return shared
         errors = []
         # An error in the URL of any host is raised before the first is tried.
-        hosts = [parameters(url, self.settings) for url in self.settings.urls]
+        urls = hosts_in_order(self.settings)
+        hosts = [parameters(url, self.settings) for url in urls]
         for host in range(len(hosts)):
-            link = Link(hosts, host, self.protocol, self.lock, self.after)
+            link = Link(hosts, Reconnection(self.settings, urls, host), self.protocol, self.lock, self.after)
             try:
                 link.open(self.settings.connect_timeout)
                 return link

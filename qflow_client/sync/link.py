@@ -21,7 +21,7 @@ from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.errors import SettingsError
 from qflow_client.guard import Guard, serve
 from qflow_client.logs import log
-from qflow_client.recovery import Reconnection, is_final
+from qflow_client.recovery import Reconnection, Watch, is_final
 from qflow_client.redaction import shown, words_of
 from qflow_client.settings import ProducerSettings
 from qflow_client.skin import (
@@ -125,8 +125,8 @@ class Link(ChannelIO):
     The thread runs pika's own loop, so heartbeats go on whatever the application does.
 
     Args:
-        hosts: what pika is told of each of the settings' URLs, from `parameters`.
-        host: the index of that which is to be connected to.
+        hosts: what pika is told of each host's URL, from `parameters`.
+        reconnection: says which of them to connect to.
         protocol: the producer's state; everybody who touches it holds `lock`.
         lock: the lock.
         after: called on the I/O thread, without the lock, after anything that may have changed the protocol.
@@ -135,14 +135,17 @@ class Link(ChannelIO):
     def __init__(
         self,
         hosts: Sequence[pika.URLParameters],
-        host: int,
+        reconnection: Reconnection,
         protocol: ProducerProtocol,
         lock: Guard,
         after: Callable[[], None],
     ) -> None:
         self._hosts = hosts
         self._settings = protocol.settings
-        self._reconnection = Reconnection(self._settings, host)
+        self._reconnection = reconnection
+        self._watch = Watch(self._settings, reconnection.hosts)
+        # The next look of the watch; None while there is no connection.
+        self._next_look: Any = None
         self._protocol = protocol
         self._lock = lock
         self._after = after
@@ -316,11 +319,39 @@ class Link(ChannelIO):
         if not self._is_up:
             self._is_up = True
             self._reconnection.opened(now)
+            self._watch.opened(now)
+            self._look_later()
             if not self._opened.done():
                 self._opened.set_result(None)
             else:
                 log_connected_again(self._settings.name, self.url)
         self._after_io()
+        self.services.pump()
+
+    def _look_later(self) -> None:
+        if self._watch.period is not None:
+            self._next_look = self.services.call_later(self._watch.period, self._look_at_broker)
+
+    def _look_at_broker(self) -> None:
+        """Leave the connection if the broker is silent, or blocks it for too long."""
+        protocol, tap = self._protocol, self._tap
+        with self._lock:
+            number = protocol.channel.number
+            why = self._watch.look(
+                time.monotonic(),
+                heard_at=tap.heard_at,
+                is_due=number is not None and protocol.in_flight > 0,
+                is_blocked=tap.is_blocked,
+                settled=protocol.settled_so_far,
+            )
+            if why == "" and number is not None:
+                protocol.put_control(tap.probe(number))
+        if why:
+            self._reconnection.move_on()
+            self._cut_for = why, False
+            self._cut()
+            return
+        self._look_later()
         self.services.pump()
 
     def _on_channel_close(self, _channel: Any, reason: BaseException) -> None:
@@ -376,6 +407,7 @@ class Link(ChannelIO):
         self._connection = None
         self._is_open = False
         self._forget_next()
+        self._end_looks()
         if self._cut_for is not None:
             (why, final), self._cut_for = self._cut_for, None
         if self._not_opened(why):
@@ -402,6 +434,11 @@ class Link(ChannelIO):
         if self._next is not None:
             self._next.cancel()
             self._next = None
+
+    def _end_looks(self) -> None:
+        if self._next_look is not None:
+            self._next_look.cancel()
+            self._next_look = None
 
     def _close(self) -> None:
         connection = self._connection

@@ -80,6 +80,18 @@ def test_j7_what_waits_is_not_admitted_while_flowed_and_leaves_after_what_was_ad
     assert wire(written + drain(protocol)).short == [False, True, b"admitted", b"waits 1", b"waits 2"]
 
 
+def test_E15_a_probe_is_written_also_while_the_channel_is_flowed_and_never_within_a_message() -> None:
+    protocol = make()
+    send(protocol)
+    size = protocol.unwritten
+    write(protocol, size - 1)
+    protocol.hold("connection_blocked", 0.0)
+    protocol.put_control(b"probe")
+    assert protocol.unwritten == 6
+    assert drain(protocol) == b"\xceprobe"
+    assert protocol.unwritten == 0
+
+
 def test_j7_every_flow_is_answered_even_if_it_says_nothing_new() -> None:
     protocol = make()
     send(protocol, b"x")

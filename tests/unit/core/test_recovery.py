@@ -5,16 +5,14 @@ from __future__ import annotations
 import pytest
 
 from qflow_client import ProducerSettings
-from qflow_client.recovery import Backoff, Reconnection, is_final, retries
+from qflow_client.recovery import Backoff, Reconnection, Watch, hosts_in_order, is_final, retries
 
 HOSTS = ["amqp://u:secret@one/", "amqp://u:secret@two/"]
 
 
 def reconnection(host: int = 0, **settings: object) -> Reconnection:
-    return Reconnection(
-        ProducerSettings(**({"url": HOSTS, "reconnect_jitter": 0, "reconnect_delay": 1} | settings)),  # type: ignore[arg-type]
-        host,
-    )
+    given = ProducerSettings(**({"url": HOSTS, "reconnect_jitter": 0, "reconnect_delay": 1} | settings))  # type: ignore[arg-type]
+    return Reconnection(given, given.urls, host)
 
 
 def test_pauses_double_up_to_the_longest() -> None:
@@ -123,3 +121,92 @@ def test_refusals_are_retried_unless_the_settings_say_otherwise_or_nothing_is_co
     assert [pauses.pause(0.0) for _ in range(3)] == [2.0, 3.0, 3.0]
     assert retries(ProducerSettings(on_refused="fail")) is None  # type: ignore[arg-type]
     assert retries(ProducerSettings(confirms=False)) is None
+
+
+# Which hosts, and when to leave one (E15).
+
+
+def watch(hosts: int = 2, **settings: object) -> Watch:
+    made = Watch(ProducerSettings(**settings), hosts)  # type: ignore[arg-type]
+    made.opened(100.0)
+    return made
+
+
+def look(
+    watch: Watch, now: float, *, heard_at: float = 100.0, due: bool = True, blocked: bool = False, settled: int = 0
+) -> str | None:
+    return watch.look(now, heard_at=heard_at, is_due=due, is_blocked=blocked, settled=settled)
+
+
+def test_E15_shuffled_hosts_are_the_same_hosts_in_an_order_of_the_producer_s_own() -> None:
+    hosts = [f"amqp://host{number}/" for number in range(20)]
+    assert hosts_in_order(ProducerSettings(url=hosts)) == tuple(hosts)
+    orders = {hosts_in_order(ProducerSettings(url=hosts, host_order="shuffled")) for _ in range(5)}  # type: ignore[arg-type]
+    assert len(orders) > 1
+    assert all(sorted(order) == sorted(hosts) for order in orders)
+
+
+def test_E15_a_host_that_is_left_is_tried_after_the_next_one() -> None:
+    tries = reconnection()
+    tries.move_on()
+    assert (tries.host, tries.host_url) == (1, HOSTS[1])
+    tries.lost("silent", 1.0)
+    tries.failed("refused", False, 1.0)
+    assert tries.host == 0
+
+
+def test_E15_a_broker_that_owes_confirms_gets_a_probe_and_is_left_if_it_stays_silent() -> None:
+    one = watch(hosts=1, liveness=8.0)
+    assert one.period == 1.0
+    assert [look(one, now) for now in (107.9, 108.0, 111.9)] == [None, "", None]
+    assert look(one, 112.0) == "the broker has sent nothing for 12 s, although confirms are due and a probe was sent"
+
+
+def test_E15_any_answer_and_any_time_in_which_nothing_is_due_begin_the_silence_anew() -> None:
+    one = watch(liveness=8.0)
+    assert look(one, 108.0) == ""
+    # The answer to the probe.
+    assert look(one, 109.0, heard_at=108.5) is None
+    assert look(one, 117.0, heard_at=108.5) == ""
+    assert look(one, 118.0, heard_at=108.5, due=False) is None
+    assert look(one, 125.9, heard_at=108.5) is None
+    assert look(one, 126.0, heard_at=108.5) == ""
+
+
+def test_E15_a_broker_that_blocks_the_connection_may_be_silent() -> None:
+    one = watch(liveness=8.0)
+    assert one.period == 1.0
+    assert look(one, 108.0) == ""
+    assert [look(one, now, blocked=True) for now in (112.0, 500.0)] == [None, None]
+    assert [look(one, now) for now in (507.0, 508.0)] == [None, ""]
+
+
+def test_E15_a_connection_that_stays_blocked_is_left_and_ever_later_if_all_hosts_are_blocked() -> None:
+    hosts = watch(hosts=3, on_blocked="failover", failover_delay=4.0)
+    now, left = 100.0, []
+    for _ in range(7):
+        hosts.opened(now)
+        began = now
+        while look(hosts, now, blocked=True) is None:
+            now += hosts.period or 0
+        left.append(now - began)
+    assert left == [4.0, 4.0, 8.0, 8.0, 16.0, 16.0, 32.0]
+    # A host that takes messages ends that.
+    hosts.opened(now)
+    assert look(hosts, now, settled=1) is None
+    assert look(hosts, now + 1.0, blocked=True, settled=1) is None
+    words = "the broker has blocked the connection for 4 s, and there are other hosts"
+    assert look(hosts, now + 5.0, blocked=True, settled=1) == words
+
+
+@pytest.mark.parametrize(
+    ("hosts", "settings"), [(1, {"on_blocked": "failover"}), (2, {})], ids=["one host", "on_blocked='wait'"]
+)
+def test_E15_without_another_host_or_the_setting_a_blocked_connection_is_kept(
+    hosts: int, settings: dict[str, object]
+) -> None:
+    one = watch(hosts, **settings)
+    assert one.period is None
+    assert look(one, 1e6, blocked=True) is None
+    assert look(one, 2e6, blocked=True) is None
+    assert look(one, 3e6) is None

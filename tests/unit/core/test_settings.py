@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from qflow_client import (
+    HostOrder,
+    OnBlocked,
     OnDisconnect,
     OnOutboxFull,
     OnRefused,
@@ -54,6 +56,10 @@ TEXTS: list[tuple[str, str, Any]] = [
     ("reconnect_delay", "0.5", 0.5),
     ("reconnect_delay_max", "60", 60.0),
     ("reconnect_jitter", "0.25", 0.25),
+    ("host_order", "shuffled", HostOrder.SHUFFLED),
+    ("on_blocked", "failover", OnBlocked.FAILOVER),
+    ("failover_delay", "2.5", 2.5),
+    ("liveness", "2", 2.0),
     ("on_refused", "fail", OnRefused.FAIL),
     ("retry_for", "5.5", 5.5),
     ("delivery_timeout", "120", 120.0),
@@ -166,6 +172,11 @@ def test_the_capacity_may_be_left_to_the_producer(text: str) -> None:
 def test_it_may_not_without_confirms() -> None:
     with pytest.raises(SettingsError, match=r"capacity='auto' with confirms=False: .* give a number"):
         ProducerSettings(capacity="auto", confirms=False)
+
+
+def test_E15_liveness_without_confirms_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"liveness=2\.0 with confirms=False: .* leave liveness out"):
+        ProducerSettings(confirms=False, liveness=2.0)
 
 
 def test_mandatory_without_message_ids_is_refused_wherever_they_come_from() -> None:

@@ -290,6 +290,17 @@ def test_blocked_without_a_reason_blocks_all_the_same() -> None:
     assert tap.is_blocked
 
 
+def test_E15_the_library_does_not_see_the_answer_to_a_probe() -> None:
+    tap, channel = attached()
+    answer = encode(pamqp.commands.Confirm.SelectOk())
+    assert tap.received(answer, 1.0) == answer
+    assert tap.probe(1) == encode(pamqp.commands.Confirm.Select(nowait=False))
+    assert tap.received(answer, 2.0) == b""
+    assert tap.heard_at == 2.0
+    assert tap.received(answer, 3.0) == answer
+    assert channel.told == []
+
+
 def test_a_channel_that_comes_to_a_blocked_connection_is_told() -> None:
     tap = Tap()
     tap.received(encode(Connection.Blocked("low on disk"), 0), 0.0)

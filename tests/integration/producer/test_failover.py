@@ -1,0 +1,87 @@
+"""With several hosts a producer leaves one that is blocked or silent, and takes what is unsettled along (E15)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from qflow_client import HoldKind, Producer
+from qflow_client.amqp.tap import Tap
+from qflow_client.broker import Broker
+from qflow_client.testing.proxy import FaultProxy
+
+from .test_recovery import marked
+from .tools import PATIENCE, Flows, bodies, eventually, wait_held
+
+FAST = {"reconnect_delay": 0.02, "liveness": 0.2}
+
+
+@pytest.fixture
+def other() -> Iterator[Broker]:
+    with Broker() as broker:
+        broker.declare_queue("q")
+        yield broker
+
+
+def test_E15_a_blocked_host_is_left_with_what_is_unsettled_in_order_and_marked(
+    make_producer: Callable[..., Producer], broker: Broker, other: Broker
+) -> None:
+    producer = make_producer([broker.url, other.url], on_blocked="failover", failover_delay=0.1)
+    producer.send(b"0").result(PATIENCE)
+    broker.withhold_confirms()
+    receipts = [producer.send(b"1"), producer.send(b"2")]
+    broker.wait_until(lambda b: b.queue("q").depth == 3)
+    broker.block("memory")
+    for receipt in receipts:
+        receipt.result(PATIENCE)
+    producer.send(b"3", timeout=PATIENCE).result(PATIENCE)
+    assert bodies(other) == [b"1", b"2", b"3"]
+    assert marked(other) == [True, True, False]
+
+
+@pytest.mark.parametrize("settings", [{}, {"on_blocked": "failover", "failover_delay": 0.01}], ids=["wait", "one host"])
+def test_E15_a_producer_stays_on_a_blocked_host_unless_there_is_another_to_go_to(
+    make_producer: Callable[..., Producer], broker: Broker, settings: dict[str, object]
+) -> None:
+    producer = make_producer(broker.url, **settings)
+    flows = Flows()
+    producer.on_flow(flows, kinds=["disconnected"])
+    broker.block("memory")
+    wait_held(producer, HoldKind.CONNECTION_BLOCKED)
+    broker.unblock()
+    producer.send(b"1", timeout=PATIENCE).result(PATIENCE)
+    assert flows.events == []
+
+
+def test_E15_a_host_that_owes_confirms_and_is_silent_is_left(
+    make_producer: Callable[..., Producer], broker: Broker, other: Broker
+) -> None:
+    with FaultProxy(broker.url) as proxy:
+        producer = make_producer([proxy.url, other.url], **FAST)
+        producer.send(b"0").result(PATIENCE)
+        proxy.stall()
+        producer.send(b"1").result(PATIENCE)
+    assert bodies(other) == [b"1"]
+    assert marked(other) == [True]
+
+
+def test_E15_a_host_that_only_confirms_late_answers_the_probe_and_is_not_left(
+    make_producer: Callable[..., Producer], broker: Broker, other: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probes: list[bytes] = []
+    make_probe = Tap.probe
+
+    def probe(tap: Tap, number: int) -> bytes:
+        probes.append(make_probe(tap, number))
+        return probes[-1]
+
+    monkeypatch.setattr(Tap, "probe", probe)
+    producer = make_producer([broker.url, other.url], **FAST)
+    broker.withhold_confirms()
+    receipt = producer.send(b"1")
+    eventually(lambda: len(probes) >= 3)
+    assert not receipt.done
+    broker.release_confirms()
+    receipt.result(PATIENCE)
+    assert bodies(broker) == [b"1"]
