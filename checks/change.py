@@ -43,6 +43,7 @@ _PACKAGES: Final = {
     "node": "nodejs",
     "npm": "npm",
     "chromium": "chromium",
+    "initdb": "postgresql",
 }
 
 _CHECK_AUDIT: Final = """
@@ -85,7 +86,9 @@ def find_python(version: str) -> str | None:
 
 def missing_packages() -> list[str]:
     """Return the Debian packages whose commands are not there."""
-    path = f"{os.environ.get('PATH', '')}:/usr/sbin"
+    # Debian keeps the programs of a PostgreSQL server out of the path.
+    folders = [os.environ.get("PATH", ""), "/usr/sbin", *map(str, Path("/usr/lib/postgresql").glob("*/bin"))]
+    path = os.pathsep.join(folders)
     return [
         package
         for command, package in _PACKAGES.items()
@@ -184,6 +187,13 @@ def stages(folder: Path) -> Iterator[Stage]:
     )
     yield Stage("kills", f"{python} -m benchmarks.kills --folder {folder}", BROKERS, ("interop",))
     yield Stage("spark", f"{beside} -e spark", BROKERS, ("beside", "machine"))
+    yield Stage(
+        "relay",
+        f"{beside} -e relay",
+        BROKERS,
+        ("beside", "machine"),
+        environment={"QFLOW_REQUIRE_POSTGRES": "1"},
+    )
     yield Stage("browser", f"{beside} -e browser", BROKERS, ("beside", "machine"))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 PAGE = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
 LISTED = set(re.findall(r"^::: ([\w.]+)$", PAGE, re.MULTILINE))
-PACKAGES = ("qflow_client", "qflow_client.flow", "qflow_client.broker")
+PACKAGES = ("qflow_client", "qflow_client.flow", "qflow_client.broker", "qflow_client.sqlalchemy")
 
 
 def is_listed(found: object, name: str) -> bool:

@@ -24,6 +24,7 @@ PAGES = [
         ROOT / "docs" / "concepts.md",
         ROOT / "docs" / "broker.md",
         ROOT / "docs" / "reliability.md",
+        ROOT / "docs" / "outbox-database.md",
         ROOT / "docs" / "migrate-pika.md",
         ROOT / "docs" / "dialects.md",
     )

@@ -1,0 +1,12 @@
+"""The outbox in the application's own database: published if the transaction commits, and only then (E14).
+
+`Outbox.add` writes a message into a table in the caller's transaction. `OutboxRelay` publishes what is committed, in a
+thread of the application or as ``qflow relay``. It needs the extra ``sqlalchemy``.
+"""
+
+from __future__ import annotations
+
+from qflow_client.sqlalchemy.outbox import FailedRow, Outbox, OutboxStatus
+from qflow_client.sqlalchemy.relay import OutboxRelay, RelayCounts, RelayError
+
+__all__ = ["FailedRow", "Outbox", "OutboxRelay", "OutboxStatus", "RelayCounts", "RelayError"]

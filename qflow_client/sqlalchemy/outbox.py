@@ -1,0 +1,344 @@
+"""`Outbox`: what the application uses of an outbox in its own database.
+
+A message is encoded when it is added, under a message id that is given then. So nothing that the application changes
+later changes what is published (E3), and every try to publish it bears the same id.
+"""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Awaitable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, overload
+
+from sqlalchemy import Connection, Insert, MetaData, delete, func, insert, select, text
+from sqlalchemy.exc import InvalidRequestError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+from sqlalchemy.orm import Session
+
+from qflow_client.amqp.fields import encode_short_string
+from qflow_client.amqp.frames import FrameError, content_header
+from qflow_client.message import Message, RoutedMessage, as_body, decode_message
+from qflow_client.sqlalchemy.tables import PARTITIONS, Tables, partition_of
+
+__all__ = ["FailedRow", "Outbox", "OutboxStatus"]
+
+
+@dataclass(frozen=True, slots=True)
+class OutboxStatus:
+    """What is in an outbox at one moment.
+
+    Attributes:
+        depth: rows that wait.
+        oldest_age: seconds since the oldest of them was added; 0 if there is none.
+        failed: rows that are set aside.
+        relayed: rows that the broker has confirmed so far.
+        relays: relays that work now, on PostgreSQL; ``None`` where the database does not know.
+    """
+
+    depth: int
+    oldest_age: float
+    failed: int
+    relayed: int
+    relays: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class FailedRow:
+    """A message that was set aside, because the broker will not take it.
+
+    Attributes:
+        id: its number in the outbox.
+        message: the message, and where it was to go; ``None`` if it is damaged.
+        ordering_key: with which it was added.
+        reply: why: the broker's words.
+        failed_at: when it was set aside.
+    """
+
+    id: int
+    message: RoutedMessage | None
+    ordering_key: str | None
+    reply: str
+    failed_at: datetime
+
+
+class Outbox:
+    """The tables of an outbox in the application's database, and the way into it.
+
+    ``metadata.create_all()`` makes the tables, or an Alembic migration that ``--autogenerate`` writes. There are no
+    triggers and no functions.
+
+    Args:
+        metadata: the application's, which gets the tables; ``None`` for one of its own.
+        name: of the table; two others are called ``<name>_failed`` and ``<name>_relay``.
+        schema: that the tables are in; ``None`` for the connection's own.
+        notify: wake the relays with ``NOTIFY`` on PostgreSQL. PostgreSQL lets only one notifying transaction of a
+            database commit at a time; with ``False`` relays find rows at their next poll.
+    """
+
+    def __init__(
+        self,
+        metadata: MetaData | None = None,
+        *,
+        name: str = "qflow_outbox",
+        schema: str | None = None,
+        notify: bool = True,
+    ) -> None:
+        #: Where the tables are defined.
+        self.metadata = MetaData() if metadata is None else metadata
+        #: The three tables.
+        self.tables = Tables(self.metadata, name, schema)
+        self._notify = notify
+
+    @overload
+    def add(
+        self,
+        session: Session | Connection,
+        message: bytes | str | Message,
+        *,
+        exchange: str | None = None,
+        routing_key: str | None = None,
+        ordering_key: str | None = None,
+    ) -> str: ...
+
+    @overload
+    def add(
+        self,
+        session: AsyncSession | AsyncConnection,
+        message: bytes | str | Message,
+        *,
+        exchange: str | None = None,
+        routing_key: str | None = None,
+        ordering_key: str | None = None,
+    ) -> Awaitable[str]: ...
+
+    def add(
+        self,
+        session: Session | Connection | AsyncSession | AsyncConnection,
+        message: bytes | str | Message,
+        *,
+        exchange: str | None = None,
+        routing_key: str | None = None,
+        ordering_key: str | None = None,
+    ) -> str | Awaitable[str]:
+        """Add a message in the caller's transaction: published if that commits, and only then.
+
+        Args:
+            session: the caller's; with an asynchronous one, await the result.
+            message: the body, or a `Message` with properties.
+            exchange: where to publish. Unless given, it is that of a `RoutedMessage`, and otherwise ``""``.
+            routing_key: with which key; likewise.
+            ordering_key: messages with the same key are published in the order in which they were added, by
+                transactions that wait for each other. ``None`` for a message that has no place in any order.
+
+        Returns:
+            The message id: the message's own, or a new one.
+
+        Raises:
+            TypeError: the message is of another type.
+            ValueError: AMQP cannot carry it.
+        """
+        values, message_id = self._values(message, exchange, routing_key, ordering_key)
+        if isinstance(session, (AsyncSession, AsyncConnection)):
+            return self._execute(session, values, message_id)
+        session.execute(self._insert(_dialect(session)), values)
+        return message_id
+
+    @overload
+    def add_many(
+        self,
+        session: Session | Connection,
+        messages: Iterable[bytes | str | Message],
+        *,
+        exchange: str | None = None,
+        routing_key: str | None = None,
+        ordering_key: str | None = None,
+    ) -> list[str]: ...
+
+    @overload
+    def add_many(
+        self,
+        session: AsyncSession | AsyncConnection,
+        messages: Iterable[bytes | str | Message],
+        *,
+        exchange: str | None = None,
+        routing_key: str | None = None,
+        ordering_key: str | None = None,
+    ) -> Awaitable[list[str]]: ...
+
+    def add_many(
+        self,
+        session: Session | Connection | AsyncSession | AsyncConnection,
+        messages: Iterable[bytes | str | Message],
+        *,
+        exchange: str | None = None,
+        routing_key: str | None = None,
+        ordering_key: str | None = None,
+    ) -> list[str] | Awaitable[list[str]]:
+        """`add` every message, in order, with few statements.
+
+        Args:
+            session: as for `add`.
+            messages: as for `add`.
+            exchange: as for `add`.
+            routing_key: as for `add`.
+            ordering_key: as for `add`.
+
+        Returns:
+            The message ids.
+
+        Raises:
+            TypeError, ValueError: as `add`; none is added.
+        """
+        made = [self._values(message, exchange, routing_key, ordering_key) for message in messages]
+        rows, ids = [values for values, _ in made], [message_id for _, message_id in made]
+        if isinstance(session, (AsyncSession, AsyncConnection)):
+            return self._execute(session, rows, ids)
+        if rows:
+            session.execute(self._insert(_dialect(session)), rows)
+        return ids
+
+    async def _execute(self, session: AsyncSession | AsyncConnection, values: Any, result: Any) -> Any:
+        if values:
+            await session.execute(self._insert(_dialect(session)), values)
+        return result
+
+    def _insert(self, dialect: str) -> Insert:
+        statement = insert(self.tables.rows)
+        if dialect == "postgresql" and self._notify:
+            # In the same statement: no round trip more, and no trigger. It is sent with the commit, once.
+            # Rows get their ids in the order in which they are given.
+            woken = func.pg_notify(self.tables.channel, "")
+            return statement.returning(woken, sort_by_parameter_order=True)
+        return statement
+
+    def _values(
+        self, given: bytes | str | Message, exchange: str | None, routing_key: str | None, ordering_key: str | None
+    ) -> tuple[dict[str, Any], str]:
+        message = given if isinstance(given, Message) else Message(as_body(given))
+        if isinstance(message, RoutedMessage):
+            exchange = message.exchange if exchange is None else exchange
+            routing_key = message.routing_key if routing_key is None else routing_key
+        exchange, routing_key = exchange or "", routing_key or ""
+        encode_short_string(exchange, "exchange")
+        encode_short_string(routing_key, "routing_key")
+        message_id = message.message_id or uuid.uuid4().hex
+        header = content_header(message, encode_short_string(message_id, "message_id"))
+        values = {
+            "partition": random.randrange(PARTITIONS) if ordering_key is None else partition_of(ordering_key),
+            "ordering_key": ordering_key,
+            "exchange": exchange,
+            "routing_key": routing_key,
+            "properties": header,
+            "body": message.body,
+        }
+        return values, message_id
+
+    # For people.
+
+    def status(self, connection: Connection | Session) -> OutboxStatus:
+        """Count what is in the outbox.
+
+        Args:
+            connection: to its database.
+        """
+        rows, failed, relay = self.tables.rows, self.tables.failed, self.tables.relay
+        depth = connection.execute(select(func.count()).select_from(rows)).scalar_one()
+        oldest = connection.execute(select(rows.c.created_at).order_by(rows.c.id).limit(1)).scalar()
+        relays = None
+        if _dialect(connection) == "postgresql":
+            locks = (
+                "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND objsubid = 2 AND granted"
+                " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+                " AND classid = :class AND objid = :member"
+            )
+            given = {"class": self.tables.lock_class % (1 << 32), "member": PARTITIONS}
+            relays = connection.execute(text(locks), given).scalar_one()
+        return OutboxStatus(
+            depth=depth,
+            oldest_age=0.0 if oldest is None else max(0.0, (datetime.now(UTC) - _aware(oldest)).total_seconds()),
+            failed=connection.execute(select(func.count()).select_from(failed)).scalar_one(),
+            relayed=int(connection.execute(select(func.coalesce(func.sum(relay.c.relayed), 0))).scalar_one()),
+            relays=relays,
+        )
+
+    def failed(self, connection: Connection | Session, *, after: int = 0, limit: int = 100) -> list[FailedRow]:
+        """Return messages that were set aside, the oldest first.
+
+        Args:
+            connection: to the outbox's database.
+            after: the `FailedRow.id` to begin behind.
+            limit: the most to return.
+        """
+        table = self.tables.failed
+        found = connection.execute(select(table).where(table.c.id > after).order_by(table.c.id).limit(limit))
+        return [
+            FailedRow(
+                id=row.id,
+                message=_message_of(row),
+                ordering_key=row.ordering_key,
+                reply=row.reply,
+                failed_at=_aware(row.failed_at),
+            )
+            for row in found
+        ]
+
+    def retry(self, connection: Connection | Session, ids: Sequence[int] | None = None) -> int:
+        """Put messages that were set aside back into the outbox, at its end, in the caller's transaction.
+
+        Args:
+            connection: to the outbox's database.
+            ids: `FailedRow.id` of each; ``None`` for all.
+
+        Returns:
+            How many there were.
+        """
+        failed = self.tables.failed
+        names = ("partition", "ordering_key", "exchange", "routing_key", "properties", "body")
+        query = select(*(failed.c[name] for name in (*names, "id"))).order_by(failed.c.id).with_for_update()
+        if ids is not None:
+            query = query.where(failed.c.id.in_(ids))
+        found = connection.execute(query).all()
+        if not found:
+            return 0
+        connection.execute(delete(failed).where(failed.c.id.in_([row.id for row in found])))
+        statement = self._insert(_dialect(connection))
+        connection.execute(statement, [{name: getattr(row, name) for name in names} for row in found])
+        return len(found)
+
+    def forget(self, connection: Connection | Session, ids: Sequence[int]) -> int:
+        """Delete messages that were set aside, for good, in the caller's transaction.
+
+        Args:
+            connection: to the outbox's database.
+            ids: `FailedRow.id` of each.
+
+        Returns:
+            How many there were.
+        """
+        failed = self.tables.failed
+        gone: Any = connection.execute(delete(failed).where(failed.c.id.in_(ids)))
+        return int(gone.rowcount)
+
+
+def _message_of(row: Any) -> RoutedMessage | None:
+    try:
+        return RoutedMessage.copy_of(decode_message(row.properties, row.body), row.exchange, row.routing_key)
+    except FrameError:
+        return None
+
+
+def _dialect(session: Any) -> str:
+    """Return the name of the database that a session or connection is for."""
+    if isinstance(session, (Session, AsyncSession)):
+        return str(session.get_bind().dialect.name)
+    if hasattr(session, "dialect"):
+        return str(session.dialect.name)
+    raise InvalidRequestError(f"{type(session).__name__} is neither a session nor a connection of SQLAlchemy")
+
+
+def _aware(at: datetime) -> datetime:
+    # SQLite's have no zone, and are in UTC.
+    return at if at.tzinfo is not None else at.replace(tzinfo=UTC)

@@ -1,0 +1,333 @@
+"""A relay's session with PostgreSQL: which partitions it has, which rows it reads, and what it writes.
+
+**Partitions.** Each relay holds a shared advisory lock as its membership, and an exclusive one for each partition that
+it works on. Members are ordered by the number of their server process; partition ``p`` is for member ``p mod count``.
+A relay gives up what is another's and takes what is its own. While two relays see different members, a partition may
+have no relay for a moment; it never has two.
+
+The locks belong to the session, so they end with it: at once if the relay is killed, and after the lease if it is
+suspended, or cut off from the database. The server itself keeps that time (``idle_session_timeout``), so no clocks are
+compared, and a dead relay leaves nothing to be cleaned up.
+
+**Reading.** A number in ``id`` is given before its transaction commits, so rows become visible in another order than
+that of their ids, and a reader that remembers the last id loses rows. Rows are therefore read in *sweeps*. A sweep is
+bound to a snapshot. It reads, in the order of ids, the rows that are visible in its snapshot and were not visible in
+that of the sweep before. A row is new to a snapshot if its transaction (the column ``xid``) began after the earlier
+snapshot, or was in progress in it; both are short ranges of an index. It follows:
+
+- Each row is in exactly one sweep, whenever its transaction commits. One that commits late is in a later sweep.
+- If a transaction adds a row after another has committed, no sweep reads the second row before the first: a snapshot
+  that shows the second shows the first, and inside a sweep ids decide. This is the order that an application can know.
+- A transaction that stays open holds up nothing but its own rows. Rows that were deleted and cannot be vacuumed because
+  of it are not visited again, because a page begins behind the last one.
+
+The first sweep of a session is *full*: there is no earlier snapshot. Another one is made once a minute, which costs one
+look at the table, and finds whatever this arithmetic cannot know, such as rows that were restored from a backup.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from sqlalchemy import Engine, text
+
+from qflow_client.sqlalchemy.sessions import Aside, RelayError, Row
+from qflow_client.sqlalchemy.tables import PARTITIONS, Tables
+
+__all__ = ["PostgresqlSession"]
+
+# Seconds between two full sweeps, of a relay that has nothing else to read.
+_FULL_PERIOD = 60.0
+# No transaction is in progress. A driver may not know the type of an empty list.
+_NONE = [-1]
+
+_monotonic = time.monotonic
+
+
+class PostgresqlSession:
+    """One session.
+
+    Args:
+        engine: of SQLAlchemy, with the driver psycopg.
+        tables: the outbox's.
+        lease: seconds without a word of the relay after which the server ends the session.
+
+    Raises:
+        RelayError: the driver or the server is not fit for it.
+        sqlalchemy.exc.SQLAlchemyError: the database cannot be reached.
+    """
+
+    #: Whether a commit wakes `wait`.
+    is_notified = True
+
+    def __init__(self, engine: Engine, tables: Tables, lease: float) -> None:
+        if engine.dialect.driver != "psycopg":
+            raise RelayError(
+                f"a relay needs the driver psycopg for PostgreSQL, not {engine.dialect.driver}: "
+                'use create_engine("postgresql+psycopg://…")'
+            )
+        self._tables = tables
+        self._class = tables.lock_class
+        quote = engine.dialect.identifier_preparer.format_table
+        self._rows, self._failed, self._relay = quote(tables.rows), quote(tables.failed), quote(tables.relay)
+        self._mine: list[int] = []
+        # Whether the sweep reads what an earlier session, or this one before a failure, may have sent.
+        self.is_full = True
+        self._in_sweep = False
+        # The snapshot of the sweep, and of the one before: the first number that was not given to any transaction yet,
+        # and the transactions that were in progress.
+        self._xmax, self._xip = 0, _NONE
+        self._before = 0, _NONE
+        self._last = 0
+        self._next_full = 0.0
+        # Whether the application has committed since `wait` returned.
+        self._is_noticed = False
+        self._connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+        self._driver: Any = self._connection.connection.driver_connection
+        # It is never given back to the pool: it has locks and settings of its own.
+        self._connection.detach()
+        try:
+            self._set_up(lease)
+        except BaseException:
+            self.close()
+            raise
+
+    def _set_up(self, lease: float) -> None:
+        if self._driver.info.server_version < 140000:
+            raise RelayError("a relay needs PostgreSQL 14 or later, which ends sessions that are idle too long")
+        milliseconds = max(1, round(lease * 1000))
+        for setting in (
+            f"idle_session_timeout = {milliseconds}",
+            f"statement_timeout = {milliseconds}",
+            # The statistics of a table that was empty a moment ago must not decide.
+            "plan_cache_mode = force_custom_plan",
+            "enable_seqscan = off",
+            "synchronous_commit = on",
+        ):
+            self._run(f"SET {setting}")
+        if self._driver.info.host and not self._driver.info.host.startswith("/"):
+            self._set_socket(milliseconds)
+        # Those that come with the answer to a statement are given to the handler, and to nobody else.
+        self._driver.add_notify_handler(self._notice)
+        self._run(f"LISTEN {self._tables.channel}")
+        self._run(
+            f"INSERT INTO {self._relay} (partition, permitted, relayed)"
+            f" SELECT partition, 0, 0 FROM generate_series(0, {PARTITIONS - 1}) partition ON CONFLICT DO NOTHING"
+        )
+
+    def _set_socket(self, milliseconds: int) -> None:
+        """Have a connection that nobody answers end within the lease."""
+        seconds = max(1, milliseconds // 3000)
+        with socket.socket(fileno=socket.dup(self._driver.fileno())) as copy:
+            copy.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in (
+                ("TCP_USER_TIMEOUT", milliseconds),
+                ("TCP_KEEPIDLE", seconds),
+                ("TCP_KEEPINTVL", seconds),
+                ("TCP_KEEPCNT", 3),
+            ):
+                if hasattr(socket, name):
+                    copy.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def _run(self, statement: str, **given: Any) -> Any:
+        return self._connection.execute(text(statement), given)
+
+    def _rows_of(self, statement: str, **given: Any) -> Sequence[Any]:
+        return self._run(statement, **given).all()  # type: ignore[no-any-return]
+
+    # Partitions.
+
+    def join(self) -> None:
+        """Become a member, to which partitions are due."""
+        self._run("SELECT pg_advisory_lock_shared(:class, :member)", **{"class": self._class, "member": PARTITIONS})
+
+    def due(self) -> set[int]:
+        """Return the partitions that are this relay's by the members that there are."""
+        found = self._rows_of(
+            "SELECT pid, pid = pg_backend_pid(), objid::int FROM pg_locks"
+            " WHERE locktype = 'advisory' AND objsubid = 2 AND granted AND classid = :class"
+            " AND database = (SELECT oid FROM pg_database WHERE datname = current_database()) ORDER BY pid",
+            **{"class": self._class % (1 << 32)},
+        )
+        members = [is_me for _, is_me, number in found if number == PARTITIONS]
+        held = {number for _, is_me, number in found if is_me and number < PARTITIONS}
+        if members.count(True) != 1 or not held >= set(self._mine):
+            raise RelayError(
+                "the database session has lost its locks; a relay needs a connection of its own, and none through a "
+                "pooler that divides sessions, such as PgBouncer with pool_mode=transaction"
+            )
+        mine = members.index(True)
+        return {partition for partition in range(PARTITIONS) if partition % len(members) == mine}
+
+    def take(self, partitions: Iterable[int]) -> dict[int, int]:
+        """Take those partitions that no other relay has.
+
+        Returns:
+            Up to which row each partition's messages may have been sent.
+        """
+        taken = {}
+        for partition in sorted(partitions):
+            given = {"class": self._class, "partition": partition}
+            if self._run("SELECT pg_try_advisory_lock(:class, :partition)", **given).scalar_one():
+                self._mine.append(partition)
+                query = f"SELECT permitted FROM {self._relay} WHERE partition = :partition"
+                taken[partition] = int(self._run(query, partition=partition).scalar_one())
+        return taken
+
+    def give_up(self, partitions: Iterable[int]) -> None:
+        """Give up partitions of which everything that was sent is confirmed and deleted."""
+        for partition in partitions:
+            self._run(f"UPDATE {self._relay} SET permitted = 0 WHERE partition = :partition", partition=partition)
+            self._mine.remove(partition)
+            given = {"class": self._class, "partition": partition}
+            self._run("SELECT pg_advisory_unlock(:class, :partition)", **given)
+
+    # Reading.
+
+    def start_over(self) -> None:
+        """Read from the beginning. Nothing that was read may be unsettled."""
+        self._in_sweep = False
+        self._before = 0, _NONE
+        self._next_full = 0.0
+
+    def is_full_due(self) -> bool:
+        """Return True if the next sweep should be a full one, for which nothing may be unsettled."""
+        return not self._in_sweep and _monotonic() >= self._next_full > 0
+
+    def read(self, limit: int) -> list[Row]:
+        """Return the next rows, of one sweep; fewer than `limit` if it ends with them."""
+        if not self._mine or (not self._in_sweep and not self._begin()):
+            return []
+        xmax, xip = self._before
+        found = self._rows_of(
+            f"SELECT id, partition, exchange, routing_key, properties, body FROM {self._rows}"
+            " WHERE id > :last AND xid < :xmax AND xid <> ALL(:xip)"
+            " AND (xid >= :before_xmax OR xid = ANY(:before_xip))"
+            " AND partition = ANY(CAST(:mine AS int[])) ORDER BY id LIMIT :limit",
+            last=self._last,
+            xmax=self._xmax,
+            xip=self._xip,
+            before_xmax=xmax,
+            before_xip=xip,
+            mine=self._mine,
+            limit=limit,
+        )
+        if len(found) < limit:
+            self._in_sweep = False
+            self._before = self._xmax, self._xip
+        if found:
+            self._last = found[-1][0]
+        return [Row(*row) for row in found]
+
+    def _begin(self) -> bool:
+        """Begin a sweep. Return False if there is nothing new."""
+        xmax, xip = self._before
+        self.is_full = xmax == 0
+        if self.is_full:
+            self._next_full = _monotonic() + _FULL_PERIOD
+            # Restored rows have the transactions of another server. What is visible in a snapshot began before it.
+            self._run(
+                f"UPDATE {self._rows} SET xid = 0"
+                " WHERE xid >= (SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint)"
+            )
+        # First of all, the rows are found by the index on xid. With ORDER BY id, the planner might prefer to go through
+        # all ids, and those of rows that were deleted.
+        found = self._rows_of(
+            f"WITH fresh AS MATERIALIZED (SELECT id FROM {self._rows} WHERE xid >= :xmax OR xid = ANY(:xip)),"
+            " now AS (SELECT pg_current_snapshot() AS snapshot)"
+            " SELECT pg_snapshot_xmax(snapshot)::text::bigint,"
+            " ARRAY(SELECT pg_snapshot_xip(snapshot)::text::bigint),"
+            + (" 1" if self.is_full else " (SELECT min(id) FROM fresh)")
+            + " FROM now",
+            xmax=xmax,
+            xip=xip,
+        )
+        ((self._xmax, self._xip, first),) = found
+        self._xip = self._xip or _NONE
+        if first is None:
+            self._before = self._xmax, self._xip
+            return False
+        self._last = first - 1
+        self._in_sweep = True
+        return True
+
+    # Writing.
+
+    def write(self, gone: Sequence[int], counts: Mapping[int, int], permits: Mapping[int, int]) -> None:
+        """Delete rows, count them, and permit others, in one commit that is on disk when this returns.
+
+        Args:
+            gone: the ids of rows that are confirmed.
+            counts: how many they are, by partition.
+            permits: up to which row each partition's messages may be sent now.
+        """
+        partitions = sorted({*counts, *permits})
+        self._run(
+            f"WITH gone AS (DELETE FROM {self._rows} WHERE id = ANY(:gone))"
+            f" UPDATE {self._relay} relay SET permitted = greatest(relay.permitted, news.permitted),"
+            " relayed = relay.relayed + news.relayed"
+            " FROM unnest(CAST(:partitions AS int[]), CAST(:permits AS bigint[]), CAST(:counts AS bigint[]))"
+            " AS news(partition, permitted, relayed) WHERE relay.partition = news.partition",
+            gone=list(gone),
+            partitions=partitions,
+            permits=[permits.get(partition, 0) for partition in partitions],
+            counts=[counts.get(partition, 0) for partition in partitions],
+        )
+
+    def set_aside(self, rows: Sequence[Aside]) -> None:
+        """Move rows to the table of failed ones, with the broker's words."""
+        statement = text(
+            f"WITH gone AS (DELETE FROM {self._rows} WHERE id = :id RETURNING *)"
+            f" INSERT INTO {self._failed}"
+            " (id, partition, ordering_key, exchange, routing_key, properties, body, created_at, reply)"
+            " SELECT id, partition, ordering_key, exchange, routing_key, properties, body, created_at, :reply FROM gone"
+        )
+        for number, reply in rows:
+            self._connection.execute(statement, {"id": number, "reply": reply})
+
+    def ping(self) -> None:
+        """Prolong the lease."""
+        self._run("SELECT 1")
+
+    # Waiting.
+
+    def wait(self, wake: socket.socket, timeout: float) -> bool:
+        """Wait for a commit of the application, or a byte.
+
+        Args:
+            wake: where the byte comes.
+            timeout: seconds.
+
+        Returns:
+            Whether rows may have been committed.
+        """
+        driver = self._driver.pgconn
+        self._take_notices()
+        if not self._is_noticed:
+            ready, _, _ = select.select([driver.socket, wake], [], [], timeout)
+            if driver.socket in ready:
+                self._take_notices()
+        noticed, self._is_noticed = self._is_noticed, False
+        return noticed
+
+    def _take_notices(self) -> None:
+        driver = self._driver.pgconn
+        driver.consume_input()
+        # Several commits are one reason to read.
+        while driver.notifies() is not None:
+            self._is_noticed = True
+
+    def _notice(self, _notice: Any) -> None:
+        self._is_noticed = True
+
+    def close(self) -> None:
+        """End the session, and with it the locks."""
+        self._driver.close()
+        # It has nothing left to do, and says so.
+        with suppress(Exception):
+            self._connection.close()

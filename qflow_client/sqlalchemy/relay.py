@@ -1,0 +1,223 @@
+"""`OutboxRelay`: publishes what is committed to an outbox, in a thread. `tenure` has the theory."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from sqlalchemy import URL, Engine, create_engine, make_url
+from sqlalchemy.exc import ArgumentError
+
+from qflow_client.errors import QflowError, SettingsError
+from qflow_client.redaction import shown
+from qflow_client.settings import ProducerSettings, WhenFlowed
+from qflow_client.sqlalchemy.outbox import Outbox
+from qflow_client.sqlalchemy.postgresql import PostgresqlSession
+from qflow_client.sqlalchemy.sessions import RelayError, Session
+from qflow_client.sqlalchemy.sqlite import SqliteSession
+from qflow_client.sqlalchemy.tenure import RelayCounts, Tenure, Waker
+from qflow_client.sync import Producer
+
+__all__ = ["OutboxRelay", "RelayCounts", "RelayError", "engine_of"]
+
+_SESSIONS: dict[str, type[PostgresqlSession] | type[SqliteSession]] = {
+    "postgresql": PostgresqlSession,
+    "sqlite": SqliteSession,
+}
+# The drivers that a relay uses, by the name of the database in a URL.
+_DRIVERS = {"postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg", "sqlite": "sqlite"}
+# Seconds of the first pause after something went wrong, and of the longest.
+_FIRST_PAUSE = 0.1
+_LONGEST_PAUSE = 5.0
+
+_monotonic = time.monotonic
+
+logger = logging.getLogger("qflow_client")
+
+
+def engine_of(url: str | URL) -> Engine:
+    """Make an engine for a relay, whatever driver the URL names.
+
+    Args:
+        url: of the database, as SQLAlchemy has it.
+
+    Raises:
+        SettingsError: it is no such URL, or of a database that is not supported.
+    """
+    try:
+        made = make_url(url)
+        name = made.get_backend_name() if made.drivername != "postgres" else "postgres"
+        if name in _DRIVERS:
+            return create_engine(made.set(drivername=_DRIVERS[name]))
+    except ArgumentError:
+        # Its text repeats the URL.
+        pass
+    raise SettingsError(f"database={shown(str(url))}: use postgresql://user@host/name or sqlite:///path")
+
+
+class OutboxRelay:
+    """Publishes what is committed to an outbox, in order for each ordering key, through a `Producer` of its own.
+
+    Any number of relays may work on one outbox: on PostgreSQL they share the work, on SQLite one works and the others
+    wait. It begins when the ``with`` block is entered, and leaves nothing in doubt when it ends in order.
+
+    Args:
+        database: an engine of SQLAlchemy with the driver psycopg or for SQLite, or a URL.
+        url: of the broker, or several; the setting ``url``.
+        outbox: with the names of the tables; ``None`` for the names of ``Outbox()``.
+        lease: seconds without a word of a relay after which another relay takes its partitions, if it is suspended or
+            cut off. A relay that is killed loses them at once.
+        poll: the longest time in seconds between two looks for new rows, if no ``NOTIFY`` comes.
+        settings: as of a `Producer`; confirms are on, and there is no outbox file.
+        keywords: single settings.
+
+    Raises:
+        SettingsError: a setting that is not allowed, or a database that is not supported.
+    """
+
+    def __init__(
+        self,
+        database: Engine | str | URL,
+        url: str | Sequence[str] | None = None,
+        *,
+        outbox: Outbox | None = None,
+        lease: float = 30.0,
+        poll: float = 1.0,
+        settings: ProducerSettings | None = None,
+        **keywords: Any,
+    ) -> None:
+        if not lease > 0 or not poll > 0:
+            raise SettingsError(f"lease={lease!r}, poll={poll!r}: both are seconds, more than 0")
+        forced: dict[str, Any] = {
+            "confirms": True,
+            "when_flowed": WhenFlowed.BLOCK,
+            "outbox": None,
+            "delivery_timeout": None,
+        }
+        given = {"name": "relay", **keywords}
+        if wrong := [name for name in keywords if name in forced]:
+            raise SettingsError(f"{wrong[0]}: a relay decides that itself; leave it out")
+        if settings is not None and "name" not in keywords:
+            given.pop("name")
+        self._settings = ProducerSettings.load(url, settings, **given, **forced)
+        self._owns_engine = not isinstance(database, Engine)
+        self._engine = database if isinstance(database, Engine) else engine_of(database)
+        if self._engine.dialect.name not in _SESSIONS:
+            raise SettingsError(f"database {self._engine.dialect.name!r}: use PostgreSQL or SQLite")
+        self._tables = (outbox or Outbox()).tables
+        self._lease = lease
+        self._poll = poll
+        #: What it has done.
+        self.counts = RelayCounts()
+        #: What ended its last tenure; ``None`` while it works.
+        self.error: Exception | None = None
+        self._tenure: Tenure | None = None
+        self._waker = Waker()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def partitions(self) -> frozenset[int]:
+        """The partitions that it works on: all 16 if it is alone, none while it cannot work."""
+        tenure = self._tenure
+        return frozenset(() if tenure is None else tenure.mine)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has a database session and a producer, so that it works on what is due to it."""
+        return self._tenure is not None and self.error is None
+
+    def start(self) -> None:
+        """Begin, in a thread.
+
+        Raises:
+            RuntimeError: it has begun before.
+        """
+        if self._thread is not None:
+            raise RuntimeError("a relay can be started once; make another one")
+        self._thread = threading.Thread(target=self._run, name="qflow-outbox-relay", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout: float | None = None) -> bool:
+        """End: publish nothing more, and wait for what is on its way, for half of the lease at the most.
+
+        Args:
+            timeout: seconds to wait; ``None`` until it has ended.
+
+        Returns:
+            Whether it has ended.
+        """
+        self._stopping.set()
+        thread = self._thread
+        if thread is None:
+            return True
+        self._waker.wake()
+        thread.join(timeout)
+        return not thread.is_alive()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        pause = _FIRST_PAUSE
+        try:
+            while not self._stopping.is_set():
+                began = _monotonic()
+                try:
+                    self._work()
+                except Exception as error:
+                    self.error = error
+                    if not isinstance(error, RelayError):
+                        # The words of a database may repeat what is in a row.
+                        logger.warning("outbox relay: %s; it begins again", _words(error))
+                    else:
+                        logger.warning("outbox relay: %s; it begins again", error)
+                if _monotonic() - began > 2 * _LONGEST_PAUSE:
+                    pause = _FIRST_PAUSE
+                self._stopping.wait(pause * random.uniform(0.75, 1.25))
+                pause = min(_LONGEST_PAUSE, 2 * pause)
+        finally:
+            self._waker.close()
+            if self._owns_engine:
+                self._engine.dispose()
+
+    def _work(self) -> None:
+        """One tenure."""
+        session: Session = _SESSIONS[self._engine.dialect.name](self._engine, self._tables, self._lease)
+        tenure = Tenure(
+            session,
+            self.counts,
+            self._waker,
+            lease=self._lease,
+            poll=self._poll,
+            is_stopping=self._stopping.is_set,
+        )
+        producer: Producer | None = None
+        try:
+            producer = Producer(settings=self._settings, on_delivery=tenure.settled)
+            self.counts.tenures += 1
+            self._tenure, self.error = tenure, None
+            tenure.run(producer)
+        finally:
+            self._tenure = None
+            tenure.end(producer)
+
+
+def _words(error: Exception) -> str:
+    """What may be logged of an error: of a database's, its own first line, and no statement or parameters."""
+    if isinstance(error, QflowError):
+        return str(error)
+    origin = getattr(error, "orig", None) or error
+    lines = str(origin).splitlines()
+    return f"{type(origin).__name__}: {lines[0] if lines else ''}"

@@ -1,0 +1,50 @@
+"""What a relay asks of a database, whichever it is."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from qflow_client.errors import QflowError
+
+__all__ = ["Aside", "RelayError", "Row", "Session"]
+
+
+class RelayError(QflowError):
+    """A relay cannot work with what it was given."""
+
+
+class Row(NamedTuple):
+    """A message in the outbox."""
+
+    id: int
+    partition: int
+    exchange: str
+    routing_key: str
+    properties: bytes
+    body: bytes
+
+
+#: A row that the broker will not take, and why.
+Aside = tuple[int, str]
+
+
+class Session(Protocol):
+    """A session with a database. `postgresql` says what each method promises."""
+
+    is_notified: bool
+    is_full: bool
+
+    def join(self) -> None: ...
+    def due(self) -> set[int]: ...
+    def take(self, partitions: Iterable[int]) -> dict[int, int]: ...
+    def give_up(self, partitions: Iterable[int]) -> None: ...
+    def start_over(self) -> None: ...
+    def is_full_due(self) -> bool: ...
+    def read(self, limit: int) -> list[Row]: ...
+    def write(self, gone: Sequence[int], counts: Mapping[int, int], permits: Mapping[int, int]) -> None: ...
+    def set_aside(self, rows: Sequence[Aside]) -> None: ...
+    def ping(self) -> None: ...
+    def wait(self, wake: socket.socket, timeout: float) -> bool: ...
+    def close(self) -> None: ...

@@ -1,0 +1,162 @@
+"""A relay's session with SQLite.
+
+Writers of SQLite take turns, and a row gets its id in its writer's turn. So rows become visible in the order of their
+ids, and what is behind the last row that was read is exactly what is new.
+
+One relay at a time works on a database: it holds a lock on the file ``<database>.relay``, which ends with its process.
+A database in memory belongs to its process, and has no such file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+
+from sqlalchemy import Engine, bindparam, delete, insert, literal, update
+from sqlalchemy import select as query
+from sqlalchemy.exc import IntegrityError
+
+from qflow_client.files import open_private
+from qflow_client.sqlalchemy.sessions import Aside, RelayError, Row
+from qflow_client.sqlalchemy.tables import PARTITIONS, Tables
+
+__all__ = ["SqliteSession"]
+
+_PARTITIONS = frozenset(range(PARTITIONS))
+# The most values that any build of SQLite takes in one statement.
+_VALUES = 500
+
+
+class SqliteSession:
+    """One session.
+
+    Args:
+        engine: of SQLAlchemy, with a synchronous driver.
+        tables: the outbox's.
+        lease: is for databases that are reached through a network.
+
+    Raises:
+        RelayError: the driver is asynchronous.
+        sqlalchemy.exc.SQLAlchemyError: the database cannot be used.
+    """
+
+    is_notified = False
+
+    def __init__(self, engine: Engine, tables: Tables, lease: float) -> None:
+        if engine.dialect.is_async:
+            raise RelayError(
+                f'a relay needs a synchronous driver, not {engine.dialect.driver}: use create_engine("sqlite:///…")'
+            )
+        self._tables = tables
+        self._last = 0
+        self._in_sweep = False
+        self._is_fresh = True
+        self.is_full = True
+        self._lock: int | None = None
+        self._has_all = False
+        path = engine.url.database
+        self._path = None if path in (None, "", ":memory:") or "mode=memory" in str(path) else f"{path}.relay"
+        self._connection = engine.connect()
+        try:
+            with self._connection.begin(), suppress(IntegrityError):
+                self._connection.execute(
+                    insert(tables.relay),
+                    [{"partition": partition, "permitted": 0, "relayed": 0} for partition in range(PARTITIONS)],
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def join(self) -> None:
+        pass
+
+    def due(self) -> set[int]:
+        return set(_PARTITIONS)
+
+    def take(self, partitions: Iterable[int]) -> dict[int, int]:
+        if not self._has_all and self._path is not None:
+            self._lock = open_private(self._path, os.O_RDWR)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(self._lock)
+                self._lock = None
+                return {}
+        self._has_all = True
+        relay = self._tables.relay
+        with self._connection.begin():
+            found = self._connection.execute(query(relay.c.partition, relay.c.permitted)).all()
+        return {partition: permitted for partition, permitted in found if partition in set(partitions)}
+
+    def give_up(self, partitions: Iterable[int]) -> None:
+        """Give up all partitions, of which everything that was sent is confirmed and deleted."""
+        with self._connection.begin():
+            self._connection.execute(update(self._tables.relay).values(permitted=0))
+        self._unlock()
+
+    def _unlock(self) -> None:
+        self._has_all = False
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def start_over(self) -> None:
+        self._last, self._is_fresh = 0, True
+
+    def is_full_due(self) -> bool:
+        return False
+
+    def read(self, limit: int) -> list[Row]:
+        if not self._has_all:
+            return []
+        rows = self._tables.rows.c
+        self.is_full = self._is_fresh
+        with self._connection.begin():
+            found = self._connection.execute(
+                query(rows.id, rows.partition, rows.exchange, rows.routing_key, rows.properties, rows.body)
+                .where(rows.id > self._last)
+                .order_by(rows.id)
+                .limit(limit)
+            ).all()
+        self._is_fresh = self._is_fresh and len(found) == limit
+        if found:
+            self._last = found[-1][0]
+        return [Row(*row) for row in found]
+
+    def write(self, gone: Sequence[int], counts: Mapping[int, int], permits: Mapping[int, int]) -> None:
+        rows, relay = self._tables.rows, self._tables.relay
+        with self._connection.begin():
+            for begin in range(0, len(gone), _VALUES):
+                self._connection.execute(delete(rows).where(rows.c.id.in_(gone[begin : begin + _VALUES])))
+            for partition in {*counts, *permits}:
+                values = {"relayed": relay.c.relayed + counts.get(partition, 0)}
+                if partition in permits:
+                    values["permitted"] = literal(permits[partition])
+                self._connection.execute(update(relay).where(relay.c.partition == partition).values(**values))
+
+    def set_aside(self, rows: Sequence[Aside]) -> None:
+        table, failed = self._tables.rows, self._tables.failed
+        names = ("id", "partition", "ordering_key", "exchange", "routing_key", "properties", "body", "created_at")
+        with self._connection.begin():
+            for number, reply in rows:
+                chosen = query(*(table.c[name] for name in names), bindparam("reply", reply)).where(
+                    table.c.id == number
+                )
+                self._connection.execute(insert(failed).from_select([*names, "reply"], chosen))
+                self._connection.execute(delete(table).where(table.c.id == number))
+
+    def ping(self) -> None:
+        pass
+
+    def wait(self, wake: socket.socket, timeout: float) -> bool:
+        select.select([wake], [], [], timeout)
+        return False
+
+    def close(self) -> None:
+        """End the session, and with it the lock."""
+        self._unlock()
+        self._connection.close()

@@ -1,0 +1,396 @@
+"""A tenure: one database session and one producer, from the first row to the first thing that goes wrong.
+
+There is one way to recover, whatever has happened: the tenure ends, and another one begins. The end closes the producer
+first, so that nothing of this tenure can still leave, and then the session, and with it the locks. The next tenure,
+here or in another relay, reads from the beginning. So what is true in a tenure has to hold for no longer than that:
+
+- A row is *permitted* before it is published: the number up to which a partition's rows may have been sent is on disk
+  (`Session.write`) before the first of them is given to the producer. A tenure begins by reading that number, and marks
+  what it finds below it. Later rows cannot have been sent by an earlier tenure: they were not there.
+- A row is deleted after the broker has confirmed it, in the same commit that permits further rows.
+- The rows of a partition are given to the producer in the order in which the session reads them, by one thread, and the
+  producer keeps that order, also across a lost connection of its own.
+- Before a row is given to the producer, the time of the last answer of the database is looked at. If it is longer ago
+  than the lease, another relay may have the partition, and the tenure is over.
+
+What is read and not settled is never more than the producer's window. While anything but a full window holds the
+producer, nothing is read.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from qflow_client.amqp.frames import FrameError
+from qflow_client.errors import ProducerFlowed, UndeliveredMessages
+from qflow_client.events import HoldKind
+from qflow_client.message import Message, decode_message, republished
+from qflow_client.receipt import Outcome, Receipt
+from qflow_client.sqlalchemy.sessions import Aside, RelayError, Row, Session
+from qflow_client.sync import Producer
+
+__all__ = ["RelayCounts", "Tenure", "Waker"]
+
+# The most rows of one page.
+_PAGE = 1000
+# The part of the window that has to be free before more is read, while there is more.
+_ROOM = 0.25
+# Seconds for which confirmed rows wait for others to be deleted with.
+_LINGER = 0.05
+# Seconds between two looks at which partitions are due.
+_LOOK = 1.0
+# The shortest pause between two polls where no commit wakes the relay, in seconds.
+_SHORTEST_POLL = 0.01
+# What does not keep a relay from reading: it reads what there is room for, as fast as its rate lets it send.
+_HARMLESS = (HoldKind.CAPACITY, HoldKind.RATE, HoldKind.TRANSPORT)
+# The broker will not take these, however often they are sent.
+_POISON = (Outcome.RETURNED, Outcome.REJECTED)
+
+_monotonic = time.monotonic
+
+logger = logging.getLogger("qflow_client")
+
+
+class RelayCounts:
+    """What a relay has done since it was made.
+
+    Attributes:
+        confirmed: rows that the broker has confirmed.
+        marked: rows that were sent with the mark of a second copy.
+        set_aside: rows that the broker would not take.
+        tenures: how often it began to work.
+    """
+
+    def __init__(self) -> None:
+        self.confirmed = 0
+        self.marked = 0
+        self.set_aside = 0
+        self.tenures = 0
+
+    def __repr__(self) -> str:
+        return f"RelayCounts({', '.join(f'{name}={value}' for name, value in vars(self).items())})"
+
+
+class Waker:
+    """Wakes the relay's thread."""
+
+    def __init__(self) -> None:
+        self.socket, self._other = socket.socketpair()
+        self.socket.setblocking(False)
+        self._other.setblocking(False)
+
+    def wake(self) -> None:
+        """Wake it, from any thread."""
+        # If there is no room for the byte, others are there.
+        with suppress(OSError):
+            self._other.send(b"\0")
+
+    def clear(self) -> None:
+        """Forget what has come."""
+        with suppress(OSError):
+            while self.socket.recv(4096):
+                pass
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self.socket.close()
+        self._other.close()
+
+
+class Tenure:
+    """One tenure.
+
+    Args:
+        session: with the database, just opened.
+        counts: of the relay.
+        waker: of its thread.
+        lease: seconds.
+        poll: seconds between two looks for rows that nothing told of.
+        is_stopping: whether to end.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        counts: RelayCounts,
+        waker: Waker,
+        *,
+        lease: float,
+        poll: float,
+        is_stopping: Callable[[], bool],
+    ) -> None:
+        self._session = session
+        self._counts = counts
+        self._waker = waker
+        self._lease = lease
+        self._poll = poll
+        self._is_stopping = is_stopping
+        #: The partitions that this relay has.
+        self.mine: set[int] = set()
+        # Partitions to give up and to take once nothing is unsettled; None if they stay as they are.
+        self._change: tuple[set[int], set[int]] | None = None
+        # By partition: up to which row messages may have been sent by an earlier tenure, and by this one.
+        self._doubt: dict[int, int] = {}
+        self._permitted: dict[int, int] = {}
+        # Rows that are permitted, and not given to the producer.
+        self._pending: deque[Row] = deque()
+        self._in_flight: dict[Receipt, Row] = {}
+        # Receipts that are settled, from the producer's callback thread.
+        self._settled: deque[Receipt] = deque()
+        # So many settled receipts wake the thread.
+        self._wake_at = 1
+        self._gone: list[int] = []
+        self._gone_counts: Counter[int] = Counter()
+        self._oldest_gone_at = 0.0
+        self._aside: list[Aside] = []
+        # The first failure that ends the tenure.
+        self._failure: str | None = None
+        # Whether all rows that were there have been read, and when to look again.
+        self._is_dry = False
+        self._pause = _SHORTEST_POLL
+        self._read_at = 0.0
+        self._look_at = 0.0
+        self._answered_at = _monotonic()
+        self._held_since: float | None = None
+
+    # Called by the producer.
+
+    def settled(self, receipt: Receipt) -> None:
+        """Take a settled receipt, on the producer's callback thread."""
+        self._settled.append(receipt)
+        if len(self._settled) >= self._wake_at:
+            self._waker.wake()
+
+    # The thread.
+
+    def run(self, producer: Producer) -> None:
+        """Work until the relay stops or something goes wrong.
+
+        Raises:
+            RelayError: something went wrong.
+            Exception: of the database, or of the producer.
+        """
+        unsubscribe = producer.on_flow(lambda _event: self._waker.wake(), kinds=set(HoldKind) - {HoldKind.CAPACITY})
+        self._session.join()
+        try:
+            while True:
+                self._waker.clear()
+                self._collect()
+                if self._is_stopping():
+                    self._drain(producer)
+                    return
+                self._look_around(producer)
+                if self._pending:
+                    self._send(producer)
+                elif self._reads_now(producer) and self._read(producer):
+                    continue
+                self._rest(producer)
+        finally:
+            unsubscribe()
+
+    def _collect(self) -> None:
+        """Sort what is settled into what is to be deleted, and what is to be set aside."""
+        settled = self._settled
+        for _ in range(len(settled)):
+            receipt = settled.popleft()
+            row = self._in_flight.pop(receipt, None)
+            if row is not None:
+                self._sort(receipt, row)
+        if self._failure is not None:
+            raise RelayError(self._failure)
+
+    def _sort(self, receipt: Receipt, row: Row) -> None:
+        outcome = receipt.outcome
+        if outcome is Outcome.CONFIRMED:
+            if not self._gone:
+                self._oldest_gone_at = _monotonic()
+            self._gone.append(row.id)
+            self._gone_counts[row.partition] += 1
+        elif outcome in _POISON:
+            self._aside.append((row.id, receipt.describe()))
+        elif self._failure is None:
+            self._failure = f"row {row.id} was not confirmed, and is sent again: {receipt.describe()}"
+
+    def _look_around(self, producer: Producer) -> None:
+        """Look at what changes by itself: the members, the producer's connection, the time."""
+        now = _monotonic()
+        holds = {hold.kind: hold for hold in producer.flow_state.holds}
+        if HoldKind.DISCONNECTED not in holds:
+            self._held_since = None
+        elif self._held_since is None:
+            self._held_since = now
+        elif now - self._held_since > self._lease / 2:
+            raise RelayError("the broker was not reached for half of the lease; other relays may reach it")
+        if now >= self._look_at and self._change is None:
+            self._look_at = now + _LOOK
+            due = self._session.due()
+            self._answered_at = now
+            if due != self.mine:
+                self._change = self.mine - due, due - self.mine
+        if self._change is None and self._session.is_full_due():
+            # Nothing may be unsettled when it begins.
+            self._change = set(), set()
+        if self._change is not None and not self._in_flight and not self._pending:
+            self._change_partitions()
+
+    def _change_partitions(self) -> None:
+        assert self._change is not None
+        leaving, coming = self._change
+        self._change = None
+        self._write({})
+        if leaving:
+            self._session.give_up(leaving)
+            self.mine -= leaving
+        taken = self._session.take(coming) if coming else {}
+        self.mine |= set(taken)
+        # All that this tenure has sent of the others is confirmed.
+        self._doubt = taken
+        self._permitted.update(taken)
+        if taken or not coming:
+            self._session.start_over()
+            self._is_dry = False
+
+    def _reads_now(self, producer: Producer) -> bool:
+        if not self.mine or self._change is not None:
+            return False
+        if any(hold.kind not in _HARMLESS for hold in producer.flow_state.holds):
+            return False
+        if self._is_dry and _monotonic() < self._read_at:
+            return False
+        room = self._room(producer)
+        return room > 0 and (self._is_dry or room >= self._least_room(producer) or not self._in_flight)
+
+    def _room(self, producer: Producer) -> int:
+        return min(_PAGE, producer.available, producer.capacity - len(self._in_flight))
+
+    def _least_room(self, producer: Producer) -> int:
+        return max(1, int(producer.capacity * _ROOM))
+
+    def _read(self, producer: Producer) -> bool:
+        """Read a page, permit it, and give it to the producer. Return whether there was one."""
+        limit = self._room(producer)
+        began = _monotonic()
+        rows = self._session.read(limit)
+        self._answered_at = began
+        if len(rows) < limit:
+            self._is_dry = True
+            self._pause = min(self._poll, _SHORTEST_POLL if rows else 2 * self._pause)
+            self._read_at = began + (self._poll if self._session.is_notified else self._pause)
+        else:
+            self._is_dry = False
+        if not rows:
+            return False
+        permits: dict[int, int] = {}
+        for row in rows:
+            if row.id > self._permitted.get(row.partition, 0):
+                self._permitted[row.partition] = permits[row.partition] = row.id
+        if not self._session.is_full:
+            self._doubt = {}
+        self._write(permits)
+        self._pending.extend(rows)
+        self._send(producer)
+        return True
+
+    def _send(self, producer: Producer) -> None:
+        pending, in_flight, doubt = self._pending, self._in_flight, self._doubt
+        end = self._answered_at + self._lease
+        while pending:
+            row = pending[0]
+            try:
+                message: Message = decode_message(row.properties, row.body)
+            except FrameError as error:
+                pending.popleft()
+                self._aside.append((row.id, f"it is damaged: {error}"))
+                continue
+            if doubt and row.id <= doubt.get(row.partition, 0):
+                message = republished(message)
+                self._counts.marked += 1
+            if _monotonic() > end:
+                raise RelayError("the database has not answered for as long as the lease")
+            try:
+                receipt = producer.send_nowait(message, exchange=row.exchange, routing_key=row.routing_key)
+            except ProducerFlowed:
+                return
+            in_flight[receipt] = row
+            pending.popleft()
+
+    def _write(self, permits: dict[int, int]) -> None:
+        """Delete and set aside what is settled, and permit what comes next."""
+        began = _monotonic()
+        if self._aside:
+            self._session.set_aside(self._aside)
+            self._counts.set_aside += len(self._aside)
+            for number, reply in self._aside:
+                logger.warning("outbox relay: row %d is set aside: %s", number, reply)
+            self._aside.clear()
+        if permits or self._gone:
+            self._session.write(self._gone, self._gone_counts, permits)
+            self._counts.confirmed += len(self._gone)
+            self._gone.clear()
+            self._gone_counts.clear()
+        self._answered_at = began
+
+    def _rest(self, producer: Producer) -> None:
+        """Wait for the next thing to do."""
+        now = _monotonic()
+        if now - self._answered_at > self._lease / 4:
+            self._session.ping()
+            self._answered_at = now
+        if self._aside or (self._gone and (not self._in_flight or now - self._oldest_gone_at >= _LINGER)):
+            self._write({})
+        until = [self._look_at, now + self._lease / 4]
+        if self._gone:
+            until.append(self._oldest_gone_at + _LINGER)
+        if self._pending:
+            # The producer's flow events come before it is unflowed; the rate and the socket tell nothing.
+            until.append(now + 0.02)
+        if self.mine and self._change is None and self._is_dry:
+            until.append(self._read_at)
+        needed = len(self._in_flight)
+        if not self._is_dry:
+            needed = min(needed, self._least_room(producer) - self._room(producer))
+        self._wake_at = max(1, needed)
+        if self._in_flight and len(self._settled) >= self._wake_at:
+            return
+        if self._session.wait(self._waker.socket, max(0.0, min(until) - now)):
+            self._is_dry, self._read_at = False, 0.0
+
+    # The end.
+
+    def _drain(self, producer: Producer) -> None:
+        """Wait for what is on its way, and leave nothing in doubt."""
+        self._pending.clear()
+        until = _monotonic() + self._lease / 2
+        while self._in_flight and _monotonic() < until:
+            self._wake_at = max(1, len(self._in_flight))
+            if len(self._settled) < self._wake_at:
+                self._session.wait(self._waker.socket, 0.1)
+                self._waker.clear()
+            self._collect()
+            self._session.ping()
+        self._write({})
+        if not self._in_flight:
+            self._session.give_up(set(self.mine))
+            self.mine.clear()
+
+    def end(self, producer: Producer | None) -> None:
+        """Close the producer, so that nothing leaves any more; then delete what it confirmed, and end the session."""
+        try:
+            if producer is not None:
+                with suppress(UndeliveredMessages):
+                    producer.close(timeout=0)
+                for receipt, row in self._in_flight.items():
+                    self._sort(receipt, row)
+                self._in_flight.clear()
+                if self._gone or self._aside:
+                    # A session that has failed cannot. Then they are sent again, and marked.
+                    with suppress(Exception):
+                        self._write({})
+        finally:
+            self._session.close()
+            self.mine.clear()

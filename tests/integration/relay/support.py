@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sqlalchemy import Engine, insert, select
+
+from qflow_client.broker import Broker
+from qflow_client.message import REPUBLISHED
+from qflow_client.sqlalchemy import Outbox
+from qflow_client.sqlalchemy.tables import PARTITIONS
+
+PATIENCE = 30.0
+#: Settings of relays that begin again at once.
+FAST: dict[str, Any] = {"reconnect_delay": 0.02, "connect_timeout": 5.0}
+
+
+def eventually(condition: Callable[[], object], what: str = "it") -> None:
+    until = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < until, f"{what} has not happened for {PATIENCE:g} s"
+        threading.Event().wait(0.01)
+
+
+def bodies(broker: Broker, queue: str = "q") -> list[bytes]:
+    return [message.body for message in broker.messages(queue)]
+
+
+def marks(broker: Broker, queue: str = "q") -> list[bool]:
+    return [bool((message.properties.headers or {}).get(REPUBLISHED)) for message in broker.messages(queue)]
+
+
+def add(engine: Engine, outbox: Outbox, *messages: Any, key: str | None = None, to: str = "q") -> None:
+    with engine.begin() as connection:
+        outbox.add_many(connection, messages, routing_key=to, ordering_key=key)
+
+
+def depth(engine: Engine, outbox: Outbox) -> int:
+    with engine.begin() as connection:
+        return outbox.status(connection).depth
+
+
+def permitted(engine: Engine, outbox: Outbox) -> int:
+    """Return up to which row any message may have been sent."""
+    with engine.begin() as connection:
+        return max(int(each) for each in connection.execute(select(outbox.tables.relay.c.permitted)).scalars())
+
+
+def permit(engine: Engine, outbox: Outbox, up_to: int) -> None:
+    """Leave what a relay leaves that is killed after it has permitted rows."""
+    with engine.begin() as connection:
+        values = [{"partition": partition, "permitted": up_to, "relayed": 0} for partition in range(PARTITIONS)]
+        connection.execute(insert(outbox.tables.relay), values)

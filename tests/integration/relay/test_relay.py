@@ -1,0 +1,232 @@
+"""`OutboxRelay` on both databases, with the broker in this repository."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, create_engine, insert
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+
+from benchmarks.postgresql import PostgresqlServer
+from qflow_client import Message, SettingsError
+from qflow_client.broker import Broker
+from qflow_client.sqlalchemy import Outbox, OutboxRelay
+
+from .support import FAST, add, bodies, depth, eventually, marks, permit, permitted
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
+    if request.param == "sqlite":
+        engine = create_engine(f"sqlite:///{tmp_path}/application.db")
+    else:
+        engine = create_engine(request.getfixturevalue("postgresql").url)
+    yield engine
+    engine.dispose()
+
+
+def test_E14_what_is_committed_is_published_and_what_is_rolled_back_is_not(
+    engine: Engine, outbox: Outbox, broker: Broker
+) -> None:
+    message = Message(b"1", headers={"k": 1}, content_type="text/plain")
+    with OutboxRelay(engine, broker.url, outbox=outbox, **FAST) as relay:
+        with engine.connect() as connection:
+            with connection.begin() as transaction:
+                outbox.add(connection, b"0", routing_key="q")
+                transaction.rollback()
+            with connection.begin():
+                message_id = outbox.add(connection, message, routing_key="q")
+        eventually(lambda: relay.counts.confirmed == 1)
+        eventually(lambda: depth(engine, outbox) == 0)
+    (found,) = broker.messages("q")
+    assert (found.body, found.properties.headers, found.properties.content_type) == (b"1", {"k": 1}, "text/plain")
+    assert found.properties.message_id == message_id
+
+
+def test_E14_the_order_of_each_key_is_kept(engine: Engine, outbox: Outbox, broker: Broker) -> None:
+    for number in range(4):
+        for key in "abc":
+            add(engine, outbox, *(f"{key}{50 * number + each:03}" for each in range(50)), key=key)
+    with OutboxRelay(engine, broker.url, outbox=outbox, capacity=7, **FAST) as relay:
+        eventually(lambda: relay.counts.confirmed == 600)
+    found = bodies(broker)
+    for name in (b"a", b"b", b"c"):
+        assert [body for body in found if body[:1] == name] == [name + b"%03d" % number for number in range(200)]
+    assert len(found) == 600
+    assert not any(marks(broker))
+
+
+def test_E14_what_may_have_been_sent_before_is_marked_and_what_comes_later_is_not(
+    engine: Engine, outbox: Outbox, broker: Broker
+) -> None:
+    add(engine, outbox, *"12345", key="k")
+    permit(engine, outbox, 3)
+    with OutboxRelay(engine, broker.url, outbox=outbox, **FAST) as relay:
+        eventually(lambda: relay.counts.confirmed == 5)
+        add(engine, outbox, b"6", key="k")
+        eventually(lambda: relay.counts.confirmed == 6)
+    assert marks(broker) == [True, True, True, False, False, False]
+    assert relay.counts.marked == 3
+    # Ended in order, it leaves nothing in doubt.
+    assert permitted(engine, outbox) == 0
+
+
+def test_E14_a_message_that_no_queue_takes_is_set_aside_with_the_reply_and_can_be_sent_back(
+    engine: Engine, outbox: Outbox, broker: Broker
+) -> None:
+    add(engine, outbox, b"poison", key="k", to="nowhere")
+    add(engine, outbox, b"good", key="k")
+    with OutboxRelay(engine, broker.url, outbox=outbox, **FAST) as relay:
+        eventually(lambda: relay.counts.set_aside == 1 and relay.counts.confirmed == 1)
+        with engine.connect() as connection:
+            (failed,) = outbox.failed(connection)
+        assert failed.message is not None
+        assert (failed.message.body, failed.message.routing_key, failed.ordering_key) == (b"poison", "nowhere", "k")
+        assert "312" in failed.reply
+        assert "NO_ROUTE" in failed.reply
+        broker.declare_queue("nowhere")
+        with engine.begin() as connection:
+            assert outbox.retry(connection, [failed.id + 1]) == 0
+            assert outbox.retry(connection) == 1
+        eventually(lambda: bodies(broker, "nowhere") == [b"poison"])
+    with engine.connect() as connection:
+        status = outbox.status(connection)
+    assert (status.depth, status.failed, status.relayed) == (0, 0, 2)
+
+
+def test_E10_a_damaged_row_is_set_aside_and_withholds_no_other(engine: Engine, outbox: Outbox, broker: Broker) -> None:
+    damaged = {"partition": 0, "exchange": "", "routing_key": "q", "properties": b"nonsense", "body": b"damaged"}
+    with engine.begin() as connection:
+        connection.execute(insert(outbox.tables.rows), damaged)
+        outbox.add(connection, b"good", routing_key="q")
+    with OutboxRelay(engine, broker.url, outbox=outbox, **FAST) as relay:
+        eventually(lambda: relay.counts.set_aside == 1 and relay.counts.confirmed == 1)
+    assert bodies(broker) == [b"good"]
+    with engine.begin() as connection:
+        (failed,) = outbox.failed(connection)
+        assert failed.message is None
+        assert "damaged" in failed.reply
+        assert outbox.forget(connection, [failed.id]) == 1
+        assert outbox.failed(connection) == []
+
+
+def test_E14_a_flowed_relay_reads_no_more_than_its_window(engine: Engine, outbox: Outbox, broker: Broker) -> None:
+    with OutboxRelay(engine, broker.url, outbox=outbox, capacity=10, **FAST) as relay:
+        add(engine, outbox, b"0", key="k")
+        eventually(lambda: relay.counts.confirmed == 1)
+        broker.flow(False)
+        add(engine, outbox, *(b"%d" % number for number in range(1, 200)), key="k")
+        eventually(lambda: broker.producers_stopped)
+        # Everything that is read is permitted first, and there is one row that was confirmed before.
+        assert permitted(engine, outbox) <= 11
+        broker.flow(True)
+        eventually(lambda: relay.counts.confirmed == 200)
+    assert bodies(broker) == [b"%d" % number for number in range(200)]
+
+
+def test_E14_a_relay_waits_for_a_broker_and_begins_again_with_another(
+    engine: Engine, outbox: Outbox, unused_port: int
+) -> None:
+    url = f"amqp://guest:guest@127.0.0.1:{unused_port}"
+    with OutboxRelay(engine, url, outbox=outbox, **FAST, reconnect_timeout=0.1) as relay:
+        eventually(lambda: relay.error is not None)
+        assert not relay.is_ready
+        for number in range(2):
+            count = number + 1
+            with Broker(port=unused_port) as broker:
+                broker.declare_queue("q")
+                add(engine, outbox, b"%d" % number, key="k")
+                eventually(lambda: relay.counts.confirmed == count)  # noqa: B023  # called at once
+                assert relay.is_ready
+                assert bodies(broker) == [b"%d" % number]
+
+
+@pytest.fixture
+def unused_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
+def test_E14_a_relay_that_cannot_reach_the_database_begins_again(broker: Broker, tmp_path: Path) -> None:
+    engine = create_engine(f"sqlite:///{tmp_path}/later.db")
+    outbox = Outbox()
+    with OutboxRelay(engine, broker.url, outbox=outbox, **FAST) as relay:
+        # There are no tables.
+        eventually(lambda: relay.error is not None)
+        outbox.metadata.create_all(engine)
+        add(engine, outbox, b"1")
+        eventually(lambda: bodies(broker) == [b"1"])
+    engine.dispose()
+
+
+def test_E14_on_sqlite_one_relay_works_and_the_next_takes_over(tmp_path: Path, broker: Broker) -> None:
+    engine = create_engine(f"sqlite:///{tmp_path}/application.db")
+    outbox = Outbox()
+    outbox.metadata.create_all(engine)
+    first = OutboxRelay(engine, broker.url, outbox=outbox, **FAST)
+    with OutboxRelay(engine, broker.url, outbox=outbox, **FAST) as second:
+        eventually(lambda: len(second.partitions) == 16)
+        with first:
+            eventually(lambda: first.counts.tenures == 1)
+            add(engine, outbox, b"1")
+            eventually(lambda: second.counts.confirmed == 1)
+            assert not first.partitions
+            second.close()
+            eventually(lambda: len(first.partitions) == 16)
+            add(engine, outbox, b"2")
+            eventually(lambda: first.counts.confirmed == 1)
+    engine.dispose()
+
+
+async def add_in_loop(url: str, outbox: Outbox) -> None:
+    engine = create_async_engine(url)
+    async with AsyncSession(engine) as session:
+        await outbox.add(session, b"rolled back", routing_key="q")
+        await session.rollback()
+        await outbox.add(session, b"1", routing_key="q", ordering_key="k")
+        await outbox.add_many(session, [b"2", b"3"], routing_key="q", ordering_key="k")
+        await session.commit()
+    async with engine.begin() as connection:
+        await outbox.add(connection, b"4", routing_key="q", ordering_key="k")
+    await engine.dispose()
+
+
+@pytest.mark.parametrize("driver", ["asyncpg", "psycopg"])
+def test_E14_asynchronous_sessions_add_messages(postgresql: PostgresqlServer, broker: Broker, driver: str) -> None:
+    engine = create_engine(postgresql.url)
+    outbox = Outbox(name=f"of_{driver}")
+    outbox.metadata.create_all(engine)
+    asyncio.run(add_in_loop(postgresql.url.replace("+psycopg", f"+{driver}"), outbox))
+    with OutboxRelay(engine, broker.url, outbox=outbox, **FAST):
+        eventually(lambda: bodies(broker) == [b"1", b"2", b"3", b"4"])
+    engine.dispose()
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ({"database": "mysql://root@localhost/x"}, "mysql"),
+        ({"database": "no url"}, "database"),
+        ({"lease": 0}, "lease"),
+        ({"poll": -1}, "poll"),
+        ({"confirms": False}, "confirms"),
+        ({"outbox_max_age": -1}, "outbox_max_age"),
+    ],
+    ids=["mysql", "no url", "lease", "poll", "confirms", "setting"],
+)
+def test_E14_what_a_relay_cannot_do_is_refused(values: dict[str, Any], word: str) -> None:
+    with pytest.raises(SettingsError, match=word):
+        OutboxRelay(**{"database": "sqlite://", **values})
+
+
+def test_E8_no_password_of_the_database_is_in_an_error() -> None:
+    with pytest.raises(SettingsError) as caught:
+        OutboxRelay("mysql://root:s3cr3t@localhost/x")
+    assert "s3cr3t" not in str(caught.value)

@@ -1,0 +1,272 @@
+"""The known traps of reading a table as a queue, on PostgreSQL, and relays beside each other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection, Engine, create_engine, text
+
+from benchmarks.postgresql import PostgresqlServer
+from qflow_client.broker import Broker
+from qflow_client.sqlalchemy import Outbox, OutboxRelay, RelayError
+from qflow_client.sqlalchemy.postgresql import PostgresqlSession
+from qflow_client.sqlalchemy.tables import PARTITIONS
+
+from .support import FAST, PATIENCE, add, bodies, depth, eventually, marks
+
+ROOT = Path(__file__).parents[3]
+
+# A relay in a process of its own, which may be killed or suspended.
+RELAY = """
+import sys
+from qflow_client.sqlalchemy import OutboxRelay
+relay = OutboxRelay(sys.argv[1], sys.argv[2], lease=float(sys.argv[3]), capacity=int(sys.argv[4]))
+with relay:
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def relay_process(
+    engine: Engine, broker: Broker, *, lease: float = 30.0, capacity: int = 1000
+) -> Iterator[subprocess.Popen[bytes]]:
+    url = engine.url.render_as_string(hide_password=False)
+    with subprocess.Popen(
+        [sys.executable, "-c", RELAY, url, broker.url, str(lease), str(capacity)],
+        stdin=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.send_signal(signal.SIGCONT)
+            process.wait(PATIENCE)
+
+
+def held(engine: Engine, outbox: Outbox) -> int:
+    """Return how many partitions have a relay."""
+    with engine.begin() as connection:
+        found: int = connection.execute(
+            text("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND classid = :class AND objid < :count"),
+            {"class": outbox.tables.lock_class % (1 << 32), "count": PARTITIONS},
+        ).scalar_one()
+    return found
+
+
+@pytest.fixture
+def session(engine: Engine, outbox: Outbox) -> Iterator[PostgresqlSession]:
+    """A relay's session, with all partitions."""
+    session = PostgresqlSession(engine, outbox.tables, 30.0)
+    session.join()
+    session.take(range(PARTITIONS))
+    yield session
+    session.close()
+
+
+def read(session: PostgresqlSession, limit: int = 100) -> list[bytes]:
+    return [row.body for row in session.read(limit)]
+
+
+def test_E14_a_row_of_a_slower_transaction_is_not_lost(
+    engine: Engine, outbox: Outbox, session: PostgresqlSession
+) -> None:
+    with engine.connect() as slow, slow.begin() as transaction:
+        # It has the smaller number, and becomes visible later.
+        outbox.add(slow, b"slow", routing_key="q")
+        add(engine, outbox, b"fast")
+        assert read(session) == [b"fast"]
+        assert read(session) == []
+        transaction.commit()
+    assert read(session) == [b"slow"]
+    assert read(session) == []
+
+
+def test_E14_a_row_that_was_added_after_the_commit_of_another_is_not_read_before_it(
+    engine: Engine, outbox: Outbox, session: PostgresqlSession
+) -> None:
+    with engine.connect() as slow, slow.begin() as transaction:
+        outbox.add(slow, b"slow", routing_key="q", ordering_key="k")
+        add(engine, outbox, b"1", b"2", b"3")
+        # In the middle of a sweep, behind the number of the slow row.
+        assert read(session, 2) == [b"1", b"2"]
+        transaction.commit()
+    add(engine, outbox, b"after", key="k")
+    # One that went on to read by numbers would find "after" now, and "slow" later.
+    assert read(session, 2) == [b"3"]
+    assert read(session) == [b"slow", b"after"]
+
+
+def test_E14_every_row_is_read_once_whatever_the_order_of_the_commits(
+    engine: Engine, outbox: Outbox, session: PostgresqlSession
+) -> None:
+    with ExitStack() as stack:
+        transactions: list[tuple[Connection, Any]] = []
+        found: list[bytes] = []
+        for number in range(20):
+            connection = stack.enter_context(engine.connect())
+            transactions.append((connection, connection.begin()))
+            outbox.add(connection, b"%d" % number, routing_key="q")
+            if number % 3 == 2:
+                # The one in the middle of those that are open.
+                chosen, transaction = transactions.pop(len(transactions) // 2)
+                transaction.commit()
+                chosen.close()
+            # Small pages end in the middle of sweeps.
+            found += read(session, 1 + number % 2)
+        while transactions:
+            transactions.pop()[1].commit()
+            found += read(session, 2)
+        for _ in range(20):
+            found += read(session, 2)
+    assert sorted(found, key=int) == [b"%d" % number for number in range(20)]
+
+
+def test_E14_one_long_transaction_does_not_stop_the_rest(engine: Engine, outbox: Outbox, broker: Broker) -> None:
+    with engine.connect() as long, long.begin() as transaction:
+        outbox.add(long, b"long", routing_key="q")
+        with OutboxRelay(engine, broker.url, outbox=outbox, **FAST):
+            add(engine, outbox, *(b"%d" % number for number in range(3000)), key="k")
+            eventually(lambda: len(bodies(broker)) == 3000)
+            transaction.commit()
+            eventually(lambda: bodies(broker)[-1] == b"long")
+    assert len(bodies(broker)) == 3001
+
+
+def test_E14_no_row_is_changed_so_no_index_bloats(engine: Engine, outbox: Outbox, broker: Broker) -> None:
+    def counted() -> Any:
+        with engine.begin() as connection:
+            return connection.execute(
+                text("SELECT n_tup_ins, n_tup_upd, n_tup_del FROM pg_stat_user_tables WHERE relid = :name ::regclass"),
+                {"name": outbox.tables.full_name},
+            ).one()
+
+    with OutboxRelay(engine, broker.url, outbox=outbox, **FAST) as relay:
+        add(engine, outbox, *(b"%d" % number for number in range(500)))
+        eventually(lambda: relay.counts.confirmed == 500)
+    engine.dispose()
+    eventually(lambda: counted()[2] == 500, "the statistics")
+    assert tuple(counted()) == (500, 0, 500)
+
+
+def test_E14_restored_rows_with_numbers_of_another_server_are_read(
+    engine: Engine, outbox: Outbox, session: PostgresqlSession
+) -> None:
+    add(engine, outbox, b"restored", key="k")
+    with engine.begin() as connection:
+        connection.execute(outbox.tables.rows.update().values(xid=1 << 50))
+    add(engine, outbox, b"new", key="k")
+    assert read(session) == [b"restored", b"new"]
+
+
+def test_E14_two_relays_share_the_work_and_keep_the_order(engine: Engine, outbox: Outbox, broker: Broker) -> None:
+    keys = [f"key {number}" for number in range(8)]
+
+    def send(first: int, last: int) -> None:
+        for key in keys:
+            add(engine, outbox, *(f"{key} {number}" for number in range(first, last)), key=key)
+
+    with OutboxRelay(engine, broker.url, outbox=outbox, capacity=20, **FAST) as first:
+        eventually(lambda: len(first.partitions) == PARTITIONS)
+        send(0, 100)
+        with OutboxRelay(engine, broker.url, outbox=outbox, capacity=20, **FAST) as second:
+            eventually(lambda: len(first.partitions) == len(second.partitions) == PARTITIONS // 2)
+            assert not first.partitions & second.partitions
+            send(100, 150)
+            eventually(lambda: depth(engine, outbox) == 0)
+        # What a relay leaves in order is another's at its next look.
+        send(150, 200)
+        eventually(lambda: depth(engine, outbox) == 0)
+        eventually(lambda: len(first.partitions) == PARTITIONS)
+        assert second.counts.confirmed
+    found = bodies(broker)
+    assert len(found) == 200 * len(keys)
+    for key in keys:
+        of_key = [body.decode() for body in found if body.decode().startswith(f"{key} ")]
+        assert of_key == [f"{key} {number}" for number in range(200)]
+    # Nobody died, so nothing is in doubt.
+    assert not any(marks(broker))
+
+
+def test_E14_a_killed_relay_keeps_no_rows_and_what_it_may_have_sent_is_marked(
+    engine: Engine, outbox: Outbox, broker: Broker
+) -> None:
+    with relay_process(engine, broker, capacity=10) as process:
+        eventually(lambda: held(engine, outbox) == PARTITIONS)
+        # Not one confirm comes back.
+        broker.flow(False)
+        add(engine, outbox, *(b"%d" % number for number in range(100)), key="k")
+        process.kill()
+        eventually(lambda: held(engine, outbox) == 0)
+    broker.flow(True)
+    with OutboxRelay(engine, broker.url, outbox=outbox, **FAST) as relay:
+        eventually(lambda: relay.counts.confirmed == 100)
+    first = dict.fromkeys(bodies(broker))
+    assert list(first) == [b"%d" % number for number in range(100)]
+    assert relay.counts.marked <= 10
+
+
+def test_E14_a_suspended_relay_loses_its_rows_with_its_lease(engine: Engine, outbox: Outbox, broker: Broker) -> None:
+    # A lease of one second for the one that is suspended; the server keeps the time.
+    with relay_process(engine, broker, lease=1.0) as process:
+        eventually(lambda: held(engine, outbox) == PARTITIONS)
+        process.send_signal(signal.SIGSTOP)
+        add(engine, outbox, b"1", b"2", key="k")
+        with OutboxRelay(engine, broker.url, outbox=outbox, **FAST) as relay:
+            eventually(lambda: bodies(broker) == [b"1", b"2"])
+            process.send_signal(signal.SIGCONT)
+            # It is a member again, and has half.
+            eventually(lambda: len(relay.partitions) == PARTITIONS // 2)
+            add(engine, outbox, *(b"%d" % number for number in range(3, 100)), key="k")
+            eventually(lambda: depth(engine, outbox) == 0)
+    assert bodies(broker) == [b"%d" % number for number in range(1, 100)]
+
+
+def test_E14_a_relay_whose_session_is_ended_begins_again(engine: Engine, outbox: Outbox, broker: Broker) -> None:
+    with OutboxRelay(engine, broker.url, outbox=outbox, **FAST) as relay:
+        eventually(lambda: len(relay.partitions) == PARTITIONS)
+        with engine.begin() as connection:
+            connection.execute(
+                text("SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND objid = :member"),
+                {"member": PARTITIONS},
+            )
+        add(engine, outbox, b"1")
+        eventually(lambda: relay.counts.confirmed == 1)
+        assert relay.counts.tenures == 2
+
+
+def test_E14_rows_are_found_without_notify(engine: Engine, broker: Broker) -> None:
+    outbox = Outbox(name="silent", notify=False)
+    outbox.metadata.create_all(engine)
+    with OutboxRelay(engine, broker.url, outbox=outbox, poll=0.05, **FAST):
+        add(engine, outbox, b"1")
+        eventually(lambda: bodies(broker) == [b"1"])
+    outbox.metadata.drop_all(engine)
+
+
+def test_E14_tables_may_be_in_a_schema_with_any_name(engine: Engine, broker: Broker) -> None:
+    outbox = Outbox(name="Out box", schema="of the application")
+    with engine.begin() as connection:
+        connection.execute(text('CREATE SCHEMA "of the application"'))
+        outbox.metadata.create_all(connection)
+    with OutboxRelay(engine, broker.url, outbox=outbox, **FAST) as relay:
+        add(engine, outbox, b"1")
+        add(engine, outbox, b"2", to="nowhere")
+        eventually(lambda: relay.counts.confirmed == relay.counts.set_aside == 1)
+    with engine.begin() as connection:
+        outbox.metadata.drop_all(connection)
+        connection.execute(text('DROP SCHEMA "of the application"'))
+
+
+def test_E14_a_relay_says_which_driver_it_needs(postgresql: PostgresqlServer, outbox: Outbox) -> None:
+    engine = create_engine(postgresql.url.replace("+psycopg", "+asyncpg"))
+    with pytest.raises(RelayError, match="psycopg"):
+        PostgresqlSession(engine, outbox.tables, 30.0)

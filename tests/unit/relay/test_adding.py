@@ -1,0 +1,144 @@
+"""What `Outbox.add` writes, on SQLite in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, MetaData, create_engine, select
+from sqlalchemy.orm import Session
+
+from qflow_client import Message, RoutedMessage
+from qflow_client.message import decode_message
+from qflow_client.sqlalchemy import Outbox
+from qflow_client.sqlalchemy.tables import PARTITIONS
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = create_engine("sqlite://")
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def outbox(engine: Engine) -> Outbox:
+    outbox = Outbox()
+    outbox.metadata.create_all(engine)
+    return outbox
+
+
+def rows(engine: Engine, outbox: Outbox) -> list[Any]:
+    with engine.begin() as connection:
+        return list(connection.execute(select(outbox.tables.rows).order_by(outbox.tables.rows.c.id)))
+
+
+def test_E14_a_message_is_there_if_the_transaction_commits(engine: Engine, outbox: Outbox) -> None:
+    with Session(engine) as session:
+        outbox.add(session, "an order", exchange="x", routing_key="orders", ordering_key="7")
+        session.commit()
+    with engine.begin() as connection:
+        outbox.add(connection, b"another", routing_key="orders")
+    first, second = rows(engine, outbox)
+    assert (first.exchange, first.routing_key, first.ordering_key, first.body) == ("x", "orders", "7", b"an order")
+    assert (second.exchange, second.routing_key, second.ordering_key, second.body) == ("", "orders", None, b"another")
+
+
+def test_E14_a_message_is_gone_with_its_transaction_or_savepoint(engine: Engine, outbox: Outbox) -> None:
+    with Session(engine) as session:
+        outbox.add(session, b"rolled back", routing_key="q")
+        session.rollback()
+        outbox.add(session, b"kept", routing_key="q")
+        with session.begin_nested() as savepoint:
+            outbox.add(session, b"rolled back as well", routing_key="q")
+            savepoint.rollback()
+        session.commit()
+    assert [row.body for row in rows(engine, outbox)] == [b"kept"]
+
+
+def test_E3_a_message_is_encoded_when_it_is_added(engine: Engine, outbox: Outbox) -> None:
+    headers = {"k": ["v"]}
+    message = Message(b"m", headers=headers, content_type="text/plain", priority=3)
+    with engine.begin() as connection:
+        message_id = outbox.add(connection, message, routing_key="q")
+        headers["k"].append("changed")
+    (row,) = rows(engine, outbox)
+    expected = Message(b"m", headers={"k": ["v"]}, content_type="text/plain", priority=3, message_id=message_id)
+    assert decode_message(row.properties, row.body) == expected
+
+
+def test_E14_a_message_id_is_given_once_and_for_all(engine: Engine, outbox: Outbox) -> None:
+    with engine.begin() as connection:
+        given = outbox.add(connection, b"", routing_key="q")
+        own = outbox.add(connection, Message(b"", message_id="mine"), routing_key="q")
+    assert own == "mine"
+    assert len(given) == 32
+    assert [decode_message(row.properties, row.body).message_id for row in rows(engine, outbox)] == [given, "mine"]
+
+
+def test_E14_a_routed_message_knows_where_to_go_and_arguments_take_precedence(engine: Engine, outbox: Outbox) -> None:
+    message = RoutedMessage(b"", exchange="x", routing_key="k")
+    with engine.begin() as connection:
+        outbox.add(connection, message)
+        outbox.add(connection, message, exchange="", routing_key="q")
+    assert [(row.exchange, row.routing_key) for row in rows(engine, outbox)] == [("x", "k"), ("", "q")]
+
+
+def test_E14_add_many_keeps_the_order(engine: Engine, outbox: Outbox) -> None:
+    bodies = [b"%d" % number for number in range(2500)]
+    with engine.begin() as connection:
+        ids = outbox.add_many(connection, bodies, routing_key="q", ordering_key="k")
+        assert outbox.add_many(connection, [], routing_key="q") == []
+    found = rows(engine, outbox)
+    assert [row.body for row in found] == bodies
+    assert [decode_message(row.properties, row.body).message_id for row in found] == ids
+    assert len({row.partition for row in found}) == 1
+
+
+def test_E14_messages_without_a_key_are_spread_over_all_partitions(engine: Engine, outbox: Outbox) -> None:
+    with engine.begin() as connection:
+        outbox.add_many(connection, [b""] * 1000, routing_key="q")
+    assert {row.partition for row in rows(engine, outbox)} == set(range(PARTITIONS))
+
+
+@pytest.mark.parametrize(
+    ("message", "given", "error"),
+    [
+        (7, {}, TypeError),
+        (b"", {"routing_key": "k" * 256}, ValueError),
+        (b"", {"exchange": "x" * 256}, ValueError),
+        (Message(b"", headers={"k": object()}), {}, TypeError),
+    ],
+    ids=["no message", "routing key", "exchange", "headers"],
+)
+def test_E14_what_cannot_be_sent_is_not_added(
+    engine: Engine, outbox: Outbox, message: Any, given: dict[str, str], error: type[Exception]
+) -> None:
+    with engine.begin() as connection:
+        with pytest.raises(error):
+            outbox.add(connection, message, **given)
+        with pytest.raises(error):
+            outbox.add_many(connection, [b"good", message], **given)
+    assert rows(engine, outbox) == []
+
+
+def test_E14_one_application_has_several_outboxes(engine: Engine) -> None:
+    metadata = MetaData()
+    first, second = Outbox(metadata, name="first"), Outbox(metadata, name="second")
+    metadata.create_all(engine)
+    with engine.begin() as connection:
+        first.add(connection, b"1", routing_key="q")
+    assert len(rows(engine, first)) == 1
+    assert rows(engine, second) == []
+    assert first.tables.lock_class != second.tables.lock_class
+    assert first.tables.channel != second.tables.channel
+
+
+def test_E14_status_counts_what_waits(engine: Engine, outbox: Outbox) -> None:
+    with engine.begin() as connection:
+        assert outbox.status(connection).depth == 0
+        outbox.add_many(connection, [b""] * 3, routing_key="q")
+        status = outbox.status(connection)
+    assert (status.depth, status.failed, status.relayed, status.relays) == (3, 0, 0, None)
+    assert 0 <= status.oldest_age < 60
