@@ -181,6 +181,7 @@ def stages(folder: Path) -> Iterator[Stage]:
         f"""
         {python} -m benchmarks.soak --minutes 1 --broker rabbitmq
         {python} -m benchmarks.soak --minutes 0.5 --broker embedded
+        {python} -m benchmarks.soak --minutes 0.5 --broker cluster
         """,
         BROKERS,
         ("interop",),

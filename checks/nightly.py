@@ -118,6 +118,16 @@ PARTS: Final[Mapping[str, Part]] = {
             _step("embedded broker", f"{_PYTHON} -m benchmarks.soak --minutes 20 --broker embedded --seed $RANDOM"),
         ],
     ),
+    "cluster": Part(
+        "a RabbitMQ cluster whose nodes are killed, suspended and cut off from each other under load",
+        [
+            _step("environment", f"{_TOX} -e interop --notest"),
+            *(
+                _step(f"seed {seed}", f"{_PYTHON} -m benchmarks.soak --minutes 10 --broker cluster --seed {seed}")
+                for seed in range(10)
+            ),
+        ],
+    ),
     "kills": Part(
         "producers with an outbox, killed with -9",
         [

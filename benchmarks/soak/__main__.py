@@ -118,15 +118,17 @@ def soak(broker: SoakBroker, options: argparse.Namespace) -> tuple[Soak, dict[st
     """Publish for so long, end all faults, and read the queue back."""
     seconds = 60.0 * options.minutes
     least_faults, least_kills = math.floor(10 * options.minutes), math.floor(options.minutes)
-    with FaultProxy(broker.url, seed=options.seed) as proxy:
+    with contextlib.ExitStack() as stack:
+        proxies = [stack.enter_context(FaultProxy(url, seed=options.seed)) for url in broker.urls]
 
         def job(first: int, senders: int) -> Job:
             # What is half-open is found within about 15 seconds: both libraries wait for several heartbeats.
-            url = f"{proxy.url}?heartbeat=3"
-            return Job(url, QUEUE, first, senders, _PRODUCERS, options.rate / 2, options.seed, _PATIENCE)
+            urls = tuple(f"{proxy.url}?heartbeat=3" for proxy in proxies)
+            rate = options.rate / 2
+            return Job(urls, QUEUE, first, senders, _PRODUCERS, rate, options.seed, _PATIENCE, broker.settings)
 
         workers = [_Worker(run_threads, job(0, _THREADS)), _Worker(run_tasks, job(_THREADS, _TASKS))]
-        faults = Faults(broker, proxy, options.seed)
+        faults = Faults(broker, proxies, options.seed)
         with _working(workers):
             for worker in workers:
                 # Its first word.
@@ -145,7 +147,7 @@ def soak(broker: SoakBroker, options: argparse.Namespace) -> tuple[Soak, dict[st
                 for worker in workers:
                     worker.await_end(time.monotonic() + _HANGS)
                 took = time.monotonic() - began
-        accepted = proxy.accepted
+        accepted = sum(proxy.accepted for proxy in proxies)
     _say("all is settled; the broker is killed and started once more before the queue is read")
     faults.kills += 1
     broker.kill()
@@ -222,7 +224,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="longer if too little has gone wrong by then")
     parser.add_argument(
-        "--broker", choices=sorted(BROKERS), default="rabbitmq", help="embedded: ours, with a message store"
+        "--broker",
+        choices=sorted(BROKERS),
+        default="rabbitmq",
+        help="embedded: ours, with a message store; cluster: three nodes of RabbitMQ",
     )
     parser.add_argument("--rate", type=float, default=400.0, help="messages a second while nothing holds them")
     parser.add_argument("--seed", type=int, default=0, help="of faults and senders")

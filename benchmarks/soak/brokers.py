@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 from urllib.parse import urlsplit
 
 import pika
 from pamqp import commands
 
 from benchmarks.soak.messages import Copy, read_copy
+from qflow_client.testing.cluster import NET_TICK_TIME, RabbitMQCluster
 from qflow_client.testing.proxy import FaultProxy
 from qflow_client.testing.rabbitmq import RabbitMQNode
 
-__all__ = ["BROKERS", "QUEUE", "Embedded", "RabbitMQ", "SoakBroker"]
+__all__ = ["BROKERS", "QUEUE", "Cluster", "Embedded", "RabbitMQ", "SoakBroker"]
 
 QUEUE = "qflow-soak"
 
@@ -39,14 +41,20 @@ class SoakBroker(Protocol):
     """A broker under soak.
 
     Attributes:
-        url: for clients.
         name: and version, for people.
         actions: what is done to it, one at a time, by name; each ends with the broker as it was before.
     """
 
-    url: str
     name: str
     actions: dict[str, Action]
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The URLs of its nodes."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What its producers have set besides."""
 
     def flow(self, proxy: FaultProxy, active: bool, connection: int) -> None:
         """Say ``Channel.Flow`` to one connection's channel."""
@@ -69,9 +77,9 @@ def _connected(url: str) -> Iterator[Any]:
         connection.close()
 
 
-def _declare(url: str) -> None:
+def _declare(url: str, **arguments: object) -> None:
     with _connected(url) as channel:
-        channel.queue_declare(QUEUE, durable=True)
+        channel.queue_declare(QUEUE, durable=True, arguments=arguments)
 
 
 def _read_back(url: str) -> Sequence[Copy]:
@@ -95,7 +103,18 @@ def _read_back(url: str) -> Sequence[Copy]:
             channel.cancel()
 
 
-class RabbitMQ:
+class _OneNode:
+    """A broker of one node."""
+
+    url: str
+    settings: ClassVar[Mapping[str, Any]] = {}
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return (self.url,)
+
+
+class RabbitMQ(_OneNode):
     """A private node of the RabbitMQ that is installed."""
 
     def __init__(self) -> None:
@@ -154,7 +173,7 @@ class RabbitMQ:
         return _read_back(self.url)
 
 
-class Embedded:
+class Embedded(_OneNode):
     """The broker of this repository, with a message store, in a process of its own."""
 
     def __init__(self) -> None:
@@ -271,4 +290,82 @@ class Embedded:
         return _read_back(self.url)
 
 
-BROKERS: dict[str, Callable[[], RabbitMQ | Embedded]] = {"rabbitmq": RabbitMQ, "embedded": Embedded}
+class Cluster:
+    """Three nodes of the RabbitMQ that is installed, with a quorum queue."""
+
+    settings: ClassVar[Mapping[str, Any]] = {"liveness": 2.0, "host_order": "shuffled"}
+
+    def __init__(self) -> None:
+        self._cluster = RabbitMQCluster()
+        self.name = "RabbitMQ"
+        self._turns = itertools.cycle(self._cluster.nodes)
+        self.actions: dict[str, Action] = {
+            # It blocks the connections of all nodes.
+            "memory alarm": self._alarm,
+            "node suspended": self._suspend,
+            "node stopped in order": self._stop,
+        }
+        if self._cluster.can_partition():
+            self.actions["node cut off"] = self._cut_off
+
+    def __enter__(self) -> Cluster:
+        self._cluster.__enter__()
+        try:
+            _declare(self.urls[0], **{"x-queue-type": "quorum"})
+            with _connected(self.urls[0]) as channel:
+                version = channel.connection._impl.server_properties["version"]
+            self.name = f"RabbitMQ {version}, a cluster of {len(self.urls)}"
+        except BaseException:
+            self._cluster.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cluster.close()
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return self._cluster.urls
+
+    def kill(self) -> None:
+        node = next(self._turns)
+        node.kill()
+        node.start()
+
+    def _alarm(self, chance: Random, wait: Wait) -> None:
+        node = chance.choice(self._cluster.nodes)
+        node.raise_memory_alarm()
+        wait(chance.uniform(0.5, 4.0))
+        node.clear_memory_alarm()
+
+    def _suspend(self, chance: Random, wait: Wait) -> None:
+        node = chance.choice(self._cluster.nodes)
+        node.pause()
+        try:
+            wait(chance.choice((*_SUSPENDED, 2.0 * NET_TICK_TIME)))
+        finally:
+            node.resume()
+
+    def _stop(self, chance: Random, wait: Wait) -> None:
+        node = chance.choice(self._cluster.nodes)
+        node.stop()
+        wait(0.5)
+        node.start()
+
+    def _cut_off(self, chance: Random, wait: Wait) -> None:
+        # Shorter than the others need to notice, or longer.
+        with self._cluster.partition(chance.randrange(len(self.urls))):
+            wait(chance.choice((1.0, 2.0 * NET_TICK_TIME)))
+
+    def flow(self, proxy: FaultProxy, active: bool, connection: int) -> None:
+        proxy.inject(commands.Channel.Flow(active), 1, connection=connection, answer=commands.Channel.FlowOk)
+
+    def read(self) -> Sequence[Copy]:
+        return _read_back(self.urls[0])
+
+
+BROKERS: dict[str, Callable[[], RabbitMQ | Embedded | Cluster]] = {
+    "rabbitmq": RabbitMQ,
+    "embedded": Embedded,
+    "cluster": Cluster,
+}

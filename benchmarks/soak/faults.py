@@ -12,7 +12,7 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 
 from benchmarks.soak.brokers import SoakBroker
@@ -34,13 +34,13 @@ class Faults:
 
     Args:
         broker: that is harmed.
-        proxy: between it and its clients.
+        proxies: between it and its clients, one for each of its nodes.
         seed: of what happens.
     """
 
-    def __init__(self, broker: SoakBroker, proxy: FaultProxy, seed: int) -> None:
+    def __init__(self, broker: SoakBroker, proxies: Sequence[FaultProxy], seed: int) -> None:
         self._broker = broker
-        self._proxy = proxy
+        self._proxies = proxies
         self._chance = Random(f"{seed} connections")
         self._broker_chance = Random(f"{seed} broker")
         self._stop = threading.Event()
@@ -76,7 +76,8 @@ class Faults:
         for _, _, undo in self._undo:
             self._undo_now(undo)
         self._undo.clear()
-        self._proxy.heal()
+        for proxy in self._proxies:
+            proxy.heal()
 
     def _guarded(self, run: Callable[[], None]) -> None:
         try:
@@ -97,11 +98,12 @@ class Faults:
             if now >= next_at:
                 next_at = now + self._chance.expovariate(1 / _BETWEEN)
                 name = self._chance.choices(names, weights)[0]
-                there = self._proxy.connections
+                proxy = self._chance.choice(self._proxies)
+                there = proxy.connections
                 if there:
                     # It may have gone since.
                     with contextlib.suppress(LookupError, StopIteration):
-                        getattr(self, f"_{name}")(self._chance.choice(there))
+                        getattr(self, f"_{name}")(proxy, self._chance.choice(there))
                         self.counts[name.replace("_", " ")] += 1
             until = min(next_at, self._undo[0][0]) if self._undo else next_at
             self._stop.wait(max(0.0, until - time.monotonic()))
@@ -115,64 +117,64 @@ class Faults:
         with contextlib.suppress(LookupError, StopIteration):
             undo()
 
-    def _one_or_all(self, connection: ProxiedConnection) -> int | None:
+    def _one_or_all(self, proxy: FaultProxy, connection: ProxiedConnection) -> int | None:
         """Its number, or now and then None, for all of them, which count as connections that were harmed."""
         if self._chance.random() < 0.85:
             self.connection_faults += 1
             return connection.number
-        self.connection_faults += len(self._proxy.connections)
+        self.connection_faults += len(proxy.connections)
         return None
 
     def _direction(self) -> Direction:
         return self._chance.choice(tuple(Direction))
 
-    def _cut(self, connection: ProxiedConnection) -> None:
-        self._proxy.cut(self._one_or_all(connection))
+    def _cut(self, proxy: FaultProxy, connection: ProxiedConnection) -> None:
+        proxy.cut(self._one_or_all(proxy, connection))
 
-    def _reset(self, connection: ProxiedConnection) -> None:
-        self._proxy.reset(self._one_or_all(connection))
+    def _reset(self, proxy: FaultProxy, connection: ProxiedConnection) -> None:
+        proxy.reset(self._one_or_all(proxy, connection))
 
-    def _cut_inside(self, connection: ProxiedConnection) -> None:
+    def _cut_inside(self, proxy: FaultProxy, connection: ProxiedConnection) -> None:
         size = self._chance.randint(1, _FEW_BYTES)
-        self._proxy.cut_after(size=size, direction=self._direction(), connection=connection.number)
+        proxy.cut_after(size=size, direction=self._direction(), connection=connection.number)
         self.connection_faults += 1
 
-    def _black_hole(self, connection: ProxiedConnection) -> None:
+    def _black_hole(self, proxy: FaultProxy, connection: ProxiedConnection) -> None:
         direction = self._chance.choice((*Direction, None))
         # Found by heartbeat.
-        self._proxy.black_hole(direction, connection.number)
+        proxy.black_hole(direction, connection.number)
         self.connection_faults += 1
 
-    def _stall(self, connection: ProxiedConnection) -> None:
+    def _stall(self, proxy: FaultProxy, connection: ProxiedConnection) -> None:
         direction = self._chance.choice((*Direction, None))
         number = connection.number
-        self._proxy.stall(direction, number)
+        proxy.stall(direction, number)
         # Longer ones are found by heartbeat, and what was on the way arrives afterwards.
-        self._later(self._chance.choice((0.1, 0.5, 2.0, 20.0)), lambda: self._proxy.heal(number))
+        self._later(self._chance.choice((0.1, 0.5, 2.0, 20.0)), lambda: proxy.heal(number))
 
-    def _slow(self, connection: ProxiedConnection) -> None:
+    def _slow(self, proxy: FaultProxy, connection: ProxiedConnection) -> None:
         number = connection.number
         if self._chance.random() < 0.5:
-            self._proxy.delay(0.2, jitter=0.3, connection=number)
+            proxy.delay(0.2, jitter=0.3, connection=number)
         else:
-            self._proxy.limit(20_000, connection=number)
-        self._later(3.0, lambda: self._proxy.heal(number))
+            proxy.limit(20_000, connection=number)
+        self._later(3.0, lambda: proxy.heal(number))
 
-    def _chop(self, connection: ProxiedConnection) -> None:
+    def _chop(self, proxy: FaultProxy, connection: ProxiedConnection) -> None:
         number = connection.number
-        self._proxy.split(1, 50, connection=number)
-        self._later(1.0, lambda: self._proxy.heal(number))
+        proxy.split(1, 50, connection=number)
+        self._later(1.0, lambda: proxy.heal(number))
 
-    def _refuse(self, _connection: ProxiedConnection) -> None:
-        self._proxy.refuse()
-        self.connection_faults += len(self._proxy.connections)
-        self._proxy.reset()
-        self._later(self._chance.uniform(0.2, 3.0), self._proxy.heal)
+    def _refuse(self, proxy: FaultProxy, _connection: ProxiedConnection) -> None:
+        proxy.refuse()
+        self.connection_faults += len(proxy.connections)
+        proxy.reset()
+        self._later(self._chance.uniform(0.2, 3.0), proxy.heal)
 
-    def _flow(self, connection: ProxiedConnection) -> None:
+    def _flow(self, proxy: FaultProxy, connection: ProxiedConnection) -> None:
         number = connection.number
-        self._broker.flow(self._proxy, False, number)
-        self._later(self._chance.uniform(0.1, 4.0), lambda: self._broker.flow(self._proxy, True, number))
+        self._broker.flow(proxy, False, number)
+        self._later(self._chance.uniform(0.1, 4.0), lambda: self._broker.flow(proxy, True, number))
 
     # The broker.
 

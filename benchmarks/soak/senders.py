@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from random import Random
@@ -53,7 +53,7 @@ class Job:
     """What one process does.
 
     Attributes:
-        url: the broker's, by way of the proxy.
+        urls: the broker's nodes, by way of their proxies.
         routing_key: of all messages.
         first_sender: the number of the first of its senders.
         senders: how many threads or tasks there are.
@@ -61,9 +61,10 @@ class Job:
         rate: messages a second of all of them together, while nothing holds them.
         seed: of what they do.
         patience: seconds that all may take to be settled at the end.
+        more: settings that the broker asks for.
     """
 
-    url: str
+    urls: tuple[str, ...]
     routing_key: str
     first_sender: int
     senders: int
@@ -71,6 +72,7 @@ class Job:
     rate: float
     seed: int
     patience: float
+    more: Mapping[str, Any]
 
     def settings(self, index: int) -> dict[str, Any]:
         """Of one of the producers; no two of four are alike."""
@@ -80,6 +82,7 @@ class Job:
             "name": f"soak-{self.first_sender}-{index}",
             "reconnect_delay": 0.05,
             "reconnect_delay_max": 1.0,
+            **self.more,
         }
 
 
@@ -275,7 +278,7 @@ def run_threads(pipe: Connection, job: Job) -> None:
     _prepare()
     found = Found.of(job)
     producers = [
-        Producer(job.url, on_delivery=found.told if _is_told(index) else None, **job.settings(index))
+        Producer(job.urls, on_delivery=found.told if _is_told(index) else None, **job.settings(index))
         for index in range(job.producers)
     ]
     stop = threading.Event()
@@ -314,7 +317,7 @@ def run_tasks(pipe: Connection, job: Job) -> None:
 
 async def _tasks(pipe: Connection, job: Job, found: Found) -> None:
     producers = [
-        AsyncProducer(job.url, on_delivery=found.told if _is_told(index) else None, **job.settings(index))
+        AsyncProducer(job.urls, on_delivery=found.told if _is_told(index) else None, **job.settings(index))
         for index in range(job.producers)
     ]
     for producer in producers:

@@ -161,6 +161,11 @@ class RabbitMQNode(Node, RabbitMQ):
 
     _error = RabbitMQError
 
+    # The node's name in Erlang, and the address on which it listens.
+    _name = _NODE_NAME
+    _host = HOST
+    _ctl_options: tuple[str, ...] = ()
+
     def __init__(
         self,
         directory: str | os.PathLike[str] | None = None,
@@ -198,7 +203,7 @@ class RabbitMQNode(Node, RabbitMQ):
     @property
     def url(self) -> str:
         """AMQP URL of the node's default virtual host, for its default user."""
-        return f"amqp://guest:guest@{HOST}:{self._port}/%2F"
+        return f"amqp://guest:guest@{self._host}:{self._port}/%2F"
 
     def ctl(self, *args: str, timeout: float = 180.0) -> str:
         """Run ``rabbitmqctl`` against this node.
@@ -216,7 +221,7 @@ class RabbitMQNode(Node, RabbitMQ):
         words = " ".join(args)
         try:
             done = subprocess.run(
-                [self._tools.ctl, "--quiet", "--node", _NODE_NAME, *args],
+                [self._tools.ctl, "--quiet", *self._ctl_options, "--node", self._name, *args],
                 cwd=self._directory,
                 env=self._environment(),
                 stdin=subprocess.DEVNULL,
@@ -246,10 +251,10 @@ class RabbitMQNode(Node, RabbitMQ):
             # The Erlang cookie lies in the home folder.
             "HOME": folder,
             "LC_ALL": "C.UTF-8",
-            "ERL_EPMD_ADDRESS": HOST,
+            "ERL_EPMD_ADDRESS": self._host,
             "ERL_EPMD_PORT": str(self._epmd_port),
-            "RABBITMQ_NODENAME": _NODE_NAME,
-            "RABBITMQ_NODE_IP_ADDRESS": HOST,
+            "RABBITMQ_NODENAME": self._name,
+            "RABBITMQ_NODE_IP_ADDRESS": self._host,
             "RABBITMQ_NODE_PORT": str(self._port),
             "RABBITMQ_DIST_PORT": str(self._distribution_port),
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1}",
@@ -271,7 +276,7 @@ class RabbitMQNode(Node, RabbitMQ):
         self._directory.mkdir(parents=True, exist_ok=True)
         (self._directory / "conf.d").mkdir(exist_ok=True)
         (self._directory / "enabled_plugins").write_text("[].\n", encoding="ascii")
-        (self._directory / "rabbitmq.conf").write_text("loopback_users.guest = true\n", encoding="ascii")
+        (self._directory / "rabbitmq.conf").write_text(self._configuration(), encoding="ascii")
         (self._directory / "advanced.config").write_text("[].\n", encoding="ascii")
         if self._account is None:
             return
@@ -289,6 +294,9 @@ class RabbitMQNode(Node, RabbitMQ):
                 f"{self._directory} is closed to the user {self._account.name}, whom a node that root starts runs as: "
                 f"choose a directory all of whose parents that user may enter"
             )
+
+    def _configuration(self) -> str:
+        return "loopback_users.guest = true\n"
 
     def _start_helpers(self) -> None:
         self._epmd = epmd = subprocess.Popen(
@@ -312,12 +320,12 @@ class RabbitMQNode(Node, RabbitMQ):
 
     def _is_ready(self) -> bool:
         # Listeners are the last thing that a node starts: one that answers is ready.
-        return speaks_amqp(HOST, self._port)
+        return speaks_amqp(self._host, self._port)
 
     def _said(self) -> str:
         return "".join(
             log.read_text(encoding="utf-8", errors="replace")
-            for log in (self._directory / "log" / f"{_NODE_NAME}.log", self._directory / "console.log")
+            for log in (self._directory / "log" / f"{self._name}.log", self._directory / "console.log")
             if log.exists()
         )
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from qflow_client import HoldKind, Producer
-from qflow_client.amqp.tap import Tap
+from qflow_client.amqp.frames import CONFIRM_SELECT_OK
+from qflow_client.amqp.tap import Tap, TapChannel
 from qflow_client.broker import Broker
 from qflow_client.testing.proxy import FaultProxy
 
@@ -76,11 +77,22 @@ def test_E15_a_host_that_only_confirms_late_answers_the_probe_and_is_not_left(
         probes.append(make_probe(tap, number))
         return probes[-1]
 
+    answers: list[bytes] = []
+    take = Tap._take
+
+    def listen(tap: Tap, channel: TapChannel, number: int, kind: int, start: int, stop: int, now: float) -> bool:
+        if tap._splitter.data[start : start + 4] == CONFIRM_SELECT_OK:
+            answers.append(CONFIRM_SELECT_OK)
+        return take(tap, channel, number, kind, start, stop, now)
+
     monkeypatch.setattr(Tap, "probe", probe)
-    producer = make_producer([broker.url, other.url], **FAST)
+    monkeypatch.setattr(Tap, "_take", listen)
+    # A second for the answer.
+    producer = make_producer([broker.url, other.url], **(FAST | {"liveness": 2.0}))
     broker.withhold_confirms()
     receipt = producer.send(b"1")
-    eventually(lambda: len(probes) >= 3)
+    eventually(lambda: answers)
+    assert len(probes) == 1
     assert not receipt.done
     broker.release_confirms()
     receipt.result(PATIENCE)

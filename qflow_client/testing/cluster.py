@@ -1,0 +1,251 @@
+"""A private cluster of three RabbitMQ nodes, whose links tests may cut.
+
+The nodes run on this machine, each at a loopback address of its own (127.0.0.2 and so on), and so do the connections
+between them. So a link is cut by dropping packets between two addresses, which neither end is told of: as in a network
+that is broken, a node finds out after `NET_TICK_TIME`. That takes root and iptables; all else takes neither. Clients
+come from 127.0.0.1, and are not cut off.
+
+A node in the minority pauses, and with it its clients (``cluster_partition_handling = pause_minority``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from qflow_client.testing.node import free_port, wait_until
+from qflow_client.testing.rabbitmq import RabbitMQError, RabbitMQNode
+
+__all__ = ["NET_TICK_TIME", "RabbitMQCluster"]
+
+#: Seconds after which a node takes another that is silent for lost.
+NET_TICK_TIME: Final = 8
+
+_START_TIMEOUT = 300.0
+
+
+class _ClusterNode(RabbitMQNode):
+    """One node of a cluster.
+
+    Args:
+        host: its loopback address.
+        epmd_port: of the cluster's port mapper.
+        cookie: the cluster's.
+        peers: the names of all nodes.
+        directory: its folder.
+    """
+
+    _ctl_options = ("--longnames",)
+
+    def __init__(self, host: str, epmd_port: int, cookie: str, peers: Sequence[str], directory: Path) -> None:
+        self._host = host
+        self._name = _name(host)
+        self._cookie = cookie
+        self._peers = peers
+        super().__init__(directory, start_timeout=_START_TIMEOUT)
+        self._epmd_port = epmd_port
+
+    @property
+    def name(self) -> str:
+        """Its name in the cluster."""
+        return self._name
+
+    def _environment(self) -> dict[str, str]:
+        address = self._host.replace(".", ",")
+        return super()._environment() | {
+            "RABBITMQ_USE_LONGNAME": "true",
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": (
+                f"-kernel inet_dist_use_interface {{{address}}} net_ticktime {NET_TICK_TIME} "
+                f"inet_dist_connect_options [{{ip,{{{address}}}}}]"
+            ),
+        }
+
+    def _configuration(self) -> str:
+        peers = "".join(
+            f"cluster_formation.classic_config.nodes.{number} = {peer}\n" for number, peer in enumerate(self._peers, 1)
+        )
+        return (
+            f"{super()._configuration()}"
+            "cluster_formation.peer_discovery_backend = classic_config\n"
+            f"{peers}"
+            "cluster_partition_handling = pause_minority\n"
+        )
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        cookie = self.directory / ".erlang.cookie"
+        cookie.unlink(missing_ok=True)
+        cookie.touch(mode=0o600)
+        cookie.write_text(self._cookie, encoding="ascii")
+        if self._account is not None:
+            os.chown(cookie, self._account.uid, self._account.gid)
+
+    def _start_helpers(self) -> None:
+        """The cluster has one port mapper for all nodes."""
+
+
+def _name(host: str) -> str:
+    # The port mapper knows nodes by the part before the @.
+    return f"rabbit{host.rpartition('.')[2]}@{host}"
+
+
+class RabbitMQCluster:
+    """Three RabbitMQ nodes that form a cluster; a context manager that starts it on entry and closes it on exit.
+
+    Example::
+
+        with RabbitMQCluster() as cluster:
+            producer = Producer(cluster.urls, routing_key="orders", liveness=2.0)
+            with cluster.partition(0):
+                ...
+
+    Args:
+        size: how many nodes.
+
+    Raises:
+        RabbitMQNotInstalled: this machine has no RabbitMQ.
+    """
+
+    def __init__(self, size: int = 3) -> None:
+        # As for a single node: the user rabbitmq must be able to reach it.
+        parent = "/var/tmp" if os.geteuid() == 0 else None
+        self._folder = tempfile.TemporaryDirectory(prefix="qflow-cluster-", dir=parent, ignore_cleanup_errors=True)
+        Path(self._folder.name).chmod(0o755)
+        self._epmd_port = free_port(set())
+        self._epmd: subprocess.Popen[bytes] | None = None
+        self._hosts = [f"127.0.0.{number}" for number in range(2, 2 + size)]
+        cookie = secrets.token_hex(16)
+        names = [_name(host) for host in self._hosts]
+        #: The nodes.
+        self.nodes: tuple[_ClusterNode, ...] = tuple(
+            _ClusterNode(host, self._epmd_port, cookie, names, Path(self._folder.name) / host) for host in self._hosts
+        )
+        # The packet filter's rules that cut links.
+        self._rules: list[tuple[str, ...]] = []
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The AMQP URLs of the nodes."""
+        return tuple(node.url for node in self.nodes)
+
+    @staticmethod
+    def can_partition() -> bool:
+        """Whether links can be cut here: that takes root and iptables."""
+        return os.geteuid() == 0 and shutil.which("iptables") is not None
+
+    def start(self) -> None:
+        """Start the nodes that do not run, all at once.
+
+        Raises:
+            RabbitMQError: a node does not start, or does not join the others.
+        """
+        if self._epmd is None:
+            node = self.nodes[0]
+            self._epmd = subprocess.Popen(
+                [node._tools.epmd, "-port", str(self._epmd_port), "-address", ",".join(self._hosts)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                **node._account_of_process(),
+            )
+        self._each([node.start for node in self.nodes])
+        size = len(self.nodes)
+        if not wait_until(lambda: self.running == size, _START_TIMEOUT):
+            raise RabbitMQError(f"{self.running} of {size} nodes run in the cluster after {_START_TIMEOUT:g} s")
+
+    @property
+    def running(self) -> int:
+        """How many nodes the first node sees running, itself included."""
+        return int(self.nodes[0].ctl("eval", "length(rabbit_mnesia:cluster_nodes(running))."))
+
+    @staticmethod
+    def _each(actions: Sequence[Callable[[], object]]) -> None:
+        errors: list[BaseException] = []
+
+        def act(action: Callable[[], object]) -> None:
+            try:
+                action()
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=act, args=(action,)) for action in actions]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+    def cut(self, one: int, other: int) -> None:
+        """Cut the link between two nodes, given by their places in `nodes`, until `heal`.
+
+        Raises:
+            RabbitMQError: that takes root and iptables.
+        """
+        if not self.can_partition():
+            raise RabbitMQError("links between nodes can only be cut by root, with iptables")
+        ends = self._hosts[one], self._hosts[other]
+        for source, target in (ends, ends[::-1]):
+            rule = ("INPUT", "-s", source, "-d", target, "-j", "DROP")
+            _iptables("-I", *rule)
+            self._rules.append(rule)
+
+    def heal(self) -> None:
+        """Have all links carry packets again."""
+        while self._rules:
+            _iptables("-D", *self._rules[-1])
+            self._rules.pop()
+
+    @contextlib.contextmanager
+    def partition(self, alone: int) -> Iterator[None]:
+        """Cut one node off from all others meanwhile. It pauses, and comes back by itself afterwards.
+
+        Raises:
+            RabbitMQError: as `cut`.
+        """
+        try:
+            for other in range(len(self.nodes)):
+                if other != alone:
+                    self.cut(alone, other)
+            yield
+        finally:
+            self.heal()
+
+    def close(self) -> None:
+        """Stop all for good, and remove what they have stored."""
+        self.heal()
+        self._each([node.kill for node in self.nodes])
+        if self._epmd is not None:
+            self._epmd.kill()
+            self._epmd.wait()
+            self._epmd = None
+        self._folder.cleanup()
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _iptables(*words: str) -> None:
+    done = subprocess.run(["iptables", "-w", *words], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RabbitMQError(f"iptables {' '.join(words)} failed: {done.stderr.strip()}")
