@@ -7,14 +7,35 @@ broker has to work without.
 from __future__ import annotations
 
 import time
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from importlib import import_module
 from typing import Unpack
 
 from qflow_client.broker.core.broker import Broker as CoreBroker
 from qflow_client.broker.core.broker import url_host
 from qflow_client.broker.core.channel import Channel
-from qflow_client.broker.core.snapshots import MemorySnapshot, QueueSnapshot, queue_snapshot
-from qflow_client.broker.policies.definitions import Definitions, export_definitions, load_definitions
+from qflow_client.broker.core.session import State
+from qflow_client.broker.core.snapshots import (
+    BindingSnapshot,
+    ChannelSnapshot,
+    ConnectionSnapshot,
+    ExchangeSnapshot,
+    MemorySnapshot,
+    QueueSnapshot,
+    binding_snapshots,
+    channel_snapshot,
+    connection_snapshot,
+    exchange_snapshot,
+    queue_snapshot,
+)
+from qflow_client.broker.policies.definitions import (
+    Definitions,
+    Exported,
+    Loading,
+    each_definition,
+    export_definitions,
+)
 from qflow_client.broker.policies.discipline import Discipline
 from qflow_client.broker.policies.marks import MARKS, steered
 from qflow_client.broker.policies.policy import Policy
@@ -114,9 +135,63 @@ class Broker(CoreBroker):
         Raises:
             DefinitionError: one of them is refused; the text says which and why.
         """
-        self._call(
-            lambda: load_definitions(self._host, self._rules, definitions, self._journal), changes=True, lasts=True
-        )
+        self._call(lambda: [None for _ in self.load_in_steps(definitions)], changes=True, lasts=True)
+
+    # One at a time, for the broker's own loop. Each picture is of the moment at which the iterator gives it, so other
+    # work may come between two of them. What is gone by then is left out, and what is new is not there.
+
+    def load_in_steps(self, definitions: Definitions) -> Generator[None, None, None]:
+        """`load_definitions` in steps, on the broker's loop: one iteration declares one thing.
+
+        Raises:
+            DefinitionError: one of them is refused, and what was declared before it is deleted again.
+        """
+        with closing(Loading(self._host, self._rules, definitions).steps()) as steps:
+            for step in steps:
+                self._server.touch()
+                yield step
+
+    def each_definition(self) -> Iterator[Exported]:
+        """`definitions`, but for the policies; it may take several turns of the loop."""
+        return each_definition(self._host)
+
+    def each_queue(self) -> Iterator[QueueSnapshot]:
+        """The queues, in the order in which they were made."""
+        return (queue_snapshot(queue) for queue in tuple(self._host.queues.values()) if not queue.is_deleted)
+
+    def each_connection(self) -> Iterator[ConnectionSnapshot]:
+        """The connections, oldest first."""
+        sessions = self._server.sessions
+        return (connection_snapshot(session) for session in sessions if session.state is not State.ENDED)
+
+    def has_queue(self, name: str) -> bool:
+        """Whether there is a queue of that name."""
+        return name in self._host.queues
+
+    def has_exchange(self, name: str) -> bool:
+        """Whether there is an exchange of that name."""
+        return name in self._host.exchanges
+
+    @property
+    def connection_count(self) -> int:
+        """How many connections there are."""
+        return len(self._server.sessions)
+
+    def each_channel(self) -> Iterator[ChannelSnapshot]:
+        """The open channels."""
+        for session in self._server.sessions:
+            for channel in tuple(session.channels.values()):
+                if not channel.is_closing and session.state is not State.ENDED:
+                    yield channel_snapshot(channel)
+
+    def each_exchange(self) -> Iterator[ExchangeSnapshot]:
+        """The exchanges, the default exchange first."""
+        return (exchange_snapshot(exchange) for exchange in tuple(self._host.exchanges.values()))
+
+    def each_binding(self) -> Iterator[BindingSnapshot]:
+        """The bindings, by exchange."""
+        for exchange in tuple(self._host.exchanges.values()):
+            yield from binding_snapshots(exchange)
 
     def set_thresholds(self, queue: str, **marks: int | None) -> QueueSnapshot:
         """Put other marks in force while a queue is in use (D4); the flow state follows at once.

@@ -159,7 +159,7 @@ class BrokerSettings(Settings):
                 f"http_host={shown(self.http_host)} is not a loopback address: set an http_token, which clients "
                 "have to show"
             )
-        missing = [name for name in ("aiohttp", "prometheus_client", "pydantic") if find_spec(name) is None]
+        missing = [name for name in ("aiohttp", "pydantic") if find_spec(name) is None]
         if missing:
             raise ValueError(
                 f"http_port={self.http_port}: HTTP needs {', '.join(missing)}: pip install 'qflow-client[broker]'"

@@ -508,7 +508,7 @@ def exchange_snapshot(exchange: Exchange) -> ExchangeSnapshot:
 
 def binding_snapshots(exchange: Exchange) -> Iterator[BindingSnapshot]:
     """Pictures of the bindings that lead from an exchange, in the order in which they were made."""
-    for binding in exchange.bindings.values():
+    for binding in tuple(exchange.bindings.values()):
         yield BindingSnapshot(
             source=exchange.name,
             destination=binding.destination.name,

@@ -15,6 +15,7 @@ from pydantic_core import from_json, to_json
 
 from qflow_client.broker.http.problems import MEDIA_TYPE as PROBLEM
 from qflow_client.broker.http.problems import Problem, ProblemDetails, from_validation
+from qflow_client.broker.http.turns import Turns
 
 __all__ = ["JSON", "Api", "Operation"]
 
@@ -31,8 +32,9 @@ class Operation:
         method: of HTTP.
         path: with names in braces.
         tag: what it is about.
-        handler: called with the broker and the parameters; its parameters are those of the operation: in the path those
-            that are named there, `body` in the body, all others in the query.
+        handler: called with the broker and the parameters, and awaited if it is a coroutine function. Its parameters
+            are those of the operation: in the path those that are named there, `body` in the body, all others in the
+            query; one that is annotated with `Turns` is given those of the server.
         answer: what it gives; ``None`` for nothing.
         media_type: of the answer.
         statuses: with which it may be answered when all is well.
@@ -41,6 +43,8 @@ class Operation:
         lasts: whether what it does may have to be on disk before it is answered, which may not be to be had (503).
         parameters: checks those of path and query.
         body: checks the body; ``None`` if there is none.
+        takes: the type of the body.
+        turns: the names of the parameters that are given the `Turns` of the server.
     """
 
     method: str
@@ -55,6 +59,8 @@ class Operation:
     lasts: bool
     parameters: type[BaseModel]
     body: TypeAdapter[Any] | None
+    takes: Any
+    turns: tuple[str, ...]
 
     @property
     def name(self) -> str:
@@ -90,8 +96,7 @@ class Operation:
             Problem: 415; it is not JSON. 400; it is not what it has to be.
         """
         assert self.body is not None
-        if content_type != JSON:
-            raise Problem(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"the content type must be {JSON}, not {content_type!r}")
+        self.check_content_type(content_type)
         try:
             # What JSON does not know, pydantic would take.
             from_json(raw, allow_inf_nan=False)
@@ -100,6 +105,16 @@ class Operation:
             raise from_validation(error) from error
         except ValueError as error:
             raise Problem(HTTPStatus.BAD_REQUEST, f"not JSON: {error}", [("", f"not JSON: {error}")]) from error
+
+    @staticmethod
+    def check_content_type(content_type: str) -> None:
+        """Refuse a body of another media type.
+
+        Raises:
+            Problem: 415; it is not JSON.
+        """
+        if content_type != JSON:
+            raise Problem(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"the content type must be {JSON}, not {content_type!r}")
 
 
 class Api:
@@ -133,8 +148,11 @@ class Api:
             hints = get_type_hints(handler, include_extras=True)
             parameters: dict[str, Any] = {}
             body = None
+            turns: list[str] = []
             for name, parameter in list(inspect.signature(handler).parameters.items())[1:]:
-                if name == "body":
+                if hints[name] is Turns:
+                    turns.append(name)
+                elif name == "body":
                     body = TypeAdapter(hints[name])
                 else:
                     default = ... if parameter.default is parameter.empty else parameter.default
@@ -153,6 +171,8 @@ class Api:
                     lasts=lasts,
                     parameters=create_model(handler.__name__, __config__=ConfigDict(extra="forbid"), **parameters),
                     body=body,
+                    takes=hints.get("body"),
+                    turns=tuple(turns),
                 )
             )
             return handler

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
 from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -18,7 +20,7 @@ from qflow_client.broker.core.snapshots import (
     ExchangeSnapshot,
     QueueSnapshot,
 )
-from qflow_client.broker.http.events import EventStream
+from qflow_client.broker.http.events import EventsRequest
 from qflow_client.broker.http.metrics import MEDIA_TYPE as PROMETHEUS
 from qflow_client.broker.http.metrics import metrics_text
 from qflow_client.broker.http.models import (
@@ -47,7 +49,14 @@ from qflow_client.broker.http.models import (
 )
 from qflow_client.broker.http.openapi import Api
 from qflow_client.broker.http.problems import Problem
-from qflow_client.broker.policies.definitions import DefinitionError
+from qflow_client.broker.http.turns import Turns
+from qflow_client.broker.policies.definitions import (
+    BindingDefinition,
+    DefinitionError,
+    ExchangeDefinition,
+    Exported,
+    QueueDefinition,
+)
 from qflow_client.broker.policies.marks import MARKS
 from qflow_client.broker.policies.policy import Policy, PolicyDefinition
 from qflow_client.broker.policies.rates import RateLimit, RateScope
@@ -60,6 +69,35 @@ QueueName = Annotated[str, Field(min_length=1, description="of the queue")]
 ExchangeName = Annotated[str, Field(min_length=1, description="of the exchange")]
 ChannelName = Annotated[str, Field(min_length=1, description="of the channel, as its producer's snapshot has it")]
 ConnectionName = Annotated[str, Field(min_length=1, description="of the connection")]
+
+# What is summed over all queues.
+_SUMS = (
+    "flow_stopped_count",
+    "depth",
+    "ready",
+    "unacked",
+    "bytes",
+    "held_confirms",
+    "published",
+    "delivered",
+    "acked",
+    "dropped",
+    "consumers",
+)
+# What the flow states say of a queue, and of a channel.
+_FLOW_STATE = (
+    "name",
+    "flowState",
+    "flowStopped",
+    "flowStoppedCount",
+    "depth",
+    "bytes",
+    "thresholds",
+    "enforcement",
+    "blocked",
+    "heldConfirms",
+)
+_CHANNEL_FLOW_STATE = ("name", "connection", "blockedBy", "flowOk", "timesFlowed", "flowedSeconds")
 
 
 # What there is.
@@ -78,33 +116,27 @@ def openapi(broker: Broker) -> bytes:
 
 
 @api.operation("GET", "/api/counters", "broker", answer=Counters)
-def counters(broker: Broker) -> Counters:
+async def counters(broker: Broker, turns: Turns) -> Counters:
     """Sums over everything, by the names that Qpid's management has for them (C7)."""
-    queues, channels = broker.queues(), broker.channels()
-    producers = [channel for channel in channels if channel.is_producer]
+    sums = dict.fromkeys((*_SUMS, "queues", "queues_flow_stopped", "channels", "producers", "producers_flowed"), 0)
+    async for queue in turns.each(broker.each_queue()):
+        sums["queues"] += 1
+        sums["queues_flow_stopped"] += queue.flow_stopped
+        for name in _SUMS:
+            sums[name] += getattr(queue, name)
+    async for channel in turns.each(broker.each_channel()):
+        sums["channels"] += 1
+        if channel.is_producer:
+            sums["producers"] += 1
+            sums["producers_flowed"] += channel.flowed
     return Counters(
-        connections=len(broker.connections()),
-        channels=len(channels),
-        producers=len(producers),
-        producers_flowed=sum(producer.flowed for producer in producers),
+        connections=broker.connection_count,
         producers_stopped=broker.producers_stopped,
-        queues=len(queues),
-        queues_flow_stopped=sum(queue.flow_stopped for queue in queues),
-        flow_stopped_count=sum(queue.flow_stopped_count for queue in queues),
-        exchanges=len(broker.exchanges()),
-        depth=sum(queue.depth for queue in queues),
-        ready=sum(queue.ready for queue in queues),
-        unacked=sum(queue.unacked for queue in queues),
-        bytes=sum(queue.bytes for queue in queues),
-        held_confirms=sum(queue.held_confirms for queue in queues),
-        published=sum(queue.published for queue in queues),
-        delivered=sum(queue.delivered for queue in queues),
-        acked=sum(queue.acked for queue in queues),
-        dropped=sum(queue.dropped for queue in queues),
-        consumers=sum(queue.consumers for queue in queues),
+        exchanges=len([None async for _ in turns.each(broker.each_exchange())]),
         alarms=broker.alarms,
         memory=Memory(**broker.memory.to_json()),
         sanctions=broker.sanctions,
+        **sums,
     )
 
 
@@ -112,69 +144,53 @@ def counters(broker: Broker) -> Counters:
 def flow_states(broker: Broker) -> dict[str, Any]:
     """Queues with their flow states, and the channels that each of them holds."""
 
-    def part(of: dict[str, Any], *names: str) -> dict[str, Any]:
+    def part(of: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
         return {name: of[name] for name in names}
 
     return {
         "producersStopped": broker.producers_stopped,
-        "queues": [
-            part(
-                queue.to_json(),
-                "name",
-                "flowState",
-                "flowStopped",
-                "flowStoppedCount",
-                "depth",
-                "bytes",
-                "thresholds",
-                "enforcement",
-                "blocked",
-                "heldConfirms",
-            )
-            for queue in broker.queues()
-        ],
-        "channels": [
-            part(channel.to_json(), "name", "connection", "blockedBy", "flowOk", "timesFlowed", "flowedSeconds")
-            for channel in broker.channels()
-            if channel.flowed
-        ],
+        "queues": (part(queue.to_json(), _FLOW_STATE) for queue in broker.each_queue()),
+        "channels": (
+            part(channel.to_json(), _CHANNEL_FLOW_STATE) for channel in broker.each_channel() if channel.flowed
+        ),
     }
 
 
-@api.operation("GET", "/api/events", "broker", answer=str, media_type="text/event-stream")
+@api.operation("GET", "/api/events", "broker", answer=str, media_type="text/event-stream", problems=[429])
 def events(
     broker: Broker,
     period: Annotated[float, Field(ge=0.1, le=60, description="seconds between two looks at the broker")] = 1.0,
-) -> EventStream:
+) -> EventsRequest:
     """What changes, as server-sent events.
 
     The first event, `state`, has everything: `queues`, `channels`, `connections`, `exchanges`, `bindings` and
     `producersStopped`. Every `change` that follows has those queues, channels and connections that are new or other
     than before, the names of those that are `gone`, and the rest if it has changed. The time for which a channel has
-    been flowed is no change by itself.
+    been flowed is no change by itself. All streams share the looks at the broker, which take at most a twentieth of its
+    time: with very many queues there are fewer of them than the period asks for.
     """
-    return EventStream(broker, period)
+    return EventsRequest(period)
 
 
 @api.operation("GET", "/metrics", "broker", answer=str, media_type=PROMETHEUS)
-def metrics(broker: Broker) -> bytes:
+async def metrics(broker: Broker, turns: Turns) -> bytearray:
     """Metrics for Prometheus, in its text format."""
-    return metrics_text(broker)
+    return await metrics_text(broker, turns)
 
 
 # Connections and channels.
 
 
 @api.operation("GET", "/api/connections", "connections", each=Connection)
-def list_connections(broker: Broker) -> tuple[ConnectionSnapshot, ...]:
+def list_connections(broker: Broker) -> Iterator[ConnectionSnapshot]:
     """All connections, oldest first."""
-    return broker.connections()
+    return broker.each_connection()
 
 
 @api.operation("GET", "/api/connections/{name}", "connections", answer=Connection, problems=[404])
-def get_connection(broker: Broker, name: ConnectionName) -> ConnectionSnapshot:
+async def get_connection(broker: Broker, name: ConnectionName, turns: Turns) -> ConnectionSnapshot:
     """A connection."""
-    return _found("connection", name, broker.connections())
+    return await _found("connection", name, turns.each(broker.each_connection()))
 
 
 @api.operation("DELETE", "/api/connections/{name}", "connections", problems=[404])
@@ -184,24 +200,24 @@ def close_connection(broker: Broker, name: ConnectionName) -> None:
 
 
 @api.operation("GET", "/api/channels", "connections", each=Channel)
-def list_channels(broker: Broker) -> tuple[ChannelSnapshot, ...]:
+def list_channels(broker: Broker) -> Iterator[ChannelSnapshot]:
     """All open channels."""
-    return broker.channels()
+    return broker.each_channel()
 
 
 @api.operation("GET", "/api/channels/{name}", "connections", answer=Channel, problems=[404])
-def get_channel(broker: Broker, name: ChannelName) -> ChannelSnapshot:
+async def get_channel(broker: Broker, name: ChannelName, turns: Turns) -> ChannelSnapshot:
     """A channel: whether it is flowed, by which queues, how often, for how long."""
-    return _found("channel", name, broker.channels())
+    return await _found("channel", name, turns.each(broker.each_channel()))
 
 
 # Producers.
 
 
 @api.operation("GET", "/api/producers", "flow control", each=Channel)
-def list_producers(broker: Broker) -> tuple[ChannelSnapshot, ...]:
+def list_producers(broker: Broker) -> Iterator[ChannelSnapshot]:
     """The channels that publish, or said that they will."""
-    return broker.producers()
+    return (channel for channel in broker.each_channel() if channel.is_producer)
 
 
 @api.operation("POST", "/api/producers/stop", "flow control")
@@ -232,9 +248,9 @@ def start_producer(broker: Broker, name: ChannelName) -> None:
 
 
 @api.operation("GET", "/api/queues", "queues", each=Queue)
-def list_queues(broker: Broker) -> tuple[QueueSnapshot, ...]:
+def list_queues(broker: Broker) -> Iterator[QueueSnapshot]:
     """All queues, in the order in which they were made."""
-    return broker.queues()
+    return broker.each_queue()
 
 
 @api.operation("GET", "/api/queues/{name}", "queues", answer=Queue, problems=[404])
@@ -246,7 +262,7 @@ def get_queue(broker: Broker, name: QueueName) -> QueueSnapshot:
 @api.operation("PUT", "/api/queues/{name}", "queues", answer=Queue, statuses=[200, 201], problems=[409], lasts=True)
 def declare_queue(broker: Broker, name: Name, body: QueueRequest) -> tuple[int, QueueSnapshot]:
     """Make a queue, or find the one that was declared alike."""
-    exists = any(queue.name == name for queue in broker.queues())
+    exists = broker.has_queue(name)
     try:
         queue = broker.declare_queue(name, durable=body.durable, auto_delete=body.auto_delete, arguments=body.arguments)
     except ChannelException as error:
@@ -356,9 +372,9 @@ def delete_rate_limit(broker: Broker, scope: Scope, name: Limited) -> None:
 
 
 @api.operation("GET", "/api/exchanges", "exchanges", each=Exchange)
-def list_exchanges(broker: Broker) -> tuple[ExchangeSnapshot, ...]:
+def list_exchanges(broker: Broker) -> Iterator[ExchangeSnapshot]:
     """All exchanges, the default exchange first."""
-    return broker.exchanges()
+    return broker.each_exchange()
 
 
 @api.operation(
@@ -366,7 +382,7 @@ def list_exchanges(broker: Broker) -> tuple[ExchangeSnapshot, ...]:
 )
 def declare_exchange(broker: Broker, name: Name, body: ExchangeRequest) -> tuple[int, ExchangeSnapshot]:
     """Make an exchange, or find the one that was declared alike."""
-    exists = any(exchange.name == name for exchange in broker.exchanges())
+    exists = broker.has_exchange(name)
     exchange = broker.declare_exchange(
         name,
         body.type,
@@ -385,9 +401,9 @@ def delete_exchange(broker: Broker, name: ExchangeName) -> None:
 
 
 @api.operation("GET", "/api/bindings", "exchanges", each=Binding)
-def list_bindings(broker: Broker) -> list[dict[str, Any]]:
+def list_bindings(broker: Broker) -> Iterator[dict[str, Any]]:
     """All bindings, by exchange; not those that the default exchange has with every queue."""
-    return [_binding(binding) for binding in broker.bindings()]
+    return map(_binding, broker.each_binding())
 
 
 @api.operation("POST", "/api/bindings", "exchanges", answer=Binding, statuses=[201], problems=[404], lasts=True)
@@ -410,11 +426,11 @@ def bind(broker: Broker, body: BindingRequest) -> dict[str, Any]:
 
 
 @api.operation("DELETE", "/api/bindings/{id}", "exchanges", problems=[404], lasts=True)
-def unbind(
-    broker: Broker, id: Annotated[str, Field(min_length=1, description="as the list of bindings has it")]
+async def unbind(
+    broker: Broker, id: Annotated[str, Field(min_length=1, description="as the list of bindings has it")], turns: Turns
 ) -> None:
     """Delete a binding."""
-    for binding in broker.bindings():
+    async for binding in turns.each(broker.each_binding()):
         if binding_id(binding) == id:
             broker.unbind(
                 binding.source,
@@ -431,28 +447,33 @@ def unbind(
 
 
 @api.operation("GET", "/api/definitions", "definitions", answer=DefinitionsDocument)
-def export_definitions(broker: Broker) -> DefinitionsDocument:
+async def export_definitions(broker: Broker, turns: Turns) -> dict[str, Any]:
     """The queues, exchanges, bindings and policies, but for exclusive queues and what every broker has.
 
     Queues have the arguments that they were declared with; marks that were changed since are not told.
     """
-    definitions = broker.definitions()
-    return DefinitionsDocument(
-        exchanges=list(definitions.exchanges),
-        queues=list(definitions.queues),
-        bindings=list(definitions.bindings),
-        queue_policies=[policy.to_json() for policy in definitions.policies],
-    )
+    found: dict[type[Exported], list[Exported]] = {ExchangeDefinition: [], QueueDefinition: [], BindingDefinition: []}
+    async for each in turns.each(broker.each_definition()):
+        found[type(each)].append(each)
+    return {
+        "exchanges": found[ExchangeDefinition],
+        "queues": found[QueueDefinition],
+        "bindings": found[BindingDefinition],
+        "queue_policies": [policy.to_json() for policy in broker.policies],
+    }
 
 
 @api.operation("POST", "/api/definitions", "definitions", answer=Loaded, lasts=True)
-def load_definitions(broker: Broker, body: DefinitionsDocument) -> Loaded:
+async def load_definitions(broker: Broker, body: DefinitionsDocument, turns: Turns) -> Loaded:
     """Declare everything, or nothing; what is there alike stays.
 
-    The definitions that RabbitMQ exports are understood; parts that mean nothing here are named in the answer.
+    The definitions that RabbitMQ exports are understood; parts that mean nothing here are named in the answer. Other
+    clients may see a part of it while it is being loaded.
     """
     try:
-        broker.load_definitions(body.definitions())
+        with closing(broker.load_in_steps(body.definitions())) as steps:
+            async for _ in turns.each(steps):
+                pass
     except DefinitionError as error:
         raise Problem(400, str(error), [(error.field, error.text)]) from error
     return Loaded(
@@ -467,8 +488,8 @@ def load_definitions(broker: Broker, body: DefinitionsDocument) -> Loaded:
 _Named = TypeVar("_Named", ChannelSnapshot, ConnectionSnapshot)
 
 
-def _found(what: str, name: str, all_there_are: tuple[_Named, ...]) -> _Named:
-    for each in all_there_are:
+async def _found(what: str, name: str, all_there_are: AsyncIterator[_Named]) -> _Named:
+    async for each in all_there_are:
         if each.name == name:
             return each
     raise Problem(404, f"there is no {what} {name!r}")

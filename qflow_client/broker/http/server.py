@@ -1,14 +1,20 @@
 """The HTTP server, on the broker's own loop.
 
 A connection is a stranger until a request on it shows the token. There is room for a few strangers only: the newest
-takes the place of the oldest, so strangers never keep the holder of the token out. Without a token every client of this
-machine is its holder, and only the number of all connections is limited.
+takes the place of the oldest, so strangers never keep the holder of the token out. In each turn of the event loop one
+request of a stranger is answered, however many there are. Without a token every client of this machine is its holder,
+and only the number of all connections is limited.
+
+Long answers, imports and looks for event streams are made in slices (`qflow_client.broker.http.turns`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -18,12 +24,15 @@ from qflow_client.broker.broker import Broker
 from qflow_client.broker.core.errors import AmqpError
 from qflow_client.broker.core.logs import get_logger
 from qflow_client.broker.core.server import cannot_listen
-from qflow_client.broker.http.events import EventStream, encode
+from qflow_client.broker.http.documents import encode, read_definitions
+from qflow_client.broker.http.events import EventsRequest, Watch
 from qflow_client.broker.http.guard import SAFE_HEADERS, check_origin, check_token, has_token
+from qflow_client.broker.http.models import DefinitionsDocument
 from qflow_client.broker.http.openapi import Operation
 from qflow_client.broker.http.operations import api
 from qflow_client.broker.http.pages import console_routes
 from qflow_client.broker.http.problems import Problem, from_amqp, problem_response
+from qflow_client.broker.http.turns import Turns
 
 __all__ = ["HttpServer"]
 
@@ -39,12 +48,19 @@ class HttpServer:
 
     #: Bytes of the largest body that is taken.
     MAX_BODY = 16 * 1024 * 1024
+    #: Bytes of an answer that are handed to its socket at once.
+    PIECE = 256 * 1024
     #: Seconds that requests have to end when the broker stops.
     STOP_GRACE = 1.0
     #: Connections at once; more are closed as soon as they are accepted.
     MAX_CONNECTIONS = 1000
     #: Of those, connections that have not shown the token; with more the oldest of them is closed.
     MAX_STRANGERS = 100
+    #: Event streams at once, of all clients and of one address.
+    MAX_STREAMS = 100
+    MAX_STREAMS_OF_ADDRESS = 20
+    #: Seconds after which a client that takes nothing of a large answer or an event stream is cut.
+    PATIENCE = 60.0
     #: Seconds between the end of a request and the next one on its connection.
     KEEP_ALIVE = 60.0
     #: Seconds that a request waits until what it did is on disk.
@@ -60,8 +76,13 @@ class HttpServer:
         self._connections: dict[asyncio.BaseProtocol, _Connection] = {}
         # Those of them that have not shown the token, the oldest first.
         self._strangers: dict[_Connection, None] = {}
-        # Event streams, which end when the broker stops.
+        # Event streams, which end when the broker stops, and how many each address has.
         self._streams: set[asyncio.Task[Any]] = set()
+        self._streams_of: Counter[str] = Counter()
+        # Slices of long answers, one in each turn; and requests of strangers, one in each turn.
+        self._turns = Turns()
+        self._strangers_turns = Turns()
+        self._watch = Watch(broker, self._turns)
 
     @property
     def port(self) -> int:
@@ -129,6 +150,8 @@ class HttpServer:
             connection.has_asked()
             if has_token(request, self._settings):
                 self._strangers.pop(connection, None)
+            else:
+                await self._strangers_turns.next()
         try:
             check_origin(request, self._settings)
             response = await handler(request)
@@ -159,10 +182,13 @@ class HttpServer:
                 check_token(request, self._settings)
             parameters = operation.check_parameters(dict(request.match_info), request.query.items())
             if operation.body is not None:
-                parameters["body"] = operation.check_body(request.content_type, await request.read())
+                parameters["body"] = await self._body(operation, request)
+            parameters |= dict.fromkeys(operation.turns, self._turns)
             answer = operation.handler(self._broker, **parameters)
-            if isinstance(answer, EventStream):
-                return await self._stream(request, answer)
+            if inspect.isawaitable(answer):
+                answer = await answer
+            if isinstance(answer, EventsRequest):
+                return await self._stream(request, answer.period)
             if operation.lasts:
                 await self._wait_for_disk()
             status = operation.statuses[0]
@@ -170,10 +196,41 @@ class HttpServer:
                 status, answer = answer
             if operation.answer is None:
                 return web.Response(status=status)
-            body = answer if isinstance(answer, bytes) else await encode(answer)
-            return web.Response(status=status, body=body, headers={"Content-Type": operation.media_type})
+            body = answer if isinstance(answer, (bytes, bytearray)) else await encode(answer, self._turns)
+            headers = {"Content-Type": operation.media_type}
+            if len(body) <= self.PIECE:
+                return web.Response(status=status, body=body, headers=headers)
+            return await self._send(request, web.StreamResponse(status=status, headers=SAFE_HEADERS | headers), body)
 
         return handle
+
+    async def _send(
+        self, request: web.Request, response: web.StreamResponse, body: bytes | bytearray
+    ) -> web.StreamResponse:
+        """Send a large body piece by piece, as fast as the client takes it."""
+        response.content_length = len(body)
+        await response.prepare(request)
+        view = memoryview(body)
+        try:
+            for start in range(0, len(body), self.PIECE):
+                async with asyncio.timeout(self.PATIENCE):
+                    await response.write(bytes(view[start : start + self.PIECE]))
+        except TimeoutError:
+            self._cut(request)
+        return response
+
+    @staticmethod
+    def _cut(request: web.Request) -> None:
+        """Cut the connection of a client that takes nothing."""
+        if request.transport is not None:
+            request.transport.abort()
+
+    async def _body(self, operation: Operation, request: web.Request) -> Any:
+        raw = await request.read()
+        if operation.takes is not DefinitionsDocument:
+            return operation.check_body(request.content_type, raw)
+        operation.check_content_type(request.content_type)
+        return await read_definitions(raw, self._turns)
 
     async def _wait_for_disk(self) -> None:
         """Wait until what was done to queues, exchanges and bindings is on disk.
@@ -193,21 +250,34 @@ class HttpServer:
                 f"{why}; mend that and ask again",
             ) from None
 
-    async def _stream(self, request: web.Request, stream: EventStream) -> web.StreamResponse:
-        response = web.StreamResponse(headers=SAFE_HEADERS)
-        response.content_type = "text/event-stream"
-        await response.prepare(request)
+    async def _stream(self, request: web.Request, period: float) -> web.StreamResponse:
+        address = request.remote or ""
+        if self._streams_of[address] >= self.MAX_STREAMS_OF_ADDRESS or len(self._streams) >= self.MAX_STREAMS:
+            raise Problem(
+                HTTPStatus.TOO_MANY_REQUESTS,
+                f"{len(self._streams)} event streams are open, {self._streams_of[address]} of them from {address}; "
+                f"there may be {self.MAX_STREAMS}, and {self.MAX_STREAMS_OF_ADDRESS} from one address: close one",
+            )
         task = asyncio.current_task()
         assert task is not None
         self._streams.add(task)
+        self._streams_of[address] += 1
+        response = web.StreamResponse(headers=SAFE_HEADERS)
+        response.content_type = "text/event-stream"
         try:
-            async for event in stream.events():
-                await response.write(event)
-        except ConnectionError:
-            # The listener has gone.
-            pass
+            await response.prepare(request)
+            async with aclosing(self._watch.events(period)) as events:
+                async for piece in events:
+                    async with asyncio.timeout(self.PATIENCE):
+                        await response.write(piece)
+        except (ConnectionError, TimeoutError):
+            # The listener has gone, or takes nothing.
+            self._cut(request)
         finally:
             self._streams.discard(task)
+            self._streams_of[address] -= 1
+            if not self._streams_of[address]:
+                del self._streams_of[address]
         return response
 
     def admit(self, connection: _Connection, handler: asyncio.BaseProtocol) -> bool:

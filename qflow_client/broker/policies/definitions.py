@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from qflow_client.broker.core.errors import AmqpError
+from qflow_client.broker.core.exchange import Exchange
 from qflow_client.broker.core.queue import Queue
 from qflow_client.broker.core.virtualhost import VirtualHost
 from qflow_client.broker.policies.policy import Policy
@@ -17,9 +18,11 @@ __all__ = [
     "DefinitionError",
     "Definitions",
     "ExchangeDefinition",
+    "Exported",
+    "Loading",
     "QueueDefinition",
+    "each_definition",
     "export_definitions",
-    "load_definitions",
 ]
 
 
@@ -117,94 +120,146 @@ class Definitions:
     policies: tuple[Policy, ...] = ()
 
 
+#: What is exported beside policies.
+Exported = ExchangeDefinition | QueueDefinition | BindingDefinition
+
+
 def export_definitions(host: VirtualHost, rules: PolicyRules) -> Definitions:
     """What was declared, but for exclusive queues and what every broker has."""
-    vhost = host.settings.virtual_host
-    queues = [queue for queue in host.queues.values() if queue.exclusive_owner is None]
-    exchanges = [each for each in host.exchanges.values() if each.name and not each.name.startswith("amq.")]
+    found = tuple(each_definition(host))
     return Definitions(
-        tuple(
-            ExchangeDefinition(
-                each.name,
-                each.type.value,
-                vhost,
-                each.durable,
-                each.auto_delete,
-                each.internal,
-                dict(each.arguments),
-            )
-            for each in exchanges
-        ),
-        tuple(
-            QueueDefinition(each.name, vhost, each.durable, each.auto_delete, dict(each.arguments)) for each in queues
-        ),
-        tuple(
-            BindingDefinition(
-                source.name,
-                binding.destination.name,
-                "queue" if isinstance(binding.destination, Queue) else "exchange",
-                vhost,
-                binding.routing_key,
-                dict(binding.arguments),
-            )
-            for source in host.exchanges.values()
-            for binding in source.bindings.values()
-            if not isinstance(binding.destination, Queue) or binding.destination.exclusive_owner is None
-        ),
+        tuple(each for each in found if isinstance(each, ExchangeDefinition)),
+        tuple(each for each in found if isinstance(each, QueueDefinition)),
+        tuple(each for each in found if isinstance(each, BindingDefinition)),
         tuple(rules.policies),
     )
 
 
-class Undo(Protocol):
-    """A journal that can forget what was noted in this turn of the loop."""
+def each_definition(host: VirtualHost) -> Iterator[Exported]:
+    """Exchanges, queues and bindings, one at a time; between two of them the virtual host may change.
 
-    @property
-    def mark(self) -> int:
-        """What `take_back` goes back to."""
+    A binding is given only if both of its ends were given before, so the whole can be loaded.
+    """
+    vhost = host.settings.virtual_host
+    exchanges = dict.fromkeys(host.exchanges.values())
+    queues = {queue: None for queue in host.queues.values() if queue.exclusive_owner is None}
+    for each in exchanges:
+        if each.name and not each.name.startswith("amq."):
+            yield ExchangeDefinition(
+                each.name, each.type.value, vhost, each.durable, each.auto_delete, each.internal, dict(each.arguments)
+            )
+    for queue in queues:
+        yield QueueDefinition(queue.name, vhost, queue.durable, queue.auto_delete, dict(queue.arguments))
+    for source in exchanges:
+        for binding in tuple(source.bindings.values()):
+            destination = binding.destination
+            is_queue = isinstance(destination, Queue)
+            if destination in (queues if is_queue else exchanges):
+                yield BindingDefinition(
+                    source.name,
+                    destination.name,
+                    "queue" if is_queue else "exchange",
+                    vhost,
+                    binding.routing_key,
+                    dict(binding.arguments),
+                )
 
-    def take_back(self, mark: int) -> None:
-        """Forget the changes of the topology since a mark of this turn."""
 
+class Loading:
+    """Declares everything, or nothing; what is there alike stays.
 
-def load_definitions(host: VirtualHost, rules: PolicyRules, definitions: Definitions, journal: Undo | None) -> None:
-    """Declare everything, or nothing; what is there alike stays.
+    It may take several turns of the loop, so clients may see what a refusal deletes again.
 
     Args:
         host: where.
         rules: of that virtual host.
         definitions: what.
-        journal: of that virtual host; ``None`` if it has none.
-
-    Raises:
-        DefinitionError: one is refused; the text says which and why.
     """
-    queues, exchanges = set(host.queues), set(host.exchanges)
-    bindings = {name: dict(exchange.bindings) for name, exchange in host.exchanges.items()}
-    policies = tuple(rules.policies)
-    mark = journal.mark if journal is not None else 0
-    try:
-        for where, what in _each(definitions):
-            try:
-                if not isinstance(what, Policy) and what.vhost not in (None, host.settings.virtual_host):
-                    raise ValueError(f"the one virtual host here is {host.settings.virtual_host!r}, not {what.vhost!r}")
-                _load(host, rules, what)
-            except (AmqpError, ValueError) as error:
-                raise DefinitionError(where, str(error)) from error
-    except DefinitionError:
-        # All of this is one turn of the loop: no client has seen what is taken back.
-        if journal is not None:
-            journal.take_back(mark)
-        for name, before in bindings.items():
-            host.exchanges[name].bindings = before
-        for name in set(host.queues) - queues:
-            host.delete_queue(host.queues[name])
-        for name in set(host.exchanges) - exchanges:
-            host.delete_exchange(name)
-        rules.replace_policies(policies, host)
-        raise
+
+    def __init__(self, host: VirtualHost, rules: PolicyRules, definitions: Definitions) -> None:
+        self._host = host
+        self._rules = rules
+        self._definitions = definitions
+        # Delete what was made, in the order in which it was.
+        self._undo: list[Callable[[], object]] = []
+
+    def steps(self) -> Generator[None, None, None]:
+        """Declare one thing in each step.
+
+        Raises:
+            DefinitionError: one is refused; the text says which and why.
+        """
+        host, policies = self._host, tuple(self._rules.policies)
+        try:
+            for where, what in _each(self._definitions):
+                try:
+                    if not isinstance(what, Policy) and what.vhost not in (None, host.settings.virtual_host):
+                        raise ValueError(
+                            f"the one virtual host here is {host.settings.virtual_host!r}, not {what.vhost!r}"
+                        )
+                    self._load(what)
+                except (AmqpError, ValueError) as error:
+                    raise DefinitionError(where, str(error)) from error
+                yield
+        except BaseException:
+            for undo in reversed(self._undo):
+                undo()
+            if tuple(self._rules.policies) != policies:
+                self._rules.replace_policies(policies, host)
+            raise
+
+    def _load(self, what: _Definition) -> None:
+        host = self._host
+        match what:
+            case QueueDefinition():
+                is_there = what.name in host.queues
+                queue = host.declare_queue(
+                    check_name(what.name),
+                    durable=what.durable,
+                    auto_delete=what.auto_delete,
+                    arguments=what.arguments,
+                )
+                if not is_there:
+                    self._undo.append(lambda: self._delete_queue(queue))
+            case ExchangeDefinition():
+                is_there = what.name in host.exchanges
+                exchange = host.declare_exchange(
+                    check_name(what.name),
+                    what.type,
+                    durable=what.durable,
+                    auto_delete=what.auto_delete,
+                    internal=what.internal,
+                    arguments=what.arguments,
+                )
+                if not is_there:
+                    self._undo.append(lambda: self._delete_exchange(exchange))
+            case Policy():
+                self._rules.set_policy(what, host)
+            case BindingDefinition():
+                named = host.queue if what.destination_type == "queue" else host.bindable_exchange
+                destination = named(what.destination)
+                source = host.bindable_exchange(what.source)
+                count = len(source.bindings)
+                host.bind(destination, what.source, check_name(what.routing_key, empty=True), what.arguments)
+                if len(source.bindings) > count:
+                    self._undo.append(lambda: self._unbind(source, destination, what))
+
+    def _delete_queue(self, queue: Queue) -> None:
+        if not queue.is_deleted:
+            self._host.delete_queue(queue)
+
+    def _delete_exchange(self, exchange: Exchange) -> None:
+        if self._host.exchanges.get(exchange.name) is exchange:
+            self._host.delete_exchange(exchange.name)
+
+    def _unbind(self, source: Exchange, destination: Queue | Exchange, binding: BindingDefinition) -> None:
+        """Take a binding back. An exchange that was there before stays, though it may have no binding left."""
+        auto_delete, source.auto_delete = source.auto_delete, False
+        self._host.unbind(destination, source.name, binding.routing_key, binding.arguments)
+        source.auto_delete = auto_delete
 
 
-_Definition = ExchangeDefinition | QueueDefinition | BindingDefinition | Policy
+_Definition = Exported | Policy
 
 
 def _each(definitions: Definitions) -> Iterator[tuple[str, _Definition]]:
@@ -212,32 +267,6 @@ def _each(definitions: Definitions) -> Iterator[tuple[str, _Definition]]:
     yield from ((f"queues[{number}]", each) for number, each in enumerate(definitions.queues))
     yield from ((f"bindings[{number}]", each) for number, each in enumerate(definitions.bindings))
     yield from ((f"queue_policies[{number}]", each) for number, each in enumerate(definitions.policies))
-
-
-def _load(host: VirtualHost, rules: PolicyRules, what: _Definition) -> None:
-    match what:
-        case QueueDefinition():
-            host.declare_queue(
-                check_name(what.name),
-                durable=what.durable,
-                auto_delete=what.auto_delete,
-                arguments=what.arguments,
-            )
-        case ExchangeDefinition():
-            host.declare_exchange(
-                check_name(what.name),
-                what.type,
-                durable=what.durable,
-                auto_delete=what.auto_delete,
-                internal=what.internal,
-                arguments=what.arguments,
-            )
-        case Policy():
-            rules.set_policy(what, host)
-        case BindingDefinition():
-            named = host.queue if what.destination_type == "queue" else host.bindable_exchange
-            destination = named(what.destination)
-            host.bind(destination, what.source, check_name(what.routing_key, empty=True), what.arguments)
 
 
 def check_name(name: str, *, empty: bool = False) -> str:

@@ -495,15 +495,6 @@ class Journal:
                 ReplyCode.PRECONDITION_FAILED, f"{what} cannot be durable: {error}; leave that out"
             ) from None
 
-    @property
-    def mark(self) -> int:
-        """What `take_back` goes back to."""
-        return len(self._changes)
-
-    def take_back(self, mark: int) -> None:
-        """Forget the changes of the topology since a mark of this turn."""
-        del self._changes[mark:]
-
     # To disk.
 
     def snapshot(self) -> MemorySnapshot:

@@ -17,8 +17,8 @@ from qflow_client.broker.policies.definitions import (
     DefinitionError,
     Definitions,
     ExchangeDefinition,
+    Loading,
     QueueDefinition,
-    load_definitions,
 )
 from qflow_client.broker.settings import BrokerSettings
 from qflow_client.broker.store import store
@@ -263,7 +263,7 @@ def test_definitions_that_are_refused_leave_nothing_on_disk(world):
         queues=(QueueDefinition("q", durable=True), QueueDefinition("r", arguments={"qpid.nonsense": 1})),
     )
     with pytest.raises(DefinitionError):
-        load_definitions(world.host, world.rules, wrong, world.host.journal)
+        list(Loading(world.host, world.rules, wrong).steps())
     with Stored(world) as stored:
         assert stored.recovered().host.queues == {}
 

@@ -1,0 +1,172 @@
+"""JSON in slices: answers with very many parts, and definitions with very many parts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from http import HTTPStatus
+from typing import Any, NoReturn
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_json
+
+from qflow_client.broker.http.models import DefinitionsDocument
+from qflow_client.broker.http.problems import Problem, from_validation
+from qflow_client.broker.http.turns import Turns
+
+__all__ = ["encode", "encoded", "read_definitions"]
+
+
+def encoded(value: Any) -> bytes:
+    """A value as JSON, in one piece; a snapshot by what its `to_json` gives."""
+    told = value.to_json() if hasattr(value, "to_json") else value
+    # JSON has no infinity and no "not a number"; clients may have put them into tables.
+    return to_json(told, by_alias=True, inf_nan_mode="null")
+
+
+async def encode(value: Any, turns: Turns) -> bytes | bytearray:
+    """A value as JSON, which may be, or may be a dictionary with, iterators and lists of any length."""
+    # Put together as it is made: one join of very many parts would hold the loop.
+    text = bytearray()
+    await _encode(value, turns, text)
+    return text
+
+
+async def _encode(value: Any, turns: Turns, text: bytearray) -> None:
+    if isinstance(value, dict):
+        text += b"{"
+        for name, item in value.items():
+            text += to_json(name) + b":"
+            await _encode(item, turns, text)
+            text += b","
+        text[-1 if value else len(text) :] = b"}"
+    elif isinstance(value, (list, tuple, Iterator)):
+        begin = b"["
+        async for item in turns.each(value):
+            text += begin + encoded(item)
+            begin = b","
+        text += b"[]" if begin == b"[" else b"]"
+    else:
+        text += encoded(value)
+
+
+# Lists of a document of definitions, with what checks each of their elements.
+_ELEMENTS: dict[str, TypeAdapter[Any]] = {
+    name: TypeAdapter(field.annotation.__args__[0])  # type: ignore[union-attr]
+    for name, field in DefinitionsDocument.model_fields.items()
+}
+_SPACE = re.compile(r"[ \t\n\r]*")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ValueError(f"JSON has no place for {what}")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
+
+
+async def read_definitions(raw: bytes, turns: Turns) -> DefinitionsDocument:
+    """A document of definitions, read and checked one element at a time.
+
+    Raises:
+        Problem: 400; it is not what it has to be.
+    """
+    lists: dict[str, list[Any]] = {name: [] for name in _ELEMENTS}
+    others: dict[str, Any] = {}
+    try:
+        with closing(_Reader(raw.decode()).steps(lists, others)) as steps:
+            async for _ in turns.each(steps):
+                pass
+    except ValidationError as error:
+        raise from_validation(error) from error
+    except (ValueError, RecursionError) as error:
+        text = f"not JSON: {error}"
+        raise Problem(HTTPStatus.BAD_REQUEST, text, [("", text)]) from error
+    return DefinitionsDocument.model_construct(None, **lists, **others)
+
+
+class _Reader:
+    """Reads the outermost object of a JSON text, and its lists element by element."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+        self._skip_space()
+
+    def steps(self, lists: dict[str, list[Any]], others: dict[str, Any]) -> Generator[None, None, None]:
+        """Read one element in each step.
+
+        Args:
+            lists: get the elements of the lists that are known.
+            others: gets the names of what is not known.
+
+        Raises:
+            Problem: 400; an element is not what it has to be.
+            ValidationError: something else is not.
+            ValueError: it is no JSON.
+        """
+        if self._text[:1] and self._next != "{":
+            DefinitionsDocument.model_validate_json(self._text, strict=True)
+        for _ in self._parts("{", "}"):
+            name = self._value()
+            if not isinstance(name, str):
+                _refuse(f"{name!r:.60} as a name")
+            self._take(":")
+            if name not in lists:
+                others[name] = None
+            elif self._next != "[":
+                DefinitionsDocument.model_validate({name: self._value()}, strict=True)
+            else:
+                lists[name].clear()
+            yield from self._elements(name, lists.get(name))
+        if self._at < len(self._text):
+            _refuse("what follows the object")
+
+    def _elements(self, name: str, found: list[Any] | None) -> Iterator[None]:
+        if self._next != "[":
+            self._value()
+            yield
+            return
+        for number in self._parts("[", "]"):
+            start = self._at
+            self._value()
+            if found is not None:
+                try:
+                    found.append(_ELEMENTS[name].validate_json(self._text[start : self._at], strict=True))
+                except ValidationError as error:
+                    raise from_validation(error, f"{name}[{number}]") from error
+            yield
+
+    @property
+    def _next(self) -> str:
+        return self._text[self._at : self._at + 1]
+
+    def _parts(self, begin: str, end: str) -> Iterator[int]:
+        """The numbers of the parts between brackets; each is to be read before the next is asked for."""
+        self._take(begin)
+        number = 0
+        while number or self._next != end:
+            yield number
+            number += 1
+            if self._next == end:
+                break
+            self._take(",")
+        self._take(end)
+
+    def _value(self) -> Any:
+        value, self._at = _DECODER.raw_decode(self._text, self._at)
+        self._skip_space()
+        return value
+
+    def _take(self, character: str) -> None:
+        if self._next != character:
+            _refuse(f"{self._next!r} in place of {character!r} at character {self._at}")
+        self._at += 1
+        self._skip_space()
+
+    def _skip_space(self) -> None:
+        found = _SPACE.match(self._text, self._at)
+        assert found is not None
+        self._at = found.end()

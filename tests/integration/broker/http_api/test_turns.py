@@ -1,0 +1,274 @@
+"""E9: what clients ask over HTTP takes turns with AMQP. Objects in a turn of the loop are counted, and no time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+
+from qflow_client.broker import Broker
+from qflow_client.broker.http import documents, events, server
+from qflow_client.broker.http.events import Watch
+from qflow_client.broker.http.server import HttpServer
+from qflow_client.broker.http.turns import Turns
+
+QUEUES = 20_000
+
+
+class Turn:
+    """Counts in each turn of the loop."""
+
+    def __init__(self) -> None:
+        self.count = self.total = self.most = 0
+
+    def add(self) -> None:
+        self.count += 1
+        self.total += 1
+        self.most = max(self.most, self.count)
+
+    def begin(self) -> None:
+        self.count = 0
+        asyncio.get_running_loop().call_soon(self.begin)
+
+
+@pytest.fixture
+def turn(monkeypatch: pytest.MonkeyPatch) -> Turn:
+    """Counts what `Turns` lets through."""
+    turn, each = Turn(), Turns.each
+
+    async def counted(self: Turns, things: Any) -> Any:
+        async for thing in each(self, things):
+            turn.add()
+            yield thing
+
+    monkeypatch.setattr(Turns, "each", counted)
+    return turn
+
+
+@asynccontextmanager
+async def serving(**options: Any) -> Any:
+    async with Broker(http_port=0, **options) as broker:
+        timeout = aiohttp.ClientTimeout(sock_read=60)
+        async with aiohttp.ClientSession(broker.http_url, timeout=timeout) as session:
+            yield broker, session
+
+
+def test_E9_lists_imports_and_metrics_of_20000_queues_take_turns_of_500_objects_at_most(turn: Turn) -> None:
+    async def main() -> None:
+        async with serving() as (_, session):
+            turn.begin()
+
+            async def get(path: str, objects: int) -> bytes:
+                before = turn.total
+                async with session.get(path) as answer:
+                    assert answer.status == 200
+                    body: bytes = await answer.read()
+                assert turn.total - before >= objects
+                return body
+
+            document = {"queues": [{"name": f"queue {number}"} for number in range(QUEUES)]}
+            document["bindings"] = [{"source": "amq.fanout", "destination": "queue 7"}]
+            async with session.post("/api/definitions", json=document) as answer:
+                assert (answer.status, (await answer.json())["queues"]) == (200, QUEUES)
+            # Read and declared.
+            assert turn.total >= 2 * QUEUES
+            assert len(json.loads(await get("/api/queues", QUEUES))) == QUEUES
+            assert len(json.loads(await get("/api/definitions", 2 * QUEUES))["queues"]) == QUEUES
+            assert json.loads(await get("/api/counters", QUEUES))["queues"] == QUEUES
+            assert len(json.loads(await get("/api/flow-states", QUEUES))["queues"]) == QUEUES
+            assert (await get("/metrics", 20 * QUEUES)).count(b'qflow_queue_messages{queue="') == QUEUES
+            # Two at once have one slice in a turn between them.
+            await asyncio.gather(get("/api/queues", QUEUES), get("/metrics", QUEUES))
+            before = turn.total
+            async with session.get("/api/events") as stream:
+                assert len((await next_event(stream.content.iter_any()))["queues"]) == QUEUES
+            assert turn.total - before >= 2 * QUEUES
+            assert turn.most <= Turns.MOST
+
+    asyncio.run(main())
+
+
+def test_E9_a_refused_import_of_several_turns_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Turns, "MOST", 1)
+
+    async def main() -> None:
+        async with serving() as (broker, session):
+            broker.declare_queue("there")
+            before = broker.queues(), broker.exchanges(), broker.bindings()
+            document = {
+                "exchanges": [{"name": "e", "type": "fanout"}],
+                "queues": [{"name": "there"}, {"name": "new"}],
+                "bindings": [
+                    {"source": "e", "destination": "there"},
+                    {"source": "amq.fanout", "destination": "there"},
+                    {"source": "e", "destination": "none"},
+                ],
+            }
+            async with session.post("/api/definitions", json=document) as answer:
+                assert (answer.status, (await answer.json())["errors"][0]["field"]) == (400, "bindings[2]")
+            assert (broker.queues(), broker.exchanges(), broker.bindings()) == before
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("raw", "field"),
+    [
+        (b"", ""),
+        (b"{", ""),
+        (b'{"queues": [', ""),
+        (b'{"queues": [] "x": 1}', ""),
+        (b'{"queues": []} {}', ""),
+        (b"{1: 2}", ""),
+        (b'{"x": NaN}', ""),
+        (b'{"x": ' + b"[" * 100_000, ""),
+        (b"[]", ""),
+        (b"\xff", ""),
+        (b'{"queues": {}}', "queues"),
+        (b'{"queues": [{"name": "a"}, {"name": 7}]}', "queues[1].name"),
+        (b'{"queues": [{"name": "a", "arguments": {"x": NaN}}]}', ""),
+    ],
+)
+def test_a_document_that_is_none_is_answered_with_400(raw: bytes, field: str) -> None:
+    async def main() -> None:
+        async with serving() as (broker, session):
+            headers = {"Content-Type": "application/json"}
+            async with session.post("/api/definitions", data=raw, headers=headers) as answer:
+                assert (answer.status, [each["field"] for each in (await answer.json())["errors"]]) == (400, [field])
+            assert broker.queues() == ()
+
+    asyncio.run(main())
+
+
+def test_E9_one_request_of_a_stranger_is_answered_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    turn = Turn()
+
+    def check(*_: object) -> None:
+        turn.add()
+
+    monkeypatch.setattr(server, "check_origin", check)
+
+    async def main() -> None:
+        async with serving(http_token="a-long-token") as (_, session):
+            turn.begin()
+
+            async def stranger() -> None:
+                for _ in range(20):
+                    async with session.get("/api/health") as answer:
+                        assert answer.status == 200
+
+            await asyncio.gather(*(stranger() for _ in range(20)))
+        assert (turn.total, turn.most) == (400, 1)
+
+    asyncio.run(main())
+
+
+async def next_event(stream: Any) -> Any:
+    text = b""
+    async for piece in stream:
+        text += piece
+        if piece.endswith(b"}\n\n"):
+            return json.loads(text.partition(b"data: ")[2])
+    raise AssertionError
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, place: Any, name: str) -> Callable[[], int]:
+    calls: list[Any] = []
+    function = getattr(place, name)
+
+    def counting(*args: Any) -> Any:
+        calls.append(args)
+        return function(*args)
+
+    monkeypatch.setattr(place, name, counting)
+    return lambda: len(calls)
+
+
+def test_E9_a_hundred_streams_share_their_looks_and_each_costs_what_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encodings = counted(monkeypatch, events, "encoded")
+    comparisons = counted(monkeypatch, events, "_differ")
+    monkeypatch.setattr(Watch, "SHARE", 1e9)
+
+    async def main() -> None:
+        async with Broker() as broker:
+            for number in range(1000):
+                broker.declare_queue(f"queue {number}")
+            watch = Watch(broker, Turns())
+            streams = [watch.events(0.001) for _ in range(100)]
+            states = await asyncio.gather(*map(next_event, streams))
+            assert {len(state["queues"]) for state in states} == {1000}
+            # Each queue once, and few words for each stream.
+            assert encodings() < 1000 + 100 * 30
+            looks, words = comparisons(), encodings()
+            for number in range(5):
+                broker.publish(b"x", f"queue {number}")
+                await asyncio.sleep(0)
+                for change in await asyncio.gather(*map(next_event, streams)):
+                    assert [queue["name"] for queue in change["queues"]] == [f"queue {number}"]
+            assert encodings() - words <= 5 * (1 + 100)
+            assert comparisons() - looks <= 5 * 1000
+            for stream in streams:
+                await stream.aclose()
+
+    asyncio.run(main())
+
+
+def test_E9_what_comes_back_and_what_is_gone_is_told_to_slow_and_fast_streams() -> None:
+    async def main() -> None:
+        async with Broker() as broker:
+            watch = Watch(broker, Turns())
+            watch.SHARE = 1e9
+            async with aclosing(watch.events(0.001)) as fast, aclosing(watch.events(0.001)) as slow:
+                assert (await next_event(fast))["queues"] == (await next_event(slow))["queues"] == []
+                for step in ("made", "gone", "made", "gone"):
+                    if step == "made":
+                        broker.declare_queue("q")
+                    else:
+                        broker.delete_queue("q")
+                    await asyncio.sleep(0)
+                    told = await next_event(fast)
+                    assert ("queues" in told) is (step == "made")
+                    assert told.get("gone") == (None if step == "made" else {"queues": ["q"]})
+                assert (await next_event(slow))["gone"] == {"queues": ["q"]}
+                broker.declare_queue("other")
+                await asyncio.sleep(0)
+                assert [(await next_event(each))["queues"][0]["name"] for each in (fast, slow)] == ["other"] * 2
+                # Told to all, it is forgotten.
+                assert list(watch._named["queues"]) == ["other"]
+
+    asyncio.run(main())
+
+
+def test_E9_event_streams_are_limited_in_all_and_for_each_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HttpServer, "MAX_STREAMS_OF_ADDRESS", 2)
+
+    async def main() -> None:
+        async with serving() as (_, session):
+            open_streams = [await session.get("/api/events") for _ in range(2)]
+            async with session.get("/api/events") as answer:
+                assert answer.status == 429
+                assert "2 from one address" in (await answer.json())["detail"]
+            for stream in open_streams:
+                stream.close()
+            async with asyncio.timeout(30):
+                while True:
+                    # Again when the broker has seen that they are gone.
+                    async with session.get("/api/events?period=0.1") as answer:
+                        if answer.status == 200:
+                            break
+            monkeypatch.setattr(HttpServer, "MAX_STREAMS", 0)
+            async with session.get("/api/events") as answer:
+                assert answer.status == 429
+
+    asyncio.run(main())
+
+
+def test_json_of_nothing_is_a_list() -> None:
+    assert asyncio.run(documents.encode(iter(()), Turns())) == b"[]"
