@@ -2,15 +2,14 @@
 
 `Reconnection` decides after a connection is lost, `Watch` whether to leave one that is still open.
 
-The pauses are tenacity's. Nothing here sleeps, connects or reads a clock.
+Nothing here sleeps, connects or reads a clock.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
-
-from tenacity import RetryCallState, Retrying, stop_after_delay, stop_never, wait_exponential, wait_random_exponential
 
 from qflow_client.redaction import hide_password
 from qflow_client.settings import HostOrder, OnBlocked, OnRefused, ProducerSettings
@@ -48,13 +47,13 @@ class Backoff:
     """
 
     def __init__(self, first: float, longest: float, jitter: float, limit: float | None = None) -> None:
+        self._first = first
+        self._longest = longest
+        self._jitter = jitter
         self._limit = limit
-        self._retrying = Retrying(
-            wait=wait_exponential(multiplier=first, max=longest)
-            + wait_random_exponential(multiplier=first * jitter, max=longest * jitter),
-            stop=stop_never if limit is None else stop_after_delay(limit),
-        )
-        self._state = RetryCallState(self._retrying, None, (), {})
+        # The next pause, before jitter, and since when the time limit counts.
+        self._next = first
+        self._began = 0.0
 
     def begin(self, now: float, *, anew: bool = True) -> None:
         """The time limit counts from now.
@@ -63,22 +62,19 @@ class Backoff:
             now: seconds.
             anew: begin with the shortest pause, too.
         """
-        attempt = self._state.attempt_number
-        self._state = RetryCallState(self._retrying, None, (), {})
-        self._state.start_time = now
-        if not anew:
-            self._state.attempt_number = attempt
+        self._began = now
+        if anew:
+            self._next = self._first
 
     def pause(self, now: float) -> float | None:
         """How long to wait now, in seconds; ``None`` once the time is up."""
-        state = self._state
-        state.outcome_timestamp = now
-        if self._retrying.stop(state):
+        left = math.inf if self._limit is None else self._began + self._limit - now
+        if left <= 0.0:
             return None
-        pause = float(self._retrying.wait(state))
-        state.prepare_for_next_attempt()
+        pause = min(self._next, self._longest)
+        self._next = min(2.0 * pause, self._longest)
         # The last try comes when the time is up, not later.
-        return pause if self._limit is None else min(pause, state.start_time + self._limit - now)
+        return min(pause * (1.0 + random.uniform(0.0, self._jitter)), left)
 
 
 def retries(settings: ProducerSettings) -> Backoff | None:
