@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from qflow_client.amqp.frames import Content, PublishEncoder, Route
+from qflow_client.core.calls import Call, resume
 from qflow_client.core.protocol import ProducerProtocol
-from qflow_client.core.steps import Steps, resume
 from qflow_client.errors import ProducerFlowed
 from qflow_client.events import FlowEvent
 from qflow_client.logs import log, write_log
@@ -263,8 +263,8 @@ class DropInFlow:
 
     # Calls that wait.
 
-    def drive(self, call: Steps[_T], flag: Flag, turn: Callable[[float], None]) -> _T:
-        """Run a call that waits, see `core.steps`.
+    def drive(self, call: Call[_T], flag: Flag, turn: Callable[[float], None]) -> _T:
+        """Run a call that waits, see `core.calls`.
 
         Args:
             call: the call.

@@ -8,10 +8,10 @@ from abc import ABC
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from qflow_client.core import steps
+from qflow_client.core import calls
 from qflow_client.core.admission import SendTicket, check_capacity
+from qflow_client.core.calls import Call, Refusal
 from qflow_client.core.protocol import ProducerProtocol
-from qflow_client.core.steps import Refusal, Steps
 from qflow_client.engine import BaseEngine
 from qflow_client.errors import FlowControlTimeout, ProducerFlowed
 from qflow_client.events import FlowEvent, FlowState, HoldKind
@@ -111,8 +111,8 @@ class BaseProducer(ABC):
             payload, exchange, routing_key, _monotonic(), timeout=timeout, waiter=waiter, source=source, first=first
         )
 
-    def _send_steps(self, ticket: SendTicket, refusal: Refusal | None, *, notices: bool) -> Steps[Receipt]:
-        return steps.send(self._engine.protocol.admission, ticket, _monotonic(), refusal=refusal, notices=notices)
+    def _send_call(self, ticket: SendTicket, refusal: Refusal | None, *, notices: bool) -> Call[Receipt]:
+        return calls.send(self._engine.protocol.admission, ticket, _monotonic(), refusal=refusal, notices=notices)
 
     def _refused(self, payload: bytes | Message, exchange: str, routing_key: str, refusal: Refusal) -> ProducerFlowed:
         """Count a message that was not admitted, and return its error."""

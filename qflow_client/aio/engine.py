@@ -17,9 +17,9 @@ from qflow_client.aio.dispatcher import Dispatcher
 from qflow_client.aio.link import Link
 from qflow_client.aio.receipt import AsyncReceipt
 from qflow_client.aio.turn import Turns, Waiter
-from qflow_client.core import steps
+from qflow_client.core import calls
+from qflow_client.core.calls import Call
 from qflow_client.core.protocol import ProducerProtocol
-from qflow_client.core.steps import Steps
 from qflow_client.engine import DROPPED, BaseEngine
 from qflow_client.errors import ConnectionFailed, ProducerClosed, QflowError, UndeliveredMessages
 from qflow_client.events import FlowEvent
@@ -237,8 +237,8 @@ class Engine(BaseEngine):
         if self.settings.rate is not None and self.link is not None:
             self.link.arm_timer()
 
-    async def drive(self, call: Steps[_T], waiter: Waiter) -> _T:
-        """Run a call that waits, see `core.steps`; also before it is connected."""
+    async def drive(self, call: Call[_T], waiter: Waiter) -> _T:
+        """Run a call that waits, see `core.calls`; also before it is connected."""
         turns = self.turns
         if turns is None:
             turns = Turns(asyncio.get_running_loop(), lambda: self.protocol, self.kick, self.arm_timer)
@@ -322,7 +322,7 @@ class Engine(BaseEngine):
     async def _close(self, reason: str, deadline: float, waits_for_holds: bool) -> UndeliveredMessages | None:
         error: BaseException | None = None
         waiter = Waiter()
-        call = steps.close(self.protocol, waiter, deadline, _monotonic(), reason, waits_for_holds=waits_for_holds)
+        call = calls.close(self.protocol, waiter, deadline, _monotonic(), reason, waits_for_holds=waits_for_holds)
         try:
             self.unregister()
             await self.drive(call, waiter)

@@ -17,8 +17,8 @@ from qflow_client.aio.engine import Engine
 from qflow_client.aio.flow_events import FlowEvents
 from qflow_client.aio.receipt import AsyncReceipt
 from qflow_client.aio.turn import Waiter
-from qflow_client.core import steps
-from qflow_client.core.steps import Refusal, resume
+from qflow_client.core import calls
+from qflow_client.core.calls import Refusal, resume
 from qflow_client.errors import ProducerClosed, SettingsError, UndeliveredMessages
 from qflow_client.events import FlowEvent
 from qflow_client.flow import FlowManager, Line
@@ -206,7 +206,7 @@ class AsyncProducer(BaseProducer):
         ticket = self._make_ticket(payload, exchange, routing_key, 0.0, "", None)
         try:
             _, receipt = self._engine.step(
-                lambda _protocol: resume(self._send_steps(ticket, refusal, notices=False), None)
+                lambda _protocol: resume(self._send_call(ticket, refusal, notices=False), None)
             )
         except BaseException:
             self._engine.step(lambda protocol: protocol.admission.give_up(ticket, _monotonic()))
@@ -366,7 +366,7 @@ class AsyncProducer(BaseProducer):
         timeout = limit_of(timeout, self.settings)
         check_timeout(timeout)
         waiter = Waiter()
-        if not await self._engine.drive(steps.flush(self._protocol, waiter, _deadline(timeout)), waiter):
+        if not await self._engine.drive(calls.flush(self._protocol, waiter, _deadline(timeout)), waiter):
             raise unflushed(self._protocol, self._engine.storage, timeout)
         failures, dropped = LOOPS.take(self._engine.take_failures)
         if failures or dropped:
@@ -389,7 +389,7 @@ class AsyncProducer(BaseProducer):
             raise self._not_connected()
         waiter = Waiter()
         return await self._engine.drive(
-            steps.wait_unflowed(self._protocol, waiter, _deadline(timeout), _monotonic()), waiter
+            calls.wait_unflowed(self._protocol, waiter, _deadline(timeout), _monotonic()), waiter
         )
 
     def on_flow(

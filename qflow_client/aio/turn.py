@@ -1,4 +1,4 @@
-"""Calls of tasks that wait: their waiters, and what drives them, see `core.steps`."""
+"""Calls of tasks that wait: their waiters, and what drives them, see `core.calls`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from time import monotonic as _monotonic
 from typing import Any, TypeVar
 
 from qflow_client.core.admission import SendTicket
+from qflow_client.core.calls import Call, resume
+from qflow_client.core.calls import send as send_call
 from qflow_client.core.protocol import ProducerProtocol
-from qflow_client.core.steps import Steps, resume
-from qflow_client.core.steps import send as send_steps
 from qflow_client.guard import LOOPS, is_inside
 from qflow_client.message import Message
 from qflow_client.receipt import Receipt
@@ -139,10 +139,10 @@ class Turns:
         if self._notice is None:
             self._notice = self._loop.call_later(protocol.settings.flow_control_wait_notify_period, self._on_notice)
         return await self.drive(
-            send_steps(protocol.admission, ticket, now, notices=False), turn, lambda: self.give_up(ticket)
+            send_call(protocol.admission, ticket, now, notices=False), turn, lambda: self.give_up(ticket)
         )
 
-    async def drive(self, call: Steps[_T], waiter: Waiter | _Turn, undo: Callable[[], object] | None = None) -> _T:
+    async def drive(self, call: Call[_T], waiter: Waiter | _Turn, undo: Callable[[], object] | None = None) -> _T:
         """Run a call that waits.
 
         Args:

@@ -32,7 +32,7 @@ from qflow_client.aio.aiormq_io import TapTransport
 from qflow_client.aio.dispatcher import Dispatcher, refuse_coroutine_function
 from qflow_client.aio.turn import Turns, Waiter, wake_at
 from qflow_client.amqp.frames import HEADER_FRAME, PublishEncoder, frame
-from qflow_client.core import steps
+from qflow_client.core import calls
 from qflow_client.core.step import step
 from qflow_client.dropin import ADDRESSING, RECONNECTING, RETRYING, DropIn, DropInFlow, EncodedMessage, EncodedProtocol
 from qflow_client.errors import ConfirmTimeout, FlowControlTimeout, ProducerClosed
@@ -513,7 +513,7 @@ class ChannelFlow(DropInFlow):
         waiter = Waiter()
         now = _monotonic()
         deadline = math.inf if timeout is None else now + timeout
-        unflowed = await self._turns.drive(steps.wait_unflowed(self.protocol, waiter, deadline, now), waiter)
+        unflowed = await self._turns.drive(calls.wait_unflowed(self.protocol, waiter, deadline, now), waiter)
         if self._number is None and not self._comes_back:
             raise self._ended_by()
         return unflowed

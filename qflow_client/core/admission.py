@@ -1,6 +1,6 @@
 """Decides which message is admitted, and when.
 
-A message is admitted in one go: `next_number` is counted up, and the message is appended to `line`, the messages that
+A message is admitted in one go: `next_number` is counted up, and the message is appended to `unsent`, the messages that
 were never written. Before that nothing is shared; after that the message has a number and a receipt that will be
 settled. What limits admission is the window, the rate, the holds on the gate and the bytes that are not written. A
 caller that cannot be served now waits with a `SendTicket` in the line of the flow controller; `grant` admits the
@@ -145,7 +145,7 @@ def _make_limits(settings: ProducerSettings) -> tuple[WindowLimiter, SizeLimiter
 
 
 class Admission:
-    """The way in: from what the application sends to what is in line for the socket.
+    """The way in: from what the application sends to what waits for the socket.
 
     Args:
         settings: the producer's settings.
@@ -175,7 +175,6 @@ class Admission:
         "controller",
         "encoder",
         "gate",
-        "line",
         "max_capacity",
         "next_number",
         "observer",
@@ -185,6 +184,7 @@ class Admission:
         "returns",
         "steps",
         "store",
+        "unsent",
         "unwritten",
         "waiters",
         "waiting",
@@ -227,8 +227,8 @@ class Admission:
         self.receipt_type = receipt_type
         #: The number of the next message; with the prefix it is its message id. Counting it up admits a message.
         self.next_number = 1
-        #: Messages that are admitted and were never written, in order.
-        self.line: deque[Receipt] = deque()
+        #: Messages that are admitted and were never written, in the order of admission.
+        self.unsent: deque[Receipt] = deque()
         #: Bytes of messages, and of answers on the channel, that are not written.
         self.unwritten = 0
         #: The tickets of waiting messages, the longest wait first.
@@ -326,7 +326,7 @@ class Admission:
         ):
             number = receipt._number = self.next_number
             window.used, self.next_number, self.unwritten = window.used + 1, number + 1, self.unwritten + cost
-            self.line.append(receipt)
+            self.unsent.append(receipt)
             return receipt
         return None
 
@@ -574,7 +574,7 @@ class Admission:
         # From here on nothing is called, as in `send_at_once`.
         number = receipt._number = self.next_number
         self.next_number, self.unwritten = number + 1, self.unwritten + cost
-        self.line.append(receipt)
+        self.unsent.append(receipt)
         if self.unwritten > self._max_unwritten:
             self.gate.hold(HoldKind.TRANSPORT, now=now)
 
@@ -649,13 +649,13 @@ class Admission:
         """Count the unwritten bytes anew.
 
         Args:
-            others: returns the messages besides `line` that are to be written.
+            others: returns the messages besides `unsent` that are to be written.
             written_to: returns the bytes that are made for the socket and not written.
             now: seconds.
         """
         while True:
             before = self.unwritten
-            size = written_to() + sum(map(self.cost, (*others(), *self.line)))
+            size = written_to() + sum(map(self.cost, (*others(), *self.unsent)))
             # Others may have admitted messages meanwhile. Nothing comes between the look and the store.
             if before == self.unwritten:
                 self.unwritten = size

@@ -119,7 +119,7 @@ class Channel:
         admission, resending = self._admission, self._resending
         was_written = resending.copies
         unfit, outcomes = [], []
-        for receipt in (*resending.again, *admission.line):
+        for receipt in (*resending.again, *admission.unsent):
             try:
                 self._encode(receipt)
             except Exception as error:
@@ -228,7 +228,7 @@ class Channel:
             reply: for the culprits.
             outcome: likewise.
         """
-        line, resending = self._admission.line, self._resending
+        unsent, resending = self._admission.unsent, self._resending
         culprits = frozenset(culprits)
         # A returned message has been answered, though its ack did not come.
         answered = [each for each in self._unconfirmed.flight.values() if each in culprits or each._reply is not None]
@@ -238,8 +238,8 @@ class Channel:
         left = [each for each in self._unconfirmed.flight.values() if each._outcome is None]
         resending.keep([each for each in left if each._number in written], suspects)
         # An interrupted call may have put some of them there already.
-        first = line[0]._number if line else self._admission.next_number
-        line.extendleft([each for each in reversed(left) if each._number not in written and each._number < first])
+        first = unsent[0]._number if unsent else self._admission.next_number
+        unsent.extendleft([each for each in reversed(left) if each._number not in written and each._number < first])
         self._reset(0, 0)
         self._admission.unwritten = 0
 
@@ -258,7 +258,7 @@ class Channel:
         begun = {receipt._number for receipt in self._unconfirmed.begun()}
         receipts = [receipt for receipt in self.unsettled() if receipt._outcome is None]
         self._settling.settle(receipts, [self._outcome_at_end(each, begun) for each in receipts], now, (0, reason))
-        self._admission.line.clear()
+        self._admission.unsent.clear()
         self._resending.forget()
         self._reset(0, 0)
         self._admission.unwritten = 0
@@ -304,14 +304,14 @@ class Channel:
         written = sorted(
             (*self._resending.again, *self._unconfirmed.flight.values()), key=lambda receipt: receipt._number
         )
-        return (*written, *self._admission.line)
+        return (*written, *self._admission.unsent)
 
     # An unfinished step.
 
     def heal(self, now: float) -> None:
         """Repair what an unfinished step has left of messages: each stands in one place, and a settled one nowhere."""
         self._drop_settled()
-        self._unconfirmed.heal(self._resending.again, self._admission.line)
+        self._unconfirmed.heal(self._resending.again, self._admission.unsent)
         self._resending.heal(self._unconfirmed.tag_of)
         if self._opening is not None:
             self._open(now)
@@ -323,7 +323,7 @@ class Channel:
 
     def _drop_settled(self) -> None:
         self._resending.drop_settled()
-        line = self._admission.line
+        unsent = self._admission.unsent
         # A copy, and one after the other, because others may admit messages meanwhile.
-        for receipt in [each for each in tuple(line) if each._outcome is not None]:
-            line.remove(receipt)
+        for receipt in [each for each in tuple(unsent) if each._outcome is not None]:
+            unsent.remove(receipt)

@@ -6,14 +6,14 @@ here knows threads, tasks, sockets or clocks: the owner calls one method at a ti
 
 A message is in exactly one of three places until it is settled:
 
-* `admission.line`: it is admitted, and not one byte of it was ever written;
+* `admission.unsent`: it is admitted, and not one byte of it was ever written;
 * `unconfirmed.flight`: it has a delivery tag, because its frames are made for the channel that is open;
 * `resending.again`: it was written before, so it leaves again with the mark of a second copy. It may have arrived, or
   was refused by one queue and not by another.
 
-It moves from the line, or from `again`, into the flight when the socket takes more bytes (`data_to_write`). It moves
+It moves from `unsent`, or from `again`, into the flight when the socket takes more bytes (`data_to_write`). It moves
 back when the broker stops the channel before its first byte was written, when the channel ends, and when the broker
-refuses it for want of room. It leaves for good when `settling` settles it. `line` and `again` are in the order of
+refuses it for want of room. It leaves for good when `settling` settles it. `unsent` and `again` are in the order of
 admission at any time, and `again` goes first; so first copies always leave in that order.
 
 Example: a message is refused, then its connection is lost, then the new channel is stopped. The refusal moves it into
@@ -306,12 +306,12 @@ class ProducerProtocol:
             Whether it is taken back.
         """
         self._take_back()
-        line = self.admission.line
-        if receipt not in line:
+        unsent = self.admission.unsent
+        if receipt not in unsent:
             return False
         cost = self.admission.cost(receipt)
         self.settling.settle_silently(receipt, Outcome.FAILED, now)
-        line.remove(receipt)
+        unsent.remove(receipt)
         self.admission.unwritten -= cost
         self._update(now)
         self._lift_transport(now)
@@ -524,7 +524,7 @@ class ProducerProtocol:
         outbound = self.unconfirmed.outbound
         data = outbound.data(limit)
         if not data and not outbound.stopped and self.channel.number is not None:
-            source = self.resending.again or self.admission.line
+            source = self.resending.again or self.admission.unsent
             if source and (most := self._may_leave(source)):
                 self.unconfirmed.make(source, limit, most)
                 data = outbound.data(limit)
@@ -574,11 +574,11 @@ class ProducerProtocol:
 
     def _move_back(self) -> None:
         """Put messages whose frames were taken back where they leave from again."""
-        unconfirmed, line = self.unconfirmed, self.admission.line
+        unconfirmed, unsent = self.unconfirmed, self.admission.unsent
         # The last first.
         while (receipt := unconfirmed.beyond()) is not None:
             if not self.resending.take_back(receipt):
-                line.appendleft(receipt)
+                unsent.appendleft(receipt)
             unconfirmed.flight.popitem()
 
     @property
@@ -659,7 +659,7 @@ class ProducerProtocol:
         """Return the lowest number of an unsettled message; the next number if there is none."""
         parts = (
             self.unconfirmed.oldest_number(),
-            *(each[0]._number for each in (self.resending.again, self.admission.line) if each),
+            *(each[0]._number for each in (self.resending.again, self.admission.unsent) if each),
         )
         return min(filter(None, parts), default=self.admission.next_number)
 
@@ -700,7 +700,7 @@ class ProducerProtocol:
         if resending.retry_at is not None:
             self.settling.expire(now)
             resending.look()
-            if resending.is_tried(bool(self.admission.line)):
+            if resending.is_tried(bool(self.admission.unsent)):
                 self._room_again(now)
         leave = resending.may_leave(resending.again, not self.unconfirmed.flight, now)
         if resending.retry_at is None and resending.leaves_slowly(leave):

@@ -252,7 +252,7 @@ class Resending:
         """A message was about to leave, and does not.
 
         Returns:
-            Whether it leaves as a second copy later; otherwise it was never written, and stands in line again.
+            Whether it leaves as a second copy later; otherwise it was never written, and stands in `unsent` again.
         """
         self.leave_out(receipt)
         number = receipt._number

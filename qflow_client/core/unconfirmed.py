@@ -144,10 +144,10 @@ class Unconfirmed:
     # What is written.
 
     def make(self, source: deque[Receipt], limit: int, most: int) -> None:
-        """Give the first messages of the line, or of what is to leave again, their tags, and make their frames.
+        """Give the first messages of `source` their tags, and make their frames.
 
         Args:
-            source: in which they stand.
+            source: messages that were never written, or that leave again.
             limit: about how many bytes.
             most: how many messages at the most; there are so many.
         """
@@ -219,20 +219,20 @@ class Unconfirmed:
         last = next(reversed(flight), 0)
         return flight[last] if last > self.outbound.given else None
 
-    def heal(self, again: deque[Receipt], line: deque[Receipt]) -> None:
+    def heal(self, again: deque[Receipt], unsent: deque[Receipt]) -> None:
         """Repair what an unfinished step has left: a message stands in one place only.
 
         Args:
             again: what is to leave again.
-            line: what was never written.
+            unsent: what was never written.
         """
         flight, given, begun = self.flight, self.outbound.given, self.outbound.begun
-        for source in (again, line):
+        for source in (again, unsent):
             # `make` has made their frames.
             while source and begun < source[0]._tag <= given and flight.get(source[0]._tag) is source[0]:
                 source.popleft()
         # `make` has only noted them, or they were taken back or refused, or the channel has ended.
-        for receipt in (*again, *line):
+        for receipt in (*again, *unsent):
             if flight.get(receipt._tag) is receipt:
                 del flight[receipt._tag]
         for tag in [tag for tag, receipt in flight.items() if receipt._outcome is not None]:

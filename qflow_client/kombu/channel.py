@@ -16,7 +16,7 @@ from kombu.exceptions import OperationalError
 from kombu.transport import pyamqp
 from vine import promise
 
-from qflow_client.core import steps
+from qflow_client.core import calls
 from qflow_client.dropin import EncodedMessage, Flag
 from qflow_client.errors import ConfirmTimeout, FlowControlTimeout, ProducerClosed
 from qflow_client.events import FlowEvent, FlowState, HoldKind
@@ -324,7 +324,7 @@ class Channel(pyamqp.Channel):
         admission, now, flag = protocol.admission, _monotonic(), Flag()
         ticket = admission.make_ticket(encoded, exchange, routing_key, now, timeout=timeout, waiter=flag)
         try:
-            receipt = flow.drive(steps.send(admission, ticket, now), flag, partial(self._turn, flow))
+            receipt = flow.drive(calls.send(admission, ticket, now), flag, partial(self._turn, flow))
         except FlowControlTimeout as error:
             refuse(
                 FlowControlTimeout(
@@ -434,7 +434,7 @@ class Channel(pyamqp.Channel):
         flow = self._open_flow()
         deadline = self._deadline(timeout)
         flag = Flag()
-        if not flow.drive(steps.flush(flow.protocol, flag, deadline), flag, partial(self._turn, flow)):
+        if not flow.drive(calls.flush(flow.protocol, flag, deadline), flag, partial(self._turn, flow)):
             unsettled = flow.protocol.unsettled
             flow.after()
             refuse(
@@ -495,7 +495,7 @@ class Channel(pyamqp.Channel):
         if not self.flow_state.flowed:
             return True
         flow, flag = self._open_flow(), Flag()
-        call = steps.wait_unflowed(flow.protocol, flag, deadline, _monotonic())
+        call = calls.wait_unflowed(flow.protocol, flag, deadline, _monotonic())
         return flow.drive(call, flag, partial(self._turn, flow))
 
 

@@ -11,9 +11,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from qflow_client import telemetry
-from qflow_client.core import steps
+from qflow_client.core import calls
+from qflow_client.core.calls import Call, resume
 from qflow_client.core.protocol import ProducerProtocol
-from qflow_client.core.steps import Steps, resume
 from qflow_client.engine import DROPPED, BaseEngine
 from qflow_client.errors import ConnectionFailed, NestedCall, UndeliveredMessages
 from qflow_client.events import FlowEvent
@@ -228,8 +228,8 @@ class Engine(BaseEngine):
         if self.settings.rate is not None and self.link is not None:
             self.link.arm_timer()
 
-    def drive(self, call: Steps[_T], waiter: Waiter, undo: Callable[[ProducerProtocol], object] | None = None) -> _T:
-        """Run a call that waits, see `core.steps`.
+    def drive(self, call: Call[_T], waiter: Waiter, undo: Callable[[ProducerProtocol], object] | None = None) -> _T:
+        """Run a call that waits, see `core.calls`.
 
         Args:
             call: the call.
@@ -301,7 +301,7 @@ class Engine(BaseEngine):
             self.ended = True
 
         waiter = Waiter()
-        call = steps.close(self.protocol, waiter, deadline, _monotonic(), CLOSED, waits_for_holds=waits_for_holds)
+        call = calls.close(self.protocol, waiter, deadline, _monotonic(), CLOSED, waits_for_holds=waits_for_holds)
         try:
             self.lock.take(begin)
             if first:
@@ -370,7 +370,7 @@ class Engine(BaseEngine):
         wait = self.settings.max_producer_flow_control_wait
         now, waiter = _monotonic(), Waiter()
         deadline = math.inf if wait is None else now + wait
-        self.drive(steps.close(self.protocol, waiter, deadline, now, DROPPED, waits_for_holds=True), waiter)
+        self.drive(calls.close(self.protocol, waiter, deadline, now, DROPPED, waits_for_holds=True), waiter)
         self._log_dropped(self.end(good_bye_until(deadline), deadline))
 
     # Forks and the end of the process.
@@ -391,7 +391,7 @@ class Engine(BaseEngine):
             return
         waiter = Waiter()
         now = _monotonic()
-        self.drive(steps.drain(self.protocol, waiter, now + _AT_EXIT, now), waiter)
+        self.drive(calls.drain(self.protocol, waiter, now + _AT_EXIT, now), waiter)
         if self.storage is not None:
             self.storage.close(BRIEF)
         self.lock.take(lambda: log_forgotten(self.protocol, self.storage))

@@ -10,9 +10,9 @@ from typing import Any, Self
 
 import pika
 
-from qflow_client.core import steps
+from qflow_client.core import calls
+from qflow_client.core.calls import Refusal
 from qflow_client.core.protocol import ProducerProtocol
-from qflow_client.core.steps import Refusal
 from qflow_client.errors import ProducerClosed, SettingsError, UndeliveredMessages
 from qflow_client.events import FlowEvent
 from qflow_client.flow import FlowManager, Line
@@ -190,7 +190,7 @@ class Producer(BaseProducer):
         waiter = Waiter()
         ticket = self._make_ticket(payload, exchange, routing_key, timeout, source, waiter)
         return self._engine.drive(
-            self._send_steps(ticket, refusal, notices=True),
+            self._send_call(ticket, refusal, notices=True),
             waiter,
             lambda protocol: protocol.admission.give_up(ticket, _monotonic()),
         )
@@ -343,7 +343,7 @@ class Producer(BaseProducer):
         check_can_wait("flush()")
         timeout = limit_of(timeout, self.settings)
         waiter = Waiter()
-        if not self._engine.drive(steps.flush(self._protocol, waiter, _deadline(timeout)), waiter):
+        if not self._engine.drive(calls.flush(self._protocol, waiter, _deadline(timeout)), waiter):
             raise unflushed(self._protocol, self._engine.storage, timeout)
         failures, dropped = self._engine.lock.take(self._engine.take_failures)
         if failures or dropped:
@@ -366,7 +366,7 @@ class Producer(BaseProducer):
         check_can_wait("wait_unflowed()")
         waiter, in_callback = Waiter(), self._engine.is_in_callback
         return self._engine.drive(
-            steps.wait_unflowed(self._protocol, waiter, deadline, _monotonic(), in_callback=in_callback), waiter
+            calls.wait_unflowed(self._protocol, waiter, deadline, _monotonic(), in_callback=in_callback), waiter
         )
 
     def _listen(self, add: Callable[[ProducerProtocol], None]) -> None:

@@ -17,7 +17,7 @@ from pika.adapters.blocking_connection import ReturnedMessage
 from pika.adapters.select_connection import IOLoop
 from pika.adapters.utils.selector_ioloop_adapter import SelectorIOServicesAdapter
 
-from qflow_client.core import steps
+from qflow_client.core import calls
 from qflow_client.dropin import Flag
 from qflow_client.errors import ConfirmTimeout, FlowControlTimeout, ProducerClosed
 from qflow_client.events import FlowEvent, FlowState, HoldKind
@@ -456,7 +456,7 @@ class BlockingChannel(_pika.BlockingChannel):
             publish, exchange, routing_key, now, timeout=settings.max_producer_flow_control_wait, waiter=flag
         )
         try:
-            return self._flow.drive(steps.send(admission, ticket, now), flag, self._turn)
+            return self._flow.drive(calls.send(admission, ticket, now), flag, self._turn)
         except FlowControlTimeout as error:
             raise FlowControlTimeout(
                 error.holds, error.waited, publish.body, "a longer max_producer_flow_control_wait waits"
@@ -554,7 +554,7 @@ class BlockingChannel(_pika.BlockingChannel):
         if not self.is_open:
             self._check_open()
         flag = Flag()
-        if not self._flow.drive(steps.flush(protocol, flag, deadline), flag, self._turn):
+        if not self._flow.drive(calls.flush(protocol, flag, deadline), flag, self._turn):
             assert wait is not None
             raise ConfirmTimeout(
                 f"{protocol.unsettled} messages are not confirmed after {wait:.3g} s{self._flow.held}",
@@ -668,7 +668,7 @@ class BlockingChannel(_pika.BlockingChannel):
             return True
         self._check_open()
         flag = Flag()
-        call = steps.wait_unflowed(self._flow.protocol, flag, deadline, _monotonic())
+        call = calls.wait_unflowed(self._flow.protocol, flag, deadline, _monotonic())
         return self._flow.drive(call, flag, self._turn)
 
 

@@ -282,7 +282,7 @@ def test_leaving_by_an_exception_waits_for_what_is_confirmed_under_a_full_window
 ) -> None:
     """A fast producer is held by its window most of the time, and the confirms are on their way."""
     # So long as a slow machine may take to send them.
-    monkeypatch.setattr("qflow_client.core.steps._LULL", PATIENCE)
+    monkeypatch.setattr("qflow_client.core.calls._LULL", PATIENCE)
     broker.withhold_confirms()
     producer = Producer(broker.url, routing_key="q", capacity=3)
     receipts = [producer.send(b"%d" % number) for number in range(3)]

@@ -140,7 +140,7 @@ def test_leaving_by_an_exception_waits_for_a_peer_that_goes_on_reading(
     stuck: Producer, proxy: Proxy, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # So long as a slow machine may take to confirm the first.
-    monkeypatch.setattr("qflow_client.core.steps._LULL", PATIENCE)
+    monkeypatch.setattr("qflow_client.core.calls._LULL", PATIENCE)
     count = len(list(fill_transport(stuck)))
 
     def go_on() -> None:

@@ -92,7 +92,7 @@ def test_of_an_interrupted_message_with_an_id_of_its_own_no_return_is_expected_u
 def consistent(protocol: ProducerProtocol) -> bool:
     """Whether what the protocol counts is what it has."""
     check_order(protocol)
-    costs = sum(map(protocol.admission.cost, (*protocol.resending.again, *protocol.admission.line)))
+    costs = sum(map(protocol.admission.cost, (*protocol.resending.again, *protocol.admission.unsent)))
     return protocol.unwritten == protocol.unconfirmed.outbound.size + costs
 
 

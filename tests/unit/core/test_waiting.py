@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from qflow_client import FlowControlTimeout, ProducerClosed, ProducerFlowed
-from qflow_client.core import steps
+from qflow_client.core import calls
 from qflow_client.core.admission import SendTicket
+from qflow_client.core.calls import Refusal, resume
 from qflow_client.core.protocol import ProducerProtocol
-from qflow_client.core.steps import Refusal, resume
 
 from .support import drain, make, send
 
@@ -31,7 +31,7 @@ def ticket_of(protocol: ProducerProtocol, **more: Any) -> SendTicket:
 
 def test_a_send_returns_its_receipt_once_there_is_room() -> None:
     protocol = full(flow_control_wait_notify_period=3.0)
-    call = steps.send(protocol.admission, ticket_of(protocol, timeout=9.0), 0.0)
+    call = calls.send(protocol.admission, ticket_of(protocol, timeout=9.0), 0.0)
     assert resume(call, None) == (3.0, None), "when a notice is due"
     assert resume(call, 3.0) == (6.0, None)
     protocol.on_ack(1, False, 4.0)
@@ -43,7 +43,7 @@ def test_a_send_returns_its_receipt_once_there_is_room() -> None:
 
 def test_a_send_without_notices_waits_until_its_deadline() -> None:
     protocol = full()
-    call = steps.send(protocol.admission, ticket_of(protocol, timeout=9.0), 0.0, notices=False)
+    call = calls.send(protocol.admission, ticket_of(protocol, timeout=9.0), 0.0, notices=False)
     assert resume(call, None) == (9.0, None)
     with pytest.raises(FlowControlTimeout) as caught:
         resume(call, 9.0)
@@ -56,7 +56,7 @@ def test_a_send_that_may_not_wait_gets_the_error_that_it_asks_for_and_is_counted
     assert protocol.admission.send(b"x", "", "q", 0.0) is None
     refusal = Refusal(ProducerFlowed, "do something else")
     with pytest.raises(ProducerFlowed, match="do something else") as caught:
-        resume(steps.send(protocol.admission, ticket_of(protocol, timeout=0.0), 0.0, refusal=refusal), None)
+        resume(calls.send(protocol.admission, ticket_of(protocol, timeout=0.0), 0.0, refusal=refusal), None)
     assert not isinstance(caught.value, FlowControlTimeout)
     assert (caught.value.message, caught.value.waited) == (b"x", 0.0)
     assert protocol.admission.refusals == {"capacity": 1}
@@ -65,12 +65,12 @@ def test_a_send_that_may_not_wait_gets_the_error_that_it_asks_for_and_is_counted
 @pytest.mark.parametrize("room", [False, True])
 def test_a_callback_that_may_not_wait_passes_all_that_do(room: bool) -> None:
     protocol = full()
-    others = steps.send(protocol.admission, ticket_of(protocol), 0.0)
+    others = calls.send(protocol.admission, ticket_of(protocol), 0.0)
     resume(others, None)
     if room:
         # There is, and nobody has noticed.
         protocol.window.capacity = 2
-    call = steps.send(
+    call = calls.send(
         protocol.admission,
         ticket_of(protocol, timeout=0.0, first=True),
         0.0,
@@ -88,7 +88,7 @@ def test_a_callback_that_may_not_wait_passes_all_that_do(room: bool) -> None:
 def test_a_send_ends_when_the_producer_is_closed(waits: bool) -> None:
     protocol = full()
     ticket = ticket_of(protocol)
-    call = steps.send(protocol.admission, ticket, 0.0)
+    call = calls.send(protocol.admission, ticket, 0.0)
     if waits:
         resume(call, None)
     protocol.close("closed for a test", 1.0)
@@ -108,7 +108,7 @@ def test_a_ticket_that_was_given_up_before_it_stood_in_line_is_never_admitted() 
 @pytest.mark.parametrize("settled", [False, True])
 def test_a_flush_tells_whether_all_is_settled(settled: bool) -> None:
     protocol = full()
-    call = steps.flush(protocol, "me", 5.0)
+    call = calls.flush(protocol, "me", 5.0)
     assert resume(call, None) == (5.0, None)
     if settled:
         protocol.on_ack(1, False, 5.0)
@@ -116,14 +116,14 @@ def test_a_flush_tells_whether_all_is_settled(settled: bool) -> None:
     assert resume(call, 5.0) == (None, settled)
     assert not protocol.waiters.settled
     if settled:
-        assert resume(steps.flush(protocol, "me", 5.0), None) == (None, True), "nothing is left to wait for"
+        assert resume(calls.flush(protocol, "me", 5.0), None) == (None, True), "nothing is left to wait for"
 
 
 @pytest.mark.parametrize("unflowed", [False, True])
 def test_a_wait_for_an_open_gate_tells_whether_it_is(unflowed: bool) -> None:
     protocol = make()
     protocol.hold("paused", 0.0)
-    call = steps.wait_unflowed(protocol, "me", 5.0, 0.0)
+    call = calls.wait_unflowed(protocol, "me", 5.0, 0.0)
     assert resume(call, None) == (5.0, None)
     if unflowed:
         protocol.lift("paused", 1.0)
@@ -131,14 +131,14 @@ def test_a_wait_for_an_open_gate_tells_whether_it_is(unflowed: bool) -> None:
     assert resume(call, 5.0) == (None, unflowed)
     assert not protocol.waiters.unflowed
     protocol.lift("paused", 5.0)
-    assert resume(steps.wait_unflowed(protocol, "me", 5.0, 5.0), None) == (None, True)
+    assert resume(calls.wait_unflowed(protocol, "me", 5.0, 5.0), None) == (None, True)
 
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_wait_for_an_open_gate_ends_when_the_producer_is_closed(waits: bool) -> None:
     protocol = make()
     protocol.hold("paused", 0.0)
-    call = steps.wait_unflowed(protocol, "me", INF, 0.0)
+    call = calls.wait_unflowed(protocol, "me", INF, 0.0)
     if waits:
         resume(call, None)
     protocol.close("closed for a test", 1.0)
@@ -149,7 +149,7 @@ def test_a_wait_for_an_open_gate_ends_when_the_producer_is_closed(waits: bool) -
 def test_a_close_admits_nothing_and_waits_for_what_is_unsettled_whatever_holds() -> None:
     protocol = full()
     protocol.on_blocked("memory", 0.0)
-    call = steps.close(protocol, "me", 5.0, 0.0, "closed for a test", waits_for_holds=True)
+    call = calls.close(protocol, "me", 5.0, 0.0, "closed for a test", waits_for_holds=True)
     assert resume(call, None) == (5.0, None)
     assert protocol.closed == "closed for a test"
     assert resume(call, 5.0) == (None, None)
@@ -162,7 +162,7 @@ def test_a_close_that_waits_for_no_hold_ends_when_the_broker_has_not_answered_fo
     drain(protocol)
     # The window is full, as a fast producer's is.
     assert protocol.admission.send(b"x", "", "q", 0.0) is None
-    call = steps.close(protocol, "me", 5.0, 0.0, "closed for a test", waits_for_holds=False)
+    call = calls.close(protocol, "me", 5.0, 0.0, "closed for a test", waits_for_holds=False)
     assert resume(call, None) == (0.5, None)
     protocol.on_ack(1, False, 0.4)
     assert resume(call, 0.5) == (1.0, None), "one answer has come"
@@ -178,7 +178,7 @@ def test_what_is_held_is_not_waited_for(hold: str) -> None:
         protocol.on_blocked("memory", 0.0)
     elif hold == "capacity":
         assert protocol.admission.send(b"x", "", "q", 0.0) is None
-    call = steps.drain(protocol, "me", 0.0 if hold == "refused deadline" else 5.0, 0.0)
+    call = calls.drain(protocol, "me", 0.0 if hold == "refused deadline" else 5.0, 0.0)
     until, _ = resume(call, None)
     if hold == "capacity":
         assert until == 0.5
@@ -187,4 +187,4 @@ def test_what_is_held_is_not_waited_for(hold: str) -> None:
 
 
 def test_nothing_is_waited_for_if_nothing_is_unsettled() -> None:
-    assert resume(steps.drain(make(), "me", 5.0, 0.0), None) == (None, None)
+    assert resume(calls.drain(make(), "me", 5.0, 0.0), None) == (None, None)

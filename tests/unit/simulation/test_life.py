@@ -117,7 +117,7 @@ class LateFlowOk(ProducerProtocol):
         (self.lift if active else self.hold)("channel_flow", now)
 
     def data_to_write(self, limit: int) -> bytes:
-        if self.answers and not self.admission.line:
+        if self.answers and not self.admission.unsent:
             self.unconfirmed.outbound.put_control(self.answers)
             self.answers = b""
         return super().data_to_write(limit)

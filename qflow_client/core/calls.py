@@ -24,12 +24,12 @@ from qflow_client.errors import FlowControlTimeout, ProducerClosed, ProducerFlow
 from qflow_client.events import HoldKind
 from qflow_client.receipt import Receipt
 
-__all__ = ["Refusal", "Steps", "close", "drain", "flush", "resume", "send", "wait_unflowed"]
+__all__ = ["Call", "Refusal", "close", "drain", "flush", "resume", "send", "wait_unflowed"]
 
 _T = TypeVar("_T")
 
 #: Yields until when to wait, in seconds; is resumed with the time.
-Steps = Generator[float, float, _T]
+Call = Generator[float, float, _T]
 
 # If the broker has not answered for so many seconds, a caller that does not wait for holds stops waiting for confirms.
 _LULL = 0.5
@@ -43,25 +43,25 @@ class Refusal(NamedTuple):
     advice: str
 
 
-def resume(steps: Steps[_T], now: float | None) -> tuple[float | None, _T | None]:
+def resume(call: Call[_T], now: float | None) -> tuple[float | None, _T | None]:
     """Run a call until it has to wait, or has ended.
 
     Args:
-        steps: the call.
+        call: the call.
         now: seconds; ``None`` to begin.
 
     Returns:
         Until when to wait, or ``None`` and the result.
     """
     try:
-        return steps.send(now), None  # type: ignore[arg-type]  # that is how a generator begins
+        return call.send(now), None  # type: ignore[arg-type]  # that is how a generator begins
     except StopIteration as end:
         return None, end.value
 
 
 def send(
     admission: Admission, ticket: SendTicket, now: float, *, refusal: Refusal | None = None, notices: bool = True
-) -> Steps[Receipt]:
+) -> Call[Receipt]:
     """Wait in line until a message is admitted.
 
     Args:
@@ -93,7 +93,7 @@ def send(
     return ticket.receipt
 
 
-def flush(protocol: ProducerProtocol, waiter: object, deadline: float) -> Steps[bool]:
+def flush(protocol: ProducerProtocol, waiter: object, deadline: float) -> Call[bool]:
     """Wait until all messages that are admitted now are settled.
 
     Args:
@@ -111,7 +111,7 @@ def flush(protocol: ProducerProtocol, waiter: object, deadline: float) -> Steps[
 
 def wait_unflowed(
     protocol: ProducerProtocol, waiter: object, deadline: float, now: float, *, in_callback: bool = False
-) -> Steps[bool]:
+) -> Call[bool]:
     """Wait until the producer is unflowed.
 
     Args:
@@ -138,7 +138,7 @@ def wait_unflowed(
 
 def close(
     protocol: ProducerProtocol, waiter: object, deadline: float, now: float, reason: str, *, waits_for_holds: bool
-) -> Steps[None]:
+) -> Call[None]:
     """Admit nothing from now on, and wait until all messages are settled.
 
     Args:
@@ -156,7 +156,7 @@ def close(
         yield from drain(protocol, waiter, deadline, now)
 
 
-def drain(protocol: ProducerProtocol, waiter: object, deadline: float, now: float) -> Steps[None]:
+def drain(protocol: ProducerProtocol, waiter: object, deadline: float, now: float) -> Call[None]:
     """Wait until all messages are settled, or the broker does not answer any more.
 
     Args:
