@@ -19,6 +19,7 @@ from qflow_client.cli.demo import demo
 from qflow_client.cli.errors import CommandError, ExitCode
 from qflow_client.cli.outbox import outbox
 from qflow_client.cli.passwords import hide_arguments
+from qflow_client.cli.relay import relay
 from qflow_client.cli.report import convert, report
 from qflow_client.cli.send import send
 from qflow_client.redaction import printable
@@ -72,6 +73,7 @@ app.command()(demo)
 app.command()(report)
 app.command()(convert)
 app.add_typer(outbox, name="outbox")
+app.add_typer(relay, name="relay")
 app.add_typer(admin)
 
 

@@ -1,0 +1,326 @@
+"""An application, two relays, PostgreSQL and the broker, one of which is killed at a random moment, again and again.
+
+The application commits rows and messages in the same transactions, and rolls some back. At the end its table says what
+was committed, and the queue what was published. ``python -m benchmarks.relay_kills --broker rabbitmq`` kills a private
+RabbitMQ node; otherwise the broker is that of this repository, with its message store.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pika
+import pika.exceptions
+from sqlalchemy import create_engine, text
+from sqlalchemy.exc import DBAPIError
+
+from benchmarks.postgresql import server
+from qflow_client.message import REPUBLISHED
+from qflow_client.sqlalchemy import Outbox
+from qflow_client.testing.node import free_port
+from qflow_client.testing.rabbitmq import RabbitMQNode
+
+__all__ = ["VICTIMS", "RelayVerdict", "audit", "run"]
+
+_QUEUE = "qflow.relay.kills"
+_ROOT = Path(__file__).parents[1]
+# Seconds that anything may take.
+_PATIENCE = 120.0
+# Seconds after the last start before which the next victim is killed.
+_LONGEST = 0.5
+#: What is killed.
+VICTIMS = ("application", "relay", "postgresql", "broker")
+
+# Numbers each key's messages in the table of the application, whose rows it locks, so that transactions with the same
+# key wait for each other.
+_APPLICATION = """
+import random, sys, threading, time
+from sqlalchemy import create_engine, text
+from sqlalchemy.exc import DBAPIError
+from qflow_client.sqlalchemy import Outbox
+
+engine = create_engine(sys.argv[1], pool_size=5)
+outbox = Outbox()
+
+def work():
+    while True:
+        try:
+            with engine.connect() as connection:
+                transaction = connection.begin()
+                keys = sorted({random.randrange(10) for _ in range(random.choice([1, 1, 3]))})
+                for key in keys:
+                    count = random.choice([1, 1, 5])
+                    last = connection.execute(
+                        text("UPDATE counters SET last = last + :count WHERE key = :key RETURNING last"),
+                        {"count": count, "key": key},
+                    ).scalar_one()
+                    numbers = range(last - count + 1, last + 1)
+                    bodies = ["%d %d %d" % (key, number, random.getrandbits(60)) for number in numbers]
+                    connection.execute(text("INSERT INTO orders VALUES (:body)"), [{"body": body} for body in bodies])
+                    outbox.add_many(connection, bodies, routing_key=sys.argv[2], ordering_key=str(key))
+                if random.random() < 0.2:
+                    transaction.rollback()
+                else:
+                    transaction.commit()
+        except DBAPIError:
+            time.sleep(0.02)
+
+for _ in range(3):
+    threading.Thread(target=work, daemon=True).start()
+sys.stdin.read()
+"""
+
+_RELAY = """
+import logging, sys
+from qflow_client.sqlalchemy import OutboxRelay
+logging.disable()
+with OutboxRelay(sys.argv[1], sys.argv[2], capacity=int(sys.argv[3]), reconnect_delay=0.05, reconnect_delay_max=0.5):
+    sys.stdin.read()
+"""
+
+_BROKER = """
+import logging, sys
+from qflow_client.broker import Broker
+logging.disable()
+with Broker(port=int(sys.argv[1]), store=sys.argv[2]) as broker:
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RelayVerdict:
+    """What became of the messages.
+
+    Attributes:
+        kills: how many, of all victims alike.
+        committed: messages whose transaction has committed.
+        missing: those that are not in the queue.
+        rolled_back_and_sent: messages in the queue whose transaction has not committed.
+        second_copies: how many more there were than messages.
+        unmarked: of messages with several copies, those of which more than one copy bears no mark.
+        out_of_order: first copies that came after a later one of the same key.
+        set_aside: rows that a relay has set aside.
+        seconds: what it took.
+    """
+
+    kills: int
+    committed: int
+    missing: int
+    rolled_back_and_sent: int
+    second_copies: int
+    unmarked: int
+    out_of_order: int
+    set_aside: int
+    seconds: float
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing is missing, too much, out of order or not marked."""
+        return not (self.missing or self.rolled_back_and_sent or self.unmarked or self.out_of_order or self.set_aside)
+
+
+def audit(committed: Iterable[bytes], queue: Iterable[tuple[bytes, bool]]) -> dict[str, int]:
+    """Compare what was committed with what is in the queue.
+
+    Args:
+        committed: bodies: the key, the number among its messages, and something unique.
+        queue: bodies in their order, and whether each is marked.
+
+    Returns:
+        The counts of a `RelayVerdict`.
+    """
+    expected = set(committed)
+    copies: Counter[bytes] = Counter()
+    unmarked: Counter[bytes] = Counter()
+    last: dict[bytes, int] = {}
+    out_of_order = 0
+    for body, is_marked in queue:
+        copies[body] += 1
+        unmarked[body] += not is_marked
+        if copies[body] == 1:
+            key, number, _ = body.split()
+            out_of_order += int(number) < last.get(key, 0)
+            last[key] = max(int(number), last.get(key, 0))
+    return {
+        "committed": len(expected),
+        "missing": len(expected - copies.keys()),
+        "rolled_back_and_sent": len(copies.keys() - expected),
+        "second_copies": copies.total() - len(copies),
+        "unmarked": sum(count > 1 for count in unmarked.values()),
+        "out_of_order": out_of_order,
+    }
+
+
+class _Program:
+    """A process that runs until it is killed."""
+
+    def __init__(self, program: str, *arguments: str, answers: bool = False) -> None:
+        self._command = [sys.executable, "-c", program, *arguments]
+        self._answers = answers
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        paths = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE if self._answers else subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": paths},
+        )
+        if self._answers:
+            assert self._process.stdout is not None
+            if self._process.stdout.readline() != b"ready\n":
+                raise RuntimeError("the broker did not start")
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+
+def _wait(condition: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + _PATIENCE
+    while not condition():
+        if time.monotonic() > until:
+            raise RuntimeError(f"{what} has not happened for {_PATIENCE:g} s")
+        threading.Event().wait(0.02)
+
+
+def run(*, kills: int = 200, broker: str = "embedded", seed: int = 1) -> RelayVerdict:
+    """Kill one after the other, each at a random moment after the last one was started again.
+
+    Args:
+        kills: how many.
+        broker: ``"embedded"`` or ``"rabbitmq"``.
+        seed: of the victims and the moments.
+    """
+    began = time.monotonic()
+    chance = random.Random(seed)
+    # Each as often as the others, in any order.
+    victims = [VICTIMS[number % len(VICTIMS)] for number in range(kills)]
+    chance.shuffle(victims)
+    with ExitStack() as stack:
+        database = stack.enter_context(server())
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qflow-relay-kills-")))
+        outbox = Outbox()
+        engine = create_engine(database.url)
+        stack.callback(engine.dispose)
+        with engine.begin() as connection:
+            outbox.metadata.create_all(connection)
+            for statement in (
+                "CREATE TABLE counters (key int PRIMARY KEY, last int NOT NULL)",
+                "INSERT INTO counters SELECT key, 0 FROM generate_series(0, 9) key",
+                "CREATE TABLE orders (body text PRIMARY KEY)",
+            ):
+                connection.execute(text(statement))
+        url, node = _broker(stack, broker, folder)
+        with _connected(url) as amqp:
+            amqp.channel().queue_declare(_QUEUE, durable=True)
+        application = _Program(_APPLICATION, database.url, _QUEUE)
+        relays = [_Program(_RELAY, database.url, url, str(capacity)) for capacity in (20, 1000)]
+        for program in (application, *relays):
+            program.start()
+            stack.callback(program.kill)
+
+        def depth() -> int:
+            try:
+                with engine.connect() as connection:
+                    return outbox.status(connection).depth
+            except DBAPIError:
+                return -1
+
+        def relayed() -> int:
+            with suppress(DBAPIError), engine.connect() as connection:
+                return outbox.status(connection).relayed
+            return -1
+
+        for victim in victims:
+            before = relayed()
+            _wait(lambda: relayed() > before, "a row relayed")  # noqa: B023  # called at once
+            # The moment is drawn by lot; nothing waits for it.
+            threading.Event().wait(chance.uniform(0, _LONGEST))
+            target: Any = {"application": application, "broker": node}.get(victim)
+            if victim == "postgresql":
+                database.stop_immediately()
+                database.start()
+                continue
+            if target is None:
+                target = chance.choice(relays)
+            target.kill()
+            target.start()
+        application.kill()
+        _wait(lambda: depth() == 0, "an empty outbox")
+        for relay in relays:
+            relay.kill()
+        with engine.connect() as connection:
+            committed = [body.encode() for body in connection.execute(text("SELECT body FROM orders")).scalars()]
+            set_aside = outbox.status(connection).failed
+        with _connected(url) as amqp:
+            counts = audit(committed, _read(amqp))
+    return RelayVerdict(kills=kills, set_aside=set_aside, seconds=time.monotonic() - began, **counts)
+
+
+def _broker(stack: ExitStack, kind: str, folder: Path) -> tuple[str, Any]:
+    if kind == "rabbitmq":
+        node = stack.enter_context(RabbitMQNode())
+        return node.url, node
+    port = free_port(set())
+    program = _Program(_BROKER, str(port), str(folder / "store"), answers=True)
+    program.start()
+    stack.callback(program.kill)
+    return f"amqp://guest:guest@127.0.0.1:{port}/%2F", program
+
+
+def _connected(url: str) -> pika.BlockingConnection:
+    until = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            return pika.BlockingConnection(pika.URLParameters(url))
+        except (pika.exceptions.AMQPError, OSError):
+            if time.monotonic() > until:
+                raise
+            threading.Event().wait(0.1)
+
+
+def _read(connection: pika.BlockingConnection) -> Iterable[tuple[bytes, bool]]:
+    channel = connection.channel()
+    while True:
+        method, properties, body = channel.basic_get(_QUEUE, auto_ack=True)
+        if method is None or properties is None or body is None:
+            return
+        yield body, bool((properties.headers or {}).get(REPUBLISHED))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.relay_kills", description=__doc__)
+    parser.add_argument("--kills", type=int, default=200, help="%(default)s unless given")
+    parser.add_argument("--broker", choices=("embedded", "rabbitmq"), default="embedded")
+    parser.add_argument("--seed", type=int, default=1, help="of the victims and the moments (%(default)s)")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    verdict = run(kills=arguments.kills, broker=arguments.broker, seed=arguments.seed)
+    if arguments.json:
+        print(json.dumps(asdict(verdict)))
+    else:
+        print("\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in asdict(verdict).items()))
+    return 0 if verdict.is_good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""``qflow relay``: publishes what an application has committed to the outbox in its database."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperGroup
+
+from qflow_client import SettingsError
+from qflow_client.cli import text
+from qflow_client.cli.errors import CommandError
+from qflow_client.cli.passwords import warn_of_option, warn_of_url
+from qflow_client.cli.stopping import Stopping
+from qflow_client.redaction import hide_password, printable
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from qflow_client.sqlalchemy import Outbox, OutboxRelay
+
+__all__ = ["relay"]
+
+# Seconds between two looks at a relay that works.
+_LOOK = 0.5
+
+
+class _RunUnlessNamed(TyperGroup):
+    """``qflow relay URL`` is ``qflow relay run URL``."""
+
+    def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
+        if arguments and arguments[0] not in (*self.commands, "-h", "--help"):
+            arguments = ["run", *arguments]
+        return super().parse_args(context, arguments)
+
+
+relay = typer.Typer(
+    cls=_RunUnlessNamed,
+    no_args_is_help=True,
+    help="Publish what an application has committed to the outbox in its database, or look at it.",
+)
+
+_Database = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Where the outbox is: postgresql://user@host/name or sqlite:///path. QFLOW_DATABASE unless given.",
+    ),
+]
+_Name = Annotated[str, typer.Option("--table", metavar="NAME", help="The outbox's table.")]
+_Schema = Annotated[str | None, typer.Option(metavar="NAME", help="The schema that the table is in.")]
+_Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
+
+
+@relay.command()
+def run(
+    url: Annotated[
+        str | None, typer.Argument(metavar="[AMQP_URL]", help="Where the broker is; QFLOW_URL unless given.")
+    ] = None,
+    database: _Database = None,
+    table: _Name = "qflow_outbox",
+    schema: _Schema = None,
+    lease: Annotated[
+        float, typer.Option(help="Seconds after which the partitions of a relay that says nothing are another's.")
+    ] = 30.0,
+    poll: Annotated[float, typer.Option(help="Seconds between two looks for rows that nothing told of.")] = 1.0,
+    capacity: Annotated[int | None, typer.Option(help="The most messages without an answer of the broker.")] = None,
+    rate: Annotated[float | None, typer.Option(help="The most messages per second, on average.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but errors.")] = False,
+) -> None:
+    """Publish what is committed, until Ctrl-C or SIGTERM. Any number of relays may run beside each other.
+
+    ``qflow relay AMQP_URL …`` is short for ``qflow relay run AMQP_URL …``.
+
+    Exit codes: 0, ended by Ctrl-C or SIGTERM, and nothing is in doubt. 2, the command line or a setting is wrong.
+    """
+    if not quiet:
+        warn_of_url(url, "QFLOW_URL")
+    given: dict[str, Any] = {name: value for name, value in (("capacity", capacity), ("rate", rate)) if value}
+    outbox, relays = _outbox(table, schema)
+    made: OutboxRelay = relays(_checked(database), url, outbox=outbox, lease=lease, poll=poll, **given)
+    ended = threading.Event()
+    with Stopping() as stopping:
+        stopping.on_stop(ended.set)
+        with made:
+            seen: str | None = ""
+            while not ended.wait(_LOOK):
+                # Each state once.
+                error = made.error
+                now = None if error is None else str(error).partition("\n")[0]
+                if now != seen and (now is not None or made.is_ready):
+                    seen = now
+                    words = "working" if now is None else f"not working: {printable(hide_password(now))}"
+                    if now is not None or not quiet:
+                        print(f"qflow: relay {words}", file=sys.stderr, flush=True)
+    if not quiet:
+        counts = made.counts
+        print(
+            f"{text.count(counts.confirmed, 'message')} confirmed, {counts.marked:,} marked, "
+            f"{counts.set_aside:,} set aside"
+        )
+
+
+@relay.command()
+def status(
+    database: _Database = None,
+    table: _Name = "qflow_outbox",
+    schema: _Schema = None,
+    seconds: Annotated[float, typer.Option(min=0, help="For how long to measure the rate; 0 for not at all.")] = 1.0,
+    as_json: _Json = False,
+) -> None:
+    """Show how many rows wait, for how long, how fast they leave, and what is set aside."""
+    outbox, _ = _outbox(table, schema)
+    database = _checked(database)
+    with _connection(database) as connection:
+        now = outbox.status(connection)
+    rate = None
+    if seconds:
+        before = now.relayed
+        threading.Event().wait(seconds)
+        # Another transaction: one of SQLite would see the same again.
+        with _connection(database) as connection:
+            now = outbox.status(connection)
+        rate = (now.relayed - before) / seconds
+    if as_json:
+        print(json.dumps(asdict(now) | {"rate": rate}))
+        return
+    oldest = f", the oldest for {text.seconds(now.oldest_age)}" if now.depth else ""
+    print(f"{text.count(now.depth, 'row')} waiting{oldest}")
+    print(f"{now.relayed:,} confirmed so far" + ("" if rate is None else f", {text.rate(rate, 1)} now"))
+    if now.relays is not None:
+        print(f"{text.count(now.relays, 'relay')} working")
+    if now.failed:
+        print(f"{text.count(now.failed, 'message')} set aside: see qflow relay failed")
+
+
+@relay.command()
+def failed(
+    database: _Database = None,
+    table: _Name = "qflow_outbox",
+    schema: _Schema = None,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Messages that are shown.")] = 20,
+    as_json: _Json = False,
+) -> None:
+    """Show messages that were set aside, with the broker's reply."""
+    outbox, _ = _outbox(table, schema)
+    database = _checked(database)
+    with _connection(database) as connection:
+        rows = outbox.failed(connection, limit=limit)
+    shown = Table("id", "exchange", "routing key", "ordering key", "reply", box=None)
+    for row in rows:
+        message = row.message
+        to = ("", "") if message is None else (message.exchange, message.routing_key)
+        if as_json:
+            told = {"id": row.id, "exchange": to[0], "routing_key": to[1], "ordering_key": row.ordering_key}
+            print(json.dumps(told | {"reply": row.reply, "failed_at": row.failed_at.isoformat()}))
+        else:
+            shown.add_row(str(row.id), *(Text(printable(each)) for each in (*to, row.ordering_key or "", row.reply)))
+    if rows and not as_json:
+        Console(soft_wrap=True).print(shown)
+
+
+@relay.command()
+def retry(
+    ids: Annotated[list[int] | None, typer.Argument(metavar="[ID...]", help="As failed shows them; all.")] = None,
+    database: _Database = None,
+    table: _Name = "qflow_outbox",
+    schema: _Schema = None,
+) -> None:
+    """Put messages that were set aside back into the outbox, at its end."""
+    outbox, _ = _outbox(table, schema)
+    database = _checked(database)
+    with _connection(database) as connection:
+        count = outbox.retry(connection, ids or None)
+    print(f"{text.count(count, 'message')} put back")
+
+
+def _outbox(table: str, schema: str | None) -> tuple[Outbox, type[OutboxRelay]]:
+    try:
+        from qflow_client.sqlalchemy import Outbox, OutboxRelay
+    except ImportError as error:
+        raise CommandError(f"{error.name} is missing: pip install 'qflow-client[sqlalchemy]'") from error
+    return Outbox(name=table, schema=schema), OutboxRelay
+
+
+def _checked(database: str | None) -> str:
+    if database is None:
+        database = os.environ.get("QFLOW_DATABASE")
+        if not database:
+            raise SettingsError("no database: give --database, or set QFLOW_DATABASE")
+    elif hide_password(database) != database:
+        warn_of_option("--database", "QFLOW_DATABASE")
+    return database
+
+
+@contextmanager
+def _connection(database: str) -> Iterator[Connection]:
+    """A connection to the database, in one transaction."""
+    from sqlalchemy.exc import DBAPIError
+
+    from qflow_client.sqlalchemy import engine_of
+
+    engine = engine_of(database)
+    try:
+        with engine.begin() as connection:
+            yield connection
+    except DBAPIError as error:
+        words = str(error.orig).partition("\n")[0]
+        raise CommandError(f"database {hide_password(database)}: {hide_password(words)}") from error
+    finally:
+        engine.dispose()

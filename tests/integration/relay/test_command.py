@@ -1,0 +1,108 @@
+"""``qflow relay``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Engine, create_engine
+
+from qflow_client.broker import Broker
+from qflow_client.cli import main
+from qflow_client.sqlalchemy import Outbox
+from qflow_client.sqlalchemy.sqlite import SqliteSession
+
+from .support import PATIENCE, add, bodies, eventually, permitted
+
+ROOT = Path(__file__).parents[3]
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("QFLOW_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/application.db"
+
+
+@pytest.fixture
+def engine(url: str) -> Engine:
+    return create_engine(url)
+
+
+@pytest.mark.parametrize("arguments", [["relay"], ["relay", "run"]], ids=["short", "long"])
+def test_E14_the_command_relays_until_it_is_told_to_end(
+    engine: Engine, outbox: Outbox, broker: Broker, url: str, arguments: list[str]
+) -> None:
+    add(engine, outbox, b"1", b"2", key="k")
+    add(engine, outbox, b"poison", to="nowhere")
+    with subprocess.Popen(
+        [sys.executable, "-m", "qflow_client.cli", *arguments, broker.url, "--database", url],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+    ) as process:
+        eventually(lambda: bodies(broker) == [b"1", b"2"])
+        assert process.stderr is not None
+        assert process.stderr.readline() == "qflow: relay working\n"
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0
+    assert out == "2 messages confirmed, 0 marked, 1 set aside\n"
+    assert permitted(engine, outbox) == 0
+
+
+def test_E14_status_failed_and_retry(
+    engine: Engine, outbox: Outbox, url: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QFLOW_DATABASE", url)
+    add(engine, outbox, *"1234", key="k")
+    session = SqliteSession(engine, outbox.tables, 30.0)
+    session.set_aside([(1, "returned (312 NO_ROUTE)"), (2, "returned (312 NO_ROUTE)")])
+    session.close()
+    assert main(["relay", "status", "--seconds", "0"]) == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith("2 rows waiting, the oldest for ")
+    assert others == ["0 confirmed so far", "2 messages set aside: see qflow relay failed"]
+    assert main(["relay", "status", "--json", "--seconds", "0.01"]) == 0
+    status = json.loads(capsys.readouterr().out)
+    assert (status["depth"], status["failed"], status["relayed"], status["rate"]) == (2, 2, 0, 0)
+    assert main(["relay", "failed"]) == 0
+    assert "312 NO_ROUTE" in capsys.readouterr().out
+    assert main(["relay", "failed", "--json", "-n", "1"]) == 0
+    (row,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (row["id"], row["routing_key"], row["ordering_key"]) == (1, "q", "k")
+    assert main(["relay", "retry", "1"]) == 0
+    assert main(["relay", "retry"]) == 0
+    assert capsys.readouterr().out == "1 message put back\n1 message put back\n"
+    with engine.begin() as connection:
+        assert (outbox.status(connection).depth, outbox.status(connection).failed) == (4, 0)
+
+
+def test_E14_a_command_without_a_database_says_what_to_give(capsys: Capture) -> None:
+    assert main(["relay", "status"]) == 2
+    assert "QFLOW_DATABASE" in capsys.readouterr().err
+
+
+def test_E14_a_command_says_that_the_tables_are_missing(url: str, capsys: Capture) -> None:
+    assert main(["relay", "status", "--database", url]) == 1
+    assert "no such table: qflow_outbox" in capsys.readouterr().err
+
+
+def test_E8_no_password_of_a_database_is_shown(capsys: Capture) -> None:
+    assert main(["relay", "status", "--database", "postgresql://me:s3cr3t@127.0.0.1:1/x"]) == 1
+    error = capsys.readouterr().err
+    assert "use QFLOW_DATABASE" in error
+    assert "127.0.0.1" in error
+    assert "s3cr3t" not in error

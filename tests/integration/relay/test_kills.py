@@ -1,0 +1,20 @@
+"""Whatever is killed, at whatever moment."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from benchmarks.relay_kills import run
+from tests.effort import EFFORT, rounds
+
+
+# Each starts processes anew, however busy the machine is.
+@pytest.mark.timeout(3000)
+@pytest.mark.usefixtures("postgresql")
+def test_E14_kills_of_application_relay_postgresql_and_broker_lose_nothing() -> None:
+    seed = random.randrange(1000) if EFFORT == "nightly" else 1
+    verdict = run(kills=rounds(7, least=4), seed=seed)
+    assert verdict.is_good, verdict
+    assert verdict.committed, verdict
