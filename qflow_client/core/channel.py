@@ -12,8 +12,10 @@ from collections.abc import Collection, Sequence
 
 from qflow_client.amqp.frames import PublishEncoder
 from qflow_client.core.admission import Admission
-from qflow_client.core.resending import Resending, is_want_of_room, narrowed
+from qflow_client.core.refusals import means_no_room
+from qflow_client.core.resending import Resending
 from qflow_client.core.settling import Reply, Settling
+from qflow_client.core.suspects import narrow_down
 from qflow_client.core.unconfirmed import Unconfirmed
 from qflow_client.message import republished
 from qflow_client.receipt import Outcome, Receipt
@@ -108,7 +110,7 @@ class Channel:
         assert self._opening is not None
         number, frame_max = self._opening
         self._reset(number, frame_max)
-        self._resending.begin(now)
+        self._resending.poison.note_open(now)
         self._encode_all(now)
         self.number = number
         self.count_unwritten(now)
@@ -129,7 +131,7 @@ class Channel:
                 outcomes.append(Outcome.UNKNOWN if receipt._number in was_written else Outcome.FAILED)
         if unfit:
             self._settling.settle(unfit, outcomes, now)
-            self._drop_settled()
+            self._discard_settled()
 
     def _encode(self, receipt: Receipt) -> None:
         """Encode the properties of a message, as a second copy if it may have arrived."""
@@ -167,18 +169,20 @@ class Channel:
         suspects: list[Receipt] = []
         if method in (_BASIC_PUBLISH, _NO_METHOD) and (confirms or self._unconfirmed.outbound.begun == 1):
             suspects = [each for each in begun if each._reply is None]
-        wants_room = resending.retries and is_want_of_room(code, text)
-        # Only a lone message is known to be the cause. If no method is named an operator may have closed the channel,
-        # who would hardly do so twice.
-        told = method == _BASIC_PUBLISH or any(each._number in resending.suspects for each in suspects)
-        culprits = suspects if len(suspects) == 1 and told and not wants_room else []
+        no_room = resending.refusals.retries and means_no_room(code, text)
+        # Only a lone message is known to be the cause. If no method is named, an operator may have closed the channel,
+        # but would hardly do so twice.
+        told = method == _BASIC_PUBLISH or any(each._number in resending.suspects.numbers for each in suspects)
+        culprits = suspects if len(suspects) == 1 and told and not no_room else []
         if not culprits and not confirms:
             words = "%s: the broker closed the channel: %d %s; without confirms it is not known what is lost"
             self._admission.reports.log(logging.WARNING, words, self._settings.name, code, text)
         if self._settings.on_disconnect is OnDisconnect.FAIL:
             self.settle_all(f"the broker closed the channel: {code} {text}", now, culprits, (code, text))
-        elif wants_room and suspects:
-            self.keep(now, culprits=[each for each in suspects if resending.refused(each, now)], reply=(code, text))
+        elif no_room and suspects:
+            self.keep(
+                now, culprits=[each for each in suspects if resending.refusals.note(each, now)], reply=(code, text)
+            )
             if self._admission.window.used:
                 return f"{code} {text}"
         else:
@@ -186,7 +190,7 @@ class Channel:
                 suspects = []
             elif suspects and not resending.copies.intersection(each._number for each in suspects):
                 # Among messages that were suspects before, no words tell the culprit.
-                suspects = list(narrowed(suspects, text))
+                suspects = list(narrow_down(suspects, text))
             self.keep(now, suspects, culprits, (code, text))
         return ""
 
@@ -202,10 +206,10 @@ class Channel:
         if not shared:
             in_flight = [each for each in self._unconfirmed.begun() if each._reply is None]
             settled = self._admission.admitted - self._admission.window.used
-            suspects = self._resending.lost(in_flight, settled, reason, now)
+            suspects = self._resending.poison.note_loss(in_flight, settled, reason, now)
         if self._settings.on_disconnect is OnDisconnect.FAIL:
             self.settle_all(reason, now)
-        elif self._resending.convicted:
+        elif self._resending.poison.is_proven:
             reply = (0, f"connections hold without it, and are lost as soon as it is sent; {reason}")
             self.keep(now, culprits=suspects, reply=reply, outcome=Outcome.UNKNOWN)
         else:
@@ -259,7 +263,7 @@ class Channel:
         receipts = [receipt for receipt in self.unsettled() if receipt._outcome is None]
         self._settling.settle(receipts, [self._outcome_at_end(each, begun) for each in receipts], now, (0, reason))
         self._admission.unsent.clear()
-        self._resending.forget()
+        self._resending.clear()
         self._reset(0, 0)
         self._admission.unwritten = 0
 
@@ -275,7 +279,7 @@ class Channel:
         begun = {receipt._number for receipt in unconfirmed.begun()}
         expired = [receipt for receipt in self.unsettled() if receipt._number < before]
         for receipt in expired:
-            resending.leave_out(receipt)
+            resending.forget_sent(receipt)
             if receipt._number not in begun and self.number is not None:
                 cost = admission.cost(receipt)
                 admission.unwritten -= cost
@@ -284,13 +288,13 @@ class Channel:
         for receipt in expired:
             if tag := unconfirmed.tag_of(receipt):
                 unconfirmed.drop(tag)
-        self._drop_settled()
+        self._discard_settled()
 
     def _outcome_at_end(self, receipt: Receipt, begun: Collection[int]) -> Outcome:
         resending, number = self._resending, receipt._number
         if receipt._reply is not None:
             return Outcome.RETURNED
-        if number not in begun and resending.was_refused(receipt):
+        if number not in begun and resending.refusals.is_refused(receipt):
             outcome = Outcome.NACKED
         else:
             outcome = Outcome.UNKNOWN if number in begun or number in resending.copies else Outcome.FAILED
@@ -310,7 +314,7 @@ class Channel:
 
     def heal(self, now: float) -> None:
         """Repair what an unfinished step has left of messages: each stands in one place, and a settled one nowhere."""
-        self._drop_settled()
+        self._discard_settled()
         self._unconfirmed.heal(self._resending.again, self._admission.unsent)
         self._resending.heal(self._unconfirmed.tag_of)
         if self._opening is not None:
@@ -321,8 +325,8 @@ class Channel:
         elif self.number is None:
             self.keep(now)
 
-    def _drop_settled(self) -> None:
-        self._resending.drop_settled()
+    def _discard_settled(self) -> None:
+        self._resending.discard_settled()
         unsent = self._admission.unsent
         # A copy, and one after the other, because others may admit messages meanwhile.
         for receipt in [each for each in tuple(unsent) if each._outcome is not None]:

@@ -40,8 +40,9 @@ from qflow_client.amqp.frames import FrameError, PublishEncoder, flow_ok
 from qflow_client.core.admission import ON_DELIVERY, Admission
 from qflow_client.core.channel import Channel
 from qflow_client.core.expiry import Expiry
+from qflow_client.core.refusals import Pauses
 from qflow_client.core.reporting import Reports
-from qflow_client.core.resending import Pauses, Resending
+from qflow_client.core.resending import Resending
 from qflow_client.core.returns import Returns
 from qflow_client.core.settling import Settling
 from qflow_client.core.step import Steps, step
@@ -114,7 +115,7 @@ class ProducerProtocol:
         self.unconfirmed = Unconfirmed()
         #: What is to leave again, before any new message.
         self.resending = Resending(settings.reconnect_delay_max, retries, settings.retry_for)
-        self.resending.rest(now)
+        self.resending.refusals.stop_clock(now)
         #: The messages that a return may name.
         self.returns = Returns(settings.is_mandatory, prefix, self.unconfirmed, self.resending)
         self.admission.reports, self.admission.returns = self.reports, self.returns
@@ -373,8 +374,8 @@ class ProducerProtocol:
         self._disconnect(reason, now)
         refused = self.channel.closed_by_broker(code, text, method, now)
         if refused:
-            self.settling.hold_refused(refused, now, again=True)
-        self._end_refusals(now)
+            self.settling.hold_refused(refused, now, was_probe=True)
+        self._end_refusals_if_settled(now)
         self._update(now)
 
     @step
@@ -396,20 +397,20 @@ class ProducerProtocol:
             # A flush while it closes is held, too.
             self._disconnect(reason, now)
             self.channel.lost(reason, now, shared=shared)
-            self._end_refusals(now)
+            self._end_refusals_if_settled(now)
         else:
             self._end(reason, now)
         self._update(now)
         return self.wants_channel
 
-    def _end_refusals(self, now: float) -> None:
+    def _end_refusals_if_settled(self, now: float) -> None:
         """With ``on_disconnect="fail"`` no refused message is left after the end of a channel, so the hold ends."""
         if self.settings.on_disconnect is OnDisconnect.FAIL:
-            self._room_again(now)
+            self._end_refusals(now)
 
     def _disconnect(self, reason: str, now: float, *, held: bool = True) -> None:
         self.channel.number = None
-        self.resending.rest(now)
+        self.resending.refusals.stop_clock(now)
         if held:
             self.gate.hold(HoldKind.DISCONNECTED, now=now, detail=reason)
         # What the broker said about the channel and the connection ends with them, and so does what the socket said.
@@ -422,7 +423,7 @@ class ProducerProtocol:
         self._disconnect(reason, now, held=self.closed is None)
         self._close(reason)
         self.channel.settle_all(reason, now)
-        self._room_again(now)
+        self._end_refusals(now)
         if self.admission.store is not None:
             self.admission.store.end(reason)
 
@@ -536,9 +537,9 @@ class ProducerProtocol:
         resending = self.resending
         if resending.is_idle:
             return len(source)
-        most = resending.may_leave(source, not self.unconfirmed.flight, self._now)
+        most = resending.count_sendable(source, not self.unconfirmed.flight, self._now)
         if most:
-            resending.leaves(source[0], self._now)
+            resending.note_sent(source[0], self._now)
         return most
 
     def advance(self, count: int, now: float) -> bool:
@@ -615,8 +616,8 @@ class ProducerProtocol:
         times = [self.controller.ready_at(now)]
         outbound = self.unconfirmed.outbound
         # While the channel is stopped, time alone lets no message leave.
-        if resending.probe is None and self.channel.number is not None and not outbound.stopped:
-            at = [each for each in (resending.retry_at, resending.waits_until()) if each is not None]
+        if resending.refusals.probe is None and self.channel.number is not None and not outbound.stopped:
+            at = [each for each in (resending.refusals.retry_at, resending.candidate_at()) if each is not None]
             # A full socket keeps a message back whose time has come. Do not look at it all the time.
             times += at if outbound.is_empty else [max(each, now + _LOOK_AGAIN) for each in at]
         if self.admission.store is not None:
@@ -631,8 +632,8 @@ class ProducerProtocol:
         return (
             self.settings.rate is not None
             or self.expiry is not None
-            or self.resending.retry_at is not None
-            or self.resending.waits_until() is not None
+            or self.resending.refusals.retry_at is not None
+            or self.resending.candidate_at() is not None
         )
 
     @step
@@ -697,21 +698,21 @@ class ProducerProtocol:
         resending = self.resending
         if self.channel.number is None:
             return
-        if resending.retry_at is not None:
+        if resending.refusals.retry_at is not None:
             self.settling.expire(now)
-            resending.look()
-            if resending.is_tried(bool(self.admission.unsent)):
-                self._room_again(now)
-        leave = resending.may_leave(resending.again, not self.unconfirmed.flight, now)
-        if resending.retry_at is None and resending.leaves_slowly(leave):
+            resending.refusals.check_probe()
+            if resending.has_tried_all(bool(self.admission.unsent)):
+                self._end_refusals(now)
+        sendable = resending.count_sendable(resending.again, not self.unconfirmed.flight, now)
+        if resending.refusals.retry_at is None and resending.has_suspects_after(sendable):
             detail = "what an earlier channel has left leaves first"
             self.gate.hold(HoldKind.DISCONNECTED, now=now, detail=detail)
         else:
             self.gate.lift(HoldKind.DISCONNECTED, now=now)
 
-    def _room_again(self, now: float) -> None:
+    def _end_refusals(self, now: float) -> None:
         """The broker has room again, or nothing is left to try."""
-        self.resending.room_again({receipt._number for receipt in self.unsettled_receipts})
+        self.resending.end_refusals({receipt._number for receipt in self.unsettled_receipts})
         self.gate.lift(HoldKind.REFUSED, now=now)
 
     def _hold_changed(self, hold: Hold, raised: bool, now: float) -> None:
@@ -727,9 +728,9 @@ class ProducerProtocol:
         self.unconfirmed.outbound.stopped = stopped
         if stopped:
             self._take_back()
-            self.resending.rest(now)
+            self.resending.refusals.stop_clock(now)
         elif self.channel.number is not None:
-            self.resending.go_on(now)
+            self.resending.refusals.start_clock(now)
 
     def _heal(self) -> None:
         """Repair what an unfinished step has left, see `step`."""
@@ -741,7 +742,7 @@ class ProducerProtocol:
         self._apply_stops(now)
         self.admission.heal(lambda: self.unsettled_receipts)
         self.channel.count_unwritten(now)
-        if self.resending.retry_at is None:
+        if self.resending.refusals.retry_at is None:
             self.gate.lift(HoldKind.REFUSED, now=now)
         if self.closed is not None:
             self._close(self.closed)

@@ -154,7 +154,7 @@ class Settling:
             return
         # Tag 0 stands for all (AMQP 0-9-1, Basic.Ack).
         first, stop = (self._unconfirmed.oldest, (tag or written) + 1) if multiple else (tag, tag + 1)
-        if outcome is Outcome.NACKED and self._resending.retries:
+        if outcome is Outcome.NACKED and self._resending.refusals.retries:
             self._refuse(first, stop, now)
         else:
             self.settle_run(first, stop, outcome, now)
@@ -202,25 +202,25 @@ class Settling:
             receipt = unconfirmed.find(tag)
             if receipt is None:
                 continue
-            if resending.refused(receipt, now):
-                was_refused_probe = receipt is resending.probe and receipt._reply is None
-                resending.leave_out(receipt)
+            if resending.refusals.note(receipt, now):
+                was_refused_probe = receipt is resending.refusals.probe and receipt._reply is None
+                resending.forget_sent(receipt)
                 self.settle_run(tag, tag + 1, Outcome.NACKED, now)
                 if was_refused_probe:
                     # That it has tried for long enough does not mean that there is room.
-                    self.hold_refused("Basic.Nack", now, again=True)
+                    self.hold_refused("Basic.Nack", now, was_probe=True)
                 continue
             try:
                 self._encode_again(receipt)
             except Exception as error:
                 # With the mark of a second copy its properties are larger than a frame.
-                resending.leave_out(receipt)
+                resending.forget_sent(receipt)
                 self.settle((receipt,), Outcome.NACKED, now, (0, f"it cannot be sent again: {error}"))
                 unconfirmed.drop(tag)
                 continue
-            was_probe = resending.put(receipt)
+            was_probe = resending.put_refused(receipt)
             unconfirmed.drop(tag)
-            self.hold_refused("Basic.Nack", now, again=was_probe)
+            self.hold_refused("Basic.Nack", now, was_probe=was_probe)
 
     def _encode_again(self, receipt: Receipt) -> None:
         admission = self._admission
@@ -229,9 +229,9 @@ class Settling:
         # Nothing is called while the sum is made, see `step`.
         admission.unwritten += cost
 
-    def hold_refused(self, detail: str, now: float, *, again: bool) -> None:
-        """Send no probe for a while; `again` if one has been refused."""
-        if self._resending.hold(now, again=again):
+    def hold_refused(self, detail: str, now: float, *, was_probe: bool) -> None:
+        """Send no probe for a while; `was_probe` if one was refused."""
+        if self._resending.refusals.delay_probe(self._resending.again, now, was_probe=was_probe):
             self._admission.gate.hold(HoldKind.REFUSED, now=now, detail=detail)
 
     def expire(self, now: float) -> None:
@@ -242,4 +242,4 @@ class Settling:
             self._admission.unwritten -= cost
         outcomes = [Outcome.NACKED if receipt._reply is None else Outcome.RETURNED for receipt in expired]
         self.settle(expired, outcomes, now)
-        self._resending.drop_settled()
+        self._resending.discard_settled()

@@ -13,7 +13,7 @@ import pamqp.header
 from qflow_client import HoldKind, Message, ProducerSettings, Receipt
 from qflow_client.core.admission import SendTicket
 from qflow_client.core.protocol import ProducerProtocol
-from qflow_client.core.resending import Pauses
+from qflow_client.core.refusals import Pauses
 from qflow_client.flow import Line
 
 FRAME_MAX = 4096

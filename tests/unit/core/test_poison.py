@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from qflow_client import Message, Outcome, Receipt
 from qflow_client.core.protocol import ProducerProtocol
-from qflow_client.core.resending import narrowed
+from qflow_client.core.suspects import narrow_down
 from qflow_client.message import REPUBLISHED
 
 from .support import CHANNEL, FRAME_MAX, Published, Wire, drain, holds, make, send, wait, wire, write
@@ -206,7 +206,7 @@ def test_whom_the_broker_s_words_name(text: str, expected: list[int]) -> None:
     places = [("a", "x"), ("a", "y"), ("b", "x"), ("", "z")]
     receipts = [protocol.admission.send(b"", exchange, key, 0.0) for exchange, key in places]
     suspects = [receipt for receipt in receipts if receipt is not None]
-    assert [suspects.index(each) for each in narrowed(suspects, text)] == expected
+    assert [suspects.index(each) for each in narrow_down(suspects, text)] == expected
 
 
 @given(st.lists(st.sampled_from(["send", "poison", "part", "work", "lose", "wait"]), max_size=60), st.booleans())
@@ -320,7 +320,7 @@ def test_a_message_over_which_the_connection_is_lost_every_time_is_given_back_an
     broker = Lossy(protocol, b"3")
     connections = 0
     while receipts[2].outcome is None:
-        broker.connection(hears=hears or broker.protocol.resending.suspects != set())
+        broker.connection(hears=hears or broker.protocol.resending.suspects.numbers != set())
         connections += 1
         assert connections < 14
     assert receipts[2].outcome is Outcome.UNKNOWN

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from qflow_client import Message, Outcome, Receipt
 from qflow_client.core.protocol import ProducerProtocol
-from qflow_client.core.resending import is_want_of_room
+from qflow_client.core.refusals import means_no_room
 from qflow_client.message import REPUBLISHED
 from qflow_client.recovery import Backoff
 
@@ -340,7 +340,7 @@ def test_without_retries_a_nack_settles() -> None:
     ],
 )
 def test_which_closed_channels_are_refusals(code: int, text: str, expected: bool) -> None:
-    assert is_want_of_room(code, text) is expected
+    assert means_no_room(code, text) is expected
 
 
 @given(st.lists(st.sampled_from(["send", "write", "ack", "nack", "nacks", "lose", "room", "time"]), max_size=80))
@@ -567,7 +567,7 @@ def test_E6_nothing_is_kept_of_refused_messages_that_are_settled(retry_for: floa
         # Broker-J refuses what it returns.
         returned(protocol, str(tag))
         protocol.on_nack(tag, False, 0.0)
-    assert not protocol.resending._refused
+    assert not protocol.resending.refusals._first_refused
     assert protocol.unsettled == 0
 
 

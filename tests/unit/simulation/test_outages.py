@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from qflow_client.core.protocol import ProducerProtocol
-from qflow_client.core.resending import Resending
+from qflow_client.core.suspects import PoisonDetector
 from qflow_client.receipt import Outcome, Receipt
 from tests.effort import rounds
 
@@ -92,16 +92,20 @@ class NobodyIsToBlame(ProducerProtocol):
 class AnybodyIsToBlame(ProducerProtocol):
     """Whoever is alone in flight when a connection is lost is given up."""
 
-    class _Hasty(Resending):
+    class _Hasty(PoisonDetector):
         __slots__ = ()
 
-        def lost(self, in_flight: Sequence[Receipt], settled: int, text: str, now: float) -> Sequence[Receipt]:
-            self._strikes = 3 if len(in_flight) == 1 else 0
-            return in_flight if self._strikes else ()
+        @property
+        def is_proven(self) -> bool:
+            return bool(self.candidate)
+
+        def note_loss(self, in_flight: Sequence[Receipt], settled: int, text: str, now: float) -> Sequence[Receipt]:
+            self.candidate = in_flight[0]._number if len(in_flight) == 1 else 0
+            return in_flight if self.candidate else ()
 
     def __init__(self, *arguments: object, **keywords: object) -> None:
         super().__init__(*arguments, **keywords)  # type: ignore[arg-type]  # whatever it takes
-        self.resending.__class__ = self._Hasty
+        self.resending.poison.__class__ = self._Hasty
 
 
 class RefusedAndForgotten(ProducerProtocol):
