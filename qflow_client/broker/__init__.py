@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from qflow_client.broker.broker import Broker
 from qflow_client.broker.core.errors import AmqpError, ChannelException, ConnectionException, ReplyCode
+from qflow_client.broker.core.passwords import hash_password
 from qflow_client.broker.core.profiles import Profile
 from qflow_client.broker.core.settings import Enforcement, FlowScope, Trace
 from qflow_client.broker.core.snapshots import (
@@ -62,4 +63,5 @@ __all__ = [
     "TargetSnapshot",
     "ThresholdsSnapshot",
     "Trace",
+    "hash_password",
 ]

@@ -65,9 +65,10 @@ class _Broker:
         url: where it is.
         token: to show; ``None`` for none.
         cacert: whom to trust; ``None`` for whom the system trusts.
+        cert: a certificate to show, with its key; ``None`` for none.
     """
 
-    def __init__(self, url: str, token: str | None, cacert: Path | None) -> None:
+    def __init__(self, url: str, token: str | None, cacert: Path | None, cert: Path | None) -> None:
         self.url = url.rstrip("/")
         refused = f"--url must be http://HOST:PORT or https://HOST:PORT, not {shown(url)}"
         try:
@@ -81,6 +82,11 @@ class _Broker:
         self._netloc = parts.netloc
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._context = create_default_context(cafile=cacert) if parts.scheme == "https" else None
+        if self._context is not None and cert is not None:
+            try:
+                self._context.load_cert_chain(cert)
+            except OSError as error:
+                raise CommandError(f"{cert}: no certificate with its key: {error}", ExitCode.USAGE) from error
 
     def ask(self, method: str, path: str, body: object = None) -> Any:
         """What the broker answers, ``None`` if that is nothing.
@@ -133,12 +139,16 @@ def _admin(
     cacert: Annotated[
         Path | None, typer.Option(metavar="FILE", exists=True, dir_okay=False, help="Whom to trust, in PEM, for https.")
     ] = None,
+    cert: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", exists=True, dir_okay=False, help="Your certificate with its key, in PEM."),
+    ] = None,
 ) -> None:
     # Read here: not every release of typer does.
     url = url or os.environ.get("QFLOW_ADMIN_URL") or _URL
     if token:
         warn_of_option("--token", "QFLOW_HTTP_TOKEN")
-    context.obj["admin"] = _Broker(url, token or os.environ.get("QFLOW_HTTP_TOKEN") or None, cacert)
+    context.obj["admin"] = _Broker(url, token or os.environ.get("QFLOW_HTTP_TOKEN") or None, cacert, cert)
 
 
 def _broker(context: typer.Context) -> _Broker:

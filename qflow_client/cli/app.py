@@ -14,7 +14,7 @@ from rich.logging import RichHandler
 
 from qflow_client import QflowError, SettingsError, __version__
 from qflow_client.cli.admin import admin
-from qflow_client.cli.broker import broker
+from qflow_client.cli.broker import broker, hash_password
 from qflow_client.cli.demo import demo
 from qflow_client.cli.errors import CommandError, ExitCode
 from qflow_client.cli.outbox import outbox
@@ -69,6 +69,7 @@ def _qflow(
 
 app.command()(send)
 app.command()(broker)
+app.command("hash-password")(hash_password)
 app.command()(demo)
 app.command()(report)
 app.command()(convert)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import ssl
+import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from getpass import getpass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +23,7 @@ from qflow_client import FlowLog
 from qflow_client.broker import (
     AmqpError,
     Broker,
+    BrokerSettings,
     Enforcement,
     FlowScope,
     Policy,
@@ -29,6 +32,7 @@ from qflow_client.broker import (
     StoreError,
     Synchronous,
 )
+from qflow_client.broker import hash_password as hash_of
 from qflow_client.cli.config import Config, read_config
 from qflow_client.cli.errors import CommandError, ExitCode
 from qflow_client.cli.passwords import USERS, broker_users, warn_of_option
@@ -36,7 +40,16 @@ from qflow_client.cli.stopping import Stopped, Stopping
 from qflow_client.cli.warned import warnings_shown
 from qflow_client.redaction import printable
 
-__all__ = ["broker", "queue_table", "seldom_collected"]
+if sys.platform == "win32":
+    resource = None
+else:
+    import resource
+
+__all__ = ["broker", "hash_password", "queue_table", "seldom_collected"]
+
+# Descriptors that are not AMQP connections: of the HTTP API, and everything else.
+_HTTP_CONNECTIONS = 1000
+_OTHER_FILES = 100
 
 # Seconds between two pictures.
 _PERIOD = 0.25
@@ -84,10 +97,11 @@ def queue_table(queues: tuple[QueueSnapshot, ...], producers: int, flowed: int) 
     return table
 
 
-def _ssl_context(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
+def _ssl_context(certificate: Path | None, key: Path | None, client_ca: Path | None) -> ssl.SSLContext | None:
     if certificate is None:
-        if key is not None:
-            raise CommandError("tls_key: for which certificate? give tls_certificate too", ExitCode.USAGE)
+        for name, file in (("tls_key", key), ("tls_client_ca", client_ca)):
+            if file is not None:
+                raise CommandError(f"{name}: for which certificate? give tls_certificate too", ExitCode.USAGE)
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
@@ -96,7 +110,50 @@ def _ssl_context(certificate: Path | None, key: Path | None) -> ssl.SSLContext |
         # Whichever of the two it is, Python does not say.
         files = f"{certificate} and {key}" if key is not None else str(certificate)
         raise CommandError(f"{files}: no certificate with its key: {error}", ExitCode.USAGE) from error
+    if client_ca is not None:
+        try:
+            context.load_verify_locations(client_ca)
+        except OSError as error:
+            raise CommandError(f"{client_ca}: no certificate of an authority: {error}", ExitCode.USAGE) from error
+        context.verify_mode = ssl.CERT_REQUIRED
     return context
+
+
+def hash_password() -> None:
+    """Print the hash of a password, for --users-file and [users] in --config.
+
+    The password is asked for, or is the first line of standard input. It is never an argument, which others can read.
+    """
+    if sys.stdin.isatty():
+        password = getpass("password: ")
+        if getpass("once more: ") != password:
+            raise CommandError("the two passwords differ")
+    else:
+        password = sys.stdin.readline().rstrip("\r\n")
+    if not password:
+        raise CommandError("a password must not be blank", ExitCode.USAGE)
+    print(hash_of(password))
+
+
+def _raise_descriptor_limit(settings: BrokerSettings, console: Console) -> None:
+    """Let this process open as many files as its settings allow connections, and say so if it may not."""
+    if resource is None:
+        return
+    needed = settings.max_connections + (0 if settings.http_port is None else _HTTP_CONNECTIONS) + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < needed:
+        soft = min(needed, hard)
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if soft < needed:
+        fit = max(1, settings.max_connections - (needed - soft))
+        console.print(
+            f"qflow: this process may open {soft} files, too few for max_connections={settings.max_connections}; "
+            f"raise the limit (ulimit -Hn {needed}), or set max_connections to {fit}",
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 def broker(
@@ -118,7 +175,8 @@ def broker(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help=f"Users, one NAME:PASSWORD per line; '-' for standard input. Or set {USERS} to such lines.",
+            help="Users, one NAME:PASSWORD per line, or NAME:HASH (qflow hash-password); '-' for standard input. "
+            f"Or set {USERS} to such lines.",
         ),
     ] = None,
     loopback_users: Annotated[
@@ -134,6 +192,10 @@ def broker(
     ] = None,
     tls_key: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Its key, unless it stands in the same file.")
+    ] = None,
+    tls_client_ca: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Clients must show a certificate that this authority, in PEM, has signed."),
     ] = None,
     virtual_host: Annotated[str | None, typer.Option(help="The name of the virtual host.")] = None,
     profile: Annotated[
@@ -283,6 +345,7 @@ def broker(
         "max_failed_logins": max_failed_logins,
         "tls_certificate": tls_certificate,
         "tls_key": tls_key,
+        "tls_client_ca": tls_client_ca,
         "virtual_host": virtual_host,
         "profile": profile,
         "enforcement": enforcement,
@@ -347,6 +410,7 @@ def broker(
         if folder is not None:
             given["flow_log"] = stack.enter_context(FlowLog(folder))
         embedded = _make(read, given)
+        _raise_descriptor_limit(embedded.settings, Console(stderr=True))
         # A quiet console shows nothing at all.
         stack.enter_context(warnings_shown("qflow_client.broker", Console(stderr=True) if quiet else console))
         stopping = stack.enter_context(Stopping())
@@ -391,9 +455,9 @@ def seldom_collected() -> Iterator[None]:
 
 def _make(config: Config, given: Mapping[str, Any]) -> Broker:
     settings: dict[str, Any] = {"port": 5672, **config.settings, **given}
-    certificate, key = settings.pop("tls_certificate", None), settings.pop("tls_key", None)
+    files = [settings.pop(name, None) for name in ("tls_certificate", "tls_key", "tls_client_ca")]
     try:
-        return Broker(**settings, ssl_context=_ssl_context(certificate, key))
+        return Broker(**settings, ssl_context=_ssl_context(*files))
     except (TypeError, ValueError) as error:
         text = str(error)
         # What is refused is named first; it may stand in the file.

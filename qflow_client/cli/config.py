@@ -21,7 +21,7 @@ _WORDS = tuple(name for name in SETTINGS if name != "policies")
 MARKS = ("flow_stop_count", "flow_resume_count", "flow_stop_size", "flow_resume_size")
 # What a policy has beside what it sets.
 _POLICY = ("pattern", "apply_to", "routing_key", "priority")
-_FILES = ("flow_log", "tls_certificate", "tls_key", "store")
+_FILES = ("flow_log", "tls_certificate", "tls_key", "tls_client_ca", "store")
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Config:
 
     Attributes:
         path: the file; ``None`` if there is none.
-        settings: of the broker, `tls_certificate` and `tls_key`; `flow_log` is the path of a folder.
+        settings: of the broker, `tls_certificate`, `tls_key` and `tls_client_ca`; `flow_log` is the path of a folder.
         queues: to begin with, and the marks of each.
     """
 

@@ -19,6 +19,7 @@ from qflow_client.broker.core.entries import QueueEntry
 from qflow_client.broker.core.errors import ReplyCode
 from qflow_client.broker.core.exchange import Exchange
 from qflow_client.broker.core.limits import Rules
+from qflow_client.broker.core.passwords import is_hash
 from qflow_client.broker.core.ports import Journal
 from qflow_client.broker.core.queue import Queue
 from qflow_client.broker.core.runner import Runner
@@ -192,11 +193,11 @@ class Broker:
 
     @property
     def url(self) -> str:
-        """An AMQP URL with the first user's name and password."""
+        """An AMQP URL with the first user's name and password; without the password if only its hash is known."""
         user, password = next(iter(self.settings.users.items()))
         scheme = "amqp" if self.settings.ssl_context is None else "amqps"
         host = url_host(self.settings.host)
-        names = f"{quote(user, safe='')}:{quote(password, safe='')}"
+        names = quote(user, safe="") + ("" if is_hash(password) else f":{quote(password, safe='')}")
         return f"{scheme}://{names}@{host}:{self.port}/{quote(self.settings.virtual_host, safe='')}"
 
     # From other threads.

@@ -1,6 +1,9 @@
 """Logins, sans-I/O: the mechanisms PLAIN and AMQPLAIN, which users may log in from where, and failed logins slowed.
 
 A login takes as long for a user that does not exist as for a wrong password. A blank password is always refused.
+`Logins` checks passwords. One that is hashed in the settings is checked where `run` runs it, which for a broker is a
+thread. A right one is remembered under a key that lives as long as the broker, so a client that comes back does not
+wait for the hash again. A check that goes on counts as a failed login, so one address cannot have many at once.
 `FailedLogins` makes guessing slow: once an address has failed often, each further login from it is checked only when
 its turn comes, about one in a second, and a right password waits as long as a wrong one. Other addresses do not wait.
 """
@@ -9,15 +12,17 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from secrets import token_bytes
 from typing import NamedTuple
 
 from qflow_client.amqp.fields import decode_table
 from qflow_client.broker.core.errors import ConnectionException, ReplyCode
+from qflow_client.broker.core.passwords import is_hash, matches
 from qflow_client.broker.core.settings import is_loopback
 from qflow_client.broker.core.wire import UNDECODABLE
 
-__all__ = ["MECHANISMS", "FailedLogins", "Login", "login_refusal", "read_login"]
+__all__ = ["MECHANISMS", "FailedLogins", "Login", "Logins", "login_refusal", "read_login"]
 
 #: The mechanisms, as ``Connection.Start`` names them. Many clients take the first that they know.
 MECHANISMS = "PLAIN AMQPLAIN"
@@ -78,27 +83,75 @@ def _raw(value: object) -> bytes | None:
     return bytes(value) if isinstance(value, (bytes, bytearray)) else None
 
 
-def login_refusal(
-    login: Login, users: Mapping[str, str], loopback_users: Collection[str], address: str
-) -> tuple[str, bool] | None:
-    """Why a login is refused; ``None`` if it is right.
+class Logins:
+    """Checks passwords.
+
+    Args:
+        users: passwords or their hashes, by user name.
+        failed: counts the logins that failed.
+    """
+
+    def __init__(self, users: Mapping[str, str], failed: FailedLogins) -> None:
+        self._users = users
+        self._failed = failed
+        # What a user that does not exist is compared with: as slow as the others.
+        self._nobody = next(filter(is_hash, users.values()), "")
+        # The last right password of each user whose password is hashed, not to be read back.
+        self._right: dict[str, bytes] = {}
+        self._key = token_bytes(32)
+        #: Runs a function that may take 50 ms, and passes on what it returns; here and now unless a server has its own.
+        self.run: Callable[[Callable[[], bool], Callable[[bool], None]], object] = _run
+
+    def check(self, login: Login, address: str, now: float, done: Callable[[bool], None]) -> None:
+        """Find out whether the user and the password of a login are right, and count it if they are not.
+
+        Args:
+            login: what the client sent.
+            address: of the client.
+            now: monotonic seconds.
+            done: is given the answer, at once or later.
+        """
+        password = self._users.get(login.user, self._nobody)
+        is_known = login.user in self._users and bool(login.password)
+        if not is_hash(password):
+            # Compared even if there is no such user, so that the time taken does not tell.
+            is_right = hmac.compare_digest(password.encode(), login.password) and is_known
+            if not is_right:
+                self._failed.failed(address, now)
+            done(is_right)
+            return
+        mark = hmac.digest(self._key, login.password, "sha256")
+        if is_known and hmac.compare_digest(self._right.get(login.user, b""), mark):
+            done(True)
+            return
+
+        def checked(is_right: bool) -> None:
+            if is_right and is_known:
+                self._right[login.user] = mark
+                self._failed.forgive(address)
+            done(is_right and is_known)
+
+        self._failed.failed(address, now)
+        self.run(lambda: matches(password, login.password), checked)
+
+
+def _run(function: Callable[[], bool], done: Callable[[bool], None]) -> None:
+    done(function())
+
+
+def login_refusal(login: Login, loopback_users: Collection[str], address: str, *, is_right: bool) -> str | None:
+    """Why a login is refused; ``None`` if it is not.
 
     Args:
         login: what the client sent.
-        users: passwords by user name.
         loopback_users: the users that may log in from this machine only.
         address: of the client; empty if it has none, as in a Unix socket.
-
-    Returns:
-        The reason, and whether the user or the password was wrong.
+        is_right: whether its user and password are.
     """
-    password = users.get(login.user)
-    # Compared even if there is no such user, so that the time taken does not tell.
-    is_right = hmac.compare_digest((password or "").encode(), login.password)
-    if password is None or not is_right or not login.password:
-        return f"login of user {login.user!r} was refused using {login.mechanism}; check user and password", True
+    if not is_right:
+        return f"login of user {login.user!r} was refused using {login.mechanism}; check user and password"
     if login.user in loopback_users and address and not is_loopback(address):
-        return f"user {login.user!r} can only connect via localhost (loopback_users); log in as another user", False
+        return f"user {login.user!r} can only connect via localhost (loopback_users); log in as another user"
     return None
 
 
@@ -151,3 +204,9 @@ class FailedLogins:
         self._clear_at[key] = min(clear_at, now + self._burst * self.INTERVAL + self.MAX_DELAY)
         if len(self._clear_at) > self.MAX_ADDRESSES:
             del self._clear_at[next(iter(self._clear_at))]
+
+    def forgive(self, address: str) -> None:
+        """The last login that was counted for an address has not failed."""
+        key = _network(address)
+        if key in self._clear_at:
+            self._clear_at[key] -= self.INTERVAL

@@ -12,7 +12,9 @@ __all__ = ["get_logger"]
 class _Printable(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if isinstance(record.args, tuple):
-            record.args = tuple(printable(each) if isinstance(each, str) else each for each in record.args)
+            record.args = tuple(
+                printable(str(each)) if isinstance(each, (str, BaseException)) else each for each in record.args
+            )
         return True
 
 

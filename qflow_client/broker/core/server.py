@@ -13,12 +13,14 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import cast
 
 from qflow_client.broker.core.channel import Discipline
 from qflow_client.broker.core.controls import Controls
 from qflow_client.broker.core.errors import ReplyCode
+from qflow_client.broker.core.listener import Listener
 from qflow_client.broker.core.logs import get_logger
 from qflow_client.broker.core.ports import Journal
 from qflow_client.broker.core.quotas import Strangers
@@ -26,14 +28,9 @@ from qflow_client.broker.core.session import Session, State
 from qflow_client.broker.core.settings import DEFAULT_USERS, Settings, is_loopback
 from qflow_client.broker.core.virtualhost import VirtualHost
 
-__all__ = ["Server", "cannot_listen"]
+__all__ = ["Server"]
 
 _log = get_logger(__name__)
-
-
-def cannot_listen(host: str, port: int, error: OSError) -> OSError:
-    """An error that says where it was to listen."""
-    return OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror or error}")
 
 
 class Server:
@@ -54,8 +51,6 @@ class Server:
     #: Seconds without a byte from its client after which a finished connection is closed, where the client may not see
     #: that it is finished.
     QUIET = 0.1
-    #: Turns of the loop from a socket's accept to `connection_made`.
-    TURNS_TO_CONNECT = 3
 
     def __init__(
         self,
@@ -77,7 +72,9 @@ class Server:
         self.finished = 0
         self.clock = time.monotonic
         self._on_change = on_change
-        self._server: asyncio.Server | None = None
+        self._listener: Listener | None = None
+        # Checks hashed passwords; made for the first.
+        self._checker: ThreadPoolExecutor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         # Connections with something to send at the end of this turn, in that order.
         self._writers: dict[Connection, None] = {}
@@ -108,18 +105,15 @@ class Server:
         """
         settings = self.settings
         self._loop = asyncio.get_running_loop()
-        try:
-            self._server = await self._loop.create_server(
-                lambda: Connection(self),
-                settings.host,
-                settings.port,
-                ssl=settings.ssl_context,
-                ssl_handshake_timeout=settings.unauthenticated_timeout if settings.ssl_context is not None else None,
-                backlog=1024,
-            )
-        except OSError as error:
-            raise cannot_listen(settings.host, settings.port, error) from error
-        port = cast(int, self._server.sockets[0].getsockname()[1])
+        self.host.logins.run = self._check_password
+        listener = Listener(
+            lambda: Connection(self),
+            settings.ssl_context,
+            settings.unauthenticated_timeout,
+            settings.max_unauthenticated,
+        )
+        port = await listener.start(settings.host, settings.port)
+        self._listener = listener
         _log.info("listening on %s:%d", settings.host, port)
         if not is_loopback(settings.host) and settings.users == DEFAULT_USERS:
             reason = (
@@ -132,15 +126,10 @@ class Server:
 
     async def stop(self) -> None:
         """Stop listening and close all connections."""
-        if self._server is None:
+        if self._listener is None:
             return
         self.is_stopping = True
-        # asyncio's Server.close forgets sockets that were accepted and have no transport yet: accept no more first.
-        for listener in self._server.sockets:
-            asyncio.get_running_loop().remove_reader(listener.fileno())
-        for _ in range(self.TURNS_TO_CONNECT):
-            await asyncio.sleep(0)
-        self._server.close()
+        await self._listener.stop()
         now, code = self.clock(), ReplyCode.CONNECTION_FORCED
         for connection in tuple(self.connections):
             connection.session.fail(code, f"{code.title} - the broker shuts down", now)
@@ -154,12 +143,29 @@ class Server:
             connection.abort()
         while self.connections:
             await asyncio.wait([connection.lost for connection in self.connections])
-        # From 3.12 on it waits for the connections' protocols, which are gone by now.
-        await self._server.wait_closed()
-        self._server = None
+        self._listener = None
         self._loop = None
+        if self._checker is not None:
+            self._checker.shutdown(wait=False, cancel_futures=True)
         if self._ticker is not None:
             self._ticker.cancel()
+
+    def _check_password(self, function: Callable[[], bool], done: Callable[[bool], None]) -> None:
+        """Check a hashed password on a thread, one at a time."""
+        if self._loop is None:
+            return
+        if self._checker is None:
+            self._checker = ThreadPoolExecutor(1, thread_name_prefix="qflow-login")
+
+        def checked(future: asyncio.Future[bool]) -> None:
+            if self._loop is None or future.cancelled():
+                return
+            error = future.exception()
+            if error is not None:
+                _log.error("a password could not be checked: %s", str(error))
+            done(error is None and future.result())
+
+        self._loop.run_in_executor(self._checker, function).add_done_callback(checked)
 
     def has_output(self, connection: Connection) -> None:
         """A connection has something to send, after all those that had before."""

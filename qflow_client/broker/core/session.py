@@ -366,20 +366,24 @@ class Session:
 
     def _check_login(self, login: Login, now: float) -> None:
         """Check a login now, or when its turn comes, if logins from the same address have failed."""
-        settings, failed_logins = self.settings, self.host.failed_logins
-        delay = failed_logins.delay(self.address, now)
+        delay = self.host.failed_logins.delay(self.address, now)
+        self.state = State.LOGIN
         if delay:
-            self.state = State.LOGIN
             self._login_at = now + delay
             self.wake_at = min(self.wake_at, self._login_at)
             return
         self._login = None
-        refusal = login_refusal(login, settings.users, settings.loopback_users, self.address)
+        self._login_at = math.inf
+        self.host.logins.check(login, self.address, now, lambda is_right: self._login_checked(login, is_right=is_right))
+
+    def _login_checked(self, login: Login, *, is_right: bool) -> None:
+        if self.state is not State.LOGIN:
+            # The connection has ended while its password was checked.
+            return
+        settings = self.settings
+        refusal = login_refusal(login, settings.loopback_users, self.address, is_right=is_right)
         if refusal is not None:
-            text, is_wrong = refusal
-            if is_wrong:
-                failed_logins.failed(self.address, now)
-            self._refuse_login(text, now)
+            self._refuse_login(refusal, self.host.clock())
             return
         self.user = login.user
         self.state = State.TUNE_OK

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from qflow_client.amqp.frames import FRAME_MIN_SIZE
+from qflow_client.broker.core.passwords import check_hash, is_hash
 from qflow_client.broker.core.profiles import DIALECTS, Dialect, OnAlarm, Profile
 from qflow_client.flow import Capacity, StopResume
 from qflow_client.flowlog import FlowLog
@@ -85,7 +86,7 @@ class Settings:
     Attributes:
         host: the address to listen on.
         port: the port to listen on; 0 for a free one.
-        users: passwords by user name; not shown by its `repr`.
+        users: passwords by user name, or their hashes, see `hash_password`; not shown by its `repr`.
         loopback_users: the users that may log in from this machine only; empty for none.
         max_failed_logins: failed logins that an address may have in quick succession; further logins from it are
             checked once a second; 0 for any number.
@@ -221,6 +222,11 @@ class Settings:
         for user, password in self.users.items():
             if not isinstance(user, str) or not isinstance(password, str):
                 raise TypeError(f"users must map user names to passwords, both str; one of user {shown(user)} is not")
+            if is_hash(password):
+                try:
+                    check_hash(password)
+                except ValueError as error:
+                    raise ValueError(f"users: the password of user {shown(user)}: {error}") from None
             if not password:
                 raise ValueError(f"users: the password of user {shown(user)} is blank; set one")
         names = self.loopback_users

@@ -22,7 +22,7 @@ from qflow_client.broker.core.entries import DropReason, Owner, StoredMessage
 from qflow_client.broker.core.errors import ChannelException, ReplyCode
 from qflow_client.broker.core.exchange import Binding, DirectExchange, Exchange, ExchangeType, Target, make_exchange
 from qflow_client.broker.core.limits import Inheritance, PlainRules, Rules
-from qflow_client.broker.core.logins import FailedLogins
+from qflow_client.broker.core.logins import FailedLogins, Logins
 from qflow_client.broker.core.logs import get_logger
 from qflow_client.broker.core.ports import FlowObserver, Journal, PublishMeter, Timed
 from qflow_client.broker.core.queue import Queue
@@ -92,6 +92,7 @@ class VirtualHost:
         self.consumer_quota = Quota("max_consumers", settings.max_consumers, "consumers", self._count_consumers)
         self.open_connections = 0
         self.failed_logins = FailedLogins(settings.max_failed_logins)
+        self.logins = Logins(settings.users, self.failed_logins)
         # Goes up with every change that routing depends on.
         self.version = 0
         # Publish methods by the payload of their frame.

@@ -22,8 +22,8 @@ from aiohttp import web
 
 from qflow_client.broker.broker import Broker
 from qflow_client.broker.core.errors import AmqpError
+from qflow_client.broker.core.listener import Listener
 from qflow_client.broker.core.logs import get_logger
-from qflow_client.broker.core.server import cannot_listen
 from qflow_client.broker.http.documents import encode, read_definitions
 from qflow_client.broker.http.events import EventsRequest, Watch
 from qflow_client.broker.http.guard import SAFE_HEADERS, check_origin, check_token, has_token
@@ -70,7 +70,7 @@ class HttpServer:
         self._broker = broker
         self._settings = broker.settings
         self._runner: web.AppRunner | None = None
-        self._listener: asyncio.Server | None = None
+        self._listener: Listener | None = None
         self._port: int | None = None
         # Connections by what aiohttp has for each.
         self._connections: dict[asyncio.BaseProtocol, _Connection] = {}
@@ -118,24 +118,24 @@ class HttpServer:
         await self._runner.setup()
         make_handler = self._runner.server
         assert make_handler is not None
+        listener = Listener(
+            lambda: _Connection(make_handler(), self),
+            settings.ssl_context,
+            settings.unauthenticated_timeout,
+            self.MAX_STRANGERS,
+        )
         try:
-            self._listener = await asyncio.get_running_loop().create_server(
-                lambda: _Connection(make_handler(), self),
-                settings.http_host,
-                settings.http_port,
-                ssl=settings.ssl_context,
-                ssl_handshake_timeout=settings.unauthenticated_timeout if settings.ssl_context is not None else None,
-            )
-        except OSError as error:
+            self._port = await listener.start(settings.http_host, cast(int, settings.http_port))
+        except OSError:
             await self._runner.cleanup()
-            raise cannot_listen(settings.http_host, cast(int, settings.http_port), error) from error
-        self._port = self._listener.sockets[0].getsockname()[1]
+            raise
+        self._listener = listener
         _log.info("HTTP on %s:%d", settings.http_host, self._port)
 
     async def stop(self) -> None:
         """Stop listening, and end what is going on."""
         if self._listener is not None:
-            self._listener.close()
+            await self._listener.stop()
         for stream in self._streams:
             stream.cancel()
         if self._runner is not None:

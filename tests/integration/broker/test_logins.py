@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import amqp
 import pytest
 from amqp.exceptions import AccessRefused
 
-from qflow_client.broker import Broker
+from qflow_client.broker import Broker, hash_password
+from qflow_client.broker.core import logins, passwords
 
 
 def connect(broker: Broker, password: str, method: str) -> Any:
@@ -30,3 +32,21 @@ def test_after_too_many_failed_logins_wrong_ones_are_still_answered_and_a_right_
                 connect(broker, "wrong", "PLAIN").connect()
         with connect(broker, "right", "PLAIN") as connection:
             assert connection.connected
+
+
+def test_E8_a_hashed_password_is_checked_on_a_thread_and_known_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def matches(hashed: str, password: bytes) -> bool:
+        threads.append(threading.current_thread().name)
+        return passwords.matches(hashed, password)
+
+    monkeypatch.setattr(logins, "matches", matches)
+    with Broker(users={"ann": hash_password("sesame")}) as broker:
+        assert broker.url == f"amqp://ann@127.0.0.1:{broker.port}/%2F"
+        for _ in range(2):
+            with connect(broker, "sesame", "PLAIN") as connection:
+                assert connection.connected
+        with pytest.raises(AccessRefused):
+            connect(broker, "wrong", "PLAIN").connect()
+    assert [name.startswith("qflow-login") for name in threads] == [True, True]

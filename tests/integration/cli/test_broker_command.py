@@ -220,7 +220,7 @@ def test_every_setting_is_a_flag_and_has_a_word_in_the_file() -> None:
     flags = set(inspect.signature(broker).parameters)
     assert {field.name for field in fields(BrokerSettings)} - set(SETTINGS) == {"ssl_context", "trace"}
     assert {{"users": "user", "policies": "policy"}.get(name, name) for name in SETTINGS} < flags
-    assert {"tls_certificate", "tls_key", "queue", *MARKS} < flags
+    assert {"tls_certificate", "tls_key", "tls_client_ca", "queue", *MARKS} < flags
 
 
 @pytest.mark.parametrize(
@@ -248,6 +248,7 @@ def test_every_setting_is_a_flag_and_has_a_word_in_the_file() -> None:
         ("policies = []", "there is no option 'policies'; did you mean 'policy'?"),
         ("tls_certificate = 5", "tls_certificate must be the path of a file, not 5"),
         ("tls_certificate = 'none.pem'", "none.pem: no certificate with its key: [Errno 2]"),
+        ("tls_client_ca = 'ca.pem'", "tls_client_ca: for which certificate? give tls_certificate too"),
         ("tls_key = 'key.pem'", "tls_key: for which certificate? give tls_certificate too"),
     ],
 )

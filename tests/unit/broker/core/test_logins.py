@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import base64
+import hashlib
 from typing import Any
 
 import pytest
@@ -7,6 +9,7 @@ from pamqp import commands, encode
 
 from qflow_client.broker import BrokerSettings
 from qflow_client.broker.core.logins import FailedLogins, Login
+from qflow_client.broker.core.passwords import hash_password, matches
 from qflow_client.broker.core.session import PROTOCOL_HEADER, State
 
 CLOSE = commands.Connection.Close
@@ -166,3 +169,88 @@ def test_a_network_of_64_bits_counts_as_one_address():
     failed.failed("::ffff:192.0.2.7", 0.0)
     failed.failed(FAR, 0.0)
     assert failed.delay(FAR, 0.0) == 1.0
+
+
+# Cheap to check: nothing is to be learnt from the time that it takes.
+CHEAP = "$scrypt$ln=1,r=1,p=1$c2FsdHNhbHQ$"
+
+
+def cheap(password: str) -> str:
+    digest = hashlib.scrypt(password.encode(), salt=b"saltsalt", n=2, r=1, p=1, dklen=32)
+    return CHEAP + base64.b64encode(digest).decode().rstrip("=")
+
+
+def test_a_hash_fits_its_password_only_and_has_a_salt_of_its_own():
+    hashes = [hash_password("sesame") for _ in range(2)]
+    assert hashes[0] != hashes[1]
+    assert "sesame" not in "".join(hashes)
+    assert [matches(each, word) for each in hashes for word in (b"sesame", b"Sesame", b"")] == [True, False, False] * 2
+
+
+@pytest.mark.parametrize(
+    ("hashed", "words"),
+    [
+        ("$scrypt$", "is written"),
+        ("$scrypt$ln=14,r=8,p=1$c2FsdHNhbHQ$short", "is written"),
+        ("$scrypt$ln=24,r=8,p=1$c2FsdHNhbHQ$" + "A" * 43, "at most 256 MiB"),
+        ("$scrypt$ln=14,r=8,p=9$c2FsdHNhbHQ$" + "A" * 43, "p at most 4"),
+        ("$scrypt$ln=14,r=8,p=1$c2FsdHNhbHQ$" + "A" * 41, "in base64"),
+    ],
+)
+def test_a_hash_that_cannot_be_used_is_refused_and_not_repeated(hashed, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        BrokerSettings(users={"ann": hashed})
+    assert "'ann'" in str(caught.value)
+    assert hashed == "$scrypt$" or hashed not in str(caught.value)
+
+
+@pytest.mark.parametrize(("user", "password"), [("ann", "sesame"), ("ann", "wrong"), ("bob", "sesame"), ("ann", "")])
+def test_E8_a_hashed_password_logs_in_and_any_other_does_not(make_world, user, password):
+    world = make_world(users={"ann": cheap("sesame")})
+    client = start(world, user=user, password=password)
+    if (user, password) == ("ann", "sesame"):
+        client.only(commands.Connection.Tune, 0)
+    else:
+        assert client.only(CLOSE, 0).reply_code == 403
+
+
+def test_E9_hashes_are_checked_elsewhere_and_a_right_password_once(make_world):
+    world = make_world(users={"ann": cheap("sesame")})
+    jobs = []
+    world.host.logins.run = lambda function, done: jobs.append((function, done))
+    waiting = start(world, FAR, "ann", "sesame")
+    gone = start(world, FAR, "ann", "sesame")
+    assert waiting.received() == []
+    assert waiting.session.wake_at == waiting.session.open_by
+    gone.session.lost()
+    for function, done in jobs:
+        done(function())
+    waiting.only(commands.Connection.Tune, 0)
+    assert gone.received() == []
+    # Known by now.
+    start(world, FAR, "ann", "sesame").only(commands.Connection.Tune, 0)
+    assert len(jobs) == 2
+    # A wrong one is checked each time, and so is the right one of nobody.
+    for user, password in (("ann", "wrong"), ("bob", "sesame")):
+        start(world, FAR, user, password)
+    assert len(jobs) == 4
+
+
+def test_E9_an_address_has_no_more_checks_at_once_than_failed_logins(make_world):
+    world = make_world(users={"ann": cheap("sesame")}, max_failed_logins=3)
+    jobs = []
+    world.host.logins.run = lambda function, done: jobs.append((function, done))
+    clients = [start(world, FAR, "ann", "sesame") for _ in range(10)]
+    assert len(jobs) == 4
+    for function, done in jobs:
+        done(function())
+    # Those that waited need no check any more.
+    world.now += 20
+    for client in clients[4:]:
+        client.session.wake_at = 0
+        client.session.open_by = float("inf")
+        client.session.tick(world.now)
+    assert len(jobs) == 4
+    for client in clients:
+        client.only(commands.Connection.Tune, 0)
+    assert world.host.failed_logins.delay(FAR, world.now) == 0

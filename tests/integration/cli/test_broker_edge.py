@@ -1,0 +1,119 @@
+"""`qflow broker` at its edge: certificates of clients, hashed passwords, few descriptors."""
+
+from __future__ import annotations
+
+import io
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pika
+import pytest
+
+from qflow_client.cli import main
+
+
+def _certificates(folder: Path) -> None:
+    """A server's certificate, an authority for clients, and a client's certificate with its key in one file."""
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], check=True, capture_output=True, cwd=folder)
+
+    new = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    names = ["-addext", "subjectAltName=IP:127.0.0.1"]
+    for name, extra in (("server", names), ("ca", [])):
+        openssl("req", "-x509", *new, "-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}", *extra)
+    openssl("req", *new, "-keyout", "client.key", "-out", "client.csr", "-subj", "/CN=client")
+    openssl("x509", "-req", "-in", "client.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-out", "client.crt")
+    (folder / "client.pem").write_text((folder / "client.crt").read_text() + (folder / "client.key").read_text())
+
+
+def test_with_an_authority_for_clients_only_those_with_its_certificate_come_in(tmp_path: Path) -> None:
+    _certificates(tmp_path)
+    options = ["--tls-certificate", "server.pem", "--tls-key", "server.key", "--tls-client-ca", "ca.pem"]
+    with running_broker(tmp_path, *options, "--http-port", "0") as (url, http_url):
+        trusting = ssl.create_default_context(cafile=tmp_path / "server.pem")
+        port = int(url.rpartition(":")[2].partition("/")[0])
+
+        def first_byte(context: ssl.SSLContext) -> bytes:
+            with (
+                suppress(OSError),
+                socket.create_connection(("127.0.0.1", port), timeout=60) as plain,
+                context.wrap_socket(plain, server_hostname="127.0.0.1") as client,
+            ):
+                client.sendall(b"AMQP\0\0\x09\x01")
+                return client.recv(1)
+            return b""
+
+        assert first_byte(trusting) == b""
+        admin = ["admin", "--url", http_url, "--cacert", str(tmp_path / "server.pem")]
+        assert main([*admin, "queues"]) == 1
+        assert main([*admin, "--cert", str(tmp_path / "client.pem"), "queues"]) == 0
+        trusting.load_cert_chain(tmp_path / "client.pem")
+        assert first_byte(trusting) == b"\1"
+
+
+def test_E8_a_hash_from_the_command_line_logs_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("sesame\n"))
+    assert main(["hash-password"]) == 0
+    hashed = capsys.readouterr().out.strip()
+    assert hashed.startswith("$scrypt$")
+    (tmp_path / "users").write_text(f"ann:{hashed}\n")
+    with running_broker(tmp_path, "--users-file", "users") as (url, _):
+        assert "ann@127" in url
+        assert hashed not in url
+        parameters = pika.URLParameters(url.replace("ann@", "ann:sesame@"))
+        pika.BlockingConnection(parameters).close()
+
+
+@pytest.mark.parametrize("line", ["", "\n"])
+def test_a_blank_password_is_not_hashed(
+    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(line))
+    assert main(["hash-password"]) == 2
+    assert capsys.readouterr().err == "qflow: a password must not be blank\n"
+
+
+def test_E9_few_descriptors_are_told_at_the_start_and_outlived(tmp_path: Path) -> None:
+    limit = ("sh", "-c", 'ulimit -n 150; exec "$@"', "sh")
+    with running_broker(tmp_path, prefix=limit) as (url, _):
+        port = int(url.rpartition(":")[2].partition("/")[0])
+        crowd = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(300)]
+        waited(lambda: "no connection can be accepted" in (tmp_path / "log").read_text())
+        for each in crowd:
+            each.close()
+        pika.BlockingConnection(pika.URLParameters(url)).close()
+    log = (tmp_path / "log").read_text()
+    assert "this process may open 150 files, too few for max_connections=10000; raise the limit (ulimit -Hn" in log
+    assert log.count("no connection can be accepted: Too many open files") == 1
+    assert len(log) < 20_000
+
+
+@contextmanager
+def running_broker(folder: Path, *options: str, prefix: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
+    """`qflow broker` in a folder, with its log in the file `log` there; gives its URLs."""
+    command = [*prefix, sys.executable, "-m", "qflow_client.cli", "broker", "--port", "0", *options]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=log, text=True)
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        yield url, process.stdout.readline().strip() if "--http-port" in options else ""
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+def waited(predicate: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not predicate():
+        assert time.monotonic() < end
+        time.sleep(0.01)
