@@ -7,6 +7,7 @@ parameters are pika's own with flow control added; everything else is pika's own
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -46,6 +47,12 @@ __all__ = [
     "connection",
     "wrap",
 ]
+
+# pika has it from 1.5 on.
+with suppress(ImportError):
+    from qflow_client.pika.adapters import Connection
+
+    __all__ += ["Connection"]
 
 # Some releases of pika have more.
 __all__ += [_name for _name in getattr(_pika, "__all__", ()) if _name not in __all__]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from struct import Struct
+from threading import local
 from typing import Any
 
 import pika.channel
@@ -23,6 +24,16 @@ _SIZE = Struct(">Q")
 _BODY_HEAD = Struct(">BHI")
 
 
+class _Encoded(local):
+    """What pika's basic_publish has encoded, on this thread; a stack, because a finalizer may publish in between."""
+
+    def __init__(self) -> None:
+        self.publishes: list[Publish] = []
+
+
+_encoded = _Encoded()
+
+
 class Channel(pika.channel.Channel):
     """pika's `Channel`, which sends nothing while the broker has stopped it, and says so.
 
@@ -39,8 +50,6 @@ class Channel(pika.channel.Channel):
 
     def adopt(self) -> None:
         """Begin to follow the flow; for the package."""
-        # What pika's basic_publish has encoded last.
-        self._published: Publish | None = None
         # By exchange, routing key and mandatory, the frames of a message without properties: up to the size of its
         # body, and the rest of the header frame.
         self._heads: dict[tuple[str, str, bool], tuple[bytes, bytes]] = {}
@@ -66,13 +75,11 @@ class Channel(pika.channel.Channel):
                     )
                     return Publish(frames, arguments, None, body)
         super().basic_publish(exchange, routing_key, body, properties, mandatory)
-        publish, self._published = self._published, None
-        assert publish is not None
-        return publish
+        return _encoded.publishes.pop()
 
     def _send_method(self, method: Any, content: Any = None) -> None:
         if content is not None:
-            self._published = self._encode(method, *content)
+            _encoded.publishes.append(self._encode(method, *content))
             return
         if isinstance(method, spec.Confirm.Select):
             self.flow_control.confirms_begin()
@@ -119,6 +126,11 @@ class Channel(pika.channel.Channel):
                 ack_nack_callback(answer)
 
         super().confirm_delivery(told, callback)
+
+    def close(self, reply_code: int = 0, reply_text: str = "Normal shutdown") -> None:
+        """As pika's. A thread that waits in `basic_publish` gets an error."""
+        super().close(reply_code, reply_text)
+        self.flow_control.give_up_all()
 
     def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]:
         """Have a callback called with every flow event, in order, in the connection's I/O loop.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import pika
@@ -79,6 +80,12 @@ class FlowedConnection:
 
     def _create_channel(self, channel_number: int, on_open_callback: Any) -> Channel:
         return Channel(self, channel_number, on_open_callback)
+
+
+def follow(connection: Any) -> None:
+    """Have the channels of a connection follow the flow, which pika itself has made, and just now; for the package."""
+    ConnectionFlow.of(connection)
+    connection._create_channel = partial(Channel, connection)
 
 
 def __getattr__(name: str) -> Any:

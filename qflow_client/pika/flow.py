@@ -133,6 +133,8 @@ class ChannelFlow(DropInFlow):
         self._channel = channel
         #: The channel that the application has, if that is another; for the package.
         self.owner: Any = None
+        #: What ended the channel; None before.
+        self.closing_reason: BaseException | None = None
         self.protocol.channel_opened(number, 0, now)
         # How many messages were written before the broker began to count them; None while it does not confirm.
         self._before_confirms: int | None = None
@@ -158,15 +160,26 @@ class ChannelFlow(DropInFlow):
     def _on_close(self, channel: Any, reason: BaseException) -> None:
         ConnectionFlow.of(channel.connection).channels.pop(channel.channel_number, None)
         flow_manager.unregister(self)
+        self.closing_reason = reason
         if isinstance(reason, _BY_PROGRAM):
             self.protocol.forget_past()
         self.protocol.connection_lost(f"the channel is closed: {reason}", _monotonic())
+        self.give_up_all()
+
+    def give_up_all(self) -> None:
+        """The channel ends: a call that waits gets an error."""
+        self.protocol.admission.give_up_all("the channel is closed", _monotonic())
         self.after()
 
     def confirms_begin(self) -> None:
         """``Confirm.Select`` is sent: the next message has delivery tag 1, if it is the first of them."""
         if self._before_confirms is None:
             self._before_confirms = self.protocol.written
+
+    def delivery_tag(self, number: int) -> int | None:
+        """The delivery tag of a message, by its number; None if the broker does not confirm it."""
+        before = self._before_confirms
+        return None if before is None else number - before
 
     def on_confirm(self, answer: Any) -> None:
         """``Basic.Ack`` or ``Basic.Nack``."""
@@ -189,8 +202,8 @@ class ChannelFlow(DropInFlow):
     def write(self) -> None:
         """Give what may leave to pika, and tell whom there is to tell."""
         protocol = self.protocol
-        data = protocol.data_to_write(_UNLIMITED)
-        if data:
+        # What is written may let go of more.
+        while data := protocol.data_to_write(_UNLIMITED):
             # First, because pika may write at once, and have us called again by what that lets go.
             now = _monotonic()
             protocol.advance(len(data), now)
@@ -204,42 +217,44 @@ class ChannelFlow(DropInFlow):
     # Who cannot wait.
 
     def send_nowait(self, publish: Publish) -> Receipt:
-        """Admit a message now.
+        """Admit and write a message now.
 
         Raises:
             ProducerFlowed: the channel is flowed; the message was not sent and never will be.
         """
         now = _monotonic()
-        self._look_at_transport(now)
+        self.look_at_transport(now)
         receipt = self.protocol.admission.send(publish, *publish.arguments[:2], now)
         if receipt is None:
             error = self.flowed(publish)
-            self._arm()
+            self.watch()
             raise error
         self.write()
-        self._look_at_transport(now)
+        self.look_at_transport(now)
         return receipt
 
     def look(self) -> FlowState:
         """The flow at this moment."""
         now = _monotonic()
         if not self._channel.is_closed:
-            self._look_at_transport(now)
+            self.look_at_transport(now)
         state = self.protocol.flow_state(now)
-        self.after()
+        # First what has been let go, then who waits for it.
+        self.write()
         return state
 
-    def _look_at_transport(self, now: float) -> None:
+    def look_at_transport(self, now: float) -> None:
+        """Hold the channel if pika's transport is full, or let it go."""
         transport = getattr(self._channel.connection, "_transport", None)
         # Twisted's tells nothing.
         size = getattr(transport, "get_write_buffer_size", int)()
         if size > self.settings.max_unwritten_bytes:
             self.protocol.hold(HoldKind.TRANSPORT, now, detail=f"{size} bytes are not written yet")
-            self._arm()
+            self.watch()
         elif size <= self.settings.max_unwritten_bytes // 2 and not self.protocol.gate.is_open:
             self.protocol.lift(HoldKind.TRANSPORT, now)
 
-    def _arm(self) -> None:
+    def watch(self) -> None:
         """Look again when time or the transport may have made room."""
         protocol = self.protocol
         now = _monotonic()
@@ -254,4 +269,6 @@ class ChannelFlow(DropInFlow):
         self._is_armed = False
         if not self._channel.is_closed:
             self.look()
-            self._arm()
+            self.protocol.on_timer(_monotonic())
+            self.write()
+            self.watch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pika.adapters
@@ -12,6 +13,12 @@ from qflow_client.pika.adapters.blocking_connection import BlockingConnection
 from qflow_client.pika.adapters.select_connection import SelectConnection
 
 __all__ = ["AsyncioConnection", "BaseConnection", "BlockingConnection", "IOLoop", "SelectConnection"]
+
+# pika has it from 1.5 on.
+with suppress(ModuleNotFoundError):
+    from qflow_client.pika.adapters.thread_safe_connection import Connection
+
+    __all__ += ["Connection"]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pika.adapters.twisted_connection as _pika
@@ -11,8 +10,7 @@ from twisted.internet import defer
 
 from qflow_client.errors import ProducerFlowed
 from qflow_client.events import FlowEvent, FlowState
-from qflow_client.pika.channel import Channel
-from qflow_client.pika.flow import ConnectionFlow
+from qflow_client.pika.connection import follow
 
 __all__ = ["TwistedChannel", "TwistedProtocolConnection"]
 
@@ -53,8 +51,7 @@ class TwistedProtocolConnection(_pika.TwistedProtocolConnection):
     def __init__(self, parameters: Any = None, custom_reactor: Any = None) -> None:
         super().__init__(parameters, custom_reactor)
         # pika makes it by name; what makes another adapter a `FlowedConnection` is put into this one.
-        ConnectionFlow.of(self._impl)
-        self._impl._create_channel = partial(Channel, self._impl)
+        follow(self._impl)
 
     def channel(self, channel_number: int | None = None) -> Any:
         """As pika's, with flow control."""

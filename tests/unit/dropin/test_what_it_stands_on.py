@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 import pika
@@ -36,6 +37,15 @@ PRIVATE = {
 }
 
 
+if find_spec("pika.adapters.thread_safe_connection"):
+    from pika.adapters import thread_safe_connection
+
+    PRIVATE[thread_safe_connection.Connection] = {
+        "_is_pool_worker_thread": ["self"],
+        "_on_connection_open": ["self", "_connection"],
+    }
+
+
 @pytest.mark.parametrize(
     ("owner", "name"), [(owner, name) for owner, names in PRIVATE.items() for name in names], ids=lambda each: str(each)
 )
@@ -65,6 +75,12 @@ def test_a_private_attribute_is_there(owner: Any, names: list[str]) -> None:
     source = inspect.getsource(owner)
     for name in names:
         assert f"self.{name}" in source, name
+
+
+def test_a_private_attribute_of_the_thread_safe_adapter_is_there() -> None:
+    adapter = pytest.importorskip("pika.adapters.thread_safe_connection")
+    assert "self._channel = " in inspect.getsource(adapter.Channel)
+    assert "self._work_queue_put_timeout = " in inspect.getsource(adapter.Connection)
 
 
 def test_what_stands_for_the_one_answer_that_pika_expects() -> None:

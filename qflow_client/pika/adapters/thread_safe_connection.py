@@ -1,0 +1,360 @@
+"""`pika.adapters.thread_safe_connection` of pika 1.5, under flow control: a thread that publishes waits, for a time.
+
+pika runs the connection on a thread of its own, the IOLoop's thread. Everything about the flow of a channel is decided
+there, so nothing here has a lock. A thread that publishes has the IOLoop's thread do it (`_Publishing`). While there is
+plainly room, it does not wait for that, as with pika; otherwise it waits until the message is written or refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from threading import get_ident
+from typing import Any
+
+import pika.adapters.thread_safe_connection as _pika  # type: ignore[import-untyped]  # the stubs are of pika 1.4
+from pika import exceptions, validators
+
+from qflow_client.errors import FlowControlTimeout, ProducerClosed
+from qflow_client.events import FlowEvent, FlowState
+from qflow_client.logs import log
+from qflow_client.pika.adapters.select_connection import SelectConnection
+from qflow_client.pika.connection import follow
+from qflow_client.pika.flow import ChannelFlow, Publish
+from qflow_client.receipt import Receipt
+from qflow_client.settings import WhenFlowed
+
+__all__ = ["Channel", "Connection", "SelectConnection"]
+
+_monotonic = time.monotonic
+
+# How often, in seconds, a thread that waits looks whether the IOLoop's thread is still there, and a notice due.
+_LOOK_AGAIN = 0.5
+
+
+class _Withdrawable(Publish):
+    """A message whose thread may stop waiting at any moment: only one side decides whether it is sent."""
+
+    future: Future[None]
+
+    def __init__(self, publish: Publish, future: Future[None]) -> None:
+        self.__dict__.update(publish.__dict__, future=future)
+        # Instead of it there is the property.
+        self.__dict__["given"] = self.__dict__.pop("frames")
+
+    @property
+    def frames(self) -> bytes:  # type: ignore[override]  # reading it is what admission does last
+        if self.future.cancelled() or not self.future.set_running_or_notify_cancel():
+            raise CancelledError
+        frames: bytes = self.__dict__["given"]
+        return frames
+
+
+class _Publishing:
+    """One `basic_publish` of another thread. `accept` and `wait` run there, all else on the IOLoop's thread.
+
+    It is the waiter of its own ticket: the step that admits the message also writes it and calls `set`, so
+    `on_publish` is called before the broker's answer can be read.
+    """
+
+    def __init__(self, channel: Channel, publish: Publish, on_publish: Any) -> None:
+        self._channel = channel
+        self._flow = channel.flow_control
+        self._publish = publish
+        self._on_publish = on_publish
+        # Done once the message is written, or refused; None if no thread waits. It is running from the admission on,
+        # and cancelling it withdraws the message.
+        self._future: Future[None] | None = None
+        # The place in line.
+        self._ticket: Any = None
+
+    def accept(self) -> bool:
+        """Have the message sent without waiting for that, if there is plainly room.
+
+        If the broker says stop before it is sent, it is sent when the broker says start. There are at most `capacity`
+        such messages, and together they have at most `max_unwritten_bytes`.
+        """
+        admission, accepted = self._flow.protocol.admission, self._channel.accepted
+        window = admission.window
+        if (
+            not admission.gate.is_open
+            or admission.controller.waiting
+            or len(accepted) + window.used >= window.capacity
+            or len(self._publish.frames) * window.capacity > self._flow.settings.max_unwritten_bytes
+        ):
+            return False
+        accepted.append(self)
+        try:
+            self._channel.connection.add_callback_threadsafe(self.begin)
+        except BaseException:
+            accepted.remove(self)
+            raise
+        return True
+
+    def wait(self, timeout: float | None) -> None:
+        """Have the message sent, and wait for that.
+
+        Args:
+            timeout: seconds; ``None`` for ever.
+
+        Raises:
+            FlowControlTimeout, ProducerFlowed: the message was not sent and never will be.
+        """
+        began = _monotonic()
+        deadline = math.inf if timeout is None else began + timeout
+        future = self._future = Future()
+        self._publish = _Withdrawable(self._publish, future)
+        connection = self._channel.connection
+        connection.add_callback_threadsafe(self.begin)
+        try:
+            while True:
+                now = _monotonic()
+                try:
+                    future.result(max(0.0, min(deadline - now, _LOOK_AGAIN)))
+                    return
+                except TimeoutError:
+                    if future.done():
+                        raise
+                # This raises what ended the connection. Then the IOLoop's thread may be gone.
+                connection.add_callback_threadsafe(self._notice)
+                if _monotonic() >= deadline and future.cancel():
+                    exchange, routing_key, _ = self._publish.arguments
+                    raise FlowControlTimeout(
+                        self._flow.protocol.reports.holds,
+                        _monotonic() - began,
+                        self._publish.body,
+                        "a longer max_producer_flow_control_wait waits",
+                        exchange=exchange,
+                        routing_key=routing_key,
+                    )
+        except BaseException:
+            if future.cancel() and connection.is_open:
+                connection.add_callback_threadsafe(self._give_up)
+            raise
+
+    def begin(self) -> None:
+        """Send the message, or put it in line."""
+        if self._future is None:
+            try:
+                self._channel.accepted.remove(self)
+            except ValueError:
+                # The end of the channel was first.
+                return
+        elif self._future.cancelled():
+            return
+        try:
+            self._begin()
+        except Exception as error:
+            self._end(error)
+
+    def _begin(self) -> None:
+        flow, publish, now = self._flow, self._publish, _monotonic()
+        if not self._channel.is_open:
+            raise self._channel.closing_error
+        flow.look_at_transport(now)
+        admission = flow.protocol.admission
+        arguments = publish, *publish.arguments[:2], now
+        if self._future is None and (receipt := admission.send(*arguments)) is not None:
+            flow.write()
+            self._channel.published(receipt, self._on_publish)
+            return
+        self._ticket = admission.make_ticket(*arguments, waiter=self)
+        admission.stand_in_line(self._ticket, now)
+        if not self._ticket.decided:
+            if self._future is not None and flow.settings.when_flowed is WhenFlowed.RAISE:
+                self._give_up()
+                raise flow.flowed(publish)
+            flow.watch()
+        flow.write()
+        flow.look_at_transport(now)
+
+    def set(self) -> None:
+        """Go on: the message is admitted and written, or refused."""
+        ticket = self._ticket
+        if ticket.receipt is None:
+            self._end(self._channel.closing_error if isinstance(ticket.error, ProducerClosed) else ticket.error)
+            return
+        self._end(None)
+        self._channel.published(ticket.receipt, self._on_publish)
+
+    def _end(self, error: BaseException | None) -> None:
+        future = self._future
+        if future is None:
+            if error is not None:
+                log(logging.WARNING, "%s: a message was not sent: %r", self._flow.name, error)
+        elif error is None:
+            future.set_result(None)
+        elif not future.cancelled():
+            future.set_exception(error)
+
+    def lose(self) -> None:
+        """The channel has ended before the message was in line."""
+        self._end(self._channel.closing_error)
+
+    def _notice(self) -> None:
+        self._flow.protocol.admission.notice(_monotonic())
+        self._flow.after()
+
+    def _give_up(self) -> None:
+        if self._ticket is not None and self._flow.protocol.admission.give_up(self._ticket, _monotonic()):
+            self._flow.protocol.admission.count_refusal()
+            self._flow.write()
+
+
+class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
+    """pika's thread-safe `Channel`, whose `basic_publish` waits while the broker has stopped it, at most for a time.
+
+    ``Channel.Flow`` is answered, and stops publishing, as ``Connection.Blocked``, a full window of unconfirmed
+    messages, a rate limit and a transport that holds more than `max_unwritten_bytes` do.
+    """
+
+    #: The connection; for the package.
+    connection: Connection
+    #: What was accepted and has not begun, see `_Publishing.accept`; for the package.
+    accepted: deque[_Publishing]
+
+    @property
+    def flow_control(self) -> ChannelFlow:
+        """The channel's flow; for the package."""
+        flow: ChannelFlow = self._channel.flow_control
+        return flow
+
+    def basic_publish(
+        self,
+        exchange: Any,
+        routing_key: Any,
+        body: Any,
+        properties: Any = None,
+        mandatory: bool = False,
+        on_publish: Any = None,
+    ) -> None:
+        """As pika's, after waiting while the channel is flowed (J7 A4).
+
+        In a callback of a consumer it waits at most half of ``work_queue_put_timeout``, because pika reads nothing
+        while its queue of callbacks is full.
+
+        Args:
+            exchange: as pika's.
+            routing_key: as pika's.
+            body: as pika's.
+            properties: as pika's.
+            mandatory: as pika's.
+            on_publish: as pika's.
+
+        Raises:
+            FlowControlTimeout: still flowed after `max_producer_flow_control_wait`; the message was not sent and never
+                will be.
+            ProducerFlowed: flowed, and `when_flowed` is ``"raise"``, or this is the IOLoop's thread; likewise.
+            ChannelWrongStateError, ChannelClosed, …: the channel is not open. pika only logs that.
+        """
+        if on_publish is not None:
+            validators.require_callback(on_publish, "on_publish")
+        connection = self.connection
+        # Here, so that nothing that the caller changes later is sent.
+        try:
+            publish = self._channel.encode(exchange, routing_key, body, properties, mandatory)
+        except exceptions.ChannelWrongStateError:
+            raise self.closing_error from None
+        if connection.is_ioloop_thread:
+            self.published(self.flow_control.send_nowait(publish), on_publish)
+            return
+        publishing = _Publishing(self, publish, on_publish)
+        if not publishing.accept():
+            publishing.wait(connection.limit(self.flow_control.settings))
+
+    @property
+    def closing_error(self) -> BaseException:
+        """What is raised because the channel is not open; for the package."""
+        return self.flow_control.closing_reason or exceptions.ChannelWrongStateError("Channel is closed.")
+
+    def published(self, receipt: Receipt, on_publish: Any) -> None:
+        """Call pika's `on_publish` for a message that has just been written; for the package."""
+        tag = self.flow_control.delivery_tag(receipt._number)
+        if on_publish is not None and tag is not None:
+            try:
+                on_publish(tag)
+            except Exception as error:
+                log(logging.ERROR, "a publish callback failed: %r", on_publish, error=error)
+
+    def _ended(self, _channel: Any, _reason: Any) -> None:
+        while self.accepted:
+            self.accepted.popleft().lose()
+
+    @property
+    def next_publish_seq_no(self) -> int | None:
+        """As pika's."""
+        flow = self.flow_control
+        return flow.delivery_tag(flow.protocol.admission.next_number)
+
+    def on_flow(self, callback: Callable[[FlowEvent], object]) -> None:
+        """Have a callback called with every flow event, in order.
+
+        Args:
+            callback: called on the IOLoop's thread, so it must return quickly. What would have to wait is refused
+                there.
+        """
+        self.connection.run(lambda: self.flow_control.listen(callback))
+
+    @property
+    def flow_state(self) -> FlowState:
+        """Whether the channel is flowed, by what, since when and how often."""
+        state: FlowState = self.connection.run(self.flow_control.look)
+        return state
+
+
+class Connection(_pika.Connection):  # type: ignore[misc]  # of no known type
+    """pika's thread-safe `Connection`, whose channels wait while the broker has stopped them, at most for a time."""
+
+    # The thread of pika's IOLoop.
+    _ioloop_ident: int | None = None
+
+    def _on_connection_open(self, connection: Any) -> None:
+        # On the IOLoop's thread, before anything after Connection.OpenOk is read.
+        self._ioloop_ident = get_ident()
+        follow(connection)
+        super()._on_connection_open(connection)
+
+    def channel(self, timeout: float | None = _pika.DEFAULT_RPC_TIMEOUT) -> Channel:
+        """As pika's, with flow control."""
+        channel: Any = super().channel(timeout)
+        channel.__class__ = Channel
+        channel.connection, channel.accepted = self, deque()
+        assert isinstance(channel, Channel)
+        self.run(lambda: channel._channel.add_on_close_callback(channel._ended))
+        return channel
+
+    @property
+    def is_ioloop_thread(self) -> bool:
+        """Whether this is the IOLoop's thread; for the package."""
+        return self._ioloop_ident == get_ident()
+
+    def limit(self, settings: Any) -> float | None:
+        """For how many seconds this thread may wait; ``None`` without limit; for the package."""
+        wait: float | None = settings.max_producer_flow_control_wait
+        if self._is_pool_worker_thread():
+            half: float = self._work_queue_put_timeout / 2
+            return half if wait is None else min(wait, half)
+        return wait
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Have something done on the IOLoop's thread, and return its result; for the package."""
+        if self.is_ioloop_thread or self.is_closed:
+            return function()
+        future: Future[Any] = Future()
+
+        def call() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+        self.add_callback_threadsafe(call)
+        return future.result(_pika.DEFAULT_RPC_TIMEOUT)
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(_pika, name)

@@ -1,0 +1,323 @@
+"""pika 1.5's thread-safe `Connection`: a thread that publishes waits."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import qflow_client.pika as pika
+from qflow_client import FlowControlTimeout, HoldKind, ProducerFlowed, flow_manager
+from qflow_client.logs import flush_logs
+from tests.integration.parity import members, parameters
+from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, eventually, start
+
+original = pytest.importorskip("pika.adapters.thread_safe_connection", reason="pika has it from 1.5 on")
+
+
+def end(connection: Any) -> None:
+    """Close a connection, and what pika leaves open."""
+    connection.abort(1)
+    connection._ioloop_thread.join(PATIENCE)
+    transport = connection._connection._transport
+    if transport is not None:
+        # The loop has crashed.
+        transport._sock.close()
+    connection._connection.ioloop.close()
+
+
+@pytest.fixture
+def connect(broker: Any, stack: Any) -> Callable[..., Any]:
+    def connect(url: str | None = None, more: dict[str, Any] | None = None, **settings: Any) -> Any:
+        query = "&".join(f"{name}={value}" for name, value in settings.items())
+        connection = pika.Connection(pika.URLParameters(f"{url or broker.url}?{query}"), **(more or {}))
+        stack.callback(end, connection)
+        return connection
+
+    return connect
+
+
+def stop(broker: Any, channel: Any) -> None:
+    (name,) = (each.name for each in broker.channels() if each.number == channel.channel_number)
+    broker.flow(False, name)
+    eventually(lambda: [hold.kind for hold in channel.flow_state.holds] == [HoldKind.CHANNEL_FLOW])
+
+
+def publish_when_unflowed(channel: Any, body: bytes) -> None:
+    """Publish without a deadline that a slow machine could miss."""
+    eventually(lambda: not channel.flow_state.flowed)
+    channel.connection.run(lambda: channel.basic_publish("", "q", body))
+
+
+def test_E11_it_is_ours_and_has_pikas_members() -> None:
+    assert pika.Connection is pika.adapters.Connection is pika.adapters.thread_safe_connection.Connection
+    for ours, theirs in (
+        (pika.Connection, original.Connection),
+        (pika.adapters.thread_safe_connection.Channel, original.Channel),
+    ):
+        assert issubclass(ours, theirs)
+        for name, member in members(theirs, "__init__", "__enter__", "__exit__").items():
+            found = inspect.getattr_static(ours, name)
+            assert type(found) is type(member), name
+            if inspect.isfunction(member):
+                assert parameters(found) == parameters(member), name
+
+
+def test_J7_threads_wait_while_the_broker_says_stop_and_go_on_in_their_order(broker, connect, wire):
+    channel = connect().channel()
+    stop(broker, channel)
+    wire.wait_for("in", "Channel.FlowOk")
+    stopped = wire.where("in", "Channel.FlowOk")[0]
+
+    def publish(thread: int) -> None:
+        for number in range(20):
+            channel.basic_publish("", "q", b"%d %d" % (thread, number))
+
+    jobs = [start(publish, thread) for thread in range(4)]
+    eventually(lambda: len(channel.flow_control.protocol.admission.waiting) == 4)
+    assert wire.came_between(stopped) == []
+    assert bodies(broker) == []
+    broker.flow(True)
+    for job in jobs:
+        job.result()
+    broker.wait_until(lambda broker: broker.queue("q").depth == 80)
+    for thread in range(4):
+        mine = [body for body in bodies(broker) if body.startswith(b"%d " % thread)]
+        assert mine == [b"%d %d" % (thread, number) for number in range(20)]
+
+
+@pytest.mark.parametrize("how", ["flow", "blocked"])
+def test_E4_a_message_that_was_not_sent_in_time_is_in_the_error_and_never_sent(broker, connect, how):
+    channel = connect(max_producer_flow_control_wait=0.3).channel()
+    if how == "flow":
+        stop(broker, channel)
+    else:
+        broker.block("no memory")
+        eventually(lambda: channel.flow_state.flowed)
+    with Stopwatch() as watch, pytest.raises(FlowControlTimeout) as caught:
+        channel.basic_publish("", "q", b"never")
+    assert watch.kept(0.3)
+    assert caught.value.message == b"never"
+    assert [hold.kind for hold in caught.value.holds] == [
+        HoldKind.CHANNEL_FLOW if how == "flow" else HoldKind.CONNECTION_BLOCKED
+    ]
+    (broker.flow if how == "flow" else lambda _: broker.unblock())(True)
+    publish_when_unflowed(channel, b"later")
+    broker.wait_until(lambda broker: bodies(broker) == [b"later"])
+
+
+def test_C6_the_window_is_full_until_confirms_come_and_on_publish_knows_every_tag_before_its_ack(broker, connect):
+    channel = connect(capacity=3, max_producer_flow_control_wait=PATIENCE).channel()
+    channel.basic_publish("", "q", b"before")
+    known: set[int] = set()
+    early: list[int] = []
+    acked = threading.Semaphore(0)
+
+    def on_answer(answer: Any) -> None:
+        if answer.method.delivery_tag not in known:
+            early.append(answer.method.delivery_tag)
+        acked.release()
+
+    channel.confirm_delivery(on_answer)
+    assert channel.next_publish_seq_no == 1
+    broker.withhold_confirms()
+    for _ in range(3):
+        channel.basic_publish("", "q", b"x", on_publish=known.add)
+    eventually(lambda: channel.next_publish_seq_no == 4)
+    job = start(lambda: [channel.basic_publish("", "q", b"x", on_publish=known.add) for _ in range(50)])
+    eventually(lambda: [hold.kind for hold in channel.flow_state.holds] == [HoldKind.CAPACITY])
+    assert len(known) == 3
+    broker.release_confirms()
+    job.result()
+    eventually(lambda: known == set(range(1, 54)))
+    eventually(lambda: channel.flow_control.protocol.unsettled == 0)
+    assert acked.acquire(timeout=PATIENCE)
+    assert early == []
+
+
+def test_E2_the_ioloops_thread_publishes_at_once_or_is_refused(broker, connect):
+    connection = connect()
+    channel = connection.channel()
+    results: list[Any] = []
+    done = threading.Semaphore(0)
+
+    def publish() -> None:
+        try:
+            results.append(channel.basic_publish("", "q", b"from the loop"))
+        except ProducerFlowed as error:
+            results.append(error)
+        done.release()
+
+    connection.add_callback_threadsafe(publish)
+    assert done.acquire(timeout=PATIENCE)
+    stop(broker, channel)
+    connection.add_callback_threadsafe(publish)
+    assert done.acquire(timeout=PATIENCE)
+    assert results[0] is None
+    assert isinstance(results[1], ProducerFlowed)
+    assert not isinstance(results[1], FlowControlTimeout)
+    broker.flow(True)
+    broker.wait_until(lambda broker: bodies(broker) == [b"from the loop"])
+
+
+def test_E2_a_flow_callback_and_on_publish_may_publish(broker, connect):
+    channel = connect(capacity=50).channel()
+    channel.confirm_delivery(lambda _answer: None)
+    tags: list[int] = []
+    again: list[int] = []
+    channel.on_flow(lambda event: event.flowed or channel.basic_publish("", "q", b"unflowed"))
+    stop(broker, channel)
+
+    def on_publish(tag: int) -> None:
+        tags.append(tag)
+        channel.basic_publish("", "q", b"nested", on_publish=again.append)
+
+    jobs = [start(channel.basic_publish, "", "q", b"waits", None, False, on_publish) for _ in range(3)]
+    eventually(lambda: len(channel.flow_control.protocol.admission.waiting) == 3)
+    broker.flow(True)
+    for job in jobs:
+        job.result()
+    broker.wait_until(lambda broker: broker.queue("q").depth == 7)
+    found = bodies(broker)
+    assert {found[tag - 1] for tag in tags} == {b"waits"}
+    assert {found[tag - 1] for tag in again} == {b"nested"}
+    assert len(set(tags) | set(again)) == 6
+
+
+def test_E2_a_consumers_callback_waits_and_raises_before_pika_gives_the_connection_up(broker, connect):
+    connection = connect(more={"work_queue_maxsize": 2, "work_queue_put_timeout": 2.0})
+    consuming, publishing = connection.channel(), connection.channel()
+    consuming.queue_declare("in")
+    stop(broker, publishing)
+    errors: list[BaseException] = []
+
+    def on_message(_channel: Any, _method: Any, _properties: Any, body: bytes) -> None:
+        try:
+            publishing.basic_publish("", "q", body)
+        except FlowControlTimeout as error:
+            errors.append(error)
+
+    consuming.basic_consume("in", on_message, auto_ack=True)
+    other = connect().channel()
+    for number in range(6):
+        other.basic_publish("", "in", b"%d" % number)
+    eventually(lambda: errors)
+    broker.flow(True)
+    eventually(lambda: len(errors) + broker.queue("q").depth == 6)
+    assert connection.is_open
+
+
+def test_E4_a_loop_that_does_not_answer_ends_no_deadline(broker, connect):
+    connection = connect(max_producer_flow_control_wait=2)
+    channel = connection.channel()
+    go_on = threading.Semaphore(0)
+    stop(broker, channel)
+    job = start(channel.basic_publish, "", "q", b"in line")
+    eventually(lambda: channel.flow_control.protocol.admission.waiting)
+    connection.add_callback_threadsafe(lambda: go_on.acquire(timeout=PATIENCE) and None)
+    with Stopwatch() as watch, pytest.raises(FlowControlTimeout):
+        channel.basic_publish("", "q", b"not in line yet")
+    assert watch.kept(2)
+    with pytest.raises(FlowControlTimeout):
+        job.result()
+    broker.flow(True)
+    go_on.release()
+    publish_when_unflowed(channel, b"last")
+    broker.wait_until(lambda broker: bodies(broker) == [b"last"])
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["goes on", "ends"])
+def test_what_was_accepted_is_sent_after_a_stop_or_the_log_says_that_it_was_not(broker, connect, caplog, ends):
+    connection = connect()
+    channel = connection.channel()
+    go_on = threading.Semaphore(0)
+    connection.add_callback_threadsafe(lambda: go_on.acquire(timeout=PATIENCE) and None)
+    flow_manager.stop_all()
+    try:
+        # The IOLoop's thread does not know yet that it is stopped.
+        headers = {"a": 1}
+        channel.basic_publish("", "q", b"accepted", pika.BasicProperties(headers=headers))
+        headers["a"] = 2
+        assert len(channel.accepted) == 1
+        go_on.release()
+        eventually(lambda: channel.flow_control.protocol.admission.waiting)
+        assert bodies(broker) == []
+        if ends:
+            channel.close()
+    finally:
+        flow_manager.start_all()
+    if ends:
+        assert flush_logs(PATIENCE)
+        assert "a message was not sent" in caplog.text
+    else:
+        broker.wait_until(lambda broker: bodies(broker) == [b"accepted"])
+        assert broker.messages("q")[0].properties.headers == {"a": 1}
+
+
+@pytest.mark.parametrize("how", ["channel", "connection", "broker", "cut", "crash"])
+def test_E2_what_ends_the_channel_ends_the_wait(broker, connect, proxy, how):
+    connection = connect(proxy.url(broker), max_producer_flow_control_wait=PATIENCE * 5)
+    channel = connection.channel()
+    stop(broker, channel)
+    job = start(channel.basic_publish, "", "q", b"never")
+    eventually(lambda: channel.flow_control.protocol.admission.waiting)
+    began = time.monotonic()
+    if how == "channel":
+        channel.close()
+    elif how == "connection":
+        connection.close()
+    elif how == "broker":
+        connection.add_callback_threadsafe(lambda: channel._channel.queue_declare("missing", passive=True))
+    elif how == "cut":
+        proxy.cut()
+    else:
+        connection.add_callback_threadsafe(lambda: 1 / 0)
+    kinds = {
+        "broker": pika.exceptions.ChannelClosedByBroker,
+        "cut": pika.exceptions.AMQPConnectionError,
+        "crash": ZeroDivisionError,
+    }
+    with pytest.raises(kinds.get(how, pika.exceptions.AMQPError)):
+        job.result()
+    assert time.monotonic() - began < PATIENCE * 4
+    with pytest.raises(kinds.get(how, pika.exceptions.AMQPError) if how != "broker" else pika.exceptions.AMQPError):
+        channel.basic_publish("", "q", b"never")
+    broker.flow(True)
+    assert bodies(broker) == []
+
+
+def test_what_pikas_transport_holds_is_bounded(broker, connect, proxy):
+    connection = connect(proxy.url(broker), max_unwritten_bytes=100_000, max_producer_flow_control_wait=0.3)
+    channel = connection.channel()
+    proxy.stop_reading()
+    sent = 0
+
+    def fill() -> None:
+        nonlocal sent
+        while True:
+            channel.basic_publish("", "q", bytes(60_000))
+            sent += 1
+
+    with pytest.raises(FlowControlTimeout) as caught:
+        fill()
+    assert [hold.kind for hold in caught.value.holds] == [HoldKind.TRANSPORT]
+    proxy.go_on_reading()
+    publish_when_unflowed(channel, b"last")
+    broker.wait_until(lambda broker: broker.queue("q").depth == sent + 1)
+
+
+def test_when_flowed_raise_does_not_wait_and_a_rate_lets_go(broker, connect):
+    channel = connect(when_flowed="raise").channel()
+    stop(broker, channel)
+    with pytest.raises(ProducerFlowed) as caught:
+        channel.basic_publish("", "q", b"never")
+    assert not isinstance(caught.value, FlowControlTimeout)
+    broker.flow(True)
+    limited = connect(rate=50, rate_burst=1).channel()
+    for number in range(10):
+        limited.basic_publish("", "q", b"%d" % number)
+    broker.wait_until(lambda broker: bodies(broker) == [b"%d" % number for number in range(10)])
