@@ -6,7 +6,8 @@ thread of the application or as ``qflow relay``. It needs the extra ``sqlalchemy
 
 from __future__ import annotations
 
+from qflow_client.sqlalchemy.inbox import Inbox
 from qflow_client.sqlalchemy.outbox import FailedRow, Outbox, OutboxStatus
 from qflow_client.sqlalchemy.relay import OutboxRelay, RelayCounts, RelayError, engine_of
 
-__all__ = ["FailedRow", "Outbox", "OutboxRelay", "OutboxStatus", "RelayCounts", "RelayError", "engine_of"]
+__all__ = ["FailedRow", "Inbox", "Outbox", "OutboxRelay", "OutboxStatus", "RelayCounts", "RelayError", "engine_of"]

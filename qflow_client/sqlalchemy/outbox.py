@@ -14,14 +14,13 @@ from datetime import UTC, datetime
 from typing import Any, overload
 
 from sqlalchemy import Connection, Insert, MetaData, delete, func, insert, select, text
-from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
 from qflow_client.amqp.fields import encode_short_string
 from qflow_client.amqp.frames import FrameError, content_header
 from qflow_client.message import Message, RoutedMessage, as_body, decode_message
-from qflow_client.sqlalchemy.tables import PARTITIONS, Tables, partition_of
+from qflow_client.sqlalchemy.tables import PARTITIONS, Tables, dialect_of, partition_of
 
 __all__ = ["FailedRow", "Outbox", "OutboxStatus"]
 
@@ -143,7 +142,7 @@ class Outbox:
         values, message_id = self._values(message, exchange, routing_key, ordering_key)
         if isinstance(session, (AsyncSession, AsyncConnection)):
             return self._execute(session, values, message_id)
-        session.execute(self._insert(_dialect(session)), values)
+        session.execute(self._insert(dialect_of(session, self.tables.rows)), values)
         return message_id
 
     @overload
@@ -197,12 +196,12 @@ class Outbox:
         if isinstance(session, (AsyncSession, AsyncConnection)):
             return self._execute(session, rows, ids)
         if rows:
-            session.execute(self._insert(_dialect(session)), rows)
+            session.execute(self._insert(dialect_of(session, self.tables.rows)), rows)
         return ids
 
     async def _execute(self, session: AsyncSession | AsyncConnection, values: Any, result: Any) -> Any:
         if values:
-            await session.execute(self._insert(_dialect(session)), values)
+            await session.execute(self._insert(dialect_of(session, self.tables.rows)), values)
         return result
 
     def _insert(self, dialect: str) -> Insert:
@@ -248,7 +247,7 @@ class Outbox:
         depth = connection.execute(select(func.count()).select_from(rows)).scalar_one()
         oldest = connection.execute(select(rows.c.created_at).order_by(rows.c.id).limit(1)).scalar()
         relays = None
-        if _dialect(connection) == "postgresql":
+        if dialect_of(connection, self.tables.rows) == "postgresql":
             locks = (
                 "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND objsubid = 2 AND granted"
                 " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
@@ -304,7 +303,7 @@ class Outbox:
         if not found:
             return 0
         connection.execute(delete(failed).where(failed.c.id.in_([row.id for row in found])))
-        statement = self._insert(_dialect(connection))
+        statement = self._insert(dialect_of(connection, self.tables.rows))
         connection.execute(statement, [{name: getattr(row, name) for name in names} for row in found])
         return len(found)
 
@@ -328,15 +327,6 @@ def _message_of(row: Any) -> RoutedMessage | None:
         return RoutedMessage.copy_of(decode_message(row.properties, row.body), row.exchange, row.routing_key)
     except FrameError:
         return None
-
-
-def _dialect(session: Any) -> str:
-    """Return the name of the database that a session or connection is for."""
-    if isinstance(session, (Session, AsyncSession)):
-        return str(session.get_bind().dialect.name)
-    if hasattr(session, "dialect"):
-        return str(session.dialect.name)
-    raise InvalidRequestError(f"{type(session).__name__} is neither a session nor a connection of SQLAlchemy")
 
 
 def _aware(at: datetime) -> datetime:

@@ -27,7 +27,6 @@ look at the table, and finds whatever this arithmetic cannot know, such as rows 
 
 from __future__ import annotations
 
-import select
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,7 +35,7 @@ from typing import Any
 
 from sqlalchemy import Engine, text
 
-from qflow_client.sqlalchemy.sessions import Aside, RelayError, Row
+from qflow_client.sqlalchemy.sessions import Aside, RelayError, Row, wait_readable
 from qflow_client.sqlalchemy.tables import PARTITIONS, Tables
 
 __all__ = ["PostgresqlSession"]
@@ -308,10 +307,8 @@ class PostgresqlSession:
         """
         driver = self._driver.pgconn
         self._take_notices()
-        if not self._is_noticed:
-            ready, _, _ = select.select([driver.socket, wake], [], [], timeout)
-            if driver.socket in ready:
-                self._take_notices()
+        if not self._is_noticed and driver.socket in wait_readable((driver.socket, wake.fileno()), timeout):
+            self._take_notices()
         noticed, self._is_noticed = self._is_noticed, False
         return noticed
 

@@ -117,7 +117,7 @@ class OutboxRelay:
         #: What ended its last tenure; ``None`` while it works.
         self.error: Exception | None = None
         self._tenure: Tenure | None = None
-        self._waker = Waker()
+        self._waker: Waker | None = None
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -140,7 +140,8 @@ class OutboxRelay:
         """
         if self._thread is not None:
             raise RuntimeError("a relay can be started once; make another one")
-        self._thread = threading.Thread(target=self._run, name="qflow-outbox-relay", daemon=True)
+        self._waker = Waker()
+        self._thread = threading.Thread(target=self._run, args=(self._waker,), name="qflow-outbox-relay", daemon=True)
         self._thread.start()
 
     def close(self, timeout: float | None = None) -> bool:
@@ -154,7 +155,7 @@ class OutboxRelay:
         """
         self._stopping.set()
         thread = self._thread
-        if thread is None:
+        if thread is None or self._waker is None:
             return True
         self._waker.wake()
         thread.join(timeout)
@@ -169,13 +170,13 @@ class OutboxRelay:
     ) -> None:
         self.close()
 
-    def _run(self) -> None:
+    def _run(self, waker: Waker) -> None:
         pause = _FIRST_PAUSE
         try:
             while not self._stopping.is_set():
                 began = _monotonic()
                 try:
-                    self._work()
+                    self._work(waker)
                 except Exception as error:
                     self.error = error
                     if not isinstance(error, RelayError):
@@ -188,17 +189,17 @@ class OutboxRelay:
                 self._stopping.wait(pause * random.uniform(0.75, 1.25))
                 pause = min(_LONGEST_PAUSE, 2 * pause)
         finally:
-            self._waker.close()
+            waker.close()
             if self._owns_engine:
                 self._engine.dispose()
 
-    def _work(self) -> None:
+    def _work(self, waker: Waker) -> None:
         """One tenure."""
         session: Session = _SESSIONS[self._engine.dialect.name](self._engine, self._tables, self._lease)
         tenure = Tenure(
             session,
             self.counts,
-            self._waker,
+            waker,
             lease=self._lease,
             poll=self._poll,
             is_stopping=self._stopping.is_set,

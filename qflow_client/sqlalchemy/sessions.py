@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import select
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from qflow_client.errors import QflowError
 
-__all__ = ["Aside", "RelayError", "Row", "Session"]
+__all__ = ["Aside", "RelayError", "Row", "Session", "wait_readable"]
 
 
 class RelayError(QflowError):
@@ -48,3 +50,16 @@ class Session(Protocol):
     def ping(self) -> None: ...
     def wait(self, wake: socket.socket, timeout: float) -> bool: ...
     def close(self) -> None: ...
+
+
+def wait_readable(descriptors: Iterable[int], timeout: float) -> set[int]:
+    """Wait until one of some descriptors can be read, and return those that can.
+
+    Args:
+        descriptors: of any number, where `select.select` takes those below 1024 only.
+        timeout: seconds.
+    """
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll(math.ceil(timeout * 1000))}

@@ -4,24 +4,22 @@ Writers of SQLite take turns, and a row gets its id in its writer's turn. So row
 ids, and what is behind the last row that was read is exactly what is new.
 
 One relay at a time works on a database: it holds a lock on the file ``<database>.relay``, which ends with its process.
-A database in memory belongs to its process, and has no such file.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-import select
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
-from sqlalchemy import Engine, bindparam, delete, insert, literal, update
+from sqlalchemy import Engine, bindparam, delete, insert, literal, text, update
 from sqlalchemy import select as query
 from sqlalchemy.exc import IntegrityError
 
 from qflow_client.files import open_private
-from qflow_client.sqlalchemy.sessions import Aside, RelayError, Row
+from qflow_client.sqlalchemy.sessions import Aside, RelayError, Row, wait_readable
 from qflow_client.sqlalchemy.tables import PARTITIONS, Tables
 
 __all__ = ["SqliteSession"]
@@ -40,7 +38,7 @@ class SqliteSession:
         lease: is for databases that are reached through a network.
 
     Raises:
-        RelayError: the driver is asynchronous.
+        RelayError: the driver is asynchronous, or the database is in memory.
         sqlalchemy.exc.SQLAlchemyError: the database cannot be used.
     """
 
@@ -58,10 +56,13 @@ class SqliteSession:
         self.is_full = True
         self._lock: int | None = None
         self._has_all = False
-        path = engine.url.database
-        self._path = None if path in (None, "", ":memory:") or "mode=memory" in str(path) else f"{path}.relay"
         self._connection = engine.connect()
         try:
+            with self._connection.begin():
+                path = self._connection.execute(text("PRAGMA database_list")).first()[2]  # type: ignore[index]
+            if not path:
+                raise RelayError("a relay needs a database that is a file; one in memory belongs to one thread")
+            self._path = f"{path}.relay"
             with self._connection.begin(), suppress(IntegrityError):
                 self._connection.execute(
                     insert(tables.relay),
@@ -78,7 +79,7 @@ class SqliteSession:
         return set(_PARTITIONS)
 
     def take(self, partitions: Iterable[int]) -> dict[int, int]:
-        if not self._has_all and self._path is not None:
+        if not self._has_all:
             self._lock = open_private(self._path, os.O_RDWR)
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -94,9 +95,10 @@ class SqliteSession:
 
     def give_up(self, partitions: Iterable[int]) -> None:
         """Give up all partitions, of which everything that was sent is confirmed and deleted."""
-        with self._connection.begin():
-            self._connection.execute(update(self._tables.relay).values(permitted=0))
-        self._unlock()
+        if self._has_all:
+            with self._connection.begin():
+                self._connection.execute(update(self._tables.relay).values(permitted=0))
+            self._unlock()
 
     def _unlock(self) -> None:
         self._has_all = False
@@ -153,7 +155,7 @@ class SqliteSession:
         pass
 
     def wait(self, wake: socket.socket, timeout: float) -> bool:
-        select.select([wake], [], [], timeout)
+        wait_readable((wake.fileno(),), timeout)
         return False
 
     def close(self) -> None:

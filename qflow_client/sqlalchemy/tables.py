@@ -13,12 +13,26 @@ from __future__ import annotations
 from typing import Any
 from zlib import crc32
 
-from sqlalchemy import BigInteger, Column, DateTime, Index, Integer, LargeBinary, MetaData, SmallInteger, Table, Text
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Connection,
+    DateTime,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    SmallInteger,
+    Table,
+    Text,
+)
 from sqlalchemy import func as sql
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.orm import Session
 from sqlalchemy.sql.expression import ColumnElement
 
-__all__ = ["PARTITIONS", "Tables", "partition_of"]
+__all__ = ["PARTITIONS", "Tables", "dialect_of", "partition_of"]
 
 #: Into how many parts the ordering keys are divided. Applications of any release write it, so it never changes. It is
 #: also the most relays that can share the work.
@@ -28,6 +42,21 @@ PARTITIONS = 16
 def partition_of(ordering_key: str) -> int:
     """Return the partition of an ordering key."""
     return crc32(ordering_key.encode()) % PARTITIONS
+
+
+def dialect_of(session: Any, table: Table) -> str:
+    """Return the name of the database in which a session or connection has a table.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(session, AsyncSession):
+        session = session.sync_session
+    if isinstance(session, Session):
+        return str(session.get_bind(clause=table).dialect.name)
+    if isinstance(session, (Connection, AsyncConnection)):
+        return str(session.dialect.name)
+    raise TypeError(f"a session or connection of SQLAlchemy is needed, not {type(session).__name__}")
 
 
 class _TransactionId(ColumnElement[int]):

@@ -316,6 +316,10 @@ class Tenure:
                 receipt = producer.send_nowait(message, exchange=row.exchange, routing_key=row.routing_key)
             except ProducerFlowed:
                 return
+            except ValueError as error:
+                pending.popleft()
+                self._aside.append((row.id, f"it cannot be encoded: {error}"))
+                continue
             in_flight[receipt] = row
             pending.popleft()
 

@@ -14,8 +14,9 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
 from benchmarks.postgresql import PostgresqlServer
 from qflow_client import Message, SettingsError
+from qflow_client.amqp.frames import content_header
 from qflow_client.broker import Broker
-from qflow_client.sqlalchemy import Outbox, OutboxRelay
+from qflow_client.sqlalchemy import Outbox, OutboxRelay, RelayError
 
 from .support import FAST, add, bodies, depth, eventually, marks, permit, permitted
 
@@ -101,17 +102,20 @@ def test_E14_a_message_that_no_queue_takes_is_set_aside_with_the_reply_and_can_b
 
 def test_E10_a_damaged_row_is_set_aside_and_withholds_no_other(engine: Engine, outbox: Outbox, broker: Broker) -> None:
     damaged = {"partition": 0, "exchange": "", "routing_key": "q", "properties": b"nonsense", "body": b"damaged"}
+    header = content_header(Message(b""))
     with engine.begin() as connection:
         connection.execute(insert(outbox.tables.rows), damaged)
+        connection.execute(insert(outbox.tables.rows), damaged | {"properties": header, "exchange": "x" * 256})
         outbox.add(connection, b"good", routing_key="q")
     with OutboxRelay(engine, broker.url, outbox=outbox, **FAST) as relay:
-        eventually(lambda: relay.counts.set_aside == 1 and relay.counts.confirmed == 1)
+        eventually(lambda: relay.counts.set_aside == 2 and relay.counts.confirmed == 1)
     assert bodies(broker) == [b"good"]
     with engine.begin() as connection:
-        (failed,) = outbox.failed(connection)
-        assert failed.message is None
-        assert "damaged" in failed.reply
-        assert outbox.forget(connection, [failed.id]) == 1
+        first, second = outbox.failed(connection)
+        assert first.message is None
+        assert "damaged" in first.reply
+        assert "256" in second.reply
+        assert outbox.forget(connection, [first.id, second.id]) == 2
         assert outbox.failed(connection) == []
 
 
@@ -178,6 +182,10 @@ def test_E14_on_sqlite_one_relay_works_and_the_next_takes_over(tmp_path: Path, b
             add(engine, outbox, b"1")
             eventually(lambda: second.counts.confirmed == 1)
             assert not first.partitions
+            # One that waits and ends takes nothing back of what another has permitted.
+            with OutboxRelay(engine, broker.url, outbox=outbox, **FAST) as third:
+                eventually(lambda: third.counts.tenures == 1)
+            assert permitted(engine, outbox) == 1
             second.close()
             eventually(lambda: len(first.partitions) == 16)
             add(engine, outbox, b"2")
@@ -224,6 +232,12 @@ def test_E14_asynchronous_sessions_add_messages(postgresql: PostgresqlServer, br
 def test_E14_what_a_relay_cannot_do_is_refused(values: dict[str, Any], word: str) -> None:
     with pytest.raises(SettingsError, match=word):
         OutboxRelay(**{"database": "sqlite://", **values})
+
+
+def test_E14_a_relay_needs_a_database_that_is_a_file(broker: Broker) -> None:
+    with OutboxRelay("sqlite://", broker.url) as relay:
+        eventually(lambda: isinstance(relay.error, RelayError))
+    assert "memory" in str(relay.error)
 
 
 def test_E8_no_password_of_the_database_is_in_an_error() -> None:

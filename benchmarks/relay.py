@@ -1,0 +1,338 @@
+"""The relay of an outbox in PostgreSQL beside a naive loop and txoutbox: confirmed, durable rows a second of one run.
+
+PostgreSQL is a private server with its default durability. ``--check`` fails below the bars.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from statistics import median, quantiles
+from typing import Any
+
+import aio_pika
+import asyncpg
+import pika
+from sqlalchemy import Engine, create_engine, text
+
+from benchmarks.embedded import DEFAULT_URL, EMBEDDED, broker_url
+from benchmarks.postgresql import server
+from qflow_client.broker import Broker
+from qflow_client.receipt import Receipt
+from qflow_client.sqlalchemy import Outbox, OutboxRelay
+from qflow_client.sqlalchemy.tenure import Tenure
+
+__all__ = ["Result", "measure"]
+
+_QUEUE = "qflow.relay.benchmark"
+_KEYS = 100
+# Seconds that anything may take.
+_PATIENCE = 600.0
+# Rows of the loops that are slow, and of one round at a small depth.
+_SLOW = 2000
+_SMALL = 1000
+_ROUNDS = 15
+# Commits a second, and how many, for the latency.
+_COMMITS = (500, 3000)
+#: Rows a second of the relay; its ratio to the naive loop; the ratio of its rates at the large and the small depth;
+#: milliseconds from commit to confirm, p99.
+BARS = (5000.0, 10.0, 1.0, 20.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What was measured.
+
+    Attributes:
+        relay: rows a second, from a full table.
+        naive: of a loop that selects a row, publishes it, waits for the confirm, deletes it and commits.
+        naive_100: the same with 100 rows in a transaction.
+        txoutbox: of txoutbox with its storage, and aio-pika to publish; ``None`` if it is not installed.
+        to_naive: the ratio of the first two.
+        small: median of the relay's rates at a depth of 1000.
+        large: its rate at the large depth, over as many rows as `relay`.
+        depth: the large depth.
+        to_small: the ratio of these rates.
+        latency_p50: milliseconds from the return of a commit to the confirm.
+        latency_p99: likewise.
+        flowed_commits: transactions a second of a database whose relay is flowed, with rows waiting.
+    """
+
+    relay: float
+    naive: float
+    naive_100: float
+    txoutbox: float | None
+    to_naive: float
+    small: float
+    large: float
+    depth: int
+    to_small: float
+    latency_p50: float
+    latency_p99: float
+    flowed_commits: float
+
+    def missed(self) -> list[str]:
+        """Return the bars that it does not reach."""
+        rate, ratio, depth, latency = BARS
+        found = []
+        if self.relay < rate:
+            found.append(f"{self.relay:,.0f} rows/s, below {rate:,.0f}")
+        if self.to_naive < ratio:
+            found.append(f"{self.to_naive:.1f} times the naive loop, below {ratio:.0f}")
+        if self.to_small < depth:
+            found.append(f"{self.to_small:.2f} of the rate at a small depth, below {depth:.2f}")
+        if self.latency_p99 > latency:
+            found.append(f"{self.latency_p99:.1f} ms from commit to confirm, above {latency:.0f}")
+        return found
+
+
+class _Bench:
+    def __init__(self, engine: Engine, url: str) -> None:
+        self.engine = engine
+        self.url = url
+        self.outbox = Outbox()
+
+    def fill(self, rows: int) -> None:
+        """Fill the table with rows, and empty the queue."""
+        table = self.outbox.tables.full_name
+        with self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            connection.execute(text(f"TRUNCATE {table}"))
+            self._copy(connection, rows)
+            connection.execute(text(f"VACUUM ANALYZE {table}"))
+        with pika.BlockingConnection(pika.URLParameters(self.url)) as amqp:
+            channel = amqp.channel()
+            channel.queue_declare(_QUEUE, durable=True)
+            channel.queue_purge(_QUEUE)
+
+    def _copy(self, connection: Any, rows: int) -> None:
+        """Make rows as `Outbox.add` does, by copies of one for each key."""
+        sample = Outbox(name="sample")
+        sample.metadata.drop_all(connection)
+        sample.metadata.create_all(connection)
+        for key in range(_KEYS):
+            sample.add(connection, b"x" * 100, routing_key=_QUEUE, ordering_key=str(key))
+        names = "partition, ordering_key, exchange, routing_key, properties, body"
+        connection.execute(
+            text(
+                f"INSERT INTO {self.outbox.tables.full_name} ({names}) SELECT {names} FROM sample,"
+                f" generate_series(1, {-(-rows // _KEYS)}) number ORDER BY number, id LIMIT {rows}"
+            )
+        )
+
+    def _until(self, condition: Callable[[], bool], what: str) -> None:
+        until = time.monotonic() + _PATIENCE
+        while not condition():
+            if time.monotonic() > until:
+                raise RuntimeError(f"{what} has not happened for {_PATIENCE:g} s")
+            time.sleep(0.001)
+
+    def relay(self, rows: int, depth: int) -> float:
+        """Rows a second of the relay, over the first rows of a table, from the first confirm on."""
+        self.fill(depth)
+        with OutboxRelay(self.engine, self.url, outbox=self.outbox) as relay:
+            self._until(lambda: relay.counts.confirmed > 0, "a confirm")
+            first, began = relay.counts.confirmed, time.perf_counter()
+            self._until(lambda: relay.counts.confirmed >= rows, "all confirms")
+            return (relay.counts.confirmed - first) / (time.perf_counter() - began)
+
+    def small(self) -> float:
+        """Rows a second of a relay that runs, from commits of few rows to their last confirm."""
+        self.fill(0)
+        rates = []
+        with OutboxRelay(self.engine, self.url, outbox=self.outbox) as relay:
+            self._until(lambda: len(relay.partitions) == 16, "the beginning")
+            for number in range(1, _ROUNDS + 1):
+                with self.engine.begin() as connection:
+                    self._copy(connection, _SMALL)
+                    connection.execute(text(f"NOTIFY {self.outbox.tables.channel}"))
+                began = time.perf_counter()
+                expected = number * _SMALL
+                self._until(lambda: relay.counts.confirmed >= expected, "all confirms")  # noqa: B023  # called at once
+                rates.append(_SMALL / (time.perf_counter() - began))
+        return median(rates)
+
+    def naive(self, rows: int, batch: int) -> float:
+        """Rows a second of a loop as it is written at first."""
+        self.fill(rows)
+        query = text(
+            "SELECT id, exchange, routing_key, body FROM qflow_outbox ORDER BY id LIMIT :batch FOR UPDATE SKIP LOCKED"
+        )
+        with (
+            pika.BlockingConnection(pika.URLParameters(self.url)) as amqp,
+            self.engine.connect() as connection,
+        ):
+            channel = amqp.channel()
+            channel.confirm_delivery()
+            properties = pika.BasicProperties(delivery_mode=2)
+            began = time.perf_counter()
+            while found := connection.execute(query, {"batch": batch}).all():
+                for row in found:
+                    channel.basic_publish(row.exchange, row.routing_key, row.body, properties, mandatory=True)
+                    connection.execute(text("DELETE FROM qflow_outbox WHERE id = :id"), {"id": row.id})
+                connection.commit()
+            return rows / (time.perf_counter() - began)
+
+    def txoutbox(self, rows: int) -> float | None:
+        """Rows a second of txoutbox, which marks rows as done or deletes them; here it deletes them."""
+        try:
+            from txoutbox import Relay, RelayConfig
+            from txoutbox.adapters.postgres import PostgresStorage
+        except ImportError:
+            return None
+        self.fill(0)
+
+        async def main() -> float:
+            dsn = self.engine.url.set(drivername="postgresql").render_as_string(hide_password=False)
+            pool = await asyncpg.create_pool(dsn)
+            connection = await aio_pika.connect(self.url)
+            async with pool, connection:
+                storage = PostgresStorage(pool, table="txoutbox", delete_on_ack=True)
+                await pool.execute(storage.schema_sql())
+                await pool.execute(
+                    "INSERT INTO txoutbox (topic, key, payload)"
+                    f" SELECT $1, (number % {_KEYS})::text, $2 FROM generate_series(1, $3::int) number",
+                    *(_QUEUE, b"x" * 100, rows),
+                )
+                await pool.execute("VACUUM ANALYZE txoutbox")
+                channel = await connection.channel()
+
+                async def publish(message: Any) -> None:
+                    body = aio_pika.Message(message.payload, delivery_mode=2)
+                    await channel.default_exchange.publish(body, message.topic)
+
+                config = RelayConfig(batch_size=500, concurrency=100, publish_timeout=10.0)
+                relay = Relay(storage, publish, config=config)
+                began = time.perf_counter()
+                task = asyncio.create_task(relay.run())
+                query = "SELECT count(*) FROM txoutbox WHERE status = 'pending'"
+                while await pool.fetchval(query):  # noqa: ASYNC110  # other processes' rows have no event
+                    await asyncio.sleep(0.02)
+                rate: float = rows / (time.perf_counter() - began)
+                relay.stop()
+                await task
+                return rate
+
+        return asyncio.run(main())
+
+    def latency(self) -> tuple[float, float]:
+        """Milliseconds from the return of a commit to the confirm: median and p99."""
+        rate, count = _COMMITS
+        self.fill(0)
+        committed: dict[str, float] = {}
+        confirmed: dict[str, float] = {}
+        with _confirms_of(confirmed), OutboxRelay(self.engine, self.url, outbox=self.outbox) as relay:
+            self._until(lambda: len(relay.partitions) == 16, "the beginning")
+            began = time.perf_counter()
+            with self.engine.connect() as connection:
+                for number in range(count):
+                    time.sleep(max(0.0, began + number / rate - time.perf_counter()))
+                    message_id = self.outbox.add(connection, b"x" * 100, routing_key=_QUEUE, ordering_key=str(number))
+                    connection.commit()
+                    committed[message_id] = time.perf_counter()
+            self._until(lambda: len(confirmed) >= count, "all confirms")
+        taken = [1000 * max(0.0, confirmed[each] - at) for each, at in committed.items()]
+        return median(taken), quantiles(taken, n=100)[98]
+
+    def flowed(self) -> float:
+        """Transactions a second of the database, while the relay is flowed and rows wait."""
+        query = text("SELECT xact_commit FROM pg_stat_database WHERE datname = current_database()")
+        with Broker() as broker, self.engine.connect() as connection:
+            broker.declare_queue(_QUEUE)
+            with OutboxRelay(self.engine, broker.url, outbox=self.outbox):
+                broker.wait_until(lambda broker: broker.producers)
+                broker.flow(False)
+                self._copy(connection, 10_000)
+                connection.execute(text(f"NOTIFY {self.outbox.tables.channel}"))
+                connection.commit()
+                time.sleep(2)
+                before = connection.execute(query).scalar_one()
+                connection.commit()
+                time.sleep(10)
+                after: int = connection.execute(query).scalar_one()
+                broker.flow(True)
+        return float(after - before - 1) / 10
+
+
+@contextmanager
+def _confirms_of(confirmed: dict[str, float]) -> Iterator[None]:
+    """Note when each message is confirmed."""
+    settled = Tenure.settled
+
+    def note(self: Tenure, receipt: Receipt) -> None:
+        confirmed[str(receipt.message_id)] = time.perf_counter()
+        settled(self, receipt)
+
+    Tenure.settled = note  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Tenure.settled = settled  # type: ignore[method-assign]
+
+
+def measure(url: str, *, rows: int = 50_000, depth: int = 1_000_000) -> Result:
+    """Measure everything, in one run.
+
+    Args:
+        url: of the broker.
+        rows: of the fast ways.
+        depth: the large one.
+    """
+    with server() as database:
+        engine = create_engine(database.url)
+        bench = _Bench(engine, url)
+        bench.outbox.metadata.create_all(engine)
+        naive = [bench.naive(_SLOW, 1)]
+        relay = bench.relay(rows, rows)
+        naive.append(bench.naive(_SLOW, 1))
+        naive_100 = bench.naive(_SLOW, 100)
+        txoutbox = bench.txoutbox(5 * _SLOW)
+        small = bench.small()
+        large = bench.relay(rows, depth)
+        p50, p99 = bench.latency()
+        flowed = bench.flowed()
+        engine.dispose()
+    slow = median(naive)
+    return Result(
+        relay=relay,
+        naive=slow,
+        naive_100=naive_100,
+        txoutbox=txoutbox,
+        to_naive=relay / slow,
+        small=small,
+        large=large,
+        depth=depth,
+        to_small=large / small,
+        latency_p50=p50,
+        latency_p99=p99,
+        flowed_commits=flowed,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.relay", description=__doc__)
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"amqp:// URL of the broker, or {EMBEDDED} (%(default)s)")
+    parser.add_argument("--rows", type=int, default=50_000, help="of the fast ways (%(default)s)")
+    parser.add_argument("--depth", type=int, default=1_000_000, help="the large one (%(default)s)")
+    parser.add_argument("--check", action="store_true", help="fail below the bars")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    with broker_url(arguments.url) as url:
+        result = measure(url, rows=arguments.rows, depth=arguments.depth)
+    if arguments.json:
+        print(json.dumps(asdict(result)))
+    else:
+        print("\n".join(f"{name}: {value}" for name, value in asdict(result).items()))
+    missed = result.missed()
+    for each in missed:
+        print(f"missed: {each}", file=sys.stderr)
+    return 1 if missed and arguments.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
