@@ -6,9 +6,7 @@ parameters are pika's own with flow control added; everything else is pika's own
 
 from __future__ import annotations
 
-import sys
 from contextlib import suppress
-from importlib import import_module
 from typing import Any
 
 import pika as _pika
@@ -26,6 +24,7 @@ from qflow_client.pika.adapters import AsyncioConnection, BlockingConnection, Se
 from qflow_client.pika.adapters.blocking_connection import BlockingChannel
 from qflow_client.pika.channel import Channel
 from qflow_client.pika.connection import ConnectionParameters, URLParameters
+from qflow_client.pika.mirror import alias, mirror, passed_on
 from qflow_client.pika.wrapping import wrap
 
 __all__ = [
@@ -54,23 +53,12 @@ with suppress(ImportError):
 
     __all__ += ["Connection"]
 
-# Some releases of pika have more.
-__all__ += [_name for _name in getattr(_pika, "__all__", ()) if _name not in __all__]
-
 # So that "import pika.exceptions" can become "import qflow_client.pika.exceptions".
-for _name in (
-    "callback",
-    "credentials",
-    "data",
-    "delivery_mode",
-    "exceptions",
-    "exchange_type",
-    "frame",
-    "spec",
-    "validators",
-):
-    sys.modules[f"{__name__}.{_name}"] = import_module(f"pika.{_name}")
+alias(__name__, _pika)
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(_pika, name)
+    return passed_on(_pika, name)
+
+
+mirror(__name__, _pika)

@@ -13,6 +13,7 @@ from pika import frame, spec
 from qflow_client.amqp.frames import PublishEncoder
 from qflow_client.events import FlowEvent, FlowState
 from qflow_client.pika.flow import ChannelFlow, Publish
+from qflow_client.pika.mirror import mirror, passed_on
 
 __all__ = ["Channel"]
 
@@ -150,4 +151,7 @@ class Channel(pika.channel.Channel):
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(pika.channel, name)
+    return passed_on(pika.channel, name)
+
+
+mirror(__name__, pika.channel)

@@ -11,6 +11,7 @@ import pika.connection
 
 from qflow_client.pika.channel import Channel
 from qflow_client.pika.flow import PIKA, ConnectionFlow
+from qflow_client.pika.mirror import mirror, passed_on
 from qflow_client.redaction import censored
 
 __all__ = ["ConnectionParameters", "FlowedConnection", "URLParameters"]
@@ -89,4 +90,7 @@ def follow(connection: Any) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(pika.connection, name)
+    return passed_on(pika.connection, name)
+
+
+mirror(__name__, pika.connection)

@@ -161,7 +161,9 @@ class ChannelFlow(DropInFlow):
         ConnectionFlow.of(channel.connection).channels.pop(channel.channel_number, None)
         flow_manager.unregister(self)
         self.closing_reason = reason
-        if isinstance(reason, _BY_PROGRAM):
+        is_idle = not self.protocol.unsettled and not self.protocol.admission.waiting
+        if isinstance(reason, _BY_PROGRAM) or (is_idle and isinstance(reason, exceptions.ChannelClosedByBroker)):
+            # The method that the broker refused raises it, and no message is concerned.
             self.protocol.forget_past()
         self.protocol.connection_lost(f"the channel is closed: {reason}", _monotonic())
         self.give_up_all()

@@ -11,6 +11,7 @@ from pika.adapters import BaseConnection, IOLoop
 from qflow_client.pika.adapters.asyncio_connection import AsyncioConnection
 from qflow_client.pika.adapters.blocking_connection import BlockingConnection
 from qflow_client.pika.adapters.select_connection import SelectConnection
+from qflow_client.pika.mirror import mirror, passed_on
 
 __all__ = ["AsyncioConnection", "BaseConnection", "BlockingConnection", "IOLoop", "SelectConnection"]
 
@@ -22,4 +23,7 @@ with suppress(ModuleNotFoundError):
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(pika.adapters, name)
+    return passed_on(pika.adapters, name)
+
+
+mirror(__name__, pika.adapters)

@@ -25,6 +25,7 @@ from qflow_client.logs import log
 from qflow_client.pika.adapters.select_connection import SelectConnection
 from qflow_client.pika.channel import Channel
 from qflow_client.pika.flow import ChannelFlow, ConnectionFlow, Publish
+from qflow_client.pika.mirror import mirror, passed_on
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import WhenFlowed, check_timeout
 from qflow_client.skin import DEFAULT
@@ -696,4 +697,7 @@ def adopt(channel: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(_pika, name)
+    return passed_on(_pika, name)
+
+
+mirror(__name__, _pika)

@@ -7,6 +7,7 @@ from typing import Any
 import pika.adapters.gevent_connection as _pika
 
 from qflow_client.pika.connection import FlowedConnection
+from qflow_client.pika.mirror import mirror, passed_on
 
 __all__ = ["GeventConnection"]
 
@@ -16,4 +17,7 @@ class GeventConnection(FlowedConnection, _pika.GeventConnection):
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(_pika, name)
+    return passed_on(_pika, name)
+
+
+mirror(__name__, _pika)

@@ -7,6 +7,7 @@ from typing import Any
 import pika.adapters.select_connection as _pika
 
 from qflow_client.pika.connection import FlowedConnection
+from qflow_client.pika.mirror import mirror, passed_on
 
 __all__ = ["SelectConnection"]
 
@@ -16,4 +17,7 @@ class SelectConnection(FlowedConnection, _pika.SelectConnection):
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(_pika, name)
+    return passed_on(_pika, name)
+
+
+mirror(__name__, _pika)

@@ -25,6 +25,7 @@ from qflow_client.logs import log
 from qflow_client.pika.adapters.select_connection import SelectConnection
 from qflow_client.pika.connection import follow
 from qflow_client.pika.flow import ChannelFlow, Publish
+from qflow_client.pika.mirror import mirror, passed_on
 from qflow_client.receipt import Receipt
 from qflow_client.settings import WhenFlowed
 
@@ -357,4 +358,7 @@ class Connection(_pika.Connection):  # type: ignore[misc]  # of no known type
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(_pika, name)
+    return passed_on(_pika, name)
+
+
+mirror(__name__, _pika)

@@ -7,6 +7,7 @@ from typing import Any
 import pika.adapters.tornado_connection as _pika
 
 from qflow_client.pika.connection import FlowedConnection
+from qflow_client.pika.mirror import mirror, passed_on
 
 __all__ = ["TornadoConnection"]
 
@@ -16,4 +17,7 @@ class TornadoConnection(FlowedConnection, _pika.TornadoConnection):
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(_pika, name)
+    return passed_on(_pika, name)
+
+
+mirror(__name__, _pika)

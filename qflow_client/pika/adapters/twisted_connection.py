@@ -11,6 +11,7 @@ from twisted.internet import defer
 from qflow_client.errors import ProducerFlowed
 from qflow_client.events import FlowEvent, FlowState
 from qflow_client.pika.connection import follow
+from qflow_client.pika.mirror import mirror, passed_on
 
 __all__ = ["TwistedChannel", "TwistedProtocolConnection"]
 
@@ -65,4 +66,7 @@ def _adopt(channel: Any) -> TwistedChannel:
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(_pika, name)
+    return passed_on(_pika, name)
+
+
+mirror(__name__, _pika)

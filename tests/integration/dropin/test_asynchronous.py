@@ -259,6 +259,28 @@ def test_what_a_program_closes_itself_is_nothing_to_warn_of(running, caplog):
     assert [record.message for record in caplog.records if record.name == "qflow_client"] == []
 
 
+def test_a_channel_that_the_broker_closes_warns_of_nothing_unless_messages_are_concerned(broker, running, caplog):
+    closed = threading.Event()
+    for body in None, b"unconfirmed":
+        made: Future[Any] = Future()
+        running.do(lambda made=made: running.connection.channel(on_open_callback=made.set_result))
+        channel = made.result(PATIENCE)
+        closed.clear()
+        channel.add_on_close_callback(lambda *_: closed.set())
+        if body is not None:
+            ready = threading.Event()
+            running.do(lambda c=channel, r=ready: c.confirm_delivery(print, lambda _ok: r.set()))
+            assert ready.wait(PATIENCE)
+            broker.withhold_confirms()
+            running.do(lambda c=channel, b=body: c.basic_publish("", "q", b))
+        running.do(lambda c=channel: c.queue_declare("missing", passive=True))
+        assert closed.wait(PATIENCE)
+        assert flush_logs(PATIENCE)
+        told = [record.message for record in caplog.records if record.name == "qflow_client"]
+        assert bool(told) is (body is not None)
+    broker.release_confirms()
+
+
 def test_a_channel_that_was_made_elsewhere_can_be_wrapped(broker):
     import pika as original
 

@@ -1,0 +1,79 @@
+"""What the modules of the drop-in for pika hand on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from importlib import import_module
+from pkgutil import walk_packages
+from unittest import mock
+
+import pika
+import pytest
+
+import qflow_client.pika
+import qflow_client.pika.adapters.select_connection as ours
+
+theirs = pika.adapters.select_connection
+
+# For libraries that need not be installed.
+OPTIONAL = {"gevent_connection", "tornado_connection", "twisted_connection"}
+MODULES = [name for _, name, _ in walk_packages(pika.__path__, "pika.") if name.rsplit(".", 1)[1] not in OPTIONAL]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_E11_every_module_of_pikas_is_imported_by_our_name(name: str) -> None:
+    original, found = import_module(name), import_module(f"qflow_client.{name}")
+    assert found is original or getattr(found, "__all__", None)
+    assert {each for each in vars(original) if not each.startswith("_")} <= set(dir(found))
+
+
+def test_E11_modules_are_imported_before_anything_else_of_the_drop_in() -> None:
+    lines = "; ".join(f"import qflow_client.{name} as m{number}" for number, name in enumerate(reversed(MODULES)))
+    subprocess.run([sys.executable, "-W", "error", "-c", lines], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", ["pika", "pika.adapters", "pika.channel", "pika.adapters.select_connection"])
+def test_E11_a_star_has_every_name_of_pikas(name: str) -> None:
+    original: dict[str, object] = {}
+    found: dict[str, object] = {}
+    exec(f"from {name} import *", original)
+    exec(f"from qflow_client.{name} import *", found)
+    assert original.keys() <= found.keys()
+
+
+def test_E11_an_assignment_reaches_pika_and_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = theirs.SELECT_TYPE
+    monkeypatch.setattr(ours, "SELECT_TYPE", "poll")
+    assert (theirs.SELECT_TYPE, ours.SELECT_TYPE) == ("poll", "poll")
+    monkeypatch.undo()
+    assert before == theirs.SELECT_TYPE
+    with mock.patch("qflow_client.pika.adapters.select_connection.SELECT_TYPE", "select"):
+        assert str(theirs.SELECT_TYPE) == "select"
+    assert before == theirs.SELECT_TYPE
+
+
+def test_E11_what_is_ours_stays_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = theirs.SelectConnection
+    monkeypatch.setattr(ours, "SelectConnection", None)
+    monkeypatch.setattr(ours, "new", 1, raising=False)
+    assert theirs.SelectConnection is before
+    assert not hasattr(theirs, "new")
+    monkeypatch.undo()
+    assert not hasattr(ours, "new")
+
+
+def test_E11_a_connection_that_is_not_known_warns_once_that_it_has_no_flow_control(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class NewConnection(theirs.SelectConnection):
+        pass
+
+    monkeypatch.setattr(pika.adapters, "NewConnection", NewConnection, raising=False)
+    with pytest.warns(RuntimeWarning, match="NewConnection is pika's own, without flow control"):
+        assert qflow_client.pika.adapters.NewConnection is NewConnection
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert qflow_client.pika.adapters.NewConnection is NewConnection
+        assert qflow_client.pika.connection.Connection is pika.connection.Connection
