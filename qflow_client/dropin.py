@@ -280,7 +280,7 @@ class DropInFlow:
                     self._set_flags()
                 until, result = resume(call, time.monotonic())
         finally:
-            self.protocol.forget_waiter(flag)
+            self.protocol.waiters.forget(flag)
         return result  # type: ignore[return-value]  # the call has ended
 
     def _set_flags(self) -> None:
@@ -344,7 +344,7 @@ class DropInFlow:
 
     def flowed(self, message: EncodedMessage) -> ProducerFlowed:
         """The error for a message that is refused."""
-        self.protocol.admission.count_refusal()
+        self.protocol.line.count_refusal()
         error = ProducerFlowed(
             self.protocol.reports.holds, 0.0, message.body, "a flow callback, or flow_state, tells when to go on"
         )

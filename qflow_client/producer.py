@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from qflow_client.core import calls
-from qflow_client.core.admission import SendTicket, check_capacity
 from qflow_client.core.calls import Call, Refusal
+from qflow_client.core.limits import check_capacity
 from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.core.tickets import SendTicket
 from qflow_client.engine import BaseEngine
 from qflow_client.errors import FlowControlTimeout, ProducerFlowed
 from qflow_client.events import FlowEvent, FlowState, HoldKind
@@ -107,18 +108,18 @@ class BaseProducer(ABC):
         """Make the ticket of a message that could not be admitted at once."""
         engine = self._engine
         first = engine.is_in_callback
-        return engine.protocol.admission.make_ticket(
+        return engine.protocol.line.make_ticket(
             payload, exchange, routing_key, _monotonic(), timeout=timeout, waiter=waiter, source=source, first=first
         )
 
     def _send_call(self, ticket: SendTicket, refusal: Refusal | None, *, notices: bool) -> Call[Receipt]:
-        return calls.send(self._engine.protocol.admission, ticket, _monotonic(), refusal=refusal, notices=notices)
+        return calls.send(self._engine.protocol.line, ticket, _monotonic(), refusal=refusal, notices=notices)
 
     def _refused(self, payload: bytes | Message, exchange: str, routing_key: str, refusal: Refusal) -> ProducerFlowed:
         """Count a message that was not admitted, and return its error."""
 
         def refuse(protocol: ProducerProtocol) -> tuple[Hold, ...]:
-            protocol.admission.count_refusal()
+            protocol.line.count_refusal()
             return protocol.reports.holds
 
         holds = self._engine.step(refuse)

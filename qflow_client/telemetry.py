@@ -65,6 +65,9 @@ class _Controller(Protocol):
 
 class _Admission(Protocol):
     observer: Any
+
+
+class _Line(Protocol):
     refusals: dict[str, int]
 
 
@@ -76,6 +79,9 @@ class _Watched(Protocol):
 
     @property
     def admission(self) -> _Admission: ...
+
+    @property
+    def line(self) -> _Line: ...
 
     @property
     def controller(self) -> _Controller: ...
@@ -375,7 +381,7 @@ def _by_hold(observer: Observer, values: Mapping[str, float]) -> Iterator[_Point
 
 
 def _refusals(observer: Observer) -> Iterator[_Point]:
-    return _by_hold(observer, observer.protocol.admission.refusals)
+    return _by_hold(observer, observer.protocol.line.refusals)
 
 
 def _flow_stops(observer: Observer) -> Iterator[_Point]:

@@ -209,7 +209,7 @@ class AsyncProducer(BaseProducer):
                 lambda _protocol: resume(self._send_call(ticket, refusal, notices=False), None)
             )
         except BaseException:
-            self._engine.step(lambda protocol: protocol.admission.give_up(ticket, _monotonic()))
+            self._engine.step(lambda protocol: protocol.line.give_up(ticket, _monotonic()))
             raise
         finally:
             self._engine.arm_timer()

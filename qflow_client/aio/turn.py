@@ -9,10 +9,10 @@ from contextlib import suppress
 from time import monotonic as _monotonic
 from typing import Any, TypeVar
 
-from qflow_client.core.admission import SendTicket
 from qflow_client.core.calls import Call, resume
 from qflow_client.core.calls import send as send_call
 from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.core.tickets import SendTicket
 from qflow_client.guard import LOOPS, is_inside
 from qflow_client.message import Message
 from qflow_client.receipt import Receipt
@@ -133,13 +133,13 @@ class Turns:
         protocol = self._protocol()
         turn = _Turn(self, self._loop)
         now = _monotonic()
-        turn.ticket = ticket = protocol.admission.make_ticket(
+        turn.ticket = ticket = protocol.line.make_ticket(
             payload, exchange, routing_key, now, timeout=timeout, waiter=turn, source=source
         )
         if self._notice is None:
             self._notice = self._loop.call_later(protocol.settings.flow_control_wait_notify_period, self._on_notice)
         return await self.drive(
-            send_call(protocol.admission, ticket, now, notices=False), turn, lambda: self.give_up(ticket)
+            send_call(protocol.line, ticket, now, notices=False), turn, lambda: self.give_up(ticket)
         )
 
     async def drive(self, call: Call[_T], waiter: Waiter | _Turn, undo: Callable[[], object] | None = None) -> _T:
@@ -172,7 +172,7 @@ class Turns:
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self.give_up, ticket)
             return
-        LOOPS.take(lambda: self._protocol().admission.give_up(ticket, _monotonic()))
+        LOOPS.take(lambda: self._protocol().line.give_up(ticket, _monotonic()))
         # It may have stood before a ticket that can be admitted now.
         self._kick()
 
@@ -182,12 +182,12 @@ class Turns:
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._forget, waiter)
             return
-        LOOPS.take(lambda: self._protocol().forget_waiter(waiter))
+        LOOPS.take(lambda: self._protocol().waiters.forget(waiter))
 
     def _on_notice(self) -> None:
         self._notice = None
         now = _monotonic()
-        at = LOOPS.take(lambda: self._protocol().admission.notice(now))
+        at = LOOPS.take(lambda: self._protocol().line.notice(now))
         if at is not None:
             self._kick()
             self._notice = self._loop.call_later(at - now, self._on_notice)

@@ -216,7 +216,7 @@ class ChannelFlow(DropInFlow):
     def ended(self) -> None:
         """There will be no other channel, unless the program opens it again: nobody waits for one."""
         flow_manager.unregister(self)
-        self.protocol.admission.give_up_all("the channel is closed", _monotonic())
+        self.protocol.line.give_up_all("the channel is closed", _monotonic())
         self.protocol.waiters.end_unflowed()
         self.after()
         if self._timer is not None:
@@ -399,7 +399,7 @@ class ChannelFlow(DropInFlow):
         waited = _monotonic() - began
         holds = self.protocol.reports.holds
         if self._withdraw(receipt):
-            self.protocol.admission.count_refusal()
+            self.protocol.line.count_refusal()
             detail = "the socket takes no bytes"
             socket = Hold(HoldKind.TRANSPORT, since=time.time() - waited, detail=detail)
             return FlowControlTimeout(

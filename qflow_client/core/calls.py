@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import NamedTuple, TypeVar
 
-from qflow_client.core.admission import Admission, SendTicket
 from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.core.sendline import SendLine
+from qflow_client.core.tickets import SendTicket
 from qflow_client.errors import FlowControlTimeout, ProducerClosed, ProducerFlowed
 from qflow_client.events import HoldKind
 from qflow_client.receipt import Receipt
@@ -60,17 +61,17 @@ def resume(call: Call[_T], now: float | None) -> tuple[float | None, _T | None]:
 
 
 def send(
-    admission: Admission, ticket: SendTicket, now: float, *, refusal: Refusal | None = None, notices: bool = True
+    line: SendLine, ticket: SendTicket, now: float, *, refusal: Refusal | None = None, notices: bool = True
 ) -> Call[Receipt]:
     """Wait in line until a message is admitted.
 
     Args:
-        admission: of the producer.
+        line: of the producer.
         ticket: of the message; its waiter is set once it is decided.
         now: seconds.
         refusal: the error for the message of a callback that may not wait: its ticket has a timeout of 0, and stands
             in front of the line for an instant.
-        notices: whether to return in time for notices that sends wait. Otherwise the skin calls `Admission.notice`.
+        notices: whether to return in time for notices that sends wait. Otherwise the skin calls `SendLine.notice`.
 
     Returns:
         The receipt.
@@ -79,9 +80,9 @@ def send(
         FlowControlTimeout, ProducerFlowed: the message was not sent and never will be.
         ProducerClosed: likewise.
     """
-    admission.stand_in_line(ticket, now)
+    line.stand_in_line(ticket, now)
     try:
-        while (at := admission.look_at(ticket, now)) is not None:
+        while (at := line.look_at(ticket, now)) is not None:
             now = yield at if notices else ticket.deadline
     except FlowControlTimeout as error:
         if refusal is None:
@@ -104,9 +105,9 @@ def flush(protocol: ProducerProtocol, waiter: object, deadline: float) -> Call[b
     Returns:
         Whether they are.
     """
-    if protocol.when_flushed(waiter):
+    if protocol.waiters.when_flushed(waiter):
         yield deadline
-    return not protocol.forget_waiter(waiter)
+    return not protocol.waiters.forget(waiter)
 
 
 def wait_unflowed(
@@ -119,7 +120,7 @@ def wait_unflowed(
         waiter: is set then.
         deadline: until when to wait, in seconds.
         now: seconds.
-        in_callback: as for `ProducerProtocol.when_unflowed`.
+        in_callback: as for `Waiters.when_unflowed`.
 
     Returns:
         Whether it is.
@@ -127,9 +128,9 @@ def wait_unflowed(
     Raises:
         ProducerClosed: it is closed, so it never will be.
     """
-    if protocol.closed is None and protocol.when_unflowed(waiter, now, in_callback=in_callback):
+    if protocol.closed is None and protocol.waiters.when_unflowed(waiter, now, in_callback=in_callback):
         yield deadline
-        if protocol.forget_waiter(waiter):
+        if protocol.waiters.forget(waiter):
             return False
     if protocol.closed is not None:
         raise ProducerClosed(protocol.closed)
@@ -168,10 +169,10 @@ def drain(protocol: ProducerProtocol, waiter: object, deadline: float, now: floa
     before = -1
     while now < deadline and not _has_stalled(protocol, before, now):
         before = protocol.unsettled
-        if not protocol.when_settled(waiter):
+        if not protocol.waiters.when_settled(waiter):
             return
         now = yield min(deadline, now + _LULL)
-        if not protocol.forget_waiter(waiter):
+        if not protocol.waiters.forget(waiter):
             return
 
 

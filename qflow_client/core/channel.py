@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from qflow_client.amqp.frames import PublishEncoder
 from qflow_client.core.admission import Admission
 from qflow_client.core.refusals import means_no_room
+from qflow_client.core.reporting import Reports
 from qflow_client.core.resending import Resending
 from qflow_client.core.settling import Reply, Settling
 from qflow_client.core.suspects import narrow_down
@@ -39,6 +40,7 @@ class Channel:
         id_prefix: how the message ids begin that the producer gives; ``None`` if it gives none.
         encoder: makes the encoder of each channel.
         admission: whose messages they are.
+        reports: the producer's news.
         unconfirmed: what is on the wire.
         resending: what is to leave again.
         settling: settles what does not.
@@ -49,6 +51,7 @@ class Channel:
         "_encoder",
         "_id_prefix",
         "_opening",
+        "_reports",
         "_resending",
         "_settings",
         "_settling",
@@ -64,6 +67,7 @@ class Channel:
         id_prefix: str | None,
         encoder: type[PublishEncoder],
         admission: Admission,
+        reports: Reports,
         unconfirmed: Unconfirmed,
         resending: Resending,
         settling: Settling,
@@ -72,6 +76,7 @@ class Channel:
         self._id_prefix = id_prefix
         self._encoder = encoder
         self._admission = admission
+        self._reports = reports
         self._unconfirmed = unconfirmed
         self._resending = resending
         self._settling = settling
@@ -176,7 +181,7 @@ class Channel:
         culprits = suspects if len(suspects) == 1 and told and not no_room else []
         if not culprits and not confirms:
             words = "%s: the broker closed the channel: %d %s; without confirms it is not known what is lost"
-            self._admission.reports.log(logging.WARNING, words, self._settings.name, code, text)
+            self._reports.log(logging.WARNING, words, self._settings.name, code, text)
         if self._settings.on_disconnect is OnDisconnect.FAIL:
             self.settle_all(f"the broker closed the channel: {code} {text}", now, culprits, (code, text))
         elif no_room and suspects:

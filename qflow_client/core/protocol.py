@@ -32,23 +32,24 @@ names.
 
 from __future__ import annotations
 
-import logging
-from collections import deque
-from typing import Any
-
-from qflow_client.amqp.frames import FrameError, PublishEncoder, flow_ok
-from qflow_client.core.admission import ON_DELIVERY, Admission
+from qflow_client.amqp.frames import PublishEncoder, flow_ok
+from qflow_client.core.admission import Admission
 from qflow_client.core.channel import Channel
 from qflow_client.core.expiry import Expiry
+from qflow_client.core.limits import Limits
 from qflow_client.core.refusals import Pauses
 from qflow_client.core.reporting import Reports
 from qflow_client.core.resending import Resending
+from qflow_client.core.retrying import Retrying
 from qflow_client.core.returns import Returns
+from qflow_client.core.sendline import SendLine
 from qflow_client.core.settling import Settling
 from qflow_client.core.step import Steps, step
 from qflow_client.core.store import Store
 from qflow_client.core.unconfirmed import Unconfirmed
+from qflow_client.core.untold import ON_DELIVERY, Untold
 from qflow_client.core.waiters import Waiters
+from qflow_client.core.writing import Writing
 from qflow_client.events import FlowState, HoldKind
 from qflow_client.flow import Hold, Line
 from qflow_client.message import decode_message
@@ -59,9 +60,6 @@ __all__ = ["ProducerProtocol"]
 
 # The holds under which admitted messages do not leave either.
 _STOPS_WRITING = (HoldKind.CHANNEL_FLOW, HoldKind.CONNECTION_BLOCKED)
-
-# Seconds after which a message whose time has come is looked at again, while earlier bytes are not written.
-_LOOK_AGAIN = 0.05
 
 
 class ProducerProtocol:
@@ -96,10 +94,12 @@ class ProducerProtocol:
     ) -> None:
         self.settings = settings
         prefix = id_prefix if settings.message_ids else None
-        #: The way in, and who waits there.
-        self.admission = Admission(settings, id_prefix=prefix, receipt_type=receipt_type, line=line)
-        self.window, self.byte_window = self.admission.window, self.admission.byte_window
-        self.controller, self.gate = self.admission.controller, self.admission.gate
+        #: What limits admission.
+        self.limits = Limits(settings, line)
+        self.window, self.byte_window = self.limits.window, self.limits.byte_window
+        self.controller, self.gate = self.limits.controller, self.limits.controller.gate
+        #: Whether the last step came to its end.
+        self.steps = Steps(self._heal, self._follow_up)
         #: What there is to tell.
         self.reports = Reports(
             settings.name,
@@ -109,30 +109,49 @@ class ProducerProtocol:
             max_failed_bytes=settings.max_failed_bytes,
             max_events=settings.max_flow_events,
         )
-        #: Who waits for settled messages, or for an open gate.
-        self.waiters = Waiters(self.reports, self.gate)
+        #: Settled receipts that the application is not told of yet.
+        self.untold = Untold(self.reports, self.limits)
         #: What is on the wire.
         self.unconfirmed = Unconfirmed()
-        #: What is to leave again, before any new message.
+        #: What leaves again, before any new message.
         self.resending = Resending(settings.reconnect_delay_max, retries, settings.retry_for)
         self.resending.refusals.stop_clock(now)
         #: The messages that a return may name.
         self.returns = Returns(settings.is_mandatory, prefix, self.unconfirmed, self.resending)
-        self.admission.reports, self.admission.returns = self.reports, self.returns
-        self.admission.waiters = self.waiters
-        self.settling = Settling(self.admission, self.unconfirmed, self.resending)
-        self.channel = Channel(
-            settings, prefix, encoder, self.admission, self.unconfirmed, self.resending, self.settling
+        #: The way in.
+        self.admission = Admission(
+            settings, self.limits, self.returns, self.steps, id_prefix=prefix, receipt_type=receipt_type
         )
+        #: Callers that wait for settled messages, or for an open gate.
+        self.waiters = Waiters(self.reports, self.limits, self.admission, self.steps)
+        #: The messages that wait to be admitted.
+        self.line = SendLine(
+            self.admission,
+            self.controller,
+            self.reports,
+            self.waiters,
+            self.steps,
+            settings.flow_control_wait_notify_period,
+        )
+        self.settling = Settling(
+            self.admission,
+            self.limits,
+            self.reports,
+            self.returns,
+            self.unconfirmed,
+            self.resending,
+            settings.confirms,
+        )
+        self.channel = Channel(
+            settings, prefix, encoder, self.admission, self.reports, self.unconfirmed, self.resending, self.settling
+        )
+        self._retrying = Retrying(self.admission, self.unconfirmed, self.resending, self.settling, self.channel)
+        self._writing = Writing(self.admission, self.unconfirmed, self.resending, self.channel)
         timeout = settings.delivery_timeout
         #: Which messages are unsettled for too long; ``None`` without `delivery_timeout`.
         self.expiry = None if timeout is None else Expiry(timeout, now)
-        #: Whether the last step came to its end.
-        self.steps = self.admission.steps = Steps(self._heal, self._follow_up)
         # The time of the last `channel_opened`, `advance` or `on_timer`.
         self._now = now
-        # Settled receipts that the skin has taken, and that the application is not told of yet.
-        self._untold = 0
         self.gate.observer = self._hold_changed
         self.gate.hold(HoldKind.DISCONNECTED, now=now)
 
@@ -200,9 +219,9 @@ class ProducerProtocol:
 
     @step
     def set_capacity(self, capacity: int, now: float) -> None:
-        """Fix the window, see `Admission.set_capacity`."""
-        self.admission.set_capacity(capacity)
-        self.admission.grant(now)
+        """Fix the window, see `Limits.set_capacity`."""
+        self.limits.set_capacity(capacity)
+        self.line.grant(now)
 
     @step
     def hold(self, kind: str, now: float, *, source: str = "", detail: str = "") -> None:
@@ -216,87 +235,23 @@ class ProducerProtocol:
 
     def _lift(self, kind: str, now: float, source: str = "") -> None:
         if self.gate.lift(kind, now=now, source=source) is not None or self.controller.waiting:
-            self.admission.grant(now)
-
-    @step
-    def when_flushed(self, waiter: Any) -> bool:
-        """Have a waiter woken once all that is admitted now is settled.
-
-        Returns:
-            False if it is already, and the waiter is not kept.
-        """
-        store = self.admission.store
-        if store is not None and store.has_backlog:
-            store.when_flushed(waiter)
-            return True
-        return self.add_settled_waiter(waiter)
-
-    @step
-    def when_settled(self, waiter: Any) -> bool:
-        """Have a waiter woken once all that is in the window now is settled; messages on disk do not count.
-
-        Returns:
-            False if it is already, and the waiter is not kept.
-        """
-        return self.add_settled_waiter(waiter)
-
-    def add_settled_waiter(self, waiter: Any) -> bool:
-        """As `when_settled`, inside a step."""
-        if not self.window.used:
-            return False
-        self.waiters.settled.append((self.admission.admitted, waiter))
-        return True
-
-    @step
-    def when_unflowed(self, waiter: Any, now: float, *, in_callback: bool = False) -> bool:
-        """Have a waiter woken once the producer is unflowed.
-
-        Args:
-            waiter: is in `Reports.wake` then.
-            now: seconds.
-            in_callback: used by callbacks. Others may be held until it returns, so it does not wait for that hold.
-
-        Returns:
-            False if it is already, or is closed and never will be, and the waiter is not kept.
-        """
-        self.controller.look(now)
-        ignored = ON_DELIVERY if in_callback else ""
-        if self.waiters.is_unflowed(ignored) or self.closed is not None:
-            return False
-        self.waiters.unflowed.append((ignored, waiter))
-        return True
-
-    def forget_waiter(self, waiter: Any) -> bool:
-        """Drop a waiter; whether it was still kept. If not, its wait is over."""
-        kept = self.waiters.forget(waiter)
-        store = self.admission.store
-        return kept if store is None else store.forget_waiter(waiter) or kept
+            self.line.grant(now)
 
     @step
     def take_settled(self, now: float) -> list[Receipt]:
-        """The settled receipts, to be told to the application one by one; `told` says how far that has come.
-
-        If callbacks are slower than the broker's confirms, the producer is held, so that no more than about twice its
-        capacity is settled and not told.
-        """
-        settled, rest = self.reports.settled, list[Receipt]()
-        assert settled is not None
-        untold = self._untold + len(settled)
-        # Nothing is called between these stores, so an interrupt leaves both or none of them.
-        self._untold, self.reports.settled = untold, rest
-        self._hold_untold(0, now)
+        """The settled receipts, to be told to the application one by one; `told` says how far that has come."""
+        settled = self.untold.take()
+        self._hold_untold(now)
         return settled
 
-    def _hold_untold(self, more: int, now: float) -> None:
-        if self._untold + more > self.admission.max_capacity and self.closed is None:
-            detail = "callbacks are slower than confirms"
-            self.gate.hold(HoldKind.CAPACITY, now=now, source=ON_DELIVERY, detail=detail)
+    def _hold_untold(self, now: float) -> None:
+        if self.closed is None:
+            self.untold.hold_if_many(now)
 
     @step
     def told(self, count: int, now: float) -> None:
         """Take note that the application has been told of so many of the receipts of `take_settled`."""
-        self._untold -= count
-        if self._untold <= self.admission.max_capacity // 2:
+        if self.untold.note_told(count):
             self._lift(HoldKind.CAPACITY, now, ON_DELIVERY)
 
     @step
@@ -306,7 +261,7 @@ class ProducerProtocol:
         Returns:
             Whether it is taken back.
         """
-        self._take_back()
+        self._writing.take_back()
         unsent = self.admission.unsent
         if receipt not in unsent:
             return False
@@ -327,7 +282,8 @@ class ProducerProtocol:
             now: seconds.
         """
         self.admission.use_store(store)
-        self.admission.grant(now)
+        self.line.check_room(store)
+        self.line.grant(now)
 
     @step
     def close(self, reason: str, now: float) -> None:
@@ -336,6 +292,8 @@ class ProducerProtocol:
 
     def _close(self, reason: str) -> None:
         self.admission.close(reason)
+        self.reports.is_ending = True
+        self.line.close()
         self.waiters.end_unflowed()
 
     # What happens to the connection.
@@ -353,7 +311,7 @@ class ProducerProtocol:
         self._expire(now)
         self.channel.open(channel, frame_max, now)
         self._apply_stops(now)
-        self._try_again(now)
+        self._retrying.go_on(now)
         if not self.channel.was_open and self.gate.is_open:
             # That a producer connects before it can send is no flow control.
             self.gate.forget_past()
@@ -406,7 +364,7 @@ class ProducerProtocol:
     def _end_refusals_if_settled(self, now: float) -> None:
         """With ``on_disconnect="fail"`` no refused message is left after the end of a channel, so the hold ends."""
         if self.settings.on_disconnect is OnDisconnect.FAIL:
-            self._end_refusals(now)
+            self._retrying.end_refusals(now)
 
     def _disconnect(self, reason: str, now: float, *, held: bool = True) -> None:
         self.channel.number = None
@@ -423,7 +381,7 @@ class ProducerProtocol:
         self._disconnect(reason, now, held=self.closed is None)
         self._close(reason)
         self.channel.settle_all(reason, now)
-        self._end_refusals(now)
+        self._retrying.end_refusals(now)
         if self.admission.store is not None:
             self.admission.store.end(reason)
 
@@ -435,11 +393,8 @@ class ProducerProtocol:
         if self.channel.number is None:
             # There is nobody left to answer.
             return
-        self._take_back()
-        answer = flow_ok(self.channel.number, active)
-        size = len(answer)
-        self.unconfirmed.outbound.put_control(answer)
-        self.admission.unwritten += size
+        self._writing.take_back()
+        self._writing.put_control(flow_ok(self.channel.number, active))
         if active:
             self._lift(HoldKind.CHANNEL_FLOW, now)
         else:
@@ -487,32 +442,12 @@ class ProducerProtocol:
             header: the payload of the content header frame.
             body: the content.
         """
-        reports, message = self.reports, decode_message(header, body)
-        receipt = self.returns.take(message.message_id, exchange, routing_key)
-        if receipt is not None:
-            receipt._reply = (code, text)
-        elif not self.settings.confirms:
-            # Its receipt was settled when it was written, and that was told. So `flush` and `close` bring this up.
-            try:
-                route = self.unconfirmed.encoder.route(exchange, routing_key)
-            except ValueError as error:
-                # Invalid bytes were replaced when the name was decoded, so it may be too long to encode.
-                raise FrameError(f"the broker returned a message that cannot have been published: {error}") from error
-            receipt = self.admission.receipt_type(message, route, None)
-            receipt._reply = (code, text)
-            receipt._outcome = Outcome.RETURNED
-            reports.log(logging.WARNING, "%s: %s", reports.name, receipt.describe())
-            reports.add_failures((receipt,))
-        else:
-            words = "%s: the broker returned message %s to %r/%r (%d %s), which is not in flight; ignored"
-            values = message.message_id, exchange, routing_key, code, text
-            reports.log(logging.WARNING, words, reports.name, *values)
+        self.settling.note_return((code, text), decode_message(header, body), exchange, routing_key)
 
     @step
     def put_control(self, frame: bytes) -> None:
         """Have a frame of the channel written after the messages whose frames are made."""
-        self.unconfirmed.outbound.put_control(frame)
-        self.admission.unwritten += len(frame)
+        self._writing.put_control(frame)
 
     # What the socket says.
 
@@ -522,25 +457,9 @@ class ProducerProtocol:
         if steps.is_unfinished:
             steps.resume()
         steps.is_unfinished = True
-        outbound = self.unconfirmed.outbound
-        data = outbound.data(limit)
-        if not data and not outbound.stopped and self.channel.number is not None:
-            source = self.resending.again or self.admission.unsent
-            if source and (most := self._may_leave(source)):
-                self.unconfirmed.make(source, limit, most)
-                data = outbound.data(limit)
+        data = self._writing.next_bytes(limit, self._now)
         steps.is_unfinished = False
         return data
-
-    def _may_leave(self, source: deque[Receipt]) -> int:
-        """Return how many of the next messages may leave now."""
-        resending = self.resending
-        if resending.is_idle:
-            return len(source)
-        most = resending.count_sendable(source, not self.unconfirmed.flight, self._now)
-        if most:
-            resending.note_sent(source[0], self._now)
-        return most
 
     def advance(self, count: int, now: float) -> bool:
         """Take note that so many bytes of `data_to_write` were taken by the socket.
@@ -568,20 +487,6 @@ class ProducerProtocol:
         if self.admission.is_nearly_written:
             self._lift(HoldKind.TRANSPORT, now)
 
-    def _take_back(self) -> None:
-        """Have nothing on the wire that has not begun."""
-        self.unconfirmed.outbound.take_back()
-        self._move_back()
-
-    def _move_back(self) -> None:
-        """Put messages whose frames were taken back where they leave from again."""
-        unconfirmed, unsent = self.unconfirmed, self.admission.unsent
-        # The last first.
-        while (receipt := unconfirmed.beyond()) is not None:
-            if not self.resending.take_back(receipt):
-                unsent.appendleft(receipt)
-            unconfirmed.flight.popitem()
-
     @property
     def unfinished(self) -> bytes:
         """What is still to be written of frames that have begun; empty at a frame border."""
@@ -605,21 +510,14 @@ class ProducerProtocol:
     @step
     def end_writing(self) -> bool:
         """Have no message begin any more; whether none has begun and not ended."""
-        self._take_back()
+        self._writing.take_back()
         return self.unconfirmed.outbound.stop()
 
     # What the clock says.
 
     def next_timer(self, now: float) -> float | None:
         """When to call `on_timer`; ``None`` if time alone changes nothing."""
-        resending = self.resending
-        times = [self.controller.ready_at(now)]
-        outbound = self.unconfirmed.outbound
-        # While the channel is stopped, time alone lets no message leave.
-        if resending.refusals.probe is None and self.channel.number is not None and not outbound.stopped:
-            at = [each for each in (resending.refusals.retry_at, resending.candidate_at()) if each is not None]
-            # A full socket keeps a message back whose time has come. Do not look at it all the time.
-            times += at if outbound.is_empty else [max(each, now + _LOOK_AGAIN) for each in at]
+        times = [self.controller.ready_at(now), self._retrying.next_timer(now)]
         if self.admission.store is not None:
             times.append(self.admission.store.next_timer(now))
         if self.expiry is not None:
@@ -629,12 +527,7 @@ class ProducerProtocol:
     @property
     def needs_timer(self) -> bool:
         """Whether time alone may change something, so that the owner has to call `on_timer` at `next_timer`."""
-        return (
-            self.settings.rate is not None
-            or self.expiry is not None
-            or self.resending.refusals.retry_at is not None
-            or self.resending.candidate_at() is not None
-        )
+        return self.settings.rate is not None or self.expiry is not None or self._retrying.needs_timer
 
     @step
     def on_timer(self, now: float) -> None:
@@ -650,7 +543,7 @@ class ProducerProtocol:
         before = self.expiry.expired_before(self.admission.next_number, now)
         if before:
             if self._oldest_unsettled() < before:
-                self._take_back()
+                self._writing.take_back()
                 self.channel.expire(before, f"delivery_timeout={self.expiry.timeout:g} s has passed", now)
                 self._update(now)
                 self._lift_transport(now)
@@ -668,9 +561,9 @@ class ProducerProtocol:
 
     def _update(self, now: float) -> None:
         """Do what follows when messages were settled, or have left the wire."""
-        if self._untold and self.reports.settled:
+        if self.untold.count and self.reports.settled:
             # Before any sender is admitted for what has just been settled.
-            self._hold_untold(len(self.reports.settled), now)
+            self._hold_untold(now)
         if self.controller.waiting or not self.gate.is_open:
             self._go_on(now)
         else:
@@ -678,42 +571,13 @@ class ProducerProtocol:
 
     def _go_on(self, now: float) -> None:
         """Do what the time, the gate and the window allow."""
-        self._try_again(now)
-        self.admission.grant(now)
+        self._retrying.go_on(now)
+        self.line.grant(now)
         self._wake_settled()
 
     def _wake_settled(self) -> None:
         if self.waiters.settled:
             self.waiters.wake_settled(self._oldest_unsettled())
-
-    def _try_again(self, now: float) -> None:
-        """Go on with messages that are to leave again, if any are."""
-        if (self.channel.number is not None and not self.resending.is_idle) or self.gate.is_held_by(
-            HoldKind.DISCONNECTED
-        ):
-            self._resend(now)
-
-    def _resend(self, now: float) -> None:
-        """Settle refused messages whose time has passed, and hold new ones while others have to leave before."""
-        resending = self.resending
-        if self.channel.number is None:
-            return
-        if resending.refusals.retry_at is not None:
-            self.settling.expire(now)
-            resending.refusals.check_probe()
-            if resending.has_tried_all(bool(self.admission.unsent)):
-                self._end_refusals(now)
-        sendable = resending.count_sendable(resending.again, not self.unconfirmed.flight, now)
-        if resending.refusals.retry_at is None and resending.has_suspects_after(sendable):
-            detail = "what an earlier channel has left leaves first"
-            self.gate.hold(HoldKind.DISCONNECTED, now=now, detail=detail)
-        else:
-            self.gate.lift(HoldKind.DISCONNECTED, now=now)
-
-    def _end_refusals(self, now: float) -> None:
-        """The broker has room again, or nothing is left to try."""
-        self.resending.end_refusals({receipt._number for receipt in self.unsettled_receipts})
-        self.gate.lift(HoldKind.REFUSED, now=now)
 
     def _hold_changed(self, hold: Hold, raised: bool, now: float) -> None:
         if hold.kind in _STOPS_WRITING:
@@ -727,7 +591,7 @@ class ProducerProtocol:
         stopped = any(map(self.gate.is_held_by, _STOPS_WRITING))
         self.unconfirmed.outbound.stopped = stopped
         if stopped:
-            self._take_back()
+            self._writing.take_back()
             self.resending.refusals.stop_clock(now)
         elif self.channel.number is not None:
             self.resending.refusals.start_clock(now)
@@ -737,13 +601,13 @@ class ProducerProtocol:
         now = self._now
         self.settling.heal()
         self.channel.heal(now)
-        # Not `_take_back`: the I/O thread may be giving the bytes to the socket.
-        self._move_back()
+        # Not `take_back`: the I/O thread may be giving the bytes to the socket.
+        self._writing.move_back()
         self._apply_stops(now)
         self.admission.heal(lambda: self.unsettled_receipts)
+        self.line.heal()
         self.channel.count_unwritten(now)
-        if self.resending.refusals.retry_at is None:
-            self.gate.lift(HoldKind.REFUSED, now=now)
+        self._retrying.heal(now)
         if self.closed is not None:
             self._close(self.closed)
 

@@ -9,11 +9,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
+from qflow_client.amqp.frames import FrameError
 from qflow_client.core.admission import Admission
+from qflow_client.core.limits import Limits
+from qflow_client.core.reporting import Reports
 from qflow_client.core.resending import Resending
+from qflow_client.core.returns import Returns
 from qflow_client.core.unconfirmed import Unconfirmed
 from qflow_client.events import HoldKind
-from qflow_client.message import republished
+from qflow_client.message import Message, republished
 from qflow_client.receipt import Outcome, Receipt
 
 __all__ = ["Settling"]
@@ -26,15 +30,42 @@ class Settling:
     """Brings answers together with messages.
 
     Args:
-        admission: where room is given back.
+        admission: knows the unwritten bytes, the store and the observer.
+        limits: where room is given back.
+        reports: the producer's news.
+        returns: finds the messages that a return names.
         unconfirmed: what is on the wire.
-        resending: what is to leave again.
+        resending: what leaves again.
+        confirms: whether the broker confirms messages.
     """
 
-    __slots__ = ("_admission", "_batch", "_resending", "_stage", "_unconfirmed")
+    __slots__ = (
+        "_admission",
+        "_batch",
+        "_confirms",
+        "_limits",
+        "_reports",
+        "_resending",
+        "_returns",
+        "_stage",
+        "_unconfirmed",
+    )
 
-    def __init__(self, admission: Admission, unconfirmed: Unconfirmed, resending: Resending) -> None:
+    def __init__(
+        self,
+        admission: Admission,
+        limits: Limits,
+        reports: Reports,
+        returns: Returns,
+        unconfirmed: Unconfirmed,
+        resending: Resending,
+        confirms: bool,
+    ) -> None:
         self._admission = admission
+        self._confirms = confirms
+        self._limits = limits
+        self._reports = reports
+        self._returns = returns
         self._unconfirmed = unconfirmed
         self._resending = resending
         # What is being settled: the receipts, an outcome for all or for each, and what the broker said of those without
@@ -61,14 +92,14 @@ class Settling:
         """
         self._batch, self._stage = (list(receipts), outcome, reply, now), 0
         self._finish()
-        self._admission.release(receipts, now)
+        self._limits.release(receipts, now)
 
     def settle_silently(self, receipt: Receipt, outcome: Outcome, now: float) -> None:
         """As `settle`, but report nothing: only the caller knows."""
         receipt._outcome = outcome
         self._batch, self._stage = ([receipt], outcome, None, now), 2
         self._finish()
-        self._admission.release((receipt,), now)
+        self._limits.release((receipt,), now)
 
     def settle_run(self, first: int, stop: int, outcome: Outcome, now: float) -> None:
         """Settle the unsettled messages of the tags from `first` to before `stop`, all of which are written."""
@@ -76,7 +107,7 @@ class Settling:
         self._batch, self._stage = (receipts, outcome, None, now), 0
         self._unconfirmed.take_into(receipts, first, stop)
         self._finish()
-        self._admission.release(receipts, now)
+        self._limits.release(receipts, now)
 
     def heal(self) -> None:
         """Report the messages that an unfinished step was settling."""
@@ -89,7 +120,7 @@ class Settling:
         """Report the messages that are being settled. To begin anew after an interrupt changes nothing."""
         assert self._batch is not None
         receipts, outcome, reply, now = self._batch
-        reports = self._admission.reports
+        reports = self._reports
         all_confirmed = False
         if self._stage == 0:
             if outcome is Outcome.CONFIRMED:
@@ -106,15 +137,15 @@ class Settling:
             self._stage = 3
             if self._admission.observer is not None and receipts:
                 self._admission.observer.settled(receipts, now)
-        if self._admission.returns.by_id:
-            self._admission.returns.forget(receipts)
+        if self._returns.by_id:
+            self._returns.forget(receipts)
         if self._admission.store is not None:
             self._admission.store.settled(receipts)
         self._batch = None
 
     def _confirm(self, receipts: Sequence[Receipt]) -> bool:
         """Settle messages that the broker has confirmed; whether none of them was returned."""
-        wake = self._admission.reports.wake
+        wake = self._reports.wake
         confirmed, all_confirmed = Outcome.CONFIRMED, True
         for receipt in receipts:
             if receipt._reply is None:
@@ -126,7 +157,7 @@ class Settling:
         return all_confirmed
 
     def _end(self, receipts: Sequence[Receipt], outcome: Outcome | Sequence[Outcome], reply: Reply | None) -> None:
-        wake = self._admission.reports.wake
+        wake = self._reports.wake
         for at, receipt in enumerate(receipts):
             if receipt._reply is None:
                 receipt._reply = reply
@@ -148,7 +179,7 @@ class Settling:
         # A message that is half written cannot have arrived.
         written = self._unconfirmed.outbound.finished
         if tag > written or (tag == 0 and not multiple):
-            reports = self._admission.reports
+            reports = self._reports
             words = "%s: the broker answered delivery tag %d, but %d messages were written; ignored"
             reports.log(logging.WARNING, words, reports.name, tag, written)
             return
@@ -188,6 +219,36 @@ class Settling:
     def _settle_up_to(self, tag: int, now: float) -> None:
         if tag:
             self.settle_run(self._unconfirmed.oldest, tag + 1, Outcome.CONFIRMED, now)
+
+    def note_return(self, reply: Reply, message: Message, exchange: str, routing_key: str) -> None:
+        """Note on its receipt that a message was returned. Its ack follows.
+
+        Args:
+            reply: of the broker.
+            message: as it came back.
+            exchange: where it was published.
+            routing_key: with which key.
+        """
+        reports = self._reports
+        receipt = self._returns.take(message.message_id, exchange, routing_key)
+        if receipt is not None:
+            receipt._reply = reply
+        elif not self._confirms:
+            # Its receipt was settled when it was written, and that was told. So `flush` and `close` bring this up.
+            try:
+                route = self._unconfirmed.encoder.route(exchange, routing_key)
+            except ValueError as error:
+                # Invalid bytes were replaced when the name was decoded, so it may be too long to encode.
+                raise FrameError(f"the broker returned a message that cannot have been published: {error}") from error
+            receipt = self._admission.receipt_type(message, route, None)
+            receipt._reply = reply
+            receipt._outcome = Outcome.RETURNED
+            reports.log(logging.WARNING, "%s: %s", reports.name, receipt.describe())
+            reports.add_failures((receipt,))
+        else:
+            words = "%s: the broker returned message %s to %r/%r (%d %s), which is not in flight; ignored"
+            values = message.message_id, exchange, routing_key, *reply
+            reports.log(logging.WARNING, words, reports.name, *values)
 
     def settle_written(self, now: float) -> None:
         """Without confirms a message is settled once it is written."""
@@ -232,7 +293,7 @@ class Settling:
     def hold_refused(self, detail: str, now: float, *, was_probe: bool) -> None:
         """Send no probe for a while; `was_probe` if one was refused."""
         if self._resending.refusals.delay_probe(self._resending.again, now, was_probe=was_probe):
-            self._admission.gate.hold(HoldKind.REFUSED, now=now, detail=detail)
+            self._limits.controller.gate.hold(HoldKind.REFUSED, now=now, detail=detail)
 
     def expire(self, now: float) -> None:
         """Settle messages that wait to leave again and have been refused for long enough."""

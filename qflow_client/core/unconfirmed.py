@@ -15,7 +15,7 @@ from heapq import heapify, heappop, heappush
 from itertools import repeat
 from typing import Any
 
-from qflow_client.amqp.frames import FRAME_OVERHEAD, LAST_DIGITS, PublishEncoder
+from qflow_client.amqp.frames import LAST_DIGITS, PublishEncoder
 from qflow_client.amqp.outbound import Outbound
 from qflow_client.message import Message
 from qflow_client.receipt import Receipt
@@ -178,7 +178,8 @@ class Unconfirmed:
                     hundreds, length, made_for = number >> 8, len(payload), route
                     head, tail = encoder.plain(route, length, number)
                 parts += (head, LAST_DIGITS[number & 255], tail, payload, _END)
-                size += route.cost + length if length else route.cost - FRAME_OVERHEAD
+                # As `Admission.cost` says.
+                size += route.cost + length
                 ends.append(size)
                 if borders is not ends:
                     borders.append(size)

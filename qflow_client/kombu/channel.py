@@ -321,10 +321,10 @@ class Channel(pyamqp.Channel):
         if timeout is None:
             timeout = settings.max_producer_flow_control_wait
         flow.has_given_up = True
-        admission, now, flag = protocol.admission, _monotonic(), Flag()
-        ticket = admission.make_ticket(encoded, exchange, routing_key, now, timeout=timeout, waiter=flag)
+        line, now, flag = protocol.line, _monotonic(), Flag()
+        ticket = line.make_ticket(encoded, exchange, routing_key, now, timeout=timeout, waiter=flag)
         try:
-            receipt = flow.drive(calls.send(admission, ticket, now), flag, partial(self._turn, flow))
+            receipt = flow.drive(calls.send(line, ticket, now), flag, partial(self._turn, flow))
         except FlowControlTimeout as error:
             refuse(
                 FlowControlTimeout(
@@ -334,7 +334,7 @@ class Channel(pyamqp.Channel):
         except ProducerClosed:
             self._raise_closed()
         finally:
-            admission.give_up(ticket, _monotonic())
+            line.give_up(ticket, _monotonic())
             flow.after()
         flow.has_given_up = False
         return receipt

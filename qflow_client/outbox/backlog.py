@@ -302,7 +302,7 @@ class Backlog:
         for last, waiter in waiting:
             if last > done:
                 self._flushes.append((last, waiter))
-            elif not self._protocol.add_settled_waiter(waiter):
+            elif not self._protocol.waiters.add_settled(waiter):
                 self._reports.wake.append(waiter)
 
     # The end.

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qflow_client.core.admission import SendTicket
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.core.step import step
+from qflow_client.core.tickets import SendTicket
 from qflow_client.events import HoldKind
 from qflow_client.flow import Limiter
 from qflow_client.message import Message
@@ -73,7 +73,7 @@ class OutboxStore:
         self.requests.writer = writer
         #: Takes the steps; those of the store are steps of the producer's state.
         self.steps = protocol.steps
-        self._admission = protocol.admission
+        self._admission, self._line = protocol.admission, protocol.line
         self._controller, self._gate, self._reports = protocol.controller, protocol.gate, protocol.reports
         self._blocks = protocol.settings.outbox_full is OnOutboxFull.BLOCK
         self._spills = protocol.settings.when_flowed is WhenFlowed.SPILL
@@ -175,7 +175,7 @@ class OutboxStore:
                 # The sender gets the error, and the rest of the line goes on.
                 ticket.error = error
             self._reports.wake.append(ticket.waiter)
-            del self._admission.waiting[ticket]
+            del self._line.tickets[ticket]
         if self._gate.is_held_by(HoldKind.OUTBOX):
             # There may be room.
             controller.look(now)
@@ -195,13 +195,13 @@ class OutboxStore:
     @step
     def look_again(self, now: float) -> None:
         """Admit what can be admitted: a commit may have made room."""
-        self._admission.grant(now)
+        self._line.grant(now)
 
     @step
     def expire(self, now: float) -> None:
         """Settle messages of the backlog that are too old, whether or not it could leave."""
         if self.backlog.ready:
-            self._admission.grant(now)
+            self._line.grant(now)
         self.backlog.request_expired()
 
     @step
@@ -210,7 +210,7 @@ class OutboxStore:
     ) -> None:
         """Take what was read for a request, see `Backlog.feed`."""
         self.backlog.feed(request, batch, damaged, now)
-        self._admission.grant(now)
+        self._line.grant(now)
 
     @step
     def read_again(self, _now: float) -> None:

@@ -161,7 +161,7 @@ class ChannelFlow(DropInFlow):
         ConnectionFlow.of(channel.connection).channels.pop(channel.channel_number, None)
         flow_manager.unregister(self)
         self.closing_reason = reason
-        is_idle = not self.protocol.unsettled and not self.protocol.admission.waiting
+        is_idle = not self.protocol.unsettled and not self.protocol.line.tickets
         if isinstance(reason, _BY_PROGRAM) or (is_idle and isinstance(reason, exceptions.ChannelClosedByBroker)):
             # The method that the broker refused raises it, and no message is concerned.
             self.protocol.forget_past()
@@ -170,7 +170,7 @@ class ChannelFlow(DropInFlow):
 
     def give_up_all(self) -> None:
         """The channel ends: a call that waits gets an error."""
-        self.protocol.admission.give_up_all("the channel is closed", _monotonic())
+        self.protocol.line.give_up_all("the channel is closed", _monotonic())
         self.after()
 
     def confirms_begin(self) -> None:

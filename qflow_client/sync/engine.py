@@ -243,7 +243,7 @@ class Engine(BaseEngine):
                 waiter.wait_until(until)
                 until, result = self.step(lambda _protocol: resume(call, _monotonic()))
         except BaseException:
-            self.step(undo or (lambda protocol: protocol.forget_waiter(waiter)))
+            self.step(undo or (lambda protocol: protocol.waiters.forget(waiter)))
             raise
         return result  # type: ignore[return-value]  # the call has ended
 

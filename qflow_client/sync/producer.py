@@ -192,7 +192,7 @@ class Producer(BaseProducer):
         return self._engine.drive(
             self._send_call(ticket, refusal, notices=True),
             waiter,
-            lambda protocol: protocol.admission.give_up(ticket, _monotonic()),
+            lambda protocol: protocol.line.give_up(ticket, _monotonic()),
         )
 
     def _made_durable(self, receipt: Receipt, deadline: float) -> SyncReceipt:

@@ -452,12 +452,12 @@ class BlockingChannel(_pika.BlockingChannel):
         if settings.when_flowed is WhenFlowed.RAISE:
             raise self._flow.flowed(publish)
         exchange, routing_key, _ = publish.arguments
-        admission, now, flag = protocol.admission, _monotonic(), Flag()
-        ticket = admission.make_ticket(
+        line, now, flag = protocol.line, _monotonic(), Flag()
+        ticket = line.make_ticket(
             publish, exchange, routing_key, now, timeout=settings.max_producer_flow_control_wait, waiter=flag
         )
         try:
-            return self._flow.drive(calls.send(admission, ticket, now), flag, self._turn)
+            return self._flow.drive(calls.send(line, ticket, now), flag, self._turn)
         except FlowControlTimeout as error:
             raise FlowControlTimeout(
                 error.holds, error.waited, publish.body, "a longer max_producer_flow_control_wait waits"
@@ -466,7 +466,7 @@ class BlockingChannel(_pika.BlockingChannel):
             self._check_open()
             raise
         finally:
-            admission.give_up(ticket, _monotonic())
+            line.give_up(ticket, _monotonic())
             self._flow.write()
 
     def _turn(self, deadline: float) -> None:

@@ -83,7 +83,7 @@ class _Publishing:
         window = admission.window
         if (
             not admission.gate.is_open
-            or admission.controller.waiting
+            or self._flow.protocol.controller.waiting
             or len(accepted) + window.used >= window.capacity
             or len(self._publish.frames) * window.capacity > self._flow.settings.max_unwritten_bytes
         ):
@@ -163,8 +163,8 @@ class _Publishing:
             flow.write()
             self._channel.published(receipt, self._on_publish)
             return
-        self._ticket = admission.make_ticket(*arguments, waiter=self)
-        admission.stand_in_line(self._ticket, now)
+        self._ticket = flow.protocol.line.make_ticket(*arguments, waiter=self)
+        flow.protocol.line.stand_in_line(self._ticket, now)
         if not self._ticket.decided:
             if self._future is not None and flow.settings.when_flowed is WhenFlowed.RAISE:
                 self._give_up()
@@ -197,12 +197,12 @@ class _Publishing:
         self._end(self._channel.closing_error)
 
     def _notice(self) -> None:
-        self._flow.protocol.admission.notice(_monotonic())
+        self._flow.protocol.line.notice(_monotonic())
         self._flow.after()
 
     def _give_up(self) -> None:
-        if self._ticket is not None and self._flow.protocol.admission.give_up(self._ticket, _monotonic()):
-            self._flow.protocol.admission.count_refusal()
+        if self._ticket is not None and self._flow.protocol.line.give_up(self._ticket, _monotonic()):
+            self._flow.protocol.line.count_refusal()
             self._flow.write()
 
 

@@ -94,7 +94,7 @@ def test_a_deadline_that_falls_together_with_a_cancel(run: Run, broker: Broker) 
                 with pytest.raises((asyncio.CancelledError, FlowControlTimeout)):
                     await task
             assert producer._protocol.controller.waiting == 0
-            assert producer._protocol.admission.waiting == {}
+            assert producer._protocol.line.tickets == {}
             producer.resume()
             await (await producer.send(b"yes"))
 
@@ -229,7 +229,7 @@ def test_random_cancels_lose_and_invent_nothing(run: Run, broker: Broker, seed: 
         assert producer._protocol.byte_window is not None
         assert producer._protocol.byte_window.used == 0
         assert producer._protocol.controller.waiting == 0
-        assert producer._protocol.admission.waiting == {}
+        assert producer._protocol.line.tickets == {}
         await producer.close()
         found = bodies(broker)
         assert len(found) == len(set(found))

@@ -78,7 +78,7 @@ def test_J7_threads_wait_while_the_broker_says_stop_and_go_on_in_their_order(bro
             channel.basic_publish("", "q", b"%d %d" % (thread, number))
 
     jobs = [start(publish, thread) for thread in range(4)]
-    eventually(lambda: len(channel.flow_control.protocol.admission.waiting) == 4)
+    eventually(lambda: len(channel.flow_control.protocol.line.tickets) == 4)
     assert wire.came_between(stopped) == []
     assert bodies(broker) == []
     broker.flow(True)
@@ -177,7 +177,7 @@ def test_E2_a_flow_callback_and_on_publish_may_publish(broker, connect):
         channel.basic_publish("", "q", b"nested", on_publish=again.append)
 
     jobs = [start(channel.basic_publish, "", "q", b"waits", None, False, on_publish) for _ in range(3)]
-    eventually(lambda: len(channel.flow_control.protocol.admission.waiting) == 3)
+    eventually(lambda: len(channel.flow_control.protocol.line.tickets) == 3)
     broker.flow(True)
     for job in jobs:
         job.result()
@@ -217,7 +217,7 @@ def test_E4_a_loop_that_does_not_answer_ends_no_deadline(broker, connect):
     go_on = threading.Semaphore(0)
     stop(broker, channel)
     job = start(channel.basic_publish, "", "q", b"in line")
-    eventually(lambda: channel.flow_control.protocol.admission.waiting)
+    eventually(lambda: channel.flow_control.protocol.line.tickets)
     connection.add_callback_threadsafe(lambda: go_on.acquire(timeout=PATIENCE) and None)
     with Stopwatch() as watch, pytest.raises(FlowControlTimeout):
         channel.basic_publish("", "q", b"not in line yet")
@@ -244,7 +244,7 @@ def test_what_was_accepted_is_sent_after_a_stop_or_the_log_says_that_it_was_not(
         headers["a"] = 2
         assert len(channel.accepted) == 1
         go_on.release()
-        eventually(lambda: channel.flow_control.protocol.admission.waiting)
+        eventually(lambda: channel.flow_control.protocol.line.tickets)
         assert bodies(broker) == []
         if ends:
             channel.close()
@@ -264,7 +264,7 @@ def test_E2_what_ends_the_channel_ends_the_wait(broker, connect, proxy, how):
     channel = connection.channel()
     stop(broker, channel)
     job = start(channel.basic_publish, "", "q", b"never")
-    eventually(lambda: channel.flow_control.protocol.admission.waiting)
+    eventually(lambda: channel.flow_control.protocol.line.tickets)
     began = time.monotonic()
     if how == "channel":
         channel.close()

@@ -119,7 +119,7 @@ def check(producer: Any, receipts: list[Receipt], storm: Storm) -> None:
     admitted = protocol.admission.admitted
     assert len(numbers) <= admitted
     assert protocol.window.used == protocol.controller.waiting == protocol.unwritten == 0
-    assert not protocol.admission.waiting
+    assert not protocol.line.tickets
     if storm.kind != "signal":
         # An interrupt takes the receipt away from its caller; nothing else does.
         assert storm.kind == "both" or sorted(numbers) == list(range(1, admitted + 1))

@@ -11,7 +11,7 @@ import pytest
 
 from qflow_client import FlowControlTimeout, Producer
 from qflow_client.broker import Broker
-from qflow_client.core.admission import Admission
+from qflow_client.core.sendline import SendLine
 from qflow_client.flow import WeightedLine
 from tests.effort import rounds
 
@@ -63,7 +63,7 @@ def test_f4_who_is_interrupted_as_soon_as_it_stands_in_line_leaves_it(
 
     producer.pause()
     with monkeypatch.context() as patched:
-        patched.setattr(Admission, "look_at", interrupt)
+        patched.setattr(SendLine, "look_at", interrupt)
         with pytest.raises(KeyboardInterrupt):
             producer.send(b"interrupted", timeout=None)
     producer.resume()

@@ -11,9 +11,9 @@ import pamqp.frame
 import pamqp.header
 
 from qflow_client import HoldKind, Message, ProducerSettings, Receipt
-from qflow_client.core.admission import SendTicket
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.core.refusals import Pauses
+from qflow_client.core.tickets import SendTicket
 from qflow_client.flow import Line
 
 FRAME_MAX = 4096
@@ -57,11 +57,11 @@ def wait(protocol: ProducerProtocol, payload: bytes | Message = b"x", now: float
 
 def place(protocol: ProducerProtocol, payload: bytes | Message, now: float, **more: Any) -> SendTicket:
     """Have a message stand in line, and give up if that is interrupted, as all drivers do."""
-    ticket = protocol.admission.make_ticket(payload, "", "q", now, **more)
+    ticket = protocol.line.make_ticket(payload, "", "q", now, **more)
     try:
-        protocol.admission.stand_in_line(ticket, now)
+        protocol.line.stand_in_line(ticket, now)
     except BaseException:
-        protocol.admission.give_up(ticket, now)
+        protocol.line.give_up(ticket, now)
         raise
     return ticket
 

@@ -139,7 +139,7 @@ def test_of_a_run_that_has_been_answered_in_part_the_rest_is_settled() -> None:
     protocol = make()
     receipts = [send(protocol) for _ in range(8)]
     drain(protocol)
-    assert protocol.when_flushed("all")
+    assert protocol.waiters.when_flushed("all")
     protocol.on_ack(6, False, 0.0)
     protocol.on_ack(2, True, 0.0)
     protocol.on_acks([(1, 5)], 0.0)
@@ -191,7 +191,7 @@ def busy(sizes: list[int], share: float, settings: dict[str, Any], *, wants_all:
         elif number % 2:
             receipt._waiter = f"receipt {number}"
         if number % 7 == 0:
-            protocol.when_flushed(f"flush {number}")
+            protocol.waiters.when_flushed(f"flush {number}")
     write(protocol, int(protocol.unwritten * share))
     for tag in (3, 4):
         receipt = protocol.unconfirmed.find(tag)

@@ -98,7 +98,7 @@ def test_a_window_that_is_small_for_a_moment_does_not_make_callbacks_slow() -> N
     protocol = make(capacity="auto", capacity_max=100)
     protocol.reports.settled = []
     for untold in (50, 101):
-        for _ in range(untold - protocol._untold):
+        for _ in range(untold - protocol.untold.count):
             send(protocol)
             drain(protocol)
             protocol.on_ack(0, True, 0.0)

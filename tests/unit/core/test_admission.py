@@ -9,8 +9,8 @@ import pytest
 
 from qflow_client import FlowControlTimeout, FlowEventKind, HoldKind, Message, ProducerClosed, SettingsError
 from qflow_client.amqp.frames import Content, Prepared, PublishEncoder
-from qflow_client.core.admission import SendTicket
 from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.core.tickets import SendTicket
 from qflow_client.flow import WeightedLine
 from qflow_client.settings import ProducerSettings
 
@@ -154,14 +154,14 @@ def test_a_message_that_stands_in_line_when_nothing_is_in_the_way_is_admitted_at
     ticket = place(protocol, b"x", 0.0, waiter="me")
     assert ticket.receipt is not None
     assert protocol.reports.wake == ["me"]
-    assert protocol.admission.look_at(ticket, 0.0) is None
+    assert protocol.line.look_at(ticket, 0.0) is None
 
 
 def test_a4_a_message_that_gave_up_is_never_sent() -> None:
     protocol = make(capacity=1)
     send(protocol, b"first")
     ticket = wait(protocol, b"gone")
-    assert protocol.admission.give_up(ticket, 1.0)
+    assert protocol.line.give_up(ticket, 1.0)
     written = drain(protocol)
     protocol.on_ack(1, False, 2.0)
     assert protocol.unsettled == 0
@@ -174,8 +174,8 @@ def test_giving_up_twice_counts_once() -> None:
     protocol = make(capacity=1)
     send(protocol)
     ticket = wait(protocol)
-    assert protocol.admission.give_up(ticket, 1.0)
-    assert not protocol.admission.give_up(ticket, 1.0)
+    assert protocol.line.give_up(ticket, 1.0)
+    assert not protocol.line.give_up(ticket, 1.0)
     assert protocol.controller.waiting == 0
 
 
@@ -185,7 +185,7 @@ def test_it_is_too_late_to_give_up_what_is_admitted() -> None:
     ticket = wait(protocol)
     drain(protocol)
     protocol.on_ack(1, False, 1.0)
-    assert not protocol.admission.give_up(ticket, 1.0)
+    assert not protocol.line.give_up(ticket, 1.0)
     assert protocol.unsettled == 1
 
 
@@ -204,11 +204,11 @@ def refused(protocol: ProducerProtocol, ticket: SendTicket) -> None:
 
 def timed_out(protocol: ProducerProtocol, ticket: SendTicket) -> None:
     with pytest.raises(FlowControlTimeout):
-        protocol.admission.look_at(ticket, 100.0)
+        protocol.line.look_at(ticket, 100.0)
 
 
 def given_up(protocol: ProducerProtocol, ticket: SendTicket) -> None:
-    assert protocol.admission.give_up(ticket, 1.0)
+    assert protocol.line.give_up(ticket, 1.0)
 
 
 def dismissed(protocol: ProducerProtocol, ticket: SendTicket) -> None:
@@ -235,13 +235,13 @@ def test_a_ticket_is_decided_once_and_leaves_the_line_once(
     assert waiting == (0 if other.decided else 1)
     protocol.reports.events.clear()
     for now in (101.0, 200.0):
-        assert not protocol.admission.give_up(ticket, now)
-        assert protocol.admission.look_at(ticket, now) is None
+        assert not protocol.line.give_up(ticket, now)
+        assert protocol.line.look_at(ticket, now) is None
         assert protocol.controller.waiting == waiting
     assert (ticket.receipt, ticket.error) == fate
     assert protocol.reports.events == [], "nothing is said of one who no longer waits"
     protocol.close("closed by hand", 201.0)
-    assert not protocol.admission.give_up(ticket, 202.0)
+    assert not protocol.line.give_up(ticket, 202.0)
     assert protocol.controller.waiting == 0
     assert (ticket.receipt, ticket.error) == fate
 
@@ -252,7 +252,7 @@ def test_the_end_of_a_large_head_lets_in_the_small_ones_behind_it() -> None:
     head = wait(protocol, b"b" * 50)
     small = [place(protocol, b"c" * 5, 0.0, waiter=number) for number in range(2)]
     assert [ticket.receipt for ticket in small] == [None, None], "no small one passes the head"
-    assert protocol.admission.give_up(head, 1.0)
+    assert protocol.line.give_up(head, 1.0)
     assert all(ticket.receipt for ticket in small)
     assert protocol.reports.wake == [0, 1]
 
@@ -263,17 +263,17 @@ def test_all_give_up_at_once_and_none_is_let_in_because_another_leaves() -> None
     large = wait(protocol, b"b" * 50, waiter="large")
     small = wait(protocol, b"c" * 5, waiter="small")
     in_front = wait(protocol, b"d" * 50, waiter="in front", first=True)
-    protocol.admission.give_up_all("the channel is closed", 1.0)
+    protocol.line.give_up_all("the channel is closed", 1.0)
     assert protocol.reports.wake == ["large", "small", "in front"]
     for ticket in (large, small, in_front):
         assert isinstance(ticket.error, ProducerClosed)
         assert (str(ticket.error), ticket.error.message) == ("the channel is closed", ticket.payload)
         assert ticket.receipt is None
-        assert not protocol.admission.give_up(ticket, 2.0)
-        assert protocol.admission.look_at(ticket, 2.0) is None
+        assert not protocol.line.give_up(ticket, 2.0)
+        assert protocol.line.look_at(ticket, 2.0) is None
     assert protocol.controller.waiting == 0
     assert protocol.gate.is_open, "ten bytes of room are left"
-    protocol.admission.give_up_all("the channel is closed", 3.0)
+    protocol.line.give_up_all("the channel is closed", 3.0)
     assert send(protocol, b"e" * 5).message.body == b"e" * 5
     assert protocol.unsettled == 2
 
@@ -281,7 +281,7 @@ def test_all_give_up_at_once_and_none_is_let_in_because_another_leaves() -> None
 def test_the_capacity_hold_ends_with_the_last_who_met_it() -> None:
     protocol = make(capacity_bytes=100)
     send(protocol, b"a" * 90)
-    protocol.admission.give_up(wait(protocol, b"b" * 50), 1.0)
+    protocol.line.give_up(wait(protocol, b"b" * 50), 1.0)
     assert protocol.gate.is_open, "ten bytes of room are left"
 
 
@@ -307,14 +307,14 @@ def test_j7_a_message_that_waited_long_enough_times_out_and_is_never_sent() -> N
     send(protocol)
     payload = b"late"
     ticket = wait(protocol, payload, now=10.0, timeout=0.5)
-    assert protocol.admission.look_at(ticket, 10.0) == 10.5
-    assert protocol.admission.look_at(ticket, 10.499) == 10.5, "never early"
+    assert protocol.line.look_at(ticket, 10.0) == 10.5
+    assert protocol.line.look_at(ticket, 10.499) == 10.5, "never early"
     with pytest.raises(FlowControlTimeout) as caught:
-        protocol.admission.look_at(ticket, 10.5)
+        protocol.line.look_at(ticket, 10.5)
     assert caught.value.message is payload
     assert caught.value.waited == 0.5
     assert [hold.kind for hold in caught.value.holds] == [HoldKind.CAPACITY]
-    assert not protocol.admission.give_up(ticket, 11.0), "that was decided"
+    assert not protocol.line.give_up(ticket, 11.0), "that was decided"
     drain(protocol)
     protocol.on_ack(1, False, 11.0)
     assert protocol.unsettled == 0
@@ -326,14 +326,14 @@ def test_a_message_admitted_at_its_deadline_does_not_time_out() -> None:
     ticket = wait(protocol, timeout=1.0)
     drain(protocol)
     protocol.on_ack(1, False, 1.0)
-    assert protocol.admission.look_at(ticket, 1.0) is None
+    assert protocol.line.look_at(ticket, 1.0) is None
 
 
 def test_a_message_that_time_lets_in_at_its_deadline_does_not_time_out() -> None:
     protocol = make(rate=10.0)
     send(protocol, now=0.0)
     ticket = wait(protocol, timeout=1.0)
-    assert protocol.admission.look_at(ticket, 1.0) is None
+    assert protocol.line.look_at(ticket, 1.0) is None
     assert ticket.receipt is not None
 
 
@@ -344,10 +344,10 @@ def test_while_a_send_waits_a_notice_comes_every_period() -> None:
     ticket = wait(protocol, now=10.0, timeout=5.0)
     protocol.reports.events.clear()
     protocol.reports.logs.clear()
-    assert protocol.admission.look_at(ticket, 11.9) == 12.0
+    assert protocol.line.look_at(ticket, 11.9) == 12.0
     assert not protocol.reports.events
-    assert protocol.admission.look_at(ticket, 12.5) == 14.5
-    assert protocol.admission.look_at(ticket, 14.5) == 15.0, "the deadline comes before the next notice"
+    assert protocol.line.look_at(ticket, 12.5) == 14.5
+    assert protocol.line.look_at(ticket, 14.5) == 15.0, "the deadline comes before the next notice"
     assert [(event.kind, event.since, event.at, event.seconds, event.waiting) for event in protocol.reports.events] == [
         (FlowEventKind.WAITING, 1010.0, 1012.5, 2.5, 1),
         (FlowEventKind.WAITING, 1010.0, 1014.5, 4.5, 1),
@@ -364,16 +364,16 @@ def test_of_many_who_wait_one_notice_comes_every_period_and_tells_how_many_and_t
     tickets = [wait(protocol, now=10.0 + number / 100) for number in range(100)]
     protocol.reports.events.clear()
     protocol.reports.logs.clear()
-    at = [protocol.admission.look_at(ticket, 13.0) for ticket in tickets]
+    at = [protocol.line.look_at(ticket, 13.0) for ticket in tickets]
     assert at == [15.0] * 100, "they all look again when the next is due"
     assert [(event.waiting, event.seconds) for event in protocol.reports.events] == [(100, 3.0)]
     assert logged(protocol) == ["WARNING producer: 100 sends have been waiting, the longest for 3.0 s: capacity"]
     # Whose turn it was is not told of any more, nor who gave up.
     protocol.set_capacity(2, 14.0)
-    protocol.admission.give_up(tickets[1], 14.0)
+    protocol.line.give_up(tickets[1], 14.0)
     protocol.reports.events.clear()
     for ticket in reversed(tickets[2:]):
-        protocol.admission.look_at(ticket, 15.0)
+        protocol.line.look_at(ticket, 15.0)
     ((waiting, seconds),) = [(event.waiting, event.seconds) for event in protocol.reports.events]
     assert (waiting, round(seconds, 6)) == (98, 4.98)
 
@@ -384,36 +384,36 @@ def test_who_came_later_says_nothing_before_the_next_notice_is_due() -> None:
     send(protocol)
     first, second = wait(protocol, now=10.0), wait(protocol, now=11.0)
     protocol.reports.events.clear()
-    assert protocol.admission.look_at(first, 12.0) == 14.0
-    assert protocol.admission.look_at(second, 13.0) == 14.0
+    assert protocol.line.look_at(first, 12.0) == 14.0
+    assert protocol.line.look_at(second, 13.0) == 14.0
     assert len(protocol.reports.events) == 1
-    protocol.admission.give_up(first, 13.5)
-    assert protocol.admission.look_at(second, 14.0) == 16.0
+    protocol.line.give_up(first, 13.5)
+    assert protocol.line.look_at(second, 14.0) == 16.0
     assert [event.seconds for event in protocol.reports.events if event.waiting] == [2.0, 3.0]
 
 
 def test_one_who_asks_for_all_who_wait_gets_the_notices_of_all() -> None:
     protocol = make(flow_control_wait_notify_period=2.0)
-    assert protocol.admission.notice(1.0) is None, "nobody waits"
+    assert protocol.line.notice(1.0) is None, "nobody waits"
     protocol.hold("paused", 1.0)
     first, second = wait(protocol, now=10.0, timeout=3.0), wait(protocol, now=11.5)
     protocol.reports.logs.clear()
-    assert protocol.admission.notice(11.9) == 12.0
+    assert protocol.line.notice(11.9) == 12.0
     assert logged(protocol) == []
-    assert protocol.admission.notice(12.0) == 14.0
+    assert protocol.line.notice(12.0) == 14.0
     # That its time is up is for the one to hear who looks at it.
-    assert protocol.admission.notice(14.0) == 16.0
+    assert protocol.line.notice(14.0) == 16.0
     assert not first.decided
-    protocol.admission.give_up(first, 14.5)
-    assert protocol.admission.notice(14.5) == 16.0, "it was said for all of them"
-    assert protocol.admission.notice(16.5) == 18.5
+    protocol.line.give_up(first, 14.5)
+    assert protocol.line.notice(14.5) == 16.0, "it was said for all of them"
+    assert protocol.line.notice(16.5) == 18.5
     assert [text.partition(": ")[2].partition(":")[0] for text in logged(protocol)] == [
         "2 sends have been waiting, the longest for 2.0 s",
         "2 sends have been waiting, the longest for 4.0 s",
         "a send has been waiting for 5.0 s",
     ]
-    protocol.admission.give_up(second, 17.0)
-    assert protocol.admission.notice(18.5) is None
+    protocol.line.give_up(second, 17.0)
+    assert protocol.line.notice(18.5) is None
 
 
 def test_a_notice_for_one_who_only_waits_for_others_has_no_hold() -> None:
@@ -423,12 +423,12 @@ def test_a_notice_for_one_who_only_waits_for_others_has_no_hold() -> None:
     behind = place(protocol, b"c", 0.0)
     protocol.controller.gate.lift(HoldKind.CAPACITY, now=0.0)
     protocol.reports.logs.clear()
-    protocol.admission.look_at(behind, 5.0)
+    protocol.line.look_at(behind, 5.0)
     assert logged(protocol) == [
         "WARNING producer: 2 sends have been waiting, the longest for 5.0 s: others wait before it"
     ]
     protocol.reports.events = []
-    protocol.admission.look_at(behind, 10.0)
+    protocol.line.look_at(behind, 10.0)
     assert protocol.reports.events[0].hold is None
 
 
@@ -464,7 +464,7 @@ def test_what_is_settled_by_the_end_holds_nothing() -> None:
     protocol = make(capacity=4)
     protocol.reports.settled = []
     protocol.close("the producer is closed", 1.0)
-    protocol._untold = 5
+    protocol.untold.count = 5
     protocol.take_settled(1.0)
     assert holds(protocol) == []
 
@@ -523,11 +523,11 @@ def test_the_send_of_a_callback_can_give_up_time_out_and_be_sent_away() -> None:
     protocol = make(capacity=1)
     send(protocol)
     ticket = place(protocol, b"x", 0.0, first=True)
-    assert protocol.admission.give_up(ticket, 0.0)
+    assert protocol.line.give_up(ticket, 0.0)
     assert ticket.decided
     late = place(protocol, b"x", 0.0, timeout=1.0, first=True)
     with pytest.raises(FlowControlTimeout):
-        protocol.admission.look_at(late, 1.0)
+        protocol.line.look_at(late, 1.0)
     last = place(protocol, b"x", 2.0, waiter="first", first=True)
     wait(protocol, waiter="line")
     protocol.close("closed by hand", 3.0)
@@ -545,7 +545,7 @@ def test_f4_nobody_passes_the_send_of_a_callback_and_who_is_timed_out_by_it_is_t
         now = protocol.next_timer(now) or now
         assert protocol.admission.send(b"newcomer", "", "q", now) is None
         with pytest.raises(FlowControlTimeout) as caught:
-            protocol.admission.look_at(place(protocol, b"newcomer", now, timeout=0.0), now)
+            protocol.line.look_at(place(protocol, b"newcomer", now, timeout=0.0), now)
         assert [hold.kind for hold in caught.value.holds] == ["rate"]
     assert now == pytest.approx(0.1)
 
@@ -557,7 +557,7 @@ def test_the_send_of_a_callback_that_times_out_names_what_held_it() -> None:
     assert [hold.kind for hold in protocol.flow_state(0.5).holds] == ["capacity"]
     assert protocol.admission.send(b"z", "", "q", 0.5) is None, "it is not its turn"
     with pytest.raises(FlowControlTimeout) as caught:
-        protocol.admission.look_at(ticket, 1.0)
+        protocol.line.look_at(ticket, 1.0)
     assert [hold.kind for hold in caught.value.holds] == ["capacity"]
     send(protocol, b"z")
 
@@ -574,10 +574,10 @@ def test_a_callback_s_send_that_something_else_holds_asks_for_no_timer() -> None
 def test_a_callback_that_waits_for_the_producer_does_not_wait_for_itself() -> None:
     protocol = behind()
     assert [str(hold) for hold in protocol.gate.holds] == ["capacity (on_delivery: callbacks are slower than confirms)"]
-    assert not protocol.when_unflowed("callback", 1.0, in_callback=True)
-    assert protocol.when_unflowed("other", 1.0)
+    assert not protocol.waiters.when_unflowed("callback", 1.0, in_callback=True)
+    assert protocol.waiters.when_unflowed("other", 1.0)
     protocol.hold("paused", 1.0)
-    assert protocol.when_unflowed("callback", 1.0, in_callback=True)
+    assert protocol.waiters.when_unflowed("callback", 1.0, in_callback=True)
     protocol.lift("paused", 2.0)
     assert protocol.reports.wake == ["callback"]
     protocol.told(8, 3.0)
@@ -602,11 +602,11 @@ def test_what_cannot_be_encoded_is_refused_before_it_waits() -> None:
     protocol = make(capacity=1)
     send(protocol)
     with pytest.raises(ValueError, match="exchange has 256 bytes"):
-        protocol.admission.make_ticket(b"x", NO_KEY, "q", 0.0)
+        protocol.line.make_ticket(b"x", NO_KEY, "q", 0.0)
     with pytest.raises(TypeError, match=r"headers\['k'\] is <object"):
         place(protocol, Message(b"x", headers={"k": object()}), 0.0)
     with pytest.raises(TypeError):
-        protocol.admission.make_ticket(b"x", 3, "q", 0.0)  # type: ignore[arg-type]
+        protocol.line.make_ticket(b"x", 3, "q", 0.0)  # type: ignore[arg-type]
     assert protocol.controller.waiting == 0
 
 
@@ -618,8 +618,8 @@ def test_a_header_too_large_for_the_broker_s_frames_is_the_ticket_s_error_and_th
     drain(protocol)
     protocol.on_ack(1, False, 1.0)
     assert isinstance(large.error, ValueError)
-    assert protocol.admission.look_at(large, 1.0) is None
-    assert not protocol.admission.give_up(large, 1.0)
+    assert protocol.line.look_at(large, 1.0) is None
+    assert not protocol.line.give_up(large, 1.0)
     assert after.receipt is not None
     assert protocol.reports.wake == ["large", "after"]
     assert protocol.window.used == 1
@@ -735,7 +735,7 @@ def test_c6_while_many_wait_the_capacity_hold_is_raised_once_and_told_once() -> 
     send(protocol), send(protocol)
     for _ in range(10):
         wait(protocol)
-    assert protocol.when_unflowed("me", 0.0)
+    assert protocol.waiters.when_unflowed("me", 0.0)
     for tag in range(1, 12):
         drain(protocol)
         protocol.on_ack(tag, False, 1.0)
@@ -767,7 +767,7 @@ def test_f2_time_alone_lets_nobody_into_a_full_window() -> None:
 def test_f2_time_alone_lets_nobody_into_a_byte_window_that_is_exactly_full() -> None:
     protocol = make(rate=1.0, capacity_bytes=10)
     send(protocol, b"a" * 10)
-    assert protocol.when_unflowed("me", 5.0)
+    assert protocol.waiters.when_unflowed("me", 5.0)
     assert protocol.next_timer(5.0) is None, "or the timer fires without end"
 
 
@@ -821,14 +821,14 @@ def test_who_waits_when_the_producer_closes_is_told_and_what_is_admitted_goes_on
     admitted = send(protocol, b"admitted")
     ticket = wait(protocol, b"waits", waiter="me")
     cancelled = place(protocol, b"cancelled", 0.0, waiter="cancelled")
-    protocol.admission.give_up(cancelled, 0.0)
-    assert protocol.when_unflowed("unflow", 0.0)
+    protocol.line.give_up(cancelled, 0.0)
+    assert protocol.waiters.when_unflowed("unflow", 0.0)
     protocol.close("closed by hand", 1.0)
     assert isinstance(ticket.error, ProducerClosed)
     assert ticket.error.message == b"waits"
     assert str(ticket.error) == "closed by hand"
     assert sorted(protocol.reports.wake) == ["me", "unflow"]
-    assert protocol.admission.look_at(ticket, 1.0) is None
+    assert protocol.line.look_at(ticket, 1.0) is None
     assert wire(drain(protocol)).short == [b"admitted"]
     protocol.on_ack(1, False, 2.0)
     assert admitted.delivered
@@ -854,7 +854,7 @@ def test_a_closed_producer_admits_nothing() -> None:
 def test_nobody_is_kept_waiting_for_a_closed_producer_to_be_unflowed() -> None:
     protocol = make()
     protocol.close("closed by hand", 1.0)
-    assert not protocol.when_unflowed("me", 2.0)
+    assert not protocol.waiters.when_unflowed("me", 2.0)
 
 
 # Waiting for the gate, and for everything to be settled.
@@ -862,9 +862,9 @@ def test_nobody_is_kept_waiting_for_a_closed_producer_to_be_unflowed() -> None:
 
 def test_who_waits_for_an_open_gate_is_woken_by_the_last_hold_that_goes() -> None:
     protocol = make(capacity=1)
-    assert not protocol.when_unflowed("at once", 0.0)
+    assert not protocol.waiters.when_unflowed("at once", 0.0)
     send(protocol)
-    assert protocol.when_unflowed("me", 0.0), "a full window is a hold to one who asks"
+    assert protocol.waiters.when_unflowed("me", 0.0), "a full window is a hold to one who asks"
     protocol.hold(HoldKind.PAUSED, 1.0)
     drain(protocol)
     protocol.on_ack(1, False, 2.0)
@@ -879,11 +879,11 @@ def test_who_waits_for_an_open_gate_is_woken_by_the_last_hold_that_goes() -> Non
 def test_who_no_longer_waits_is_not_woken() -> None:
     protocol = make(capacity=1)
     send(protocol)
-    assert protocol.when_unflowed("unflow", 0.0)
-    assert protocol.when_flushed("flush")
-    assert protocol.forget_waiter("unflow")
-    assert protocol.forget_waiter("flush")
-    assert not protocol.forget_waiter("never there")
+    assert protocol.waiters.when_unflowed("unflow", 0.0)
+    assert protocol.waiters.when_flushed("flush")
+    assert protocol.waiters.forget("unflow")
+    assert protocol.waiters.forget("flush")
+    assert not protocol.waiters.forget("never there")
     drain(protocol)
     protocol.on_ack(1, False, 1.0)
     assert protocol.reports.wake == []
@@ -891,12 +891,12 @@ def test_who_no_longer_waits_is_not_woken() -> None:
 
 def test_a_flush_waits_for_what_was_admitted_before_it_and_for_nothing_else() -> None:
     protocol = make()
-    assert not protocol.when_flushed("nothing to wait for")
+    assert not protocol.waiters.when_flushed("nothing to wait for")
     for _ in range(3):
         send(protocol)
-    assert protocol.when_flushed("three")
+    assert protocol.waiters.when_flushed("three")
     send(protocol)
-    assert protocol.when_flushed("four")
+    assert protocol.waiters.when_flushed("four")
     drain(protocol)
     protocol.on_ack(3, False, 1.0)
     protocol.on_ack(1, False, 1.0)
@@ -914,7 +914,7 @@ def test_a_flush_waits_for_the_oldest_tag_that_was_answered_out_of_order() -> No
     drain(protocol)
     protocol.on_ack(1, False, 0.0)
     protocol.on_ack(3, False, 0.0)
-    assert protocol.when_flushed("me")
+    assert protocol.waiters.when_flushed("me")
     protocol.on_ack(2, False, 0.0)
     assert protocol.reports.wake == []
     protocol.on_ack(4, False, 0.0)

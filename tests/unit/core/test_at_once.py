@@ -53,7 +53,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[ProducerProtocol], object]]] 
     "held": ({}, lambda protocol: protocol.hold("paused", 0.0)),
     "closed": ({}, lambda protocol: protocol.close("closed", 0.0)),
     "others wait": ({}, lambda protocol: setattr(protocol.controller, "waiting", 1)),
-    "others are admitted": ({}, lambda protocol: setattr(protocol.admission, "_grants", True)),
+    "others are admitted": ({}, lambda protocol: setattr(protocol.admission, "is_granting", True)),
     "watched": ({}, _watch),
     "by bytes": ({"capacity_bytes": 100}, lambda protocol: None),
     "by rate": ({"rate": 10.0}, lambda protocol: None),

@@ -76,8 +76,8 @@ def test_who_waits_learns_that_the_connection_is_lost_and_later_sends_raise() ->
     receipt = send(protocol)
     receipt._waiter = "receipt"
     ticket = wait(protocol, b"waits", waiter="ticket")
-    assert protocol.when_unflowed("unflow", 0.0)
-    assert protocol.when_flushed("flush")
+    assert protocol.waiters.when_unflowed("unflow", 0.0)
+    assert protocol.waiters.when_flushed("flush")
     protocol.connection_lost("reset by peer", 1.0)
     assert isinstance(ticket.error, ProducerClosed)
     assert ticket.error.message == b"waits"

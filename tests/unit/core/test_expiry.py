@@ -137,7 +137,7 @@ def test_E16_what_expires_makes_room_for_the_senders_that_wait() -> None:
     send(protocol, b"old")
     drain(protocol)
     ticket = wait(protocol, b"next", now=1.0, waiter="me")
-    assert protocol.when_flushed("flush")
+    assert protocol.waiters.when_flushed("flush")
     run_until(protocol, 10.5)
     assert ticket.receipt is not None
     assert {"me", "flush"} <= set(protocol.reports.wake)

@@ -256,9 +256,9 @@ def test_every_time_that_is_told_of_a_hold_is_wall_time() -> None:
     protocol.on_flow(False, 10.0)
     protocol.on_blocked("low on memory", 12.0)
     ticket = wait(protocol, now=13.0, timeout=5.0)
-    protocol.admission.look_at(ticket, 15.0)
+    protocol.line.look_at(ticket, 15.0)
     with pytest.raises(FlowControlTimeout) as caught:
-        protocol.admission.look_at(ticket, 18.0)
+        protocol.line.look_at(ticket, 18.0)
     protocol.on_unblocked(20.0)
     raised = [("channel_flow", 1010.0), ("connection_blocked", 1012.0), ("capacity", 1013.0)]
     assert told(caught.value.holds) == told(protocol.reports.events[-2].holds) == raised

@@ -9,9 +9,10 @@ import pytest
 
 from qflow_client import Message, ProducerClosed, Receipt
 from qflow_client.amqp.outbound import Outbound
-from qflow_client.core.admission import Admission, SendTicket
+from qflow_client.core.admission import Admission
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.core.resending import Resending
+from qflow_client.core.tickets import SendTicket
 from qflow_client.flow import FifoLine, Line, Ticket, WeightedLine
 from tests.interrupting import EVERY, interrupted
 
@@ -258,10 +259,10 @@ def test_a_send_that_is_interrupted_as_it_gives_up_has_given_up(
         if room:
             protocol.window.capacity = 9
         gone, *others = tickets
-        come = interrupted(lambda: protocol.admission.give_up(gone, 1.0), at)  # noqa: B023  # called at once
+        come = interrupted(lambda: protocol.line.give_up(gone, 1.0), at)  # noqa: B023  # called at once
         if come:
             # As the skins do.
-            protocol.admission.give_up(gone, 1.0)
+            protocol.line.give_up(gone, 1.0)
         bodies = all_get_out(protocol, tickets)
         assert sorted(bodies) == bodies_of(others)
         if not come:
@@ -274,10 +275,10 @@ def test_nobody_in_line_is_forgotten_by_a_second_interrupt(again: int) -> None:
     for at in range(1, 1000, EVERY):
         protocol, (gone, *others) = crowd(FifoLine())
         protocol.window.capacity = 9
-        come = interrupted(lambda: protocol.admission.give_up(gone, 1.0), at)  # noqa: B023  # called at once
+        come = interrupted(lambda: protocol.line.give_up(gone, 1.0), at)  # noqa: B023  # called at once
         if come:
-            assert interrupted(lambda: protocol.admission.give_up(gone, 1.0), again)  # noqa: B023  # likewise
-            protocol.admission.give_up(gone, 1.0)
+            assert interrupted(lambda: protocol.line.give_up(gone, 1.0), again)  # noqa: B023  # likewise
+            protocol.line.give_up(gone, 1.0)
         assert sorted(all_get_out(protocol, [gone, *others])) == bodies_of(others)
         if not come:
             assert at > 10
@@ -291,7 +292,7 @@ def test_when_all_give_up_and_that_is_interrupted_each_has_given_up_or_still_wai
 ) -> None:
     for at in range(1, 1000):
         protocol, tickets = crowd(line(), first=first)
-        come = interrupted(lambda: protocol.admission.give_up_all("ended", 1.0), at)  # noqa: B023  # called at once
+        come = interrupted(lambda: protocol.line.give_up_all("ended", 1.0), at)  # noqa: B023  # called at once
         protocol.on_timer(1.0)
         stay = [ticket for ticket in tickets if ticket.error is None]
         assert protocol.controller.waiting == len(stay)
@@ -307,7 +308,7 @@ def test_when_all_give_up_and_that_is_interrupted_each_has_given_up_or_still_wai
 def test_a_close_that_is_interrupted_is_done_by_the_end_of_the_connection(first: bool) -> None:
     for at in range(1, 1000):
         protocol, tickets = crowd(FifoLine(), first=first)
-        assert protocol.when_unflowed("unflowed", 1.0)
+        assert protocol.waiters.when_unflowed("unflowed", 1.0)
         come = interrupted(lambda: protocol.close("closed by hand", 1.0), at)  # noqa: B023  # called at once
         protocol.connection_lost("the producer is closed", 2.0)
         for ticket in tickets:
@@ -383,7 +384,7 @@ def test_who_is_interrupted_in_line_was_admitted_or_is_not_there(admitted: bool)
     if admitted:
         protocol.window.capacity = 9
         for ticket in tickets:
-            protocol.admission.give_up(ticket, 0.0)
+            protocol.line.give_up(ticket, 0.0)
     line.at = "pop" if admitted else "push"
     with pytest.raises(KeyboardInterrupt):
         place(protocol, b"own", 1.0, waiter="own")
@@ -398,7 +399,7 @@ def test_who_is_interrupted_as_others_are_let_in_for_it_has_given_up() -> None:
     protocol.window.capacity = 9
     line.at = "pop"
     with pytest.raises(KeyboardInterrupt):
-        protocol.admission.give_up(gone, 1.0)
+        protocol.line.give_up(gone, 1.0)
     assert gone.cancelled
     assert all_get_out(protocol, others) == [b"4", b"5", b"6"]
 
@@ -407,7 +408,7 @@ def test_who_was_to_give_up_with_all_others_as_ctrl_c_came_has_given_up() -> Non
     line = Pressed("clear")
     protocol, tickets = crowd(line)
     with pytest.raises(KeyboardInterrupt):
-        protocol.admission.give_up_all("ended", 1.0)
+        protocol.line.give_up_all("ended", 1.0)
     assert all(isinstance(ticket.error, ProducerClosed) for ticket in tickets)
     assert protocol.reports.wake == [3, 4, 5, 6]
     assert all_get_out(protocol, tickets) == []
@@ -440,7 +441,7 @@ def test_what_was_admitted_as_ctrl_c_came_is_admitted_once_and_told() -> None:
     assert not after.decided
     # Its own too, which nobody has a ticket of.
     protocol.window.capacity = 9
-    protocol.admission.give_up(after, 2.0)
+    protocol.line.give_up(after, 2.0)
     Admitted.pressed = True
     with pytest.raises(KeyboardInterrupt):
         place(protocol, b"own", 2.0, waiter="own")
@@ -482,7 +483,7 @@ def test_a_resume_that_is_interrupted_at_any_line_is_made_good_for_who_waits() -
         protocol = make(capacity=2)
         protocol.hold("paused", 0.0)
         ticket = wait(protocol, b"waits", waiter="ticket")
-        assert protocol.when_unflowed("unflowed", 0.0)
+        assert protocol.waiters.when_unflowed("unflowed", 0.0)
         come = interrupted(lambda: protocol.lift("paused", 1.0), at)  # noqa: B023  # called at once
         protocol.on_timer(1.0)
         if protocol.gate.holds:

@@ -145,7 +145,7 @@ def test_a_staged_message_that_the_new_broker_cannot_take_is_settled_and_those_b
     receipts = [send(protocol, b"1"), send(protocol, Message(b"2", headers=headers)), send(protocol, b"3")]
     drain(protocol)
     receipts.append(send(protocol, b"4"))
-    assert protocol.when_flushed("all")
+    assert protocol.waiters.when_flushed("all")
     close(protocol)
     assert reopen(protocol, 1024) == [b"1"]
     protocol.on_ack(1, False, 3.0)

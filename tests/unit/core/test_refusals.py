@@ -113,7 +113,7 @@ def test_what_was_in_flight_behind_it_goes_on_and_who_is_refused_later_comes_in_
 def test_after_retry_for_it_is_settled_whether_it_waits_or_is_refused_once_more() -> None:
     protocol = patient(retry_for=2.5)
     receipts = three(protocol)
-    assert protocol.when_flushed("me")
+    assert protocol.waiters.when_flushed("me")
     protocol.on_nack(3, True, 0.0)
     protocol.on_timer(1.0)
     assert left(protocol) == [b"1"]
@@ -149,7 +149,7 @@ def test_who_waits_in_line_is_let_in_after_all_that_was_refused() -> None:
 def test_a_flush_waits_for_what_is_refused_too() -> None:
     protocol = patient()
     three(protocol)
-    assert protocol.when_flushed("me")
+    assert protocol.waiters.when_flushed("me")
     protocol.on_nack(1, False, 0.0)
     protocol.on_ack(3, True, 0.0)
     assert protocol.reports.wake == []
@@ -266,7 +266,7 @@ def test_E1_what_was_refused_goes_before_younger_messages_that_were_lost_with_th
     for body in bodies:
         send(protocol, body)
     drain(protocol)
-    assert protocol.when_flushed("me")
+    assert protocol.waiters.when_flushed("me")
     protocol.on_nack(5, True, 0.0)
     protocol.connection_lost("cut", 0.5, reconnects=True)
     protocol.channel_opened(CHANNEL, FRAME_MAX, 0.6)
@@ -285,7 +285,7 @@ def test_a_flush_between_refused_and_younger_messages_waits_for_the_messages_bef
     protocol = patient(capacity=20)
     three(protocol)
     protocol.on_nack(1, False, 0.0)
-    assert protocol.when_flushed("me")
+    assert protocol.waiters.when_flushed("me")
     protocol.connection_lost("cut", 0.5, reconnects=True)
     protocol.channel_opened(CHANNEL, FRAME_MAX, 1.0)
     assert left(protocol, 1.0) == [b"1"]
@@ -447,7 +447,7 @@ def test_what_is_tried_again_is_flushed_although_younger_messages_left_before_it
     assert left(protocol) == [b"1"]
     new = send(protocol, b"new", 1.0) if protocol.gate.is_open else None
     assert new is None
-    assert protocol.when_flushed("flush")
+    assert protocol.waiters.when_flushed("flush")
     protocol.on_ack(3, True, 2.0)
     assert protocol.reports.wake == []
     check_order(protocol)
@@ -506,7 +506,7 @@ def test_E7_to_flush_what_leaves_again_behind_younger_messages_costs_each_the_sa
         drain(protocol, 1.0)
         protocol.on_ack(2 * count + 1, False, 1.0)
         drain(protocol, 1.0)
-        assert protocol.when_flushed("flush")
+        assert protocol.waiters.when_flushed("flush")
 
         def answer() -> None:
             for tag in range(count + 1, 3 * count + 1):
@@ -530,7 +530,7 @@ def test_E6_what_is_settled_behind_the_oldest_while_somebody_flushes_is_let_go()
     protocol.on_ack(4, False, 1.0)
     # Behind the younger one, and never answered.
     assert left(protocol, 1.0) == [b"2"]
-    assert protocol.when_flushed("flush")
+    assert protocol.waiters.when_flushed("flush")
     for tag in range(6, 1000):
         send(protocol, b"x", now=1.0)
         drain(protocol, 1.0)

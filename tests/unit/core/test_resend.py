@@ -123,7 +123,7 @@ def test_with_on_disconnect_fail_all_is_settled_and_the_producer_goes_on() -> No
     unwritten = send(protocol)
     again = send(protocol)
     waiting = wait(protocol, b"new")
-    assert protocol.when_flushed("me")
+    assert protocol.waiters.when_flushed("me")
     lose(protocol)
     assert [receipt.outcome for receipt in (written, unwritten, again)] == [
         Outcome.UNKNOWN,
@@ -198,7 +198,7 @@ def test_a_flush_waits_for_what_was_admitted_before_it_and_no_more() -> None:
     for _ in range(3):
         send(protocol)
     drain(protocol)
-    assert protocol.when_flushed("all three")
+    assert protocol.waiters.when_flushed("all three")
     send(protocol)
     protocol.on_ack(2, False, 0.5)
     lose(protocol)
@@ -215,7 +215,7 @@ def test_a_flush_ends_with_the_connection_if_that_settles_the_last_one() -> None
     receipt = send(protocol)
     drain(protocol)
     returned(protocol, receipt.message_id)
-    assert protocol.when_flushed("me")
+    assert protocol.waiters.when_flushed("me")
     lose(protocol)
     assert protocol.reports.wake == ["me"]
 

@@ -9,8 +9,8 @@ import pytest
 
 from qflow_client import Message, Receipt
 from qflow_client.amqp.frames import PublishEncoder
-from qflow_client.core.admission import Admission
 from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.core.sendline import SendLine
 from qflow_client.core.unconfirmed import Unconfirmed
 from qflow_client.receipt import Outcome
 from qflow_client.recovery import Backoff
@@ -264,7 +264,7 @@ def test_E2_whatever_step_follows_brings_an_unfinished_one_to_its_end(
     life = Life(told=False)
     # The window is set, and nothing has followed from that.
     with monkeypatch.context() as patched:
-        patched.setattr(Admission, "grant", interrupt)
+        patched.setattr(SendLine, "grant", interrupt)
         with pytest.raises(KeyboardInterrupt):
             life.protocol.set_capacity(8, 1.0)
     assert not any(ticket.decided for ticket in life.tickets)
@@ -307,8 +307,8 @@ def test_E2_a_flush_does_not_wait_for_a_message_whose_admission_failed(monkeypat
     monkeypatch.setattr(life.store, "admitting", refuse)
     with pytest.raises(ValueError, match="no room"):
         life.protocol.admission.send(b"x", "", "q", life.now)
-    assert not life.protocol.when_flushed("me")
-    assert not life.protocol.when_settled("me")
+    assert not life.protocol.waiters.when_flushed("me")
+    assert not life.protocol.waiters.when_settled("me")
 
 
 @pytest.mark.parametrize("told", [True, False])

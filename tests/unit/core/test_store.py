@@ -78,7 +78,7 @@ def attached(**settings: Any) -> tuple[ProducerProtocol, Store]:
 def test_senders_that_wait_before_the_store_is_attached_are_served_by_it_in_order(line: WeightedLine | None) -> None:
     protocol, store = make(opened=False, line=line), Store()
     first, second, third = (wait(protocol, waiter=number, timeout=5.0) for number in range(3))
-    protocol.admission.give_up(second, 0.5)
+    protocol.line.give_up(second, 0.5)
     protocol.set_capacity(1, 0.5)
     protocol.attach_store(store, 1.0)
     assert protocol.reports.wake == []
@@ -124,16 +124,16 @@ def test_with_a_store_every_message_takes_a_step() -> None:
 
 def test_a_flush_waits_for_the_backlog_and_may_give_up() -> None:
     protocol, store = attached()
-    assert not protocol.when_flushed("nothing to wait for")
+    assert not protocol.waiters.when_flushed("nothing to wait for")
     store.has_backlog = True
-    assert protocol.when_flushed("backlog")
+    assert protocol.waiters.when_flushed("backlog")
     assert store.waiters == ["backlog"]
-    assert protocol.forget_waiter("backlog")
-    assert not protocol.forget_waiter("backlog")
+    assert protocol.waiters.forget("backlog")
+    assert not protocol.waiters.forget("backlog")
     store.has_backlog = False
     send(protocol)
-    assert protocol.when_flushed("window")
-    assert protocol.forget_waiter("window")
+    assert protocol.waiters.when_flushed("window")
+    assert protocol.waiters.forget("window")
 
 
 def test_a_closed_producer_wants_a_channel_as_long_as_there_is_a_backlog() -> None:

@@ -8,9 +8,9 @@ import pytest
 
 from qflow_client import FlowControlTimeout, ProducerClosed, ProducerFlowed
 from qflow_client.core import calls
-from qflow_client.core.admission import SendTicket
 from qflow_client.core.calls import Refusal, resume
 from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.core.tickets import SendTicket
 
 from .support import drain, make, send
 
@@ -26,12 +26,12 @@ def full(**settings: Any) -> ProducerProtocol:
 
 
 def ticket_of(protocol: ProducerProtocol, **more: Any) -> SendTicket:
-    return protocol.admission.make_ticket(b"x", "", "q", 0.0, waiter="me", **more)
+    return protocol.line.make_ticket(b"x", "", "q", 0.0, waiter="me", **more)
 
 
 def test_a_send_returns_its_receipt_once_there_is_room() -> None:
     protocol = full(flow_control_wait_notify_period=3.0)
-    call = calls.send(protocol.admission, ticket_of(protocol, timeout=9.0), 0.0)
+    call = calls.send(protocol.line, ticket_of(protocol, timeout=9.0), 0.0)
     assert resume(call, None) == (3.0, None), "when a notice is due"
     assert resume(call, 3.0) == (6.0, None)
     protocol.on_ack(1, False, 4.0)
@@ -43,7 +43,7 @@ def test_a_send_returns_its_receipt_once_there_is_room() -> None:
 
 def test_a_send_without_notices_waits_until_its_deadline() -> None:
     protocol = full()
-    call = calls.send(protocol.admission, ticket_of(protocol, timeout=9.0), 0.0, notices=False)
+    call = calls.send(protocol.line, ticket_of(protocol, timeout=9.0), 0.0, notices=False)
     assert resume(call, None) == (9.0, None)
     with pytest.raises(FlowControlTimeout) as caught:
         resume(call, 9.0)
@@ -56,22 +56,22 @@ def test_a_send_that_may_not_wait_gets_the_error_that_it_asks_for_and_is_counted
     assert protocol.admission.send(b"x", "", "q", 0.0) is None
     refusal = Refusal(ProducerFlowed, "do something else")
     with pytest.raises(ProducerFlowed, match="do something else") as caught:
-        resume(calls.send(protocol.admission, ticket_of(protocol, timeout=0.0), 0.0, refusal=refusal), None)
+        resume(calls.send(protocol.line, ticket_of(protocol, timeout=0.0), 0.0, refusal=refusal), None)
     assert not isinstance(caught.value, FlowControlTimeout)
     assert (caught.value.message, caught.value.waited) == (b"x", 0.0)
-    assert protocol.admission.refusals == {"capacity": 1}
+    assert protocol.line.refusals == {"capacity": 1}
 
 
 @pytest.mark.parametrize("room", [False, True])
 def test_a_callback_that_may_not_wait_passes_all_that_do(room: bool) -> None:
     protocol = full()
-    others = calls.send(protocol.admission, ticket_of(protocol), 0.0)
+    others = calls.send(protocol.line, ticket_of(protocol), 0.0)
     resume(others, None)
     if room:
         # There is, and nobody has noticed.
         protocol.window.capacity = 2
     call = calls.send(
-        protocol.admission,
+        protocol.line,
         ticket_of(protocol, timeout=0.0, first=True),
         0.0,
         refusal=Refusal(ProducerFlowed, "do something else"),
@@ -88,19 +88,19 @@ def test_a_callback_that_may_not_wait_passes_all_that_do(room: bool) -> None:
 def test_a_send_ends_when_the_producer_is_closed(waits: bool) -> None:
     protocol = full()
     ticket = ticket_of(protocol)
-    call = calls.send(protocol.admission, ticket, 0.0)
+    call = calls.send(protocol.line, ticket, 0.0)
     if waits:
         resume(call, None)
     protocol.close("closed for a test", 1.0)
     with pytest.raises(ProducerClosed, match="closed for a test"):
         resume(call, 1.0 if waits else None)
-    assert not protocol.admission.waiting
+    assert not protocol.line.tickets
 
 
 def test_a_ticket_that_was_given_up_before_it_stood_in_line_is_never_admitted() -> None:
     protocol = full()
     ticket = ticket_of(protocol)
-    assert protocol.admission.give_up(ticket, 0.0)
+    assert protocol.line.give_up(ticket, 0.0)
     assert ticket.decided
     assert protocol.controller.waiting == 0
 

@@ -87,7 +87,7 @@ def read_and_held(path: Path) -> Kept:
 def test_what_is_read_of_the_backlog_gets_too_old_while_the_producer_is_flowed(path: Path) -> None:
     leave(path, b"1", b"2", b"3")
     kept = read_and_held(path)
-    assert kept.protocol.when_flushed("flush")
+    assert kept.protocol.waiters.when_flushed("flush")
     kept.now += 59.0
     kept.store.expire(kept.now)
     assert len(kept.backlog.ready) == 3
@@ -166,7 +166,7 @@ def test_a_damaged_message_is_set_aside_and_all_others_leave_in_order(
     leave(path, b"1", b"2", b"3", b"4")
     change(path, f"UPDATE message SET header = x'00' WHERE sequence IN ({','.join(map(str, which))})")
     kept = Kept(path)
-    flushes = kept.protocol.when_flushed("flush")
+    flushes = kept.protocol.waiters.when_flushed("flush")
     kept.turn()
     assert bodies(kept.write()) == [b"%d" % number for number in range(1, 5) if number not in which]
     kept.protocol.on_ack(0, True, kept.now)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from qflow_client import Message
-from qflow_client.core.admission import SendTicket
+from qflow_client.core.tickets import SendTicket
 from qflow_client.outbox import Outbox
 from qflow_client.receipt import Outcome, Receipt
 from tests.interrupting import EVERY, interrupted
@@ -170,11 +170,11 @@ def test_waiting_senders_are_spilled_once_and_in_order(path: Path) -> None:
         assert not any(ticket.decided for ticket in tickets)
 
     def call(kept: Kept) -> None:
-        kept.protocol.admission.give_up(tickets[0], kept.now)
+        kept.protocol.line.give_up(tickets[0], kept.now)
 
     for kept, _ in every_line(path, begin, call, 40, when_flowed="spill", outbox_max_bytes=800):
         # As the skins do.
-        kept.protocol.admission.give_up(tickets[0], kept.now)
+        kept.protocol.line.give_up(tickets[0], kept.now)
         bodies = all_gets_out(kept)
         assert [body[:1] for body in bodies] == [b"1", b"2"]
         assert all(ticket.receipt is not None for ticket in tickets[1:])

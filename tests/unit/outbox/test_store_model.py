@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from qflow_client import Message, OutboxError, OutboxFull
-from qflow_client.core.admission import SendTicket
+from qflow_client.core.tickets import SendTicket
 from qflow_client.outbox import Outbox
 from qflow_client.receipt import Outcome, Receipt
 from tests.effort import rounds
@@ -194,7 +194,7 @@ class OutboxStores(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(sorted(self.waiting)))
         with self.mortal():
             ticket = self.waiting.pop(number)
-            self.kept.protocol.admission.give_up(ticket, self.kept.now)
+            self.kept.protocol.line.give_up(ticket, self.kept.now)
             self.look_at_line()
 
     @rule(paused=st.booleans())
@@ -356,7 +356,7 @@ class OutboxStores(RuleBasedStateMachine):
         """Once nothing fails any more, everything arrives."""
         self.disk.heal()
         for number in list(self.waiting):
-            self.kept.protocol.admission.give_up(self.waiting.pop(number), self.kept.now)
+            self.kept.protocol.line.give_up(self.waiting.pop(number), self.kept.now)
         self.pause(False)
         if self.session is None:
             self.connects()

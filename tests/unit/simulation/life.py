@@ -18,8 +18,8 @@ import pamqp.exceptions
 import pamqp.frame
 import pamqp.header
 
-from qflow_client.core.admission import SendTicket
 from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.core.tickets import SendTicket
 from qflow_client.errors import FlowControlTimeout
 from qflow_client.message import Message
 from qflow_client.receipt import Outcome, Receipt
@@ -233,9 +233,7 @@ class Life:
             at = self.random.randrange(len(self.line))
             waiting = self.line[at]
             del self.line[at]
-            self.check(
-                self.protocol.admission.give_up(waiting.ticket, self.now), "a waiting message could not be given up"
-            )
+            self.check(self.protocol.line.give_up(waiting.ticket, self.now), "a waiting message could not be given up")
 
     def do_write(self) -> None:
         data = self.protocol.data_to_write(self.random.choice([1, 500, 1 << 20]))
@@ -406,14 +404,14 @@ class Life:
 
     def do_flush(self) -> None:
         waiter = object()
-        waits = self.protocol.when_flushed(waiter)
+        waits = self.protocol.waiters.when_flushed(waiter)
         self.check(waits == bool(self.unsettled), "flush waits for the wrong thing")
         if waits:
             self.flushes.append((self.next_tag - 1, waiter))
 
     def do_wait_unflowed(self) -> None:
         waiter = object()
-        if self.protocol.when_unflowed(waiter, self.now):
+        if self.protocol.waiters.when_unflowed(waiter, self.now):
             self.check(not self.open_now(), "wait_unflowed waits for an open gate")
             self.unflow_waiters.append(waiter)
         else:
@@ -431,7 +429,7 @@ class Life:
         self.line_moves()
         for waiting in list(self.line):
             try:
-                again = self.protocol.admission.look_at(waiting.ticket, self.now)
+                again = self.protocol.line.look_at(waiting.ticket, self.now)
             except FlowControlTimeout as timeout:
                 self.check(self.now >= waiting.deadline, "a deadline came early")
                 self.check(waiting.ticket.receipt is None, "a message timed out that was admitted")

@@ -13,8 +13,8 @@ import pamqp.commands
 import pamqp.frame
 import pamqp.header
 
-from qflow_client.core.admission import SendTicket
 from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.core.tickets import SendTicket
 from qflow_client.errors import FlowControlTimeout
 from qflow_client.message import REPUBLISHED
 from qflow_client.receipt import Outcome, Receipt
@@ -186,7 +186,7 @@ class Outages:
             self.protocol.on_timer(self.now)
         for ticket in list(self.waiting):
             try:
-                self.protocol.admission.look_at(ticket, self.now)
+                self.protocol.line.look_at(ticket, self.now)
             except FlowControlTimeout:
                 self.given_up.append(ticket)
             if ticket.decided or ticket in self.given_up:

@@ -10,9 +10,12 @@ import pytest
 
 from qflow_client.amqp.frames import flow_ok
 from qflow_client.amqp.outbound import Outbound
-from qflow_client.core.admission import Admission, SendTicket
+from qflow_client.core.admission import Admission
+from qflow_client.core.limits import Limits
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.core.returns import Returns
+from qflow_client.core.sendline import SendLine
+from qflow_client.core.tickets import SendTicket
 from qflow_client.flow import FifoLine
 from qflow_client.message import Message
 from qflow_client.receipt import Outcome, Receipt
@@ -42,20 +45,22 @@ def test_the_contract_holds_for_one_life_that_comes_to_rest_again_and_again() ->
     assert life.now - begun >= periods * HOUR / 5
 
 
-class OtherAdmission(ProducerProtocol):
-    """A producer with a fault in its admission."""
+class OtherPart(ProducerProtocol):
+    """A producer with a fault in one of its parts."""
 
-    kind: type[Admission]
+    kind: type[Any]
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.admission.__class__ = self.kind
+        for part in (self.admission, self.limits, self.line):
+            if issubclass(self.kind, type(part)):
+                part.__class__ = self.kind
 
 
-class LostRelease(OtherAdmission):
+class LostRelease(OtherPart):
     """A nack does not give its place in the window back."""
 
-    class kind(Admission):  # an attribute
+    class kind(Limits):  # an attribute
         __slots__ = ()
 
         def release(self, receipts: Sequence[Receipt], now: float) -> None:
@@ -139,14 +144,14 @@ class WrongHoldLifted(ProducerProtocol):
         self.lift("channel_flow", now)
 
 
-class Barging(OtherAdmission):
+class Barging(OtherPart):
     """Who comes later passes those who wait."""
 
     class kind(Admission):  # an attribute
         __slots__ = ()
 
         def send(self, payload: bytes | Message, exchange: str, routing_key: str, now: float) -> Receipt | None:
-            controller = self.controller
+            controller = self._controller
             before = controller.waiting, controller._line
             controller.waiting, controller._line = 0, FifoLine()
             try:
@@ -155,14 +160,14 @@ class Barging(OtherAdmission):
                 controller.waiting, controller._line = before
 
 
-class SentAfterTimeout(OtherAdmission):
+class SentAfterTimeout(OtherPart):
     """A message that was given up keeps its place in the line."""
 
-    class kind(Admission):  # an attribute
+    class kind(SendLine):  # an attribute
         __slots__ = ()
 
         def give_up(self, ticket: SendTicket, now: float) -> bool:
-            self.controller.waiting -= 1
+            self._controller.waiting -= 1
             return True
 
 
@@ -216,10 +221,10 @@ class CapacityIgnored(ProducerProtocol):
         super().set_capacity(max(capacity, self.window.capacity), now)
 
 
-class LateDeadline(OtherAdmission):
+class LateDeadline(OtherPart):
     """A deadline is decided one look too late."""
 
-    class kind(Admission):  # an attribute
+    class kind(SendLine):  # an attribute
         __slots__ = ()
 
         def look_at(self, ticket: SendTicket, now: float) -> float | None:

@@ -1,0 +1,293 @@
+"""The line of messages that wait to be admitted, and who is admitted next.
+
+A caller that cannot be served at once makes a `SendTicket` and joins the line of the flow controller. `grant` admits
+the waiting messages in the order of the line, as soon as the gate and the limits allow. A ticket is decided once: it
+gets a receipt with a number, or an error, or is cancelled. Its waiter is in `Reports.wake` then.
+
+Whether a wait is too long is decided by the time that `look_at` is told, never by a clock (A4).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from qflow_client.amqp.frames import properties
+from qflow_client.core.admission import Admission
+from qflow_client.core.reporting import Reports
+from qflow_client.core.step import Steps, step
+from qflow_client.core.store import Store
+from qflow_client.core.tickets import SendTicket
+from qflow_client.core.untold import ON_DELIVERY
+from qflow_client.core.waiters import Waiters
+from qflow_client.errors import FlowControlTimeout, ProducerClosed
+from qflow_client.events import HoldKind
+from qflow_client.flow import FlowController
+from qflow_client.message import Message
+
+__all__ = ["SendLine"]
+
+# The holds that stand for the limits of admission.
+_LIMITS = (HoldKind.CAPACITY, HoldKind.RATE)
+
+
+class SendLine:
+    """The waiting messages of one producer.
+
+    Args:
+        admission: admits them.
+        controller: has the order of the line.
+        reports: says which callers to wake.
+        waiters: for an open gate.
+        steps: whether the last step came to its end.
+        notice_period: seconds between two notices that sends wait.
+    """
+
+    __slots__ = (
+        "_admission",
+        "_controller",
+        "_gate",
+        "_notice_at",
+        "_notice_period",
+        "_reports",
+        "_waiters",
+        "refusals",
+        "steps",
+        "tickets",
+    )
+
+    def __init__(
+        self,
+        admission: Admission,
+        controller: FlowController,
+        reports: Reports,
+        waiters: Waiters,
+        steps: Steps,
+        notice_period: float,
+    ) -> None:
+        self._admission = admission
+        self._controller, self._gate = controller, controller.gate
+        self._reports = reports
+        self._waiters = waiters
+        self.steps = steps
+        #: The tickets of waiting messages, the longest wait first.
+        self.tickets: dict[SendTicket, None] = {}
+        # No notice that messages wait comes before this.
+        self._notice_at = -math.inf
+        self._notice_period = notice_period
+        #: How many sends were refused, by the kind of the oldest hold.
+        self.refusals: dict[str, int] = {}
+
+    # Waiting.
+
+    def make_ticket(
+        self,
+        payload: bytes | Message,
+        exchange: str,
+        routing_key: str,
+        now: float,
+        *,
+        timeout: float | None = None,
+        waiter: Any = None,
+        source: str = "",
+        first: bool = False,
+    ) -> SendTicket:
+        """Make the ticket of a message that `send` did not admit. It is not in line yet.
+
+        Args:
+            payload: the message.
+            exchange: where to publish.
+            routing_key: with which key.
+            now: seconds.
+            timeout: seconds that it may wait; ``None`` for ever.
+            waiter: is in `Reports.wake` once the ticket is decided.
+            source: whose message it is, for a `WeightedLine`.
+            first: used by callbacks. Other senders may wait for the callback to return, so it waits for none of them.
+
+        Raises:
+            ProducerClosed: no message will ever be admitted again.
+            TypeError, ValueError: it cannot be encoded.
+        """
+        if self._admission.closed is not None:
+            raise ProducerClosed(self._admission.closed, payload, exchange=exchange, routing_key=routing_key)
+        # Names and properties that cannot be encoded are refused before the wait, not after it.
+        self._admission.encoder.route(exchange, routing_key)
+        if isinstance(payload, Message):
+            properties(payload.__dict__)
+            size = len(payload.body)
+        else:
+            size = len(payload)
+        ticket = SendTicket(payload, exchange, routing_key, size, now, source)
+        ticket.first = first
+        ticket.waiter = waiter
+        ticket.notice_at = now + self._notice_period
+        if timeout is not None:
+            ticket.deadline = now + timeout
+        return ticket
+
+    @step
+    def stand_in_line(self, ticket: SendTicket, now: float) -> None:
+        """Have a message wait for its admission, until its ticket is decided or given up."""
+        if self._admission.closed is not None:
+            # Closed since the ticket was made.
+            ticket.error = ticket.closed_error(self._admission.closed)
+            return
+        self.tickets[ticket] = None
+        if ticket.first:
+            self._controller.stand_in_front(ticket, now, ignoring=ON_DELIVERY)
+        else:
+            self._controller.stand_in_line(ticket, now)
+        # What was in the way may be gone since.
+        self.grant(now)
+
+    def look_at(self, ticket: SendTicket, now: float) -> float | None:
+        """Decide about a waiting message by the time.
+
+        Returns:
+            When to look again; ``None`` once it is decided: the ticket has its receipt or its error, or was given up.
+
+        Raises:
+            FlowControlTimeout: its deadline has passed, and it will not be sent.
+        """
+        decision = self._look_at(ticket, now)
+        if isinstance(decision, FlowControlTimeout):
+            raise decision
+        return decision
+
+    @step
+    def _look_at(self, ticket: SendTicket, now: float) -> float | FlowControlTimeout | None:
+        if now >= ticket.deadline and not ticket.decided:
+            # Time may have made room since the last grant.
+            self.grant(now)
+        if ticket.decided:
+            return None
+        if now >= ticket.deadline:
+            error = ticket.flowed_error(FlowControlTimeout, self._reports.holds, now - ticket.since)
+            self.count_refusal()
+            self._withdraw(ticket, now)
+            return error
+        if now >= ticket.notice_at:
+            self._notice(ticket, now)
+        return min(ticket.deadline, ticket.notice_at)
+
+    @step
+    def notice(self, now: float) -> float | None:
+        """Log a notice for waiting sends if one is due. Callers that do not look at every ticket use this.
+
+        Returns:
+            When to call again; ``None`` if no send waits.
+        """
+        # The longest wait speaks for all.
+        ticket = next(iter(self.tickets), None)
+        if ticket is None:
+            return None
+        if now >= ticket.notice_at:
+            self._notice(ticket, now)
+        return ticket.notice_at
+
+    def _notice(self, ticket: SendTicket, now: float) -> None:
+        # One notice is for all that wait.
+        if now >= self._notice_at:
+            self._notice_at = now + self._notice_period
+            self._reports.report_waiting(len(self.tickets), next(iter(self.tickets)).since, now)
+        ticket.notice_at = self._notice_at
+
+    def count_refusal(self) -> None:
+        """Count a send that gets an error because the producer is flowed."""
+        holds = self._gate.holds
+        # With no hold, it waits only behind others.
+        kind = holds[0].kind if holds else "line"
+        self.refusals[kind] = self.refusals.get(kind, 0) + 1
+
+    # Leaving the line.
+
+    @step
+    def give_up(self, ticket: SendTicket, now: float) -> bool:
+        """Stop waiting.
+
+        Returns:
+            True if the message was not admitted, and never will be; False if that was decided before.
+        """
+        return self._withdraw(ticket, now)
+
+    def _withdraw(self, ticket: SendTicket, now: float) -> bool:
+        if ticket.decided:
+            return False
+        # Also if it was interrupted before it stood in line.
+        ticket.cancelled = True
+        self._controller.leave_line(ticket)
+        self.tickets.pop(ticket, None)
+        # The message may have stood before a smaller one.
+        self.grant(now)
+        return True
+
+    @step
+    def give_up_all(self, reason: str, now: float) -> None:
+        """Have all senders stop waiting at once, so that none is admitted because another leaves.
+
+        Args:
+            reason: for their error, a `ProducerClosed`.
+            now: seconds.
+        """
+        for ticket in self.tickets:
+            ticket.error = ticket.closed_error(reason)
+        self._leave()
+        # The limiter's hold stays only while somebody waits.
+        self.grant(now)
+
+    def close(self) -> None:
+        """Give all waiting senders an error: nothing is admitted any more."""
+        assert self._admission.closed is not None
+        for ticket in self.tickets:
+            ticket.error = ticket.closed_error(self._admission.closed)
+        self._leave()
+
+    def check_room(self, store: Store) -> None:
+        """Give senders an error if a new store will never have room for their messages."""
+        for ticket in self.tickets:
+            try:
+                store.check_room(ticket.size)
+            except Exception as error:
+                ticket.error = error
+        self._leave()
+
+    def heal(self) -> None:
+        """Repair what an unfinished step has left."""
+        self._leave()
+        self._admission.is_granting = False
+
+    def _leave(self) -> None:
+        """Wake the senders of all tickets that are decided, and keep the others in line."""
+        self._reports.wake += [ticket.waiter for ticket in self.tickets if ticket.decided]
+        self.tickets = {ticket: None for ticket in self.tickets if not ticket.decided}
+        self._controller.set_line(self.tickets)
+
+    # Admitting.
+
+    def grant(self, now: float) -> None:
+        """Admit the waiting messages that the gate and the limits allow now."""
+        controller, store = self._controller, self._admission.store
+        # A new message does not go before them.
+        self._admission.is_granting = True
+        if store is not None:
+            store.admit_backlog(now)
+        while (ticket := controller.grant(now)) is not None:
+            assert isinstance(ticket, SendTicket)
+            self._admit_ticket(ticket)
+        if self._waiters.unflowed or (not controller.waiting and any(map(self._gate.is_held_by, _LIMITS))):
+            # Such a hold has to end as soon as there is room, not only at the next send.
+            controller.look(now)
+        if store is not None:
+            store.spill_line(now)
+        self._admission.is_granting = False
+
+    def _admit_ticket(self, ticket: SendTicket) -> None:
+        try:
+            ticket.receipt, cost = self._admission.make_receipt(ticket.payload, ticket.exchange, ticket.routing_key)
+            self._admission.admit(ticket.receipt, cost, ticket.since)
+        except Exception as error:
+            # The channel that opened meanwhile may take smaller frames. The sender gets the error.
+            self._admission.limits.give_back(ticket.size)
+            ticket.receipt, ticket.error = None, error
+        self._reports.wake.append(ticket.waiter)
+        del self.tickets[ticket]

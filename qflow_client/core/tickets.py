@@ -1,0 +1,71 @@
+"""The ticket of a message that waits to be admitted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from qflow_client.errors import ProducerClosed, ProducerFlowed
+from qflow_client.flow import Hold, Ticket
+from qflow_client.message import Message
+from qflow_client.receipt import Receipt
+
+__all__ = ["SendTicket"]
+
+_FlowedError = TypeVar("_FlowedError", bound=ProducerFlowed)
+
+
+class SendTicket(Ticket):
+    """The place in line of a message that waits to be admitted."""
+
+    __slots__ = (
+        "deadline",
+        "error",
+        "exchange",
+        "first",
+        "notice_at",
+        "payload",
+        "receipt",
+        "routing_key",
+        "since",
+        "waiter",
+    )
+
+    def __init__(
+        self, payload: bytes | Message, exchange: str, routing_key: str, size: int, since: float, source: str = ""
+    ) -> None:
+        super().__init__(size, source)
+        self.payload = payload
+        self.exchange = exchange
+        self.routing_key = routing_key
+        #: When it began to wait.
+        self.since = since
+        #: Whether it stands in front of the line, because a callback sends it.
+        self.first = False
+        #: When it stops waiting.
+        self.deadline = math.inf
+        #: When a notice that it waits is due.
+        self.notice_at = math.inf
+        #: The receipt, which has a number from the admission on.
+        self.receipt: Receipt | None = None
+        #: Why it was not admitted and never will be.
+        self.error: BaseException | None = None
+        #: What the skin wakes the sender by.
+        self.waiter: Any = None
+
+    @property
+    def decided(self) -> bool:
+        """Whether the message was admitted, or never will be."""
+        receipt = self.receipt
+        return (receipt is not None and receipt._number > 0) or self.error is not None or self.cancelled
+
+    def flowed_error(
+        self, kind: type[_FlowedError], holds: Sequence[Hold], waited: float, advice: str = ""
+    ) -> _FlowedError:
+        """Return the error for a message that is not sent, because the producer is flowed."""
+        return kind(holds, waited, self.payload, advice, exchange=self.exchange, routing_key=self.routing_key)
+
+    def closed_error(self, reason: str) -> ProducerClosed:
+        """Return the error for a message that is not sent, because the producer is closed."""
+        return ProducerClosed(reason, self.payload, exchange=self.exchange, routing_key=self.routing_key)

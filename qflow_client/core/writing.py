@@ -1,0 +1,74 @@
+"""From messages to bytes on the wire, and back.
+
+The socket takes bytes from `Unconfirmed.outbound`. If that is empty, the next messages get their tags and frames: first
+what leaves again, then what was never written, so first copies leave in the order of admission (E1). If the broker
+stops the channel, the messages whose frames are made and not begun go back to where they came from.
+"""
+
+from __future__ import annotations
+
+from qflow_client.core.admission import Admission
+from qflow_client.core.channel import Channel
+from qflow_client.core.resending import Resending
+from qflow_client.core.unconfirmed import Unconfirmed
+
+__all__ = ["Writing"]
+
+
+class Writing:
+    """What one producer writes.
+
+    Args:
+        admission: has the messages that were never written.
+        unconfirmed: what is on the wire.
+        resending: what leaves again.
+        channel: the producer's.
+    """
+
+    __slots__ = ("_admission", "_channel", "_resending", "_unconfirmed")
+
+    def __init__(self, admission: Admission, unconfirmed: Unconfirmed, resending: Resending, channel: Channel) -> None:
+        self._admission = admission
+        self._unconfirmed = unconfirmed
+        self._resending = resending
+        self._channel = channel
+
+    def next_bytes(self, limit: int, now: float) -> bytes:
+        """Return the next bytes to write, about `limit` at the most; empty if nothing may be written now."""
+        outbound = self._unconfirmed.outbound
+        data = outbound.data(limit)
+        if data or outbound.stopped or self._channel.number is None:
+            return data
+        resending = self._resending
+        source = resending.again or self._admission.unsent
+        if not source:
+            return b""
+        if resending.is_idle:
+            most = len(source)
+        else:
+            most = resending.count_sendable(source, not self._unconfirmed.flight, now)
+            if not most:
+                return b""
+            resending.note_sent(source[0], now)
+        self._unconfirmed.make(source, limit, most)
+        return outbound.data(limit)
+
+    def put_control(self, frame: bytes) -> None:
+        """Have a frame of the channel written after the messages whose frames are made."""
+        size = len(frame)
+        self._unconfirmed.outbound.put_control(frame)
+        self._admission.unwritten += size
+
+    def take_back(self) -> None:
+        """Have nothing on the wire that has not begun."""
+        self._unconfirmed.outbound.take_back()
+        self.move_back()
+
+    def move_back(self) -> None:
+        """Put messages whose frames were taken back where they leave from again."""
+        unconfirmed, unsent = self._unconfirmed, self._admission.unsent
+        # The last first.
+        while (receipt := unconfirmed.beyond()) is not None:
+            if not self._resending.take_back(receipt):
+                unsent.appendleft(receipt)
+            unconfirmed.flight.popitem()
