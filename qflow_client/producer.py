@@ -6,7 +6,7 @@ import time
 import weakref
 from abc import ABC
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from qflow_client.core import calls
 from qflow_client.core.calls import Call, Refusal
@@ -70,6 +70,11 @@ class BaseProducer(ABC):
         self._exchange = settings.exchange
         self._routing_key = settings.routing_key
         self._manager = manager
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} has a connection, and cannot be pickled or copied; make one in each process"
+        )
 
     def _use_engine(self, engine: BaseEngine) -> None:
         """Work with an engine, which must not keep the producer alive."""

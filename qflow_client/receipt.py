@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["RECEIPT_OVERHEAD", "Outcome", "Receipt"]
 
 _NO_ROUTE = 312
+_NOT_FOUND = 404
 
 #: About how many bytes of memory a receipt and its message take besides the body.
 RECEIPT_OVERHEAD = 512
@@ -186,7 +187,7 @@ class Receipt:
             case Outcome.RETURNED:
                 return MessageReturned(f"{text}{self._way_out(code)}", self, code, words)
             case Outcome.REJECTED:
-                return MessageRejected(text, self, code, words)
+                return MessageRejected(f"{text}{self._way_out(code)}", self, code, words)
             case Outcome.FAILED:
                 return MessageFailed(text, self)
             case Outcome.STORED:
@@ -194,6 +195,8 @@ class Receipt:
         return OutcomeUnknown(text, self)
 
     def _way_out(self, code: int) -> str:
+        if code == _NOT_FOUND and self.exchange:
+            return "; declare the exchange first"
         if code != _NO_ROUTE:
             return ""
         missing = (

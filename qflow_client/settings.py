@@ -590,9 +590,22 @@ def _refused(name: str, value: Any, allowed: str) -> SettingsError:
     if allowed is _SETTINGS["url"].metadata["allowed"]:
         if "#" in repr(value):
             hint = "; a # is written %23"
+        elif isinstance(value, str) and (lacking := _lacking(value)):
+            hint = lacking
         elif isinstance(value, str) and "@" in value and not is_clear(value):
             hint = "; the : before a password is not encoded; in a password, a / is written %2F, a ? %3F, and an @ %40"
     return SettingsError(f"{name}={shown(value)}: it must be {allowed}{hint}")
+
+
+def _lacking(url: str) -> str:
+    """What is wrong with the host or the virtual host of a URL; empty if nothing is."""
+    with suppress(ValueError):
+        parts = urlsplit(url)
+        if parts.scheme.lower() in ("amqp", "amqps") and not parts.hostname:
+            return "; it names no host, such as amqp://localhost"
+        if parts.path == "//":
+            return "; the virtual host / is written /%2F, or left out"
+    return ""
 
 
 def _urls(value: Any) -> tuple[str, ...]:
@@ -605,7 +618,7 @@ def _is_url(url: str) -> bool:
         # The port is looked at because it is parsed only then. A # begins a fragment, which has no meaning here and is
         # mostly a part of the password. An @ in the path is mostly the end of a password with a / in it.
         is_amqp = url.lower().startswith(("amqp://", "amqps://"))
-        return is_amqp and urlsplit(url).port != 0 and "#" not in url and is_clear(url)
+        return is_amqp and urlsplit(url).port != 0 and "#" not in url and is_clear(url) and not _lacking(url)
     except ValueError:
         return False
 

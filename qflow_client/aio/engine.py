@@ -126,7 +126,12 @@ class Engine(BaseEngine):
             raise ProducerClosed(CLOSED)
         if self.loop is not None:
             raise QflowError("connect() was called before: a producer connects once")
-        self.loop = asyncio.get_running_loop()
+        try:
+            self.loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise QflowError(
+                "AsyncProducer runs on asyncio's event loop, and none runs here; under trio use Producer in a thread"
+            ) from None
         self._thread = threading.get_ident()
         self.dispatcher = Dispatcher(self.loop)
         self.turns = Turns(self.loop, lambda: self.protocol, self.kick, self.arm_timer)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -66,6 +68,9 @@ class Producer(BaseProducer):
         manager: where it registers, to be stopped and started with all others; the process's own unless given.
         keywords: settings by name, see `ProducerSettings`.
 
+    Warns:
+        RuntimeWarning: it is made where an event loop runs, which it would block.
+
     Raises:
         SettingsError: a setting has a value that is not allowed, or the connection was made elsewhere.
         ConnectionFailed: no host could be connected to.
@@ -93,6 +98,9 @@ class Producer(BaseProducer):
                 f"connection={type(connection).__name__}: on a connection made elsewhere Channel.Flow and confirms "
                 "cannot be taken before pika gets them; make it with qflow_client.connect(url)"
             )
+        if (asyncio := sys.modules.get("asyncio")) is not None and asyncio._get_running_loop() is not None:
+            words = "a Producer that waits blocks the event loop of this thread; use AsyncProducer there"
+            warnings.warn(words, RuntimeWarning, stacklevel=2)
         engine = Engine(loaded, on_delivery, manager, connection)
         # Ctrl-C can come anywhere, and must not leave a lock or a connection behind.
         try:

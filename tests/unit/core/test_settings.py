@@ -320,6 +320,20 @@ def test_a_setting_that_does_not_exist_is_refused_with_those_that_do() -> None:
 # URLs.
 
 
+@pytest.mark.parametrize(
+    ("url", "hint"),
+    [
+        ("amqp:///vhost", "it names no host, such as amqp://localhost"),
+        ("AMQPS://", "it names no host, such as amqp://localhost"),
+        ("amqp://user:secret@localhost//", "the virtual host / is written /%2F, or left out"),
+    ],
+)
+def test_a_url_that_lacks_something_is_refused_with_what_it_lacks(url: str, hint: str) -> None:
+    with pytest.raises(SettingsError, match=f"; {re.escape(hint)}$") as caught:
+        ProducerSettings(url=url)
+    assert "secret" not in str(caught.value)
+
+
 def test_a_list_of_urls_is_a_list_of_hosts_to_try() -> None:
     urls = ["amqp://one/", "amqps://two/vhost"]
     assert ProducerSettings(url=urls).urls == tuple(urls)
