@@ -31,7 +31,16 @@ if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Histogram, Observation
     from opentelemetry.trace import Span
 
-__all__ = ["MAX_DESTINATIONS", "SCHEMA_URL", "Observer", "Tracer", "destination_name", "unwatch", "watch"]
+__all__ = [
+    "MAX_DESTINATIONS",
+    "SCHEMA_URL",
+    "Observer",
+    "RelayMetrics",
+    "Tracer",
+    "destination_name",
+    "unwatch",
+    "watch",
+]
 
 #: The semantic conventions that names and attributes are taken from; those for messaging are in development.
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
@@ -548,6 +557,44 @@ def unwatch(observer: Observer) -> None:
     """The producer has come to its end."""
     if _metrics is not None:
         _metrics.remove(observer)
+
+
+class RelayMetrics:
+    """What one outbox relay counts.
+
+    Args:
+        name: of its producer.
+    """
+
+    def __init__(self, name: str) -> None:
+        from opentelemetry import metrics
+
+        meter = metrics.get_meter("qflow_client", _version(), schema_url=SCHEMA_URL)
+        self._attributes = {"qflow.producer.name": name}
+        rows = "{row}"
+        self._confirmed = meter.create_counter("qflow.relay.confirmed", rows, "Rows that the broker has confirmed")
+        self._marked = meter.create_counter("qflow.relay.marked", rows, "Rows sent with the mark of a second copy")
+        self._set_aside = meter.create_counter("qflow.relay.set_aside", rows, "Rows that the broker would not take")
+        self._tenures = meter.create_counter("qflow.relay.tenures", "{tenure}", "How often the relay began to work")
+        self._partitions = meter.create_up_down_counter(
+            "qflow.relay.partitions", "{partition}", "Partitions that the relay works on"
+        )
+
+    def count(self, *, confirmed: int = 0, marked: int = 0, set_aside: int = 0, tenures: int = 0) -> None:
+        """Count rows, and beginnings."""
+        for counter, number in (
+            (self._confirmed, confirmed),
+            (self._marked, marked),
+            (self._set_aside, set_aside),
+            (self._tenures, tenures),
+        ):
+            if number:
+                counter.add(number, self._attributes)
+
+    def change_partitions(self, by: int) -> None:
+        """Count partitions that were taken, or given up."""
+        if by:
+            self._partitions.add(by, self._attributes)
 
 
 def _after_fork_in_child() -> None:

@@ -178,10 +178,15 @@ class PostgresqlSession:
                 taken[partition] = int(self._run(query, partition=partition).scalar_one())
         return taken
 
-    def give_up(self, partitions: Iterable[int]) -> None:
-        """Give up partitions of which everything that was sent is confirmed and deleted."""
-        for partition in partitions:
-            self._run(f"UPDATE {self._relay} SET permitted = 0 WHERE partition = :partition", partition=partition)
+    def give_up(self, doubts: Mapping[int, int]) -> None:
+        """Give up partitions.
+
+        Args:
+            doubts: up to which row each partition's messages may have been sent, of those that are still there.
+        """
+        statement = f"UPDATE {self._relay} SET permitted = :doubt WHERE partition = :partition"
+        for partition, doubt in doubts.items():
+            self._run(statement, partition=partition, doubt=doubt)
             self._mine.remove(partition)
             given = {"class": self._class, "partition": partition}
             self._run("SELECT pg_advisory_unlock(:class, :partition)", **given)

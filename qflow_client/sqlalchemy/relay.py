@@ -22,6 +22,7 @@ from qflow_client.sqlalchemy.sessions import RelayError, Session
 from qflow_client.sqlalchemy.sqlite import SqliteSession
 from qflow_client.sqlalchemy.tenure import RelayCounts, Tenure, Waker
 from qflow_client.sync import Producer
+from qflow_client.telemetry import RelayMetrics
 
 __all__ = ["OutboxRelay", "RelayCounts", "RelayError", "engine_of"]
 
@@ -113,7 +114,8 @@ class OutboxRelay:
         self._lease = lease
         self._poll = poll
         #: What it has done.
-        self.counts = RelayCounts()
+        self._metrics = RelayMetrics(self._settings.name)
+        self.counts = RelayCounts(self._metrics)
         #: What ended its last tenure; ``None`` while it works.
         self.error: Exception | None = None
         self._tenure: Tenure | None = None
@@ -199,6 +201,7 @@ class OutboxRelay:
         tenure = Tenure(
             session,
             self.counts,
+            self._metrics,
             waker,
             lease=self._lease,
             poll=self._poll,
@@ -207,7 +210,7 @@ class OutboxRelay:
         producer: Producer | None = None
         try:
             producer = Producer(settings=self._settings, on_delivery=tenure.settled)
-            self.counts.tenures += 1
+            self.counts.count(tenures=1)
             self._tenure, self.error = tenure, None
             tenure.run(producer)
         finally:

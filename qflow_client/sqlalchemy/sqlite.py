@@ -93,11 +93,14 @@ class SqliteSession:
             found = self._connection.execute(query(relay.c.partition, relay.c.permitted)).all()
         return {partition: permitted for partition, permitted in found if partition in set(partitions)}
 
-    def give_up(self, partitions: Iterable[int]) -> None:
-        """Give up all partitions, of which everything that was sent is confirmed and deleted."""
+    def give_up(self, doubts: Mapping[int, int]) -> None:
+        """Give up all partitions."""
+        relay = self._tables.relay
         if self._has_all:
             with self._connection.begin():
-                self._connection.execute(update(self._tables.relay).values(permitted=0))
+                for partition, doubt in doubts.items():
+                    chosen = relay.c.partition == partition
+                    self._connection.execute(update(relay).where(chosen).values(permitted=doubt))
             self._unlock()
 
     def _unlock(self) -> None:

@@ -33,6 +33,7 @@ from qflow_client.message import Message, decode_message, republished
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.sqlalchemy.sessions import Aside, RelayError, Row, Session
 from qflow_client.sync import Producer
+from qflow_client.telemetry import RelayMetrics
 
 __all__ = ["RelayCounts", "Tenure", "Waker"]
 
@@ -66,14 +67,22 @@ class RelayCounts:
         tenures: how often it began to work.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: RelayMetrics) -> None:
+        self._metrics = metrics
         self.confirmed = 0
         self.marked = 0
         self.set_aside = 0
         self.tenures = 0
 
+    def count(self, **numbers: int) -> None:
+        """Add to some of the counts, and to the metrics."""
+        for name, number in numbers.items():
+            setattr(self, name, getattr(self, name) + number)
+        self._metrics.count(**numbers)
+
     def __repr__(self) -> str:
-        return f"RelayCounts({', '.join(f'{name}={value}' for name, value in vars(self).items())})"
+        names = ("confirmed", "marked", "set_aside", "tenures")
+        return f"RelayCounts({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
 
 
 class Waker:
@@ -108,6 +117,7 @@ class Tenure:
     Args:
         session: with the database, just opened.
         counts: of the relay.
+        metrics: likewise.
         waker: of its thread.
         lease: seconds.
         poll: seconds between two looks for rows that nothing told of.
@@ -118,6 +128,7 @@ class Tenure:
         self,
         session: Session,
         counts: RelayCounts,
+        metrics: RelayMetrics,
         waker: Waker,
         *,
         lease: float,
@@ -126,6 +137,7 @@ class Tenure:
     ) -> None:
         self._session = session
         self._counts = counts
+        self._metrics = metrics
         self._waker = waker
         self._lease = lease
         self._poll = poll
@@ -134,7 +146,8 @@ class Tenure:
         self.mine: set[int] = set()
         # Partitions to give up and to take once nothing is unsettled; None if they stay as they are.
         self._change: tuple[set[int], set[int]] | None = None
-        # By partition: up to which row messages may have been sent by an earlier tenure, and by this one.
+        # By partition: up to which row messages may have been sent by an earlier tenure, until all of them have been
+        # read, and by any.
         self._doubt: dict[int, int] = {}
         self._permitted: dict[int, int] = {}
         # Rows that are permitted, and not given to the producer.
@@ -244,16 +257,25 @@ class Tenure:
         self._change = None
         self._write({})
         if leaving:
-            self._session.give_up(leaving)
-            self.mine -= leaving
+            self._give_up(leaving)
         taken = self._session.take(coming) if coming else {}
+        self._metrics.change_partitions(len(taken))
         self.mine |= set(taken)
-        # All that this tenure has sent of the others is confirmed.
-        self._doubt = taken
+        self._doubt.update(taken)
         self._permitted.update(taken)
         if taken or not coming:
             self._session.start_over()
             self._is_dry = False
+
+    def _give_up(self, leaving: set[int]) -> None:
+        """Give up partitions of which nothing is unsettled.
+
+        What this tenure has sent is confirmed and deleted. What an earlier one may have sent is still in doubt, unless
+        a full sweep has come to its end since.
+        """
+        self._session.give_up({partition: self._doubt.pop(partition, 0) for partition in leaving})
+        self.mine -= leaving
+        self._metrics.change_partitions(-len(leaving))
 
     def _reads_now(self, producer: Producer) -> bool:
         if not self.mine or self._change is not None:
@@ -290,7 +312,8 @@ class Tenure:
             if row.id > self._permitted.get(row.partition, 0):
                 self._permitted[row.partition] = permits[row.partition] = row.id
         if not self._session.is_full:
-            self._doubt = {}
+            # All rows that were there when the partitions were taken have been read.
+            self._doubt.clear()
         self._write(permits)
         self._pending.extend(rows)
         self._send(producer)
@@ -299,6 +322,7 @@ class Tenure:
     def _send(self, producer: Producer) -> None:
         pending, in_flight, doubt = self._pending, self._in_flight, self._doubt
         end = self._answered_at + self._lease
+        marked = 0
         while pending:
             row = pending[0]
             try:
@@ -307,34 +331,36 @@ class Tenure:
                 pending.popleft()
                 self._aside.append((row.id, f"it is damaged: {error}"))
                 continue
-            if doubt and row.id <= doubt.get(row.partition, 0):
+            is_doubtful = row.id <= doubt.get(row.partition, 0)
+            if is_doubtful:
                 message = republished(message)
-                self._counts.marked += 1
             if _monotonic() > end:
                 raise RelayError("the database has not answered for as long as the lease")
             try:
                 receipt = producer.send_nowait(message, exchange=row.exchange, routing_key=row.routing_key)
             except ProducerFlowed:
-                return
+                break
             except ValueError as error:
                 pending.popleft()
                 self._aside.append((row.id, f"it cannot be encoded: {error}"))
                 continue
             in_flight[receipt] = row
+            marked += is_doubtful
             pending.popleft()
+        self._counts.count(marked=marked)
 
     def _write(self, permits: dict[int, int]) -> None:
         """Delete and set aside what is settled, and permit what comes next."""
         began = _monotonic()
         if self._aside:
             self._session.set_aside(self._aside)
-            self._counts.set_aside += len(self._aside)
+            self._counts.count(set_aside=len(self._aside))
             for number, reply in self._aside:
                 logger.warning("outbox relay: row %d is set aside: %s", number, reply)
             self._aside.clear()
         if permits or self._gone:
             self._session.write(self._gone, self._gone_counts, permits)
-            self._counts.confirmed += len(self._gone)
+            self._counts.count(confirmed=len(self._gone))
             self._gone.clear()
             self._gone_counts.clear()
         self._answered_at = began
@@ -379,8 +405,7 @@ class Tenure:
             self._session.ping()
         self._write({})
         if not self._in_flight:
-            self._session.give_up(set(self.mine))
-            self.mine.clear()
+            self._give_up(set(self.mine))
 
     def end(self, producer: Producer | None) -> None:
         """Close the producer, so that nothing leaves any more; then delete what it confirmed, and end the session."""
@@ -397,4 +422,5 @@ class Tenure:
                         self._write({})
         finally:
             self._session.close()
+            self._metrics.change_partitions(-len(self.mine))
             self.mine.clear()

@@ -20,7 +20,7 @@ from qflow_client.sqlalchemy import Outbox, OutboxRelay, RelayError
 from qflow_client.sqlalchemy.postgresql import PostgresqlSession
 from qflow_client.sqlalchemy.tables import PARTITIONS
 
-from .support import FAST, PATIENCE, add, bodies, depth, eventually, marks
+from .support import FAST, PATIENCE, add, bodies, depth, eventually, marks, permit
 
 ROOT = Path(__file__).parents[3]
 
@@ -212,6 +212,27 @@ def test_E14_a_killed_relay_keeps_no_rows_and_what_it_may_have_sent_is_marked(
     first = dict.fromkeys(bodies(broker))
     assert list(first) == [b"%d" % number for number in range(100)]
     assert relay.counts.marked <= 10
+
+
+def test_E14_what_is_in_doubt_stays_so_when_a_relay_ends_or_another_comes_before_it_is_sent(
+    engine: Engine, outbox: Outbox, broker: Broker
+) -> None:
+    keys = [f"key {number}" for number in range(40)]
+    for key in keys:
+        add(engine, outbox, *(f"{key} {number}" for number in range(10)), key=key)
+    permit(engine, outbox, 400)
+    # So slow that most of the rows are read by none of the first three.
+    slow = {**FAST, "capacity": 1, "rate": 20.0}
+    with OutboxRelay(engine, broker.url, outbox=outbox, **slow) as first:
+        eventually(lambda: first.counts.confirmed)
+    with OutboxRelay(engine, broker.url, outbox=outbox, **slow) as first:
+        eventually(lambda: len(first.partitions) == PARTITIONS)
+        with OutboxRelay(engine, broker.url, outbox=outbox, **slow) as second:
+            eventually(lambda: len(first.partitions) == len(second.partitions) == PARTITIONS // 2)
+    with OutboxRelay(engine, broker.url, outbox=outbox, **FAST):
+        eventually(lambda: depth(engine, outbox) == 0)
+    assert len(bodies(broker)) == 400
+    assert all(marks(broker))
 
 
 def test_E14_a_suspended_relay_loses_its_rows_with_its_lease(engine: Engine, outbox: Outbox, broker: Broker) -> None:
