@@ -139,7 +139,7 @@ class Outbox:
             TypeError: the message is of another type.
             ValueError: AMQP cannot carry it.
         """
-        values, message_id = self._values(message, exchange, routing_key, ordering_key)
+        values, message_id = self.encode(message, exchange, routing_key, ordering_key)
         if isinstance(session, (AsyncSession, AsyncConnection)):
             return self._execute(session, values, message_id)
         session.execute(self._insert(dialect_of(session, self.tables.rows)), values)
@@ -191,7 +191,7 @@ class Outbox:
         Raises:
             TypeError, ValueError: as `add`; none is added.
         """
-        made = [self._values(message, exchange, routing_key, ordering_key) for message in messages]
+        made = [self.encode(message, exchange, routing_key, ordering_key) for message in messages]
         rows, ids = [values for values, _ in made], [message_id for _, message_id in made]
         if isinstance(session, (AsyncSession, AsyncConnection)):
             return self._execute(session, rows, ids)
@@ -213,9 +213,20 @@ class Outbox:
             return statement.returning(woken, sort_by_parameter_order=True)
         return statement
 
-    def _values(
+    def encode(
         self, given: bytes | str | Message, exchange: str | None, routing_key: str | None, ordering_key: str | None
     ) -> tuple[dict[str, Any], str]:
+        """Return a message as the values of a row, and its id; for those who insert rows in another way.
+
+        Args:
+            given: as for `add`.
+            exchange: as for `add`.
+            routing_key: as for `add`.
+            ordering_key: as for `add`.
+
+        Raises:
+            TypeError, ValueError: as `add`.
+        """
         message = given if isinstance(given, Message) else Message(as_body(given))
         if isinstance(message, RoutedMessage):
             exchange = message.exchange if exchange is None else exchange

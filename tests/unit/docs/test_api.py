@@ -10,7 +10,13 @@ import pytest
 
 PAGE = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
 LISTED = set(re.findall(r"^::: ([\w.]+)$", PAGE, re.MULTILINE))
-PACKAGES = ("qflow_client", "qflow_client.flow", "qflow_client.broker", "qflow_client.sqlalchemy")
+PACKAGES = (
+    "qflow_client",
+    "qflow_client.flow",
+    "qflow_client.broker",
+    "qflow_client.sqlalchemy",
+    "qflow_client.django",
+)
 
 
 def is_listed(found: object, name: str) -> bool:

@@ -1,0 +1,15 @@
+"""The application for ``INSTALLED_APPS``."""
+
+from __future__ import annotations
+
+from django.apps import AppConfig
+
+__all__ = ["OutboxConfig"]
+
+
+class OutboxConfig(AppConfig):
+    """Three tables without models."""
+
+    name = "qflow_client.django"
+    label = "qflow_outbox"
+    verbose_name = "Outbox"

@@ -1,0 +1,93 @@
+"""`qflow_client.django`, in a process of its own: Django's settings are a process's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sqlalchemy import create_engine
+
+from benchmarks.postgresql import PostgresqlServer
+from qflow_client.broker import Broker
+from qflow_client.sqlalchemy import Outbox, OutboxRelay
+
+from .support import FAST, PATIENCE, bodies, depth, eventually
+
+ROOT = Path(__file__).parents[3]
+
+PROGRAM = """
+import sys
+import django
+from django.conf import settings
+from django.core.management import call_command
+from django.db import connection, transaction
+
+if sys.argv[1] == "sqlite":
+    database = {"ENGINE": "django.db.backends.sqlite3", "NAME": sys.argv[2]}
+else:
+    database = {
+        "ENGINE": "django.db.backends.postgresql",
+        "HOST": "127.0.0.1",
+        "PORT": sys.argv[2],
+        "NAME": "postgres",
+        "USER": "postgres",
+    }
+settings.configure(INSTALLED_APPS=["qflow_client.django"], DATABASES={"default": database})
+django.setup()
+
+from qflow_client import Message
+from qflow_client.django import add, add_many
+
+def raises(error, call):
+    try:
+        call()
+    except error:
+        return True
+
+if sys.argv[3] == "drop":
+    call_command("migrate", "qflow_outbox", "zero", verbosity=0)
+    assert not [name for name in connection.introspection.table_names() if name.startswith("qflow_")]
+else:
+    call_command("migrate", verbosity=0)
+    call_command("makemigrations", check=True, verbosity=0)
+    try:
+        with transaction.atomic():
+            add(b"rolled back", routing_key="q")
+            raise RuntimeError
+    except RuntimeError:
+        pass
+    with transaction.atomic():
+        assert add(Message(b"0", message_id="mine"), routing_key="q", ordering_key="k") == "mine"
+        add_many(["%d" % number for number in range(1, 250)], routing_key="q", ordering_key="k")
+        assert raises(ValueError, lambda: add_many([b"good", b"bad"], routing_key="k" * 256))
+    assert add_many([]) == []
+"""
+
+
+def run(database: str, where: str, what: str) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    subprocess.run(
+        [sys.executable, "-c", PROGRAM, database, where, what], check=True, timeout=2 * PATIENCE, env=environment
+    )
+
+
+@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
+def test_E14_a_django_application_adds_messages_in_its_transactions(
+    database: str, request: pytest.FixtureRequest, tmp_path: Path, broker: Broker
+) -> None:
+    where, url = str(tmp_path / "application.db"), f"sqlite:///{tmp_path}/application.db"
+    if database == "postgresql":
+        server: PostgresqlServer = request.getfixturevalue("postgresql")
+        where, url = str(server.port), server.url
+    run(database, where, "add")
+    engine, outbox = create_engine(url), Outbox()
+    assert depth(engine, outbox) == 250
+    with OutboxRelay(engine, broker.url, outbox=outbox, **FAST) as relay:
+        eventually(lambda: relay.counts.confirmed == 250)
+    assert bodies(broker) == [b"%d" % number for number in range(250)]
+    assert broker.messages("q")[0].properties.message_id == "mine"
+    engine.dispose()
+    run(database, where, "drop")
