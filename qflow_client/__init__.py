@@ -45,18 +45,21 @@ if TYPE_CHECKING:
     from qflow_client.flowlog import FlowLog
     from qflow_client.outbox import NotDurable, Outbox, OutboxError, OutboxFull, OutboxInUse, StoredMessage
     from qflow_client.sync import Producer, SyncReceipt, connect
+    from qflow_client.topology import Binding, Exchange, Queue, Topology
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
     "AsyncProducer",
     "AsyncReceipt",
+    "Binding",
     "ConfirmTimeout",
     "ConnectionFailed",
     "DeduplicationError",
     "Deduplicator",
     "DeliveryError",
     "DeliveryMode",
+    "Exchange",
     "FlowControlTimeout",
     "FlowEvent",
     "FlowEventKind",
@@ -89,11 +92,13 @@ __all__ = [
     "ProducerFlowed",
     "ProducerSettings",
     "QflowError",
+    "Queue",
     "Receipt",
     "RoutedMessage",
     "SettingsError",
     "StoredMessage",
     "SyncReceipt",
+    "Topology",
     "UndeliveredMessages",
     "WhenFlowed",
     "connect",
@@ -106,8 +111,10 @@ __all__ = [
 _LATER = {
     "AsyncProducer": "qflow_client.aio",
     "AsyncReceipt": "qflow_client.aio",
+    "Binding": "qflow_client.topology",
     "DeduplicationError": "qflow_client.dedup",
     "Deduplicator": "qflow_client.dedup",
+    "Exchange": "qflow_client.topology",
     "FlowLog": "qflow_client.flowlog",
     "NotDurable": "qflow_client.outbox",
     "Outbox": "qflow_client.outbox",
@@ -115,8 +122,10 @@ _LATER = {
     "OutboxFull": "qflow_client.outbox",
     "OutboxInUse": "qflow_client.outbox",
     "Producer": "qflow_client.sync",
+    "Queue": "qflow_client.topology",
     "StoredMessage": "qflow_client.outbox",
     "SyncReceipt": "qflow_client.sync",
+    "Topology": "qflow_client.topology",
     "connect": "qflow_client.sync",
     "connect_async": "qflow_client.aio",
     "may_be_second_copy": "qflow_client.dedup",

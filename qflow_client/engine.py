@@ -27,6 +27,7 @@ from qflow_client.message import Message
 from qflow_client.receipt import Receipt
 from qflow_client.settings import ProducerSettings, WhenFlowed
 from qflow_client.skin import Deliveries, Listeners, disown, undelivered_of
+from qflow_client.topology import Topology
 
 if TYPE_CHECKING:
     from qflow_client.outbox.storage import Storage
@@ -48,15 +49,22 @@ class BaseEngine(ABC):
         settings: the producer's.
         on_delivery: called with every settled receipt; ``None`` for no call.
         manager: with which the producer registers.
+        topology: what is declared on each connection; ``None`` for nothing.
     """
 
     #: The state. Every change to it is a step.
     protocol: ProducerProtocol
 
     def __init__(
-        self, settings: ProducerSettings, on_delivery: Callable[[Receipt], object] | None, manager: FlowManager
+        self,
+        settings: ProducerSettings,
+        on_delivery: Callable[[Receipt], object] | None,
+        manager: FlowManager,
+        topology: Topology | None,
     ) -> None:
         self.settings = settings
+        #: What is declared on each connection; ``None`` for nothing.
+        self.topology = topology
         self._manager = manager
         #: The outbox; ``None`` without one.
         self.storage: Storage | None = None

@@ -93,15 +93,17 @@ CLOSED = "the producer is closed"
 GIVEN_UP = "the producer was closed, and the broker's answer had not come in time"
 
 
-def check_arguments(url: object, connection: object, on_delivery: object, manager: object) -> None:
+def check_arguments(url: object, connection: object, on_delivery: object, manager: object, declare: object) -> None:
     """Refuse what no producer can be made of.
 
     Raises:
-        SettingsError: it is told of two connections.
+        SettingsError: it is told of two connections, or is to declare something on a shared one.
         TypeError: an argument is of the wrong type.
     """
     if connection is not None and url is not None:
         raise SettingsError("url and connection: a producer has a connection of its own, or a shared one; give one")
+    if connection is not None and declare is not None:
+        raise SettingsError("declare with connection: declare it with a channel of that connection")
     check_argument("on_delivery", on_delivery, on_delivery is None or callable(on_delivery), "None or callable")
     check_argument("manager", manager, isinstance(manager, FlowManager), "a FlowManager")
 

@@ -9,7 +9,15 @@ from typing import Any
 
 import aio_pika
 from aiormq import ConnectionClosed as AiormqConnectionClosed
-from aiormq.exceptions import AuthenticationError, ProbableAuthenticationError
+from aiormq.exceptions import (
+    AuthenticationError,
+    ChannelAccessRefused,
+    ChannelClosed,
+    ChannelLockedResource,
+    ChannelNotFoundEntity,
+    ChannelPreconditionFailed,
+    ProbableAuthenticationError,
+)
 from yarl import URL
 
 from qflow_client.aio.aiormq_io import TapTransport, TapTransportFactory
@@ -18,8 +26,16 @@ from qflow_client.recovery import is_final
 from qflow_client.redaction import HARMLESS, is_harmless, shown, words_of
 from qflow_client.settings import check_setting
 from qflow_client.skin import connection_failed, no_answer
+from qflow_client.topology import Declaration
 
-__all__ = ["TappedConnection", "TappedRobustConnection", "connect_async", "final", "words"]
+__all__ = ["TappedConnection", "TappedRobustConnection", "channel_words", "connect_async", "final", "words"]
+
+_CODES = {
+    ChannelAccessRefused: 403,
+    ChannelNotFoundEntity: 404,
+    ChannelLockedResource: 405,
+    ChannelPreconditionFailed: 406,
+}
 
 
 def words(error: BaseException) -> str:
@@ -33,8 +49,25 @@ def final(error: BaseException | None) -> bool:
     """Whether no further try to connect can do better."""
     if isinstance(error, AiormqConnectionClosed) and len(error.args) == 2:
         return is_final(int(error.args[0]), str(error.args[1]))
+    if isinstance(error, ChannelClosed):
+        return Declaration.is_final(_channel_reply(error)[0])
     # aiormq's words for 403, and for a broker with which no way of authentication is shared.
     return isinstance(error, (ProbableAuthenticationError, AuthenticationError))
+
+
+def _channel_reply(error: ChannelClosed) -> tuple[int, str]:
+    """The reply code and text of a ``Channel.Close``: aiormq has a class for some codes, and leaves them out."""
+    for kind, code in _CODES.items():
+        if isinstance(error, kind):
+            return code, str(error.args[0])
+    code, text = error.args
+    return int(code or 0), str(text)
+
+
+def channel_words(error: ChannelClosed) -> str:
+    """What the broker said as it closed a channel."""
+    code, text = _channel_reply(error)
+    return f"{code} {text}"
 
 
 class TappedConnection(aio_pika.Connection):

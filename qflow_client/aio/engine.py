@@ -40,6 +40,7 @@ from qflow_client.skin import (
     protocol_options,
     watch_process,
 )
+from qflow_client.topology import Topology
 
 if TYPE_CHECKING:
     from qflow_client.aio.outbox import Commits
@@ -81,6 +82,7 @@ class Engine(BaseEngine):
         manager: with which the producer registers.
         connection: on which it opens a channel; ``None`` for a connection of its own.
         line: the order in which waiting sends are served; ``None`` for first come, first served.
+        topology: what is declared on each connection of its own; ``None`` for nothing.
     """
 
     def __init__(
@@ -90,8 +92,9 @@ class Engine(BaseEngine):
         manager: FlowManager,
         connection: TappedConnection | TappedRobustConnection | None,
         line: Line | None,
+        topology: Topology | None,
     ) -> None:
-        super().__init__(settings, on_delivery, manager)
+        super().__init__(settings, on_delivery, manager, topology)
         self._connection = connection
         self.protocol = ProducerProtocol(settings, **protocol_options(settings, AsyncReceipt, line))
         if self.deliveries is not None:
@@ -201,7 +204,8 @@ class Engine(BaseEngine):
         errors = []
         urls = hosts_in_order(self.settings)
         for host in range(len(urls) if self._connection is None else 1):
-            link = Link(Reconnection(self.settings, urls, host), self._connection, self.protocol, self.after)
+            reconnection = Reconnection(self.settings, urls, host)
+            link = Link(reconnection, self._connection, self.protocol, self.after, self.topology)
             try:
                 await link.open()
             except ConnectionFailed as error:

@@ -10,9 +10,17 @@ from contextlib import suppress
 from typing import Any
 
 from aiormq import ConnectionClosed
+from aiormq.exceptions import ChannelClosed
 
 from qflow_client.aio.aiormq_io import TapTransport
-from qflow_client.aio.connection import TappedConnection, TappedRobustConnection, connect_async, final, words
+from qflow_client.aio.connection import (
+    TappedConnection,
+    TappedRobustConnection,
+    channel_words,
+    connect_async,
+    final,
+    words,
+)
 from qflow_client.amqp import coalescing
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.errors import ConnectionFailed
@@ -32,6 +40,7 @@ from qflow_client.skin import (
     no_answer,
     no_confirms,
 )
+from qflow_client.topology import Topology
 
 __all__ = ["Link"]
 
@@ -52,6 +61,7 @@ class Link:
         connection: on which to open the channel; ``None`` to make one.
         protocol: the producer's state.
         after: called after anything that may have changed the protocol.
+        topology: what is declared on each connection of our own; ``None`` for nothing.
     """
 
     def __init__(
@@ -60,7 +70,9 @@ class Link:
         connection: TappedConnection | TappedRobustConnection | None,
         protocol: ProducerProtocol,
         after: Callable[[], None],
+        topology: Topology | None = None,
     ) -> None:
+        self._topology = topology
         self._connection: Any = connection
         self._is_own = connection is None
         self._settings = protocol.settings
@@ -206,6 +218,8 @@ class Link:
         settings = self._settings
         if settings.confirms and not _confirms(amqp):
             raise self._failed(no_confirms("the broker does not announce them"))
+        if self._topology is not None:
+            await self._declare(amqp, self._topology)
         number = self._free_number(amqp)
         tapped.tap.expect(number)
         try:
@@ -238,6 +252,15 @@ class Link:
         self._stop_waiting()
         self._after_io()
         tapped.pump()
+
+    async def _declare(self, amqp: Any, topology: Topology) -> None:
+        channel = await amqp.channel(publisher_confirms=False)
+        for declaration in topology.declarations():
+            try:
+                await getattr(channel, declaration.method)(**declaration.arguments)
+            except ChannelClosed as error:
+                raise self._failed(declaration.refusal(channel_words(error))) from error
+        await channel.close()
 
     def _free_number(self, amqp: Any) -> int:
         """A channel number. aiormq would choose one itself, and the tap has to know it before the channel opens."""

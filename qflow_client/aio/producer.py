@@ -30,6 +30,7 @@ from qflow_client.receipt import Receipt
 from qflow_client.redaction import shown
 from qflow_client.settings import ProducerSettings, check_timeout
 from qflow_client.skin import DEFAULT, check_arguments, check_many, keeping, leave_word, limit_of, unflushed
+from qflow_client.topology import Queue, Topology
 
 __all__ = ["AsyncProducer"]
 
@@ -64,6 +65,8 @@ class AsyncProducer(BaseProducer):
             connection of its own.
         on_delivery: called with every receipt once it is settled, as a call scheduled on the loop. With it, `flush` and
             `close` do not bring up again what it was told. It may `send_nowait`, which then waits for no turn.
+        declare: what it declares when it connects, and after every reconnect, before it publishes: a `Topology`, a
+            `Queue`, or the name of a durable queue; ``None`` for nothing. What exists already has to be the same.
         settings: settings that no keyword gives.
         line: the order in which waiting sends are served; first come, first served unless given (F4). A `WeightedLine`
             tells them apart by the `source` of `send`.
@@ -82,6 +85,7 @@ class AsyncProducer(BaseProducer):
         *,
         connection: aio_pika.abc.AbstractConnection | None = None,
         on_delivery: Callable[[Receipt], object] | None = None,
+        declare: Topology | Queue | str | None = None,
         settings: ProducerSettings | None = None,
         line: Line | None = None,
         manager: FlowManager = flow_manager,
@@ -89,14 +93,14 @@ class AsyncProducer(BaseProducer):
     ) -> None:
         loaded = ProducerSettings.load(url, settings, **keywords)
         super().__init__(loaded, manager)
-        check_arguments(url, connection, on_delivery, manager)
+        check_arguments(url, connection, on_delivery, manager, declare)
         refuse_coroutine_function("on_delivery", on_delivery)
         if connection is not None and not isinstance(connection, (TappedConnection, TappedRobustConnection)):
             raise SettingsError(
                 f"connection={shown(connection)}: on a connection made elsewhere Channel.Flow and confirms cannot be "
                 "taken before aio-pika gets them; make it with qflow_client.connect_async(url)"
             )
-        self._use_engine(Engine(loaded, on_delivery, manager, connection, line))
+        self._use_engine(Engine(loaded, on_delivery, manager, connection, line, Topology.of(declare)))
         # Set once it is connected.
         self._tracer: telemetry.Tracer | None = None
 

@@ -332,6 +332,10 @@ def send(
         str | None,
         typer.Option("--routing-key", "-k", help="With which key; for the default exchange, the queue's name."),
     ] = None,
+    declare: Annotated[
+        bool,
+        typer.Option("--declare", help="Declare the queue, durable, if it is not there."),
+    ] = False,
     format: Annotated[
         Format | None,
         typer.Option(
@@ -396,13 +400,15 @@ def send(
         raise SettingsError("confirms=False: qflow send tells what the broker confirmed, so it needs confirms")
     if not settings.exchange and not settings.routing_key:
         raise CommandError("say where to: --routing-key QUEUE, or --exchange EXCHANGE", ExitCode.USAGE)
+    if declare and settings.exchange:
+        raise CommandError("--declare declares the queue of the default exchange; leave --exchange out", ExitCode.USAGE)
     console = Console(stderr=True, quiet=quiet)
     with ExitStack() as stack:
         source = stack.enter_context(RecordSource(file, format, None if sys.stdin is None else sys.stdin.buffer))
         stopping = stack.enter_context(Stopping())
         try:
             with stopping.breakable():
-                producer = Producer(url, **given)
+                producer = Producer(url, declare=settings.routing_key if declare else None, **given)
         except Stopped:
             raise CommandError("interrupted before anything was sent", stopping.exit_code) from None
         sending = Sending(producer, skip)

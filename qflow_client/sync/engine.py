@@ -39,6 +39,7 @@ from qflow_client.sync.dispatcher import Dispatcher
 from qflow_client.sync.latch import Latch
 from qflow_client.sync.link import Link, parameters
 from qflow_client.sync.receipt import SyncReceipt
+from qflow_client.topology import Topology
 
 if TYPE_CHECKING:
     from qflow_client.outbox.writer import StoreStep
@@ -82,6 +83,7 @@ class Engine(BaseEngine):
         on_delivery: called with every settled receipt; ``None`` for no call.
         manager: with which the producer registers.
         connection: on which it opens a channel; ``None`` for a connection of its own.
+        topology: what is declared on each connection of its own; ``None`` for nothing.
     """
 
     def __init__(
@@ -90,8 +92,9 @@ class Engine(BaseEngine):
         on_delivery: Callable[[Receipt], object] | None,
         manager: FlowManager,
         connection: TappedConnection | None,
+        topology: Topology | None,
     ) -> None:
-        super().__init__(settings, on_delivery, manager)
+        super().__init__(settings, on_delivery, manager, topology)
         self._connection = connection
         #: Guards the protocol, the link's `awake`, and the listeners; one for all producers on a connection.
         self.lock = Guard() if connection is None else connection.carrier.lock
@@ -161,7 +164,8 @@ class Engine(BaseEngine):
         urls = hosts_in_order(self.settings)
         hosts = [parameters(url, self.settings) for url in urls]
         for host in range(len(hosts)):
-            link = Link(hosts, Reconnection(self.settings, urls, host), self.protocol, self.lock, self.after)
+            reconnection = Reconnection(self.settings, urls, host)
+            link = Link(hosts, reconnection, self.protocol, self.lock, self.after, self.topology)
             try:
                 link.open(self.settings.connect_timeout)
                 return link

@@ -6,7 +6,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -37,6 +37,7 @@ from qflow_client.skin import (
 )
 from qflow_client.sync.channel_io import ChannelIO
 from qflow_client.sync.pika_io import TapIOServices
+from qflow_client.topology import Declaration, Topology
 
 __all__ = ["Link", "parameters", "url_parameters"]
 
@@ -130,6 +131,7 @@ class Link(ChannelIO):
         protocol: the producer's state; everybody who touches it holds `lock`.
         lock: the lock.
         after: called on the I/O thread, without the lock, after anything that may have changed the protocol.
+        topology: what is declared on each connection; ``None`` for nothing.
     """
 
     def __init__(
@@ -139,8 +141,10 @@ class Link(ChannelIO):
         protocol: ProducerProtocol,
         lock: Guard,
         after: Callable[[], None],
+        topology: Topology | None = None,
     ) -> None:
         self._hosts = hosts
+        self._topology = topology
         self._settings = protocol.settings
         self._reconnection = reconnection
         self._watch = Watch(self._settings, reconnection.hosts)
@@ -280,6 +284,37 @@ class Link(ChannelIO):
 
     def _on_open(self, connection: Any) -> None:
         self._is_open = True
+        if self._topology is None:
+            self._publish_on(connection)
+        else:
+            declarations = self._topology.declarations()
+            connection.channel(on_open_callback=lambda channel: self._declare(channel, declarations))
+
+    def _declare(self, channel: Any, declarations: Iterator[Declaration]) -> None:
+        """Declare one thing after the other, and then open the channel for publishing."""
+        channel.add_on_close_callback(lambda _channel, reason: refused(reason))
+        declaration: Declaration | None = None
+
+        def refused(reason: BaseException) -> None:
+            if isinstance(reason, ChannelClosedByBroker) and declaration is not None:
+                self._fail(
+                    declaration.refusal(f"{reason.reply_code} {reason.reply_text}"),
+                    final=declaration.is_final(reason.reply_code),
+                )
+            elif channel.connection.is_open and not self._leaves:
+                self._publish_on(channel.connection)
+
+        def go_on(_ok: object = None) -> None:
+            nonlocal declaration
+            declaration = next(declarations, None)
+            if declaration is None:
+                channel.close()
+            else:
+                getattr(channel, declaration.method)(**declaration.arguments, callback=go_on)
+
+        go_on()
+
+    def _publish_on(self, connection: Any) -> None:
         channel = connection.channel(on_open_callback=self._on_channel_open)
         with self._lock:
             self._tap.expect(channel.channel_number)

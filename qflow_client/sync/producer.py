@@ -29,6 +29,7 @@ from qflow_client.sync.connection import TappedConnection
 from qflow_client.sync.engine import Engine, Waiter
 from qflow_client.sync.flow_events import FlowEvents
 from qflow_client.sync.receipt import SyncReceipt
+from qflow_client.topology import Queue, Topology
 
 __all__ = ["Producer"]
 
@@ -62,6 +63,8 @@ class Producer(BaseProducer):
         on_delivery: called with every receipt once it is settled, on the producer's callback thread. With it, `flush`
             and `close` do not bring up again what it was told. If it is slower than the broker's confirms, the producer
             is held by ``capacity``. It may `send`, which then waits neither for other senders nor for other callbacks.
+        declare: what it declares when it connects, and after every reconnect, before it publishes: a `Topology`, a
+            `Queue`, or the name of a durable queue; ``None`` for nothing. What exists already has to be the same.
         settings: settings that no keyword gives.
         line: the order in which waiting sends are served; first come, first served unless given (F4). A `WeightedLine`
             tells them apart by the `source` of `send`.
@@ -85,6 +88,7 @@ class Producer(BaseProducer):
         *,
         connection: pika.BlockingConnection | None = None,
         on_delivery: Callable[[Receipt], object] | None = None,
+        declare: Topology | Queue | str | None = None,
         settings: ProducerSettings | None = None,
         line: Line | None = None,
         manager: FlowManager = flow_manager,
@@ -92,7 +96,7 @@ class Producer(BaseProducer):
     ) -> None:
         loaded = ProducerSettings.load(url, settings, **keywords)
         super().__init__(loaded, manager)
-        check_arguments(url, connection, on_delivery, manager)
+        check_arguments(url, connection, on_delivery, manager, declare)
         if connection is not None and not isinstance(connection, TappedConnection):
             raise SettingsError(
                 f"connection={type(connection).__name__}: on a connection made elsewhere Channel.Flow and confirms "
@@ -101,7 +105,7 @@ class Producer(BaseProducer):
         if (asyncio := sys.modules.get("asyncio")) is not None and asyncio._get_running_loop() is not None:
             words = "a Producer that waits blocks the event loop of this thread; use AsyncProducer there"
             warnings.warn(words, RuntimeWarning, stacklevel=2)
-        engine = Engine(loaded, on_delivery, manager, connection)
+        engine = Engine(loaded, on_delivery, manager, connection, Topology.of(declare))
         # Ctrl-C can come anywhere, and must not leave a lock or a connection behind.
         try:
             engine.open(line)

@@ -62,6 +62,16 @@ def test_every_line_becomes_a_message_and_all_are_confirmed(
     assert err == ""
 
 
+def test_the_queue_is_declared_if_it_is_asked_for(stdin: Callable[[bytes], None], capsys: Capture) -> None:
+    with Broker() as empty:
+        stdin(b"one\n")
+        assert main(["send", "--url", empty.url, "--routing-key", "orders", "--declare"]) == 0
+        assert bodies(empty) == [b"one"]
+        capsys.readouterr()
+        assert main(["send", "--url", empty.url, "-k", "a.b", "--exchange", "events", "--declare"]) == 2
+        assert "--declare declares the queue of the default exchange; leave --exchange out" in capsys.readouterr().err
+
+
 def test_csv_records_arrive_as_json_objects(broker: Broker, tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "orders.csv"
     path.write_text("number,name\n1,Åse\n2,Bo\n", encoding="utf-8")

@@ -70,7 +70,9 @@ def test_the_python_blocks_of_a_page_run_and_print_what_it_says(
         if name.startswith("QFLOW_"):
             monkeypatch.delenv(name)
     with Broker() as broker:
-        broker.declare_queue("orders")
+        if page.name != "README.md":
+            # Its first program runs as it stands on an empty broker.
+            broker.declare_queue("orders")
         names: dict[str, object] = {"__name__": "__main__"}
         for snippet in snippets(page):
             if snippet.title is not None:

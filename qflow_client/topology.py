@@ -1,0 +1,233 @@
+"""What a producer declares before it publishes: queues, exchanges and the bindings between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from qflow_client.errors import SettingsError
+from qflow_client.redaction import shown
+
+__all__ = ["Binding", "Declaration", "Exchange", "Queue", "Topology"]
+
+# What the broker says to a declaration that it will never accept: access refused, not found, other properties, not
+# allowed.
+_FINAL = (403, 404, 406, 530)
+
+
+class Declaration(NamedTuple):
+    """One method of AMQP that declares something.
+
+    Attributes:
+        what: it declares, for people.
+        method: its name in pika and aiormq.
+        arguments: of that method.
+    """
+
+    what: str
+    method: str
+    arguments: dict[str, Any]
+
+    def refusal(self, words: str) -> str:
+        """Say that the broker has refused it, and what to do."""
+        return f"{self.what} cannot be declared: {words}; change the declaration, or delete what exists"
+
+    @staticmethod
+    def is_final(code: int) -> bool:
+        """Whether the broker would refuse it again."""
+        return code in _FINAL
+
+
+def _check_name(kind: str, name: object, *, is_empty_allowed: bool = False) -> None:
+    if not isinstance(name, str) or not (name or is_empty_allowed) or len(name.encode("utf-8", "replace")) > 255:
+        least = "" if is_empty_allowed else ", not empty"
+        raise SettingsError(f"{kind}={shown(name)}: it must be a str of at most 255 bytes{least}")
+
+
+def _frozen(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(arguments, Mapping) or not all(isinstance(key, str) for key in arguments):
+        raise SettingsError(f"arguments={shown(arguments)}: they must be a mapping of str")
+    return MappingProxyType(dict(arguments))
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """A queue (AMQP 0-9-1, ``Queue.Declare``).
+
+    Attributes:
+        name: its name.
+        durable: whether it survives a restart of the broker.
+        exclusive: whether it is only for this connection, and deleted with it.
+        auto_delete: whether it is deleted when its last consumer leaves.
+        arguments: such as ``{"x-queue-type": "quorum"}``.
+
+    Raises:
+        SettingsError: a value is not allowed.
+    """
+
+    name: str
+    durable: bool = True
+    exclusive: bool = False
+    auto_delete: bool = False
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_name("Queue.name", self.name)
+        object.__setattr__(self, "arguments", _frozen(self.arguments))
+
+    def _declaration(self) -> Declaration:
+        return Declaration(
+            f"queue {self.name!r}",
+            "queue_declare",
+            {
+                "queue": self.name,
+                "durable": self.durable,
+                "exclusive": self.exclusive,
+                "auto_delete": self.auto_delete,
+                "arguments": dict(self.arguments),
+            },
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """An exchange (AMQP 0-9-1, ``Exchange.Declare``).
+
+    Attributes:
+        name: its name.
+        type: ``"direct"``, ``"fanout"``, ``"topic"``, ``"headers"``, or a type of a plugin.
+        durable: whether it survives a restart of the broker.
+        auto_delete: whether it is deleted when nothing is bound to it any more.
+        internal: whether only other exchanges may publish to it.
+        arguments: such as ``{"alternate-exchange": "unrouted"}``.
+
+    Raises:
+        SettingsError: a value is not allowed.
+    """
+
+    name: str
+    type: str = "direct"
+    durable: bool = True
+    auto_delete: bool = False
+    internal: bool = False
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_name("Exchange.name", self.name)
+        _check_name("Exchange.type", self.type)
+        object.__setattr__(self, "arguments", _frozen(self.arguments))
+
+    def _declaration(self) -> Declaration:
+        return Declaration(
+            f"exchange {self.name!r}",
+            "exchange_declare",
+            {
+                "exchange": self.name,
+                "exchange_type": self.type,
+                "durable": self.durable,
+                "auto_delete": self.auto_delete,
+                "internal": self.internal,
+                "arguments": dict(self.arguments),
+            },
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A binding of a queue, or of an exchange, to an exchange (AMQP 0-9-1, ``Queue.Bind``).
+
+    Attributes:
+        exchange: the exchange from which messages come.
+        queue: the queue to which they go.
+        routing_key: which messages go there.
+        arguments: as for a headers exchange.
+        to_exchange: instead of `queue`, the exchange to which they go (``Exchange.Bind``, of RabbitMQ).
+
+    Raises:
+        SettingsError: a value is not allowed.
+    """
+
+    exchange: str
+    queue: str = ""
+    routing_key: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    to_exchange: str = ""
+
+    def __post_init__(self) -> None:
+        _check_name("Binding.exchange", self.exchange)
+        _check_name("Binding.routing_key", self.routing_key, is_empty_allowed=True)
+        if bool(self.queue) == bool(self.to_exchange):
+            raise SettingsError(f"{self!r}: give queue, or to_exchange")
+        _check_name("Binding.queue", self.queue or self.to_exchange)
+        object.__setattr__(self, "arguments", _frozen(self.arguments))
+
+    def _declaration(self) -> Declaration:
+        more = {"routing_key": self.routing_key, "arguments": dict(self.arguments)}
+        if self.queue:
+            what = f"binding of queue {self.queue!r} to exchange {self.exchange!r}"
+            return Declaration(what, "queue_bind", {"queue": self.queue, "exchange": self.exchange, **more})
+        what = f"binding of exchange {self.to_exchange!r} to exchange {self.exchange!r}"
+        return Declaration(what, "exchange_bind", {"destination": self.to_exchange, "source": self.exchange, **more})
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Queues, exchanges and bindings. A producer declares them when it connects, and after every reconnect.
+
+    Example::
+
+        Topology(
+            queues=[Queue("orders", arguments={"x-queue-type": "quorum"})],
+            exchanges=[Exchange("events", "topic")],
+            bindings=[Binding("events", "orders", "order.*")],
+        )
+
+    Attributes:
+        queues: names stand for durable queues.
+        exchanges: the exchanges.
+        bindings: declared last.
+
+    Raises:
+        SettingsError: an element is of another type.
+    """
+
+    queues: Iterable[Queue | str] = ()
+    exchanges: Iterable[Exchange] = ()
+    bindings: Iterable[Binding] = ()
+
+    def __post_init__(self) -> None:
+        queues = tuple(Queue(each) if isinstance(each, str) else each for each in _elements(self.queues))
+        for name, found, kind in (
+            ("queues", queues, Queue),
+            ("exchanges", tuple(_elements(self.exchanges)), Exchange),
+            ("bindings", tuple(_elements(self.bindings)), Binding),
+        ):
+            for each in found:
+                if not isinstance(each, kind):
+                    raise SettingsError(f"{name}: {shown(each)} is no {kind.__name__}")
+            object.__setattr__(self, name, found)
+
+    @classmethod
+    def of(cls, declare: Topology | Queue | str | None) -> Topology | None:
+        """Return what the argument ``declare`` of a producer stands for: a name stands for a durable queue.
+
+        Raises:
+            SettingsError: it is of another type.
+        """
+        if declare is None or isinstance(declare, Topology):
+            return declare
+        if isinstance(declare, (str, Queue)):
+            return cls(queues=[declare])
+        raise SettingsError(f"declare={shown(declare)}: it must be a Topology, a Queue, or the name of a queue")
+
+    def declarations(self) -> Iterator[Declaration]:
+        """What to declare, in order."""
+        for each in (*self.exchanges, *self.queues, *self.bindings):
+            yield each._declaration()  # type: ignore[union-attr]  # names were replaced
+
+
+def _elements(given: Iterable[Any]) -> Iterable[Any]:
+    # A name is an iterable of letters.
+    return (given,) if isinstance(given, str) else given

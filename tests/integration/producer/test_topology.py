@@ -1,0 +1,94 @@
+"""A producer declares its topology when it connects, and after every reconnect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pika
+import pytest
+
+from qflow_client import Binding, ConnectionFailed, Exchange, Producer, ProducerClosed, Queue, SettingsError, Topology
+from qflow_client.broker import Broker
+
+from .tools import PATIENCE, bodies, wait_closed
+
+TOPOLOGY = Topology(
+    queues=["q", Queue("rare", durable=False, arguments={"x-max-length": 10})],
+    exchanges=[Exchange("in", "topic"), Exchange("out", "fanout", auto_delete=True)],
+    bindings=[Binding("in", to_exchange="out", routing_key="a.*"), Binding("out", "q"), Binding("in", "rare", "b")],
+)
+
+
+@pytest.fixture
+def empty() -> Iterator[Broker]:
+    with Broker() as broker:
+        yield broker
+
+
+def test_the_first_send_works_on_an_empty_broker(make_producer: Callable[..., Producer], empty: Broker) -> None:
+    producer = make_producer(empty.url, declare="q")
+    producer.send(b"1").result(PATIENCE)
+    assert bodies(empty) == [b"1"]
+    assert empty.queue("q").durable
+
+
+def test_queues_exchanges_and_bindings_are_declared(make_producer: Callable[..., Producer], empty: Broker) -> None:
+    producer = make_producer(empty.url, declare=TOPOLOGY)
+    producer.send(b"1", exchange="in", routing_key="a.b").result(PATIENCE)
+    producer.send(b"2", exchange="in", routing_key="b").result(PATIENCE)
+    assert bodies(empty) == [b"1"]
+    assert [message.body for message in empty.messages("rare")] == [b"2"]
+    connection = pika.BlockingConnection(pika.URLParameters(empty.url))
+    channel = connection.channel()
+    # The arguments are there.
+    channel.queue_declare("rare", arguments={"x-max-length": 10})
+    connection.close()
+
+
+def test_what_a_broker_has_lost_is_declared_again_before_anything_is_published(
+    make_producer: Callable[..., Producer], empty: Broker
+) -> None:
+    producer = make_producer(empty.url, declare="q", reconnect_delay=0.02)
+    producer.send(b"1").result(PATIENCE)
+    empty.delete_queue("q")
+    empty.drop_connections()
+    # Admitted now or when it is back.
+    producer.send(b"2", timeout=PATIENCE).result(PATIENCE)
+    assert bodies(empty) == [b"2"]
+
+
+def test_what_exists_and_is_other_is_named_and_is_no_reason_to_try_again(
+    make_producer: Callable[..., Producer], empty: Broker
+) -> None:
+    empty.declare_queue("q", durable=False)
+    with pytest.raises(ConnectionFailed, match=r"queue 'q' cannot be declared: 406 .*; change the declaration, or"):
+        make_producer(empty.url, declare="q")
+
+
+def test_a_binding_to_what_does_not_exist_is_named(make_producer: Callable[..., Producer], empty: Broker) -> None:
+    topology = Topology(bindings=[Binding("missing", "q")])
+    with pytest.raises(ConnectionFailed, match=r"binding of queue 'q' to exchange 'missing' cannot be declared: 404 "):
+        make_producer(empty.url, declare=topology)
+
+
+def test_a_producer_whose_queue_was_replaced_by_another_ends_instead_of_trying_for_ever(
+    make_producer: Callable[..., Producer], empty: Broker
+) -> None:
+    producer = make_producer(empty.url, declare="q", reconnect_delay=0.02)
+    empty.delete_queue("q")
+    empty.declare_queue("q", durable=False)
+    empty.drop_connections()
+    wait_closed(producer)
+    with pytest.raises(ProducerClosed, match="queue 'q' cannot be declared: 406"):
+        producer.send(b"1")
+
+
+def test_a_shared_connection_declares_nothing(broker: Broker) -> None:
+    import qflow_client
+
+    connection = qflow_client.connect(broker.url)
+    try:
+        with pytest.raises(SettingsError, match="declare with connection: declare it with a channel of that"):
+            Producer(connection=connection, routing_key="q", declare="q")
+    finally:
+        connection.close()

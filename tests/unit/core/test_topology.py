@@ -1,0 +1,50 @@
+"""What a topology may be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from qflow_client import Binding, Exchange, Queue, SettingsError, Topology
+
+
+def test_what_is_given_may_change_afterwards() -> None:
+    arguments = {"x-max-length": 1}
+    queues = [Queue("q", arguments=arguments)]
+    topology = Topology(queues)
+    arguments["x-max-length"] = 2
+    queues.clear()
+    assert [each.arguments["arguments"] for each in topology.declarations()] == [{"x-max-length": 1}]
+    with pytest.raises(TypeError):
+        topology.queues[0].arguments["x-max-length"] = 3  # type: ignore[index, union-attr]
+
+
+def test_equal_topologies_are_equal() -> None:
+    one, other = (Topology(["q"], [Exchange("e")], [Binding("e", "q", "k")]) for _ in range(2))
+    assert one == other != Topology(["q"])
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Queue(""), "Queue.name=''"),
+        (lambda: Queue("é" * 128), "at most 255 bytes"),
+        (lambda: Queue(b"q"), "Queue.name=b'q'"),
+        (lambda: Queue("q", arguments={1: 2}), "arguments=.*: they must be a mapping of str"),
+        (lambda: Exchange("e", ""), "Exchange.type=''"),
+        (lambda: Binding("", "q"), "Binding.exchange=''"),
+        (lambda: Binding("e"), "give queue, or to_exchange"),
+        (lambda: Binding("e", "q", to_exchange="f"), "give queue, or to_exchange"),
+        (lambda: Topology([Exchange("e")]), "queues: .* is no Queue"),
+        (lambda: Topology.of(["q"]), r"declare=\['q'\]: it must be a Topology, a Queue, or the name of a queue"),
+    ],
+)
+def test_what_no_broker_takes_is_refused_by_name(make: Any, words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        make()
+
+
+def test_a_name_stands_for_a_durable_queue() -> None:
+    assert Topology.of("q") == Topology.of(Queue("q")) == Topology("q") == Topology([Queue("q", durable=True)])
+    assert Topology.of(None) is None
