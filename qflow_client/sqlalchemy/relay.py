@@ -170,7 +170,9 @@ class OutboxRelay:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        # A database that is cut off may not answer for as long as the system takes its connection for alive.
+        if not self.close(2 * self._lease):
+            logger.warning("outbox relay: it has not ended after %g s, and is left behind", 2 * self._lease)
 
     def _run(self, waker: Waker) -> None:
         pause = _FIRST_PAUSE

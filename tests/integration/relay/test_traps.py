@@ -19,6 +19,7 @@ from qflow_client.broker import Broker
 from qflow_client.sqlalchemy import Outbox, OutboxRelay, RelayError
 from qflow_client.sqlalchemy.postgresql import PostgresqlSession
 from qflow_client.sqlalchemy.tables import PARTITIONS
+from qflow_client.testing.proxy import FaultProxy
 
 from .support import FAST, PATIENCE, add, bodies, depth, eventually, marks, permit
 
@@ -249,6 +250,49 @@ def test_E14_a_suspended_relay_loses_its_rows_with_its_lease(engine: Engine, out
             add(engine, outbox, *(b"%d" % number for number in range(3, 100)), key="k")
             eventually(lambda: depth(engine, outbox) == 0)
     assert bodies(broker) == [b"%d" % number for number in range(1, 100)]
+
+
+def test_E14_a_relay_that_is_cut_off_from_the_broker_leaves_its_rows_to_others(
+    engine: Engine, outbox: Outbox, broker: Broker
+) -> None:
+    with (
+        FaultProxy(broker.url) as proxy,
+        OutboxRelay(engine, proxy.url, outbox=outbox, lease=2.0, **FAST) as first,
+        OutboxRelay(engine, broker.url, outbox=outbox, **FAST) as second,
+    ):
+        eventually(lambda: len(first.partitions) == len(second.partitions) == PARTITIONS // 2)
+        proxy.refuse()
+        proxy.cut()
+        for number in range(20):
+            add(engine, outbox, b"%d" % number, key=str(number))
+        eventually(lambda: second.counts.confirmed == 20)
+        assert len(second.partitions) == PARTITIONS
+        assert not first.is_ready
+        proxy.heal()
+        eventually(lambda: len(first.partitions) == PARTITIONS // 2)
+    assert len(bodies(broker)) == 20
+
+
+def test_E14_a_relay_that_is_cut_off_from_the_database_loses_its_rows_with_its_lease(
+    engine: Engine, outbox: Outbox, broker: Broker
+) -> None:
+    # It passes any bytes on.
+    with FaultProxy(f"amqp://127.0.0.1:{engine.url.port}") as proxy:
+        far = engine.url.set(port=proxy.port)
+        with (
+            OutboxRelay(far, broker.url, outbox=outbox, lease=1.0, **FAST) as first,
+            OutboxRelay(engine, broker.url, outbox=outbox, **FAST) as second,
+        ):
+            eventually(lambda: len(first.partitions) == len(second.partitions) == PARTITIONS // 2)
+            proxy.black_hole()
+            for number in range(20):
+                add(engine, outbox, b"%d" % number, key=str(number))
+            eventually(lambda: second.counts.confirmed == 20)
+            assert len(second.partitions) == PARTITIONS
+            proxy.cut()
+            proxy.heal()
+            eventually(lambda: first.counts.tenures == 2 and len(first.partitions) == PARTITIONS // 2)
+    assert len(bodies(broker)) == 20
 
 
 def test_E14_a_relay_whose_session_is_ended_begins_again(engine: Engine, outbox: Outbox, broker: Broker) -> None:
