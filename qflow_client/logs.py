@@ -10,11 +10,13 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import queue
 import sys
 import threading
 import traceback
 from contextlib import suppress
-from queue import Empty, SimpleQueue
+from queue import Empty
+from typing import Any
 
 from qflow_client.core.reporting import LogEntry
 
@@ -35,9 +37,15 @@ class _Writer:
     """
 
     def __init__(self) -> None:
-        self._records: SimpleQueue[logging.LogRecord | SimpleQueue[None]] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._dropped = 0
+
+    @property
+    def _records(self) -> Any:
+        """The queue of records, made at first use: by then gevent has patched queues, if it patches threads."""
+        made = self.__dict__.get("made")
+        # One call, so that two threads get the same.
+        return self.__dict__.setdefault("made", queue.SimpleQueue()) if made is None else made
 
     def put(self, record: logging.LogRecord) -> None:
         if self._records.qsize() >= _MOST:
@@ -71,7 +79,7 @@ class _Writer:
                     self._take(self._records.get_nowait())
             return True
         # Not an event: Ctrl-C in the wait for one can leave its lock held, and the thread that writes needs it.
-        written: SimpleQueue[None] = SimpleQueue()
+        written: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._records.put(written)
         try:
             written.get(timeout=timeout)
@@ -84,8 +92,8 @@ class _Writer:
             # Kept no longer than it takes: its traceback keeps a lot alive.
             self._take(self._records.get())
 
-    def _take(self, record: logging.LogRecord | SimpleQueue[None]) -> None:
-        if isinstance(record, SimpleQueue):
+    def _take(self, record: Any) -> None:
+        if not isinstance(record, logging.LogRecord):
             record.put(None)
             return
         try:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from typing import Any
 
 from amqp.exceptions import RecoverableConnectionError
 from kombu.transport import pyamqp
 
+from qflow_client.errors import SettingsError
 from qflow_client.kombu.connection import Connection
 
 __all__ = ["SSLTransport", "Transport"]
@@ -71,7 +73,16 @@ class Transport(pyamqp.Transport):
         """As kombu's, which connects to 127.0.0.1 instead of localhost and forgets the name.
 
         With TLS the name is kept, because the certificate may not be for 127.0.0.1.
+
+        Raises:
+            SettingsError: eventlet has patched Python.
         """
+        eventlet = sys.modules.get("eventlet.patcher")
+        if eventlet is not None and eventlet.is_monkey_patched("socket"):
+            raise SettingsError(
+                "qflow:// does not run under eventlet, which takes select.poll away; "
+                "use the pool gevent, threads or prefork"
+            )
         client: Any = self.client
         self._server_name = "localhost" if client.ssl and client.hostname in (None, "", "localhost") else None
         try:

@@ -10,6 +10,7 @@ import os
 import select
 import socket
 import ssl
+import sys
 import threading
 import time
 from collections import deque
@@ -43,8 +44,18 @@ class Unanswered(TimeoutError):
     """The broker, which blocks the connection or takes no bytes, has not answered in time."""
 
 
+def _unpatched_poll() -> Any:
+    """A poll object of the system's, also where gevent has replaced them."""
+    monkey = sys.modules.get("gevent.monkey")
+    return select.poll() if monkey is None else monkey.get_original("select", "poll")()
+
+
 class _Poll:
-    """Waits for one socket, and for a call from another thread."""
+    """Waits for one socket, and for a call from another thread.
+
+    Where gevent has patched Python, waiting lets other greenlets run. Looking without waiting must not: gevent's own
+    poll would switch to another greenlet, and find nothing.
+    """
 
     def __init__(self, sock: Any) -> None:
         self._fd = sock.fileno()
@@ -52,15 +63,15 @@ class _Poll:
         self._for_input.register(self._fd, select.POLLIN)
         self._for_both = select.poll()
         self._for_both.register(self._fd, select.POLLIN | select.POLLOUT)
+        self._for_now = _unpatched_poll()
+        self._for_now.register(self._fd, select.POLLIN | select.POLLOUT)
         # What another thread writes to in order to end a wait; there once there was one.
         self._pipe: tuple[int, int] | None = None
 
     def now(self) -> int:
         """What the socket is ready for."""
-        for fd, found in self._for_both.poll(0):
-            if fd == self._fd:
-                return found
-        return 0
+        found = self._for_now.poll(0)
+        return int(found[0][1]) if found else 0
 
     def wait(self, seconds: float, *, writable: bool) -> int:
         """Wait for bytes, and for room if that is wanted; or for a call.

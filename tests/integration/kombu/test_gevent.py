@@ -1,0 +1,113 @@
+"""`qflow://` where gevent has patched Python, as it has in Celery's pool of that name."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kombu import Connection
+
+from qflow_client import SettingsError
+from qflow_client.broker import Broker
+
+from .scenarios import a_chord, application, ends_when_told
+
+ROOT = Path(__file__).parents[3]
+
+
+class Greenlets:
+    """The program `greenlets.py`."""
+
+    def __init__(self, url: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.integration.kombu.greenlets", url.replace("amqp", "qflow")],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "QFLOW_MAX_PRODUCER_FLOW_CONTROL_WAIT": "2"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+
+    def publish_when(self, state: str) -> tuple[list[str], float, int]:
+        """Publish once all channels are ``stopped`` or ``going``.
+
+        Returns:
+            What became of the messages, how long that took, and how many turns another greenlet had meanwhile.
+        """
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{state}\n".encode())
+        self.process.stdin.flush()
+        outcomes, took, turns = json.loads(self.process.stdout.readline())
+        return outcomes, took, turns
+
+
+@pytest.fixture
+def greenlets(broker: Broker) -> Iterator[Greenlets]:
+    pytest.importorskip("gevent")
+    found = Greenlets(broker.url)
+    yield found
+    found.process.communicate()
+    assert found.process.returncode == 0
+
+
+def stop(broker: Broker, how: str) -> None:
+    if how == "alarm":
+        broker.block("no memory")
+    else:
+        broker.flow(False)
+
+
+def go_on(broker: Broker, how: str) -> None:
+    if how == "alarm":
+        broker.unblock()
+    else:
+        broker.flow(True)
+
+
+@pytest.mark.parametrize("how", ["alarm", "flow"])
+def test_J7_greenlets_wait_while_others_run_raise_in_time_and_go_on(
+    broker: Broker, greenlets: Greenlets, how: str
+) -> None:
+    assert greenlets.publish_when("going")[0] == ["sent"] * 5
+    stop(broker, how)
+    outcomes, took, turns = greenlets.publish_when("stopped")
+    assert outcomes == ["FlowControlTimeout"] * 5
+    # They waited at the same time, and did not keep another greenlet from running.
+    assert took >= 2
+    assert turns >= 10
+    go_on(broker, how)
+    assert greenlets.publish_when("going")[0] == ["sent"] * 5
+    broker.wait_until(lambda broker: broker.queue("q").depth == 10)
+
+
+def test_a_celery_worker_with_the_pool_gevent_waits_out_an_alarm(tmp_path: Path) -> None:
+    pytest.importorskip("gevent")
+    alone = ("--without-gossip", "--without-mingle")
+    with Broker() as broker:
+        url = broker.url.replace("amqp://", "qflow://")
+        with application(url, tmp_path, f"file://{tmp_path}", "-P", "gevent", "-c", "10", *alone) as of:
+            a_chord(of)
+            before = broker.queue(of.name).published
+            spread = of.task("spread").delay(500)
+            broker.wait_until(lambda broker: broker.queue(of.name).published >= before + 10)
+            broker.block("no memory")
+            while_blocked = broker.queue(of.name).published
+            assert while_blocked < before + 501, "the alarm came too late to show anything"
+            broker.unblock()
+            assert len(spread.get(timeout=60)) == 500
+            broker.wait_until(lambda broker: broker.queue(of.name).published == before + 501)
+            ends_when_told(of)
+
+
+def test_eventlet_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch, broker: Broker) -> None:
+    patcher: Any = SimpleNamespace(is_monkey_patched=lambda _name: True)
+    monkeypatch.setitem(sys.modules, "eventlet.patcher", patcher)
+    with pytest.raises(SettingsError, match="use the pool gevent, threads or prefork"):
+        Connection(broker.url.replace("amqp", "qflow")).connect()
