@@ -342,11 +342,16 @@ class DropInFlow:
         holds = self.protocol.reports.holds
         return f"; held by {', '.join(map(str, holds))}" if holds else ""
 
-    def flowed(self, message: EncodedMessage) -> ProducerFlowed:
+    def flowed(self, message: EncodedMessage, exchange: str, routing_key: str) -> ProducerFlowed:
         """The error for a message that is refused."""
         self.protocol.line.count_refusal()
         error = ProducerFlowed(
-            self.protocol.reports.holds, 0.0, message.body, "a flow callback, or flow_state, tells when to go on"
+            self.protocol.reports.holds,
+            0.0,
+            message.body,
+            "a flow callback, or flow_state, tells when to go on",
+            exchange=exchange,
+            routing_key=routing_key,
         )
         self.after()
         return error

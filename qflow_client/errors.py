@@ -77,7 +77,7 @@ class ProducerFlowed(QflowError):
             1970.
         waited: seconds that the call was blocked.
         message: what was to be sent, as it was given.
-        exchange: where a producer was to send it; ``None`` if no message was involved, and from a drop-in.
+        exchange: where it was to go; ``None`` if no message was involved.
         routing_key: with which key; ``None`` likewise.
         receipts: of what the same `send_many` had admitted before.
     """

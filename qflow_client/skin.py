@@ -562,6 +562,8 @@ def log_forgotten(protocol: ProducerProtocol, outbox: Sized | None) -> None:
 
 
 class _Engine(Protocol):
+    settings: ProducerSettings
+
     def forked(self) -> None:
         """In a child process: everything of this producer belongs to the parent."""
 
@@ -577,9 +579,18 @@ def watch_process(engine: _Engine) -> None:
     _engines.add(engine)
 
 
-def _after_fork_in_child() -> None:
+def _call_each(action: Callable[[_Engine], None], words: str) -> None:
+    """Call an action with every engine, also if it fails for some of them."""
     for engine in tuple(_engines):
-        engine.forked()
+        try:
+            action(engine)
+        except BaseException as error:
+            # An interrupt, too, must not cost the other producers their end.
+            log(logging.ERROR, f"%s: {words}", engine.settings.name, error=error)
+
+
+def _after_fork_in_child() -> None:
+    _call_each(lambda engine: engine.forked(), "could not be disowned in a child process")
 
 
 if hasattr(os, "register_at_fork"):
@@ -588,5 +599,4 @@ if hasattr(os, "register_at_fork"):
 
 @atexit.register
 def _at_exit() -> None:
-    for engine in tuple(_engines):
-        engine.forgotten()
+    _call_each(lambda engine: engine.forgotten(), "could not be ended at the end of the process")

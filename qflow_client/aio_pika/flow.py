@@ -270,7 +270,12 @@ class ChannelFlow(DropInFlow):
         header = ContentHeader(properties=properties, body_size=len(body))
         if timeout is not None and timeout <= 0:
             raise FlowControlTimeout(
-                self.protocol.reports.holds, 0.0, body, f"timeout={timeout!r} leaves no time to send it"
+                self.protocol.reports.holds,
+                0.0,
+                body,
+                f"timeout={timeout!r} leaves no time to send it",
+                exchange=exchange,
+                routing_key=routing_key,
             )
         if channel.is_closed:
             raise ChannelInvalidStateError(f"{channel!r} closed")
@@ -361,12 +366,17 @@ class ChannelFlow(DropInFlow):
         self, message: EncodedMessage, exchange: str, routing_key: str, timeout: float | None
     ) -> Receipt:
         if self.settings.when_flowed is WhenFlowed.RAISE:
-            raise self.flowed(message)
+            raise self.flowed(message, exchange, routing_key)
         try:
             return await self._turns.send(message, exchange, routing_key, timeout)
         except FlowControlTimeout as error:
             raise FlowControlTimeout(
-                error.holds, error.waited, message.body, "a longer timeout, or max_producer_flow_control_wait, waits"
+                error.holds,
+                error.waited,
+                message.body,
+                "a longer timeout, or max_producer_flow_control_wait, waits",
+                exchange=exchange,
+                routing_key=routing_key,
             ) from None
         except ProducerClosed:
             if self.left:
@@ -403,7 +413,12 @@ class ChannelFlow(DropInFlow):
             detail = "the socket takes no bytes"
             socket = Hold(HoldKind.TRANSPORT, since=time.time() - waited, detail=detail)
             return FlowControlTimeout(
-                holds or (socket,), waited, body, "a longer timeout, or max_producer_flow_control_wait, waits"
+                holds or (socket,),
+                waited,
+                body,
+                "a longer timeout, or max_producer_flow_control_wait, waits",
+                exchange=receipt.exchange,
+                routing_key=receipt.routing_key,
             )
         if receipt._tag > self.protocol.written:
             return ConfirmTimeout(

@@ -584,8 +584,12 @@ class ProducerProtocol:
             self._apply_stops(now)
         if self.waiters.unflowed and not raised:
             self.waiters.wake_unflowed()
-        ending = self.channel.is_over and self.closed is not None
-        self.reports.report_hold(hold, raised, now, connecting=not self.channel.was_open, ending=ending)
+        self.reports.report_hold(hold, raised, now, connecting=not self.channel.was_open, ending=self._is_ending)
+
+    @property
+    def _is_ending(self) -> bool:
+        """Whether holds go because the producer was closed."""
+        return self.channel.is_over and self.closed is not None
 
     def _apply_stops(self, now: float) -> None:
         stopped = any(map(self.gate.is_held_by, _STOPS_WRITING))
@@ -606,6 +610,7 @@ class ProducerProtocol:
         self._apply_stops(now)
         self.admission.heal(lambda: self.unsettled_receipts)
         self.line.heal()
+        self.reports.heal(now, connecting=not self.channel.was_open, ending=self._is_ending)
         self.channel.count_unwritten(now)
         self._retrying.heal(now)
         if self.closed is not None:

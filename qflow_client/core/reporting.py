@@ -85,6 +85,7 @@ class Reports:
         "_gate",
         "_max_events",
         "_max_failed_bytes",
+        "_reported",
         "_sweep_in",
         "_wall_offset",
         "dropped",
@@ -120,6 +121,8 @@ class Reports:
         self.events: list[FlowEvent] | None = None
         #: How many flow events were dropped since the skin took `events`, by the kind of their hold.
         self.lost_events: dict[str | None, int] = {}
+        # The holds that are raised and reported.
+        self._reported: set[Hold] = set()
         #: Log entries, for `qflow_client.logs`.
         self.logs: list[LogEntry] = []
         #: Failed receipts that the application has not been told of, the first that failed first.
@@ -249,17 +252,32 @@ class Reports:
         level = _LOG_LEVELS.get(hold.kind, logging.DEBUG)
         if connecting and hold.kind == HoldKind.DISCONNECTED:
             level = logging.DEBUG
+        entry: LogEntry
         if raised:
-            self.log(level, "%s: held: %s", self.name, hold)
+            entry = level, "%s: held: %s", (self.name, hold)
             kind = FlowEventKind.FLOWED if len(self._gate.holds) == 1 else FlowEventKind.HOLD_RAISED
         elif ending:
-            self.log(level, "%s: closed while held for %.3g s: %s", self.name, now - hold.since, hold)
+            entry = level, "%s: closed while held for %.3g s: %s", (self.name, now - hold.since, hold)
             kind = FlowEventKind.CLOSED
         else:
-            self.log(level, "%s: no longer held after %.3g s: %s", self.name, now - hold.since, hold)
+            entry = level, "%s: no longer held after %.3g s: %s", (self.name, now - hold.since, hold)
             kind = FlowEventKind.HOLD_LIFTED if self._gate.holds else FlowEventKind.UNFLOWED
+        logs = [entry] if logger.isEnabledFor(level) else []
+        events = [] if self.events is None else [self._make_event(kind, hold, hold.since, now)]
+        reported = {each for each in self._reported if each is not hold} | ({hold} if raised else set())
+        # From here on nothing is called, so an interrupt leaves all or none of them.
+        self.logs += logs
         if self.events is not None:
-            self._add_event(kind, hold, hold.since, now)
+            self.events += events
+        self._reported = reported
+
+    def heal(self, now: float, *, connecting: bool, ending: bool) -> None:
+        """Report the holds that an unfinished step has raised or lifted and not reported; as `report_hold`."""
+        present = frozenset(self._gate.holds)
+        for hold in self._reported - present:
+            self.report_hold(hold, False, now, connecting=connecting, ending=ending)
+        for hold in present - self._reported:
+            self.report_hold(hold, True, now, connecting=connecting, ending=ending)
 
     def report_waiting(self, count: int, since: float, now: float) -> None:
         """Log that sends wait, and add the flow event.
@@ -274,9 +292,12 @@ class Reports:
         why = ", ".join(map(str, holds)) or "others wait before it"
         self.log(logging.WARNING, f"%s: {who} for %.1f s: %s", self.name, now - since, why)
         if self.events is not None:
-            self._add_event(FlowEventKind.WAITING, holds[0] if holds else None, since, now, count)
+            self.events.append(self._make_event(FlowEventKind.WAITING, holds[0] if holds else None, since, now, count))
 
-    def _add_event(self, kind: FlowEventKind, hold: Hold | None, since: float, now: float, waiting: int = 0) -> None:
+    def _make_event(
+        self, kind: FlowEventKind, hold: Hold | None, since: float, now: float, waiting: int = 0
+    ) -> FlowEvent:
+        """Return an event, for which there is room in `events`."""
         assert self.events is not None
         offset = self._wall_offset
         told = None if hold is None else self._on_the_wall_clock(hold)
@@ -301,7 +322,7 @@ class Reports:
                 hold_kind = None if old.hold is None else old.hold.kind
                 self.lost_events[hold_kind] = self.lost_events.get(hold_kind, 0) + 1
             del self.events[: self._max_events]
-        self.events.append(event)
+        return event
 
     def log(self, level: int, text: str, *arguments: object) -> None:
         """Add a log entry, unless its level is off."""

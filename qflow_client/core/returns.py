@@ -69,13 +69,12 @@ class Returns:
         """Return the written, unsettled message that a return names; ``None`` if there is none."""
         if message_id is None:
             return None
-        own = [receipt for receipt in self.by_id.get(message_id, ()) if self._is_written(receipt)]
+        # One that has a reply was returned before.
+        own = [each for each in self.by_id.get(message_id, ()) if each._reply is None and self._is_written(each)]
         if own:
             # One id may have gone to several places, and only some of them have a queue.
             there = [each for each in own if (each.exchange, each.routing_key) == (exchange, routing_key)]
-            receipt = (there or own)[0]
-            self.by_id[message_id].remove(receipt)
-            return receipt
+            return (there or own)[0]
         return self._with_given_id(message_id)
 
     def _with_given_id(self, message_id: str) -> Receipt | None:

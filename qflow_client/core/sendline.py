@@ -246,7 +246,7 @@ class SendLine:
         """Give senders an error if a new store will never have room for their messages."""
         for ticket in self.tickets:
             try:
-                store.check_room(ticket.size)
+                store.check_room(ticket.payload, ticket.exchange, ticket.routing_key)
             except Exception as error:
                 ticket.error = error
         self._leave()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from qflow_client.flow import Limiter
+from qflow_client.message import Message
 from qflow_client.receipt import Receipt
 
 __all__ = ["Store"]
@@ -26,11 +27,13 @@ class Store(Protocol):
     def limiter(self) -> Limiter | None:
         """Limits admission by the room on disk; ``None`` if a message for which there is no room is refused instead."""
 
-    def check_room(self, size: int) -> None:
+    def check_room(self, payload: bytes | Message, exchange: str, routing_key: str) -> None:
         """Refuse a message for which there is no room, now or ever.
 
         Args:
-            size: of its body in bytes.
+            payload: the message.
+            exchange: where to publish.
+            routing_key: with which key.
 
         Raises:
             OutboxFull: there is none. It is not raised for a message that can wait for room.

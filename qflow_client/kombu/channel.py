@@ -317,7 +317,7 @@ class Channel(pyamqp.Channel):
     ) -> Receipt:
         protocol, settings = flow.protocol, flow.settings
         if settings.when_flowed is WhenFlowed.RAISE or self.connection.must_not_wait:
-            refuse(flow.flowed(encoded))
+            refuse(flow.flowed(encoded, exchange, routing_key))
         if timeout is None:
             timeout = settings.max_producer_flow_control_wait
         flow.has_given_up = True
@@ -328,7 +328,12 @@ class Channel(pyamqp.Channel):
         except FlowControlTimeout as error:
             refuse(
                 FlowControlTimeout(
-                    error.holds, error.waited, encoded.body, "a longer max_producer_flow_control_wait waits"
+                    error.holds,
+                    error.waited,
+                    encoded.body,
+                    "a longer max_producer_flow_control_wait waits",
+                    exchange=exchange,
+                    routing_key=routing_key,
                 )
             )
         except ProducerClosed:

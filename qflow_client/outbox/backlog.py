@@ -298,12 +298,11 @@ class Backlog:
         if not self._flushes:
             return
         done = self.ready[0].sequence - 1 if self.ready else self.read_to
-        waiting, self._flushes = self._flushes, []
-        for last, waiter in waiting:
-            if last > done:
-                self._flushes.append((last, waiter))
-            elif not self._protocol.waiters.add_settled(waiter):
+        for last, waiter in self._flushes:
+            if last <= done and not self._protocol.waiters.add_settled(waiter):
                 self._reports.wake.append(waiter)
+        # Last, so that an interrupt loses no waiter. A waiter may be woken twice.
+        self._flushes = [entry for entry in self._flushes if entry[0] > done]
 
     # The end.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qflow_client.errors import QflowError
 
@@ -32,7 +32,21 @@ class OutboxInUse(OutboxError):
 
 
 class OutboxFull(OutboxError):
-    """The outbox has no room for the message. The message was not admitted, and never will be sent."""
+    """The outbox has no room for the message. The message was not admitted, and never will be sent.
+
+    Attributes:
+        message: what was to be sent, as it was given; ``None`` if only its size was asked about.
+        exchange: where it was to go; ``None`` likewise.
+        routing_key: with which key; ``None`` likewise.
+    """
+
+    def __init__(
+        self, text: str, message: Any = None, *, exchange: str | None = None, routing_key: str | None = None
+    ) -> None:
+        super().__init__(text)
+        self.message = message
+        self.exchange = exchange
+        self.routing_key = routing_key
 
 
 class NotDurable(OutboxError):

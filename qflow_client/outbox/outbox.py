@@ -169,10 +169,10 @@ class Outbox:
             OutboxFull: there is none now, if it cannot wait; or there never will be.
         """
         if not self.has_room(size) and (not waits or size + _ROW > self.max_bytes):
-            raise self._full(size)
+            raise OutboxFull(self._describe_full(size))
 
-    def _full(self, size: int) -> OutboxFull:
-        return OutboxFull(
+    def _describe_full(self, size: int) -> str:
+        return (
             f"{self.path}: no room for a message of {size} bytes: {self._noted.size} of at most {self.max_bytes} bytes "
             f"are taken by {self._noted.count} messages"
         )
@@ -215,7 +215,7 @@ class Outbox:
         row = 0 if permit else outboxfile.HELD, at, exchange, routing_key, header, body
         sequence = self._noted.put(size, None if overdraw else self.max_bytes, row)
         if not sequence:
-            raise self._full(size)
+            raise OutboxFull(self._describe_full(size), payload, exchange=exchange, routing_key=routing_key)
         return sequence
 
     def permit(self, sequence: int) -> None:

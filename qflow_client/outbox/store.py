@@ -17,6 +17,7 @@ from qflow_client.events import HoldKind
 from qflow_client.flow import Limiter
 from qflow_client.message import Message
 from qflow_client.outbox.backlog import Backlog
+from qflow_client.outbox.errors import OutboxFull
 from qflow_client.outbox.file import StoredMessage
 from qflow_client.outbox.outbox import Outbox
 from qflow_client.outbox.requests import ReadRequest, Requests
@@ -25,6 +26,10 @@ from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import OnOutboxFull, WhenFlowed
 
 __all__ = ["OutboxStore"]
+
+
+def _size(payload: bytes | Message) -> int:
+    return len(payload) if type(payload) is bytes else len(payload.body)  # type: ignore[union-attr]  # a Message
 
 
 class _Room(Limiter):
@@ -95,9 +100,12 @@ class OutboxStore:
 
     # What the application does.
 
-    def check_room(self, size: int) -> None:
-        # A message for which there will never be room would keep all behind it waiting.
-        self.outbox.check_room(size, waits=self._blocks)
+    def check_room(self, payload: bytes | Message, exchange: str, routing_key: str) -> None:
+        try:
+            # A message for which there will never be room would keep all behind it waiting.
+            self.outbox.check_room(_size(payload), waits=self._blocks)
+        except OutboxFull as error:
+            raise OutboxFull(str(error), payload, exchange=exchange, routing_key=routing_key) from None
 
     def send(
         self, payload: bytes | Message, exchange: str, routing_key: str, now: float, *, spills: bool
@@ -120,10 +128,9 @@ class OutboxStore:
             OutboxFull: there is no room, and `outbox_full` is ``"raise"``; or there never will be.
             TypeError, ValueError: it cannot be encoded.
         """
-        size = len(payload) if type(payload) is bytes else len(payload.body)  # type: ignore[union-attr]  # a Message
-        self.check_room(size)
+        self.check_room(payload, exchange, routing_key)
         receipt = self._admission.send(payload, exchange, routing_key, now)
-        if receipt is not None or not spills or self._controller.waiting or not self.outbox.has_room(size):
+        if receipt is not None or not spills or self._controller.waiting or not self.outbox.has_room(_size(payload)):
             return receipt
         return self._spill_one(payload, exchange, routing_key, now)
 

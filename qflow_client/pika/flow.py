@@ -228,7 +228,7 @@ class ChannelFlow(DropInFlow):
         self.look_at_transport(now)
         receipt = self.protocol.admission.send(publish, *publish.arguments[:2], now)
         if receipt is None:
-            error = self.flowed(publish)
+            error = self.flowed(publish, *publish.arguments[:2])
             self.watch()
             raise error
         self.write()

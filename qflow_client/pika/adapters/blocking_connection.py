@@ -449,9 +449,9 @@ class BlockingChannel(_pika.BlockingChannel):
     def _when_unflowed(self, publish: Publish) -> Receipt:
         protocol = self._flow.protocol
         settings = self._flow.settings
-        if settings.when_flowed is WhenFlowed.RAISE:
-            raise self._flow.flowed(publish)
         exchange, routing_key, _ = publish.arguments
+        if settings.when_flowed is WhenFlowed.RAISE:
+            raise self._flow.flowed(publish, exchange, routing_key)
         line, now, flag = protocol.line, _monotonic(), Flag()
         ticket = line.make_ticket(
             publish, exchange, routing_key, now, timeout=settings.max_producer_flow_control_wait, waiter=flag
@@ -460,7 +460,12 @@ class BlockingChannel(_pika.BlockingChannel):
             return self._flow.drive(calls.send(line, ticket, now), flag, self._turn)
         except FlowControlTimeout as error:
             raise FlowControlTimeout(
-                error.holds, error.waited, publish.body, "a longer max_producer_flow_control_wait waits"
+                error.holds,
+                error.waited,
+                publish.body,
+                "a longer max_producer_flow_control_wait waits",
+                exchange=exchange,
+                routing_key=routing_key,
             ) from None
         except ProducerClosed:
             self._check_open()

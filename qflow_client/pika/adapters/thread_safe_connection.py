@@ -168,7 +168,7 @@ class _Publishing:
         if not self._ticket.decided:
             if self._future is not None and flow.settings.when_flowed is WhenFlowed.RAISE:
                 self._give_up()
-                raise flow.flowed(publish)
+                raise flow.flowed(publish, *publish.arguments[:2])
             flow.watch()
         flow.write()
         flow.look_at_transport(now)

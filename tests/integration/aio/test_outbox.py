@@ -80,8 +80,9 @@ def test_a_message_that_never_has_room_in_the_outbox_keeps_no_other_waiting(
         await in_line(producer, 2)
         go_on.set()
         await connecting
-        with pytest.raises(OutboxFull, match="no room for a message of 5000 bytes"):
+        with pytest.raises(OutboxFull, match="no room for a message of 5000 bytes") as caught:
             await large
+        assert (caught.value.message, caught.value.exchange, caught.value.routing_key) == (bytes(5000), "", "q")
         receipt = await small
         assert await receipt.result(PATIENCE) is Outcome.CONFIRMED
         await producer.close()

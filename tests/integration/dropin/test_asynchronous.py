@@ -119,7 +119,7 @@ def test_J7_a_stop_is_answered_and_who_publishes_is_told(broker, running, wire):
     with pytest.raises(ProducerFlowed, match="tells when to go on") as caught:
         running.publish(b"refused")
     assert [hold.kind for hold in caught.value.holds] == [HoldKind.CHANNEL_FLOW]
-    assert caught.value.message == b"refused"
+    assert (caught.value.message, caught.value.exchange, caught.value.routing_key) == (b"refused", "", "q")
     # What tells when to go on may go on.
     running.do(
         running.channel.on_flow,

@@ -56,7 +56,7 @@ def test_A4_a_publish_that_stays_blocked_raises_in_time_and_is_never_sent(broker
     with Stopwatch() as watch, pytest.raises(FlowControlTimeout, match="channel_flow") as caught:
         channel.basic_publish("", "q", b"never")
     assert watch.kept(0.3)
-    assert caught.value.message == b"never"
+    assert (caught.value.message, caught.value.exchange, caught.value.routing_key) == (b"never", "", "q")
     assert [hold.kind for hold in caught.value.holds] == [HoldKind.CHANNEL_FLOW]
     broker.flow(True)
     assert channel.wait_unflowed(PATIENCE)
@@ -71,6 +71,7 @@ def test_D1_with_when_flowed_raise_it_does_not_wait(broker, connect):
     with pytest.raises(ProducerFlowed) as caught:
         channel.basic_publish("", "q", b"")
     assert not isinstance(caught.value, FlowControlTimeout)
+    assert (caught.value.exchange, caught.value.routing_key) == ("", "q")
 
 
 def test_other_channels_go_on_while_one_is_stopped(broker, connect):

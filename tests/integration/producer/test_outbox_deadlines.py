@@ -248,4 +248,5 @@ def test_E4_a_full_outbox_means_not_sent_and_is_no_not_durable(
         producer.send(bytes(1000))
     assert not isinstance(caught.value, NotDurable)
     assert caught.value.receipt is None
+    assert (caught.value.message, caught.value.exchange, caught.value.routing_key) == (bytes(1000), "", "q")
     assert bodies(broker) == []

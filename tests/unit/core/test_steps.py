@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from qflow_client import Message, Receipt
+from qflow_client import FlowEventKind, Message, Receipt
 from qflow_client.amqp.frames import PublishEncoder
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.core.sendline import SendLine
@@ -34,7 +34,7 @@ class Store:
     def limiter(self) -> None:
         return None
 
-    def check_room(self, size: int) -> None: ...
+    def check_room(self, payload: bytes | Message, exchange: str, routing_key: str) -> None: ...
 
     def admitting(self, receipt: Receipt, number: int) -> None:
         self.kept[number] = receipt
@@ -92,6 +92,8 @@ class Life:
 
     def __init__(self, told: bool, **settings: Any) -> None:
         self.protocol = protocol = make(capacity=6, capacity_bytes=1000, **settings)
+        self.holds = set(protocol.gate.holds)
+        protocol.reports.events = []
         protocol.reports.settled = [] if told else None
         self.store = Store(protocol)
         self.watch = protocol.admission.observer = Watch()
@@ -139,6 +141,7 @@ class Life:
         assert protocol.byte_window.used == 0
         assert not protocol.returns.by_id
         assert not self.store.kept
+        assert self.reported_holds() == {hold.kind for hold in protocol.gate.holds}
         reported: Iterable[Receipt] | None = protocol.reports.settled
         if reported is None:
             reported, receipts = protocol.reports.failures, [each for each in receipts if each._failed]
@@ -146,6 +149,16 @@ class Life:
         assert len(self.watch.seen) == len(set(self.watch.seen))
         firsts = list(dict.fromkeys(self.bodies))
         assert firsts == sorted(firsts)
+
+    def reported_holds(self) -> set[str]:
+        """The kinds of the holds that are left after all flow events, each of which was raised and lifted in turn."""
+        held = {hold.kind for hold in self.holds}
+        for event in self.protocol.reports.events or ():
+            assert event.hold is not None
+            is_raised = event.kind in (FlowEventKind.FLOWED, FlowEventKind.HOLD_RAISED)
+            assert (event.hold.kind in held) is not is_raised, event
+            held ^= {event.hold.kind}
+        return held
 
 
 def _open_again(life: Life) -> None:
@@ -279,6 +292,24 @@ def test_a_route_that_was_made_for_another_channel_is_made_anew_with_the_frames(
     send(protocol, b"1")
     protocol.unconfirmed.encoder = PublishEncoder(CHANNEL, FRAME_MAX, id_prefix="p-", mandatory=True)
     assert wire(drain(protocol)).short == [b"1"]
+
+
+def test_E2_a_return_that_is_interrupted_is_no_confirm_when_it_is_told_again() -> None:
+    for at in range(1, 1000, EVERY):
+        life = Life(told=False)
+        message = Message(b"again", message_id="again")
+        for ticket in life.tickets:
+            life.protocol.line.give_up(ticket, 1.0)
+        life.protocol.on_ack(4, True, 1.0)
+        receipt = send(life.protocol, message)
+        drain(life.protocol)
+        come = interrupted(lambda: returned(life.protocol, "again"), at)  # noqa: B023  # called at once
+        returned(life.protocol, "again")
+        life.protocol.on_ack(0, True, 1.0)
+        assert receipt._outcome is Outcome.RETURNED
+        if not come:
+            assert at > 10
+            return
 
 
 def test_E2_a_probe_that_was_about_to_leave_as_an_interrupt_came_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

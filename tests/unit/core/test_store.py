@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from qflow_client import HoldKind, Receipt
+from qflow_client import HoldKind, Message, Receipt
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.flow import Limiter, WeightedLine, WindowLimiter
 
@@ -35,9 +35,9 @@ class Store:
         self.timer: float | None = None
         self.ended = ""
 
-    def check_room(self, size: int) -> None:
-        if size > self._max_size:
-            raise NoRoom(f"{size} bytes")
+    def check_room(self, payload: bytes | Message, exchange: str, routing_key: str) -> None:
+        if len(payload) > self._max_size:  # type: ignore[arg-type]  # bytes
+            raise NoRoom(f"{len(payload)} bytes to {exchange!r}/{routing_key!r}")  # type: ignore[arg-type]  # bytes
 
     def admitting(self, receipt: Receipt, number: int) -> None:
         self.kept.append(number)
@@ -98,6 +98,7 @@ def test_a_sender_for_which_the_store_never_has_room_gets_its_error_and_keeps_no
     large, small = wait(protocol, bytes(11), waiter="large"), wait(protocol, b"small", waiter="small")
     protocol.attach_store(store, 1.0)
     assert isinstance(large.error, NoRoom)
+    assert str(large.error) == "11 bytes to ''/'q'"
     assert protocol.reports.wake == ["large"]
     protocol.channel_opened(1, FRAME_MAX, 1.0)
     assert small.receipt is not None

@@ -10,6 +10,7 @@ import pytest
 
 from qflow_client import Message
 from qflow_client.core.tickets import SendTicket
+from qflow_client.core.waiters import Waiters
 from qflow_client.outbox import Outbox
 from qflow_client.receipt import Outcome, Receipt
 from tests.interrupting import EVERY, interrupted
@@ -28,7 +29,9 @@ MODULES = (
     "protocol.py",
     "noted.py",
     "requests.py",
+    "sendline.py",
     "store.py",
+    "waiters.py",
 )
 OWN = {"plain": b"own", "with an id of its own": Message(b"own", message_id="own")}
 
@@ -154,6 +157,27 @@ def test_what_waits_on_disk_is_taken_up_once_and_in_order(path: Path, way: str) 
 
     for kept, _ in every_line(path, begin, call, 15, when_flowed="spill", capacity=1):
         assert all_gets_out(kept) == [b"0", b"1", b"2"]
+
+
+def test_E2_a_flush_is_woken_although_an_interrupt_came_as_its_messages_left_the_disk(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    kept = Kept(path, when_flowed="spill", capacity=1)
+    kept.send(b"before")
+    for body in (b"0", b"1"):
+        kept.send(body, spills=True)
+    kept.turn()
+    assert kept.protocol.waiters.when_flushed("flush")
+    with monkeypatch.context() as patched:
+        patched.setattr(Waiters, "add_settled", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            kept.protocol.set_capacity(3, kept.now)
+    assert all_gets_out(kept) == [b"before", b"0", b"1"]
+    assert "flush" in kept.woken
+    kept.outbox.close()
 
 
 def test_waiting_senders_are_spilled_once_and_in_order(path: Path) -> None:
