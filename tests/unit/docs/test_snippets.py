@@ -26,6 +26,7 @@ PAGES = [
         ROOT / "docs" / "reliability.md",
         ROOT / "docs" / "outbox-database.md",
         ROOT / "docs" / "migrate-pika.md",
+        ROOT / "docs" / "migrate-dramatiq.md",
         ROOT / "docs" / "dialects.md",
     )
     if path.exists()

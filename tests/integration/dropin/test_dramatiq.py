@@ -1,0 +1,96 @@
+"""A Dramatiq application, whose broker has the drop-in in place of pika."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import qflow_client.pika
+from qflow_client import FlowControlTimeout
+from qflow_client.broker import Broker
+from tests.integration.producer.tools import Stopwatch, eventually, start
+
+dramatiq = pytest.importorskip("dramatiq")
+rabbitmq = pytest.importorskip("dramatiq.brokers.rabbitmq")
+
+# As long as a test waits for Dramatiq, in milliseconds.
+PATIENCE = 60_000
+
+
+@pytest.fixture
+def application(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Makes Dramatiq's broker, with settings by name."""
+    monkeypatch.setattr(rabbitmq, "pika", qflow_client.pika)
+    made: list[Any] = []
+
+    def application(**settings: Any) -> Any:
+        query = "&".join(f"{name}={value}" for name, value in settings.items())
+        made.append(rabbitmq.RabbitmqBroker(url=f"{broker.url}?{query}", confirm_delivery=True))
+        return made[-1]
+
+    yield application
+    broker.unblock()
+    broker.flow(True)
+    for each in made:
+        each.close()
+
+
+def stop(broker: Broker, how: str) -> None:
+    if how == "alarm":
+        broker.block("no memory")
+    else:
+        broker.flow(False)
+
+
+def go_on(broker: Broker, how: str) -> None:
+    if how == "alarm":
+        broker.unblock()
+    else:
+        broker.flow(True)
+
+
+@pytest.mark.parametrize("how", ["alarm", "flow"])
+def test_J7_send_waits_raises_in_time_and_goes_on(broker: Broker, application: Callable[..., Any], how: str) -> None:
+    app = application(max_producer_flow_control_wait=0.3)
+    actor = dramatiq.actor(lambda number: None, broker=app, actor_name="actor")
+    actor.send(1)
+    stop(broker, how)
+    eventually(lambda: app.channel.flow_state.flowed)
+    with Stopwatch() as watch, pytest.raises(FlowControlTimeout):
+        actor.send(2)
+    assert watch.kept(0.3)
+    go_on(broker, how)
+    eventually(lambda: not app.channel.flow_state.flowed)
+    actor.send(3)
+    assert [
+        b'"args":[%d]' % number in message.body
+        for number, message in zip((1, 3), broker.messages("default"), strict=True)
+    ]
+    broker.wait_until(lambda broker: broker.queue("default").depth == 2)
+
+
+@pytest.mark.parametrize("how", ["alarm", "flow"])
+def test_a_worker_whose_actors_send_waits_until_it_may_go_on(
+    broker: Broker, application: Callable[..., Any], how: str
+) -> None:
+    app = application(max_producer_flow_control_wait=60)
+    done: list[int] = []
+    second = dramatiq.actor(done.append, broker=app, actor_name="second", queue_name="second")
+    first = dramatiq.actor(lambda number: second.send(number) and None, broker=app, actor_name="first")
+    worker = dramatiq.Worker(app, worker_timeout=100, worker_threads=2)
+    worker.start()
+    try:
+        first.send(0)
+        eventually(lambda: done == [0])
+        stop(broker, how)
+        eventually(lambda: app.channel.flow_state.flowed)
+        jobs = [start(first.send, number) for number in range(1, 20)]
+        go_on(broker, how)
+        for job in jobs:
+            job.result()
+        app.join("default", timeout=PATIENCE)
+        eventually(lambda: sorted(done) == list(range(20)))
+    finally:
+        worker.stop()
