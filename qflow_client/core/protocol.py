@@ -1,8 +1,15 @@
 """One AMQP publishing channel, sans-I/O: what becomes of every message.
 
 `ProducerProtocol` is told what happened on the connection (a channel opened, the broker acked, the socket took bytes,
-time passed) and says what to write. Senders come in by `admission`, and `reports` has what there is to tell. Nothing
-here knows threads, tasks, sockets or clocks: the owner calls one method at a time, with the time in monotonic seconds.
+time passed) and says what to write. Nothing here knows threads, tasks, sockets or clocks: the owner calls one method at
+a time, with the time in monotonic seconds. The protocol has a part for each decision, in the order in which a message
+meets them:
+
+* `line` keeps messages that cannot be admitted now, and `admission` admits them, as far as `limits` and the gate allow;
+* `Writing` makes frames of them, and `unconfirmed` has what is on the wire of the channel;
+* `settling` says what the broker's answers mean, and `returns` finds the message that a return names;
+* `resending` has what leaves again, and `Retrying` decides when; `channel` moves messages when a channel opens or ends;
+* `reports` collects what there is to tell, and `waiters` and `untold` know who waits for that.
 
 A message is in exactly one of three places until it is settled:
 
@@ -16,10 +23,12 @@ back when the broker stops the channel before its first byte was written, when t
 refuses it for want of room. It leaves for good when `settling` settles it. `unsent` and `again` are in the order of
 admission at any time, and `again` goes first; so first copies always leave in that order.
 
-Example: a message is refused, then its connection is lost, then the new channel is stopped. The refusal moves it into
-`again`, where the loss leaves it. When a channel opens its properties are encoded anew with the mark of a second copy.
-Once the broker lets the channel go on, and the pause after the refusal is over, the oldest message of `again` leaves
-alone as a probe. The others follow when it is confirmed, and then what was never written.
+Example, with `retry_for`: a message is refused, then its connection is lost, then the broker stops the new channel
+(``Channel.Flow``). The refusal moves it into `again`, encoded with the mark of a second copy, and begins a pause. The
+loss leaves it there, and stops the clock that `retry_for` counts. When a channel opens, it is encoded for that channel.
+While the channel is stopped nothing leaves, and the clock stands still. Once the broker lets the channel go on, and the
+pause is over, the oldest message of `again` leaves alone as a probe. The others follow when it is confirmed, and then
+the unsent messages.
 
 After each step the consequences follow in one place, `_update`: messages are tried again, waiting senders are admitted,
 and waiters are woken. Public methods that change anything are steps, see `step`; the three that come with every few
