@@ -52,7 +52,8 @@ _T = TypeVar("_T")
 
 _monotonic = time.monotonic
 
-# Seconds that the outbox may take to close after the deadline of a close, or after it is cancelled.
+# Seconds that the end of the channel and of the outbox may take together after the deadline of a close, or the outbox
+# after a cancel.
 _DISK_PATIENCE = 0.6
 
 
@@ -343,8 +344,8 @@ class Engine(BaseEngine):
             raise error
         left = self.protocol.unsettled_receipts
         # In a task of its own: a caller that is cancelled waits for its end all the same.
-        disk_patience = _DISK_PATIENCE if error is not None else max(_DISK_PATIENCE, deadline - _monotonic())
-        ending = asyncio.create_task(self._end(patience, disk_patience=disk_patience))
+        end_at = _monotonic() + _DISK_PATIENCE
+        ending = asyncio.create_task(self._end(patience, end_at if error is not None else max(end_at, deadline)))
         cancelled = await _wait_until_done(ending)
         error = error or cancelled
         undelivered = self.undelivered(*LOOPS.take(self.take_failures), left)
@@ -355,12 +356,12 @@ class Engine(BaseEngine):
             raise error
         return undelivered
 
-    async def _end(self, patience: float, *, disk_patience: float = _DISK_PATIENCE) -> None:
+    async def _end(self, patience: float, end_at: float = -math.inf) -> None:
         """End the channel and all that belongs to the producer; also if it is cancelled, only sooner.
 
         Args:
             patience: seconds that the broker may take to answer.
-            disk_patience: seconds that the outbox may take to close.
+            end_at: when it is to be done, in seconds; the outbox may take `BRIEF` in any case.
         """
         self.detach()
         try:
@@ -378,7 +379,8 @@ class Engine(BaseEngine):
                     await self.dispatcher.stop()
             finally:
                 ending = asyncio.current_task()
-                await self._end_storage(_DISK_PATIENCE if ending is not None and ending.cancelling() else disk_patience)
+                is_cancelled = ending is not None and ending.cancelling()
+                await self._end_storage(_DISK_PATIENCE if is_cancelled else max(BRIEF, end_at - _monotonic()))
 
     async def _end_storage(self, patience: float) -> None:
         """Close the outbox, if there is one, and wait until it is closed: others would find it in use.

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from qflow_client import AsyncProducer, FlowControlTimeout, OutboxFull, Outcome, ProducerClosed
+from qflow_client.aio.link import Link
 from qflow_client.broker import Broker
 from qflow_client.outbox.storage import Storage
 from tests.integration.producer.tools import PATIENCE, bodies
@@ -191,6 +192,34 @@ def test_E4_a_cancelled_close_does_not_wait_for_a_disk_that_does_not_answer(
         run(main())
     finally:
         answers.set()
+
+
+def test_E4_a_broker_and_a_disk_that_do_not_answer_share_the_time_after_the_deadline_of_a_close(
+    run: Run, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    closes, ends = Storage.close, Link.close
+
+    def close(self: Storage, timeout: float) -> None:
+        waits.append(timeout)
+        closes(self, timeout)
+
+    async def end(self: Link, patience: float) -> None:
+        waits.append(patience)
+        await asyncio.sleep(patience)
+        await ends(self, patience)
+
+    monkeypatch.setattr(Storage, "close", close)
+    monkeypatch.setattr(Link, "close", end)
+
+    async def main() -> None:
+        producer = AsyncProducer(broker.url, routing_key="q", outbox=tmp_path / "outbox")
+        await producer.connect()
+        await producer.close(timeout=0)
+
+    run(main())
+    assert len(waits) == 2
+    assert sum(waits) < 0.61
 
 
 def test_an_outbox_is_free_after_a_close_whose_producers_loop_is_closed(
