@@ -27,6 +27,8 @@ PAGES = [
         ROOT / "docs" / "outbox-database.md",
         ROOT / "docs" / "migrate-pika.md",
         ROOT / "docs" / "migrate-dramatiq.md",
+        ROOT / "docs" / "migrate-taskiq.md",
+        ROOT / "docs" / "migrate-faststream.md",
         ROOT / "docs" / "dialects.md",
     )
     if path.exists()
