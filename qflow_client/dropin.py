@@ -48,6 +48,8 @@ _PRODUCERS_ONLY = {
         ("host_order", "on_blocked", "failover_delay", "liveness"),
         "only Producer and AsyncProducer choose among hosts; the program connects, as with the library",
     ),
+    "connect_in_background": "the program connects, as with the library",
+    "close_timeout": "the program closes, as with the library",
     "delivery_timeout": "the library's own timeout ends the wait for a confirm",
     **dict.fromkeys(
         ("outbox", "outbox_max_bytes", "outbox_max_age", "outbox_full", "outbox_synchronous"),

@@ -18,6 +18,7 @@ from qflow_client.errors import FlowControlTimeout, ProducerFlowed
 from qflow_client.events import FlowEvent, FlowState, HoldKind
 from qflow_client.flow import FlowManager, Hold
 from qflow_client.guard import is_inside
+from qflow_client.health import Health
 from qflow_client.message import Message, RoutedMessage, as_body
 from qflow_client.receipt import Receipt
 from qflow_client.settings import ProducerSettings, WhenFlowed, check_argument
@@ -198,6 +199,15 @@ class BaseProducer(ABC):
         if is_inside():
             return self._protocol.flow_seen(_monotonic())
         return self._engine.step(lambda protocol: protocol.flow_state(_monotonic()))
+
+    def health(self) -> Health:
+        """The producer's health, for probes and dashboards; on any thread (E12)."""
+        return Health.of(
+            self._protocol.flow_seen(_monotonic()),
+            unsettled=self.unsettled,
+            stored=self.stored,
+            spills=self.settings.when_flowed is WhenFlowed.SPILL,
+        )
 
     def on_flow(
         self, callback: Callable[[FlowEvent], object], *, kinds: Iterable[str] | None = None

@@ -224,6 +224,11 @@ class ProducerSettings:
             ``on_flow`` callback that is slow. Beyond it the oldest are dropped, and a warning says how many.
         flow_control_wait_notify_period: seconds between two notices that sends still wait.
         connect_timeout: seconds that connecting to one host may take, with TLS, authentication and opening the channel.
+        connect_in_background: make the producer without waiting for the broker (E12). It is ``disconnected`` at first,
+            and tries all hosts again and again, as after a lost connection. With an outbox and ``when_flowed="spill"``
+            it takes messages at once.
+        close_timeout: seconds that `close`, and the end of a ``with`` block, may take unless they are told, and not
+            more than `max_producer_flow_control_wait` (E12); ``None`` for no limit but that.
         on_disconnect: ``"republish"`` or ``"fail"``: what becomes of unsettled messages when the connection is lost and
             comes back.
         reconnect_timeout: seconds after a loss until the producer ends instead of trying on; ``None`` for never, 0 to
@@ -318,6 +323,10 @@ class ProducerSettings:
         5.0, float, "seconds, more than 0", lambda v: _is_number(v) and v > 0
     )
     connect_timeout: float = _setting(15.0, float, "seconds, more than 0", lambda v: _is_number(v) and v > 0)
+    connect_in_background: bool = _setting(False, *_BOOL)
+    close_timeout: float | None = _setting(
+        20.0, _seconds, "None (for ever) or seconds, at least 0", lambda v: v is None or (_is_number(v) and v >= 0)
+    )
     on_disconnect: OnDisconnect = _setting(
         OnDisconnect.REPUBLISH, str, "'republish' or 'fail'", lambda v: v in list(OnDisconnect) and isinstance(v, str)
     )

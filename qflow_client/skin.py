@@ -33,6 +33,7 @@ __all__ = [
     "DEFAULT",
     "GIVEN_UP",
     "GOOD_BYE",
+    "NOT_CONNECTED",
     "TLS_WRITE_CHUNK",
     "WRITE_CHUNK",
     "Deliveries",
@@ -42,6 +43,7 @@ __all__ = [
     "check_arguments",
     "check_many",
     "client_properties",
+    "close_limit",
     "connection_failed",
     "disown",
     "good_bye_until",
@@ -87,6 +89,9 @@ TLS_WRITE_CHUNK = 1 << 14
 # After how many receipts at the latest it is noted that `on_delivery` was told of them.
 _TELL_AT_ONCE = 100
 
+#: Why a producer that connects in the background is disconnected at first; a part of the error if it gives up.
+NOT_CONNECTED = "it is not connected yet"
+
 # Why a producer that was closed takes no more messages.
 CLOSED = "the producer is closed"
 # What became of what was unsettled when it was.
@@ -124,6 +129,14 @@ def protocol_options(settings: ProducerSettings, receipt_type: type[Receipt], li
 def limit_of(timeout: float | None, settings: ProducerSettings) -> float | None:
     """Seconds that a call may take; the setting unless they are given."""
     return settings.max_producer_flow_control_wait if timeout is DEFAULT else timeout
+
+
+def close_limit(timeout: float | None, settings: ProducerSettings) -> float | None:
+    """Seconds that a close may take; by the settings unless they are given."""
+    if timeout is not DEFAULT:
+        return timeout
+    limits = (settings.close_timeout, settings.max_producer_flow_control_wait)
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def kinds_of(kinds: Iterable[str] | None) -> frozenset[str] | None:

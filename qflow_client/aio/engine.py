@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import threading
 import time
@@ -25,7 +26,7 @@ from qflow_client.errors import ConnectionFailed, ProducerClosed, QflowError, Un
 from qflow_client.events import FlowEvent
 from qflow_client.flow import FlowManager, Line
 from qflow_client.guard import LOOPS, is_inside
-from qflow_client.logs import write_log
+from qflow_client.logs import log, write_log
 from qflow_client.receipt import Receipt
 from qflow_client.recovery import Reconnection, hosts_in_order
 from qflow_client.settings import ProducerSettings
@@ -328,6 +329,23 @@ class Engine(BaseEngine):
             return None
         self.ended = True
         return await self._close(CLOSED, deadline, waits_for_holds)
+
+    def close_later(self, deadline: float) -> None:
+        """Close in a task of its own, and log what is not delivered."""
+
+        async def close() -> None:
+            undelivered = await self.close(deadline)
+            if undelivered is not None:
+                log(logging.WARNING, "%s: shut down: %s", self.settings.name, undelivered)
+
+        def start() -> None:
+            assert self.loop is not None
+            self._ending = self.loop.create_task(close())
+
+        if self.loop is not None:
+            # A loop that is closed has nothing to end.
+            with suppress(RuntimeError):
+                self.loop.call_soon_threadsafe(start)
 
     async def _close(self, reason: str, deadline: float, waits_for_holds: bool) -> UndeliveredMessages | None:
         error: BaseException | None = None

@@ -32,6 +32,7 @@ from qflow_client.skin import (
     BRIEF,
     GIVEN_UP,
     GOOD_BYE,
+    NOT_CONNECTED,
     client_properties,
     connection_failed,
     log_connected_again,
@@ -115,11 +116,18 @@ class Link:
         return self._reconnection.host_url if self._is_own else str(self._connection.url)
 
     async def open(self) -> None:
-        """Connect and open the channel.
+        """Connect and open the channel, or with `connect_in_background` begin to.
 
         Raises:
             ConnectionFailed: it cannot be had, and why.
         """
+        if self._is_own and self._settings.connect_in_background:
+            self._reconnection.lost(NOT_CONNECTED, time.monotonic())
+            self._returning = self._loop.create_task(self._open_again(0.0))
+        else:
+            await self._open()
+
+    async def _open(self) -> None:
         timeout = self._settings.connect_timeout
         limit = asyncio.timeout(timeout)
         try:
@@ -147,13 +155,14 @@ class Link:
         reconnection = self._reconnection
         lost_one, self._connection = self._connection, None
         try:
-            # aio-pika closes what it finds open at any later time.
-            await asyncio.wait((self._loop.create_task(_close_connection(lost_one)),), timeout=BRIEF)
+            if lost_one is not None:
+                # aio-pika closes what it finds open at any later time.
+                await asyncio.wait((self._loop.create_task(_close_connection(lost_one)),), timeout=BRIEF)
             while True:
                 await asyncio.sleep(pause)
                 host = hide_password(self.url)
                 try:
-                    await self.open()
+                    await self._open()
                     break
                 except ConnectionFailed as error:
                     why = str(error).removeprefix(f"{host}: ")
@@ -172,7 +181,7 @@ class Link:
     async def _reopen(self) -> None:
         """Open the channel on the shared connection, which is back."""
         try:
-            await self.open()
+            await self._open()
         except ConnectionFailed as error:
             if self._connection.connected.is_set():
                 # It will not get better before the connection is lost once more.

@@ -29,7 +29,17 @@ from qflow_client.producer import BaseProducer, resolve
 from qflow_client.receipt import Receipt
 from qflow_client.redaction import shown
 from qflow_client.settings import ProducerSettings, check_timeout
-from qflow_client.skin import DEFAULT, check_arguments, check_many, keeping, leave_word, limit_of, unflushed
+from qflow_client.skin import (
+    CLOSED,
+    DEFAULT,
+    check_arguments,
+    check_many,
+    close_limit,
+    keeping,
+    leave_word,
+    limit_of,
+    unflushed,
+)
 from qflow_client.topology import Queue, Topology
 
 __all__ = ["AsyncProducer"]
@@ -428,16 +438,34 @@ class AsyncProducer(BaseProducer):
 
         Args:
             timeout: seconds that messages may take to be settled; ``None`` for ever; the setting
-                `max_producer_flow_control_wait` unless given.
+                `close_timeout` unless given.
 
         Raises:
             UndeliveredMessages: some were not delivered, and nobody has been told. Nothing else is dropped.
         """
-        timeout = limit_of(timeout, self.settings)
+        timeout = close_limit(timeout, self.settings)
         check_timeout(timeout)
         undelivered = await self._engine.close(_deadline(timeout))
         if undelivered is not None:
             raise undelivered
+
+    def shutdown(self, timeout: float | None = DEFAULT) -> None:
+        """Begin to close, and return at once; for signal handlers (E12).
+
+        From now on nothing is admitted. What is not delivered in the end is logged. A later `close`, such as that of an
+        ``async with`` block, waits for the end.
+
+        Args:
+            timeout: as for `close`.
+
+        Raises:
+            TypeError, ValueError: `timeout` is no number; nothing has happened.
+        """
+        timeout = close_limit(timeout, self.settings)
+        check_timeout(timeout)
+        engine = self._engine
+        engine.ask(lambda protocol: protocol.close(CLOSED, _monotonic()))
+        engine.close_later(_deadline(timeout))
 
     async def __aenter__(self) -> Self:
         if self._engine.loop is None:
@@ -453,5 +481,5 @@ class AsyncProducer(BaseProducer):
         if exc is None:
             await self.close()
         else:
-            deadline = _deadline(self.settings.max_producer_flow_control_wait)
+            deadline = _deadline(close_limit(DEFAULT, self.settings))
             leave_word(self.settings.name, exc, await self._engine.close(deadline, waits_for_holds=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -19,7 +20,7 @@ from qflow_client.errors import ConnectionFailed, NestedCall, UndeliveredMessage
 from qflow_client.events import FlowEvent
 from qflow_client.flow import FlowManager, Line
 from qflow_client.guard import Guard, is_inside
-from qflow_client.logs import write_log
+from qflow_client.logs import log, write_log
 from qflow_client.receipt import Receipt
 from qflow_client.recovery import Reconnection, hosts_in_order
 from qflow_client.settings import ProducerSettings
@@ -102,6 +103,8 @@ class Engine(BaseEngine):
         self.dispatcher = Dispatcher(f"qflow-callbacks {settings.name}")
         # Set when the first close has come to its end.
         self._all_ended = Latch()
+        # Until when the close may take that `close_later` has begun; None if it has not.
+        self._leaves_until: float | None = None
         # What was unsettled as its connection was ended.
         self._left: tuple[Receipt, ...] = ()
         #: The connection, or the channel on one that others use, too; set by `open`.
@@ -322,6 +325,22 @@ class Engine(BaseEngine):
             self._all_ended.wait(deadline - _monotonic())
         return None
 
+    def close_later(self, deadline: float) -> None:
+        """Close on a thread of its own, and log what is not delivered. The end of the process waits for it."""
+        self._leaves_until = deadline
+
+        def close() -> None:
+            undelivered = self.close(deadline)
+            if undelivered is not None:
+                log(logging.WARNING, "%s: shut down: %s", self.settings.name, undelivered)
+
+        def start() -> None:
+            threading.Thread(target=close, name=f"qflow-end {self.settings.name}", daemon=True).start()
+
+        # `threading.Thread.start` waits, and a signal handler must not. No thread starts while the process ends.
+        with suppress(RuntimeError):
+            start_new_thread(start, ())
+
     def end(self, patience: float, deadline: float | None = None) -> UndeliveredMessages | None:
         """End the connection and the callbacks. After Ctrl-C it is called again.
 
@@ -391,6 +410,8 @@ class Engine(BaseEngine):
 
     def forgotten(self) -> None:
         """At the end of the process: log what is lost if it was not closed."""
+        if self._leaves_until is not None and not self.is_copy:
+            self._all_ended.wait(self._leaves_until - _monotonic())
         if self.is_copy or self._all_ended.is_set or (self.ended and not self.is_dropped):
             return
         waiter = Waiter()

@@ -26,6 +26,7 @@ from qflow_client.redaction import shown, words_of
 from qflow_client.settings import ProducerSettings
 from qflow_client.skin import (
     GIVEN_UP,
+    NOT_CONNECTED,
     client_properties,
     connection_failed,
     log_connected_again,
@@ -183,7 +184,7 @@ class Link(ChannelIO):
         return self._reconnection.url
 
     def open(self, timeout: float) -> None:
-        """Connect and open the channel.
+        """Connect and open the channel, or with `connect_in_background` begin to.
 
         Args:
             timeout: seconds that connecting, authenticating and opening the channel may take together.
@@ -191,6 +192,11 @@ class Link(ChannelIO):
         Raises:
             ConnectionFailed: it cannot be had, and why.
         """
+        if self._settings.connect_in_background:
+            self._reconnection.lost(NOT_CONNECTED, time.monotonic())
+            self._opened.set_result(None)
+            self._thread.start()
+            return
         self._thread.start()
         try:
             try:

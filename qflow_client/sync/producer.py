@@ -24,7 +24,17 @@ from qflow_client.message import Message
 from qflow_client.producer import BaseProducer, resolve
 from qflow_client.receipt import Receipt
 from qflow_client.settings import ProducerSettings, check_timeout
-from qflow_client.skin import DEFAULT, check_arguments, check_many, keeping, leave_word, limit_of, unflushed
+from qflow_client.skin import (
+    CLOSED,
+    DEFAULT,
+    check_arguments,
+    check_many,
+    close_limit,
+    keeping,
+    leave_word,
+    limit_of,
+    unflushed,
+)
 from qflow_client.sync.connection import TappedConnection
 from qflow_client.sync.engine import Engine, Waiter
 from qflow_client.sync.flow_events import FlowEvents
@@ -416,17 +426,34 @@ class Producer(BaseProducer):
 
         Args:
             timeout: seconds that messages may take to be settled; ``None`` for ever; the setting
-                `max_producer_flow_control_wait` unless given.
+                `close_timeout` unless given.
 
         Raises:
             UndeliveredMessages: some were not delivered, and nobody has been told. Nothing else is dropped.
             TypeError, ValueError: `timeout` is no number; nothing has happened.
         """
-        deadline = _deadline(limit_of(timeout, self.settings))
+        deadline = _deadline(close_limit(timeout, self.settings))
         check_can_wait("close()")
         undelivered = self._engine.close(deadline)
         if undelivered is not None:
             raise undelivered
+
+    def shutdown(self, timeout: float | None = DEFAULT) -> None:
+        """Begin to close, and return at once; for signal handlers (E12).
+
+        From now on nothing is admitted. What is not delivered in the end is logged. A later `close`, such as that of a
+        ``with`` block, waits for the end.
+
+        Args:
+            timeout: as for `close`.
+
+        Raises:
+            TypeError, ValueError: `timeout` is no number; nothing has happened.
+        """
+        deadline = _deadline(close_limit(timeout, self.settings))
+        engine = self._engine
+        engine.ask(lambda protocol: protocol.close(CLOSED, _monotonic()))
+        engine.close_later(deadline)
 
     def __enter__(self) -> Self:
         return self
@@ -440,6 +467,6 @@ class Producer(BaseProducer):
         if exc is None:
             self.close()
         else:
-            deadline = _deadline(self.settings.max_producer_flow_control_wait)
+            deadline = _deadline(close_limit(DEFAULT, self.settings))
             check_can_wait("close()")
             leave_word(self.settings.name, exc, self._engine.close(deadline, waits_for_holds=False))

@@ -10,6 +10,7 @@ from typing import Any
 
 from qflow_client import AsyncProducer, AsyncReceipt, FlowEvent, FlowState
 from qflow_client.aio.outbox import SpilledReceipt
+from qflow_client.health import Health
 
 from .tools import PATIENCE
 
@@ -140,6 +141,13 @@ class Bridged:
         finally:
             if self._producer._engine._all_ended.is_set():
                 self._loop.stop()
+
+    def health(self) -> Health:
+        return self._producer.health()
+
+    def shutdown(self, *args: Any, **keywords: Any) -> None:
+        # From another thread, as from a signal handler.
+        self._producer.shutdown(*args, **keywords)
 
     def on_flow(self, callback: Callable[[FlowEvent], object], **keywords: Any) -> Callable[[], None]:
         unsubscribe = self._loop.ask(lambda: self._producer.on_flow(callback, **keywords))

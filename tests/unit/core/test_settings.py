@@ -51,6 +51,8 @@ TEXTS: list[tuple[str, str, Any]] = [
     ("max_flow_events", "100", 100),
     ("flow_control_wait_notify_period", "0.5", 0.5),
     ("connect_timeout", "3", 3.0),
+    ("connect_in_background", "yes", True),
+    ("close_timeout", "12", 12.0),
     ("on_disconnect", "fail", OnDisconnect.FAIL),
     ("reconnect_timeout", "90", 90.0),
     ("reconnect_delay", "0.5", 0.5),

@@ -1,0 +1,113 @@
+"""A producer's health, and readiness probes made of it (E12)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from qflow_client.events import FlowState, HoldKind
+
+__all__ = ["Health", "asgi_readiness", "wsgi_readiness"]
+
+# Holds that come and go with every burst.
+_PASSING = (HoldKind.CAPACITY, HoldKind.RATE, HoldKind.TRANSPORT)
+
+# Seconds after which a client may ask again, for the header Retry-After.
+_RETRY_AFTER = "5"
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """A producer's health at one moment.
+
+    Attributes:
+        state: ``"ready"``; ``"blocked"``: the broker, or somebody else, holds it; ``"disconnected"``; ``"closed"``.
+        reasons: why it is not ready, for people. They contain no password.
+        since: when it became flowed, in seconds since 1970; ``None`` while it is not.
+        unsettled: messages that are admitted and not settled.
+        stored: messages in the outbox; 0 without one.
+        spills: whether `send` puts messages into the outbox while they cannot leave.
+    """
+
+    state: str
+    reasons: tuple[str, ...]
+    since: float | None
+    unsettled: int
+    stored: int
+    spills: bool
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `send` takes a message now, at least into the outbox."""
+        return self.state == "ready" or (self.spills and self.state != "closed")
+
+    @classmethod
+    def of(cls, flow: FlowState, *, unsettled: int, stored: int, spills: bool) -> Health:
+        """Make it of a producer's flow."""
+        lasting = [hold for hold in flow.holds if hold.kind not in _PASSING]
+        if flow.closed is not None:
+            state = "closed"
+        elif any(hold.kind == HoldKind.DISCONNECTED for hold in lasting):
+            state = "disconnected"
+        else:
+            state = "blocked" if lasting else "ready"
+        reasons = [f"{hold.kind}: {hold.detail}" if hold.detail else str(hold.kind) for hold in lasting]
+        if flow.closed is not None:
+            reasons = [flow.closed]
+        return cls(state, tuple(reasons), flow.since if lasting else None, unsettled, stored, spills)
+
+
+class _HasHealth(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def health(self) -> Health: ...
+
+
+def _answer(producers: Iterable[_HasHealth]) -> tuple[int, list[tuple[str, str]], bytes]:
+    found = {producer.name: producer.health() for producer in producers}
+    is_ready = all(health.is_ready for health in found.values())
+    body = json.dumps(
+        {name: {"state": health.state, "reasons": health.reasons} for name, health in found.items()}
+    ).encode()
+    headers = [("content-type", "application/json"), ("content-length", str(len(body)))]
+    if not is_ready:
+        headers.append(("retry-after", _RETRY_AFTER))
+    return 200 if is_ready else 503, headers, body
+
+
+def asgi_readiness(*producers: _HasHealth) -> Callable[..., Awaitable[None]]:
+    """Make an ASGI application that answers 200 if all producers are ready, otherwise 503 with ``Retry-After``.
+
+    Args:
+        producers: of either kind.
+    """
+
+    async def answer(
+        scope: MutableMapping[str, Any], receive: Callable[..., Any], send: Callable[..., Awaitable[None]]
+    ) -> None:
+        if scope["type"] != "http":
+            return
+        status, headers, body = _answer(producers)
+        encoded = [(name.encode(), value.encode()) for name, value in headers]
+        await send({"type": "http.response.start", "status": status, "headers": encoded})
+        await send({"type": "http.response.body", "body": body})
+
+    return answer
+
+
+def wsgi_readiness(*producers: _HasHealth) -> Callable[..., Iterable[bytes]]:
+    """Make a WSGI application that answers 200 if all producers are ready, otherwise 503 with ``Retry-After``.
+
+    Args:
+        producers: of either kind.
+    """
+
+    def answer(_environment: Mapping[str, Any], start_response: Callable[..., object]) -> Iterable[bytes]:
+        status, headers, body = _answer(producers)
+        start_response("200 OK" if status == 200 else "503 Service Unavailable", headers)
+        return [body]
+
+    return answer

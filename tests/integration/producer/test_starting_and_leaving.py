@@ -1,0 +1,179 @@
+"""A producer starts without a broker, says how it is, and leaves within a time (E12)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qflow_client import ConnectionFailed, Producer, ProducerClosed, UndeliveredMessages
+from qflow_client.broker import Broker
+from qflow_client.health import asgi_readiness, wsgi_readiness
+
+from .tools import PATIENCE, Flows, bodies, eventually, wait_closed, wait_held
+
+LATER: dict[str, Any] = {"connect_in_background": True, "reconnect_delay": 0.02, "reconnect_delay_max": 0.1}
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        found: int = probe.getsockname()[1]
+    return found
+
+
+def test_E12_a_producer_is_made_without_a_broker_and_connects_when_there_is_one(
+    make_producer: Callable[..., Producer], port: int
+) -> None:
+    producer = make_producer(f"amqp://guest:guest@127.0.0.1:{port}/", declare="q", **LATER)
+    health = producer.health()
+    assert (health.state, health.is_ready, health.reasons) == ("disconnected", False, ("disconnected",))
+    flows = Flows()
+    producer.on_flow(flows, kinds=["disconnected"])
+    with Broker(port=port) as broker:
+        producer.send(b"1", timeout=PATIENCE).result(PATIENCE)
+        assert bodies(broker) == [b"1"]
+        assert producer.health().state == "ready"
+        assert not flows.events or flows.kinds[-1] == "unflowed"
+
+
+def test_E12_with_an_outbox_it_takes_messages_at_once(
+    make_producer: Callable[..., Producer], port: int, tmp_path: Path
+) -> None:
+    settings = {"outbox": tmp_path / "outbox", "when_flowed": "spill"}
+    producer = make_producer(f"amqp://guest:guest@127.0.0.1:{port}/", declare="q", **LATER, **settings)
+    receipts = [producer.send(b"%d" % number, timeout=PATIENCE) for number in range(3)]
+    assert producer.stored == 3
+    assert producer.health().is_ready
+    with Broker(port=port) as broker:
+        for receipt in receipts:
+            receipt.result(PATIENCE)
+        assert bodies(broker) == [b"0", b"1", b"2"]
+
+
+def test_E12_what_no_try_can_mend_ends_it(make_producer: Callable[..., Producer], broker: Broker) -> None:
+    producer = make_producer(broker.url.replace("guest:guest", "guest:wrong"), **LATER)
+    wait_closed(producer)
+    health = producer.health()
+    assert health.state == "closed"
+    assert "403" in health.reasons[0] or "refused" in health.reasons[0]
+    assert "wrong" not in repr(health)
+    with pytest.raises(ProducerClosed, match="it is not connected yet; it cannot be had again"):
+        producer.send(b"1")
+
+
+def test_E12_it_is_closed_in_time_before_it_has_connected(make_producer: Callable[..., Producer], port: int) -> None:
+    producer = make_producer(f"amqp://guest:guest@127.0.0.1:{port}/", **LATER)
+    producer.close(timeout=0)
+    assert producer.health().reasons == (producer.flow_state.closed,)
+
+
+def test_E12_health_tells_a_block_from_a_burst(make_producer: Callable[..., Producer], broker: Broker) -> None:
+    producer = make_producer(capacity=1)
+    broker.withhold_confirms()
+    producer.send(b"1")
+    with pytest.raises(Exception, match="flowed"):
+        producer.send(b"2", timeout=0)
+    assert producer.health().is_ready
+    broker.block("memory")
+    wait_held(producer, "connection_blocked")
+    health = producer.health()
+    assert (health.state, health.is_ready, health.unsettled) == ("blocked", False, 1)
+    assert health.reasons == ("connection_blocked: memory",)
+    assert health.since is not None
+
+
+def test_E12_readiness_for_asgi_and_wsgi(make_producer: Callable[..., Producer], broker: Broker) -> None:
+    producer = make_producer(name="orders")
+
+    def ask() -> tuple[int, dict[str, Any], bool]:
+        sent: list[dict[str, Any]] = []
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        asyncio.run(asgi_readiness(producer)({"type": "http"}, None, send))  # type: ignore[arg-type]  # a coroutine
+        started: list[tuple[str, list[tuple[str, str]]]] = []
+        body = b"".join(wsgi_readiness(producer)({}, lambda status, headers: started.append((status, headers))))
+        assert sent[1]["body"] == body
+        assert started[0][0].startswith(str(sent[0]["status"]))
+        return sent[0]["status"], json.loads(body)["orders"], "retry-after" in dict(started[0][1])
+
+    assert ask() == (200, {"state": "ready", "reasons": []}, False)
+    producer.pause("for a test")
+    eventually(lambda: producer.health().state == "blocked")
+    assert ask() == (503, {"state": "blocked", "reasons": ["paused: for a test"]}, True)
+
+
+def test_E12_close_takes_no_longer_than_its_setting(make_producer: Callable[..., Producer], broker: Broker) -> None:
+    producer = make_producer(close_timeout=0.1)
+    broker.withhold_confirms()
+    producer.send(b"1")
+    # Otherwise it would take 20 s.
+    began = time.monotonic()
+    with pytest.raises(UndeliveredMessages):
+        producer.close()
+    assert time.monotonic() - began < 15.0
+
+
+def test_E12_shutdown_returns_at_once_and_delivers_what_was_admitted(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    producer = make_producer()
+    broker.withhold_confirms()
+    receipt = producer.send(b"1")
+    producer.shutdown()
+    wait_closed(producer)
+    assert not receipt.done
+    with pytest.raises(ProducerClosed):
+        producer.send(b"2")
+    broker.release_confirms()
+    receipt.result(PATIENCE)
+    producer.close(timeout=PATIENCE)
+    broker.wait_until(lambda b: not b.connections())
+
+
+_PROGRAM = """
+import signal, sys, time
+from qflow_client import Producer, ProducerClosed
+producer = Producer(sys.argv[1], routing_key="q", close_timeout=10.0)
+signal.signal(signal.SIGTERM, lambda *_: producer.shutdown())
+count = 0
+try:
+    while True:
+        producer.send(b"%d" % count)
+        count += 1
+        if count == 100:
+            print("ready", flush=True)
+except ProducerClosed:
+    print(count, flush=True)
+"""
+
+
+def test_E12_a_program_that_is_told_to_end_loses_nothing(broker: Broker) -> None:
+    process = subprocess.Popen([sys.executable, "-c", _PROGRAM, broker.url], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0
+        assert bodies(broker) == [b"%d" % number for number in range(int(out))]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_without_the_setting_a_producer_needs_its_broker(make_producer: Callable[..., Producer], port: int) -> None:
+    with pytest.raises(ConnectionFailed, match=f"127.0.0.1:{port}"):
+        make_producer(f"amqp://guest:guest@127.0.0.1:{port}/")
