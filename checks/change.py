@@ -152,7 +152,7 @@ def stages(folder: Path) -> Iterator[Stage]:
         {folder}/build/bin/twine check --strict {folder}/dist/*
         {sys.executable} -m venv {folder}/wheel
         wheel=$(echo {folder}/dist/*.whl)
-        {folder}/wheel/bin/pip install -q --no-compile "$wheel[broker,celery,demo]" opentelemetry-sdk pytest
+        {folder}/wheel/bin/pip install -q --no-compile "$wheel[broker,celery,demo,sqlalchemy]" opentelemetry-sdk pytest
         cp -r examples README.md checks/readme.py {folder}/
         cd {folder}
         wheel/bin/python readme.py README.md

@@ -47,31 +47,24 @@ def raises(error, call):
     except error:
         return True
 
-if sys.argv[3] == "drop":
-    call_command("migrate", "qflow_outbox", "zero", verbosity=0)
-    assert not [name for name in connection.introspection.table_names() if name.startswith("qflow_")]
-else:
-    call_command("migrate", verbosity=0)
-    call_command("makemigrations", check=True, verbosity=0)
-    try:
-        with transaction.atomic():
-            add(b"rolled back", routing_key="q")
-            raise RuntimeError
-    except RuntimeError:
-        pass
+call_command("migrate", verbosity=0)
+call_command("makemigrations", check=True, verbosity=0)
+try:
     with transaction.atomic():
-        assert add(Message(b"0", message_id="mine"), routing_key="q", ordering_key="k") == "mine"
-        add_many(["%d" % number for number in range(1, 250)], routing_key="q", ordering_key="k")
-        assert raises(ValueError, lambda: add_many([b"good", b"bad"], routing_key="k" * 256))
-    assert add_many([]) == []
+        add(b"rolled back", routing_key="q")
+        raise RuntimeError
+except RuntimeError:
+    pass
+with transaction.atomic():
+    assert add(Message(b"0", message_id="mine"), routing_key="q", ordering_key="k") == "mine"
+    add_many(["%d" % number for number in range(1, 250)], routing_key="q", ordering_key="k")
+    assert raises(ValueError, lambda: add_many([b"good", b"bad"], routing_key="k" * 256))
+assert add_many([]) == []
+print("added", flush=True)
+sys.stdin.read()
+call_command("migrate", "qflow_outbox", "zero", verbosity=0)
+assert not [name for name in connection.introspection.table_names() if name.startswith("qflow_")]
 """
-
-
-def run(database: str, where: str, what: str) -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    subprocess.run(
-        [sys.executable, "-c", PROGRAM, database, where, what], check=True, timeout=2 * PATIENCE, env=environment
-    )
 
 
 @pytest.mark.parametrize("database", ["sqlite", "postgresql"])
@@ -82,12 +75,21 @@ def test_E14_a_django_application_adds_messages_in_its_transactions(
     if database == "postgresql":
         server: PostgresqlServer = request.getfixturevalue("postgresql")
         where, url = str(server.port), server.url
-    run(database, where, "add")
-    engine, outbox = create_engine(url), Outbox()
-    assert depth(engine, outbox) == 250
-    with OutboxRelay(engine, broker.url, outbox=outbox, **FAST) as relay:
-        eventually(lambda: relay.counts.confirmed == 250)
-    assert bodies(broker) == [b"%d" % number for number in range(250)]
-    assert broker.messages("q")[0].properties.message_id == "mine"
-    engine.dispose()
-    run(database, where, "drop")
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, database, where],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"added\n"
+        engine, outbox = create_engine(url), Outbox()
+        assert depth(engine, outbox) == 250
+        with OutboxRelay(engine, broker.url, outbox=outbox, **FAST) as relay:
+            eventually(lambda: relay.counts.confirmed == 250)
+        assert bodies(broker) == [b"%d" % number for number in range(250)]
+        assert broker.messages("q")[0].properties.message_id == "mine"
+        engine.dispose()
+        # Drops the tables.
+        process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0
