@@ -252,17 +252,15 @@ class Reports:
         level = _LOG_LEVELS.get(hold.kind, logging.DEBUG)
         if connecting and hold.kind == HoldKind.DISCONNECTED:
             level = logging.DEBUG
-        entry: LogEntry
         if raised:
-            entry = level, "%s: held: %s", (self.name, hold)
+            logs = _entries(level, "%s: held: %s", self.name, hold)
             kind = FlowEventKind.FLOWED if len(self._gate.holds) == 1 else FlowEventKind.HOLD_RAISED
         elif ending:
-            entry = level, "%s: closed while held for %.3g s: %s", (self.name, now - hold.since, hold)
+            logs = _entries(level, "%s: closed while held for %.3g s: %s", self.name, now - hold.since, hold)
             kind = FlowEventKind.CLOSED
         else:
-            entry = level, "%s: no longer held after %.3g s: %s", (self.name, now - hold.since, hold)
+            logs = _entries(level, "%s: no longer held after %.3g s: %s", self.name, now - hold.since, hold)
             kind = FlowEventKind.HOLD_LIFTED if self._gate.holds else FlowEventKind.UNFLOWED
-        logs = [entry] if logger.isEnabledFor(level) else []
         events = [] if self.events is None else [self._make_event(kind, hold, hold.since, now)]
         reported = {each for each in self._reported if each is not hold} | ({hold} if raised else set())
         # From here on nothing is called, so an interrupt leaves all or none of them.
@@ -326,5 +324,8 @@ class Reports:
 
     def log(self, level: int, text: str, *arguments: object) -> None:
         """Add a log entry, unless its level is off."""
-        if logger.isEnabledFor(level):
-            self.logs.append((level, text, arguments))
+        self.logs += _entries(level, text, *arguments)
+
+
+def _entries(level: int, text: str, *arguments: object) -> list[LogEntry]:
+    return [(level, text, arguments)] if logger.isEnabledFor(level) else []
