@@ -97,7 +97,7 @@ def passed_on(theirs: ModuleType, name: str) -> Any:
     if (
         inspect.isclass(found)
         and not name.startswith("_")
-        and (hasattr(found, "basic_publish") or hasattr(found, "channel"))
+        and any(inspect.isfunction(getattr(found, each, None)) for each in ("basic_publish", "channel"))
         and not inspect.isabstract(found)
         and found not in _warned
     ):
