@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from qflow_client.errors import SettingsError
@@ -30,6 +30,7 @@ __all__ = [
     "OnRefused",
     "OutboxSynchronous",
     "ProducerSettings",
+    "SettingsKeywords",
     "WhenFlowed",
     "check_argument",
     "check_setting",
@@ -188,6 +189,51 @@ _BOOL: tuple[Callable[[str], Any], str, Callable[[Any], bool]] = (
     lambda v: isinstance(v, bool),
 )
 _NAME: tuple[Callable[[str], Any], str, Callable[[Any], bool]] = (str, "a str of at most 255 bytes", _is_name)
+
+
+class SettingsKeywords(TypedDict, total=False):
+    """The settings of `ProducerSettings` but ``url``, as keywords of a producer; for type checkers and editors."""
+
+    exchange: str
+    routing_key: str
+    capacity: int | Literal["auto"]
+    capacity_max: int
+    capacity_bytes: int | None
+    max_producer_flow_control_wait: float | None
+    when_flowed: WhenFlowed | Literal["block", "raise", "spill"]
+    confirms: bool
+    mandatory: bool | None
+    message_ids: bool
+    rate: float | None
+    rate_burst: int | None
+    max_unwritten_bytes: int
+    max_failed_bytes: int
+    max_flow_events: int
+    flow_control_wait_notify_period: float
+    connect_timeout: float
+    connect_in_background: bool
+    close_timeout: float | None
+    on_disconnect: OnDisconnect | Literal["republish", "fail"]
+    reconnect_timeout: float | None
+    reconnect_delay: float
+    reconnect_delay_max: float
+    reconnect_jitter: float
+    host_order: HostOrder | Literal["given", "shuffled"]
+    on_blocked: OnBlocked | Literal["wait", "failover"]
+    failover_delay: float
+    liveness: float | None
+    on_refused: OnRefused | Literal["retry", "fail"]
+    retry_for: float
+    delivery_timeout: float | None
+    retry_delay: float
+    retry_delay_max: float
+    outbox: str | os.PathLike[str] | None
+    outbox_max_bytes: int
+    outbox_max_age: float | None
+    outbox_full: OnOutboxFull | Literal["block", "raise"]
+    outbox_synchronous: OutboxSynchronous | Literal["normal", "full"]
+    tracing: bool
+    name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,7 +98,9 @@ CLOSED = "the producer is closed"
 GIVEN_UP = "the producer was closed, and the broker's answer had not come in time"
 
 
-def check_arguments(url: object, connection: object, on_delivery: object, manager: object, declare: object) -> None:
+def check_arguments(
+    url: object, connection: object, on_delivery: object, on_flow: object, manager: object, declare: object
+) -> None:
     """Refuse what no producer can be made of.
 
     Raises:
@@ -110,6 +112,7 @@ def check_arguments(url: object, connection: object, on_delivery: object, manage
     if connection is not None and declare is not None:
         raise SettingsError("declare with connection: declare it with a channel of that connection")
     check_argument("on_delivery", on_delivery, on_delivery is None or callable(on_delivery), "None or callable")
+    check_argument("on_flow", on_flow, on_flow is None or callable(on_flow), "None or callable")
     check_argument("manager", manager, isinstance(manager, FlowManager), "a FlowManager")
 
 

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import aio_pika
 
@@ -28,7 +28,7 @@ from qflow_client.message import Message
 from qflow_client.producer import BaseProducer, resolve
 from qflow_client.receipt import Receipt
 from qflow_client.redaction import shown
-from qflow_client.settings import ProducerSettings, check_timeout
+from qflow_client.settings import ProducerSettings, SettingsKeywords, check_timeout
 from qflow_client.skin import (
     CLOSED,
     DEFAULT,
@@ -75,6 +75,7 @@ class AsyncProducer(BaseProducer):
             connection of its own.
         on_delivery: called with every receipt once it is settled, as a call scheduled on the loop. With it, `flush` and
             `close` do not bring up again what it was told. It may `send_nowait`, which then waits for no turn.
+        on_flow: called with every flow event from the first on, see `on_flow`.
         declare: what it declares when it connects, and after every reconnect, before it publishes: a `Topology`, a
             `Queue`, or the name of a durable queue; ``None`` for nothing. What exists already has to be the same.
         settings: settings that no keyword gives.
@@ -95,15 +96,16 @@ class AsyncProducer(BaseProducer):
         *,
         connection: aio_pika.abc.AbstractConnection | None = None,
         on_delivery: Callable[[Receipt], object] | None = None,
+        on_flow: Callable[[FlowEvent], object] | None = None,
         declare: Topology | Queue | str | None = None,
         settings: ProducerSettings | None = None,
         line: Line | None = None,
         manager: FlowManager = flow_manager,
-        **keywords: Any,
+        **keywords: Unpack[SettingsKeywords],
     ) -> None:
         loaded = ProducerSettings.load(url, settings, **keywords)
         super().__init__(loaded, manager)
-        check_arguments(url, connection, on_delivery, manager, declare)
+        check_arguments(url, connection, on_delivery, on_flow, manager, declare)
         refuse_coroutine_function("on_delivery", on_delivery)
         if connection is not None and not isinstance(connection, (TappedConnection, TappedRobustConnection)):
             raise SettingsError(
@@ -113,6 +115,8 @@ class AsyncProducer(BaseProducer):
         self._use_engine(Engine(loaded, on_delivery, manager, connection, line, Topology.of(declare)))
         # Set once it is connected.
         self._tracer: telemetry.Tracer | None = None
+        if on_flow is not None:
+            self.on_flow(on_flow)
 
     async def connect(self) -> Self:
         """Connect and open the channel. ``async with`` does it by itself.

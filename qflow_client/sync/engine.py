@@ -110,16 +110,20 @@ class Engine(BaseEngine):
         #: The connection, or the channel on one that others use, too; set by `open`.
         self.link: Link | SharedLink | None = None
 
-    def open(self, line: Line | None) -> None:
+    def open(self, line: Line | None, on_flow: Callable[[FlowEvent], object] | None) -> None:
         """Connect. If anything is raised, `discard` ends what has begun.
 
         Args:
             line: the order in which waiting sends are served; ``None`` for first come, first served.
+            on_flow: called with every flow event; ``None`` for no call.
 
         Raises:
             ConnectionFailed: no host could be connected to.
         """
         self.protocol = self._make_protocol(line)
+        if on_flow is not None:
+            self.listeners.add(self.protocol, on_flow, on_flow, None)
+            self.dispatcher.start()
         self.link = link = self._connect()
         if self.storage is not None:
             self.storage.start()

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import pika
 
@@ -23,7 +23,7 @@ from qflow_client.manager import flow_manager
 from qflow_client.message import Message
 from qflow_client.producer import BaseProducer, resolve
 from qflow_client.receipt import Receipt
-from qflow_client.settings import ProducerSettings, check_timeout
+from qflow_client.settings import ProducerSettings, SettingsKeywords, check_timeout
 from qflow_client.skin import (
     CLOSED,
     DEFAULT,
@@ -73,6 +73,7 @@ class Producer(BaseProducer):
         on_delivery: called with every receipt once it is settled, on the producer's callback thread. With it, `flush`
             and `close` do not bring up again what it was told. If it is slower than the broker's confirms, the producer
             is held by ``capacity``. It may `send`, which then waits neither for other senders nor for other callbacks.
+        on_flow: called with every flow event from the first on, see `on_flow`.
         declare: what it declares when it connects, and after every reconnect, before it publishes: a `Topology`, a
             `Queue`, or the name of a durable queue; ``None`` for nothing. What exists already has to be the same.
         settings: settings that no keyword gives.
@@ -98,15 +99,16 @@ class Producer(BaseProducer):
         *,
         connection: pika.BlockingConnection | None = None,
         on_delivery: Callable[[Receipt], object] | None = None,
+        on_flow: Callable[[FlowEvent], object] | None = None,
         declare: Topology | Queue | str | None = None,
         settings: ProducerSettings | None = None,
         line: Line | None = None,
         manager: FlowManager = flow_manager,
-        **keywords: Any,
+        **keywords: Unpack[SettingsKeywords],
     ) -> None:
         loaded = ProducerSettings.load(url, settings, **keywords)
         super().__init__(loaded, manager)
-        check_arguments(url, connection, on_delivery, manager, declare)
+        check_arguments(url, connection, on_delivery, on_flow, manager, declare)
         if connection is not None and not isinstance(connection, TappedConnection):
             raise SettingsError(
                 f"connection={type(connection).__name__}: on a connection made elsewhere Channel.Flow and confirms "
@@ -118,7 +120,7 @@ class Producer(BaseProducer):
         engine = Engine(loaded, on_delivery, manager, connection, Topology.of(declare))
         # Ctrl-C can come anywhere, and must not leave a lock or a connection behind.
         try:
-            engine.open(line)
+            engine.open(line, on_flow)
             assert engine.link is not None
             assert engine.observer is not None
             self._use_engine(engine)

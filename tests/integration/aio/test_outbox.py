@@ -42,7 +42,11 @@ def test_senders_that_wait_while_the_outbox_is_opened_are_served_when_it_is_open
 ) -> None:
     async def main() -> None:
         producer = AsyncProducer(
-            broker.url, routing_key="q", outbox=tmp_path / "outbox", when_flowed=when_flowed, capacity=2
+            broker.url,
+            routing_key="q",
+            outbox=tmp_path / "outbox",
+            when_flowed=when_flowed,  # type: ignore[arg-type]
+            capacity=2,
         )
         connecting = asyncio.create_task(producer.connect())
         await asyncio.sleep(0)
@@ -72,7 +76,11 @@ def test_a_message_that_never_has_room_in_the_outbox_keeps_no_other_waiting(
 ) -> None:
     async def main() -> None:
         producer = AsyncProducer(
-            broker.url, routing_key="q", outbox=tmp_path / "outbox", outbox_max_bytes=1000, outbox_full=outbox_full
+            broker.url,
+            routing_key="q",
+            outbox=tmp_path / "outbox",
+            outbox_max_bytes=1000,
+            outbox_full=outbox_full,  # type: ignore[arg-type]
         )
         connecting = asyncio.create_task(producer.connect())
         await asyncio.sleep(0)

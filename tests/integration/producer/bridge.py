@@ -143,7 +143,8 @@ class Bridged:
                 self._loop.stop()
 
     def health(self) -> Health:
-        return self._producer.health()
+        health: Health = self._producer.health()
+        return health
 
     def shutdown(self, *args: Any, **keywords: Any) -> None:
         # From another thread, as from a signal handler.

@@ -19,7 +19,7 @@ def test_every_byte_arrives_later_in_either_direction_and_in_order(
 ) -> None:
     url = stack.enter_context(delayed(broker.url, 0.05))
     bodies = [b"%d" % n * 100 for n in range(rounds(1500, least=500))]
-    with Producer(url, routing_key="q", capacity=capacity) as producer:
+    with Producer(url, routing_key="q", capacity=capacity) as producer:  # type: ignore[arg-type]
         began = time.monotonic()
         producer.send(bodies[0]).wait()
         assert time.monotonic() - began >= 0.1

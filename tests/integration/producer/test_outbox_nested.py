@@ -66,7 +66,7 @@ def test_E2_a_handler_may_send_at_any_point_of_a_send(
 
     def run() -> None:
         nonlocal nested
-        with Producer(broker.url, routing_key="q", outbox=path, when_flowed=when_flowed) as producer:
+        with Producer(broker.url, routing_key="q", outbox=path, when_flowed=when_flowed) as producer:  # type: ignore[arg-type]
             nested = Nested(lambda: producer.send(b"nested", timeout=0))
             for at in range(1, 5000, EVERY):
                 if not interrupted(lambda: call(producer), at, handler=nested):

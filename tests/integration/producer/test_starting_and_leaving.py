@@ -177,3 +177,13 @@ def test_E12_a_program_that_is_told_to_end_loses_nothing(broker: Broker) -> None
 def test_without_the_setting_a_producer_needs_its_broker(make_producer: Callable[..., Producer], port: int) -> None:
     with pytest.raises(ConnectionFailed, match=f"127.0.0.1:{port}"):
         make_producer(f"amqp://guest:guest@127.0.0.1:{port}/")
+
+
+def test_on_flow_of_the_constructor_misses_no_event(make_producer: Callable[..., Producer], port: int) -> None:
+    flows = Flows()
+    with Broker(port=port) as broker:
+        broker.declare_queue("q")
+        broker.block("from the beginning")
+        producer = make_producer(broker.url, on_flow=flows)
+        wait_held(producer, "connection_blocked")
+        eventually(lambda: any(hold.kind == "connection_blocked" for event in flows.events for hold in event.holds))

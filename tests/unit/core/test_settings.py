@@ -23,7 +23,7 @@ from qflow_client import (
     SettingsError,
     WhenFlowed,
 )
-from qflow_client.settings import hide_password
+from qflow_client.settings import SettingsKeywords, hide_password
 
 URL = "amqp://guest:guest@localhost:5672/%2F"
 
@@ -79,6 +79,15 @@ def load(*args: Any, environ: dict[str, str] | None = None, **keywords: Any) -> 
 
 def default(name: str) -> Any:
     return {setting.name: setting.default for setting in fields(ProducerSettings)}[name]
+
+
+def test_type_checkers_know_every_setting_with_its_type() -> None:
+    settings = {field.name: field.type for field in fields(ProducerSettings) if field.metadata and field.name != "url"}
+    keywords = SettingsKeywords.__annotations__
+    assert list(keywords) == list(settings)
+    for name, known in keywords.items():
+        # A keyword may also be the text that stands for a member of an enumeration.
+        assert known.__forward_arg__.split(" | Literal")[0] == str(settings[name]).split(" | Literal")[0]
 
 
 def test_every_setting_is_in_the_table_above() -> None:

@@ -1,0 +1,24 @@
+"""Mistakes that a type checker finds. If it misses one, its ``type: ignore`` is unused, which is an error, too."""
+
+from __future__ import annotations
+
+from qflow_client import AsyncProducer, Producer, Queue, Topology
+
+
+def threads(producer: Producer) -> None:
+    Producer("amqp://host/", capcity=5)  # type: ignore[call-arg]
+    Producer("amqp://host/", capacity="5")  # type: ignore[arg-type]
+    Producer("amqp://host/", when_flowed="wait")  # type: ignore[arg-type]
+    Producer("amqp://host/", on_flow="print")  # type: ignore[arg-type]
+    Producer("amqp://host/", declare=["orders"])  # type: ignore[arg-type]
+    producer.send({"number": 1})  # type: ignore[arg-type]
+    producer.send(b"body", key="orders")  # type: ignore[call-arg]
+    producer.flush("5")  # type: ignore[arg-type]
+    Topology(queues=[Queue(b"orders")])  # type: ignore[arg-type]
+
+
+async def tasks(producer: AsyncProducer) -> None:
+    AsyncProducer("amqp://host/", liveness="2 s")  # type: ignore[arg-type]
+    receipt = await producer.send(b"body")
+    # The wait for the outcome is a coroutine.
+    receipt.result().name  # type: ignore[attr-defined]  # noqa: B018
