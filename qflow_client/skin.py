@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from uuid import uuid4
 from weakref import WeakKeyDictionary, WeakSet
@@ -361,7 +362,8 @@ class Listeners(Generic[_Events]):
 
 def client_properties(name: str) -> dict[str, Any]:
     """What a connection of our own says of itself."""
-    return {"connection_name": name, "product": "qflow_client"}
+    version = str(import_module("qflow_client").__version__)
+    return {"connection_name": name, "product": "qflow_client", "version": version}
 
 
 def connection_failed(url: str, why: str) -> ConnectionFailed:

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 import pika
 import pytest
 
-from qflow_client import Message, Outcome, Producer, UndeliveredMessages
+from qflow_client import Message, Outcome, Producer, UndeliveredMessages, __version__
 from qflow_client.broker import Broker
 from tests.effort import rounds
 
@@ -182,6 +182,7 @@ def test_a_producer_is_known_by_its_name(
 ) -> None:
     producer = make_producer(name="orders")
     assert producer.name == "orders"
-    assert broker.connections()[0].client_properties["connection_name"] == "orders"
+    told = broker.connections()[0].client_properties
+    assert (told["connection_name"], told["version"]) == ("orders", __version__)
     assert "orders" in repr(producer)
     assert "guest:guest" not in repr(producer.settings)
