@@ -1,8 +1,22 @@
 """The core of the broker: from ``Basic.Publish`` to ``Channel.Flow``. It works without the other rooms.
 
-The way of a publish reads in one direction, from `server` (sockets) over `session` (frames of a connection), `channel`
-(content, confirms, being flowed), `virtualhost` (routing) and `queue` (order, marks) to `queueflow` (the flow state of
-a queue). Each of these modules imports only modules that stand after it; what stands before is known by a protocol.
+Read these files in this order to follow a publish to the flow that it causes. Each imports only those after it, and
+knows those before it by a protocol.
+
+1. `session.py` splits bytes into frames and gives each to its channel. `wire.py`, which the others use too, decodes and
+   encodes them.
+2. `channel.py` joins method, header and bodies. `Channel._finish` takes the complete message.
+3. `virtualhost.py` and `routing.py` find the queues. The answer is kept in a `Target` until the topology changes.
+4. `waiting.py` asks all of these queues whether they take the message, if any of them has marks or a maximum. If one
+   refuses it, none gets it.
+5. `queue.py` appends the message, and offers the new depth to each family of marks that is set.
+6. `queueflow.py` is one family of marks. When it turns ON it blocks the publishing channel and holds its confirms; when
+   it turns OFF it unblocks and releases them.
+7. `Channel.on_blocked` and `Channel.on_unblocked` in `channel.py` send one ``Channel.Flow`` for the first hold of a
+   channel, and one when the last is gone.
+
+All of this happens on the event loop of `server.py`. An overflow policy plugs into `overflow.py`, the rules that choose
+marks and policy for a queue into `limits.py`, and a store, an observer of flow or a meter of rates into `ports.py`.
 """
 
 from __future__ import annotations
