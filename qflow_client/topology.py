@@ -12,6 +12,8 @@ from qflow_client.redaction import shown
 
 __all__ = ["Binding", "Declaration", "Exchange", "Queue", "Topology"]
 
+# ``PRECONDITION_FAILED``: it exists with other properties.
+_EXISTS_OTHERWISE = 406
 # What the broker says to a declaration that it will never accept: access refused, not found, other properties, not
 # allowed.
 _FINAL = (403, 404, 406, 530)
@@ -24,15 +26,21 @@ class Declaration(NamedTuple):
         what: it declares, for people.
         method: its name in pika and aiormq.
         arguments: of that method.
+        if_missing: whether what exists already will do, whatever its properties.
     """
 
     what: str
     method: str
     arguments: dict[str, Any]
+    if_missing: bool = False
 
     def refusal(self, words: str) -> str:
         """Say that the broker has refused it, and what to do."""
         return f"{self.what} cannot be declared: {words}; change the declaration, or delete what exists"
+
+    def accepts(self, code: int) -> bool:
+        """Whether a refusal only means that it exists, and that will do."""
+        return self.if_missing and code == _EXISTS_OTHERWISE
 
     @staticmethod
     def is_final(code: int) -> bool:
@@ -62,6 +70,7 @@ class Queue:
         exclusive: whether it is only for this connection, and deleted with it.
         auto_delete: whether it is deleted when its last consumer leaves.
         arguments: such as ``{"x-queue-type": "quorum"}``.
+        if_missing: whether a queue of that name will do that exists already, whatever its properties.
 
     Raises:
         SettingsError: a value is not allowed.
@@ -72,6 +81,7 @@ class Queue:
     exclusive: bool = False
     auto_delete: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    if_missing: bool = False
 
     def __post_init__(self) -> None:
         _check_name("Queue.name", self.name)
@@ -88,6 +98,7 @@ class Queue:
                 "auto_delete": self.auto_delete,
                 "arguments": dict(self.arguments),
             },
+            self.if_missing,
         )
 
 
@@ -185,7 +196,7 @@ class Topology:
         )
 
     Attributes:
-        queues: names stand for durable queues.
+        queues: a name stands for a durable queue that is declared if there is no queue of that name.
         exchanges: the exchanges.
         bindings: declared last.
 
@@ -198,7 +209,9 @@ class Topology:
     bindings: Iterable[Binding] = ()
 
     def __post_init__(self) -> None:
-        queues = tuple(Queue(each) if isinstance(each, str) else each for each in _elements(self.queues))
+        queues = tuple(
+            Queue(each, if_missing=True) if isinstance(each, str) else each for each in _elements(self.queues)
+        )
         for name, found, kind in (
             ("queues", queues, Queue),
             ("exchanges", tuple(_elements(self.exchanges)), Exchange),
@@ -211,7 +224,7 @@ class Topology:
 
     @classmethod
     def of(cls, declare: Topology | Queue | str | None) -> Topology | None:
-        """Return what the argument ``declare`` of a producer stands for: a name stands for a durable queue.
+        """Return what the argument ``declare`` of a producer stands for. A name is that of a queue.
 
         Raises:
             SettingsError: it is of another type.

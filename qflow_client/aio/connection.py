@@ -28,7 +28,7 @@ from qflow_client.settings import check_setting
 from qflow_client.skin import connection_failed, no_answer
 from qflow_client.topology import Declaration
 
-__all__ = ["TappedConnection", "TappedRobustConnection", "channel_words", "connect_async", "final", "words"]
+__all__ = ["TappedConnection", "TappedRobustConnection", "channel_reply", "connect_async", "final", "words"]
 
 _CODES = {
     ChannelAccessRefused: 403,
@@ -50,24 +50,18 @@ def final(error: BaseException | None) -> bool:
     if isinstance(error, AiormqConnectionClosed) and len(error.args) == 2:
         return is_final(int(error.args[0]), str(error.args[1]))
     if isinstance(error, ChannelClosed):
-        return Declaration.is_final(_channel_reply(error)[0])
+        return Declaration.is_final(channel_reply(error)[0])
     # aiormq's words for 403, and for a broker with which no way of authentication is shared.
     return isinstance(error, (ProbableAuthenticationError, AuthenticationError))
 
 
-def _channel_reply(error: ChannelClosed) -> tuple[int, str]:
+def channel_reply(error: ChannelClosed) -> tuple[int, str]:
     """The reply code and text of a ``Channel.Close``: aiormq has a class for some codes, and leaves them out."""
     for kind, code in _CODES.items():
         if isinstance(error, kind):
             return code, str(error.args[0])
     code, text = error.args
     return int(code or 0), str(text)
-
-
-def channel_words(error: ChannelClosed) -> str:
-    """What the broker said as it closed a channel."""
-    code, text = _channel_reply(error)
-    return f"{code} {text}"
 
 
 class TappedConnection(aio_pika.Connection):

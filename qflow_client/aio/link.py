@@ -16,7 +16,7 @@ from qflow_client.aio.aiormq_io import TapTransport
 from qflow_client.aio.connection import (
     TappedConnection,
     TappedRobustConnection,
-    channel_words,
+    channel_reply,
     connect_async,
     final,
     words,
@@ -268,7 +268,9 @@ class Link:
             try:
                 await getattr(channel, declaration.method)(**declaration.arguments)
             except ChannelClosed as error:
-                raise self._failed(declaration.refusal(channel_words(error))) from error
+                if not declaration.accepts(channel_reply(error)[0]):
+                    raise self._failed(declaration.refusal("{} {}".format(*channel_reply(error)))) from error
+                channel = await amqp.channel(publisher_confirms=False)
         await channel.close()
 
     def _free_number(self, amqp: Any) -> int:

@@ -303,6 +303,9 @@ class Link(ChannelIO):
 
         def refused(reason: BaseException) -> None:
             if isinstance(reason, ChannelClosedByBroker) and declaration is not None:
+                if declaration.accepts(reason.reply_code):
+                    channel.connection.channel(on_open_callback=lambda other: self._declare(other, declarations))
+                    return
                 self._fail(
                     declaration.refusal(f"{reason.reply_code} {reason.reply_text}"),
                     final=declaration.is_final(reason.reply_code),

@@ -75,7 +75,7 @@ class Producer(BaseProducer):
             is held by ``capacity``. It may `send`, which then waits neither for other senders nor for other callbacks.
         on_flow: called with every flow event from the first on, see `on_flow`.
         declare: what it declares when it connects, and after every reconnect, before it publishes: a `Topology`, a
-            `Queue`, or the name of a durable queue; ``None`` for nothing. What exists already has to be the same.
+            `Queue`, or a name, for a durable queue if there is no queue of that name; ``None`` for nothing.
         settings: settings that no keyword gives.
         line: the order in which waiting sends are served; first come, first served unless given (F4). A `WeightedLine`
             tells them apart by the `source` of `send`.

@@ -23,11 +23,16 @@ def run(program: str, broker: Broker) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("program", PROGRAMS[:2], ids=["threads", "asyncio"])
-def test_the_first_programs_of_the_readme_work(broker: Broker, program: str, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("is_there", [False, True], ids=["empty broker", "queue with thresholds"])
+def test_the_first_programs_of_the_readme_work(program: str, is_there: bool, capfd: pytest.CaptureFixture[str]) -> None:
     assert URL in program
-    run(program, broker)
-    assert "confirmed\n" in capfd.readouterr().out
-    assert [message.body for message in broker.messages("orders")] == [b"..."]
+    with Broker() as broker:
+        if is_there:
+            # As `qflow broker --queue orders --flow-stop-count 100` has it.
+            broker.declare_queue("orders", durable=True, arguments={"qpid.flow_stop_count": 100})
+        run(program, broker)
+        assert "confirmed\n" in capfd.readouterr().out
+        assert [message.body for message in broker.messages("orders")] == [b"..."]
 
 
 def test_the_readmes_test_passes() -> None:

@@ -62,7 +62,16 @@ def test_what_exists_and_is_other_is_named_and_is_no_reason_to_try_again(
 ) -> None:
     empty.declare_queue("q", durable=False)
     with pytest.raises(ConnectionFailed, match=r"queue 'q' cannot be declared: 406 .*; change the declaration, or"):
-        make_producer(empty.url, declare="q")
+        make_producer(empty.url, declare=Queue("q"))
+
+
+def test_of_a_queue_that_is_only_named_any_will_do(make_producer: Callable[..., Producer], empty: Broker) -> None:
+    empty.declare_queue("q", arguments={"qpid.flow_stop_count": 5})
+    topology = Topology(queues=["q", "other"], bindings=[Binding("amq.topic", "other", "k")])
+    producer = make_producer(empty.url, declare=topology)
+    producer.send(b"1").result(PATIENCE)
+    producer.send(b"2", exchange="amq.topic", routing_key="k").result(PATIENCE)
+    assert (empty.queue("q").depth, empty.queue("other").depth) == (1, 1)
 
 
 def test_a_binding_to_what_does_not_exist_is_named(make_producer: Callable[..., Producer], empty: Broker) -> None:
@@ -74,7 +83,7 @@ def test_a_binding_to_what_does_not_exist_is_named(make_producer: Callable[..., 
 def test_a_producer_whose_queue_was_replaced_by_another_ends_instead_of_trying_for_ever(
     make_producer: Callable[..., Producer], empty: Broker
 ) -> None:
-    producer = make_producer(empty.url, declare="q", reconnect_delay=0.02)
+    producer = make_producer(empty.url, declare=Queue("q"), reconnect_delay=0.02)
     empty.delete_queue("q")
     empty.declare_queue("q", durable=False)
     empty.drop_connections()

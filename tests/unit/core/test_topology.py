@@ -49,5 +49,6 @@ def test_what_no_broker_takes_is_refused_by_name(make: Any, words: str) -> None:
 
 
 def test_a_name_stands_for_a_durable_queue() -> None:
-    assert Topology.of("q") == Topology.of(Queue("q")) == Topology("q") == Topology([Queue("q", durable=True)])
+    assert Topology.of("q") == Topology("q") == Topology([Queue("q", durable=True, if_missing=True)])
+    assert Topology.of(Queue("q")) == Topology([Queue("q", durable=True)]) != Topology.of("q")
     assert Topology.of(None) is None
