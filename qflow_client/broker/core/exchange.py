@@ -2,14 +2,17 @@
 
 Two bindings with the same destination, key and arguments are one. A headers exchange needs the headers of each message;
 the destinations of every other kind depend on the routing key only, so a `Target` can remember them.
+
+A direct exchange finds bindings by their key, a topic exchange in a tree of the words of their keys, so what a message
+costs does not grow with the bindings that it does not match (E7).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
-from functools import lru_cache
+from typing import Any
 
 from qflow_client.broker.core.entries import Address
 from qflow_client.broker.core.errors import ChannelException, ConnectionException, ReplyCode
@@ -92,6 +95,8 @@ class Exchange(ABC):
         self.arguments = dict(arguments or {})
         # In the order in which they were made.
         self.bindings: dict[object, Binding] = {}
+        #: The exchanges that are bound to it, by binding.
+        self.next_exchanges: dict[object, Exchange] = {}
 
     @property
     def needs_headers(self) -> bool:
@@ -104,7 +109,11 @@ class Exchange(ABC):
         Raises:
             ChannelException: 406; arguments that this kind of exchange cannot use.
         """
-        self.bindings.setdefault(binding.key, binding)
+        if binding.key not in self.bindings:
+            self.bindings[binding.key] = binding
+            if isinstance(binding.destination, Exchange):
+                self.next_exchanges[binding.key] = binding.destination
+            self._added(binding)
 
     def unbind(self, binding: Binding) -> bool:
         """Remove the binding that is the same as this one.
@@ -112,7 +121,12 @@ class Exchange(ABC):
         Returns:
             True if there was one.
         """
-        return self.bindings.pop(binding.key, None) is not None
+        removed = self.bindings.pop(binding.key, None)
+        if removed is None:
+            return False
+        self.next_exchanges.pop(binding.key, None)
+        self._removed(removed)
+        return True
 
     def unbind_all(self, destination: Queue | Exchange) -> bool:
         """Remove all bindings to a destination.
@@ -120,20 +134,25 @@ class Exchange(ABC):
         Returns:
             True if there were any.
         """
-        gone = [key for key, binding in self.bindings.items() if binding.destination is destination]
-        for key in gone:
-            del self.bindings[key]
+        gone = [binding for binding in self.bindings.values() if binding.destination is destination]
+        for binding in gone:
+            self.unbind(binding)
         return bool(gone)
 
+    def _added(self, binding: Binding) -> None:  # noqa: B027  # most kinds need none
+        """Take note of a new binding."""
+
+    def _removed(self, binding: Binding) -> None:  # noqa: B027  # most kinds need none
+        """Forget a binding."""
+
     @abstractmethod
-    def matches(self, binding: Binding, routing_key: str, headers: Headers) -> bool:
-        """Whether a message goes where the binding leads."""
+    def matching(self, routing_key: str, headers: Headers) -> Iterable[Binding]:
+        """The bindings by which a message goes on."""
 
     def destinations(self, routing_key: str, headers: Headers) -> Iterator[Queue | Exchange]:
         """Where a message goes; a destination may come more than once."""
-        for binding in self.bindings.values():
-            if self.matches(binding, routing_key, headers):
-                yield binding.destination
+        for binding in self.matching(routing_key, headers):
+            yield binding.destination
 
 
 class DirectExchange(Exchange):
@@ -141,8 +160,21 @@ class DirectExchange(Exchange):
 
     type = ExchangeType.DIRECT
 
-    def matches(self, binding: Binding, routing_key: str, headers: Headers) -> bool:
-        return binding.routing_key == routing_key
+    def __init__(self, name: str, **keywords: Any) -> None:
+        super().__init__(name, **keywords)
+        self._by_key: dict[str, dict[object, Binding]] = {}
+
+    def _added(self, binding: Binding) -> None:
+        self._by_key.setdefault(binding.routing_key, {})[binding.key] = binding
+
+    def _removed(self, binding: Binding) -> None:
+        same = self._by_key[binding.routing_key]
+        del same[binding.key]
+        if not same:
+            del self._by_key[binding.routing_key]
+
+    def matching(self, routing_key: str, headers: Headers) -> Iterable[Binding]:
+        return self._by_key.get(routing_key, {}).values()
 
 
 class FanoutExchange(Exchange):
@@ -150,26 +182,71 @@ class FanoutExchange(Exchange):
 
     type = ExchangeType.FANOUT
 
-    def matches(self, binding: Binding, routing_key: str, headers: Headers) -> bool:
-        return True
+    def matching(self, routing_key: str, headers: Headers) -> Iterable[Binding]:
+        return self.bindings.values()
 
 
-@lru_cache(maxsize=4096)
-def _topic_matches(pattern: tuple[str, ...], words: tuple[str, ...]) -> bool:
-    # Which lengths of a beginning of `words` the pattern so far matches.
-    reached = {0}
-    for part in pattern:
-        if part == "#":
-            reached = set(range(min(reached), len(words) + 1))
-        else:
-            reached = {at + 1 for at in reached if at < len(words) and part in ("*", words[at])}
-        if not reached:
-            return False
-    return len(words) in reached
+class _Branch:
+    """A branch of the tree of a topic exchange. Branches part where binding keys differ, so there are few of them.
+
+    Args:
+        words: of the binding keys, from where the branch parts from the one before.
+    """
+
+    __slots__ = ("bindings", "next", "words")
+
+    def __init__(self, words: list[str]) -> None:
+        self.words = words
+        # The branches that begin at its end, by their first word.
+        self.next: dict[str, _Branch] = {}
+        # The bindings whose keys end at its end, with their numbers.
+        self.bindings: dict[object, tuple[int, Binding]] = {}
+
+    def add(self, words: list[str]) -> _Branch:
+        """The branch at whose end these further words end."""
+        branch = self
+        while words:
+            found = branch.next.get(words[0])
+            if found is None:
+                found = branch.next[words[0]] = _Branch(words)
+            else:
+                same = 1
+                while same < min(len(words), len(found.words)) and words[same] == found.words[same]:
+                    same += 1
+                if same < len(found.words):
+                    found = branch.next[words[0]] = found.part(same)
+            words, branch = words[len(found.words) :], found
+        return branch
+
+    def part(self, at: int) -> _Branch:
+        """Part it after so many words, and return the first part."""
+        first = _Branch(self.words[:at])
+        self.words = self.words[at:]
+        first.next[self.words[0]] = self
+        return first
+
+    def path(self, words: list[str]) -> list[_Branch]:
+        """The branches along these words."""
+        path = [self]
+        while words:
+            path.append(path[-1].next[words[0]])
+            words = words[len(path[-1].words) :]
+        return path
+
+    def join(self) -> None:
+        """Make one of it and the branch at its end, if nothing else is there."""
+        if not self.bindings and len(self.next) == 1:
+            (last,) = self.next.values()
+            self.words += last.words
+            self.next, self.bindings = last.next, last.bindings
 
 
-def _words(key: str) -> tuple[str, ...]:
-    return tuple(key.split(".")) if key else ()
+def _words(key: str) -> list[str]:
+    return key.split(".") if key else []
+
+
+# A place in the tree: a branch, and how many of its words are passed.
+_Places = dict[tuple[_Branch, int], None]
 
 
 class TopicExchange(Exchange):
@@ -177,8 +254,60 @@ class TopicExchange(Exchange):
 
     type = ExchangeType.TOPIC
 
-    def matches(self, binding: Binding, routing_key: str, headers: Headers) -> bool:
-        return _topic_matches(_words(binding.routing_key), _words(routing_key))
+    def __init__(self, name: str, **keywords: Any) -> None:
+        super().__init__(name, **keywords)
+        self._root = _Branch([])
+        # Bindings that were made so far; they match in the order in which they were made.
+        self._made = 0
+
+    def _added(self, binding: Binding) -> None:
+        self._made += 1
+        self._root.add(_words(binding.routing_key)).bindings[binding.key] = self._made, binding
+
+    def _removed(self, binding: Binding) -> None:
+        path = self._root.path(_words(binding.routing_key))
+        branch = path.pop()
+        del branch.bindings[binding.key]
+        if path and not branch.bindings and not branch.next:
+            del path[-1].next[branch.words[0]]
+            branch = path.pop()
+        if branch is not self._root:
+            branch.join()
+
+    def matching(self, routing_key: str, headers: Headers) -> Iterable[Binding]:
+        places: _Places = {}
+        _reach(self._root, 0, places)
+        for word in _words(routing_key):
+            before, places = places, {}
+            for branch, at in before:
+                words = branch.words
+                if at and words[at - 1] == "#":
+                    _reach(branch, at, places)
+                if at < len(words):
+                    if words[at] in (word, "*"):
+                        _reach(branch, at + 1, places)
+                    continue
+                for each in (word, "*"):
+                    if (found := branch.next.get(each)) is not None:
+                        _reach(found, 1, places)
+        ends = [branch.bindings for branch, at in places if at == len(branch.words) and branch.bindings]
+        numbered = sorted((number, binding) for bindings in ends for number, binding in bindings.values())
+        return [binding for _, binding in numbered]
+
+
+def _reach(branch: _Branch, at: int, places: _Places) -> None:
+    """Add a place, and those behind it to which a ``#`` leads that stands for no word."""
+    while (branch, at) not in places:
+        places[branch, at] = None
+        if at < len(branch.words):
+            if branch.words[at] != "#":
+                break
+            at += 1
+        else:
+            found = branch.next.get("#")
+            if found is None:
+                break
+            branch, at = found, 1
 
 
 class HeadersExchange(Exchange):
@@ -199,7 +328,10 @@ class HeadersExchange(Exchange):
             )
         super().bind(binding)
 
-    def matches(self, binding: Binding, routing_key: str, headers: Headers) -> bool:
+    def matching(self, routing_key: str, headers: Headers) -> Iterable[Binding]:
+        return [binding for binding in self.bindings.values() if self._matches(binding, headers)]
+
+    def _matches(self, binding: Binding, headers: Headers) -> bool:
         how = str(binding.arguments.get("x-match", "all"))
         wanted = (
             name in headers and (value is None or headers[name] == value)

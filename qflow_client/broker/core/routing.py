@@ -52,11 +52,10 @@ def needs_headers(start: Exchange, exchanges: Mapping[str, Exchange]) -> bool:
         exchange = todo.pop()
         if exchange.needs_headers:
             return True
-        found = [binding.destination for binding in exchange.bindings.values()]
-        for destination in (*found, _alternate(exchange, exchanges)):
-            if isinstance(destination, Exchange) and destination not in seen:
-                seen[destination] = None
-                todo.append(destination)
+        for found in (*exchange.next_exchanges.values(), _alternate(exchange, exchanges)):
+            if found is not None and found not in seen:
+                seen[found] = None
+                todo.append(found)
     return False
 
 

@@ -6,8 +6,10 @@ from hypothesis import strategies as st
 from pamqp import commands
 from pamqp.commands import Basic, Exchange, Queue
 
+from qflow_client.broker.core import exchange
 from qflow_client.broker.core.errors import ChannelException, ReplyCode
-from qflow_client.broker.core.exchange import _topic_matches
+from qflow_client.broker.core.exchange import Binding, TopicExchange
+from qflow_client.broker.core.routing import needs_headers
 
 CLOSE = commands.Connection.Close
 CHANNEL_CLOSE = commands.Channel.Close
@@ -58,12 +60,65 @@ def slowly(pattern, words):
     return bool(words) and pattern[0] in ("*", words[0]) and slowly(pattern[1:], words[1:])
 
 
+def split(key):
+    return key.split(".") if key else []
+
+
+def branches(branch):
+    return 1 + sum(map(branches, branch.next.values()))
+
+
+# Where bindings lead.
+END = TopicExchange("end")
+PATTERNS = st.lists(st.sampled_from(["a", "b", "*", "#"]), max_size=6).map(".".join)
+
+
 @given(
-    st.lists(st.sampled_from(["a", "b", "*", "#"]), max_size=6).map(tuple),
-    st.lists(st.sampled_from(["a", "b"]), max_size=6).map(tuple),
+    st.lists(PATTERNS, min_size=1, max_size=8, unique=True),
+    st.lists(st.lists(st.sampled_from(["a", "b"]), max_size=6).map(".".join), min_size=1, max_size=4),
+    st.randoms(use_true_random=False),
 )
-def test_topic_patterns_match_what_the_definition_says(pattern, words):
-    assert _topic_matches(pattern, words) is slowly(pattern, words)
+def test_topic_patterns_match_what_the_definition_says_in_the_order_of_the_bindings(patterns, keys, random):
+    topics = TopicExchange("topics")
+    bound = [Binding(END, pattern, {}) for pattern in patterns]
+    for binding in bound:
+        topics.bind(binding)
+    leaving = random.sample(bound, len(bound))
+    while bound:
+        for key in keys:
+            expected = [
+                each
+                for each in bound
+                if slowly(tuple(filter(None, each.routing_key.split("."))), key.split(".") if key else ())
+            ]
+            assert topics.matching(key, {}) == expected
+        # Branches part where keys differ; besides these there is the root.
+        assert branches(topics._root) <= 2 * len(bound) + 1
+        gone = leaving.pop()
+        assert topics.unbind(gone)
+        bound.remove(gone)
+    assert topics._root.next == {}
+    assert topics.matching(keys[0], {}) == []
+
+
+def test_E7_a_message_costs_nothing_for_bindings_that_it_does_not_match(monkeypatch):
+    topics = TopicExchange("topics")
+    for number in range(20_000):
+        topics.bind(Binding(END, f"a.{number}.*", {}))
+    places = []
+    reach = exchange._reach
+
+    def count(*place):
+        places.append(place)
+        reach(*place)
+
+    monkeypatch.setattr(exchange, "_reach", count)
+    assert topics.matching("b.1.c", {}) == []
+    assert [each.routing_key for each in topics.matching("a.777.c", {})] == ["a.777.*"]
+    assert len(places) < 10
+    # Nor to find out whether the way may depend on headers: only bound exchanges are looked at.
+    del topics.bindings
+    assert not needs_headers(topics, {})
 
 
 @pytest.mark.parametrize(
