@@ -217,7 +217,7 @@ class Admission:
     def _send(self, receipt: Receipt, cost: int, now: float) -> bool:
         if not self._controller.try_acquire(receipt.size, now):
             return False
-        self.admit(receipt, cost, now)
+        self.admit(receipt, cost, now, now)
         return True
 
     def close(self, reason: str) -> None:
@@ -229,19 +229,20 @@ class Admission:
 
     # Admitting.
 
-    def admit(self, receipt: Receipt, cost: int, now: float) -> None:
+    def admit(self, receipt: Receipt, cost: int, since: float, now: float) -> None:
         """Admit a message that the limits have let in.
 
         Args:
             receipt: of the message.
             cost: bytes of its frames.
-            now: when it began to wait, in seconds.
+            since: when it began to wait, in seconds.
+            now: seconds.
         """
         if self.store is not None:
             self.store.admitting(receipt, self.next_number)
         self._returns.expect(receipt)
         if self.observer is not None:
-            self.observer.began[self.next_number] = now
+            self.observer.began[self.next_number] = since
         # From here on nothing is called, as in `send_at_once`.
         number = receipt._number = self.next_number
         self.next_number, self.unwritten = number + 1, self.unwritten + cost

@@ -58,6 +58,9 @@ class Retrying:
         if refusals.probe is not None or self._channel.number is None or outbound.stopped:
             return None
         times = [at for at in (refusals.retry_at, self._resending.candidate_at()) if at is not None]
+        if len(times) > 1:
+            # The message waits for both. What is over time is settled at the first, so that counts until it has passed.
+            times = [max(times), *(at for at in times if at > now)]
         if not outbound.is_empty:
             # A full socket keeps a message back whose time has come. Do not look at it all the time.
             times = [max(at, now + _LOOK_AGAIN) for at in times]

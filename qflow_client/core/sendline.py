@@ -273,7 +273,7 @@ class SendLine:
             store.admit_backlog(now)
         while (ticket := controller.grant(now)) is not None:
             assert isinstance(ticket, SendTicket)
-            self._admit_ticket(ticket)
+            self._admit_ticket(ticket, now)
         if self._waiters.unflowed or (not controller.waiting and any(map(self._gate.is_held_by, _LIMITS))):
             # Such a hold has to end as soon as there is room, not only at the next send.
             controller.look(now)
@@ -281,10 +281,10 @@ class SendLine:
             store.spill_line(now)
         self._admission.is_granting = False
 
-    def _admit_ticket(self, ticket: SendTicket) -> None:
+    def _admit_ticket(self, ticket: SendTicket, now: float) -> None:
         try:
             ticket.receipt, cost = self._admission.make_receipt(ticket.payload, ticket.exchange, ticket.routing_key)
-            self._admission.admit(ticket.receipt, cost, ticket.since)
+            self._admission.admit(ticket.receipt, cost, ticket.since, now)
         except Exception as error:
             # The channel that opened meanwhile may take smaller frames. The sender gets the error.
             self._admission.limits.give_back(ticket.size)

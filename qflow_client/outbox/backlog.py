@@ -234,7 +234,7 @@ class Backlog:
             self._fail(stored, f"it cannot be encoded: {error}")
             return
         self.admitting = stored.sequence
-        admission.admit(receipt, cost, now)
+        admission.admit(receipt, cost, now, now)
         self.spilled.pop(stored.sequence, None)
 
     def next_timer(self, now: float) -> float | None:

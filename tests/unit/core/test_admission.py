@@ -802,6 +802,15 @@ def test_the_transport_holds_beyond_its_mark_and_lets_go_at_half_of_it() -> None
     assert protocol.reports.wake == ["me"]
 
 
+def test_a_message_that_has_waited_holds_the_transport_from_now_on_and_not_from_when_it_came() -> None:
+    protocol = make(capacity=1, max_unwritten_bytes=100)
+    send(protocol)
+    drain(protocol)
+    wait(protocol, bytes(200), 1.0)
+    protocol.on_ack(1, False, 9.0)
+    assert {hold.kind: hold.since for hold in protocol.gate.holds}["transport"] == 9.0
+
+
 def test_the_transport_hold_stops_the_line_in_the_middle() -> None:
     protocol = make(capacity=1, max_unwritten_bytes=100)
     send(protocol)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from qflow_client import Message, Outcome, Receipt
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.core.refusals import means_no_room
+from qflow_client.core.retrying import Retrying
 from qflow_client.message import REPUBLISHED
 from qflow_client.recovery import Backoff
 
@@ -584,3 +586,13 @@ def test_E7_no_timer_runs_while_a_stop_keeps_the_probe_back() -> None:
     protocol.data_to_write(1)
     # The answer is not written yet, so the probe waits for the socket.
     assert protocol.next_timer(3.0) == 3.05
+
+
+def test_a_probe_that_may_be_poisonous_waits_for_both_times_and_no_timer_is_due_before() -> None:
+    resending = SimpleNamespace(refusals=SimpleNamespace(retry_at=1.0, probe=None), candidate_at=lambda: 5.0)
+    outbound = SimpleNamespace(is_empty=True, stopped=False)
+    retrying = object.__new__(Retrying)
+    retrying._resending = resending  # type: ignore[assignment]
+    retrying._unconfirmed = SimpleNamespace(outbound=outbound)  # type: ignore[assignment]
+    retrying._channel = SimpleNamespace(number=1)  # type: ignore[assignment]
+    assert [retrying.next_timer(now) for now in (0.5, 1.0, 4.0)] == [1.0, 5.0, 5.0]
