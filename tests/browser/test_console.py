@@ -12,6 +12,9 @@ from qflow_client.testing.node import free_port
 from tests.browser.conftest import PATIENCE
 from tests.integration.producer.tools import Stopwatch
 
+# Playwright's synchronous interface runs an event loop beneath the test.
+pytestmark = pytest.mark.filterwarnings("ignore:a Producer that waits blocks the event loop:RuntimeWarning")
+
 ORDERS = {"qpid.flow_stop_count": 10, "qpid.flow_resume_count": 5}
 ON = "253,231,229"
 # How much of the chart is of a colour.
