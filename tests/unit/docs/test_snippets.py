@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
+from sqlalchemy import Engine
 
 from qflow_client import ProducerSettings
 from qflow_client.broker import Broker
@@ -88,6 +89,10 @@ def test_the_python_blocks_of_a_page_run_and_print_what_it_says(
                 wanted, found = (_TOOK.sub("0 s", text) for text in (snippet.prints, printed))
                 if not doctest.OutputChecker().check_output(wanted, found, doctest.ELLIPSIS):
                     pytest.fail(f"{page.name}, line {snippet.line} printed\n{printed}\nbut it says\n{snippet.prints}")
+        for each in names.values():
+            if isinstance(each, Engine):
+                # An application keeps its engine to the end.
+                each.dispose()
 
 
 def test_the_tests_that_the_page_on_testing_shows_pass(tmp_path: Path) -> None:

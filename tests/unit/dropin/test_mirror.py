@@ -40,7 +40,8 @@ def test_E11_a_star_has_every_name_of_pikas(name: str) -> None:
     found: dict[str, object] = {}
     exec(f"from {name} import *", original)
     exec(f"from qflow_client.{name} import *", found)
-    assert original.keys() <= found.keys()
+    # Without __all__ a star has the modules that happen to be imported.
+    assert original.keys() - OPTIONAL <= found.keys()
 
 
 def test_E11_an_assignment_reaches_pika_and_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
