@@ -463,6 +463,11 @@ class ProducerSettings:
                 "capacity='auto' with confirms=False: it is found from the latency of the confirms, of which there are "
                 "none; give a number, or leave confirms on"
             )
+        if self.on_blocked is OnBlocked.FAILOVER and self.reconnect_timeout == 0:
+            raise SettingsError(
+                "on_blocked='failover' with reconnect_timeout=0: a producer that may not connect again cannot move to "
+                "another host; give it time, or leave on_blocked out"
+            )
         if self.liveness is not None and not self.confirms:
             raise SettingsError(
                 f"liveness={self.liveness!r} with confirms=False: a broker that owes no confirms may be silent; leave "

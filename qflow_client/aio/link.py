@@ -228,7 +228,13 @@ class Link:
         if settings.confirms and not _confirms(amqp):
             raise self._failed(no_confirms("the broker does not announce them"))
         if self._topology is not None:
-            await self._declare(amqp, self._topology)
+            try:
+                await self._declare(amqp, self._topology)
+            except ConnectionFailed:
+                raise
+            except Exception as error:
+                # The connection may end in the middle of it.
+                raise self._failed(words(error)) from error
         number = self._free_number(amqp)
         tapped.tap.expect(number)
         try:
@@ -423,7 +429,7 @@ class Link:
                 is_blocked=tap.is_blocked,
                 settled=protocol.settled_so_far,
             )
-            if why == "":
+            if why == "" and not tap.is_probed(number):
                 protocol.put_control(tap.probe(number))
             return why
 

@@ -257,6 +257,10 @@ class Tap:
         self._probed.add(number)
         return frame(METHOD_FRAME, number, CONFIRM_SELECT + b"\0")
 
+    def is_probed(self, number: int) -> bool:
+        """Whether the answer to a probe on a channel is due."""
+        return number in self._probed
+
     def _drop(self, number: int) -> None:
         channel = self._channels.pop(number, None)
         self._writers.pop(number, None)

@@ -139,6 +139,8 @@ class Engine(BaseEngine):
         try:
             if self.link is not None:
                 self.end(BRIEF)
+            else:
+                self.dispatcher.stop(BRIEF)
         finally:
             if self.storage is not None:
                 self.storage.close(BRIEF)
@@ -338,12 +340,16 @@ class Engine(BaseEngine):
             if undelivered is not None:
                 log(logging.WARNING, "%s: shut down: %s", self.settings.name, undelivered)
 
-        def start() -> None:
-            threading.Thread(target=close, name=f"qflow-end {self.settings.name}", daemon=True).start()
+        def begin(start_thread: Callable[[], object]) -> None:
+            try:
+                start_thread()
+            except RuntimeError:
+                # No thread starts while the process ends. Then there is nothing to wait for.
+                self._leaves_until = None
 
-        # `threading.Thread.start` waits, and a signal handler must not. No thread starts while the process ends.
-        with suppress(RuntimeError):
-            start_new_thread(start, ())
+        thread = threading.Thread(target=close, name=f"qflow-end {self.settings.name}", daemon=True)
+        # `threading.Thread.start` waits, and a signal handler must not.
+        begin(lambda: start_new_thread(begin, (thread.start,)))
 
     def end(self, patience: float, deadline: float | None = None) -> UndeliveredMessages | None:
         """End the connection and the callbacks. After Ctrl-C it is called again.

@@ -244,6 +244,9 @@ class Link(ChannelIO):
 
     def _run(self) -> None:
         try:
+            if self._settings.connect_in_background:
+                # Nobody waits who would end a try that takes too long.
+                self._next = self.services.call_later(self._settings.connect_timeout, self._time_is_up)
             self._connect()
             self.services.run()
         except BaseException as error:
@@ -388,7 +391,7 @@ class Link(ChannelIO):
                 is_blocked=tap.is_blocked,
                 settled=protocol.settled_so_far,
             )
-            if why == "" and number is not None:
+            if why == "" and number is not None and not tap.is_probed(number):
                 protocol.put_control(tap.probe(number))
         if why:
             self._reconnection.move_on()

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 from qflow_client import ConnectionFailed, Producer, ProducerClosed, UndeliveredMessages
 from qflow_client.broker import Broker
 from qflow_client.health import asgi_readiness, wsgi_readiness
+from qflow_client.sync.link import Link
 
 from .tools import PATIENCE, Flows, bodies, eventually, wait_closed, wait_held
 
@@ -187,3 +189,38 @@ def test_on_flow_of_the_constructor_misses_no_event(make_producer: Callable[...,
         producer = make_producer(broker.url, on_flow=flows)
         wait_held(producer, "connection_blocked")
         eventually(lambda: any(hold.kind == "connection_blocked" for event in flows.events for hold in event.holds))
+
+
+def test_E12_a_first_try_in_the_background_takes_no_longer_than_connect_timeout(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_channel, tries = Link._publish_on, []
+
+    def publish_on(link: Link, connection: object) -> None:
+        tries.append(connection)
+        # As with a broker that never answers the first Channel.Open.
+        if len(tries) > 1:
+            open_channel(link, connection)
+
+    monkeypatch.setattr(Link, "_publish_on", publish_on)
+    with Producer(broker.url, routing_key="q", **(LATER | {"connect_timeout": 0.2})) as producer:
+        producer.send(b"1", timeout=PATIENCE).result(PATIENCE)
+    assert bodies(broker) == [b"1"]
+
+
+def test_E12_a_shutdown_that_can_start_no_thread_keeps_no_process_from_ending(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread at interpreter shutdown")
+
+    with Producer(broker.url, routing_key="q") as producer:
+        monkeypatch.setattr("qflow_client.sync.engine.start_new_thread", refuse)
+        producer.shutdown(timeout=None)
+        assert producer._engine._leaves_until is None
+
+
+def test_on_flow_of_a_producer_that_could_not_be_made_leaves_no_thread(port: int) -> None:
+    with pytest.raises(ConnectionFailed):
+        Producer(f"amqp://guest:guest@127.0.0.1:{port}/", name="not-made", on_flow=print)
+    assert "qflow-callbacks not-made" not in [thread.name for thread in threading.enumerate()]

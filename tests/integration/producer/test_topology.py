@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 import pika
 import pytest
 
-from qflow_client import Binding, ConnectionFailed, Exchange, Producer, ProducerClosed, Queue, SettingsError, Topology
+from qflow_client import (
+    Binding,
+    ConnectionFailed,
+    Exchange,
+    MessageRejected,
+    Producer,
+    ProducerClosed,
+    Queue,
+    SettingsError,
+    Topology,
+)
 from qflow_client.broker import Broker
+from qflow_client.testing.proxy import FaultProxy
+from qflow_client.topology import Declaration
 
 from .tools import PATIENCE, bodies, wait_closed
 
@@ -90,6 +103,63 @@ def test_a_producer_whose_queue_was_replaced_by_another_ends_instead_of_trying_f
     wait_closed(producer)
     with pytest.raises(ProducerClosed, match="queue 'q' cannot be declared: 406"):
         producer.send(b"1")
+
+
+@pytest.fixture
+def cut_while_declaring(monkeypatch: pytest.MonkeyPatch) -> Callable[[FaultProxy], threading.Event]:
+    """Makes what, once it is set, cuts the connection in the middle of the next declaration."""
+
+    def make(proxy: FaultProxy) -> threading.Event:
+        armed, declarations = threading.Event(), Topology.declarations
+
+        def cut(topology: Topology) -> Iterator[Declaration]:
+            if armed.is_set():
+                armed.clear()
+                # What is declared now gets no answer, and then the end.
+                proxy.cut()
+            yield from declarations(topology)
+
+        monkeypatch.setattr(Topology, "declarations", cut)
+        return armed
+
+    return make
+
+
+@pytest.mark.parametrize("lost", ["connection", "channel"])
+def test_a_connection_that_is_lost_while_it_declares_comes_back(
+    make_producer: Callable[..., Producer],
+    empty: Broker,
+    cut_while_declaring: Callable[[FaultProxy], threading.Event],
+    lost: str,
+) -> None:
+    with FaultProxy(empty.url) as proxy:
+        armed = cut_while_declaring(proxy)
+        producer = make_producer(proxy.url, declare="q", reconnect_delay=0.02)
+        armed.set()
+        if lost == "connection":
+            empty.drop_connections()
+        else:
+            with pytest.raises(MessageRejected):
+                producer.send(b"0", exchange="missing").result(PATIENCE)
+        producer.send(b"1", timeout=PATIENCE).result(PATIENCE)
+        assert not armed.is_set()
+        assert bodies(empty) == [b"1"]
+        producer.close(timeout=PATIENCE)
+
+
+def test_a_connection_that_is_lost_while_it_first_declares_is_one_that_failed(
+    make_producer: Callable[..., Producer],
+    empty: Broker,
+    cut_while_declaring: Callable[[FaultProxy], threading.Event],
+) -> None:
+    with FaultProxy(empty.url) as proxy:
+        cut_while_declaring(proxy).set()
+        # The next host is tried.
+        producer = make_producer([proxy.url, empty.url], declare="q")
+        producer.send(b"1").result(PATIENCE)
+        cut_while_declaring(proxy).set()
+        with pytest.raises(ConnectionFailed):
+            make_producer(proxy.url, declare="q")
 
 
 def test_a_shared_connection_declares_nothing(broker: Broker) -> None:

@@ -190,6 +190,11 @@ def test_E15_liveness_without_confirms_is_refused() -> None:
         ProducerSettings(confirms=False, liveness=2.0)
 
 
+def test_E15_failover_without_time_to_reconnect_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"on_blocked='failover' with reconnect_timeout=0: .* give it time"):
+        ProducerSettings(on_blocked="failover", reconnect_timeout=0)  # type: ignore[arg-type]
+
+
 def test_mandatory_without_message_ids_is_refused_wherever_they_come_from() -> None:
     refused = "mandatory=True with message_ids=False: .* leave mandatory out"
     with pytest.raises(SettingsError, match=refused):

@@ -295,7 +295,9 @@ def test_E15_the_library_does_not_see_the_answer_to_a_probe() -> None:
     answer = encode(pamqp.commands.Confirm.SelectOk())
     assert tap.received(answer, 1.0) == answer
     assert tap.probe(1) == encode(pamqp.commands.Confirm.Select(nowait=False))
+    assert tap.is_probed(1)
     assert tap.received(answer, 2.0) == b""
+    assert not tap.is_probed(1)
     assert tap.heard_at == 2.0
     assert tap.received(answer, 3.0) == answer
     assert channel.told == []
