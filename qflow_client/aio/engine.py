@@ -339,13 +339,17 @@ class Engine(BaseEngine):
                 log(logging.WARNING, "%s: shut down: %s", self.settings.name, undelivered)
 
         def start() -> None:
-            assert self.loop is not None
-            self._ending = self.loop.create_task(close())
+            # The loop keeps no task alive, so the first must not be replaced by one that only waits for it.
+            if self._ending is None and self.loop is not None:
+                self._ending = self.loop.create_task(close())
 
-        if self.loop is not None:
-            # A loop that is closed has nothing to end.
-            with suppress(RuntimeError):
-                self.loop.call_soon_threadsafe(start)
+        if self.loop is None:
+            # It has not connected, and never will.
+            self.ended = True
+            return
+        # A loop that is closed has nothing to end.
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(start)
 
     async def _close(self, reason: str, deadline: float, waits_for_holds: bool) -> UndeliveredMessages | None:
         error: BaseException | None = None

@@ -301,10 +301,10 @@ class Link(ChannelIO):
 
     def _declare(self, channel: Any, declarations: Iterator[Declaration]) -> None:
         """Declare one thing after the other, and then open the channel for publishing."""
-        channel.add_on_close_callback(lambda _channel, reason: refused(reason))
+        channel.add_on_close_callback(lambda _channel, reason: ended(reason))
         declaration: Declaration | None = None
 
-        def refused(reason: BaseException) -> None:
+        def ended(reason: BaseException) -> None:
             if isinstance(reason, ChannelClosedByBroker) and declaration is not None:
                 if declaration.accepts(reason.reply_code):
                     channel.connection.channel(on_open_callback=lambda other: self._declare(other, declarations))

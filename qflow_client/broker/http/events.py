@@ -94,13 +94,14 @@ class Watch:
         # The look that each stream knows, by a key of its own.
         self._known: dict[object, int] = {}
 
-    async def events(self, period: float) -> AsyncGenerator[bytes, None]:
-        """Without end, what is to be sent to one listener, in pieces.
+    async def events(self, period: float, is_gone: Callable[[], bool] = bool) -> AsyncGenerator[bytes, None]:
+        """What is to be sent to one listener, in pieces, until the listener is gone.
 
         A slow listener misses steps between two states, and no state that lasts.
 
         Args:
             period: seconds between two looks.
+            is_gone: whether the listener has left; asked after each pause.
         """
         key, loop = object(), asyncio.get_running_loop()
         self._known[key] = 0
@@ -115,6 +116,8 @@ class Watch:
                 said, kind = loop.time(), b"change"
                 while not (words := self._changes(self._known[key])):
                     await asyncio.sleep(period)
+                    if is_gone():
+                        return
                     if loop.time() - said >= _KEEP_ALIVE:
                         yield b": still here\n\n"
                         said = loop.time()

@@ -264,9 +264,15 @@ class HttpServer:
         self._streams_of[address] += 1
         response = web.StreamResponse(headers=SAFE_HEADERS)
         response.content_type = "text/event-stream"
+
+        def is_gone() -> bool:
+            # aiohttp takes the transport away when the connection ends. Until then a stream has its place, although the
+            # next write may be 15 s away.
+            return request.transport is None or request.transport.is_closing()
+
         try:
             await response.prepare(request)
-            async with aclosing(self._watch.events(period)) as events:
+            async with aclosing(self._watch.events(period, is_gone)) as events:
                 async for piece in events:
                     async with asyncio.timeout(self.PATIENCE):
                         await response.write(piece)

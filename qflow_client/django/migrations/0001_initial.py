@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from django.db import migrations
+from django.db.utils import NotSupportedError
 from sqlalchemy import Dialect
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.schema import CreateIndex, CreateTable, DropTable
@@ -17,7 +18,7 @@ _DIALECTS: dict[str, type[Dialect]] = {"postgresql": postgresql.dialect, "sqlite
 def _dialect(editor: Any) -> Dialect:
     vendor = editor.connection.vendor
     if vendor not in _DIALECTS:
-        raise NotImplementedError(
+        raise NotSupportedError(
             f"no outbox in a database of {vendor}: route the application qflow_outbox to PostgreSQL or SQLite"
         )
     return _DIALECTS[vendor]()

@@ -270,3 +270,32 @@ def test_a_producer_whose_loop_is_closed_admits_nothing(run: Run, broker: Broker
 
     run(main())
     assert bodies(broker) == []
+
+
+def test_E12_a_producer_that_was_shut_down_before_it_connected_never_does(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        producer = AsyncProducer(broker.url, routing_key="q")
+        producer.shutdown()
+        with pytest.raises(ProducerClosed):
+            await producer.connect()
+
+    run(main())
+    assert not broker.connections()
+
+
+def test_E12_a_second_shutdown_replaces_no_first_one(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        async with AsyncProducer(broker.url, routing_key="q") as producer:
+            broker.withhold_confirms()
+            receipt = await producer.send(b"1")
+            tasks = []
+            for _ in range(2):
+                producer.shutdown()
+                await soon(lambda: producer._engine._ending)
+                tasks.append(producer._engine._ending)
+            await asyncio.sleep(0)
+            assert tasks[0] is tasks[1] is producer._engine._ending
+            broker.release_confirms()
+            assert await receipt is Outcome.CONFIRMED
+
+    run(main())
