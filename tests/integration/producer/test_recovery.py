@@ -316,7 +316,8 @@ def test_many_senders_and_many_losses_lose_nothing(make_producer: Callable[..., 
     receipts = [receipt for job in jobs for receipt in job.result()]
     producer.flush(timeout=PATIENCE)
     assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
-    assert holds(producer) == []
+    # The last loss may have come after the last confirm.
+    eventually(lambda: holds(producer) == [])
     firsts = list(dict.fromkeys(bodies(broker)))
     assert len(firsts) == count * senders
     for sender in range(senders):
