@@ -91,7 +91,7 @@ class _Protocol(EncodedProtocol):
     @step
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
         # What is unsettled is settled when aiormq has closed its side, which decides what is raised.
-        self._disconnect(f"the broker closed the channel: {code} {text}", now)
+        self.channel.disconnect(f"the broker closed the channel: {code} {text}", now)
 
 
 class ChannelFlow(DropInFlow):

@@ -18,6 +18,7 @@ from qflow_client.core.resending import Resending
 from qflow_client.core.settling import Reply, Settling
 from qflow_client.core.suspects import narrow_down
 from qflow_client.core.unconfirmed import Unconfirmed
+from qflow_client.events import HoldKind
 from qflow_client.message import republished
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import OnDisconnect, ProducerSettings
@@ -155,6 +156,22 @@ class Channel:
             self._admission.count_unwritten(lambda: self._resending.again, lambda: self._unconfirmed.outbound.size, now)
 
     # It ends.
+
+    def disconnect(self, reason: str, now: float, *, held: bool = True) -> None:
+        """Have no channel from now on. What the broker and the socket said of it ends with it.
+
+        Args:
+            reason: for people.
+            now: seconds.
+            held: whether sends are held until the next channel.
+        """
+        self.number = None
+        self._resending.refusals.stop_clock(now)
+        gate = self._admission.gate
+        if held:
+            gate.hold(HoldKind.DISCONNECTED, now=now, detail=reason)
+        for kind in (HoldKind.CHANNEL_FLOW, HoldKind.CONNECTION_BLOCKED, HoldKind.TRANSPORT):
+            gate.lift(kind, now=now)
 
     def closed_by_broker(self, code: int, text: str, method: tuple[int, int], now: float) -> str:
         """The broker closed the channel over a message, and does not say over which.
@@ -314,6 +331,14 @@ class Channel:
             (*self._resending.again, *self._unconfirmed.flight.values()), key=lambda receipt: receipt._number
         )
         return (*written, *self._admission.unsent)
+
+    def oldest_unsettled(self) -> int:
+        """The lowest number of an unsettled message; the next number if there is none."""
+        parts = (
+            self._unconfirmed.oldest_number(),
+            *(each[0]._number for each in (self._resending.again, self._admission.unsent) if each),
+        )
+        return min(filter(None, parts), default=self._admission.next_number)
 
     # An unfinished step.
 

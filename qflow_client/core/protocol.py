@@ -42,33 +42,18 @@ names.
 from __future__ import annotations
 
 from qflow_client.amqp.frames import PublishEncoder, flow_ok
-from qflow_client.core.admission import Admission
-from qflow_client.core.channel import Channel
-from qflow_client.core.expiry import Expiry
-from qflow_client.core.limits import Limits
+from qflow_client.core.consequences import Consequences
+from qflow_client.core.parts import Parts
 from qflow_client.core.refusals import Pauses
-from qflow_client.core.reporting import Reports
-from qflow_client.core.resending import Resending
-from qflow_client.core.retrying import Retrying
-from qflow_client.core.returns import Returns
-from qflow_client.core.sendline import SendLine
-from qflow_client.core.settling import Settling
-from qflow_client.core.step import Steps, step
+from qflow_client.core.step import step
 from qflow_client.core.store import Store
-from qflow_client.core.unconfirmed import Unconfirmed
-from qflow_client.core.untold import ON_DELIVERY, Untold
-from qflow_client.core.waiters import Waiters
-from qflow_client.core.writing import Writing
 from qflow_client.events import FlowState, HoldKind
-from qflow_client.flow import Hold, Line
+from qflow_client.flow import Line
 from qflow_client.message import decode_message
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import OnDisconnect, ProducerSettings
 
 __all__ = ["ProducerProtocol"]
-
-# The holds under which admitted messages do not leave either.
-_STOPS_WRITING = (HoldKind.CHANNEL_FLOW, HoldKind.CONNECTION_BLOCKED)
 
 
 class ProducerProtocol:
@@ -101,67 +86,27 @@ class ProducerProtocol:
         retries: Pauses | None = None,
         encoder: type[PublishEncoder] = PublishEncoder,
     ) -> None:
+        parts = Parts(
+            settings,
+            id_prefix=id_prefix,
+            receipt_type=receipt_type,
+            now=now,
+            wall_offset=wall_offset,
+            line=line,
+            retries=retries,
+            encoder=encoder,
+        )
+        self.parts = parts
         self.settings = settings
-        prefix = id_prefix if settings.message_ids else None
-        #: What limits admission.
-        self.limits = Limits(settings, line)
-        self.window, self.byte_window = self.limits.window, self.limits.byte_window
-        self.controller, self.gate = self.limits.controller, self.limits.controller.gate
-        #: Whether the last step came to its end.
-        self.steps = Steps(self._heal, self._follow_up)
-        #: What there is to tell.
-        self.reports = Reports(
-            settings.name,
-            self.gate,
-            wall_offset,
-            self._counts,
-            max_failed_bytes=settings.max_failed_bytes,
-            max_events=settings.max_flow_events,
-        )
-        #: Settled receipts that the application is not told of yet.
-        self.untold = Untold(self.reports, self.limits)
-        #: What is on the wire.
-        self.unconfirmed = Unconfirmed()
-        #: What leaves again, before any new message.
-        self.resending = Resending(settings.reconnect_delay_max, retries, settings.retry_for)
-        self.resending.refusals.stop_clock(now)
-        #: The messages that a return may name.
-        self.returns = Returns(settings.is_mandatory, prefix, self.unconfirmed, self.resending)
-        #: The way in.
-        self.admission = Admission(
-            settings, self.limits, self.returns, self.steps, id_prefix=prefix, receipt_type=receipt_type
-        )
-        #: Callers that wait for settled messages, or for an open gate.
-        self.waiters = Waiters(self.reports, self.limits, self.admission, self.steps)
-        #: The messages that wait to be admitted.
-        self.line = SendLine(
-            self.admission,
-            self.controller,
-            self.reports,
-            self.waiters,
-            self.steps,
-            settings.flow_control_wait_notify_period,
-        )
-        self.settling = Settling(
-            self.admission,
-            self.limits,
-            self.reports,
-            self.returns,
-            self.unconfirmed,
-            self.resending,
-            settings.confirms,
-        )
-        self.channel = Channel(
-            settings, prefix, encoder, self.admission, self.reports, self.unconfirmed, self.resending, self.settling
-        )
-        self._retrying = Retrying(self.admission, self.unconfirmed, self.resending, self.settling, self.channel)
-        self._writing = Writing(self.admission, self.unconfirmed, self.resending, self.channel)
-        timeout = settings.delivery_timeout
-        #: Which messages are unsettled for too long; ``None`` without `delivery_timeout`.
-        self.expiry = None if timeout is None else Expiry(timeout, now)
-        # The time of the last `channel_opened`, `advance` or `on_timer`.
-        self._now = now
-        self.gate.observer = self._hold_changed
+        # Those that skins use; `Parts` says what each is.
+        self.steps, self.limits, self.window = parts.steps, parts.limits, parts.limits.window
+        self.controller, self.gate = parts.controller, parts.gate
+        self.reports, self.waiters = parts.reports, parts.waiters
+        self.admission, self.line, self.channel = parts.admission, parts.line, parts.channel
+        self._unconfirmed, self._settling, self._writing = parts.unconfirmed, parts.settling, parts.writing
+        self._retrying, self._untold, self._expiry = parts.retrying, parts.untold, parts.expiry
+        #: What follows from a step.
+        self.consequences = Consequences(parts, now)
         self.gate.hold(HoldKind.DISCONNECTED, now=now)
 
     # What it is.
@@ -174,7 +119,7 @@ class ProducerProtocol:
     @property
     def in_flight(self) -> int:
         """The part of the unsettled messages that has begun to be written."""
-        return self.unconfirmed.in_flight
+        return self._unconfirmed.in_flight
 
     @property
     def unwritten(self) -> int:
@@ -215,9 +160,6 @@ class ProducerProtocol:
             self.closed,
         )
 
-    def _counts(self) -> tuple[int, int, int]:
-        return self.admission.admitted, self.window.used, self.window.capacity
-
     # What the application does.
 
     @step
@@ -240,28 +182,19 @@ class ProducerProtocol:
     @step
     def lift(self, kind: str, now: float, *, source: str = "") -> None:
         """Lift a hold, and admit the messages that waited for that."""
-        self._lift(kind, now, source)
-
-    def _lift(self, kind: str, now: float, source: str = "") -> None:
-        if self.gate.lift(kind, now=now, source=source) is not None or self.controller.waiting:
-            self.line.grant(now)
+        self.consequences.lift(kind, now, source)
 
     @step
     def take_settled(self, now: float) -> list[Receipt]:
         """The settled receipts, to be told to the application one by one; `told` says how far that has come."""
-        settled = self.untold.take()
-        self._hold_untold(now)
+        settled = self._untold.take()
+        self.consequences.hold_untold(now)
         return settled
-
-    def _hold_untold(self, now: float) -> None:
-        if self.closed is None:
-            self.untold.hold_if_many(now)
 
     @step
     def told(self, count: int, now: float) -> None:
         """Take note that the application has been told of so many of the receipts of `take_settled`."""
-        if self.untold.note_told(count):
-            self._lift(HoldKind.CAPACITY, now, ON_DELIVERY)
+        self.consequences.lift_untold(count, now)
 
     @step
     def withdraw(self, receipt: Receipt, now: float) -> bool:
@@ -275,11 +208,11 @@ class ProducerProtocol:
         if receipt not in unsent:
             return False
         cost = self.admission.cost(receipt)
-        self.settling.settle_silently(receipt, Outcome.FAILED, now)
+        self._settling.settle_silently(receipt, Outcome.FAILED, now)
         unsent.remove(receipt)
         self.admission.unwritten -= cost
-        self._update(now)
-        self._lift_transport(now)
+        self.consequences.update(now)
+        self.consequences.lift_transport(now)
         return True
 
     @step
@@ -297,13 +230,7 @@ class ProducerProtocol:
     @step
     def close(self, reason: str, now: float) -> None:
         """Admit nothing from now on. Waiters are woken; admitted messages go on."""
-        self._close(reason)
-
-    def _close(self, reason: str) -> None:
-        self.admission.close(reason)
-        self.reports.is_ending = True
-        self.line.close()
-        self.waiters.end_unflowed()
+        self.consequences.close(reason)
 
     # What happens to the connection.
 
@@ -316,16 +243,16 @@ class ProducerProtocol:
             frame_max: the negotiated frame size in bytes; 0 for no limit.
             now: seconds.
         """
-        self._now = now
-        self._expire(now)
+        self.consequences.now = now
+        self.consequences.expire(now)
         self.channel.open(channel, frame_max, now)
-        self._apply_stops(now)
+        self.consequences.apply_stops(now)
         self._retrying.go_on(now)
         if not self.channel.was_open and self.gate.is_open:
             # That a producer connects before it can send is no flow control.
             self.gate.forget_past()
         self.channel.was_open = True
-        self._go_on(now)
+        self.consequences.go_on(now)
 
     @step
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
@@ -338,12 +265,12 @@ class ProducerProtocol:
             now: seconds.
         """
         reason = f"the broker closed the channel: {code} {text}"
-        self._disconnect(reason, now)
+        self.channel.disconnect(reason, now)
         refused = self.channel.closed_by_broker(code, text, method, now)
         if refused:
-            self.settling.hold_refused(refused, now, was_probe=True)
+            self._settling.hold_refused(refused, now, was_probe=True)
         self._end_refusals_if_settled(now)
-        self._update(now)
+        self.consequences.update(now)
 
     @step
     def connection_lost(self, reason: str, now: float, *, reconnects: bool = False, shared: bool = False) -> bool:
@@ -362,37 +289,18 @@ class ProducerProtocol:
         """
         if reconnects and self.wants_channel:
             # A flush while it closes is held, too.
-            self._disconnect(reason, now)
+            self.channel.disconnect(reason, now)
             self.channel.lost(reason, now, shared=shared)
             self._end_refusals_if_settled(now)
         else:
-            self._end(reason, now)
-        self._update(now)
+            self.consequences.end(reason, now)
+        self.consequences.update(now)
         return self.wants_channel
 
     def _end_refusals_if_settled(self, now: float) -> None:
         """With ``on_disconnect="fail"`` no refused message is left after the end of a channel, so the hold ends."""
         if self.settings.on_disconnect is OnDisconnect.FAIL:
             self._retrying.end_refusals(now)
-
-    def _disconnect(self, reason: str, now: float, *, held: bool = True) -> None:
-        self.channel.number = None
-        self.resending.refusals.stop_clock(now)
-        if held:
-            self.gate.hold(HoldKind.DISCONNECTED, now=now, detail=reason)
-        # What the broker said about the channel and the connection ends with them, and so does what the socket said.
-        for kind in (HoldKind.CHANNEL_FLOW, HoldKind.CONNECTION_BLOCKED, HoldKind.TRANSPORT):
-            self.gate.lift(kind, now=now)
-
-    def _end(self, reason: str, now: float) -> None:
-        self.channel.is_over = True
-        # To be closed by hand is no flow control.
-        self._disconnect(reason, now, held=self.closed is None)
-        self._close(reason)
-        self.channel.settle_all(reason, now)
-        self._retrying.end_refusals(now)
-        if self.admission.store is not None:
-            self.admission.store.end(reason)
 
     # What the broker says.
 
@@ -405,7 +313,7 @@ class ProducerProtocol:
         self._writing.take_back()
         self._writing.put_control(flow_ok(self.channel.number, active))
         if active:
-            self._lift(HoldKind.CHANNEL_FLOW, now)
+            self.consequences.lift(HoldKind.CHANNEL_FLOW, now)
         else:
             self.gate.hold(HoldKind.CHANNEL_FLOW, now=now)
 
@@ -420,8 +328,8 @@ class ProducerProtocol:
     @step
     def on_ack(self, tag: int, multiple: bool, now: float) -> None:
         """``Basic.Ack``: the broker takes responsibility."""
-        self.settling.answer(tag, multiple, Outcome.CONFIRMED, now)
-        self._update(now)
+        self._settling.answer(tag, multiple, Outcome.CONFIRMED, now)
+        self.consequences.update(now)
 
     def on_acks(self, acks: list[tuple[int, int]], now: float) -> None:
         """The acks of one read, as the tap has them: `Tap` says what is in the list."""
@@ -429,15 +337,15 @@ class ProducerProtocol:
         if steps.is_unfinished:
             steps.resume()
         steps.is_unfinished = True
-        self.settling.settle_acked(acks, now)
-        self._update(now)
+        self._settling.settle_acked(acks, now)
+        self.consequences.update(now)
         steps.is_unfinished = False
 
     @step
     def on_nack(self, tag: int, multiple: bool, now: float) -> None:
         """``Basic.Nack``: the broker does not."""
-        self.settling.answer(tag, multiple, Outcome.NACKED, now)
-        self._update(now)
+        self._settling.answer(tag, multiple, Outcome.NACKED, now)
+        self.consequences.update(now)
 
     @step
     def on_return(self, code: int, text: str, exchange: str, routing_key: str, header: bytes, body: bytes) -> None:
@@ -451,7 +359,7 @@ class ProducerProtocol:
             header: the payload of the content header frame.
             body: the content.
         """
-        self.settling.note_return((code, text), decode_message(header, body), exchange, routing_key)
+        self._settling.note_return((code, text), decode_message(header, body), exchange, routing_key)
 
     @step
     def put_control(self, frame: bytes) -> None:
@@ -466,7 +374,7 @@ class ProducerProtocol:
         if steps.is_unfinished:
             steps.resume()
         steps.is_unfinished = True
-        data = self._writing.next_bytes(limit, self._now)
+        data = self._writing.next_bytes(limit, self.consequences.now)
         steps.is_unfinished = False
         return data
 
@@ -480,47 +388,43 @@ class ProducerProtocol:
         if steps.is_unfinished:
             steps.resume()
         steps.is_unfinished = True
-        outbound = self.unconfirmed.outbound
+        outbound = self._unconfirmed.outbound
         outbound.advance(count)
         self.admission.unwritten -= count
-        self._now = now
+        self.consequences.now = now
         if not self.settings.confirms:
-            self.settling.settle_written(now)
-            self._update(now)
+            self._settling.settle_written(now)
+            self.consequences.update(now)
         if not self.gate.is_open:
-            self._lift_transport(now)
+            self.consequences.lift_transport(now)
         steps.is_unfinished = False
         return not outbound.mid_frame
-
-    def _lift_transport(self, now: float) -> None:
-        if self.admission.is_nearly_written:
-            self._lift(HoldKind.TRANSPORT, now)
 
     @property
     def unfinished(self) -> bytes:
         """What is still to be written of frames that have begun; empty at a frame border."""
-        return self.unconfirmed.outbound.unfinished
+        return self._unconfirmed.outbound.unfinished
 
     @property
     def written(self) -> int:
         """How many messages are all written on this channel."""
-        return self.unconfirmed.outbound.finished
+        return self._unconfirmed.outbound.finished
 
     @property
     def is_stopped(self) -> bool:
         """Whether no message may begin."""
-        return self.unconfirmed.outbound.stopped
+        return self._unconfirmed.outbound.stopped
 
     @property
     def has_answer(self) -> bool:
         """Whether something is to be written that a stop does not keep back."""
-        return not self.unconfirmed.outbound.is_empty
+        return not self._unconfirmed.outbound.is_empty
 
     @step
     def end_writing(self) -> bool:
         """Have no message begin any more; whether none has begun and not ended."""
         self._writing.take_back()
-        return self.unconfirmed.outbound.stop()
+        return self._unconfirmed.outbound.stop()
 
     # What the clock says.
 
@@ -529,103 +433,18 @@ class ProducerProtocol:
         times = [self.controller.ready_at(now), self._retrying.next_timer(now)]
         if self.admission.store is not None:
             times.append(self.admission.store.next_timer(now))
-        if self.expiry is not None:
-            times.append(self.expiry.next_at())
+        if self._expiry is not None:
+            times.append(self._expiry.next_at())
         return min((at for at in times if at is not None), default=None)
 
     @property
     def needs_timer(self) -> bool:
         """Whether time alone may change something, so that the owner has to call `on_timer` at `next_timer`."""
-        return self.settings.rate is not None or self.expiry is not None or self._retrying.needs_timer
+        return self.settings.rate is not None or self._expiry is not None or self._retrying.needs_timer
 
     @step
     def on_timer(self, now: float) -> None:
         """Time has passed."""
-        self._now = now
-        self._expire(now)
-        self._go_on(now)
-
-    def _expire(self, now: float) -> None:
-        """Settle the messages whose `delivery_timeout` has passed (E16)."""
-        if self.expiry is None:
-            return
-        before = self.expiry.expired_before(self.admission.next_number, now)
-        if before:
-            if self._oldest_unsettled() < before:
-                self._writing.take_back()
-                self.channel.expire(before, f"delivery_timeout={self.expiry.timeout:g} s has passed", now)
-                self._update(now)
-                self._lift_transport(now)
-            self.expiry.forget(before)
-
-    def _oldest_unsettled(self) -> int:
-        """Return the lowest number of an unsettled message; the next number if there is none."""
-        parts = (
-            self.unconfirmed.oldest_number(),
-            *(each[0]._number for each in (self.resending.again, self.admission.unsent) if each),
-        )
-        return min(filter(None, parts), default=self.admission.next_number)
-
-    # What follows from a step.
-
-    def _update(self, now: float) -> None:
-        """Do what follows when messages were settled, or have left the wire."""
-        if self.untold.count and self.reports.settled:
-            # Before any sender is admitted for what has just been settled.
-            self._hold_untold(now)
-        if self.controller.waiting or not self.gate.is_open:
-            self._go_on(now)
-        else:
-            self._wake_settled()
-
-    def _go_on(self, now: float) -> None:
-        """Do what the time, the gate and the window allow."""
-        self._retrying.go_on(now)
-        self.line.grant(now)
-        self._wake_settled()
-
-    def _wake_settled(self) -> None:
-        if self.waiters.settled:
-            self.waiters.wake_settled(self._oldest_unsettled())
-
-    def _hold_changed(self, hold: Hold, raised: bool, now: float) -> None:
-        if hold.kind in _STOPS_WRITING:
-            self._apply_stops(now)
-        if self.waiters.unflowed and not raised:
-            self.waiters.wake_unflowed()
-        self.reports.report_hold(hold, raised, now, connecting=not self.channel.was_open, ending=self._is_ending)
-
-    @property
-    def _is_ending(self) -> bool:
-        """Whether holds go because the producer was closed."""
-        return self.channel.is_over and self.closed is not None
-
-    def _apply_stops(self, now: float) -> None:
-        stopped = any(map(self.gate.is_held_by, _STOPS_WRITING))
-        self.unconfirmed.outbound.stopped = stopped
-        if stopped:
-            self._writing.take_back()
-            self.resending.refusals.stop_clock(now)
-        elif self.channel.number is not None:
-            self.resending.refusals.start_clock(now)
-
-    def _heal(self) -> None:
-        """Repair what an unfinished step has left, see `step`."""
-        now = self._now
-        self.settling.heal()
-        self.channel.heal(now)
-        # Not `take_back`: the I/O thread may be giving the bytes to the socket.
-        self._writing.move_back()
-        self._apply_stops(now)
-        self.admission.heal(lambda: self.unsettled_receipts)
-        self.line.heal()
-        self.reports.heal(now, connecting=not self.channel.was_open, ending=self._is_ending)
-        self.channel.count_unwritten(now)
-        self._retrying.heal(now)
-        if self.closed is not None:
-            self._close(self.closed)
-
-    def _follow_up(self) -> None:
-        """Do what was to follow from an unfinished step."""
-        self.waiters.wake_unflowed()
-        self._go_on(self._now)
+        self.consequences.now = now
+        self.consequences.expire(now)
+        self.consequences.go_on(now)

@@ -4,7 +4,7 @@ Any other exception that leaves a step counts as an interrupt, too.
 
 Python runs signal handlers between two instructions of the main thread, so an asyncio loop or a drop-in may leave a
 step in the middle. Nothing is undone there. The step leaves a mark, and the next step of the same producer, whichever
-that is, first repairs the state (`ProducerProtocol._heal`). Two rules make that possible:
+that is, first repairs the state (`Consequences._heal`). Two rules make that possible:
 
 1. A step first applies a change to its target, then removes the source. Doing it twice does no harm.
 2. Everything that can be counted (the used window, unwritten bytes, the tickets in line) is counted anew. What is
@@ -29,18 +29,16 @@ _R = TypeVar("_R")
 
 
 class Steps:
-    """Knows whether the last step of a producer came to its end; shared by all that take its steps.
-
-    Args:
-        heal: repairs what an unfinished step has left.
-        follow_up: does what was to follow from it.
-    """
+    """Knows whether the last step of a producer came to its end; shared by all that take its steps."""
 
     __slots__ = ("follow_up", "heal", "is_unfinished")
 
-    def __init__(self, heal: Callable[[], None], follow_up: Callable[[], None]) -> None:
-        self.heal = heal
-        self.follow_up = follow_up
+    #: Repairs what an unfinished step has left; set by `Consequences`.
+    heal: Callable[[], None]
+    #: Does what was to follow from it; likewise.
+    follow_up: Callable[[], None]
+
+    def __init__(self) -> None:
         #: True while a step runs, and after one that was interrupted.
         self.is_unfinished = False
 

@@ -95,15 +95,15 @@ class _Protocol(EncodedProtocol):
     @step
     def advance(self, count: int, now: float) -> bool:
         # An admitted message is written at once, so none is admitted before all bytes are written.
-        outbound = self.unconfirmed.outbound
+        outbound = self.parts.unconfirmed.outbound
         outbound.advance(count)
         self.admission.unwritten -= count
         if self.before is None:
             # The broker does not answer.
-            self.settling.answer(0, True, Outcome.CONFIRMED, now)
-            self._update(now)
+            self.parts.settling.answer(0, True, Outcome.CONFIRMED, now)
+            self.consequences.update(now)
         if not self.gate.is_open and not self.unwritten:
-            self._lift(HoldKind.TRANSPORT, now)
+            self.consequences.lift(HoldKind.TRANSPORT, now)
         return not outbound.mid_frame
 
     def on_flow(self, active: bool, now: float) -> None:

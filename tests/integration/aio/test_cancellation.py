@@ -226,8 +226,8 @@ def test_random_cancels_lose_and_invent_nothing(run: Run, broker: Broker, seed: 
         producer.capacity = 7
         await producer.flush(timeout=20)
         assert (producer.available, producer.unsettled) == (7, 0)
-        assert producer._protocol.byte_window is not None
-        assert producer._protocol.byte_window.used == 0
+        assert producer._protocol.limits.byte_window is not None
+        assert producer._protocol.limits.byte_window.used == 0
         assert producer._protocol.controller.waiting == 0
         assert producer._protocol.line.tickets == {}
         await producer.close()

@@ -336,7 +336,7 @@ def test_a_close_in_the_middle_of_a_message_does_not_cost_the_others_their_conne
             large = [await producer.send(bytes(6_000_000), timeout=None)]
             with pytest.raises(FlowControlTimeout):
                 await producer.send(b"no", timeout=0.1)
-            assert not producer._protocol.unconfirmed.outbound.mid_frame or producer.in_flight == 1
+            assert not producer._protocol.parts.unconfirmed.outbound.mid_frame or producer.in_flight == 1
             closing = asyncio.create_task(producer.close(timeout=0.1))
             await soon(lambda: producer._engine.link is not None and producer._engine.link._ended is not None)
             if reads_again:

@@ -96,7 +96,7 @@ def produce_regardless(*arguments: Any) -> None:
 
     def answer(protocol: ProducerProtocol, active: bool, now: float) -> None:
         assert protocol.channel.number is not None
-        protocol.unconfirmed.outbound.put_control(flow_ok(protocol.channel.number, active))
+        protocol.parts.unconfirmed.outbound.put_control(flow_ok(protocol.channel.number, active))
 
     ProducerProtocol.on_flow = answer  # type: ignore[method-assign]  # a fault that is planted
     produce(*arguments)

@@ -173,8 +173,8 @@ def test_what_is_settled_is_not_kept(broker: Broker) -> None:
         producer.flush(timeout=20)
         protocol = producer._protocol
         assert protocol.unsettled_receipts == ()
-        assert not protocol.unconfirmed.flight
-        assert not protocol.resending.copies
-        assert not protocol.returns.by_id
+        assert not protocol.parts.unconfirmed.flight
+        assert not protocol.parts.resending.copies
+        assert not protocol.parts.returns.by_id
         assert not protocol.reports.failures
         assert protocol.unwritten == 0

@@ -88,9 +88,9 @@ def write(protocol: ProducerProtocol, count: int, now: float = 0.0) -> bytes:
 
 def check_order(protocol: ProducerProtocol) -> None:
     """All that is not on the wire stands in the order of admission, and what is on it in that of the tags."""
-    numbers = [receipt._number for receipt in (*protocol.resending.again, *protocol.admission.unsent)]
+    numbers = [receipt._number for receipt in (*protocol.parts.resending.again, *protocol.admission.unsent)]
     assert numbers == sorted(set(numbers))
-    unconfirmed = protocol.unconfirmed
+    unconfirmed = protocol.parts.unconfirmed
     assert unconfirmed.oldest == min(unconfirmed.flight, default=unconfirmed.outbound.given + 1)
     assert list(unconfirmed.flight) == sorted(unconfirmed.flight)
     on_the_wire = [receipt._number for receipt in unconfirmed.flight.values()]

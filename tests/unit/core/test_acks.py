@@ -144,7 +144,7 @@ def test_of_a_run_that_has_been_answered_in_part_the_rest_is_settled() -> None:
     protocol.on_ack(2, True, 0.0)
     protocol.on_acks([(1, 5)], 0.0)
     assert [receipt.outcome for receipt in receipts] == [*[Outcome.CONFIRMED] * 6, None, None]
-    assert protocol.unconfirmed.oldest == 7, "or a multiple ack would walk through all that was ever sent"
+    assert protocol.parts.unconfirmed.oldest == 7, "or a multiple ack would walk through all that was ever sent"
     protocol.on_acks([(7, 2)], 0.0)
     assert protocol.reports.wake == ["all"]
 
@@ -194,7 +194,7 @@ def busy(sizes: list[int], share: float, settings: dict[str, Any], *, wants_all:
             protocol.waiters.when_flushed(f"flush {number}")
     write(protocol, int(protocol.unwritten * share))
     for tag in (3, 4):
-        receipt = protocol.unconfirmed.find(tag)
+        receipt = protocol.parts.unconfirmed.find(tag)
         if receipt is not None and tag <= protocol.written:
             returned(protocol, receipt.message_id)
     return protocol
@@ -203,12 +203,12 @@ def busy(sizes: list[int], share: float, settings: dict[str, Any], *, wants_all:
 def state(protocol: ProducerProtocol) -> dict[str, Any]:
     return {
         "unsettled": [receipt.message_id for receipt in protocol.unsettled_receipts],
-        "tags": {tag: receipt._number for tag, receipt in protocol.unconfirmed.flight.items()},
-        "oldest": protocol.unconfirmed.oldest,
+        "tags": {tag: receipt._number for tag, receipt in protocol.parts.unconfirmed.flight.items()},
+        "oldest": protocol.parts.unconfirmed.oldest,
         "admitted": protocol.admission.admitted,
         "window": protocol.window.used,
-        "bytes": protocol.byte_window and protocol.byte_window.used,
-        "ids": {name: [receipt._number for receipt in own] for name, own in protocol.returns.by_id.items()},
+        "bytes": protocol.limits.byte_window and protocol.limits.byte_window.used,
+        "ids": {name: [receipt._number for receipt in own] for name, own in protocol.parts.returns.by_id.items()},
         "wake": sorted(protocol.reports.wake),
         "settled": [(receipt._number, receipt.outcome) for receipt in protocol.reports.settled or ()],
         "failures": [(receipt._number, receipt.outcome) for receipt in protocol.reports.failures],

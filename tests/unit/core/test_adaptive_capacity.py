@@ -68,10 +68,10 @@ def test_the_window_shrinks_when_answers_are_held_back() -> None:
     for _ in range(8):
         fill(protocol, now)
         now += 0.01
-        protocol.on_ack(protocol.unconfirmed.oldest + protocol.unsettled // 2, True, now)
+        protocol.on_ack(protocol.parts.unconfirmed.oldest + protocol.unsettled // 2, True, now)
         fill(protocol, now)
         now += 10.0
-        protocol.on_ack(protocol.unconfirmed.oldest, False, now)
+        protocol.on_ack(protocol.parts.unconfirmed.oldest, False, now)
     assert protocol.window.capacity < before / 8
 
 
@@ -98,7 +98,7 @@ def test_a_window_that_is_small_for_a_moment_does_not_make_callbacks_slow() -> N
     protocol = make(capacity="auto", capacity_max=100)
     protocol.reports.settled = []
     for untold in (50, 101):
-        for _ in range(untold - protocol.untold.count):
+        for _ in range(untold - protocol.parts.untold.count):
             send(protocol)
             drain(protocol)
             protocol.on_ack(0, True, 0.0)

@@ -55,8 +55,8 @@ def test_c6_no_more_than_capacity_bytes_are_unsettled() -> None:
     send(protocol, b""), "nothing always fits"
     drain(protocol)
     protocol.on_ack(1, False, 1.0)
-    assert protocol.byte_window is not None
-    assert protocol.byte_window.used == 40
+    assert protocol.limits.byte_window is not None
+    assert protocol.limits.byte_window.used == 40
     send(protocol, b"e" * 60, now=1.0)
 
 
@@ -464,7 +464,7 @@ def test_what_is_settled_by_the_end_holds_nothing() -> None:
     protocol = make(capacity=4)
     protocol.reports.settled = []
     protocol.close("the producer is closed", 1.0)
-    protocol.untold.count = 5
+    protocol.parts.untold.count = 5
     protocol.take_settled(1.0)
     assert holds(protocol) == []
 
@@ -648,8 +648,8 @@ def test_whatever_encoding_raises_takes_no_room() -> None:
     with pytest.raises(ZeroDivisionError):
         protocol.admission.send(MARKED, "", "q", 0.0)
     assert protocol.window.used == protocol.unsettled == 0
-    assert protocol.byte_window is not None
-    assert protocol.byte_window.used == 0
+    assert protocol.limits.byte_window is not None
+    assert protocol.limits.byte_window.used == 0
     send(protocol)
 
 
@@ -669,7 +669,7 @@ def test_whatever_an_observer_raises_takes_no_room_and_expects_no_return() -> No
     protocol.admission.observer = None
     protocol.on_timer(0.0)
     assert protocol.window.used == protocol.unsettled == 1
-    assert list(map(len, protocol.returns.by_id.values())) == [1]
+    assert list(map(len, protocol.parts.returns.by_id.values())) == [1]
     assert len(wire(drain(protocol)).messages) == 1
     assert protocol.unwritten == 0
 
@@ -683,8 +683,8 @@ def test_whatever_encoding_raises_after_the_wait_is_the_ticket_s_error_and_the_n
     protocol.on_ack(1, False, 1.0)
     assert isinstance(bad.error, ZeroDivisionError)
     assert after.receipt is not None
-    assert protocol.byte_window is not None
-    assert protocol.window.used == protocol.byte_window.used == 1
+    assert protocol.limits.byte_window is not None
+    assert protocol.window.used == protocol.limits.byte_window.used == 1
 
 
 def test_ctrl_c_while_a_waiting_message_is_admitted_comes_through_and_leaves_it_waiting() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from qflow_client import Message, ProducerSettings, Receipt
 from qflow_client.core.admission import Admission
+from qflow_client.core.channel import Channel
 from qflow_client.core.protocol import ProducerProtocol
 from tests.interrupting import EVERY, interrupted
 
@@ -161,7 +162,7 @@ STEPS: dict[str, Callable[[ProducerProtocol], object]] = {
     "flow": _flow,
     "lose": _lose,
     "capacity": lambda protocol: protocol.set_capacity(50, 0.5),
-    "heal": lambda protocol: protocol._heal(),
+    "heal": lambda protocol: protocol.steps.heal(),
     "flow state": lambda protocol: protocol.flow_state(0.5),
 }
 
@@ -215,33 +216,30 @@ class CountingAdmission(Admission):
         return cost
 
 
-class Meanwhile(ProducerProtocol):
-    """Admits a message while all unsettled messages, or the bytes of one, are counted, as often as it is told to."""
+class CountingChannel(Channel):
+    """Admits a message whenever all unsettled messages are counted, as often as it is told to."""
 
-    def __init__(self) -> None:
-        super().__init__(ProducerSettings(routing_key="q"), id_prefix="p-", now=0.0)
-        self.times = 0
-        self.admission.__class__ = CountingAdmission
+    __slots__ = ()
+    times = 0
 
-    @property
-    def unsettled_receipts(self) -> tuple[Receipt, ...]:
-        receipts = super().unsettled_receipts
-        if self.times:
-            self.times -= 1
-            self.admission.send_at_once(b"meanwhile", "", "q")
+    def unsettled(self) -> tuple[Receipt, ...]:
+        receipts = super().unsettled()
+        if CountingChannel.times:
+            CountingChannel.times -= 1
+            self._admission.send_at_once(b"meanwhile", "", "q")
         return receipts
 
 
 @pytest.mark.parametrize(("times", "costs"), [(1, 0), (2, 0), (0, 1), (2, 2)])
 def test_what_is_admitted_while_all_is_counted_anew_is_counted(times: int, costs: int) -> None:
-    protocol = Meanwhile()
-    protocol.channel_opened(CHANNEL, FRAME_MAX, 0.0)
+    protocol = make()
+    protocol.admission.__class__, protocol.channel.__class__ = CountingAdmission, CountingChannel
     send(protocol)
     # One with an id of its own, which is noted and then not admitted.
-    protocol.returns.by_id = {"own": [Receipt(b"", protocol.admission._last[2], None)]}
-    protocol.times, CountingAdmission.costs = times, costs
-    protocol._heal()
-    assert protocol.returns.by_id == {}
+    protocol.parts.returns.by_id = {"own": [Receipt(b"", protocol.admission._last[2], None)]}
+    CountingChannel.times, CountingAdmission.costs = times, costs
+    protocol.steps.heal()
+    assert protocol.parts.returns.by_id == {}
     assert protocol.window.used == len(protocol.unsettled_receipts) == 1 + times + costs
     drain(protocol)
     assert protocol.unwritten == 0

@@ -66,8 +66,8 @@ def test_acks_in_any_order_settle_each_message_once() -> None:
     protocol.on_ack(6, True, 0.0)
     assert [receipts.index(receipt) + 1 for receipt in protocol.reports.settled] == [5, 2, 6, 1, 4, 3]
     assert protocol.window.used == 0
-    assert protocol.byte_window is not None
-    assert protocol.byte_window.used == 0
+    assert protocol.limits.byte_window is not None
+    assert protocol.limits.byte_window.used == 0
 
 
 @pytest.mark.parametrize(("tag", "multiple"), [(0, False), (3, False), (3, True), (99, True), ((1 << 64) - 1, False)])
@@ -157,7 +157,7 @@ def test_a_return_with_an_id_of_the_application_finds_its_message() -> None:
     returned(protocol, "order 1")
     protocol.on_ack(3, True, 0.0)
     assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED, Outcome.RETURNED, Outcome.CONFIRMED]
-    assert not protocol.returns.by_id
+    assert not protocol.parts.returns.by_id
 
 
 def test_of_two_messages_with_one_id_the_first_return_is_the_first_s() -> None:
@@ -169,7 +169,7 @@ def test_of_two_messages_with_one_id_the_first_return_is_the_first_s() -> None:
     returned(protocol, "same")
     protocol.on_ack(3, True, 0.0)
     assert [receipt.outcome for receipt in receipts] == [Outcome.RETURNED, Outcome.RETURNED, Outcome.CONFIRMED]
-    assert not protocol.returns.by_id
+    assert not protocol.parts.returns.by_id
 
 
 def test_of_two_messages_with_one_id_to_two_places_the_right_one_is_returned() -> None:
@@ -225,7 +225,7 @@ def test_what_is_not_all_written_cannot_have_come_back(message_id: str | None) -
     # The first return of two messages with one id is the first's.
     assert first.outcome is (Outcome.RETURNED if message_id else Outcome.CONFIRMED)
     assert second.outcome is Outcome.CONFIRMED
-    assert not protocol.returns.by_id
+    assert not protocol.parts.returns.by_id
 
 
 def test_a_message_that_is_returned_twice_is_returned() -> None:
@@ -275,7 +275,7 @@ def test_without_confirms_what_is_sent_later_settles_too() -> None:
         receipt = send(protocol, Message(b"x", message_id="own"))
         drain(protocol)
         assert receipt.outcome is Outcome.SENT
-    assert not protocol.returns.by_id
+    assert not protocol.parts.returns.by_id
 
 
 def test_without_confirms_a_return_is_a_failure_of_its_own() -> None:
@@ -351,7 +351,7 @@ def test_with_message_ids_off_a_message_has_only_the_id_it_brings() -> None:
     messages = wire(drain(protocol)).messages
     assert [message.properties.message_id for message in messages] == [None, "own", None]
     assert not any(message.mandatory for message in messages), "no return could be told"
-    assert not protocol.returns.by_id
+    assert not protocol.parts.returns.by_id
     assert [receipt.message_id for receipt in receipts] == [None, "own", None]
     assert receipts[0].message == Message(b"x")
     assert receipts[2].message == receipts[2]._payload
@@ -367,7 +367,7 @@ def test_mandatory_is_on_the_wire_as_it_is_set() -> None:
         send(protocol)
         send(protocol, Message(b"y", message_id="own"))
         assert [message.mandatory for message in wire(drain(protocol)).messages] == [mandatory, mandatory]
-        assert bool(protocol.returns.by_id) == mandatory, "what is never returned need not be found"
+        assert bool(protocol.parts.returns.by_id) == mandatory, "what is never returned need not be found"
 
 
 def test_every_message_goes_to_its_own_place_also_on_the_next_channel() -> None:
@@ -505,7 +505,7 @@ def test_E6_a_confirm_that_does_not_come_keeps_nothing_but_its_own_message() -> 
         send(protocol, b"x")
         drain(protocol)
         protocol.on_ack(tag, False, 0.0)
-    assert protocol.unconfirmed.flight == {1: first}
+    assert protocol.parts.unconfirmed.flight == {1: first}
     assert protocol.in_flight == protocol.unsettled == 1
     protocol.on_ack(0, True, 0.0)
     assert first.outcome is Outcome.CONFIRMED

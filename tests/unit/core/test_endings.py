@@ -36,8 +36,8 @@ def test_a_lost_connection_settles_the_written_as_unknown_and_the_others_as_fail
     assert isinstance(receipts[2].error(), MessageFailed)
     assert protocol.reports.settled == receipts
     assert protocol.unsettled == protocol.in_flight == protocol.window.used == 0
-    assert protocol.byte_window is not None
-    assert protocol.byte_window.used == 0
+    assert protocol.limits.byte_window is not None
+    assert protocol.limits.byte_window.used == 0
     assert protocol.unwritten == 0
 
 
@@ -68,7 +68,7 @@ def test_what_was_returned_and_not_yet_acked_is_returned(code: int) -> None:
     returned(protocol, "own", code=code)
     protocol.connection_lost("reset by peer", 1.0)
     assert receipt.outcome is Outcome.RETURNED
-    assert not protocol.returns.by_id
+    assert not protocol.parts.returns.by_id
 
 
 def test_who_waits_learns_that_the_connection_is_lost_and_later_sends_raise() -> None:
@@ -262,7 +262,7 @@ def test_however_far_writing_and_answers_got_every_receipt_is_settled_exactly_on
     write(protocol, int(protocol.unwritten * share))
     for tag, multiple, ack in answers:
         (protocol.on_ack if ack else protocol.on_nack)(tag, multiple, 0.0)
-    finished, begun = protocol.written, protocol.unconfirmed.outbound.begun
+    finished, begun = protocol.written, protocol.parts.unconfirmed.outbound.begun
     protocol.connection_lost("reset by peer", 1.0)
     assert sorted(map(id, protocol.reports.settled)) == sorted(map(id, receipts))
     for number, receipt in enumerate(receipts, 1):

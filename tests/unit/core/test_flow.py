@@ -50,7 +50,7 @@ def test_j7_a_message_of_many_frames_that_has_begun_is_brought_to_its_end(border
     send(protocol, large)
     send(protocol, b"after")
     protocol.data_to_write(1 << 20)
-    first = protocol.unconfirmed.outbound._borders[0]
+    first = protocol.parts.unconfirmed.outbound._borders[0]
     read = Wire().read(write(protocol, first + border))
     protocol.on_flow(False, 1.0)
     read.read(drain(protocol))

@@ -60,8 +60,8 @@ def test_a_send_that_is_interrupted_at_any_line_is_admitted_whole_or_not_at_all(
     for protocol, read in interrupts(payload, key):
         admitted.append(protocol.unsettled == 4)
         assert protocol.window.used == protocol.unsettled
-        assert protocol.byte_window is not None
-        assert protocol.byte_window.used == sum(receipt.size for receipt in protocol.unsettled_receipts)
+        assert protocol.limits.byte_window is not None
+        assert protocol.limits.byte_window.used == sum(receipt.size for receipt in protocol.unsettled_receipts)
         assert protocol.in_flight == 2
 
         after = send(protocol, b"after", key=key)
@@ -78,8 +78,8 @@ def test_a_send_that_is_interrupted_at_any_line_is_admitted_whole_or_not_at_all(
         returned(protocol, after.message_id, body=b"after", key=key)
         protocol.on_ack(len(bodies), True, 0.0)
         assert [each.delivered for each in receipts] == [True] * (len(bodies) - 1) + [False]
-        assert protocol.window.used == protocol.byte_window.used == protocol.unwritten == 0
-        assert not protocol.returns.by_id
+        assert protocol.window.used == protocol.limits.byte_window.used == protocol.unwritten == 0
+        assert not protocol.parts.returns.by_id
         assert protocol.reports.settled == list(receipts)
     assert admitted == sorted(admitted), "from one line on"
     assert not admitted[0]
@@ -87,14 +87,14 @@ def test_a_send_that_is_interrupted_at_any_line_is_admitted_whole_or_not_at_all(
 
 def test_of_an_interrupted_message_with_an_id_of_its_own_no_return_is_expected_unless_it_is_admitted() -> None:
     for protocol, _ in interrupts(Message(b"abc", message_id="its own"), "q"):
-        assert ("its own" in protocol.returns.by_id) == (protocol.unsettled == 4)
+        assert ("its own" in protocol.parts.returns.by_id) == (protocol.unsettled == 4)
 
 
 def consistent(protocol: ProducerProtocol) -> bool:
     """Whether what the protocol counts is what it has."""
     check_order(protocol)
-    costs = sum(map(protocol.admission.cost, (*protocol.resending.again, *protocol.admission.unsent)))
-    return protocol.unwritten == protocol.unconfirmed.outbound.size + costs
+    costs = sum(map(protocol.admission.cost, (*protocol.parts.resending.again, *protocol.admission.unsent)))
+    return protocol.unwritten == protocol.parts.unconfirmed.outbound.size + costs
 
 
 @pytest.mark.parametrize("payload", [b"abc", Message(b"abc", message_id="own")])
@@ -185,8 +185,8 @@ def all_get_out(protocol: ProducerProtocol, tickets: list[SendTicket]) -> list[b
         seen.read(drain(protocol))
         protocol.on_ack(0, True, 5.0 + step)
     assert protocol.controller.waiting == protocol.unsettled == protocol.window.used == 0
-    assert protocol.byte_window is not None
-    assert protocol.byte_window.used == 0
+    assert protocol.limits.byte_window is not None
+    assert protocol.limits.byte_window.used == 0
     assert not protocol.gate.holds
     assert protocol.gate.is_open == (protocol.closed is None)
     assert all(ticket.decided for ticket in tickets)
@@ -607,4 +607,4 @@ def test_a_step_that_runs_out_of_memory_is_made_good(
     assert consistent(protocol)
     read.read(drain(protocol))
     assert [message.body for message in read.messages] == list(BODIES)
-    assert list(protocol.unconfirmed.flight) == [1, 2, 3, 4, 5, 6]
+    assert list(protocol.parts.unconfirmed.flight) == [1, 2, 3, 4, 5, 6]

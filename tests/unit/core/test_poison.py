@@ -320,7 +320,7 @@ def test_a_message_over_which_the_connection_is_lost_every_time_is_given_back_an
     broker = Lossy(protocol, b"3")
     connections = 0
     while receipts[2].outcome is None:
-        broker.connection(hears=hears or broker.protocol.resending.suspects.numbers != set())
+        broker.connection(hears=hears or broker.protocol.parts.resending.suspects.numbers != set())
         connections += 1
         assert connections < 14
     assert receipts[2].outcome is Outcome.UNKNOWN

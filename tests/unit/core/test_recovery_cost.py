@@ -36,7 +36,7 @@ def calls(payload: bytes | Message, acks: str, settings: dict[str, Any], *, came
     assert protocol.admission.send(payload, "", "q", 0.0) is not None
     drain(protocol)
     protocol.on_ack(0, True, 0.0)
-    first = protocol.unconfirmed.oldest
+    first = protocol.parts.unconfirmed.oldest
     made: Counter[str] = Counter()
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:

@@ -538,7 +538,7 @@ def test_E6_what_is_settled_behind_the_oldest_while_somebody_flushes_is_let_go()
         drain(protocol, 1.0)
         protocol.on_ack(tag, False, 1.0)
     assert [one.outcome, two.outcome, three.outcome] == ["confirmed", None, None]
-    assert len(protocol.unconfirmed._by_number) < 100
+    assert len(protocol.parts.unconfirmed._by_number) < 100
     protocol.on_ack(5, False, 1.0)
     assert protocol.reports.wake == []
     check_order(protocol)
@@ -569,7 +569,7 @@ def test_E6_nothing_is_kept_of_refused_messages_that_are_settled(retry_for: floa
         # Broker-J refuses what it returns.
         returned(protocol, str(tag))
         protocol.on_nack(tag, False, 0.0)
-    assert not protocol.resending.refusals._first_refused
+    assert not protocol.parts.resending.refusals._first_refused
     assert protocol.unsettled == 0
 
 

@@ -358,7 +358,7 @@ def test_what_leaves_again_is_made_as_the_socket_takes_it() -> None:
     lose(protocol)
     protocol.channel_opened(CHANNEL, FRAME_MAX, 1.0)
     assert protocol.unwritten > 50 * len(body), "all of it counts"
-    outbound = protocol.unconfirmed.outbound
+    outbound = protocol.parts.unconfirmed.outbound
     assert outbound.size == 0, "and nothing is made"
     most = seen = 0
     while data := protocol.data_to_write(1 << 14):

@@ -137,9 +137,9 @@ class Life:
         assert all(receipt._outcome is not None for receipt in receipts)
         assert not protocol.unsettled_receipts
         assert protocol.window.used == protocol.unwritten == protocol.controller.waiting == 0
-        assert protocol.byte_window is not None
-        assert protocol.byte_window.used == 0
-        assert not protocol.returns.by_id
+        assert protocol.limits.byte_window is not None
+        assert protocol.limits.byte_window.used == 0
+        assert not protocol.parts.returns.by_id
         assert not self.store.kept
         assert self.reported_holds() == {hold.kind for hold in protocol.gate.holds}
         reported: Iterable[Receipt] | None = protocol.reports.settled
@@ -290,7 +290,7 @@ def test_E2_whatever_step_follows_brings_an_unfinished_one_to_its_end(
 def test_a_route_that_was_made_for_another_channel_is_made_anew_with_the_frames() -> None:
     protocol = make()
     send(protocol, b"1")
-    protocol.unconfirmed.encoder = PublishEncoder(CHANNEL, FRAME_MAX, id_prefix="p-", mandatory=True)
+    protocol.parts.unconfirmed.encoder = PublishEncoder(CHANNEL, FRAME_MAX, id_prefix="p-", mandatory=True)
     assert wire(drain(protocol)).short == [b"1"]
 
 

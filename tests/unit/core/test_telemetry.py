@@ -160,7 +160,7 @@ def test_what_a_connection_takes_with_it_is_told(recorded: Recorded) -> None:
     observer = observe(protocol, recorded)
     send(protocol)
     drain(protocol)
-    protocol.unconfirmed.outbound.stopped = True
+    protocol.parts.unconfirmed.outbound.stopped = True
     send(protocol)
     protocol.connection_lost("gone", now=2.0)
     assert observer.counts == {("q", Outcome.UNKNOWN): 1, ("q", Outcome.FAILED): 1}

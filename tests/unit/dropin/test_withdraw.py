@@ -61,7 +61,7 @@ def test_A4_what_is_taken_back_is_never_sent_and_all_else_is_confirmed_as_if_it_
                 protocol.on_ack(tag, True, 0.0)
         elif what == "withdraw" and receipts:
             receipt = receipts[-1 - number % len(receipts)]
-            begun = receipt in kept[: protocol.unconfirmed.outbound.begun]
+            begun = receipt in kept[: protocol.parts.unconfirmed.outbound.begun]
             was_settled = receipt.done
             assert protocol.withdraw(receipt, 0.0) is not (begun or was_settled)
             if not (begun or was_settled):
@@ -69,7 +69,7 @@ def test_A4_what_is_taken_back_is_never_sent_and_all_else_is_confirmed_as_if_it_
                 assert receipt._outcome is Outcome.FAILED
         assert [each for each in kept if not each.done] == list(protocol.unsettled_receipts)
         assert protocol.window.used == protocol.unsettled
-        assert protocol.in_flight == protocol.unconfirmed.outbound.begun - tag
+        assert protocol.in_flight == protocol.parts.unconfirmed.outbound.begun - tag
     while data := protocol.data_to_write(1 << 20):
         wire += data
         protocol.advance(len(data), 0.0)
@@ -77,8 +77,8 @@ def test_A4_what_is_taken_back_is_never_sent_and_all_else_is_confirmed_as_if_it_
     assert wire == b"".join(each._payload.frames for each in kept)  # type: ignore[union-attr]
     assert all(each._outcome is Outcome.CONFIRMED for each in kept)
     assert protocol.unsettled == 0
-    assert protocol.byte_window is not None
-    assert protocol.byte_window.used == 0
+    assert protocol.limits.byte_window is not None
+    assert protocol.limits.byte_window.used == 0
 
 
 def test_taking_back_makes_room() -> None:

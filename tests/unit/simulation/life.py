@@ -342,7 +342,9 @@ class Life:
             self.settle([each for each in tags if tag <= each <= last], Outcome.CONFIRMED)
             return
         wire_tag = (
-            0 if multiple and run == tags and self.wire.publishes == self.protocol.unconfirmed.outbound.begun else tag
+            0
+            if multiple and run == tags and self.wire.publishes == self.protocol.parts.unconfirmed.outbound.begun
+            else tag
         )
         if nack:
             self.protocol.on_nack(wire_tag, multiple, self.now)
@@ -475,20 +477,20 @@ class Life:
         self.line_moves()
         self.check(protocol.unsettled == len(self.unsettled), "unsettled is wrong")
         self.check(protocol.window.used == len(self.unsettled), "the window leaks")
-        if protocol.byte_window is not None:
-            self.check(protocol.byte_window.used == self.used_bytes, "the byte window leaks")
+        if protocol.limits.byte_window is not None:
+            self.check(protocol.limits.byte_window.used == self.used_bytes, "the byte window leaks")
         self.check(protocol.controller.waiting == len(self.line), "the line is wrong")
         # What has no frames yet has no tag.
-        oldest = min(min(self.unsettled, default=self.next_tag), protocol.unconfirmed.outbound.given + 1)
-        self.check(protocol.unconfirmed.oldest == oldest, "the oldest unsettled tag is wrong")
+        oldest = min(min(self.unsettled, default=self.next_tag), protocol.parts.unconfirmed.outbound.given + 1)
+        self.check(protocol.parts.unconfirmed.oldest == oldest, "the oldest unsettled tag is wrong")
         own: dict[str, list[Receipt]] = {}
         for sent in self.unsettled.values():
             if not sent.message_id.startswith(ID_PREFIX):
                 own.setdefault(sent.message_id, []).append(sent.receipt)
-        kept = {message_id: receipts for message_id, receipts in protocol.returns.by_id.items() if receipts}
+        kept = {message_id: receipts for message_id, receipts in protocol.parts.returns.by_id.items() if receipts}
         self.check(kept == own, "what may come back is not known by its id, or what is settled still is")
         known = {sent.message_id for sent in self.unsettled.values()}
-        self.check(known >= protocol.returns.by_id.keys(), "ids pile up")
+        self.check(known >= protocol.parts.returns.by_id.keys(), "ids pile up")
         begun = sum(sent.begun or tag <= self.wire.publishes for tag, sent in self.unsettled.items())
         self.check(protocol.in_flight == begun, f"in_flight is {protocol.in_flight} instead of {begun}")
         told = {(hold.kind, hold.source) for hold in protocol.gate.holds}

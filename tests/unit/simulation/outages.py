@@ -106,7 +106,7 @@ class Outages:
 
     def publish(self, body: bytes) -> None:
         self.tag += 1
-        receipt = self.protocol.unconfirmed.with_number(int(self.coming_id.removeprefix(ID_PREFIX), 16))
+        receipt = self.protocol.parts.unconfirmed.with_number(int(self.coming_id.removeprefix(ID_PREFIX), 16))
         told = 0 if receipt is None else receipt._tag
         self.check(told == self.tag, f"{self.coming_id} is taken for delivery tag {told}, and is {self.tag}")
         if body.startswith(POISON):

@@ -87,7 +87,7 @@ class IdsKept(ProducerProtocol):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.returns.__class__ = self._Returns
+        self.parts.returns.__class__ = self._Returns
 
     class _Returns(Returns):
         __slots__ = ()
@@ -123,7 +123,7 @@ class LateFlowOk(ProducerProtocol):
 
     def data_to_write(self, limit: int) -> bytes:
         if self.answers and not self.admission.unsent:
-            self.unconfirmed.outbound.put_control(self.answers)
+            self.parts.unconfirmed.outbound.put_control(self.answers)
             self.answers = b""
         return super().data_to_write(limit)
 
@@ -132,7 +132,7 @@ class PublishesAfterStop(ProducerProtocol):
     """What is admitted goes out although the channel is stopped."""
 
     def data_to_write(self, limit: int) -> bytes:
-        self.unconfirmed.outbound.stopped = False
+        self.parts.unconfirmed.outbound.stopped = False
         return super().data_to_write(limit)
 
 
@@ -182,7 +182,7 @@ class NackTakenForAck(ProducerProtocol):
     """A nack settles as an ack does."""
 
     def on_nack(self, tag: int, multiple: bool, now: float) -> None:
-        self.settling.answer(tag, multiple, Outcome.CONFIRMED, now)
+        self.parts.settling.answer(tag, multiple, Outcome.CONFIRMED, now)
 
 
 class BytesLost(ProducerProtocol):
@@ -190,8 +190,8 @@ class BytesLost(ProducerProtocol):
 
     def advance(self, count: int, now: float) -> bool:
         border = super().advance(count, now)
-        if self.unconfirmed.outbound._at > 1:
-            self.unconfirmed.outbound._at += 1
+        if self.parts.unconfirmed.outbound._at > 1:
+            self.parts.unconfirmed.outbound._at += 1
         return border
 
 
@@ -211,7 +211,7 @@ class StopForgetsTheBegun(ProducerProtocol):
 
     def channel_opened(self, channel: int, frame_max: int, now: float) -> None:
         super().channel_opened(channel, frame_max, now)
-        self.unconfirmed.outbound = self._Outbound()
+        self.parts.unconfirmed.outbound = self._Outbound()
 
 
 class CapacityIgnored(ProducerProtocol):

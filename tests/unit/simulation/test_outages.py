@@ -36,7 +36,7 @@ class NeverMarked(ProducerProtocol):
     """What may have arrived leaves again without the mark."""
 
     def channel_opened(self, channel: int, frame_max: int, now: float) -> None:
-        self.resending.copies.clear()
+        self.parts.resending.copies.clear()
         super().channel_opened(channel, frame_max, now)
 
 
@@ -44,7 +44,7 @@ class MarkedOnlyIfSuspected(ProducerProtocol):
     """Who keeps what is in flight forgets that an earlier channel had it, too."""
 
     def connection_lost(self, reason: str, now: float, *, reconnects: bool = False, shared: bool = False) -> bool:
-        self.resending.copies.clear()
+        self.parts.resending.copies.clear()
         return super().connection_lost(reason, now, reconnects=reconnects, shared=shared)
 
 
@@ -53,8 +53,8 @@ class LastOneLost(ProducerProtocol):
 
     def channel_opened(self, channel: int, frame_max: int, now: float) -> None:
         super().channel_opened(channel, frame_max, now)
-        if self.resending.again:
-            self.resending.again.pop()
+        if self.parts.resending.again:
+            self.parts.resending.again.pop()
 
 
 class NewOnesFirst(ProducerProtocol):
@@ -62,14 +62,14 @@ class NewOnesFirst(ProducerProtocol):
 
     def channel_opened(self, channel: int, frame_max: int, now: float) -> None:
         super().channel_opened(channel, frame_max, now)
-        self.resending.again.reverse()
+        self.parts.resending.again.reverse()
 
 
 class OldAnswers(ProducerProtocol):
     """What is unsettled when the connection is lost is taken for confirmed."""
 
     def connection_lost(self, reason: str, now: float, *, reconnects: bool = False, shared: bool = False) -> bool:
-        self.settling.settle_run(self.unconfirmed.oldest, self.written + 1, Outcome.CONFIRMED, now)
+        self.parts.settling.settle_run(self.parts.unconfirmed.oldest, self.written + 1, Outcome.CONFIRMED, now)
         return super().connection_lost(reason, now, reconnects=reconnects, shared=shared)
 
 
@@ -78,7 +78,7 @@ class FirstIsToBlame(ProducerProtocol):
 
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
         first = self.unsettled_receipts[0]
-        self._disconnect(text, now)
+        self.channel.disconnect(text, now)
         self.channel.keep(now, (), (first,), (code, text))
 
 
@@ -105,7 +105,7 @@ class AnybodyIsToBlame(ProducerProtocol):
 
     def __init__(self, *arguments: object, **keywords: object) -> None:
         super().__init__(*arguments, **keywords)  # type: ignore[arg-type]  # whatever it takes
-        self.resending.poison.__class__ = self._Hasty
+        self.parts.resending.poison.__class__ = self._Hasty
 
 
 class RefusedAndForgotten(ProducerProtocol):

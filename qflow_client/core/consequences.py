@@ -1,0 +1,163 @@
+"""What follows from a step, whichever it was.
+
+When messages were settled, or a hold came or went, then messages are tried again, waiting senders are admitted, and
+waiters are woken. And when a step was interrupted, the next one repairs what it has left, see `step`.
+"""
+
+from __future__ import annotations
+
+from qflow_client.core.parts import Parts
+from qflow_client.core.untold import ON_DELIVERY
+from qflow_client.events import HoldKind
+from qflow_client.flow import Hold
+
+__all__ = ["Consequences"]
+
+# The holds under which admitted messages do not leave either.
+_STOPS_WRITING = (HoldKind.CHANNEL_FLOW, HoldKind.CONNECTION_BLOCKED)
+
+
+class Consequences:
+    """What follows in one producer's protocol.
+
+    Args:
+        parts: of the protocol.
+        now: seconds.
+    """
+
+    def __init__(self, parts: Parts, now: float) -> None:
+        self._parts = parts
+        # Those that every answer of the broker comes to.
+        self._gate, self._controller = parts.gate, parts.controller
+        self._reports, self._untold, self._waiters = parts.reports, parts.untold, parts.waiters
+        #: The time of the last `channel_opened`, `advance` or `on_timer`.
+        self.now = now
+        parts.gate.observer = self._hold_changed
+        parts.steps.heal, parts.steps.follow_up = self._heal, self._follow_up
+
+    def update(self, now: float) -> None:
+        """Do what follows when messages were settled, or have left the wire."""
+        if self._untold.count and self._reports.settled:
+            # Before any sender is admitted for what has just been settled.
+            self.hold_untold(now)
+        if self._controller.waiting or not self._gate.is_open:
+            self.go_on(now)
+        else:
+            self._wake_settled()
+
+    def go_on(self, now: float) -> None:
+        """Do what the time, the gate and the window allow."""
+        self._parts.retrying.go_on(now)
+        self._parts.line.grant(now)
+        self._wake_settled()
+
+    def _wake_settled(self) -> None:
+        if self._waiters.settled:
+            self._waiters.wake_settled(self._parts.channel.oldest_unsettled())
+
+    # Holds.
+
+    def lift(self, kind: str, now: float, source: str = "") -> None:
+        """Lift a hold, and admit the messages that waited for that."""
+        if self._gate.lift(kind, now=now, source=source) is not None or self._controller.waiting:
+            self._parts.line.grant(now)
+
+    def lift_transport(self, now: float) -> None:
+        """Lift the hold of the socket if nearly all is written."""
+        if self._parts.admission.is_nearly_written:
+            self.lift(HoldKind.TRANSPORT, now)
+
+    def hold_untold(self, now: float) -> None:
+        """Hold senders if the application is not told of too many receipts yet."""
+        if self._parts.admission.closed is None:
+            self._untold.hold_if_many(now)
+
+    def lift_untold(self, count: int, now: float) -> None:
+        """Take note that the application has been told of so many more receipts."""
+        if self._untold.note_told(count):
+            self.lift(HoldKind.CAPACITY, now, ON_DELIVERY)
+
+    def _hold_changed(self, hold: Hold, raised: bool, now: float) -> None:
+        if hold.kind in _STOPS_WRITING:
+            self.apply_stops(now)
+        if self._waiters.unflowed and not raised:
+            self._waiters.wake_unflowed()
+        self._reports.report_hold(
+            hold, raised, now, connecting=not self._parts.channel.was_open, ending=self._is_ending
+        )
+
+    @property
+    def _is_ending(self) -> bool:
+        """Whether holds go because the producer was closed."""
+        return self._parts.channel.is_over and self._parts.admission.closed is not None
+
+    def apply_stops(self, now: float) -> None:
+        """Let messages begin to be written, or none, as the holds have it now."""
+        parts = self._parts
+        stopped = any(map(self._gate.is_held_by, _STOPS_WRITING))
+        parts.unconfirmed.outbound.stopped = stopped
+        if stopped:
+            parts.writing.take_back()
+            parts.resending.refusals.stop_clock(now)
+        elif parts.channel.number is not None:
+            parts.resending.refusals.start_clock(now)
+
+    # Time.
+
+    def expire(self, now: float) -> None:
+        """Settle the messages whose `delivery_timeout` has passed (E16)."""
+        parts = self._parts
+        if parts.expiry is None:
+            return
+        before = parts.expiry.expired_before(parts.admission.next_number, now)
+        if before:
+            if parts.channel.oldest_unsettled() < before:
+                parts.writing.take_back()
+                parts.channel.expire(before, f"delivery_timeout={parts.expiry.timeout:g} s has passed", now)
+                self.update(now)
+                self.lift_transport(now)
+            parts.expiry.forget(before)
+
+    # Ends.
+
+    def close(self, reason: str) -> None:
+        """Admit nothing from now on, and wake the callers that wait for that."""
+        self._parts.admission.close(reason)
+        self._reports.is_ending = True
+        self._parts.line.close()
+        self._waiters.end_unflowed()
+
+    def end(self, reason: str, now: float) -> None:
+        """Settle every message: there will be no further channel."""
+        parts = self._parts
+        parts.channel.is_over = True
+        # To be closed by hand is no flow control.
+        parts.channel.disconnect(reason, now, held=parts.admission.closed is None)
+        self.close(reason)
+        parts.channel.settle_all(reason, now)
+        parts.retrying.end_refusals(now)
+        if parts.admission.store is not None:
+            parts.admission.store.end(reason)
+
+    # An unfinished step.
+
+    def _heal(self) -> None:
+        """Repair what an unfinished step has left, see `step`."""
+        parts, now = self._parts, self.now
+        parts.settling.heal()
+        parts.channel.heal(now)
+        # Not `take_back`: the I/O thread may be giving the bytes to the socket.
+        parts.writing.move_back()
+        self.apply_stops(now)
+        parts.admission.heal(parts.channel.unsettled)
+        parts.line.heal()
+        parts.reports.heal(now, connecting=not parts.channel.was_open, ending=self._is_ending)
+        parts.channel.count_unwritten(now)
+        parts.retrying.heal(now)
+        if parts.admission.closed is not None:
+            self.close(parts.admission.closed)
+
+    def _follow_up(self) -> None:
+        """Do what was to follow from an unfinished step."""
+        self._waiters.wake_unflowed()
+        self.go_on(self.now)

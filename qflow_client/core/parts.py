@@ -1,0 +1,109 @@
+"""The parts of one producer's protocol, and how they are connected."""
+
+from __future__ import annotations
+
+from qflow_client.amqp.frames import PublishEncoder
+from qflow_client.core.admission import Admission
+from qflow_client.core.channel import Channel
+from qflow_client.core.expiry import Expiry
+from qflow_client.core.limits import Limits
+from qflow_client.core.refusals import Pauses
+from qflow_client.core.reporting import Reports
+from qflow_client.core.resending import Resending
+from qflow_client.core.retrying import Retrying
+from qflow_client.core.returns import Returns
+from qflow_client.core.sendline import SendLine
+from qflow_client.core.settling import Settling
+from qflow_client.core.step import Steps
+from qflow_client.core.unconfirmed import Unconfirmed
+from qflow_client.core.untold import Untold
+from qflow_client.core.waiters import Waiters
+from qflow_client.core.writing import Writing
+from qflow_client.flow import Line
+from qflow_client.receipt import Receipt
+from qflow_client.settings import ProducerSettings
+
+__all__ = ["Parts"]
+
+
+class Parts:
+    """Makes the parts. The arguments are those of `ProducerProtocol`."""
+
+    def __init__(
+        self,
+        settings: ProducerSettings,
+        *,
+        id_prefix: str,
+        receipt_type: type[Receipt],
+        now: float,
+        wall_offset: float,
+        line: Line | None,
+        retries: Pauses | None,
+        encoder: type[PublishEncoder],
+    ) -> None:
+        self.settings = settings
+        prefix = id_prefix if settings.message_ids else None
+        #: Whether the last step came to its end.
+        self.steps = Steps()
+        #: What limits admission.
+        self.limits = Limits(settings, line)
+        self.controller = self.limits.controller
+        self.gate = self.controller.gate
+        #: What there is to tell.
+        self.reports = Reports(
+            settings.name,
+            self.gate,
+            wall_offset,
+            self._counts,
+            max_failed_bytes=settings.max_failed_bytes,
+            max_events=settings.max_flow_events,
+        )
+        #: Settled receipts that the application is not told of yet.
+        self.untold = Untold(self.reports, self.limits)
+        #: What is on the wire.
+        self.unconfirmed = Unconfirmed()
+        #: What leaves again, before any new message.
+        self.resending = Resending(settings.reconnect_delay_max, retries, settings.retry_for)
+        self.resending.refusals.stop_clock(now)
+        #: The messages that a return may name.
+        self.returns = Returns(settings.is_mandatory, prefix, self.unconfirmed, self.resending)
+        #: The way in.
+        self.admission = Admission(
+            settings, self.limits, self.returns, self.steps, id_prefix=prefix, receipt_type=receipt_type
+        )
+        #: Callers that wait for settled messages, or for an open gate.
+        self.waiters = Waiters(self.reports, self.limits, self.admission, self.steps)
+        #: The messages that wait to be admitted.
+        self.line = SendLine(
+            self.admission,
+            self.controller,
+            self.reports,
+            self.waiters,
+            self.steps,
+            settings.flow_control_wait_notify_period,
+        )
+        #: Says what the broker's answers mean.
+        self.settling = Settling(
+            self.admission,
+            self.limits,
+            self.reports,
+            self.returns,
+            self.unconfirmed,
+            self.resending,
+            settings.confirms,
+        )
+        #: What becomes of messages when a channel opens and when it ends.
+        self.channel = Channel(
+            settings, prefix, encoder, self.admission, self.reports, self.unconfirmed, self.resending, self.settling
+        )
+        #: Decides when messages leave again.
+        self.retrying = Retrying(self.admission, self.unconfirmed, self.resending, self.settling, self.channel)
+        #: Makes frames of messages.
+        self.writing = Writing(self.admission, self.unconfirmed, self.resending, self.channel)
+        timeout = settings.delivery_timeout
+        #: Which messages are unsettled for too long; ``None`` without `delivery_timeout`.
+        self.expiry = None if timeout is None else Expiry(timeout, now)
+
+    def _counts(self) -> tuple[int, int, int]:
+        window = self.limits.window
+        return self.admission.admitted, window.used, window.capacity
