@@ -34,6 +34,7 @@ from qflow_client.aio_pika.channel import Channel
 from qflow_client.aio_pika.connection import Connection, connect
 from qflow_client.aio_pika.robust_channel import RobustChannel
 from qflow_client.aio_pika.robust_connection import RobustConnection, connect_robust
+from qflow_client.aio_pika.wrapping import wrap
 
 __all__ = [
     "AMQPException",
@@ -61,6 +62,7 @@ __all__ = [
     "pool",
     "robust_channel",
     "robust_connection",
+    "wrap",
 ]
 
 # Some releases of aio-pika have more.

@@ -44,15 +44,30 @@ class Channel(_aio_pika.Channel):
                 "connect(), or derive your connection_class from its Connection"
             )
         super().__init__(connection, channel_number, publisher_confirms, on_return_raises)
+        self._make_flow()
+
+    def _make_flow(self) -> None:
+        connection = self._connection
         #: The channel's flow; for the package.
         self.flow_control = ChannelFlow(
-            connection.flow_settings, confirms=self.publisher_confirms, restores=self._restores
+            connection.flow_settings,
+            confirms=self.publisher_confirms,
+            restores=self._restores,
+            is_closing=lambda: bool(connection.close_called),
         )
         connection.flows.add(self.flow_control)
 
+    def adopt(self) -> None:
+        """Begin to follow the flow on a channel that is open; for the package."""
+        self._make_flow()
+        self._follow()
+
+    def _follow(self) -> None:
+        self.flow_control.opened(self._connection.carrier_of(self._channel.channel), self._channel)
+
     async def _on_open(self) -> None:
         # Here it is open, and nothing can have been published on it.
-        self.flow_control.opened(self._connection.tapped, self._channel)
+        self._follow()
         try:
             await super()._on_open()
         finally:

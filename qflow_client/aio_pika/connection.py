@@ -79,6 +79,10 @@ class Connection(TappedConnection):
         tapped.tap.expects_all = True
         super()._made(tapped)
 
+    def carrier_of(self, _channel: Any) -> TapTransport | None:
+        """What carries the frames of a channel of aiormq's that is open; for the package."""
+        return self.tapped
+
     async def close(self, exc: Any = ConnectionClosed) -> None:
         """As aio-pika's. Tasks that wait to publish get the error that ends the connection."""
         flows = tuple(self.flows)

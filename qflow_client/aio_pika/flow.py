@@ -28,7 +28,6 @@ from aiormq.channel import _check_routing_key
 from aiormq.exceptions import ChannelInvalidStateError, DeliveryError, PublishError
 from pamqp.header import ContentHeader
 
-from qflow_client.aio.aiormq_io import TapTransport
 from qflow_client.aio.dispatcher import Dispatcher, refuse_coroutine_function
 from qflow_client.aio.turn import Turns, Waiter, wake_at
 from qflow_client.amqp.frames import HEADER_FRAME, PublishEncoder, frame
@@ -101,11 +100,14 @@ class ChannelFlow(DropInFlow):
         settings: of the connection.
         confirms: whether the broker is asked to confirm.
         restores: whether aio-pika opens another channel when one is lost, and declares again what was declared.
+        is_closing: whether the program has closed the connection.
     """
 
     protocol: _Protocol
 
-    def __init__(self, settings: ProducerSettings, *, confirms: bool, restores: bool) -> None:
+    def __init__(
+        self, settings: ProducerSettings, *, confirms: bool, restores: bool, is_closing: Callable[[], bool]
+    ) -> None:
         changes: dict[str, Any] = {"on_disconnect": OnDisconnect.FAIL}
         if not confirms:
             # There is no latency to find a window from; what is written is settled.
@@ -114,17 +116,20 @@ class ChannelFlow(DropInFlow):
         self._is_named = self.name != "aio-pika channel"
         self._confirms = confirms
         self._restores = restores
+        self._is_closing = is_closing
         #: Set once the program has closed the channel, or the connection.
         self.left = False
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._dispatcher = Dispatcher(self._loop)
-        # aiormq's channel, and the connection's socket; the last ones while there are none.
+        # aiormq's channel, and what carries its frames; the last ones while there are none.
         self._channel: Any = None
         self._tapped: Any = None
         # Whether there ever was one, and the channel's number while the tap knows the channel.
         self._was_open = False
         self._number: int | None = None
+        # How many messages aiormq has published on it before.
+        self._before = 0
         # By exchange, routing key, mandatory and immediate, the method frame.
         self._methods: dict[tuple[str, str, bool, bool], bytes] = {}
         # By message id, what waits for a mandatory message's fate.
@@ -137,11 +142,11 @@ class ChannelFlow(DropInFlow):
 
     # The channel comes and goes.
 
-    def opened(self, tapped: TapTransport, underlay: Any) -> None:
+    def opened(self, tapped: Any, underlay: Any) -> None:
         """Follow the flow of a channel that is open. If it is not the first, the gate opens with `restored`.
 
         Args:
-            tapped: the socket of its connection.
+            tapped: a `TapTransport`, the socket of its connection, or what stands for it.
             underlay: aio-pika's record of aiormq's channel.
         """
         self.left = False
@@ -151,6 +156,7 @@ class ChannelFlow(DropInFlow):
         tapped.tap.heartbeat = float(amqp.heartbeat_timeout)
         tapped.tap.frame_max = amqp.connection_tune.frame_max
         self._tapped, self._channel, self._number = tapped, channel, number
+        self._before = channel.delivery_tag
         self._methods.clear()
         protocol = self.protocol
         if not self._is_named:
@@ -193,6 +199,7 @@ class ChannelFlow(DropInFlow):
         if channel is not self._channel or self._number is None:
             return
         number, self._number = self._number, None
+        self.left = self.left or self._is_closing()
         error: BaseException | None = None if closing.cancelled() else closing.exception()
         self._reason = error
         tapped = self._tapped
@@ -396,11 +403,11 @@ class ChannelFlow(DropInFlow):
     def _verdict(self, receipt: Receipt, began: float, body: bytes) -> spec.Basic.Ack | None:
         match receipt._outcome:
             case Outcome.CONFIRMED:
-                return spec.Basic.Ack(delivery_tag=receipt._tag)
+                return spec.Basic.Ack(delivery_tag=self._before + receipt._tag)
             case Outcome.SENT:
                 return None
             case Outcome.NACKED:
-                raise DeliveryError(None, spec.Basic.Nack(delivery_tag=receipt._tag))
+                raise DeliveryError(None, spec.Basic.Nack(delivery_tag=self._before + receipt._tag))
             case None:
                 raise self._too_late(receipt, began, body)
         raise self._ended_by()

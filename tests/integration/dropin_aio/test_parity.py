@@ -118,6 +118,29 @@ def test_the_same_result_exception_and_order_of_callbacks(broker: Any, name: str
         assert ours == runner.run(outcome(original, broker.url, name, robust=robust))
 
 
+class Wrapped:
+    """aio-pika, whose connections are put under flow control."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(original, name)
+        if name not in ("connect", "connect_robust"):
+            return found
+
+        async def connect(url: str) -> Any:
+            return drop_in.wrap(await found(url))
+
+        return connect
+
+
+@pytest.mark.parametrize("robust", [False, True], ids=["plain", "robust"])
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name.startswith(("Channel__", "Exchange__publish"))])
+def test_a_wrapped_connection_does_the_same_too(broker: Any, name: str, robust: bool, run: Run) -> None:
+    ours = run(outcome(Wrapped(), broker.url, name, robust=robust))
+    with asyncio.Runner() as runner:
+        runner.get_loop().set_exception_handler(lambda _loop, _context: None)
+        assert ours == runner.run(outcome(original, broker.url, name, robust=robust))
+
+
 async def callbacks(module: Any, url: str, *, robust: bool) -> list[int]:
     """How many callbacks everything has that has some, from the start to the end."""
     connection = await (module.connect_robust if robust else module.connect)(url)

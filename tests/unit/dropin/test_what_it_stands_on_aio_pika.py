@@ -45,6 +45,21 @@ def test_aiormq_tells_who_publishes_in_a_consumer_why_the_channel_was_closed() -
         assert "except asyncio.CancelledError" in inspect.getsource(translate)
 
 
+def test_aiormqs_queues_carry_what_a_wrapped_channel_sends_and_gets() -> None:
+    connection = vars(aiormq.Connection)
+    reader = inspect.getsource(connection["_Connection__reader"])
+    assert "await ch.frames.put((weight, frame))" in reader
+    assert "await self.__handle_connection_blocked(frame)" in reader
+    assert "await self.__handle_connection_unblocked(frame)" in reader
+    assert "self.__connection_unblocked.set()" in reader
+    writer = inspect.getsource(connection["_Connection__writer"])
+    for use in "writer.write(channel_frame.payload)", ".should_close", ".should_drain", "channel_frame.drain()":
+        assert use in writer, use
+    channel = inspect.getsource(aiormq.Channel)
+    for name in "self.write_queue.put(", "self.rpc_frames", "self.confirmations", "self.delivery_tag":
+        assert name in channel, name
+
+
 def test_importing_the_drop_in_changes_nothing_in_aio_pika() -> None:
     program = (
         "import aio_pika, aiormq\n"

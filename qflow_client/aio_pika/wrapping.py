@@ -1,0 +1,365 @@
+"""Flow control for connections and channels that aio-pika itself has made.
+
+There is no tap at their socket, so `QueueCarrier` stands for it. aiormq reads the socket and puts the frames of a
+channel into the channel's queue `frames`; it writes what it finds in the connection's `write_queue`. The carrier takes
+the frames that concern publishing before they are in the first. Into the second it puts a *turn*: when aiormq's writer
+comes to it, the turn asks the protocol for bytes. So no message begins before aiormq hands it to asyncio.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+from weakref import WeakSet
+
+import aio_pika
+from aio_pika.abc import AbstractChannel, AbstractConnection, AbstractRobustChannel
+from aiormq import spec
+from pamqp.body import ContentBody
+from pamqp.header import ContentHeader
+
+from qflow_client.aio_pika.channel import Channel
+from qflow_client.aio_pika.flow import AIO_PIKA, ChannelFlow
+from qflow_client.aio_pika.robust_channel import RobustChannel
+from qflow_client.amqp.frames import CHANNEL_CLOSE
+from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.redaction import shown
+from qflow_client.skin import WRITE_CHUNK
+
+__all__ = ["QueueCarrier", "wrap"]
+
+_monotonic = time.monotonic
+
+_ConnectionT = TypeVar("_ConnectionT", bound=AbstractConnection)
+
+
+class _Blocked:
+    """Whether the broker blocks a connection of aiormq's, told to the channels that are under flow control.
+
+    Args:
+        connection: aiormq's.
+    """
+
+    def __init__(self, connection: Any) -> None:
+        # The broker's words; None while it does not block the connection.
+        self.reason: str | None = None if connection._Connection__connection_unblocked.is_set() else ""
+        self.carriers: WeakSet[QueueCarrier] = WeakSet()
+        self._told = connection._Connection__handle_connection_blocked
+        self._ended = connection._Connection__handle_connection_unblocked
+        connection._Connection__handle_connection_blocked = self._on_blocked
+        connection._Connection__handle_connection_unblocked = self._on_unblocked
+
+    @staticmethod
+    def of(connection: Any) -> _Blocked:
+        """The one of a connection, made on first use."""
+        found: _Blocked | None = getattr(connection, "flow_blocked", None)
+        if found is None:
+            found = connection.flow_blocked = _Blocked(connection)
+        return found
+
+    async def _on_blocked(self, frame: Any) -> None:
+        await self._told(frame)
+        self.reason = frame.reason or ""
+        for carrier in tuple(self.carriers):
+            carrier.tell(lambda protocol, now: protocol.on_blocked(self.reason or "", now))
+
+    async def _on_unblocked(self, frame: Any) -> None:
+        await self._ended(frame)
+        self.reason = None
+        for carrier in tuple(self.carriers):
+            carrier.tell(lambda protocol, now: protocol.on_unblocked(now))
+
+
+class _Turn:
+    """What aiormq's writer takes for a frame: its bytes are made when they are written."""
+
+    should_close = False
+    should_drain = True
+
+    def __init__(self, carrier: QueueCarrier) -> None:
+        self._carrier = carrier
+
+    @property
+    def payload(self) -> bytes:
+        """The next bytes; empty if there are none by now."""
+        return self._carrier.begin_turn()
+
+    def drain(self) -> None:
+        """They are in the socket, or in what asyncio keeps for it."""
+        self._carrier.end_turn()
+
+
+class _WriteQueue:
+    """A channel's way to the connection's writer, on which no message follows ``Channel.Close``."""
+
+    def __init__(self, queue: Any, closes: Callable[[], object]) -> None:
+        self._queue = queue
+        self._closes = closes
+
+    async def put(self, frame: Any) -> None:
+        self._look(frame)
+        await self._queue.put(frame)
+
+    def put_nowait(self, frame: Any) -> None:
+        self._look(frame)
+        self._queue.put_nowait(frame)
+
+    def _look(self, frame: Any) -> None:
+        if frame.payload[7:11] == CHANNEL_CLOSE:
+            self._closes()
+
+
+class QueueCarrier:
+    """Carries one channel's frames through aiormq's queues. To `ChannelFlow` it is what `TapTransport` and its tap are.
+
+    Args:
+        channel: aiormq's.
+    """
+
+    # aiormq sees to both.
+    heartbeat = 0.0
+    frame_max = 0
+
+    def __init__(self, channel: Any) -> None:
+        self.tap = self
+        self._channel = channel
+        self._loop: asyncio.AbstractEventLoop = channel.loop
+        # None before the channel is attached, and after its end.
+        self._protocol: ProducerProtocol | None = None
+        self._after: Callable[[], bool] = bool
+        # How many messages aiormq has published before; all of them are confirmed.
+        self._before: int = channel.delivery_tag
+        self._blocked = _Blocked.of(channel.connection)
+        self._write_queue = channel.write_queue
+        self._pass_on = channel.frames.put
+        # Basic.Return and the header, while the content is still coming, and the body so far.
+        self._returned: tuple[spec.Basic.Return, ContentHeader | None] | None = None
+        self._body = b""
+        #: Whether a turn stands in the queue, or waits for room there.
+        self.awake = False
+        #: Whether what the last turn wrote is still on its way to the socket.
+        self.full = False
+        self._putting: asyncio.Task[None] | None = None
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether the broker blocks the connection."""
+        return self._blocked.reason is not None
+
+    def attach(self, _number: int, protocol: ProducerProtocol, now: float) -> None:
+        """Take what concerns publishing from now on. Nothing that was published may be unconfirmed."""
+        channel = self._channel
+        self._protocol = protocol
+        for queue in channel.rpc_frames, channel.frames:
+            self._take_flow(queue, now)
+        channel.frames.put = self._take
+        channel.write_queue = _WriteQueue(self._write_queue, protocol.end_writing)
+        self._blocked.carriers.add(self)
+        if self._blocked.reason is not None:
+            protocol.on_blocked(self._blocked.reason, now)
+
+    def _take_flow(self, queue: asyncio.Queue[Any], now: float) -> None:
+        """Take what the broker has said of the channel's flow, and nobody has asked for."""
+        assert self._protocol is not None
+        waiting = [queue.get_nowait() for _ in range(queue.qsize())]
+        for item in waiting:
+            queue.task_done()
+            frame = item[1] if isinstance(item, tuple) else item
+            if isinstance(frame, spec.Channel.Flow):
+                self._protocol.on_flow(bool(frame.active), now)
+            else:
+                queue.put_nowait(item)
+
+    def detach(self, _number: int) -> None:
+        """The channel has ended."""
+        self._protocol = None
+        self._blocked.carriers.discard(self)
+        if self._putting is not None:
+            self._putting.cancel()
+
+    def add_after(self, after: Callable[[], bool]) -> None:
+        """Have a function called after anything that may have changed the channel."""
+        self._after = after
+
+    def remove_after(self, _after: Callable[[], bool]) -> None:
+        """Have it called no more."""
+        self._after = bool
+
+    # Inwards.
+
+    def tell(self, change: Callable[[ProducerProtocol, float], object]) -> None:
+        """Tell the protocol something, and do what follows."""
+        if self._protocol is not None:
+            change(self._protocol, _monotonic())
+            self._after()
+            self.pump()
+
+    async def _take(self, item: tuple[int, Any]) -> None:
+        """Instead of the `put` of the channel's `frames`."""
+        if self._protocol is None or not self._take_frame(item[1]):
+            await self._pass_on(item)
+
+    def _take_frame(self, frame: Any) -> bool:
+        """Whether a frame concerns nobody but who publishes."""
+        match frame:
+            case spec.Basic.Ack() if self._is_ours(frame):
+                tag = self._tag(frame)
+                self.tell(lambda protocol, now: protocol.on_ack(tag, bool(frame.multiple), now))
+            case spec.Basic.Nack() if self._is_ours(frame):
+                tag = self._tag(frame)
+                self.tell(lambda protocol, now: protocol.on_nack(tag, bool(frame.multiple), now))
+            case spec.Channel.Flow():
+                self.tell(lambda protocol, now: protocol.on_flow(bool(frame.active), now))
+            case spec.Basic.Return():
+                self._returned, self._body = (frame, None), b""
+            case ContentHeader() | ContentBody() if self._returned is not None:
+                self._take_content(frame)
+            case spec.Channel.Close():
+                code, text = int(frame.reply_code or 0), frame.reply_text or ""
+                method = int(frame.class_id or 0), int(frame.method_id or 0)
+                self.tell(lambda protocol, now: protocol.channel_closed(code, text, method, now))
+                return False
+            case _:
+                return False
+        return True
+
+    def _is_ours(self, answer: Any) -> bool:
+        return not answer.delivery_tag or answer.delivery_tag > self._before
+
+    def _tag(self, answer: Any) -> int:
+        # Tag 0 stands for all.
+        return int(answer.delivery_tag and answer.delivery_tag - self._before)
+
+    def _take_content(self, frame: ContentHeader | ContentBody) -> None:
+        assert self._returned is not None
+        method, header = self._returned
+        if isinstance(frame, ContentHeader):
+            self._returned = method, frame
+            header = frame
+        else:
+            self._body += frame.value
+        if header is not None and len(self._body) >= (header.body_size or 0):
+            self._returned = None
+            code, text = int(method.reply_code or 0), method.reply_text or ""
+            names = method.exchange or "", method.routing_key or ""
+            payload, body = header.marshal(), self._body
+            self.tell(lambda protocol, _now: protocol.on_return(code, text, *names, payload, body))
+
+    # Outwards.
+
+    def pump(self) -> None:
+        """Have a turn stand in the writer's queue if there may be something to write."""
+        protocol = self._protocol
+        if self.awake or protocol is None or not (protocol.has_answer or protocol.unwritten > 0):
+            return
+        self.awake = True
+        try:
+            self._write_queue.put_nowait(_Turn(self))
+        except asyncio.QueueFull:
+            self._putting = self._loop.create_task(self._write_queue.put(_Turn(self)))
+
+    wake = pump
+
+    def begin_turn(self) -> bytes:
+        """The bytes to write now."""
+        protocol = self._protocol
+        if protocol is None:
+            return b""
+        data = protocol.data_to_write(WRITE_CHUNK)
+        protocol.advance(len(data), _monotonic())
+        self.full = True
+        return data
+
+    def end_turn(self) -> None:
+        """The bytes of the turn are on their way, and asyncio takes more."""
+        protocol = self._protocol
+        self.full = self.awake = False
+        if protocol is not None:
+            self._after()
+            if protocol.has_answer or (protocol.unwritten > 0 and not protocol.is_stopped):
+                self.pump()
+
+
+def _end(flows: WeakSet[ChannelFlow]) -> None:
+    for flow in tuple(flows):
+        flow.left = True
+        flow.ended()
+
+
+def _adopt(connection: Any) -> None:
+    """Prepare a connection for channels that follow the flow."""
+    if hasattr(connection, "flow_settings"):
+        return
+    flows: WeakSet[ChannelFlow] = WeakSet()
+    connection.flow_settings = AIO_PIKA.settings()
+    connection.flows = flows
+    connection.carrier_of = QueueCarrier
+    connection.closed().add_done_callback(lambda _closed: _end(flows))
+
+
+@overload
+def wrap(target: AbstractRobustChannel) -> RobustChannel: ...
+@overload
+def wrap(target: AbstractChannel) -> Channel: ...
+@overload
+def wrap(target: _ConnectionT) -> _ConnectionT: ...
+def wrap(target: Any) -> Any:
+    """Put a connection or a channel of aio-pika's under flow control, in place.
+
+    Every exchange of a wrapped channel waits to publish as one of `qflow_client.aio_pika` does, also on the channels
+    that a robust connection restores. With a connection, that holds for the channels that it makes from now on;
+    channels that are there already have to be wrapped, too. What cannot be had on a connection that was made elsewhere:
+
+    - That nothing of a message is written: asyncio keeps 64 KiB or more for a socket that takes no bytes. A message
+      that is among them raises `ConfirmTimeout`, not `FlowControlTimeout`, and may leave later.
+    - The broker's reason for blocking the connection, if it blocks it already.
+    - A bound for `connection.close()` while the broker blocks the connection; `channel.close()` has one.
+    - Settings from the connection's URL; the environment's are used.
+    - The speed of `qflow_client.aio_pika`: every confirm goes through aiormq's queues and tasks.
+
+    Args:
+        target: an open `Connection`, `RobustConnection`, `Channel` or `RobustChannel` of aio-pika's.
+
+    Returns:
+        The same object; a channel is a `qflow_client.aio_pika.Channel` or `RobustChannel` now.
+
+    Raises:
+        TypeError: it is none of these, but of a class of somebody else's.
+        ValueError: it is not open, or messages were published on the channel that are not confirmed.
+        RuntimeError: no event loop is running.
+    """
+    if isinstance(target, aio_pika.Connection):
+        return _wrap_connection(target)
+    if isinstance(target, Channel):
+        return target
+    kinds = {aio_pika.Channel: Channel, aio_pika.RobustChannel: RobustChannel}
+    kind = kinds.get(type(target))
+    if kind is None:
+        raise TypeError(f"wrap() takes a connection or a channel of aio-pika's, not {shown(target)}")
+    asyncio.get_running_loop()
+    if target.is_closed:
+        raise ValueError(f"{target!r} is not open; wrap a channel that is")
+    unconfirmed = len(target._channel.channel.confirmations)
+    if unconfirmed:
+        raise ValueError(f"{target!r} has {unconfirmed} unconfirmed messages; wrap it before you publish")
+    _adopt(target._connection)
+    target.__class__ = kind
+    target.adopt()
+    return target
+
+
+def _wrap_connection(connection: Any) -> Any:
+    if issubclass(connection.CHANNEL_CLASS, Channel):
+        return connection
+    kinds = {aio_pika.Channel: Channel, aio_pika.RobustChannel: RobustChannel}
+    kind = kinds.get(connection.CHANNEL_CLASS)
+    if kind is None:
+        raise TypeError(f"wrap() takes a connection with aio-pika's channels, not with {connection.CHANNEL_CLASS!r}")
+    asyncio.get_running_loop()
+    if connection.is_closed or connection.transport is None:
+        raise ValueError(f"{connection!r} is not open; wrap a connection that is")
+    _adopt(connection)
+    connection.CHANNEL_CLASS = kind
+    return connection
