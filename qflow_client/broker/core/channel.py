@@ -26,7 +26,7 @@ from qflow_client.broker.core.consuming import Consuming, DeliveringSession, Del
 from qflow_client.broker.core.controls import Controls
 from qflow_client.broker.core.entries import DropReason, StoredMessage
 from qflow_client.broker.core.errors import ChannelException, ConnectionException, ReplyCode
-from qflow_client.broker.core.exchange import Target
+from qflow_client.broker.core.exchange import MANY_QUEUES, Target
 from qflow_client.broker.core.methods import CONSUMING_METHODS, TOPOLOGY_METHODS
 from qflow_client.broker.core.profiles import Dialect, OnAlarm
 from qflow_client.broker.core.queue import Queue
@@ -87,6 +87,8 @@ class ChannelSession(DeliveringSession, Protocol):
     discipline: Discipline | None
     #: Why the client is blocked, by what blocks it.
     blocks: dict[str, str]
+    #: Set by a frame that took long: others have their turn before the next.
+    has_done_much: bool
 
     def write_in_turn(self, data: bytes) -> None:
         """Send whole frames after what other connections have to send by now."""
@@ -386,6 +388,8 @@ class Channel(CountedSource):
             self._owe(message.size, tag)
         for queue in queues:
             queue.after_publish()
+        if len(queues) > MANY_QUEUES:
+            self.session.has_done_much = True
         if self.host.journal is not None:
             self.host.journal.divide()
         return is_held

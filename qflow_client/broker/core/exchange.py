@@ -18,9 +18,12 @@ from qflow_client.broker.core.entries import Address
 from qflow_client.broker.core.errors import ChannelException, ConnectionException, ReplyCode
 from qflow_client.broker.core.queue import Queue
 
-__all__ = ["Binding", "DirectExchange", "Exchange", "ExchangeType", "Target", "make_exchange"]
+__all__ = ["MANY_QUEUES", "Binding", "DirectExchange", "Exchange", "ExchangeType", "Target", "make_exchange"]
 
 Headers = Mapping[str, object]
+
+#: A message that goes to more queues takes long.
+MANY_QUEUES = 500
 
 
 class Target(Address):
@@ -34,7 +37,7 @@ class Target(Address):
         self.queues: tuple[Queue, ...] | None = ()
         # The virtual host's version that `queues` is right for.
         self.version = -1
-        # Whether any destination has marks or a maximum.
+        # Whether any destination has marks or a maximum, or there are very many.
         self.watched = False
 
 

@@ -5,6 +5,10 @@ event loop ends in `Server._end_turn`: there every connection writes once, whate
 the backlog of the disk are checked. Three things stop a socket from being read: too much waits to be written to it, the
 session is tarpitted (D8) or holds input, or the whole broker waits for memory or the disk. An error in the handling of
 one connection ends that connection and no other.
+
+What a socket has received is handled for `Server.SLICE` seconds; the session holds the rest. Connections whose sessions
+hold input go on one after the other, for `Server.TURN` seconds of each turn of the loop together. So a client that
+sends little is served after a turn, however many others send what takes long.
 """
 
 from __future__ import annotations
@@ -51,6 +55,12 @@ class Server:
     #: Seconds without a byte from its client after which a finished connection is closed, where the client may not see
     #: that it is finished.
     QUIET = 0.1
+    #: Seconds for which what a connection has sent is handled before others have their turn; and in a turn of the loop
+    #: in which that has taken `TURN` seconds already.
+    SLICE = 0.005
+    SHORT_SLICE = 0.0005
+    #: Seconds of a turn of the loop in which connections go on with input that is held.
+    TURN = 0.01
 
     def __init__(
         self,
@@ -76,6 +86,10 @@ class Server:
         # Checks hashed passwords; made for the first.
         self._checker: ThreadPoolExecutor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        # Connections that are to go on with input that is held, in that order; and until when this turn of the loop
+        # has time for whole slices, 0 if none has begun in it.
+        self._waiting: dict[Connection, None] = {}
+        self._busy_until = 0.0
         # Connections with something to send at the end of this turn, in that order.
         self._writers: dict[Connection, None] = {}
         self._turn_ends = False
@@ -179,8 +193,34 @@ class Server:
             self._turn_ends = True
             self._loop.call_soon(self._end_turn)
 
+    def slice_end(self, now: float) -> float:
+        """Until when input is handled that is received, or gone on with, now."""
+        if not self._busy_until:
+            self._busy_until = now + self.TURN
+        return now + (self.SLICE if now < self._busy_until else self.SHORT_SLICE)
+
+    def go_on_later(self, connection: Connection) -> None:
+        """Let a connection go on with its held input, after those that wait already."""
+        self._waiting[connection] = None
+        self.touch()
+
+    def stop_waiting(self, connection: Connection) -> None:
+        """A connection that is lost has no input to go on with."""
+        self._waiting.pop(connection, None)
+
+    def _go_on(self) -> None:
+        """Let connections go on with their input, as far as this turn of the loop has time."""
+        for connection in tuple(self._waiting):
+            del self._waiting[connection]
+            connection.go_on()
+            if self.clock() >= self._busy_until:
+                break
+        if self._waiting:
+            self.touch()
+
     def _end_turn(self) -> None:
         self._turn_ends = False
+        self._busy_until = 0.0
         writers, self._writers = self._writers, {}
         now = self.clock()
         for connection in writers:
@@ -196,6 +236,8 @@ class Server:
             self._set_ticker()
         if self.host.journal is not None:
             self._check_memory(self.host.journal)
+        if self._waiting:
+            self._go_on()
         self._on_change()
 
     def _check_memory(self, journal: Journal) -> None:
@@ -306,6 +348,7 @@ class Connection(asyncio.Protocol):
             self._timer.cancel()
         self.session.lost()
         self._server.connections.pop(self, None)
+        self._server.stop_waiting(self)
         self._server.strangers.discard(self)
         if self._is_finished:
             self._server.finished -= 1
@@ -314,9 +357,9 @@ class Connection(asyncio.Protocol):
         self.lost.set_result(None)
 
     def data_received(self, data: bytes) -> None:
-        session = self.session
+        session, now = self.session, self._server.clock()
         try:
-            session.receive_data(data, self._server.clock())
+            session.receive_data(data, now, self._server.slice_end(now))
         except Exception:
             # An error in one connection must not end the others.
             _log.exception("%s: a frame could not be handled", session.name)
@@ -326,6 +369,7 @@ class Connection(asyncio.Protocol):
         self._check_timer()
         if session.tarpit_until is not None or session.is_held or not self._is_reading:
             self._check_reading()
+            self._resume()
         self._server.touch()
 
     def output_sent(self) -> None:
@@ -333,9 +377,21 @@ class Connection(asyncio.Protocol):
         self.session.output_sent()
         self._resume()
 
+    @property
+    def _can_go_on(self) -> bool:
+        session = self.session
+        return session.can_resume and not (self._has_backlog or session.is_paused)
+
     def _resume(self) -> None:
-        """Go on with the input that is held, unless too much waits for the socket."""
-        if self.session.can_resume and not self._has_backlog:
+        """Go on soon with the input that is held, unless it waits for the socket, for memory or for the disk."""
+        if self._can_go_on:
+            self._server.go_on_later(self)
+
+    def go_on(self) -> None:
+        """Handle input that is held, if that is still to be done."""
+        if self._can_go_on:
+            # Its client was not read meanwhile, so it was not silent.
+            self.session.last_received = self._server.clock()
             self.data_received(b"")
 
     def pause_writing(self) -> None:
@@ -425,6 +481,7 @@ class Connection(asyncio.Protocol):
             session.is_paused = on
             session.last_received = self._server.clock()
             self._check_reading()
+            self._resume()
 
     def abort(self) -> None:
         """Cut the connection without a word."""

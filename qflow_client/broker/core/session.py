@@ -7,8 +7,12 @@ answered.
 
 Output is a list of byte strings that `Session.take_output` joins once in each turn of the loop. An answer that must
 wait for the disk is a `Promise`: what the same channel writes later waits behind it, and other channels do not. So the
-order of a channel's frames is always that in which they were written. If more than `Session.MAX_OUTPUT` bytes wait to
-be sent, the rest of the input is held, and a client that does not read cannot make the broker keep more.
+order of a channel's frames is always that in which they were written.
+
+The rest of the input is held when more than `Session.MAX_OUTPUT` bytes wait to be sent, so a client that does not read
+cannot make the broker keep more. It is also held when the time for it is over, so a client whose frames take long
+cannot keep the event loop from the others. The clock is read once in `Session.STRIDE` bytes, or after each frame if
+the frames before took long.
 """
 
 from __future__ import annotations
@@ -112,6 +116,9 @@ class Session:
     MAX_DELIVERY_BYTES = 256 * 1024
     #: Bytes of any kind that may wait to be sent; with more, what has been received waits, too.
     MAX_OUTPUT = 1024 * 1024
+    #: Bytes of input from one look at the clock to the next, and seconds after which that comes after each frame.
+    STRIDE = 1024
+    LONG_STRIDE = 0.0005
 
     def __init__(
         self,
@@ -133,9 +140,14 @@ class Session:
         self._output: list[bytes] = []
         # Bytes that wait to be sent: in `_output`, promised, and behind promises.
         self._unsent = 0
-        # Whether received bytes wait because too many wait to be sent; and those bytes, from a frame's beginning on.
+        # Whether received bytes wait, because too many wait to be sent or the time for them is over; and those bytes,
+        # from a frame's beginning on.
         self.is_held = False
         self._held = b""
+        # Bytes from one look at the clock to the next, but for the rest of a frame.
+        self._stride = 0
+        # Set by a frame that took long: the rest of the input is held, whatever the clock says.
+        self.has_done_much = False
         # Channels with promises, which wait for the disk, in their order. Others do not wait, nor does channel 0.
         self._promises: dict[int, deque[Promise]] = {}
         # Channels with confirms that are due.
@@ -188,12 +200,13 @@ class Session:
 
     # Bytes in.
 
-    def receive_data(self, data: bytes, now: float) -> None:
-        """Handle what the peer sent, until too much waits to be sent; the rest is held until a later call.
+    def receive_data(self, data: bytes, now: float, until: float = math.inf) -> None:
+        """Handle what the peer sent; hold the rest until a later call if too much waits to be sent, or it takes long.
 
         Args:
             data: any number of bytes; none to go on with what is held.
             now: monotonic seconds.
+            until: seconds of the virtual host's clock, after which the rest is held. One frame is always handled.
         """
         if data:
             self.last_received = now
@@ -211,6 +224,10 @@ class Session:
         max_output = self.MAX_OUTPUT
         splitter = self._splitter
         channels = self.channels
+        clock, began = self.host.clock, now
+        # The offset of the next look at the clock.
+        look_at = self._stride
+        self.has_done_much = False
         try:
             for kind, number, start, stop in splitter.feed(data):
                 payload = splitter.data[start:stop]
@@ -222,10 +239,10 @@ class Session:
                         self._receive_elsewhere(kind, number, payload, now)
                     elif kind == METHOD_FRAME:
                         channel.on_method(payload)
-                        if self._unsent > max_output:
+                        if self._unsent > max_output or self.has_done_much:
                             # Not checked after content frames: they add little, or at most their message, which is
                             # returned (Basic.Return).
-                            self._held, self.is_held = splitter.data[stop + 1 :], True
+                            self._hold(stop + 1)
                             break
                     elif kind == HEADER_FRAME:
                         channel.on_header(payload)
@@ -243,13 +260,27 @@ class Session:
                 except ConnectionException as error:
                     cause = payload[:4] if kind == METHOD_FRAME else b"\0\0\0\0"
                     self.fail(error.code, error.reply_text, now, cause)
+                if stop > look_at:
+                    time = clock()
+                    if time >= until:
+                        self._hold(stop + 1)
+                        break
+                    self._stride = self.STRIDE if time - began < self.LONG_STRIDE else 0
+                    began = time
+                    look_at = stop + self._stride
         except FrameError as error:
             self._is_deaf = True
             self.fail(ReplyCode.FRAME_ERROR, f"{ReplyCode.FRAME_ERROR.title} - {error}", now)
 
+    def _hold(self, start: int) -> None:
+        """Hold the rest of the input, from an offset into what the splitter has."""
+        rest = self._splitter.data[start:]
+        if rest and self.state is not State.ENDED:
+            self._held, self.is_held = rest, True
+
     @property
     def can_resume(self) -> bool:
-        """Whether input is held and little enough waits to be sent: `receive_data` is to be called again."""
+        """Whether input is held and little enough waits to be sent: `receive_data` is to be called again soon."""
         return self.is_held and self._unsent <= self.MAX_OUTPUT
 
     def _receive_header(self, data: bytes) -> bytes:

@@ -20,7 +20,15 @@ import pamqp.commands
 from qflow_client.broker.core.deadletter import DeadLetters
 from qflow_client.broker.core.entries import DropReason, Owner, StoredMessage
 from qflow_client.broker.core.errors import ChannelException, ReplyCode
-from qflow_client.broker.core.exchange import Binding, DirectExchange, Exchange, ExchangeType, Target, make_exchange
+from qflow_client.broker.core.exchange import (
+    MANY_QUEUES,
+    Binding,
+    DirectExchange,
+    Exchange,
+    ExchangeType,
+    Target,
+    make_exchange,
+)
 from qflow_client.broker.core.limits import Inheritance, PlainRules, Rules
 from qflow_client.broker.core.logins import FailedLogins, Logins
 from qflow_client.broker.core.logs import get_logger
@@ -547,7 +555,11 @@ class VirtualHost:
         else:
             target.queues = reach(exchange, target.routing_key, {}, self.exchanges, self.queues)
         # With headers in play it is not known before each message.
-        target.watched = target.queues is None or any(queue.is_watched for queue in target.queues)
+        target.watched = (
+            target.queues is None
+            or len(target.queues) > MANY_QUEUES
+            or any(queue.is_watched for queue in target.queues)
+        )
         target.version = self.version
 
     def publish(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from pamqp import commands, frame
+from pamqp import commands, frame, header
 
+from qflow_client.broker.core.exchange import MANY_QUEUES
 from qflow_client.broker.core.server import Connection, Server
 from qflow_client.broker.core.session import PROTOCOL_HEADER, State
 
@@ -44,9 +45,9 @@ class Transport(asyncio.Transport):
 class Peer:
     """A client that reads as much as the test says."""
 
-    def __init__(self, world):
+    def __init__(self, world, server=None):
         self.world = world
-        self.server = Server(world.settings, world.host, world.controls, lambda: None)
+        self.server = server or Server(world.settings, world.host, world.controls, lambda: None)
         self.server.clock = lambda: world.now
         self.transport = Transport()
         self.connection = Connection(self.server)
@@ -70,7 +71,7 @@ class Peer:
         self.world.now += seconds
         self.connection._on_timer()
 
-    def ask_for_too_much(self):
+    def open(self):
         self.connection.data_received(PROTOCOL_HEADER)
         self.say(
             0,
@@ -79,6 +80,10 @@ class Peer:
             commands.Connection.Open("/"),
         )
         self.say(1, commands.Channel.Open(), commands.Queue.Declare(queue="q"))
+        return self
+
+    def ask_for_too_much(self):
+        self.open()
         for _ in range(20):
             self.world.host.publish("", "q", bytes(1_000_000))
         self.say(1, *(commands.Basic.Get(queue="q") for _ in range(20)))
@@ -87,17 +92,26 @@ class Peer:
         return self
 
 
-@pytest.fixture(name="peer")
-def _peer(world):
-    async def make():
-        return Peer(world)
-
-    # Its timers are set on this loop, which then does not run: the test calls what they would call.
+@pytest.fixture(name="make_peer")
+def _make_peer():
+    # Their timers are set on this loop, which then does not run: the test calls what they would call.
     loop = asyncio.new_event_loop()
-    peer = loop.run_until_complete(make()).ask_for_too_much()
-    yield peer
-    peer.connection.connection_lost(None)
+    peers: list[Peer] = []
+
+    async def make(world):
+        peers.append(Peer(world, peers[0].server if peers else None))
+        return peers[-1]
+
+    yield lambda world: loop.run_until_complete(make(world))
+    for peer in peers:
+        if not peer.connection.lost.done():
+            peer.connection.connection_lost(None)
     loop.close()
+
+
+@pytest.fixture(name="peer")
+def _peer(world, make_peer):
+    return make_peer(world).ask_for_too_much()
 
 
 def test_E6_a_client_that_does_not_read_is_not_read_and_makes_little_wait(peer):
@@ -126,3 +140,104 @@ def test_a_client_that_takes_nothing_for_two_heartbeats_is_given_up(peer):
     peer.turn()
     assert peer.session.state is State.ENDED
     assert peer.transport.is_closed
+
+
+# Each frame takes a millisecond of the clock.
+STEP = 0.001
+PUBLISH = (commands.Basic.Publish(routing_key="q"), header.ContentHeader(body_size=0))
+FRAMES_OF_A_SLICE = round(Server.SLICE / STEP)
+FRAMES_OF_A_TURN = round((Server.TURN + Server.SLICE) / STEP)
+
+
+@pytest.fixture(name="slow_world")
+def _slow_world(make_world):
+    def trace(way, connection, channel, name):
+        if way == "in":
+            world.now += STEP
+
+    world = make_world(trace=trace)
+    return world
+
+
+def test_E9_input_that_takes_long_goes_on_in_turns_that_connections_share_evenly(slow_world, make_peer):
+    busy = [make_peer(slow_world).open() for _ in range(3)]
+    for peer in busy:
+        peer.connection.data_received(b"".join(frame.marshal(each, 1) for each in PUBLISH * 50))
+        assert not peer.transport.reads
+    # The first two had whole slices; then that time of the turn was used up.
+    assert [peer.session.published for peer in busy] == [FRAMES_OF_A_SLICE // 2] * 2 + [0]
+    while any(peer.session.is_held for peer in busy):
+        before = slow_world.now
+        busy[0].turn()
+        assert slow_world.now - before <= FRAMES_OF_A_TURN * STEP
+        counts = [peer.session.published for peer in busy if peer.session.is_held]
+        assert not counts or max(counts) - min(counts) <= FRAMES_OF_A_SLICE
+    assert [peer.session.published for peer in busy] == [50] * 3
+    assert all(peer.transport.reads for peer in busy)
+
+
+def test_E9_a_client_that_asks_for_little_waits_for_no_more_than_a_turn(slow_world, make_peer):
+    busy = [make_peer(slow_world).open() for _ in range(20)]
+    asks = make_peer(slow_world).open()
+    for peer in busy:
+        peer.connection.data_received(b"".join(frame.marshal(each, 1) for each in PUBLISH * 50))
+    asks.transport.buffered = 0
+    asks.connection.data_received(frame.marshal(commands.Queue.Declare(queue="q", passive=True), 1))
+    before = slow_world.now
+    asks.turn()
+    assert asks.transport.buffered
+    assert slow_world.now - before <= FRAMES_OF_A_TURN * STEP
+    assert any(peer.session.is_held for peer in busy)
+
+
+@pytest.mark.parametrize("size", [7, 50, 1001])
+def test_E9_input_that_takes_long_may_be_cut_anywhere(slow_world, make_peer, size):
+    peer = make_peer(slow_world).open()
+    data = b"".join(frame.marshal(each, 1) for each in PUBLISH * 50)
+    for at in range(0, len(data), size):
+        peer.connection.data_received(data[at : at + size])
+    while peer.session.is_held:
+        peer.turn()
+    assert (peer.session.state, peer.session.published) == (State.RUNNING, 50)
+
+
+def test_E9_heartbeats_and_the_end_of_a_connection_whose_input_is_held(slow_world, make_peer):
+    busy = make_peer(slow_world).open()
+    busy.connection.data_received(b"".join(frame.marshal(each, 1) for each in PUBLISH * 50))
+    for _ in range(3):
+        # Its input is handled, and so it is not silent, though nothing of it is read.
+        busy.pass_time(HEARTBEAT_SECONDS * 1.5)
+        busy.turn()
+    assert busy.session.state is State.RUNNING
+    published = busy.session.published
+    assert 0 < published < 50
+    busy.connection.connection_lost(None)
+    busy.turn()
+    assert slow_world.queue().depth == published
+
+
+def test_E9_publishes_that_are_held_wait_as_long_as_memory_is_full(slow_world, make_peer):
+    busy = make_peer(slow_world).open()
+    busy.connection.data_received(b"".join(frame.marshal(each, 1) for each in PUBLISH * 50))
+    busy.connection.pause(True)
+    published = busy.session.published
+    for _ in range(3):
+        busy.turn()
+    assert busy.session.published == published
+    busy.connection.pause(False)
+    while busy.session.is_held:
+        busy.turn()
+    assert busy.session.published == 50
+
+
+def test_E9_after_a_message_to_very_many_queues_others_have_their_turn(world, make_peer):
+    peer = make_peer(world).open()
+    for number in range(MANY_QUEUES + 1):
+        world.host.bind(world.host.declare_queue(f"q{number}"), "amq.fanout", "", None)
+    publish = (commands.Basic.Publish(exchange="amq.fanout"), header.ContentHeader(body_size=0))
+    peer.connection.data_received(b"".join(frame.marshal(each, 1) for each in publish * 3))
+    depths = [world.queue("q0").depth]
+    while peer.session.is_held:
+        peer.turn()
+        depths.append(world.queue("q0").depth)
+    assert depths == [1, 2, 3]
