@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from qflow_client.broker.core.profiles import Profile
-from qflow_client.broker.core.settings import Enforcement, FlowScope, Settings, Trace, is_loopback
+from qflow_client.broker.core.settings import Authenticate, Enforcement, FlowScope, Settings, Trace, is_loopback
 from qflow_client.broker.policies.policy import Policy, QueuePolicy
 from qflow_client.flowlog import FlowLog
 from qflow_client.redaction import shown
@@ -39,6 +39,7 @@ class BrokerOptions(TypedDict, total=False):
     host: str
     port: int
     users: Mapping[str, str]
+    authenticate: Authenticate | None
     loopback_users: Iterable[str]
     max_failed_logins: int
     ssl_context: ssl.SSLContext | None

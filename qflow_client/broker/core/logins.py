@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import math
 from collections.abc import Callable, Collection, Mapping
 from secrets import token_bytes
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from typing import NamedTuple
 from qflow_client.amqp.fields import decode_table
 from qflow_client.broker.core.errors import ConnectionException, ReplyCode
 from qflow_client.broker.core.passwords import is_hash, matches
-from qflow_client.broker.core.settings import is_loopback
+from qflow_client.broker.core.settings import Authenticate, is_loopback
 from qflow_client.broker.core.wire import UNDECODABLE
 
 __all__ = ["MECHANISMS", "FailedLogins", "Login", "Logins", "login_refusal", "read_login"]
@@ -89,11 +90,15 @@ class Logins:
     Args:
         users: passwords or their hashes, by user name.
         failed: counts the logins that failed.
+        authenticate: is asked in the place of `users`; ``None`` for those.
     """
 
-    def __init__(self, users: Mapping[str, str], failed: FailedLogins) -> None:
+    def __init__(
+        self, users: Mapping[str, str], failed: FailedLogins, authenticate: Authenticate | None = None
+    ) -> None:
         self._users = users
         self._failed = failed
+        self._authenticate = authenticate
         # What a user that does not exist is compared with: as slow as the others.
         self._nobody = next(filter(is_hash, users.values()), "")
         # The last right password of each user whose password is hashed, not to be read back.
@@ -102,15 +107,21 @@ class Logins:
         #: Runs a function that may take 50 ms, and passes on what it returns; here and now unless a server has its own.
         self.run: Callable[[Callable[[], bool], Callable[[bool], None]], object] = _run
 
-    def check(self, login: Login, address: str, now: float, done: Callable[[bool], None]) -> None:
-        """Find out whether the user and the password of a login are right, and count it if they are not.
+    def check(self, login: Login, address: str, now: float, done: Callable[[float], None]) -> None:
+        """Find out for how many seconds the user and the password of a login are valid, and count it if they are not.
 
         Args:
             login: what the client sent.
             address: of the client.
             now: monotonic seconds.
-            done: is given the answer, at once or later.
+            done: is given the seconds, at once or later; 0 if they are wrong.
         """
+        if self._authenticate is not None:
+            valid_for = self.renewed_for(login.user, login.password)
+            if not valid_for:
+                self._failed.failed(address, now)
+            done(valid_for)
+            return
         password = self._users.get(login.user, self._nobody)
         is_known = login.user in self._users and bool(login.password)
         if not is_hash(password):
@@ -118,21 +129,35 @@ class Logins:
             is_right = hmac.compare_digest(password.encode(), login.password) and is_known
             if not is_right:
                 self._failed.failed(address, now)
-            done(is_right)
+            done(_valid(is_right))
             return
         mark = hmac.digest(self._key, login.password, "sha256")
         if is_known and hmac.compare_digest(self._right.get(login.user, b""), mark):
-            done(True)
+            done(math.inf)
             return
 
         def checked(is_right: bool) -> None:
             if is_right and is_known:
                 self._right[login.user] = mark
                 self._failed.forgive(address)
-            done(is_right and is_known)
+            done(_valid(is_right and is_known))
 
         self._failed.failed(address, now)
         self.run(lambda: matches(password, login.password), checked)
+
+    def renewed_for(self, user: str, secret: bytes) -> float:
+        """For how many seconds a user's new secret is valid; 0 if it is wrong.
+
+        As on RabbitMQ with PLAIN it is not looked at, because the connection is open already, unless `authenticate`
+        decides.
+        """
+        if self._authenticate is None:
+            return math.inf
+        return self._authenticate(user, secret.decode(errors="replace"))
+
+
+def _valid(is_right: bool) -> float:
+    return math.inf if is_right else 0.0
 
 
 def _run(function: Callable[[], bool], done: Callable[[bool], None]) -> None:

@@ -161,6 +161,8 @@ class Session:
         # The login that waits for its turn, and when that comes.
         self._login: Login | None = None
         self._login_at = math.inf
+        # When what the client has logged in with expires.
+        self._expires_at = math.inf
         self.user = ""
         self.client_properties: Mapping[str, Any] = {}
         self._capabilities: Mapping[str, Any] = {}
@@ -376,8 +378,11 @@ class Session:
             and isinstance(method, commands.Connection.UpdateSecret)
             and self.dialect.extensions
         ):
-            # As RabbitMQ does with PLAIN: the secret is not checked, because the connection is open already.
+            valid_for = self.host.logins.renewed_for(self.user, (method.new_secret or "").encode())
+            if not valid_for:
+                raise ConnectionException(ReplyCode.NOT_ALLOWED, f"the new secret of user {self.user!r} was refused")
             self._send(commands.Connection.UpdateSecretOk())
+            self._expire_after(valid_for, now)
         else:
             raise ConnectionException(
                 ReplyCode.COMMAND_INVALID, f"{method.name} on channel 0 while waiting for {self.state.value}"
@@ -405,20 +410,25 @@ class Session:
             return
         self._login = None
         self._login_at = math.inf
-        self.host.logins.check(login, self.address, now, lambda is_right: self._login_checked(login, is_right=is_right))
+        self.host.logins.check(login, self.address, now, lambda valid_for: self._login_checked(login, valid_for))
 
-    def _login_checked(self, login: Login, *, is_right: bool) -> None:
+    def _login_checked(self, login: Login, valid_for: float) -> None:
         if self.state is not State.LOGIN:
             # The connection has ended while its password was checked.
             return
         settings = self.settings
-        refusal = login_refusal(login, settings.loopback_users, self.address, is_right=is_right)
+        refusal = login_refusal(login, settings.loopback_users, self.address, is_right=valid_for > 0)
         if refusal is not None:
             self._refuse_login(refusal, self.host.clock())
             return
         self.user = login.user
+        self._expire_after(valid_for, self.host.clock())
         self.state = State.TUNE_OK
         self._send(commands.Connection.Tune(settings.channel_max, settings.frame_max, settings.heartbeat))
+
+    def _expire_after(self, seconds: float, now: float) -> None:
+        self._expires_at = now + seconds
+        self.wake_at = min(self.wake_at, self._expires_at)
 
     def _refuse_login(self, text: str, now: float) -> None:
         _log.warning("%s: %s", self.name, text)
@@ -725,7 +735,11 @@ class Session:
             _log.info("%s: no answer to Connection.Close within %s s", self.name, settings.close_timeout)
             self._end_unresponsive()
             return
-        times = [self.open_by]
+        if now >= self._expires_at:
+            code = ReplyCode.CONNECTION_FORCED
+            self.fail(code, f"{code.title} - the credentials of user {self.user!r} have expired", now)
+            return
+        times = [self.open_by, self._expires_at]
         if self.state is State.LOGIN and self._login is not None:
             if now >= self._login_at:
                 self._check_login(self._login, now)

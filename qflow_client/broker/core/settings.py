@@ -22,11 +22,13 @@ from qflow_client.flow import Capacity, StopResume
 from qflow_client.flowlog import FlowLog
 from qflow_client.redaction import shown
 
-__all__ = ["DEFAULT_USERS", "Enforcement", "FlowScope", "Settings", "Trace", "is_loopback"]
+__all__ = ["DEFAULT_USERS", "Authenticate", "Enforcement", "FlowScope", "Settings", "Trace", "is_loopback"]
 
 #: Called with the direction (``"in"`` or ``"out"``), the connection's name, the channel number and the method's name,
 #: such as ``"Basic.Publish"``.
 Trace = Callable[[str, str, int, str], object]
+#: Called with a user and a password, returns for how many seconds they are valid.
+Authenticate = Callable[[str, str], float]
 
 
 class Enforcement(StrEnum):
@@ -87,6 +89,9 @@ class Settings:
         host: the address to listen on.
         port: the port to listen on; 0 for a free one.
         users: passwords by user name, or their hashes, see `hash_password`; not shown by its `repr`.
+        authenticate: called with user and password at each login and ``Connection.UpdateSecret``, in the place of
+            `users`, returns for how many seconds they are valid; then the connection is closed with 320. `math.inf` for
+            no end, 0 to refuse them. It runs on the broker's thread, and must neither block nor raise.
         loopback_users: the users that may log in from this machine only; empty for none.
         max_failed_logins: failed logins that an address may have in quick succession; further logins from it are
             checked once a second; 0 for any number.
@@ -138,6 +143,7 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 0
     users: Mapping[str, str] = field(default_factory=lambda: DEFAULT_USERS, repr=False)
+    authenticate: Authenticate | None = None
     loopback_users: frozenset[str] = frozenset({"guest"})
     max_failed_logins: int = 10
     ssl_context: ssl.SSLContext | None = None
@@ -213,8 +219,9 @@ class Settings:
             raise ValueError(f"virtual_host must be a name, not {shown(self.virtual_host)}")
         if self.ssl_context is not None and not isinstance(self.ssl_context, ssl.SSLContext):
             raise TypeError(f"ssl_context must be an ssl.SSLContext or None, not {type(self.ssl_context).__name__}")
-        if self.trace is not None and not callable(self.trace):
-            raise TypeError(f"trace must be callable or None, not {type(self.trace).__name__}")
+        for name in ("trace", "authenticate"):
+            if (function := getattr(self, name)) is not None and not callable(function):
+                raise TypeError(f"{name} must be callable or None, not {type(function).__name__}")
         if self.flow_log is not None and not isinstance(self.flow_log, FlowLog):
             raise TypeError(f"flow_log must be a FlowLog or None, not {type(self.flow_log).__name__}")
         if not isinstance(self.users, Mapping) or not self.users:

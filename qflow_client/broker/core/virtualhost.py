@@ -100,7 +100,7 @@ class VirtualHost:
         self.consumer_quota = Quota("max_consumers", settings.max_consumers, "consumers", self._count_consumers)
         self.open_connections = 0
         self.failed_logins = FailedLogins(settings.max_failed_logins)
-        self.logins = Logins(settings.users, self.failed_logins)
+        self.logins = Logins(settings.users, self.failed_logins, settings.authenticate)
         # Goes up with every change that routing depends on.
         self.version = 0
         # Publish methods by the payload of their frame.

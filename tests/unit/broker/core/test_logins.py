@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 from typing import Any
 
 import pytest
@@ -116,6 +117,58 @@ def test_after_many_failed_logins_the_next_ones_wait_right_or_wrong(make_world):
     right.session.tick(world.now)
     right.only(commands.Connection.Tune, 0)
     assert right.session.state is State.TUNE_OK
+
+
+def authenticate(user, password):
+    return {"ann": {"once": 10.0, "ever": math.inf}}.get(user, {}).get(password, 0)
+
+
+def test_who_logs_in_is_asked_of_the_application_and_wrong_logins_count(make_world):
+    world = make_world(users={"ann": "right"}, authenticate=authenticate, max_failed_logins=1)
+    start(world, FAR, "ann", "ever").only(commands.Connection.Tune, 0)
+    assert start(world, FAR, "ann", "right").only(CLOSE, 0).reply_code == 403
+    assert start(world, FAR, "bob", "ever").only(CLOSE, 0).reply_code == 403
+    assert start(world, FAR, "ann", "ever").received() == []
+
+
+def logged_in(world, password):
+    client = start(world, user="ann", password=password)
+    client.only(commands.Connection.Tune, 0)
+    client.send(0, commands.Connection.TuneOk(0, 0, 0), commands.Connection.Open("/"))
+    client.only(commands.Connection.OpenOk, 0)
+    return client
+
+
+def test_a_connection_is_closed_when_its_credentials_have_expired(make_world):
+    world = make_world(authenticate=authenticate, heartbeat=0)
+    client, other = logged_in(world, "once"), logged_in(world, "ever")
+    world.now = 9.9
+    client.session.tick(world.now)
+    assert client.received() == []
+    world.now = client.session.wake_at
+    assert world.now == 10.0
+    client.session.tick(world.now)
+    other.session.tick(world.now)
+    assert other.received() == []
+    close = client.only(CLOSE, 0)
+    assert (close.reply_code, close.reply_text) == (
+        320,
+        "CONNECTION_FORCED - the credentials of user 'ann' have expired",
+    )
+
+
+def test_a_new_secret_prolongs_a_connection_and_a_wrong_one_ends_it(make_world):
+    world = make_world(authenticate=authenticate)
+    client = logged_in(world, "once")
+    world.now = 8.0
+    client.call(0, commands.Connection.UpdateSecret("once", ""), commands.Connection.UpdateSecretOk)
+    world.now = 10.0
+    client.session.tick(world.now)
+    assert client.received() == []
+    assert client.session.wake_at == 18.0
+    client.send(0, commands.Connection.UpdateSecret("wrong", ""))
+    close = client.only(CLOSE, 0)
+    assert (close.reply_code, close.reply_text) == (530, "NOT_ALLOWED - the new secret of user 'ann' was refused")
 
 
 def test_logins_from_another_address_do_not_wait(make_world):
