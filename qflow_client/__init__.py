@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from qflow_client.credentials import Credentials
 from qflow_client.errors import (
     ConfirmTimeout,
     ConnectionFailed,
@@ -55,6 +56,7 @@ __all__ = [
     "Binding",
     "ConfirmTimeout",
     "ConnectionFailed",
+    "Credentials",
     "DeduplicationError",
     "Deduplicator",
     "DeliveryError",

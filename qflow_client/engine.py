@@ -97,6 +97,11 @@ class BaseEngine(ABC):
 
     @property
     @abstractmethod
+    def last_failure(self) -> str:
+        """Why the last try to connect failed; empty if none has since there was a connection."""
+
+    @property
+    @abstractmethod
     def is_in_callback(self) -> bool:
         """Whether `on_delivery` or a flow callback makes the call, while there is an `on_delivery`."""
 

@@ -44,8 +44,8 @@ class Health:
         return self.state == "ready" or (self.spills and self.state != "closed")
 
     @classmethod
-    def of(cls, flow: FlowState, *, unsettled: int, stored: int, spills: bool) -> Health:
-        """Make it of a producer's flow."""
+    def of(cls, flow: FlowState, *, unsettled: int, stored: int, spills: bool, last_failure: str = "") -> Health:
+        """Make it of a producer's flow, and of why its last try to connect failed; empty if it did not."""
         lasting = [hold for hold in flow.holds if hold.kind not in _PASSING]
         if flow.closed is not None:
             state = "closed"
@@ -56,6 +56,8 @@ class Health:
         reasons = [f"{hold.kind}: {hold.detail}" if hold.detail else str(hold.kind) for hold in lasting]
         if flow.closed is not None:
             reasons = [flow.closed]
+        elif state == "disconnected" and last_failure:
+            reasons.append(f"the last try to connect: {last_failure}")
         return cls(state, tuple(reasons), flow.since if lasting else None, unsettled, stored, spills)
 
 

@@ -207,6 +207,7 @@ class BaseProducer(ABC):
             unsettled=self.unsettled,
             stored=self.stored,
             spills=self.settings.when_flowed is WhenFlowed.SPILL,
+            last_failure=self._engine.last_failure,
         )
 
     def on_flow(

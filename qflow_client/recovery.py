@@ -101,9 +101,12 @@ class Reconnection:
         settings: the producer's.
         hosts: the URLs of its hosts, in order.
         host: the index of the one that is connected to.
+        credentials_change: whether each try may have other credentials, so that no refusal is the last word.
     """
 
-    def __init__(self, settings: ProducerSettings, hosts: Sequence[str], host: int) -> None:
+    def __init__(
+        self, settings: ProducerSettings, hosts: Sequence[str], host: int, *, credentials_change: bool = False
+    ) -> None:
         self._urls = hosts
         #: How many hosts there are.
         self.hosts = len(hosts)
@@ -122,11 +125,12 @@ class Reconnection:
         self._proves = settings.reconnect_delay_max
         self._timeout = settings.reconnect_timeout
         self._opened_at: float | None = None
+        self._credentials_change = credentials_change
         # By host, why it could not be connected to in this round, and whether it never will be.
         self._failures: dict[int, tuple[str, bool]] = {}
         #: Why the connection was lost, and once it is given up why that is; for people.
         self.verdict = ""
-        #: Why the last try failed; likewise.
+        #: Why the last try failed; likewise. Empty if none has failed since there was a connection.
         self.last = ""
 
     @property
@@ -142,6 +146,7 @@ class Reconnection:
     def opened(self, now: float) -> None:
         """A connection is there."""
         self._opened_at = now
+        self.last = ""
 
     def move_on(self) -> None:
         """Have the next host tried first, because the producer leaves the one that is in use."""
@@ -192,7 +197,7 @@ class Reconnection:
             Seconds until the next try; ``None`` if there is to be none.
         """
         self.last = why
-        self._failures[self.host] = why, final
+        self._failures[self.host] = why, final and not self._credentials_change
         self.host = (self.host + 1) % len(self._urls)
         if len(self._failures) < len(self._urls):
             return 0.0

@@ -100,18 +100,27 @@ GIVEN_UP = "the producer was closed, and the broker's answer had not come in tim
 
 
 def check_arguments(
-    url: object, connection: object, on_delivery: object, on_flow: object, manager: object, declare: object
+    url: object,
+    connection: object,
+    on_delivery: object,
+    on_flow: object,
+    manager: object,
+    declare: object,
+    credentials: object,
 ) -> None:
     """Refuse what no producer can be made of.
 
     Raises:
-        SettingsError: it is told of two connections, or is to declare something on a shared one.
+        SettingsError: it is told of two connections, or is to declare something, or log in, on a shared one.
         TypeError: an argument is of the wrong type.
     """
     if connection is not None and url is not None:
         raise SettingsError("url and connection: a producer has a connection of its own, or a shared one; give one")
     if connection is not None and declare is not None:
         raise SettingsError("declare with connection: declare it with a channel of that connection")
+    if connection is not None and credentials is not None:
+        raise SettingsError("credentials with connection: that one is logged in; update its secret where it is made")
+    check_argument("credentials", credentials, credentials is None or callable(credentials), "None or callable")
     check_argument("on_delivery", on_delivery, on_delivery is None or callable(on_delivery), "None or callable")
     check_argument("on_flow", on_flow, on_flow is None or callable(on_flow), "None or callable")
     check_argument("manager", manager, isinstance(manager, FlowManager), "a FlowManager")

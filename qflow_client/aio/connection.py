@@ -28,7 +28,16 @@ from qflow_client.settings import check_setting
 from qflow_client.skin import connection_failed, no_answer
 from qflow_client.topology import Declaration
 
-__all__ = ["TappedConnection", "TappedRobustConnection", "channel_reply", "connect_async", "final", "words"]
+__all__ = [
+    "TappedConnection",
+    "TappedRobustConnection",
+    "address_of",
+    "channel_reply",
+    "connect_async",
+    "final",
+    "open_connection",
+    "words",
+]
 
 _CODES = {
     ChannelAccessRefused: 403,
@@ -92,7 +101,12 @@ class TappedRobustConnection(TappedConnection, aio_pika.RobustConnection):
     """aio-pika's robust connection, on which producers can be opened."""
 
 
-def _address(url: object, parameters: Mapping[str, object]) -> URL:
+def address_of(url: object, parameters: Mapping[str, object]) -> URL:
+    """What aio-pika is given for a URL.
+
+    Raises:
+        SettingsError: it is none, or a parameter is not allowed.
+    """
     check_setting("url", url)
     if not isinstance(url, str):
         raise SettingsError(f"url={shown(url)}: it must be one URL")
@@ -139,9 +153,23 @@ async def connect_async(
         ConnectionFailed: it cannot be had, and why.
         SettingsError: the URL is none.
     """
-    address = _address(url, parameters)
     kind = TappedRobustConnection if robust else TappedConnection
-    connection = kind(address, ssl_context=ssl_context, client_properties=client_properties)
+    connection = kind(address_of(url, parameters), ssl_context=ssl_context, client_properties=client_properties)
+    await open_connection(connection, url, timeout)
+    return connection
+
+
+async def open_connection(connection: TappedConnection, url: str, timeout: float | None = None) -> None:
+    """Connect.
+
+    Args:
+        connection: what is not connected yet.
+        url: its URL, for people.
+        timeout: seconds that it may take; ``None`` for no limit of ours.
+
+    Raises:
+        ConnectionFailed: it cannot be had, and why.
+    """
     limit = asyncio.timeout(timeout)
     try:
         async with limit:
@@ -156,4 +184,3 @@ async def connect_async(
         if isinstance(error, Exception) and not isinstance(error, ConnectionFailed):
             raise connection_failed(url, words(error)) from error
         raise
-    return connection

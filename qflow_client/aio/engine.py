@@ -7,12 +7,13 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from qflow_client import telemetry
+from qflow_client.aio.asker import AsyncAsker
 from qflow_client.aio.connection import TappedConnection, TappedRobustConnection
 from qflow_client.aio.dispatcher import Dispatcher
 from qflow_client.aio.link import Link
@@ -21,6 +22,7 @@ from qflow_client.aio.turn import Turns, Waiter
 from qflow_client.core import calls
 from qflow_client.core.calls import Call
 from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.credentials import Credentials
 from qflow_client.engine import DROPPED, BaseEngine
 from qflow_client.errors import ConnectionFailed, ProducerClosed, QflowError, UndeliveredMessages
 from qflow_client.events import FlowEvent
@@ -85,6 +87,7 @@ class Engine(BaseEngine):
         connection: on which it opens a channel; ``None`` for a connection of its own.
         line: the order in which waiting sends are served; ``None`` for first come, first served.
         topology: what is declared on each connection of its own; ``None`` for nothing.
+        credentials: called for what it logs in with; ``None`` for what the URL says.
     """
 
     def __init__(
@@ -95,9 +98,11 @@ class Engine(BaseEngine):
         connection: TappedConnection | TappedRobustConnection | None,
         line: Line | None,
         topology: Topology | None,
+        credentials: Callable[[], Credentials | Awaitable[Credentials]] | None = None,
     ) -> None:
         super().__init__(settings, on_delivery, manager, topology)
         self._connection = connection
+        self._credentials = credentials
         self.protocol = ProducerProtocol(settings, **protocol_options(settings, AsyncReceipt, line))
         if self.deliveries is not None:
             self.protocol.reports.settled = []
@@ -205,9 +210,10 @@ class Engine(BaseEngine):
     async def _connect(self) -> Link:
         errors = []
         urls = hosts_in_order(self.settings)
+        asker = None if self._credentials is None else AsyncAsker(self._credentials, self.settings.name)
         for host in range(len(urls) if self._connection is None else 1):
-            reconnection = Reconnection(self.settings, urls, host)
-            link = Link(reconnection, self._connection, self.protocol, self.after, self.topology)
+            reconnection = Reconnection(self.settings, urls, host, credentials_change=asker is not None)
+            link = Link(reconnection, self._connection, self.protocol, self.after, self.topology, asker)
             try:
                 await link.open()
             except ConnectionFailed as error:
@@ -215,6 +221,10 @@ class Engine(BaseEngine):
             else:
                 return link
         raise none_of(errors)
+
+    @property
+    def last_failure(self) -> str:
+        return "" if self.link is None else self.link.last_failure
 
     # Steps.
 

@@ -11,14 +11,17 @@ from typing import Any
 
 from aiormq import ConnectionClosed
 from aiormq.exceptions import ChannelClosed
+from yarl import URL
 
 from qflow_client.aio.aiormq_io import TapTransport
+from qflow_client.aio.asker import AsyncAsker
 from qflow_client.aio.connection import (
     TappedConnection,
     TappedRobustConnection,
+    address_of,
     channel_reply,
-    connect_async,
     final,
+    open_connection,
     words,
 )
 from qflow_client.amqp import coalescing
@@ -28,6 +31,7 @@ from qflow_client.guard import LOOPS
 from qflow_client.logs import log
 from qflow_client.recovery import Reconnection, Watch
 from qflow_client.redaction import hide_password
+from qflow_client.renewal import Answer, Failure, Renewer
 from qflow_client.skin import (
     BRIEF,
     GIVEN_UP,
@@ -63,6 +67,7 @@ class Link:
         protocol: the producer's state.
         after: called after anything that may have changed the protocol.
         topology: what is declared on each connection of our own; ``None`` for nothing.
+        asker: asks for what to log in with; ``None`` if the URLs say it, or on a connection that others use.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class Link:
         protocol: ProducerProtocol,
         after: Callable[[], None],
         topology: Topology | None = None,
+        asker: AsyncAsker | None = None,
     ) -> None:
         self._topology = topology
         self._connection: Any = connection
@@ -86,6 +92,11 @@ class Link:
         self._protocol = protocol
         self._after = after
         self._loop = asyncio.get_running_loop()
+        # Has the credentials of the connection; None if those of the URL do for all.
+        self._renewer: Renewer | None = None
+        if asker is not None:
+            later, post = self._loop.call_later, self._post
+            self._renewer = Renewer(asker, self._settings, later, post, self._update_secret, self._leave_host)
         # The connection's socket; set once the channel is there.
         self.tapped: TapTransport | None = None
         # aiormq's objects, likewise.
@@ -115,6 +126,16 @@ class Link:
         """The host."""
         return self._reconnection.host_url if self._is_own else str(self._connection.url)
 
+    @property
+    def last_failure(self) -> str:
+        """Why the last try to connect failed; empty if none has since there was a connection."""
+        return self._reconnection.last
+
+    def _post(self, function: Callable[[], object]) -> None:
+        # A loop that is closed has nothing to connect.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function)
+
     async def open(self) -> None:
         """Connect and open the channel, or with `connect_in_background` begin to.
 
@@ -133,9 +154,11 @@ class Link:
         try:
             async with limit:
                 if self._is_own:
-                    self._connection = await connect_async(
-                        self.url, client_properties=client_properties(self._settings.name)
-                    )
+                    address = await self._address()
+                    properties = client_properties(self._settings.name)
+                    connection = TappedConnection(address, client_properties=properties)
+                    await open_connection(connection, self.url)
+                    self._connection = connection
                 await self._open_channel()
         except GeneratorExit:
             # The loop is gone, so nothing can be waited for.
@@ -143,12 +166,25 @@ class Link:
                 _cut(self._connection)
             raise
         except BaseException as error:
+            self._end_renewal()
             if self._is_own and self._connection is not None:
                 await self._end(BRIEF)
                 self._connection = self._closing = None
             if isinstance(error, TimeoutError) and limit.expired():
                 raise no_answer(self.url, timeout) from None
             raise
+
+    async def _address(self) -> URL:
+        """Where to connect, with what to log in with."""
+        address = address_of(self.url, {})
+        if self._renewer is None:
+            return address
+        asked: asyncio.Future[Answer] = self._loop.create_future()
+        self._renewer.log_in(lambda answer: None if asked.done() else asked.set_result(answer))
+        answer = await asked
+        if isinstance(answer, Failure):
+            raise self._failed(answer.why)
+        return address.with_user(answer.username or None).with_password(answer.password)
 
     async def _open_again(self, pause: float) -> None:
         """Connect and open the channel as soon as any host lets us."""
@@ -263,6 +299,8 @@ class Link:
             tapped.delay = self._delay
             self._watch.opened(now)
             self._look_later()
+            if self._renewer is not None:
+                self._renewer.begin()
         channel.closing.add_done_callback(self._on_channel_close)
         self._stop_waiting()
         self._after_io()
@@ -436,11 +474,29 @@ class Link:
         why = LOOPS.take(look)
         if why and self._closing is None:
             self._reconnection.move_on()
-            self._leaves_because = why
-            _cut(self._connection)
+            self._leave_host(why)
             return
         self._look_later()
         tapped.pump()
+
+    def _leave_host(self, why: str) -> None:
+        """End a connection that is open, to connect again."""
+        if self._closing is None:
+            self._leaves_because = why
+            _cut(self._connection)
+
+    def _update_secret(self, secret: str, done: Callable[[], object]) -> bool:
+        tapped = self.tapped
+        if self._number is None or tapped is None:
+            return False
+        tap = tapped.tap
+        LOOPS.take(lambda: self._protocol.put_control(tap.update_secret(secret, lambda: self._loop.call_soon(done))))
+        tapped.pump()
+        return True
+
+    def _end_renewal(self) -> None:
+        if self._renewer is not None:
+            self._renewer.end()
 
     def _on_channel_close(self, closing: asyncio.Future[Any]) -> None:
         if self._amqp.is_closed:
@@ -518,6 +574,7 @@ class Link:
         if number is not None and tapped is not None:
             tapped.tap.detach(number)
             tapped.delay = None
+            self._end_renewal()
             if self._next_look is not None:
                 self._next_look.cancel()
                 self._next_look = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -19,6 +19,7 @@ from qflow_client.aio.receipt import AsyncReceipt
 from qflow_client.aio.turn import Waiter
 from qflow_client.core import calls
 from qflow_client.core.calls import Refusal, resume
+from qflow_client.credentials import Credentials
 from qflow_client.errors import ProducerClosed, SettingsError, UndeliveredMessages
 from qflow_client.events import FlowEvent
 from qflow_client.flow import FlowManager, Line
@@ -78,6 +79,10 @@ class AsyncProducer(BaseProducer):
         on_flow: called with every flow event from the first on, see `on_flow`.
         declare: what it declares when it connects, and after every reconnect, before it publishes: a `Topology`, a
             `Queue`, or a name, for a durable queue if there is no queue of that name; ``None`` for nothing.
+        credentials: called before each connect for the `Credentials` to log in with, and again before those expire,
+            which the broker is then given (``Connection.UpdateSecret``). A coroutine function is awaited in the loop;
+            any other is called on a thread of its own, and may return an awaitable. Its time is part of
+            `connect_timeout`. If it raises, the try to connect has failed. ``None`` to log in as the URL says.
         settings: settings that no keyword gives.
         line: the order in which waiting sends are served; first come, first served unless given (F4). A `WeightedLine`
             tells them apart by the `source` of `send`.
@@ -98,6 +103,7 @@ class AsyncProducer(BaseProducer):
         on_delivery: Callable[[Receipt], object] | None = None,
         on_flow: Callable[[FlowEvent], object] | None = None,
         declare: Topology | Queue | str | None = None,
+        credentials: Callable[[], Credentials | Awaitable[Credentials]] | None = None,
         settings: ProducerSettings | None = None,
         line: Line | None = None,
         manager: FlowManager = flow_manager,
@@ -105,14 +111,14 @@ class AsyncProducer(BaseProducer):
     ) -> None:
         loaded = ProducerSettings.load(url, settings, **keywords)
         super().__init__(loaded, manager)
-        check_arguments(url, connection, on_delivery, on_flow, manager, declare)
+        check_arguments(url, connection, on_delivery, on_flow, manager, declare, credentials)
         refuse_coroutine_function("on_delivery", on_delivery)
         if connection is not None and not isinstance(connection, (TappedConnection, TappedRobustConnection)):
             raise SettingsError(
                 f"connection={shown(connection)}: on a connection made elsewhere Channel.Flow and confirms cannot be "
                 "taken before aio-pika gets them; make it with qflow_client.connect_async(url)"
             )
-        self._use_engine(Engine(loaded, on_delivery, manager, connection, line, Topology.of(declare)))
+        self._use_engine(Engine(loaded, on_delivery, manager, connection, line, Topology.of(declare), credentials))
         # Set once it is connected.
         self._tracer: telemetry.Tracer | None = None
         if on_flow is not None:

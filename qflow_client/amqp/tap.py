@@ -9,6 +9,7 @@ channels' bytes with the library's at frame borders. It knows frames, and nothin
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from struct import Struct
 from struct import error as struct_error
@@ -27,6 +28,8 @@ from qflow_client.amqp.frames import (
     CONNECTION_CLOSE,
     CONNECTION_START,
     CONNECTION_UNBLOCKED,
+    CONNECTION_UPDATE_SECRET,
+    CONNECTION_UPDATE_SECRET_OK,
     HEADER_FRAME,
     HEARTBEAT,
     METHOD_FRAME,
@@ -50,6 +53,9 @@ _ACK_SIZE = _ACK_FRAME.size
 _FEW_ACKS = 2 * _ACK_SIZE
 _ENDS_SINGLE = b"\0\xce"
 _ENDS_MULTIPLE = b"\1\xce"
+
+# Why a secret is replaced, as a short string for the broker's log.
+_REASON = b"\x13the old one expires"
 
 # No frame may be larger before the peers have agreed on a size. The standard says 4,096 bytes; this is what they agree
 # on as a rule.
@@ -185,6 +191,8 @@ class Tap:
         self.heard_at = 0.0
         # Channels on which the answer to a probe is due.
         self._probed: set[int] = set()
+        # What is called for each answer to `update_secret` that is due, the first one first.
+        self._updates: deque[Callable[[], object]] = deque()
         # The negotiated heartbeat interval in seconds; 0 for none.
         self.heartbeat = 0.0
         # When the library last was given anything.
@@ -260,6 +268,19 @@ class Tap:
     def is_probed(self, number: int) -> bool:
         """Whether the answer to a probe on a channel is due."""
         return number in self._probed
+
+    def update_secret(self, secret: str, on_updated: Callable[[], object]) -> bytes:
+        """Make the frame that gives the broker a new secret (``Connection.UpdateSecret``, an extension of RabbitMQ's).
+
+        Any channel may write it. The library does not see the answer.
+
+        Args:
+            secret: the password or token.
+            on_updated: called when the broker has answered.
+        """
+        self._updates.append(on_updated)
+        raw = secret.encode()
+        return frame(METHOD_FRAME, 0, CONNECTION_UPDATE_SECRET + len(raw).to_bytes(4, "big") + raw + _REASON)
 
     def _drop(self, number: int) -> None:
         channel = self._channels.pop(number, None)
@@ -394,7 +415,7 @@ class Tap:
                         if taken:
                             passed.append(frame(METHOD_FRAME, 0, _announce_capabilities(payload)))
                         else:
-                            self._copy_connection(payload, now)
+                            taken = self._take_connection(payload, now)
                     else:
                         # A method ends content that was broken off.
                         self._returns.pop(number, None)
@@ -494,7 +515,8 @@ class Tap:
             self._returns[number] = _Returned(None, (0, "", "", ""))
         return method in (ACK, NACK, CHANNEL_FLOW, RETURN)
 
-    def _copy_connection(self, payload: bytes, now: float) -> None:
+    def _take_connection(self, payload: bytes, now: float) -> bool:
+        """Note what the broker says of the connection; True if the library is not to see it."""
         method = payload[:4]
         if method == CONNECTION_BLOCKED:
             self._blocked = _short(payload, 4)[0] if len(payload) > 4 else ""
@@ -506,6 +528,10 @@ class Tap:
                 channel.on_unblocked(now)
         elif method == CONNECTION_CLOSE:
             self.closed = f"{int.from_bytes(payload[4:6], 'big')} {_short(payload, 6)[0]}"
+        elif method == CONNECTION_UPDATE_SECRET_OK and self._updates:
+            self._updates.popleft()()
+            return True
+        return False
 
     # Outwards.
 

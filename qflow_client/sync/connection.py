@@ -518,6 +518,11 @@ class SharedLink(ChannelIO):
         self._parted = Latch()
         self._left = Latch()
 
+    @property
+    def last_failure(self) -> str:
+        """Always empty: another connection is not made."""
+        return ""
+
     def open(self, timeout: float) -> None:
         """Open the channel.
 

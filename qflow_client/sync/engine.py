@@ -15,6 +15,7 @@ from qflow_client import telemetry
 from qflow_client.core import calls
 from qflow_client.core.calls import Call, resume
 from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.credentials import Credentials
 from qflow_client.engine import DROPPED, BaseEngine
 from qflow_client.errors import ConnectionFailed, NestedCall, UndeliveredMessages
 from qflow_client.events import FlowEvent
@@ -23,6 +24,7 @@ from qflow_client.guard import Guard, is_inside
 from qflow_client.logs import log, write_log
 from qflow_client.receipt import Receipt
 from qflow_client.recovery import Reconnection, hosts_in_order
+from qflow_client.renewal import Asker
 from qflow_client.settings import ProducerSettings
 from qflow_client.skin import (
     BRIEF,
@@ -85,6 +87,7 @@ class Engine(BaseEngine):
         manager: with which the producer registers.
         connection: on which it opens a channel; ``None`` for a connection of its own.
         topology: what is declared on each connection of its own; ``None`` for nothing.
+        credentials: called for what it logs in with; ``None`` for what the URL says.
     """
 
     def __init__(
@@ -94,9 +97,11 @@ class Engine(BaseEngine):
         manager: FlowManager,
         connection: TappedConnection | None,
         topology: Topology | None,
+        credentials: Callable[[], Credentials] | None = None,
     ) -> None:
         super().__init__(settings, on_delivery, manager, topology)
         self._connection = connection
+        self._asker = None if credentials is None else Asker(credentials, settings.name)
         #: Guards the protocol, the link's `awake`, and the listeners; one for all producers on a connection.
         self.lock = Guard() if connection is None else connection.carrier.lock
         #: Calls the application's callbacks.
@@ -173,8 +178,8 @@ class Engine(BaseEngine):
         urls = hosts_in_order(self.settings)
         hosts = [parameters(url, self.settings) for url in urls]
         for host in range(len(hosts)):
-            reconnection = Reconnection(self.settings, urls, host)
-            link = Link(hosts, reconnection, self.protocol, self.lock, self.after, self.topology)
+            reconnection = Reconnection(self.settings, urls, host, credentials_change=self._asker is not None)
+            link = Link(hosts, reconnection, self.protocol, self.lock, self.after, self.topology, self._asker)
             try:
                 link.open(self.settings.connect_timeout)
                 return link
@@ -184,6 +189,10 @@ class Engine(BaseEngine):
                 link.close(BRIEF)
                 raise
         raise none_of(errors)
+
+    @property
+    def last_failure(self) -> str:
+        return "" if self.link is None else self.link.last_failure
 
     # Steps.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 import threading
@@ -23,6 +24,7 @@ from qflow_client.guard import Guard, serve
 from qflow_client.logs import log
 from qflow_client.recovery import Reconnection, Watch, is_final
 from qflow_client.redaction import shown, words_of
+from qflow_client.renewal import Answer, Asker, Failure, Renewer
 from qflow_client.settings import ProducerSettings
 from qflow_client.skin import (
     GIVEN_UP,
@@ -133,6 +135,7 @@ class Link(ChannelIO):
         lock: the lock.
         after: called on the I/O thread, without the lock, after anything that may have changed the protocol.
         topology: what is declared on each connection; ``None`` for nothing.
+        asker: asks for what to log in with; ``None`` if the hosts' URLs say it.
     """
 
     def __init__(
@@ -143,6 +146,7 @@ class Link(ChannelIO):
         lock: Guard,
         after: Callable[[], None],
         topology: Topology | None = None,
+        asker: Asker | None = None,
     ) -> None:
         self._hosts = hosts
         self._topology = topology
@@ -156,6 +160,12 @@ class Link(ChannelIO):
         self._after = after
         self._tap = Tap()
         self.services = TapIOServices(self._tap, lock, self._after_io, self._delay)
+        # Has the credentials of the connection; None if those of the URL do for all.
+        self._renewer: Renewer | None = None
+        if asker is not None:
+            later, post = self.services.call_later, self.services.add_callback_threadsafe
+            self._renewer = Renewer(asker, self._settings, later, post, self._update_secret, self._leave_host)
+        # None between two tries, and while the credentials of the next are asked for.
         self._connection: pika.SelectConnection | None = None
         # Set once the channel is there, or failed once it cannot be.
         self._opened: Future[None] = Future()
@@ -182,6 +192,11 @@ class Link(ChannelIO):
     def url(self) -> str:
         """The host, as it may be shown."""
         return self._reconnection.url
+
+    @property
+    def last_failure(self) -> str:
+        """Why the last try to connect failed; empty if none has since there was a connection."""
+        return self._reconnection.last
 
     def open(self, timeout: float) -> None:
         """Connect and open the channel, or with `connect_in_background` begin to.
@@ -264,8 +279,22 @@ class Link(ChannelIO):
             self.services.close()
 
     def _connect(self) -> None:
+        if self._renewer is None:
+            self._connect_with(self._hosts[self._reconnection.host])
+        else:
+            self._renewer.log_in(self._log_in)
+
+    def _log_in(self, answer: Answer) -> None:
+        if isinstance(answer, Failure):
+            self._lost(answer.why)
+            return
+        parameters = copy.copy(self._hosts[self._reconnection.host])
+        parameters.credentials = pika.PlainCredentials(answer.username, answer.password)
+        self._connect_with(parameters)
+
+    def _connect_with(self, parameters: pika.URLParameters) -> None:
         self._connection = pika.SelectConnection(
-            self._hosts[self._reconnection.host],
+            parameters,
             on_open_callback=self._on_open,
             on_open_error_callback=self._on_open_error,
             on_close_callback=self._on_close,
@@ -368,6 +397,8 @@ class Link(ChannelIO):
             self._reconnection.opened(now)
             self._watch.opened(now)
             self._look_later()
+            if self._renewer is not None:
+                self._renewer.begin()
             if not self._opened.done():
                 self._opened.set_result(None)
             else:
@@ -395,11 +426,24 @@ class Link(ChannelIO):
                 protocol.put_control(tap.probe(number))
         if why:
             self._reconnection.move_on()
-            self._cut_for = why, False
-            self._cut()
+            self._leave_host(why)
             return
         self._look_later()
         self.services.pump()
+
+    def _leave_host(self, why: str) -> None:
+        """End a connection that is open, to connect again."""
+        self._cut_for = why, False
+        self._cut()
+
+    def _update_secret(self, secret: str, done: Callable[[], object]) -> bool:
+        with self._lock:
+            is_open = self._protocol.channel.number is not None
+            if is_open:
+                post = self.services.add_callback_threadsafe
+                self._protocol.put_control(self._tap.update_secret(secret, lambda: post(done)))
+        self.services.pump()
+        return is_open
 
     def _on_channel_close(self, _channel: Any, reason: BaseException) -> None:
         if self._is_up and not self._leaves and isinstance(reason, ChannelClosedByBroker):
@@ -438,6 +482,7 @@ class Link(ChannelIO):
         if self._connection is None:
             # Between two tries.
             self._forget_next()
+            self._end_renewal()
             self.services.stop()
         # A broker that blocks the connection, or does not read, reads no good-bye either.
         elif not self._is_up or self._tap.is_blocked or (tapped is not None and tapped.full):
@@ -455,6 +500,7 @@ class Link(ChannelIO):
         self._is_open = False
         self._forget_next()
         self._end_looks()
+        self._end_renewal()
         if self._cut_for is not None:
             (why, final), self._cut_for = self._cut_for, None
         if self._not_opened(why):
@@ -487,6 +533,10 @@ class Link(ChannelIO):
             self._next_look.cancel()
             self._next_look = None
 
+    def _end_renewal(self) -> None:
+        if self._renewer is not None:
+            self._renewer.end()
+
     def _close(self) -> None:
         connection = self._connection
         if connection is not None and not (connection.is_closing or connection.is_closed):
@@ -500,6 +550,8 @@ class Link(ChannelIO):
             self.services.abort()
         elif self.services.tapped is not None:
             self.services.tapped.cut()
+        elif self._renewer is not None and self._renewer.is_asking:
+            self._lost("")
         else:
             # Not connected yet, or lost.
             self._close()

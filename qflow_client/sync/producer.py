@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 import time
@@ -15,6 +16,7 @@ import pika
 from qflow_client.core import calls
 from qflow_client.core.calls import Refusal
 from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.credentials import Credentials
 from qflow_client.errors import ProducerClosed, SettingsError, UndeliveredMessages
 from qflow_client.events import FlowEvent
 from qflow_client.flow import FlowManager, Line
@@ -76,6 +78,10 @@ class Producer(BaseProducer):
         on_flow: called with every flow event from the first on, see `on_flow`.
         declare: what it declares when it connects, and after every reconnect, before it publishes: a `Topology`, a
             `Queue`, or a name, for a durable queue if there is no queue of that name; ``None`` for nothing.
+        credentials: called before each connect for the `Credentials` to log in with, and again before those expire,
+            which the broker is then given (``Connection.UpdateSecret``). It is called on a thread of its own, and its
+            time is part of `connect_timeout`. If it raises, the try to connect has failed. ``None`` to log in as the
+            URL says.
         settings: settings that no keyword gives.
         line: the order in which waiting sends are served; first come, first served unless given (F4). A `WeightedLine`
             tells them apart by the `source` of `send`.
@@ -101,6 +107,7 @@ class Producer(BaseProducer):
         on_delivery: Callable[[Receipt], object] | None = None,
         on_flow: Callable[[FlowEvent], object] | None = None,
         declare: Topology | Queue | str | None = None,
+        credentials: Callable[[], Credentials] | None = None,
         settings: ProducerSettings | None = None,
         line: Line | None = None,
         manager: FlowManager = flow_manager,
@@ -108,7 +115,9 @@ class Producer(BaseProducer):
     ) -> None:
         loaded = ProducerSettings.load(url, settings, **keywords)
         super().__init__(loaded, manager)
-        check_arguments(url, connection, on_delivery, on_flow, manager, declare)
+        check_arguments(url, connection, on_delivery, on_flow, manager, declare, credentials)
+        if inspect.iscoroutinefunction(credentials):
+            raise TypeError("credentials: it must be a plain function; only AsyncProducer awaits what it returns")
         if connection is not None and not isinstance(connection, TappedConnection):
             raise SettingsError(
                 f"connection={type(connection).__name__}: on a connection made elsewhere Channel.Flow and confirms "
@@ -117,7 +126,7 @@ class Producer(BaseProducer):
         if (asyncio := sys.modules.get("asyncio")) is not None and asyncio._get_running_loop() is not None:
             words = "a Producer that waits blocks the event loop of this thread; use AsyncProducer there"
             warnings.warn(words, RuntimeWarning, stacklevel=2)
-        engine = Engine(loaded, on_delivery, manager, connection, Topology.of(declare))
+        engine = Engine(loaded, on_delivery, manager, connection, Topology.of(declare), credentials)
         # Ctrl-C can come anywhere, and must not leave a lock or a connection behind.
         try:
             engine.open(line, on_flow)

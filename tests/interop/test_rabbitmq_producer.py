@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
+from typing import Any
 from uuid import uuid4
 
 import pika
@@ -14,7 +16,9 @@ import pytest
 from pika.adapters.blocking_connection import BlockingChannel
 
 from qflow_client import (
+    AsyncProducer,
     ConfirmTimeout,
+    Credentials,
     FlowControlTimeout,
     HoldKind,
     MessageRejected,
@@ -25,6 +29,7 @@ from qflow_client import (
     UndeliveredMessages,
 )
 from qflow_client.message import REPUBLISHED
+from qflow_client.renewal import Renewer
 from qflow_client.testing.rabbitmq import RabbitMQNode
 from tests.effort import EFFORT
 from tests.integration.producer.tools import Stopwatch, wait_in_line
@@ -302,3 +307,34 @@ def test_a_broker_that_stands_still_cannot_make_a_send_overrun_its_deadline(own_
     own_rabbitmq.resume()
     producer.flush(timeout=PATIENCE)
     producer.close()
+
+
+@pytest.mark.parametrize("kind", [Producer, AsyncProducer])
+def test_a_secret_is_replaced_on_an_open_connection(
+    rabbitmq: RabbitMQNode, channel: BlockingChannel, queue: str, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qflow_client.credentials._PART", 0.01)
+    answered = []
+    updated = Renewer._updated
+
+    def count(renewer: Renewer) -> None:
+        answered.append(renewer)
+        updated(renewer)
+
+    monkeypatch.setattr(Renewer, "_updated", count)
+    options: dict[str, Any] = {"routing_key": queue, "reconnect_timeout": 0}
+    options["credentials"] = lambda: Credentials("guest", "guest", expires_in=10.0)
+    sent: list[Any] = []
+
+    async def send_many() -> None:
+        async with AsyncProducer(rabbitmq.url, **options) as producer:
+            while len(answered) < 5:
+                sent.append(await producer.send(b"%d" % len(sent)))
+
+    if kind is AsyncProducer:
+        asyncio.run(send_many())
+    else:
+        with Producer(rabbitmq.url, **options) as producer:
+            while len(answered) < 5:
+                sent.append(producer.send(b"%d" % len(sent)))
+    assert drain(channel, queue, len(sent)) == [b"%d" % number for number in range(len(sent))]

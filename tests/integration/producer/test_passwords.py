@@ -106,6 +106,7 @@ DOORS: dict[str, Callable[[Any], Any]] = {
     "Producer password": lambda value: Producer(password=value),  # type: ignore[call-arg]
     "Producer settings": lambda value: Producer(settings=value),
     "Producer on_delivery": lambda value: Producer(on_delivery=value),
+    "Producer credentials": lambda value: Producer(credentials=value),
     "Producer manager": lambda value: Producer(manager=value),
     "Producer line": lambda value: Producer(line=value),
     "Producer connection": lambda value: Producer(connection=value),

@@ -86,6 +86,16 @@ def test_what_no_try_can_cure_ends_it_if_all_hosts_say_so() -> None:
     )
 
 
+def test_where_credentials_change_no_refusal_is_the_last_word() -> None:
+    given = ProducerSettings(url=HOSTS[0], reconnect_jitter=0, reconnect_delay=1)
+    tries = Reconnection(given, given.urls, 0, credentials_change=True)
+    assert tries.lost("cut", 0.0) == 1.0
+    assert tries.failed("403 ACCESS_REFUSED", True, 1.0) == 2.0
+    assert tries.last == "403 ACCESS_REFUSED"
+    tries.opened(3.0)
+    assert tries.last == ""
+
+
 def test_it_ends_when_the_time_is_up_and_says_why_there_is_no_connection() -> None:
     tries = reconnection(url=HOSTS[0], reconnect_timeout=3)
     assert tries.lost("cut", 0.0) == 1.0

@@ -37,6 +37,16 @@ from .support import Wire, drain, holds, make, place, send, wire
 Basic, Channel, Connection = pamqp.commands.Basic, pamqp.commands.Channel, pamqp.commands.Connection
 
 
+def decode(data: bytes) -> list[Any]:
+    """The methods of whole frames."""
+    found = []
+    while data:
+        size, _, method = pamqp.frame.unmarshal(data)
+        found.append(method)
+        data = data[size:]
+    return found
+
+
 class Recorder:
     """A channel that writes down what it is told."""
 
@@ -572,6 +582,23 @@ def test_of_a_channel_that_the_library_does_not_know_it_sees_nothing_until_its_n
     tap.disown(7)
     assert tap.received(opened, 0.0) == opened
     tap.disown(7)
+
+
+def test_a_new_secret_is_sent_in_the_broker_s_words_and_its_answer_is_not_for_the_library() -> None:
+    tap = Tap()
+    told: list[str] = []
+    sent = tap.update_secret("töken", lambda: told.append("first")) + tap.update_secret(
+        "two", lambda: told.append("second")
+    )
+    first, second = decode(sent)
+    assert (first.new_secret, first.reason, second.new_secret) == ("töken", "the old one expires", "two")
+    answer, beat = encode(Connection.UpdateSecretOk(), 0), HEARTBEAT
+    assert tap.received(beat + answer + beat, 0.0) == beat + beat
+    assert told == ["first"]
+    assert tap.received(answer, 0.0) == b""
+    assert told == ["first", "second"]
+    # That of the library's own.
+    assert tap.received(answer, 0.0) == answer
 
 
 def test_why_the_broker_closes_the_connection_is_noted() -> None:

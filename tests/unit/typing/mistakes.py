@@ -10,6 +10,7 @@ def threads(producer: Producer) -> None:
     Producer("amqp://host/", capacity="5")  # type: ignore[arg-type]
     Producer("amqp://host/", when_flowed="wait")  # type: ignore[arg-type]
     Producer("amqp://host/", on_flow="print")  # type: ignore[arg-type]
+    Producer("amqp://host/", credentials="token")  # type: ignore[arg-type]
     Producer("amqp://host/", declare=["orders"])  # type: ignore[arg-type]
     producer.send({"number": 1})  # type: ignore[arg-type]
     producer.send(b"body", key="orders")  # type: ignore[call-arg]

@@ -1,0 +1,58 @@
+"""Asks the application for credentials: a coroutine function in the loop, any other on a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from qflow_client.renewal import Asker, Failure, call
+
+__all__ = ["AsyncAsker"]
+
+
+class AsyncAsker(Asker):
+    """Calls the application's callable, and awaits what it returns if that can be awaited.
+
+    Args:
+        function: the callable.
+        name: the producer's.
+    """
+
+    def __init__(self, function: Callable[[], Any], name: str) -> None:
+        super().__init__(function, name)
+        self._loop = asyncio.get_running_loop()
+        # What awaits; None if nothing has done so.
+        self._task: asyncio.Task[None] | None = None
+
+    def cancel(self) -> None:
+        """The answer is not wanted any more, and what is awaited is cancelled."""
+        super().cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+    def _begin(self) -> None:
+        if inspect.iscoroutinefunction(self._function):
+            self._take(call(self._function))
+        else:
+            super()._begin()
+
+    def _take(self, result: Any) -> None:
+        if inspect.isawaitable(result):
+            # A loop that is closed awaits nothing.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._await, result)
+        else:
+            super()._take(result)
+
+    def _await(self, awaitable: Awaitable[Any]) -> None:
+        self._task = self._loop.create_task(self._finish(awaitable))
+
+    async def _finish(self, awaitable: Awaitable[Any]) -> None:
+        try:
+            result = await awaitable
+        except (Exception, asyncio.CancelledError) as error:
+            result = Failure.of(error)
+        super()._take(result)

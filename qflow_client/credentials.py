@@ -1,0 +1,106 @@
+"""What a producer logs in with, if that changes, and when it is replaced.
+
+`Expiry` is sans-I/O: it reads no clock, asks nobody and writes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from qflow_client.errors import SettingsError
+from qflow_client.recovery import Backoff
+from qflow_client.redaction import shown
+from qflow_client.settings import ProducerSettings
+
+__all__ = ["Credentials", "Expiry"]
+
+# The part of their life after which credentials are replaced. RabbitMQ's Java client has the same.
+_PART = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """A user name and a password, or a token in the place of the password.
+
+    Attributes:
+        username: with OAuth 2 RabbitMQ takes the name from the token, and this one is not looked at.
+        password: the password or the token; not shown by its `repr`.
+        expires_in: seconds from now on for which the broker accepts the password; ``None`` for no end.
+
+    Raises:
+        SettingsError: a value is not allowed.
+    """
+
+    username: str
+    password: str = field(repr=False)
+    expires_in: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("username", "password"):
+            if not _is_text(getattr(self, name)):
+                raise SettingsError(f"Credentials.{name}: it must be a str that UTF-8 can encode")
+        seconds = self.expires_in
+        is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        if seconds is not None and not (is_number and 0 < seconds < math.inf):
+            raise SettingsError(
+                f"Credentials.expires_in={shown(seconds)}: it must be None or seconds, more than 0: these credentials "
+                "have expired"
+            )
+
+
+def _is_text(value: object) -> bool:
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
+class Expiry:
+    """When the credentials of a connection are replaced.
+
+    They are asked for after 80 % of their life. If that fails, it is tried again after pauses that grow. If the present
+    credentials expire before others are there, the producer leaves the connection: the broker would refuse what is
+    published on it, and that would look like a fault of the messages.
+
+    Args:
+        settings: the producer's; the pauses are those between two tries to connect.
+    """
+
+    def __init__(self, settings: ProducerSettings) -> None:
+        self._backoff = Backoff(settings.reconnect_delay, settings.reconnect_delay_max, settings.reconnect_jitter)
+        self._shortest = settings.reconnect_delay
+        self._limit = settings.connect_timeout
+        # When the present credentials are to be replaced, and when they expire.
+        self._due_at = self._expires_at = math.inf
+        #: Name of the user that is logged in.
+        self.username = ""
+
+    def obtained(self, credentials: Credentials, now: float) -> None:
+        """These are the present credentials, from now on."""
+        self.username = credentials.username
+        self._backoff.begin(now)
+        life = math.inf if credentials.expires_in is None else credentials.expires_in
+        self._expires_at = now + life
+        # A callable that returns the same until the very end is not called ever faster.
+        self._due_at = now + max(_PART * life, self._shortest)
+
+    def wait(self, now: float) -> float | None:
+        """Seconds until others are to be asked for; ``None`` if that is never."""
+        return None if self._due_at == math.inf else max(0.0, self._due_at - now)
+
+    def patience(self, now: float) -> float:
+        """Seconds that the answer may take, and the broker's answer to that."""
+        return max(0.0, min(self._limit, self._expires_at - now))
+
+    def failed(self, now: float) -> float | None:
+        """Others could not be had.
+
+        Returns:
+            Seconds until they are to be asked for again; ``None`` if the present ones have expired, and the connection
+            is to be left.
+        """
+        left = self._expires_at - now
+        pause = self._backoff.pause(now)
+        assert pause is not None
+        return min(pause, left) if left > 0.0 else None

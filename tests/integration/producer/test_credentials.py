@@ -1,0 +1,313 @@
+"""Credentials that change and expire: asked at each connect, and replaced in time on an open connection (E8)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from qflow_client import (
+    AsyncProducer,
+    ConnectionFailed,
+    Credentials,
+    HoldKind,
+    Outcome,
+    Producer,
+    SettingsError,
+    SyncReceipt,
+    connect,
+    connect_async,
+)
+from qflow_client.broker import Broker
+from qflow_client.logs import flush_logs
+from tests.integration.aio.tools import soon
+
+from .test_recovery import marked
+from .tools import PATIENCE, Flows, Stopwatch, Wire, bodies, eventually, wait_held
+
+SECRET = "s3cret"
+FAST: dict[str, Any] = {"reconnect_delay": 0.02, "reconnect_delay_max": 0.1}
+
+
+class Tokens:
+    """Issues tokens, and tells the broker for how long they are valid.
+
+    Args:
+        life: seconds for which the broker takes one.
+        told: seconds that its owner is told; ``None`` for no end.
+    """
+
+    def __init__(self, life: float, told: float | None = None) -> None:
+        self._life = life
+        self._told = told
+        self._until: dict[str, float] = {}
+        self.user = "app"
+        self.issued = 0
+        # What it does before it answers.
+        self.before: Callable[[], object] = lambda: None
+
+    def __call__(self) -> Credentials:
+        self.before()
+        self.issued += 1
+        token = f"{SECRET}-{self.issued}"
+        self._until[token] = time.monotonic() + self._life
+        return Credentials(self.user, token, self._told)
+
+    def authenticate(self, _user: str, token: str) -> float:
+        return max(0.0, self._until.get(token, 0.0) - time.monotonic())
+
+
+def refuse() -> None:
+    raise KeyError(SECRET)
+
+
+@pytest.fixture(autouse=True)
+def _early(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Credentials are replaced after a twentieth of their life, so that a busy machine is not too late.
+    monkeypatch.setattr("qflow_client.credentials._PART", 0.05)
+
+
+@pytest.fixture
+def all_logs(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
+    """All that was logged, at any level, by any library."""
+    caplog.set_level(logging.DEBUG)
+
+    def read() -> str:
+        assert flush_logs(PATIENCE)
+        return caplog.text
+
+    return read
+
+
+def test_E8_tokens_that_expire_are_replaced_and_no_connection_is_lost_for_it(
+    make_broker: Callable[..., Broker],
+    make_producer: Callable[..., Producer],
+    wire: Wire,
+    all_logs: Callable[[], str],
+) -> None:
+    tokens = Tokens(life=2.0, told=2.0)
+    broker = make_broker(authenticate=tokens.authenticate)
+    producer = make_producer(broker.url, credentials=tokens, **FAST)
+    flows = Flows()
+    producer.on_flow(flows, kinds=["disconnected"])
+    end = time.monotonic() + 4.0
+    receipts: list[SyncReceipt] = []
+    while time.monotonic() < end or wire.count("out", "Connection.UpdateSecretOk") < 20:
+        assert time.monotonic() < end + PATIENCE
+        receipts.append(producer.send(b"%d" % len(receipts), timeout=PATIENCE))
+        receipts[-1].wait(PATIENCE)
+    assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
+    assert bodies(broker) == [b"%d" % number for number in range(len(receipts))]
+    assert flows.events == []
+    assert wire.count("in", "Connection.StartOk") == 1
+    assert SECRET not in all_logs() + repr(producer)
+
+
+def test_E8_credentials_without_an_end_are_asked_for_again_when_the_broker_drops_them(
+    make_broker: Callable[..., Broker], make_producer: Callable[..., Producer], all_logs: Callable[[], str]
+) -> None:
+    tokens = Tokens(life=0.2)
+    broker = make_broker(authenticate=tokens.authenticate)
+    flows = Flows()
+    producer = make_producer(broker.url, credentials=tokens, connect_in_background=True, on_flow=flows, **FAST)
+    sent = 0
+    while tokens.issued < 4:
+        producer.send(b"%d" % sent, timeout=PATIENCE)
+        sent += 1
+        time.sleep(0.002)
+    producer.flush(PATIENCE)
+    assert list(dict.fromkeys(bodies(broker))) == [b"%d" % number for number in range(sent)]
+    assert "the credentials of user 'app' have expired" in str(flows.events)
+    assert SECRET not in all_logs()
+
+
+def test_E8_what_the_callable_raises_is_named_without_its_words(
+    broker: Broker, make_producer: Callable[..., Producer], all_logs: Callable[[], str]
+) -> None:
+    with pytest.raises(ConnectionFailed) as caught:
+        make_producer(broker.url, credentials=refuse)
+    words = "the callable for credentials raised KeyError (test_credentials.py, line "
+    assert words in str(caught.value)
+    assert SECRET not in str(caught.value) + all_logs()
+    assert caught.value.__cause__ is None
+
+
+def test_E8_a_callable_that_fails_is_called_again_and_health_says_why_meanwhile(
+    make_broker: Callable[..., Broker], make_producer: Callable[..., Producer], all_logs: Callable[[], str]
+) -> None:
+    tokens = Tokens(life=60)
+    tokens.before = refuse
+    broker = make_broker(authenticate=tokens.authenticate)
+    producer = make_producer(broker.url, credentials=tokens, connect_in_background=True, **FAST)
+    eventually(lambda: len(producer.health().reasons) == 2)
+    health = producer.health()
+    assert health.state == "disconnected"
+    assert "the last try to connect: the callable for credentials raised KeyError" in health.reasons[1]
+    tokens.before = lambda: None
+    producer.send(b"1", timeout=PATIENCE).result(PATIENCE)
+    assert producer.health().reasons == ()
+    assert "the next try is in" in all_logs()
+    assert SECRET not in all_logs() + str(health)
+
+
+def test_E8_a_refused_password_is_not_the_last_word_where_the_next_may_be_another(
+    make_broker: Callable[..., Broker], make_producer: Callable[..., Producer]
+) -> None:
+    broker = make_broker(users={"app": "right"}, max_failed_logins=0)
+    passwords = iter(["wrong", "wrong", "right"])
+    producer = make_producer(
+        broker.url, credentials=lambda: Credentials("app", next(passwords)), connect_in_background=True, **FAST
+    )
+    producer.send(b"1", timeout=PATIENCE).result(PATIENCE)
+
+
+def test_E8_a_callable_that_hangs_is_called_once_and_each_try_keeps_its_time(
+    make_broker: Callable[..., Broker], make_producer: Callable[..., Producer]
+) -> None:
+    tokens = Tokens(life=60)
+    go_on = threading.Event()
+    tokens.before = lambda: go_on.wait(PATIENCE)
+    broker = make_broker(authenticate=tokens.authenticate)
+    with Stopwatch() as watch, pytest.raises(ConnectionFailed, match=r"no answer within 0\.2 s"):
+        make_producer([broker.url, broker.url], credentials=tokens, connect_timeout=0.2)
+    assert watch.kept(0.4)
+    go_on.set()
+    eventually(lambda: not any(each.name.startswith("qflow-credentials") for each in threading.enumerate()))
+    assert tokens.issued == 1
+    go_on.clear()
+    producer = make_producer(broker.url, credentials=tokens, connect_timeout=0.1, connect_in_background=True, **FAST)
+    eventually(lambda: "no answer within 0.1 s" in str(producer.health().reasons))
+    # It can be closed meanwhile.
+    with Stopwatch() as watch:
+        producer.close(timeout=0)
+    assert watch.within(1.0)
+    go_on.set()
+
+
+def test_E8_a_connection_whose_credentials_expire_is_left_with_what_is_unsettled(
+    make_broker: Callable[..., Broker], make_producer: Callable[..., Producer], all_logs: Callable[[], str]
+) -> None:
+    tokens = Tokens(life=60, told=1.0)
+    broker = make_broker(authenticate=tokens.authenticate)
+    producer = make_producer(broker.url, credentials=tokens, **FAST)
+    flows = Flows()
+    producer.on_flow(flows, kinds=["disconnected"])
+    producer.send(b"0").result(PATIENCE)
+    broker.withhold_confirms()
+    receipt = producer.send(b"1")
+    tokens.before = refuse
+    wait_held(producer, HoldKind.DISCONNECTED)
+    words = "its credentials have expired, and there are no others: the callable for credentials raised KeyError"
+    assert words in str(flows.events[0].hold)
+    broker.release_confirms()
+    tokens.before = lambda: None
+    receipt.result(PATIENCE)
+    producer.send(b"2", timeout=PATIENCE).result(PATIENCE)
+    assert bodies(broker) == [b"0", b"1", b"1", b"2"]
+    assert marked(broker) == [False, False, True, False]
+    assert "the credentials could not be replaced: the callable for credentials raised KeyError" in all_logs()
+    assert SECRET not in all_logs()
+
+
+def test_E8_another_user_is_logged_in_on_another_connection(
+    make_broker: Callable[..., Broker], make_producer: Callable[..., Producer]
+) -> None:
+    tokens = Tokens(life=60, told=1.0)
+    broker = make_broker(authenticate=tokens.authenticate)
+    producer = make_producer(broker.url, credentials=tokens, **FAST)
+    tokens.user = "app2"
+    broker.wait_until(lambda b: [each.user for each in b.connections()] == ["app2"])
+    producer.send(b"1", timeout=PATIENCE).result(PATIENCE)
+
+
+def test_what_no_credentials_are_asked_of(broker: Broker) -> None:
+    with pytest.raises(TypeError, match="credentials=5: it must be None or callable"):
+        Producer(broker.url, credentials=5)  # type: ignore[arg-type]
+    with connect(broker.url) as connection, pytest.raises(SettingsError, match="credentials with connection"):
+        Producer(connection=connection, credentials=Tokens(1))
+
+    async def issue() -> Credentials:
+        return Credentials("app", SECRET)
+
+    with pytest.raises(TypeError, match="only AsyncProducer awaits"):
+        Producer(broker.url, credentials=issue)  # type: ignore[arg-type]
+
+
+def test_a_connection_that_others_use_has_its_secret_updated_by_its_library(make_broker: Callable[..., Broker]) -> None:
+    tokens = Tokens(life=1.0)
+    broker = make_broker(authenticate=tokens.authenticate)
+
+    def url() -> str:
+        return f"amqp://app:{tokens().password}@127.0.0.1:{broker.port}/%2F"
+
+    async def shared() -> None:
+        async with await connect_async(url()) as connection, AsyncProducer(connection=connection) as producer:
+            end = time.monotonic() + 2.0
+            while time.monotonic() < end:
+                await connection.update_secret(tokens().password)
+                await (await producer.send(b"", routing_key="q")).result(PATIENCE)
+
+    with connect(url()) as connection, Producer(connection=connection, routing_key="q") as producer:
+        end = time.monotonic() + 2.0
+        while time.monotonic() < end:
+            connection.update_secret(tokens().password, "it expires")
+            producer.send(b"").result(PATIENCE)
+    asyncio.run(shared())
+
+
+# For asyncio only.
+
+
+def test_E8_a_coroutine_function_is_awaited_in_the_loop(make_broker: Callable[..., Broker]) -> None:
+    tokens = Tokens(life=60, told=1.0)
+    broker = make_broker(authenticate=tokens.authenticate)
+
+    async def main(credentials: Callable[[], Any]) -> None:
+        async with AsyncProducer(broker.url, routing_key="q", credentials=credentials) as producer:
+            await (await producer.send(b"1")).result(PATIENCE)
+            await soon(lambda: tokens.issued >= 4)
+
+    threads = set()
+
+    async def issue() -> Credentials:
+        await asyncio.sleep(0)
+        threads.add(threading.current_thread())
+        return tokens()
+
+    asyncio.run(main(issue))
+    assert threads == {threading.current_thread()}
+    tokens.issued = 0
+    # What only the call shows to be awaitable.
+    asyncio.run(main(lambda: issue()))
+    assert len(bodies(broker)) == 2
+
+
+def test_E8_what_is_awaited_is_cancelled_when_its_time_is_up(broker: Broker) -> None:
+    ended = []
+
+    async def hang() -> Credentials:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+        raise AssertionError
+
+    async def cancel() -> Credentials:
+        raise asyncio.CancelledError
+
+    async def main(credentials: Callable[[], Any]) -> None:
+        await AsyncProducer(broker.url, credentials=credentials, connect_timeout=0.2).connect()
+
+    with Stopwatch() as watch, pytest.raises(ConnectionFailed, match=r"no answer within 0\.2 s"):
+        asyncio.run(main(hang))
+    assert watch.kept(0.2)
+    assert ended == [True]
+    with pytest.raises(ConnectionFailed, match="the callable for credentials raised CancelledError"):
+        asyncio.run(main(cancel))
+    with pytest.raises(ConnectionFailed, match="the callable for credentials raised KeyError"):
+        asyncio.run(main(refuse))
