@@ -1,4 +1,4 @@
-"""The relay of an outbox in PostgreSQL beside a naive loop and txoutbox: confirmed, durable rows a second of one run.
+"""The relay of an outbox in PostgreSQL beside a naive loop and other relays: confirmed, durable rows a second.
 
 PostgreSQL is a private server with its default durability. ``--check`` fails below the bars.
 """
@@ -6,7 +6,6 @@ PostgreSQL is a private server with its default durability. ``--check`` fails be
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import sys
 import time
@@ -16,13 +15,12 @@ from dataclasses import asdict, dataclass
 from statistics import median, quantiles
 from typing import Any
 
-import aio_pika
-import asyncpg
 import pika
 from sqlalchemy import Engine, create_engine, text
 
 from benchmarks.embedded import DEFAULT_URL, EMBEDDED, broker_url
 from benchmarks.postgresql import server
+from benchmarks.relay_peers import Peers
 from qflow_client.broker import Broker
 from qflow_client.receipt import Receipt
 from qflow_client.sqlalchemy import Outbox, OutboxRelay
@@ -54,6 +52,8 @@ class Result:
         naive: of a loop that selects a row, publishes it, waits for the confirm, deletes it and commits.
         naive_100: the same with 100 rows in a transaction.
         txoutbox: of txoutbox with its storage, and aio-pika to publish; ``None`` if it is not installed.
+        faststream_outbox: of faststream-outbox with FastStream's broker, which keeps no order; likewise.
+        django_reliable_outbox: of django-reliable-outbox, and pika to publish; likewise.
         to_naive: the ratio of the first two.
         small: median of the relay's rates at a depth of 1000.
         large: its rate at the large depth, over as many rows as `relay`.
@@ -68,6 +68,8 @@ class Result:
     naive: float
     naive_100: float
     txoutbox: float | None
+    faststream_outbox: float | None
+    django_reliable_outbox: float | None
     to_naive: float
     small: float
     large: float
@@ -178,48 +180,6 @@ class _Bench:
                 connection.commit()
             return rows / (time.perf_counter() - began)
 
-    def txoutbox(self, rows: int) -> float | None:
-        """Rows a second of txoutbox, which marks rows as done or deletes them; here it deletes them."""
-        try:
-            from txoutbox import Relay, RelayConfig
-            from txoutbox.adapters.postgres import PostgresStorage
-        except ImportError:
-            return None
-        self.fill(0)
-
-        async def main() -> float:
-            dsn = self.engine.url.set(drivername="postgresql").render_as_string(hide_password=False)
-            pool = await asyncpg.create_pool(dsn)
-            connection = await aio_pika.connect(self.url)
-            async with pool, connection:
-                storage = PostgresStorage(pool, table="txoutbox", delete_on_ack=True)
-                await pool.execute(storage.schema_sql())
-                await pool.execute(
-                    "INSERT INTO txoutbox (topic, key, payload)"
-                    f" SELECT $1, (number % {_KEYS})::text, $2 FROM generate_series(1, $3::int) number",
-                    *(_QUEUE, b"x" * 100, rows),
-                )
-                await pool.execute("VACUUM ANALYZE txoutbox")
-                channel = await connection.channel()
-
-                async def publish(message: Any) -> None:
-                    body = aio_pika.Message(message.payload, delivery_mode=2)
-                    await channel.default_exchange.publish(body, message.topic)
-
-                config = RelayConfig(batch_size=500, concurrency=100, publish_timeout=10.0)
-                relay = Relay(storage, publish, config=config)
-                began = time.perf_counter()
-                task = asyncio.create_task(relay.run())
-                query = "SELECT count(*) FROM txoutbox WHERE status = 'pending'"
-                while await pool.fetchval(query):  # noqa: ASYNC110  # other processes' rows have no event
-                    await asyncio.sleep(0.02)
-                rate: float = rows / (time.perf_counter() - began)
-                relay.stop()
-                await task
-                return rate
-
-        return asyncio.run(main())
-
     def latency(self) -> tuple[float, float]:
         """Milliseconds from the return of a commit to the confirm: median and p99."""
         rate, count = _COMMITS
@@ -291,7 +251,11 @@ def measure(url: str, *, rows: int = 50_000, depth: int = 1_000_000) -> Result:
         relay = bench.relay(rows, rows)
         naive.append(bench.naive(_SLOW, 1))
         naive_100 = bench.naive(_SLOW, 100)
-        txoutbox = bench.txoutbox(5 * _SLOW)
+        bench.fill(0)
+        peers = Peers(engine.url, url, _QUEUE, _KEYS)
+        txoutbox = peers.txoutbox(5 * _SLOW)
+        faststream_outbox = peers.faststream_outbox(5 * _SLOW)
+        django_reliable_outbox = peers.django_reliable_outbox(_SLOW)
         small = bench.small()
         large = bench.relay(rows, depth)
         p50, p99 = bench.latency()
@@ -303,6 +267,8 @@ def measure(url: str, *, rows: int = 50_000, depth: int = 1_000_000) -> Result:
         naive=slow,
         naive_100=naive_100,
         txoutbox=txoutbox,
+        faststream_outbox=faststream_outbox,
+        django_reliable_outbox=django_reliable_outbox,
         to_naive=relay / slow,
         small=small,
         large=large,
