@@ -35,7 +35,7 @@ from typing import Any
 
 from sqlalchemy import Engine, text
 
-from qflow_client.sqlalchemy.sessions import Aside, RelayError, Row, wait_readable
+from qflow_client.sqlalchemy.sessions import PAGE_BYTES, Aside, RelayError, Row, silence_of, wait_readable
 from qflow_client.sqlalchemy.tables import PARTITIONS, Tables
 
 __all__ = ["PostgresqlSession"]
@@ -54,7 +54,7 @@ class PostgresqlSession:
     Args:
         engine: of SQLAlchemy, with the driver psycopg.
         tables: the outbox's.
-        lease: seconds without a word of the relay after which the server ends the session.
+        lease: seconds without a word of the relay after which another one has its partitions; see `silence_of`.
 
     Raises:
         RelayError: the driver or the server is not fit for it.
@@ -77,6 +77,7 @@ class PostgresqlSession:
         self._mine: list[int] = []
         # Whether the sweep reads what an earlier session, or this one before a failure, may have sent.
         self.is_full = True
+        self.has_more = False
         self._in_sweep = False
         # The snapshot of the sweep, and of the one before: the first number that was not given to any transaction yet,
         # and the transactions that were in progress.
@@ -99,10 +100,12 @@ class PostgresqlSession:
     def _set_up(self, lease: float) -> None:
         if self._driver.info.server_version < 140000:
             raise RelayError("a relay needs PostgreSQL 14 or later, which ends sessions that are idle too long")
-        milliseconds = max(1, round(lease * 1000))
+        milliseconds = max(1, round(silence_of(lease) * 1000))
         for setting in (
             f"idle_session_timeout = {milliseconds}",
             f"statement_timeout = {milliseconds}",
+            # Of a session that sends a page to a relay that reads no more, none of the two comes into force.
+            f"tcp_user_timeout = {milliseconds}",
             # The statistics of a table that was empty a moment ago must not decide.
             "plan_cache_mode = force_custom_plan",
             "enable_seqscan = off",
@@ -204,15 +207,21 @@ class PostgresqlSession:
         return not self._in_sweep and _monotonic() >= self._next_full > 0
 
     def read(self, limit: int) -> list[Row]:
-        """Return the next rows, of one sweep; fewer than `limit` if it ends with them."""
+        """Return the next rows, of one sweep, at most `limit`. `has_more` tells whether it may have others."""
+        self.has_more = False
         if not self._mine or (not self._in_sweep and not self._begin()):
             return []
         xmax, xip = self._before
         found = self._rows_of(
+            # Large bodies are stored beside the table, and are not touched before they are chosen.
+            "SELECT id, partition, exchange, routing_key, properties, body, total FROM ("
+            "SELECT *, count(*) OVER () AS total,"
+            " sum(octet_length(body)) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - octet_length(body) AS size FROM ("
             f"SELECT id, partition, exchange, routing_key, properties, body FROM {self._rows}"
             " WHERE id > :last AND xid < :xmax AND xid <> ALL(:xip)"
             " AND (xid >= :before_xmax OR xid = ANY(:before_xip))"
-            " AND partition = ANY(CAST(:mine AS int[])) ORDER BY id LIMIT :limit",
+            " AND partition = ANY(CAST(:mine AS int[])) ORDER BY id LIMIT :limit) page) sized"
+            " WHERE size < :bytes ORDER BY id",
             last=self._last,
             xmax=self._xmax,
             xip=self._xip,
@@ -220,13 +229,16 @@ class PostgresqlSession:
             before_xip=xip,
             mine=self._mine,
             limit=limit,
+            bytes=PAGE_BYTES,
         )
-        if len(found) < limit:
+        total = found[0].total if found else 0
+        self.has_more = total == limit or total > len(found)
+        if not self.has_more:
             self._in_sweep = False
             self._before = self._xmax, self._xip
         if found:
             self._last = found[-1][0]
-        return [Row(*row) for row in found]
+        return [Row(*row[:-1]) for row in found]
 
     def _begin(self) -> bool:
         """Begin a sweep. Return False if there is nothing new."""
@@ -289,7 +301,10 @@ class PostgresqlSession:
             f"WITH gone AS (DELETE FROM {self._rows} WHERE id = :id RETURNING *)"
             f" INSERT INTO {self._failed}"
             " (id, partition, ordering_key, exchange, routing_key, properties, body, created_at, reply)"
-            " SELECT id, partition, ordering_key, exchange, routing_key, properties, body, created_at, :reply FROM gone"
+            # The number may be there, if the sequence has been set back.
+            f" SELECT CASE WHEN EXISTS (SELECT FROM {self._failed} WHERE id = :id)"
+            f" THEN (SELECT max(id) + 1 FROM {self._failed}) ELSE id END,"
+            " partition, ordering_key, exchange, routing_key, properties, body, created_at, :reply FROM gone"
         )
         for number, reply in rows:
             self._connection.execute(statement, {"id": number, "reply": reply})

@@ -10,7 +10,12 @@ from typing import NamedTuple, Protocol
 
 from qflow_client.errors import QflowError
 
-__all__ = ["Aside", "RelayError", "Row", "Session", "wait_readable"]
+__all__ = ["LOOK", "PAGE_BYTES", "Aside", "RelayError", "Row", "Session", "silence_of", "wait_readable"]
+
+#: Seconds between two looks of a relay at which partitions are due to it.
+LOOK = 1.0
+#: A page of rows ends with the one whose body reaches so many bytes.
+PAGE_BYTES = 1 << 24
 
 
 class RelayError(QflowError):
@@ -37,6 +42,7 @@ class Session(Protocol):
 
     is_notified: bool
     is_full: bool
+    has_more: bool
 
     def join(self) -> None: ...
     def due(self) -> set[int]: ...
@@ -50,6 +56,14 @@ class Session(Protocol):
     def ping(self) -> None: ...
     def wait(self, wake: socket.socket, timeout: float) -> bool: ...
     def close(self) -> None: ...
+
+
+def silence_of(lease: float) -> float:
+    """Return the seconds without a word of a relay after which the server ends its session.
+
+    The rest of the lease is for another relay to see that, and to publish.
+    """
+    return max(lease / 2, lease - 2 * LOOK)
 
 
 def wait_readable(descriptors: Iterable[int], timeout: float) -> set[int]:

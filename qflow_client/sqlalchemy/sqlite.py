@@ -14,12 +14,13 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
-from sqlalchemy import Engine, bindparam, delete, insert, literal, text, update
+from sqlalchemy import Engine, bindparam, case, delete, exists, insert, literal, text, update
+from sqlalchemy import func as sql
 from sqlalchemy import select as query
 from sqlalchemy.exc import IntegrityError
 
 from qflow_client.files import open_private
-from qflow_client.sqlalchemy.sessions import Aside, RelayError, Row, wait_readable
+from qflow_client.sqlalchemy.sessions import PAGE_BYTES, Aside, RelayError, Row, wait_readable
 from qflow_client.sqlalchemy.tables import PARTITIONS, Tables
 
 __all__ = ["SqliteSession"]
@@ -54,6 +55,7 @@ class SqliteSession:
         self._in_sweep = False
         self._is_fresh = True
         self.is_full = True
+        self.has_more = False
         self._lock: int | None = None
         self._has_all = False
         self._connection = engine.connect()
@@ -120,17 +122,24 @@ class SqliteSession:
             return []
         rows = self._tables.rows.c
         self.is_full = self._is_fresh
+        found: list[Row] = []
+        size = 0
         with self._connection.begin():
-            found = self._connection.execute(
+            for row in self._connection.execute(
                 query(rows.id, rows.partition, rows.exchange, rows.routing_key, rows.properties, rows.body)
                 .where(rows.id > self._last)
                 .order_by(rows.id)
                 .limit(limit)
-            ).all()
-        self._is_fresh = self._is_fresh and len(found) == limit
+            ):
+                found.append(Row(*row))
+                size += len(row.body)
+                if size >= PAGE_BYTES:
+                    break
+        self.has_more = len(found) == limit or size >= PAGE_BYTES
+        self._is_fresh = self._is_fresh and self.has_more
         if found:
-            self._last = found[-1][0]
-        return [Row(*row) for row in found]
+            self._last = found[-1].id
+        return found
 
     def write(self, gone: Sequence[int], counts: Mapping[int, int], permits: Mapping[int, int]) -> None:
         rows, relay = self._tables.rows, self._tables.relay
@@ -145,13 +154,17 @@ class SqliteSession:
 
     def set_aside(self, rows: Sequence[Aside]) -> None:
         table, failed = self._tables.rows, self._tables.failed
-        names = ("id", "partition", "ordering_key", "exchange", "routing_key", "properties", "body", "created_at")
+        names = ("partition", "ordering_key", "exchange", "routing_key", "properties", "body", "created_at")
         with self._connection.begin():
             for number, reply in rows:
-                chosen = query(*(table.c[name] for name in names), bindparam("reply", reply)).where(
+                given = case(
+                    (exists().where(failed.c.id == number), query(sql.max(failed.c.id) + 1).scalar_subquery()),
+                    else_=number,
+                )
+                chosen = query(given, *(table.c[name] for name in names), bindparam("reply", reply)).where(
                     table.c.id == number
                 )
-                self._connection.execute(insert(failed).from_select([*names, "reply"], chosen))
+                self._connection.execute(insert(failed).from_select(["id", *names, "reply"], chosen))
                 self._connection.execute(delete(table).where(table.c.id == number))
 
     def ping(self) -> None:

@@ -11,7 +11,7 @@ here or in another relay, reads from the beginning. So what is true in a tenure 
 - The rows of a partition are given to the producer in the order in which the session reads them, by one thread, and the
   producer keeps that order, also across a lost connection of its own.
 - Before a row is given to the producer, the time of the last answer of the database is looked at. If it is longer ago
-  than the lease, another relay may have the partition, and the tenure is over.
+  than the server waits (`silence_of`), another relay may have the partition, and the tenure is over.
 
 What is read and not settled is never more than the producer's window. While anything but a full window holds the
 producer, nothing is read.
@@ -31,7 +31,8 @@ from qflow_client.errors import ProducerFlowed, UndeliveredMessages
 from qflow_client.events import HoldKind
 from qflow_client.message import Message, decode_message, republished
 from qflow_client.receipt import Outcome, Receipt
-from qflow_client.sqlalchemy.sessions import Aside, RelayError, Row, Session
+from qflow_client.redaction import printable
+from qflow_client.sqlalchemy.sessions import LOOK, Aside, RelayError, Row, Session, silence_of
 from qflow_client.sync import Producer
 from qflow_client.telemetry import RelayMetrics
 
@@ -43,8 +44,6 @@ _PAGE = 1000
 _ROOM = 0.25
 # Seconds for which confirmed rows wait for others to be deleted with.
 _LINGER = 0.05
-# Seconds between two looks at which partitions are due.
-_LOOK = 1.0
 # The shortest pause between two polls where no commit wakes the relay, in seconds.
 _SHORTEST_POLL = 0.01
 # What does not keep a relay from reading: it reads what there is room for, as fast as its rate lets it send.
@@ -225,7 +224,7 @@ class Tenure:
             self._gone.append(row.id)
             self._gone_counts[row.partition] += 1
         elif outcome in _POISON:
-            self._aside.append((row.id, receipt.describe()))
+            self._aside.append((row.id, printable(receipt.describe())))
         elif self._failure is None:
             self._failure = f"row {row.id} was not confirmed, and is sent again: {receipt.describe()}"
 
@@ -240,7 +239,7 @@ class Tenure:
         elif now - self._held_since > self._lease / 2:
             raise RelayError("the broker was not reached for half of the lease; other relays may reach it")
         if now >= self._look_at and self._change is None:
-            self._look_at = now + _LOOK
+            self._look_at = now + LOOK
             due = self._session.due()
             self._answered_at = now
             if due != self.mine:
@@ -299,7 +298,7 @@ class Tenure:
         began = _monotonic()
         rows = self._session.read(limit)
         self._answered_at = began
-        if len(rows) < limit:
+        if not self._session.has_more:
             self._is_dry = True
             self._pause = min(self._poll, _SHORTEST_POLL if rows else 2 * self._pause)
             self._read_at = began + (self._poll if self._session.is_notified else self._pause)
@@ -321,7 +320,7 @@ class Tenure:
 
     def _send(self, producer: Producer) -> None:
         pending, in_flight, doubt = self._pending, self._in_flight, self._doubt
-        end = self._answered_at + self._lease
+        end = self._answered_at + silence_of(self._lease)
         marked = 0
         while pending:
             row = pending[0]
@@ -335,7 +334,7 @@ class Tenure:
             if is_doubtful:
                 message = republished(message)
             if _monotonic() > end:
-                raise RelayError("the database has not answered for as long as the lease")
+                raise RelayError("the database has not answered for nearly as long as the lease")
             try:
                 receipt = producer.send_nowait(message, exchange=row.exchange, routing_key=row.routing_key)
             except ProducerFlowed:

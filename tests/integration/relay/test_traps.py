@@ -252,8 +252,23 @@ def test_E14_a_suspended_relay_loses_its_rows_with_its_lease(engine: Engine, out
     assert bodies(broker) == [b"%d" % number for number in range(1, 100)]
 
 
+def test_E14_a_relay_that_is_suspended_while_it_reads_loses_its_rows_with_its_lease(
+    engine: Engine, outbox: Outbox
+) -> None:
+    session = PostgresqlSession(engine, outbox.tables, 1.0)
+    session.join()
+    assert len(session.take(range(PARTITIONS))) == PARTITIONS
+    # More than is buffered between the two, and no byte of it is read: the server is not idle, but sends.
+    driver = session._driver.pgconn
+    driver.send_query(b"SELECT repeat('x', 1000000) FROM generate_series(1, 100)")
+    driver.flush()
+    eventually(lambda: held(engine, outbox) == 0, "the end of the session")
+    session.close()
+
+
+@pytest.mark.parametrize("says_so", [True, False], ids=["reset", "silence"])
 def test_E14_a_relay_that_is_cut_off_from_the_broker_leaves_its_rows_to_others(
-    engine: Engine, outbox: Outbox, broker: Broker
+    engine: Engine, outbox: Outbox, broker: Broker, says_so: bool
 ) -> None:
     with (
         FaultProxy(broker.url) as proxy,
@@ -261,13 +276,17 @@ def test_E14_a_relay_that_is_cut_off_from_the_broker_leaves_its_rows_to_others(
         OutboxRelay(engine, broker.url, outbox=outbox, **FAST) as second,
     ):
         eventually(lambda: len(first.partitions) == len(second.partitions) == PARTITIONS // 2)
-        proxy.refuse()
-        proxy.cut()
+        if says_so:
+            proxy.refuse()
+            proxy.cut()
+        else:
+            proxy.black_hole()
         for number in range(20):
             add(engine, outbox, b"%d" % number, key=str(number))
         eventually(lambda: second.counts.confirmed == 20)
         assert len(second.partitions) == PARTITIONS
         assert not first.is_ready
+        proxy.cut()
         proxy.heal()
         eventually(lambda: len(first.partitions) == PARTITIONS // 2)
     assert len(bodies(broker)) == 20
