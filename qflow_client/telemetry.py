@@ -564,9 +564,10 @@ class RelayMetrics:
 
     Args:
         name: of its producer.
+        backlog: returns how many rows wait, and for how many seconds the oldest has; ``None`` if that is not known.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, backlog: Callable[[], tuple[float, float] | None]) -> None:
         from opentelemetry import metrics
 
         meter = metrics.get_meter("qflow_client", _version(), schema_url=SCHEMA_URL)
@@ -579,6 +580,24 @@ class RelayMetrics:
         self._partitions = meter.create_up_down_counter(
             "qflow.relay.partitions", "{partition}", "Partitions that the relay works on"
         )
+        self._backlog = backlog
+
+    def begin(self) -> None:
+        """Have the backlog read by each collection, until `end`."""
+        global _backlogs
+        with _making:
+            if _backlogs is None:
+                _backlogs = _Backlogs()
+        _backlogs.relays[self] = self._attributes
+
+    def end(self) -> None:
+        """Have the backlog read no more."""
+        if _backlogs is not None:
+            _backlogs.relays.pop(self, None)
+
+    def read(self) -> tuple[float, float] | None:
+        """Return the backlog."""
+        return self._backlog()
 
     def count(self, *, confirmed: int = 0, marked: int = 0, set_aside: int = 0, tenures: int = 0) -> None:
         """Count rows, and beginnings."""
@@ -597,11 +616,40 @@ class RelayMetrics:
             self._partitions.add(by, self._attributes)
 
 
+class _Backlogs:
+    """The gauges of what waits for the relays of this process."""
+
+    def __init__(self) -> None:
+        from opentelemetry import metrics
+
+        self._api = metrics
+        #: The relays that run, and their attributes.
+        self.relays: dict[RelayMetrics, Mapping[str, Any]] = {}
+        meter = metrics.get_meter("qflow_client", _version(), schema_url=SCHEMA_URL)
+        meter.create_observable_gauge("qflow.relay.depth", [self._callback(0)], "{row}", "Rows that wait")
+        meter.create_observable_gauge(
+            "qflow.relay.oldest.age", [self._callback(1)], "s", "Seconds for which the oldest row has waited"
+        )
+
+    def _callback(self, index: int) -> Callable[[CallbackOptions], list[Observation]]:
+        def observe(_options: CallbackOptions) -> list[Observation]:
+            found = [(relay.read(), attributes) for relay, attributes in tuple(self.relays.items())]
+            return [self._api.Observation(each[index], attributes) for each, attributes in found if each is not None]
+
+        return observe
+
+
+_backlogs: _Backlogs | None = None
+
+
 def _after_fork_in_child() -> None:
     global _making
     _making = threading.Lock()
     if _metrics is not None:
         _metrics.forget()
+    if _backlogs is not None:
+        # The database connections are the parent's.
+        _backlogs.relays.clear()
 
 
 if hasattr(os, "register_at_fork"):

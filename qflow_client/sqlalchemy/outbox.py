@@ -20,6 +20,7 @@ from sqlalchemy.orm import Session
 from qflow_client.amqp.fields import encode_short_string
 from qflow_client.amqp.frames import FrameError, content_header
 from qflow_client.message import Message, RoutedMessage, as_body, decode_message
+from qflow_client.sqlalchemy.backlog import measure
 from qflow_client.sqlalchemy.tables import PARTITIONS, Tables, dialect_of, partition_of
 
 __all__ = ["FailedRow", "Outbox", "OutboxStatus"]
@@ -31,7 +32,7 @@ class OutboxStatus:
 
     Attributes:
         depth: rows that wait.
-        oldest_age: seconds since the oldest of them was added; 0 if there is none.
+        oldest_age: seconds since the oldest of them was added, by the clock of the database; 0 if there is none.
         failed: rows that are set aside.
         relayed: rows that the broker has confirmed so far.
         relays: relays that work now, on PostgreSQL; ``None`` where the database does not know.
@@ -254,9 +255,8 @@ class Outbox:
         Args:
             connection: to its database.
         """
-        rows, failed, relay = self.tables.rows, self.tables.failed, self.tables.relay
-        depth = connection.execute(select(func.count()).select_from(rows)).scalar_one()
-        oldest = connection.execute(select(rows.c.created_at).order_by(rows.c.id).limit(1)).scalar()
+        failed, relay = self.tables.failed, self.tables.relay
+        depth, oldest_age = measure(connection, self.tables)
         relays = None
         if dialect_of(connection, self.tables.rows) == "postgresql":
             locks = (
@@ -268,7 +268,7 @@ class Outbox:
             relays = connection.execute(text(locks), given).scalar_one()
         return OutboxStatus(
             depth=depth,
-            oldest_age=0.0 if oldest is None else max(0.0, (datetime.now(UTC) - _aware(oldest)).total_seconds()),
+            oldest_age=oldest_age,
             failed=connection.execute(select(func.count()).select_from(failed)).scalar_one(),
             relayed=int(connection.execute(select(func.coalesce(func.sum(relay.c.relayed), 0))).scalar_one()),
             relays=relays,

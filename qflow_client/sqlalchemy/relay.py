@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,8 +16,10 @@ from sqlalchemy import URL, Engine, create_engine, make_url
 from sqlalchemy.exc import ArgumentError
 
 from qflow_client.errors import QflowError, SettingsError
-from qflow_client.redaction import shown
+from qflow_client.health import Health
+from qflow_client.redaction import hide_password, shown
 from qflow_client.settings import ProducerSettings, WhenFlowed
+from qflow_client.sqlalchemy.backlog import Backlog
 from qflow_client.sqlalchemy.outbox import Outbox
 from qflow_client.sqlalchemy.postgresql import PostgresqlSession
 from qflow_client.sqlalchemy.sessions import RelayError, Session
@@ -53,9 +57,10 @@ def engine_of(url: str | URL) -> Engine:
     try:
         made = make_url(url)
         name = made.get_backend_name() if made.drivername != "postgres" else "postgres"
-        if name in _DRIVERS:
+        # With an @ in the host, the password had one that was not encoded, and errors would show the rest of it.
+        if name in _DRIVERS and "@" not in (made.host or ""):
             return create_engine(made.set(drivername=_DRIVERS[name]))
-    except ArgumentError:
+    except (ArgumentError, ValueError):
         # Its text repeats the URL.
         pass
     raise SettingsError(f"database={shown(str(url))}: use postgresql://user@host/name or sqlite:///path")
@@ -65,14 +70,15 @@ class OutboxRelay:
     """Publishes what is committed to an outbox, in order for each ordering key, through a `Producer` of its own.
 
     Any number of relays may work on one outbox: on PostgreSQL they share the work, on SQLite one works and the others
-    wait. It begins when the ``with`` block is entered, and leaves nothing in doubt when it ends in order.
+    wait. It begins when the ``with`` or ``async with`` block is entered, and leaves nothing in doubt when it ends in
+    order.
 
     Args:
         database: an engine of SQLAlchemy with the driver psycopg or for SQLite, or a URL.
         url: of the broker, or several; the setting ``url``.
         outbox: with the names of the tables; ``None`` for the names of ``Outbox()``.
         lease: seconds without a word of a relay after which another relay takes its partitions, if it is suspended or
-            cut off. A relay that is killed loses them at once.
+            cut off. A relay that is killed loses them at once. The setting ``liveness`` is a sixth of it unless given.
         poll: the longest time in seconds between two looks for new rows, if no ``NOTIFY`` comes.
         settings: as of a `Producer`; confirms are on, and there is no outbox file.
         keywords: single settings.
@@ -105,7 +111,9 @@ class OutboxRelay:
             raise SettingsError(f"{wrong[0]}: a relay decides that itself; leave it out")
         if settings is not None and "name" not in keywords:
             given.pop("name")
-        self._settings = ProducerSettings.load(url, settings, **given, **forced)
+        loaded = ProducerSettings.load(url, settings, **given, **forced)
+        # A broker that is cut off without a word is noticed in time for another relay to take over.
+        self._settings = loaded if loaded.liveness is not None else replace(loaded, liveness=lease / 6)
         self._owns_engine = not isinstance(database, Engine)
         self._engine = database if isinstance(database, Engine) else engine_of(database)
         if self._engine.dialect.name not in _SESSIONS:
@@ -114,11 +122,12 @@ class OutboxRelay:
         self._lease = lease
         self._poll = poll
         #: What it has done.
-        self._metrics = RelayMetrics(self._settings.name)
+        self._metrics = RelayMetrics(self._settings.name, Backlog(self._engine, self._tables).read)
         self.counts = RelayCounts(self._metrics)
         #: What ended its last tenure; ``None`` while it works.
         self.error: Exception | None = None
         self._tenure: Tenure | None = None
+        self._producer: Producer | None = None
         self._waker: Waker | None = None
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -134,6 +143,24 @@ class OutboxRelay:
         """Whether it has a database session and a producer, so that it works on what is due to it."""
         return self._tenure is not None and self.error is None
 
+    @property
+    def name(self) -> str:
+        """The setting ``name``, ``"relay"`` unless given."""
+        return self._settings.name
+
+    def health(self) -> Health:
+        """Its health, ``"disconnected"`` without the database or the broker.
+
+        `qflow_client.health.asgi_readiness` takes a relay as it takes a producer.
+        """
+        producer, error = self._producer, self.error
+        if self._stopping.is_set() or self._thread is None:
+            return Health("closed", ("it does not run",), None, 0, 0, spills=False)
+        if producer is None:
+            words = "it begins" if error is None else hide_password(_words(error))
+            return Health("disconnected", (words,), None, 0, 0, spills=False)
+        return producer.health()
+
     def start(self) -> None:
         """Begin, in a thread.
 
@@ -142,6 +169,7 @@ class OutboxRelay:
         """
         if self._thread is not None:
             raise RuntimeError("a relay can be started once; make another one")
+        self._metrics.begin()
         self._waker = Waker()
         self._thread = threading.Thread(target=self._run, args=(self._waker,), name="qflow-outbox-relay", daemon=True)
         self._thread.start()
@@ -174,6 +202,13 @@ class OutboxRelay:
         if not self.close(2 * self._lease):
             logger.warning("outbox relay: it has not ended after %g s, and is left behind", 2 * self._lease)
 
+    async def __aenter__(self) -> Self:
+        self.start()
+        return self
+
+    async def __aexit__(self, *about: Any) -> None:
+        await asyncio.to_thread(self.__exit__, *about)
+
     def _run(self, waker: Waker) -> None:
         pause = _FIRST_PAUSE
         try:
@@ -183,16 +218,13 @@ class OutboxRelay:
                     self._work(waker)
                 except Exception as error:
                     self.error = error
-                    if not isinstance(error, RelayError):
-                        # The words of a database may repeat what is in a row.
-                        logger.warning("outbox relay: %s; it begins again", _words(error))
-                    else:
-                        logger.warning("outbox relay: %s; it begins again", error)
+                    logger.warning("outbox relay: %s; it begins again", _words(error))
                 if _monotonic() - began > 2 * _LONGEST_PAUSE:
                     pause = _FIRST_PAUSE
                 self._stopping.wait(pause * random.uniform(0.75, 1.25))
                 pause = min(_LONGEST_PAUSE, 2 * pause)
         finally:
+            self._metrics.end()
             waker.close()
             if self._owns_engine:
                 self._engine.dispose()
@@ -213,10 +245,10 @@ class OutboxRelay:
         try:
             producer = Producer(settings=self._settings, on_delivery=tenure.settled)
             self.counts.count(tenures=1)
-            self._tenure, self.error = tenure, None
+            self._tenure, self._producer, self.error = tenure, producer, None
             tenure.run(producer)
         finally:
-            self._tenure = None
+            self._tenure = self._producer = None
             tenure.end(producer)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from sqlalchemy import create_engine
 
+from qflow_client import telemetry
 from qflow_client.broker import Broker
 from qflow_client.sqlalchemy import Outbox, OutboxRelay
 
@@ -30,10 +32,36 @@ def values(reader: InMemoryMetricReader) -> dict[str, float]:
     }
 
 
+def test_E12_metrics_say_how_many_rows_wait_while_the_broker_is_blocked(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = InMemoryMetricReader()
+    provider = MeterProvider(metric_readers=[reader])
+    monkeypatch.setattr(metrics, "get_meter", lambda *args, **more: provider.get_meter(*args, **more))
+    monkeypatch.setattr(telemetry, "_backlogs", None)
+    engine = create_engine(f"sqlite:///{tmp_path}/application.db")
+    outbox = Outbox()
+    outbox.metadata.create_all(engine)
+    with OutboxRelay(engine, broker.url, outbox=outbox, name="of the shop", **FAST) as relay:
+        eventually(lambda: relay.health().state == "ready")
+        broker.flow(False)
+        eventually(lambda: relay.health().state == "blocked")
+        add(engine, outbox, *"12345", key="k")
+        with engine.begin() as connection:
+            connection.execute(outbox.tables.rows.update(), {"created_at": datetime.now(UTC) - timedelta(hours=1)})
+        found = values(reader)
+        assert found["depth"] == 5
+        assert 3590 < found["oldest.age"] < 3700
+        broker.flow(True)
+    engine.dispose()
+    provider.shutdown()
+
+
 def test_E14_metrics_count_what_a_relay_does(broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = InMemoryMetricReader()
     provider = MeterProvider(metric_readers=[reader])
     monkeypatch.setattr(metrics, "get_meter", lambda *args, **more: provider.get_meter(*args, **more))
+    monkeypatch.setattr(telemetry, "_backlogs", None)
     engine = create_engine(f"sqlite:///{tmp_path}/application.db")
     outbox = Outbox()
     outbox.metadata.create_all(engine)
@@ -42,7 +70,17 @@ def test_E14_metrics_count_what_a_relay_does(broker: Broker, tmp_path: Path, mon
     permit(engine, outbox, 1)
     with OutboxRelay(engine, broker.url, outbox=outbox, name="of the shop", **FAST) as relay:
         eventually(lambda: relay.counts.confirmed == 2 and relay.counts.set_aside == 1)
-        assert values(reader) == {"confirmed": 2, "marked": 1, "set_aside": 1, "tenures": 1, "partitions": 16}
-    assert values(reader)["partitions"] == 0
+        found = values(reader)
+        assert found == {
+            "confirmed": 2,
+            "marked": 1,
+            "set_aside": 1,
+            "tenures": 1,
+            "partitions": 16,
+            "depth": 0,
+            "oldest.age": 0,
+        }
+    # What waits is said by relays that run.
+    assert values(reader) == {"confirmed": 2, "marked": 1, "set_aside": 1, "tenures": 1, "partitions": 0}
     engine.dispose()
     provider.shutdown()

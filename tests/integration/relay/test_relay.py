@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine, insert
+from sqlalchemy import Engine, create_engine, insert, make_url
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
 from benchmarks.postgresql import PostgresqlServer
@@ -17,6 +18,8 @@ from qflow_client import Message, SettingsError
 from qflow_client.amqp.frames import content_header
 from qflow_client.broker import Broker
 from qflow_client.sqlalchemy import Outbox, OutboxRelay, RelayError
+from qflow_client.sqlalchemy import postgresql as of_postgresql
+from qflow_client.sqlalchemy import sqlite as of_sqlite
 
 from .support import FAST, add, bodies, depth, eventually, marks, permit, permitted
 
@@ -117,6 +120,71 @@ def test_E10_a_damaged_row_is_set_aside_and_withholds_no_other(engine: Engine, o
         assert "256" in second.reply
         assert outbox.forget(connection, [first.id, second.id]) == 2
         assert outbox.failed(connection) == []
+
+
+def test_E14_a_row_whose_number_was_set_aside_before_is_set_aside_as_well(
+    engine: Engine, outbox: Outbox, broker: Broker
+) -> None:
+    # As after TRUNCATE … RESTART IDENTITY.
+    old = {"id": 1, "partition": 0, "exchange": "", "routing_key": "q", "properties": b"", "body": b"", "reply": "no"}
+    with engine.begin() as connection:
+        connection.execute(insert(outbox.tables.failed), old | {"created_at": datetime.now(UTC)})
+    add(engine, outbox, b"poison", to="nowhere")
+    add(engine, outbox, b"good")
+    with OutboxRelay(engine, broker.url, outbox=outbox, **FAST) as relay:
+        eventually(lambda: relay.counts.set_aside == 1 and relay.counts.confirmed == 1)
+    with engine.begin() as connection:
+        assert [row.id for row in outbox.failed(connection)] == [1, 2]
+
+
+def test_C4_a_page_of_rows_ends_with_so_many_bytes(
+    engine: Engine, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of_postgresql, "PAGE_BYTES", 1000)
+    monkeypatch.setattr(of_sqlite, "PAGE_BYTES", 1000)
+    add(engine, outbox, *(b"%03d" % number + b"x" * 397 for number in range(7)), b"y" * 10_000, b"z", key="k")
+    is_postgresql = engine.dialect.name == "postgresql"
+    make: Any = of_postgresql.PostgresqlSession if is_postgresql else of_sqlite.SqliteSession
+    session = make(engine, outbox.tables, 30.0)
+    session.join()
+    session.take(range(16))
+    pages = []
+    while rows := session.read(100):
+        pages.append(([row.body[:3] for row in rows], session.has_more))
+    assert pages == [
+        ([b"000", b"001", b"002"], True),
+        ([b"003", b"004", b"005"], True),
+        ([b"006", b"yyy"], True),
+        ([b"z"], False),
+    ]
+    session.close()
+
+
+def test_E12_a_relay_says_whether_it_is_ready_and_why_not(
+    engine: Engine, outbox: Outbox, broker: Broker, tmp_path: Path
+) -> None:
+    relay = OutboxRelay(engine, broker.url, outbox=outbox, **FAST)
+    assert (relay.name, relay.health().state) == ("relay", "closed")
+    with relay:
+        eventually(lambda: relay.health().is_ready)
+        broker.flow(False)
+        eventually(lambda: relay.health().state == "blocked")
+        broker.flow(True)
+        eventually(lambda: relay.health().is_ready)
+    assert relay.health().state == "closed"
+    with OutboxRelay(f"sqlite:///{tmp_path}/without/folder.db", broker.url, **FAST) as relay:
+        eventually(lambda: "unable to open" in relay.health().reasons[0])
+        assert relay.health().state == "disconnected"
+
+
+def test_E14_a_relay_runs_beside_a_loop(engine: Engine, outbox: Outbox, broker: Broker) -> None:
+    async def main() -> None:
+        async with OutboxRelay(engine, broker.url, outbox=outbox, **FAST):
+            await asyncio.to_thread(add, engine, outbox, b"1")
+            await asyncio.to_thread(eventually, lambda: bodies(broker) == [b"1"])
+
+    asyncio.run(main())
+    assert permitted(engine, outbox) == 0
 
 
 def test_E14_a_flowed_relay_reads_no_more_than_its_window(engine: Engine, outbox: Outbox, broker: Broker) -> None:
@@ -240,7 +308,32 @@ def test_E14_a_relay_needs_a_database_that_is_a_file(broker: Broker) -> None:
     assert "memory" in str(relay.error)
 
 
-def test_E8_no_password_of_the_database_is_in_an_error() -> None:
+@pytest.mark.parametrize(
+    "url",
+    [
+        "mysql://root:s3cr3t@localhost/x",
+        "postgresql://root:s3cr3t@localhost:port/x",
+        "postgresql://root@localhost:s3cr3t/x",
+        "postgresql://root:half@s3cr3t@localhost/x",
+    ],
+)
+def test_E8_no_password_of_the_database_is_in_an_error(url: str) -> None:
     with pytest.raises(SettingsError) as caught:
-        OutboxRelay("mysql://root:s3cr3t@localhost/x")
+        OutboxRelay(url)
     assert "s3cr3t" not in str(caught.value)
+    assert caught.value.__context__ is None
+
+
+def test_E8_no_password_and_no_body_is_in_the_log_of_a_database_that_fails(
+    broker: Broker, caplog: pytest.LogCaptureFixture, postgresql: PostgresqlServer
+) -> None:
+    url = make_url(postgresql.url).set(password="s3cr3t")
+    with OutboxRelay(url, broker.url, outbox=Outbox(name="there is no such table"), **FAST) as relay:
+        eventually(lambda: relay.error is not None)
+        assert relay.health().state == "disconnected"
+    with OutboxRelay(url.set(database="nothing"), broker.url, **FAST) as relay:
+        eventually(lambda: relay.error is not None)
+        assert "nothing" in relay.health().reasons[0]
+    assert "no such table" in caplog.text
+    assert "s3cr3t" not in caplog.text
+    assert "[SQL" not in caplog.text

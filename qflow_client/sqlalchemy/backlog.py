@@ -1,0 +1,89 @@
+"""How many rows wait in an outbox, and for how long.
+
+`measure` asks the database. `Backlog` is for readers that ask often, such as a reader of metrics. It asks the database
+at most every ten seconds, and for no more than a hundredth of the time, on a thread of its own. If the database does
+not answer, a reader waits for one second at most.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from sqlalchemy import Connection, DateTime, Engine, select, text
+from sqlalchemy import func as sql
+from sqlalchemy.orm import Session
+
+from qflow_client.sqlalchemy.tables import Tables, dialect_of
+
+__all__ = ["Backlog", "measure"]
+
+# The least seconds between two questions, and how many times as long as an answer took.
+_PERIOD = 10.0
+_RARITY = 100.0
+# Seconds for which a reader waits for an answer, and for which the database may work on it.
+_PATIENCE = 1.0
+_LONGEST = 30
+
+_monotonic = time.monotonic
+
+logger = logging.getLogger("qflow_client")
+
+
+def measure(connection: Connection | Session, tables: Tables) -> tuple[int, float]:
+    """Return how many rows wait, and for how many seconds the oldest has, by the clock of the database."""
+    rows = tables.rows
+    depth = connection.execute(select(sql.count()).select_from(rows)).scalar_one()
+    # The time of a transaction's beginning is that of all its rows, and may be later than another's commit.
+    is_postgresql = dialect_of(connection, rows) == "postgresql"
+    now = sql.clock_timestamp(type_=DateTime(timezone=True)) if is_postgresql else sql.now()
+    oldest = connection.execute(select(rows.c.created_at, now).order_by(rows.c.id).limit(1)).first()
+    return depth, 0.0 if oldest is None else max(0.0, (oldest[1] - oldest[0]).total_seconds())
+
+
+class Backlog:
+    """The backlog of one outbox, for any number of readers.
+
+    Args:
+        engine: of the database.
+        tables: the outbox's.
+    """
+
+    def __init__(self, engine: Engine, tables: Tables) -> None:
+        self._engine = engine
+        self._tables = tables
+        self._lock = threading.Lock()
+        # Asks the database; None while nothing is asked.
+        self._thread: threading.Thread | None = None
+        self._next_at = 0.0
+        self._found: tuple[int, float] | None = None
+
+    def read(self) -> tuple[int, float] | None:
+        """Return what `measure` returned last; ``None`` if the database does not answer."""
+        with self._lock:
+            if self._thread is None and _monotonic() >= self._next_at:
+                self._thread = threading.Thread(target=self._ask, name="qflow-outbox-backlog", daemon=True)
+                self._thread.start()
+            thread = self._thread
+        if thread is not None:
+            thread.join(_PATIENCE)
+            if thread.is_alive():
+                return None
+        return self._found
+
+    def _ask(self) -> None:
+        began, found = _monotonic(), None
+        try:
+            with self._engine.connect() as connection:
+                if connection.dialect.name == "postgresql":
+                    connection.execute(text(f"SET LOCAL statement_timeout = '{_LONGEST}s'"))
+                found = measure(connection, self._tables)
+        except Exception as error:
+            # Its words may repeat what is in a row. The relay logs what is wrong with the database.
+            logger.debug("outbox relay: the backlog is not known: %s", type(error).__name__)
+        finally:
+            now = _monotonic()
+            with self._lock:
+                self._found, self._thread = found, None
+                self._next_at = now + max(_PERIOD, _RARITY * (now - began))
