@@ -25,7 +25,7 @@ from typing import Any
 
 import pika
 import pika.exceptions
-from sqlalchemy import create_engine, text
+from sqlalchemy import Connection, create_engine, text
 from sqlalchemy.exc import DBAPIError
 
 from benchmarks.postgresql import server
@@ -34,20 +34,34 @@ from qflow_client.sqlalchemy import Outbox
 from qflow_client.testing.node import free_port
 from qflow_client.testing.rabbitmq import RabbitMQNode
 
-__all__ = ["VICTIMS", "RelayVerdict", "audit", "run"]
+__all__ = [
+    "APPLICATION",
+    "QUEUE",
+    "RELAY",
+    "VICTIMS",
+    "Program",
+    "RelayVerdict",
+    "audit",
+    "connected",
+    "make_tables",
+    "run",
+    "start_broker",
+    "wait_for",
+]
 
-_QUEUE = "qflow.relay.kills"
+#: Where all messages go.
+QUEUE = "qflow.relay.kills"
 _ROOT = Path(__file__).parents[1]
 # Seconds that anything may take.
-_PATIENCE = 120.0
+PATIENCE = 120.0
 # Seconds after the last start before which the next victim is killed.
 _LONGEST = 0.5
 #: What is killed.
 VICTIMS = ("application", "relay", "postgresql", "broker")
 
-# Numbers each key's messages in the table of the application, whose rows it locks, so that transactions with the same
-# key wait for each other.
-_APPLICATION = """
+#: Numbers each key's messages in the table of the application, whose rows it locks, so that transactions with the same
+#: key wait for each other.
+APPLICATION = """
 import random, sys, threading, time
 from sqlalchemy import create_engine, text
 from sqlalchemy.exc import DBAPIError
@@ -84,11 +98,13 @@ for _ in range(3):
 sys.stdin.read()
 """
 
-_RELAY = """
+#: Takes the URLs of the database and the broker, the capacity, and the lease in seconds.
+RELAY = """
 import logging, sys
 from qflow_client.sqlalchemy import OutboxRelay
 logging.disable()
-with OutboxRelay(sys.argv[1], sys.argv[2], capacity=int(sys.argv[3]), reconnect_delay=0.05, reconnect_delay_max=0.5):
+fast = {"reconnect_delay": 0.05, "reconnect_delay_max": 0.5}
+with OutboxRelay(sys.argv[1], sys.argv[2], capacity=int(sys.argv[3]), lease=float(sys.argv[4]), **fast):
     sys.stdin.read()
 """
 
@@ -166,8 +182,14 @@ def audit(committed: Iterable[bytes], queue: Iterable[tuple[bytes, bool]]) -> di
     }
 
 
-class _Program:
-    """A process that runs until it is killed."""
+class Program:
+    """A process that runs until it is killed.
+
+    Args:
+        program: its source.
+        arguments: of its command line.
+        answers: whether it prints ``ready`` when it is.
+    """
 
     def __init__(self, program: str, *arguments: str, answers: bool = False) -> None:
         self._command = [sys.executable, "-c", program, *arguments]
@@ -175,6 +197,7 @@ class _Program:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
+        """Start it, and wait until it is ready if it answers."""
         paths = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
         self._process = subprocess.Popen(
             self._command,
@@ -187,18 +210,29 @@ class _Program:
             if self._process.stdout.readline() != b"ready\n":
                 raise RuntimeError("the broker did not start")
 
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
     def kill(self) -> None:
+        """Kill it, if it runs."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
             self._process = None
 
 
-def _wait(condition: Callable[[], bool], what: str) -> None:
-    until = time.monotonic() + _PATIENCE
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    """Wait until something is true.
+
+    Raises:
+        RuntimeError: it has not become true within two minutes.
+    """
+    until = time.monotonic() + PATIENCE
     while not condition():
         if time.monotonic() > until:
-            raise RuntimeError(f"{what} has not happened for {_PATIENCE:g} s")
+            raise RuntimeError(f"{what} has not happened for {PATIENCE:g} s")
         threading.Event().wait(0.02)
 
 
@@ -223,17 +257,12 @@ def run(*, kills: int = 200, broker: str = "embedded", seed: int = 1) -> RelayVe
         stack.callback(engine.dispose)
         with engine.begin() as connection:
             outbox.metadata.create_all(connection)
-            for statement in (
-                "CREATE TABLE counters (key int PRIMARY KEY, last int NOT NULL)",
-                "INSERT INTO counters SELECT key, 0 FROM generate_series(0, 9) key",
-                "CREATE TABLE orders (body text PRIMARY KEY)",
-            ):
-                connection.execute(text(statement))
-        url, node = _broker(stack, broker, folder)
-        with _connected(url) as amqp:
-            amqp.channel().queue_declare(_QUEUE, durable=True)
-        application = _Program(_APPLICATION, database.url, _QUEUE)
-        relays = [_Program(_RELAY, database.url, url, str(capacity)) for capacity in (20, 1000)]
+            make_tables(connection)
+        url, node = start_broker(stack, broker, folder)
+        with connected(url) as amqp:
+            amqp.channel().queue_declare(QUEUE, durable=True)
+        application = Program(APPLICATION, database.url, QUEUE)
+        relays = [Program(RELAY, database.url, url, str(capacity), "30") for capacity in (20, 1000)]
         for program in (application, *relays):
             program.start()
             stack.callback(program.kill)
@@ -252,7 +281,7 @@ def run(*, kills: int = 200, broker: str = "embedded", seed: int = 1) -> RelayVe
 
         for victim in victims:
             before = relayed()
-            _wait(lambda: relayed() > before, "a row relayed")  # noqa: B023  # called at once
+            wait_for(lambda: relayed() > before, "a row relayed")  # noqa: B023  # called at once
             # The moment is drawn by lot; nothing waits for it.
             threading.Event().wait(chance.uniform(0, _LONGEST))
             target: Any = {"application": application, "broker": node}.get(victim)
@@ -265,30 +294,42 @@ def run(*, kills: int = 200, broker: str = "embedded", seed: int = 1) -> RelayVe
             target.kill()
             target.start()
         application.kill()
-        _wait(lambda: depth() == 0, "an empty outbox")
+        wait_for(lambda: depth() == 0, "an empty outbox")
         for relay in relays:
             relay.kill()
         with engine.connect() as connection:
             committed = [body.encode() for body in connection.execute(text("SELECT body FROM orders")).scalars()]
             set_aside = outbox.status(connection).failed
-        with _connected(url) as amqp:
+        with connected(url) as amqp:
             counts = audit(committed, _read(amqp))
     return RelayVerdict(kills=kills, set_aside=set_aside, seconds=time.monotonic() - began, **counts)
 
 
-def _broker(stack: ExitStack, kind: str, folder: Path) -> tuple[str, Any]:
+def make_tables(connection: Connection) -> None:
+    """Make the tables of the application: its keys, what it has committed, and when."""
+    for statement in (
+        "CREATE TABLE counters (key int PRIMARY KEY, last int NOT NULL)",
+        "INSERT INTO counters SELECT key, 0 FROM generate_series(0, 9) key",
+        "CREATE TABLE orders (body text PRIMARY KEY, added_at timestamptz NOT NULL DEFAULT clock_timestamp())",
+    ):
+        connection.execute(text(statement))
+
+
+def start_broker(stack: ExitStack, kind: str, folder: Path) -> tuple[str, Any]:
+    """Start ``"embedded"`` or ``"rabbitmq"`` for the time of a stack. Return its URL, and what can be killed."""
     if kind == "rabbitmq":
         node = stack.enter_context(RabbitMQNode())
         return node.url, node
     port = free_port(set())
-    program = _Program(_BROKER, str(port), str(folder / "store"), answers=True)
+    program = Program(_BROKER, str(port), str(folder / "store"), answers=True)
     program.start()
     stack.callback(program.kill)
     return f"amqp://guest:guest@127.0.0.1:{port}/%2F", program
 
 
-def _connected(url: str) -> pika.BlockingConnection:
-    until = time.monotonic() + _PATIENCE
+def connected(url: str) -> pika.BlockingConnection:
+    """Connect, as soon as the broker answers."""
+    until = time.monotonic() + PATIENCE
     while True:
         try:
             return pika.BlockingConnection(pika.URLParameters(url))
@@ -301,7 +342,7 @@ def _connected(url: str) -> pika.BlockingConnection:
 def _read(connection: pika.BlockingConnection) -> Iterable[tuple[bytes, bool]]:
     channel = connection.channel()
     while True:
-        method, properties, body = channel.basic_get(_QUEUE, auto_ack=True)
+        method, properties, body = channel.basic_get(QUEUE, auto_ack=True)
         if method is None or properties is None or body is None:
             return
         yield body, bool((properties.headers or {}).get(REPUBLISHED))

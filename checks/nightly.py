@@ -135,6 +135,7 @@ PARTS: Final[Mapping[str, Part]] = {
             _step("producers", f"{_PYTHON} -m benchmarks.kills --kills 3000 --seed $RANDOM --folder /tmp"),
             _step("relays", f"{_PYTHON} -m benchmarks.relay_kills --kills 200 --seed $RANDOM"),
             _step("relays and RabbitMQ", f"{_PYTHON} -m benchmarks.relay_kills --kills 200 --broker rabbitmq"),
+            _step("outages of relays", f"{_PYTHON} -m benchmarks.relay_outages --broker rabbitmq"),
         ],
     ),
     "spark": Part(
