@@ -249,6 +249,8 @@ class Server:
         if journal.limit:
             if journal.unfinished > journal.limit // 2:
                 self._close_unfinished(journal)
+            if journal.buffered > journal.limit // 2:
+                self._cut_off_slow(journal)
             limit = journal.limit // 8 * 7 if self._waits_for_memory else journal.limit
             self._waits_for_memory = journal.held > limit
         if self.is_paused is not was_paused:
@@ -274,6 +276,17 @@ class Server:
             _log.warning("%s: closed: %d bytes of it are unfinished, and memory is full", channel.name, size)
             text = f"unfinished bodies and transactions take more than half of memory, {size} bytes of it this channel"
             channel.fail(code, f"{code.title} - {text}")
+
+    def _cut_off_slow(self, journal: Journal) -> None:
+        """Cut connections whose clients do not read and have most that is not read, as `_close_unfinished` does."""
+        slow = [connection for connection in self.connections if connection.count_buffered()]
+        for connection in sorted(slow, key=lambda connection: connection.buffered, reverse=True):
+            if journal.buffered <= journal.limit // 2:
+                break
+            size = connection.buffered
+            _log.warning("%s: cut: %d bytes of it are not read or held, and memory is full", connection.name, size)
+            connection.abort()
+            connection.forget_buffered()
 
     def _set_ticker(self) -> None:
         if self._ticker is not None:
@@ -308,6 +321,9 @@ class Connection(asyncio.Protocol):
         # Whether the socket is read, and whether too much waits to be written to it.
         self._is_reading = True
         self._has_backlog = False
+        # Whether the transport's buffer is full; and bytes of it and of held input that are in the account of memory.
+        self._is_slow = False
+        self.buffered = 0
         # Bytes that the socket had not taken when that was last looked at.
         self._taken = 0
         # Set when all that the session will ever send is with the transport.
@@ -349,6 +365,7 @@ class Connection(asyncio.Protocol):
         self.session.lost()
         self._server.connections.pop(self, None)
         self._server.stop_waiting(self)
+        self.forget_buffered()
         self._server.strangers.discard(self)
         if self._is_finished:
             self._server.finished -= 1
@@ -370,6 +387,7 @@ class Connection(asyncio.Protocol):
         if session.tarpit_until is not None or session.is_held or not self._is_reading:
             self._check_reading()
             self._resume()
+            self.count_buffered()
         self._server.touch()
 
     def output_sent(self) -> None:
@@ -395,10 +413,17 @@ class Connection(asyncio.Protocol):
             self.data_received(b"")
 
     def pause_writing(self) -> None:
+        self._is_slow = True
+        self.count_buffered()
         self.session.pause_writing()
 
     def resume_writing(self) -> None:
+        self._is_slow = False
+        self.count_buffered()
         self._has_backlog = False
+        if not self.session.is_publishing:
+            # A consumer's acks make room.
+            self.pause(False)
         self._check_reading()
         self.session.resume_writing()
         self._resume()
@@ -414,6 +439,8 @@ class Connection(asyncio.Protocol):
             return
         if data:
             transport.write(data)
+            if self._is_slow:
+                self.count_buffered()
         self._check_timer()
         if self.session.state is State.ENDED:
             self._finish(transport)
@@ -474,10 +501,31 @@ class Connection(asyncio.Protocol):
             else:
                 self._transport.pause_reading()
 
+    def count_buffered(self) -> int:
+        """Bring the account of memory up to date with the connection's buffers.
+
+        Returns:
+            Bytes that its client has not read, if they are more than the transport's usual buffer, and of held input.
+        """
+        journal = self._server.host.journal
+        if journal is None or self._transport is None:
+            return 0
+        size = self.session.held_size + (self._transport.get_write_buffer_size() if self._is_slow else 0)
+        journal.buffered += size - self.buffered
+        self.buffered = size
+        return size
+
+    def forget_buffered(self) -> None:
+        """Take the connection's buffers out of the account of memory: it is over."""
+        journal = self._server.host.journal
+        if journal is not None:
+            journal.buffered -= self.buffered
+        self.buffered = 0
+
     def pause(self, on: bool) -> None:
-        """Read no more from the socket if the client publishes, or read again."""
+        """Read no more from the socket if the client publishes, or does not read, or read again."""
         session = self.session
-        if on is not session.is_paused and (not on or session.is_publishing):
+        if on is not session.is_paused and (not on or self._is_slow or session.is_publishing):
             session.is_paused = on
             session.last_received = self._server.clock()
             self._check_reading()

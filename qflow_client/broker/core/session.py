@@ -837,6 +837,11 @@ class Session:
         return self.state is State.RUNNING
 
     @property
+    def held_size(self) -> int:
+        """Bytes of input that is held."""
+        return len(self._held)
+
+    @property
     def memory(self) -> int:
         """Bytes of messages that are coming in, of input that is held, and of what waits to be taken for sending."""
         promised = (promise.behind for promises in self._promises.values() for promise in promises)

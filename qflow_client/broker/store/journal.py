@@ -6,7 +6,7 @@ batch at a time and reports when it is written; then confirms and answers that w
 holds what happened after the one before, so a store is always at a moment that was.
 
 Bodies of queues that flow to disk are evicted when they are written, and read back when they are wanted. `Journal.held`
-is what memory holds, bodies that are about to go excepted, and with what is in no queue yet.
+is what memory holds, bodies that are about to go excepted, and with what is in no queue yet or with connections.
 """
 
 from __future__ import annotations
@@ -143,6 +143,8 @@ class Journal:
     #: Bytes that a message takes in memory beside its body, about, with a header of as many bytes as the second says.
     OVERHEAD = 512
     SMALL_HEADER = 128
+    #: Bytes that it takes in each queue but the first.
+    ENTRY = 160
     #: Bytes of bodies that may wait to be written before publishers are no longer read.
     MAX_BACKLOG = 8 << 20
     #: Bytes of bodies that a queue reads ahead at most.
@@ -161,6 +163,8 @@ class Journal:
         # Of what is in no queue yet: bodies that are coming in and open transactions; and publishes that wait.
         self.unfinished = 0
         self.waiting = 0
+        # Of connections: output that their clients have not read, and input that is held.
+        self.buffered = 0
         # Above it bodies are evicted, so that there is room for what comes and what is read ahead.
         self.evict_above = limit * 3 // 4
         self.max_backlog = min(self.MAX_BACKLOG, limit // 8) if limit else self.MAX_BACKLOG
@@ -213,6 +217,8 @@ class Journal:
         if record is None:
             record = message.record = Record()
             self._grow(self._cost_of(message))
+        else:
+            self.memory += self.ENTRY
         record.holders += 1
         if number and message.is_persistent:
             record.queues.append(number)
@@ -246,6 +252,7 @@ class Journal:
         assert message.record is not None
         message.record.holders += 1
         message.record.is_spooled = True
+        self.memory += self.ENTRY
 
     def leave(self, number: int, message: StoredMessage) -> None:
         """A message has left the queue of that number in the store; 0 for any other, and to take `hold` back."""
@@ -256,9 +263,11 @@ class Journal:
             self.memory -= self._cost_of(message)
             self._no_longer_evicting(message, record)
             message.record = None
-        elif record.aside:
-            # Those that have it still may all give it.
-            bring_back(message)
+        else:
+            self.memory -= self.ENTRY
+            if record.aside:
+                # Those that have it still may all give it.
+                bring_back(message)
         if not record.number:
             return
         is_moved = number in record.queues
@@ -302,7 +311,7 @@ class Journal:
 
     def relieve(self, queues: Iterable[QueueView]) -> None:
         """Keep the messages in memory within the limit, if there is one."""
-        self.peak_memory = max(self.peak_memory, self.memory + self.unfinished + self.waiting)
+        self.peak_memory = max(self.peak_memory, self._total)
         if self.limit:
             relieve(self, tuple(queues))
 
@@ -344,9 +353,13 @@ class Journal:
             self.evicting -= message.size
 
     @property
+    def _total(self) -> int:
+        return self.memory + self.unfinished + self.waiting + self.buffered
+
+    @property
     def held(self) -> int:
         """Bytes in memory but for what is about to go."""
-        return self.memory + self.unfinished + self.waiting - self.evicting
+        return self._total - self.evicting
 
     def want(self, messages: Iterable[StoredMessage], reader: Callable[[], bool]) -> None:
         """Have bodies read.
@@ -424,7 +437,7 @@ class Journal:
         record.queues = queues
         record.holders = len(queues)
         record.is_taken = record.is_written = True
-        self._grow(self._cost_of(message))
+        self._grow(self._cost_of(message) + self.ENTRY * (len(queues) - 1))
 
     # Topology.
 
@@ -501,7 +514,7 @@ class Journal:
         """A picture of memory and store."""
         return MemorySnapshot(
             limit=self.limit,
-            bytes=self.memory + self.unfinished + self.waiting,
+            bytes=self._total,
             peak=self.peak_memory,
             evicted=self.evicted,
             loaded=self.loaded,

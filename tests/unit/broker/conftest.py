@@ -169,6 +169,7 @@ class Disk:
             journal.OVERHEAD
             + max(0, len(message.header) - journal.SMALL_HEADER)
             + (message.size if message.body is not None else 0)
+            + journal.ENTRY * (message.record.holders - 1)
             for message in messages
         )
         assert (journal.evicting, journal.backlog, journal.backlog_size, journal.unfinished) == (0, 0, 0, 0)

@@ -10,6 +10,7 @@ from pamqp import commands, frame, header
 from qflow_client.broker.core.exchange import MANY_QUEUES
 from qflow_client.broker.core.server import Connection, Server
 from qflow_client.broker.core.session import PROTOCOL_HEADER, State
+from qflow_client.broker.store.journal import Journal
 
 HEARTBEAT_SECONDS = 10
 
@@ -40,6 +41,8 @@ class Transport(asyncio.Transport):
 
     def close(self):
         self.is_closed = True
+
+    abort = close
 
 
 class Peer:
@@ -142,6 +145,8 @@ def test_a_client_that_takes_nothing_for_two_heartbeats_is_given_up(peer):
     assert peer.transport.is_closed
 
 
+LIMIT = 1 << 20
+
 # Each frame takes a millisecond of the clock.
 STEP = 0.001
 PUBLISH = (commands.Basic.Publish(routing_key="q"), header.ContentHeader(body_size=0))
@@ -155,7 +160,7 @@ def _slow_world(make_world):
         if way == "in":
             world.now += STEP
 
-    world = make_world(trace=trace)
+    world = make_world(trace=trace, journal=Journal(float, has_store=False, limit=LIMIT))
     return world
 
 
@@ -216,6 +221,18 @@ def test_E9_heartbeats_and_the_end_of_a_connection_whose_input_is_held(slow_worl
     assert slow_world.queue().depth == published
 
 
+def test_E9_input_that_is_held_counts(slow_world, make_peer):
+    busy = make_peer(slow_world).open()
+    data = b"".join(frame.marshal(each, 1) for each in PUBLISH * 50)
+    busy.connection.data_received(data)
+    assert len(data) > slow_world.host.journal.buffered == busy.session.held_size > len(data) / 2
+    before = slow_world.host.journal.buffered
+    busy.turn()
+    assert slow_world.host.journal.buffered < before
+    busy.connection.connection_lost(None)
+    assert slow_world.host.journal.buffered == 0
+
+
 def test_E9_publishes_that_are_held_wait_as_long_as_memory_is_full(slow_world, make_peer):
     busy = make_peer(slow_world).open()
     busy.connection.data_received(b"".join(frame.marshal(each, 1) for each in PUBLISH * 50))
@@ -241,3 +258,47 @@ def test_E9_after_a_message_to_very_many_queues_others_have_their_turn(world, ma
         peer.turn()
         depths.append(world.queue("q0").depth)
     assert depths == [1, 2, 3]
+
+
+@pytest.fixture(name="small_world")
+def _small_world(make_world):
+    return make_world(journal=Journal(float, has_store=False, limit=LIMIT))
+
+
+def ask_and_read_nothing(peer, count):
+    peer.take(peer.transport.buffered)
+    peer.connection.pause_writing()
+    peer.say(1, *(commands.Queue.Declare(queue="q", passive=True) for _ in range(count)))
+    peer.turn()
+
+
+def test_E9_replies_that_are_not_read_count_until_they_are(small_world, make_peer):
+    peer = make_peer(small_world).open()
+    journal = small_world.host.journal
+    ask_and_read_nothing(peer, 1000)
+    assert journal.buffered == journal.held == peer.transport.buffered > 20_000
+    peer.take(peer.transport.buffered)
+    peer.connection.resume_writing()
+    assert journal.held == 0
+
+
+def test_E9_clients_that_read_least_are_cut_off_when_that_takes_half_of_memory(small_world, make_peer):
+    little, much = (make_peer(small_world).open() for _ in range(2))
+    ask_and_read_nothing(little, 1000)
+    ask_and_read_nothing(much, 25_000)
+    assert (little.transport.is_closed, much.transport.is_closed) == (False, True)
+    assert small_world.host.journal.buffered == little.transport.buffered
+    much.connection.connection_lost(None)
+    assert small_world.host.journal.buffered == little.transport.buffered
+
+
+def test_E9_at_the_limit_of_memory_clients_are_not_read_until_they_read(small_world, make_peer):
+    slow, reads = (make_peer(small_world).open() for _ in range(2))
+    small_world.host.publish("", "q", bytes(LIMIT))
+    reads.turn()
+    ask_and_read_nothing(slow, 1)
+    reads.say(1, commands.Queue.Declare(queue="q", passive=True))
+    assert (slow.transport.reads, reads.transport.reads) == (False, True)
+    slow.take(slow.transport.buffered)
+    slow.connection.resume_writing()
+    assert slow.transport.reads

@@ -32,7 +32,7 @@ def drive(draw, steps, *, limit=None):
         rig = Rig(World(max_producer_flow_control_wait=WAIT), draw)
     else:
         kept = Journal(float, limit=limit)
-        kept.OVERHEAD, kept.SMALL_HEADER = 0, 1 << 17
+        kept.OVERHEAD, kept.ENTRY, kept.SMALL_HEADER = 0, 0, 1 << 17
         rig = Rig(World(journal=kept, max_producer_flow_control_wait=WAIT), draw, Disk(kept))
     for _ in range(steps):
         rig.step()

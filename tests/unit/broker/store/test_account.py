@@ -32,6 +32,20 @@ def test_headers_count(world):
     assert held(world) == 0
 
 
+def test_E9_a_message_counts_a_little_for_each_queue_that_has_it(world):
+    queues = [world.host.declare_queue(f"q{number}") for number in range(100)]
+    for queue in queues:
+        world.host.bind(queue, "amq.fanout", "", None)
+    world.host.publish("amq.fanout", "", b"")
+    assert held(world) == Journal.OVERHEAD + 99 * Journal.ENTRY
+    for queue in queues[:50]:
+        queue.purge()
+    assert held(world) == Journal.OVERHEAD + 49 * Journal.ENTRY
+    for queue in queues[50:]:
+        queue.delete()
+    assert held(world) == 0
+
+
 def begin(client, size, sent, channel=1):
     """The first part of a message."""
     client.send(channel, commands.Basic.Publish(routing_key="q"), header.ContentHeader(body_size=size))

@@ -330,7 +330,7 @@ def test_a_time_to_live_goes_on_while_the_broker_is_away(world):
 
 def small_batches(size, **options):
     journal = Journal(float, **options)
-    journal.OVERHEAD, journal.SMALL_HEADER = 0, 1 << 17
+    journal.OVERHEAD, journal.ENTRY, journal.SMALL_HEADER = 0, 0, 1 << 17
     journal.MAX_BATCH = size
     return World(journal=journal)
 

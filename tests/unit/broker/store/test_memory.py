@@ -30,7 +30,7 @@ def _world():
 
 def small_world(limit=100, *, has_store=False, **options):
     journal = Journal(float, has_store=has_store, limit=limit)
-    journal.OVERHEAD, journal.SMALL_HEADER = 0, 1 << 17
+    journal.OVERHEAD, journal.ENTRY, journal.SMALL_HEADER = 0, 0, 1 << 17
     return World(journal=journal, **options)
 
 

@@ -27,7 +27,7 @@ class Evicting:
 
     def __init__(self, limit=0, **options):
         self.journal = Journal(float, limit=limit)
-        self.journal.OVERHEAD = 0
+        self.journal.OVERHEAD = self.journal.ENTRY = 0
         self.disk = Disk(self.journal)
         self.world = World(journal=self.journal, **options)
         self.client = self.world.client().channel(confirms=True)
