@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
+from typing import TypeVar
 
 from qflow_client.redaction import hide_password
 from qflow_client.settings import HostOrder, OnBlocked, OnRefused, ProducerSettings
 
 __all__ = ["Backoff", "Reconnection", "Watch", "hosts_in_order", "is_final", "retries"]
+
+_T = TypeVar("_T")
 
 # What the broker says to a client that it will never let in: wrong name or password (403), no such virtual host (530,
 # and 402 or 404 in older brokers), no access to it (530).
@@ -124,8 +128,11 @@ class Reconnection:
         # A connection that lasts less than that has shown nothing: it may be lost again and again for the same reason.
         self._proves = settings.reconnect_delay_max
         self._timeout = settings.reconnect_timeout
+        self._connect_timeout = settings.connect_timeout
         self._opened_at: float | None = None
         self._credentials_change = credentials_change
+        # By host, how often it could not be connected to, or was left. That decides which of its addresses comes first.
+        self._turns: Counter[int] = Counter()
         # By host, why it could not be connected to in this round, and whether it never will be.
         self._failures: dict[int, tuple[str, bool]] = {}
         #: Why the connection was lost, and once it is given up why that is; for people.
@@ -150,7 +157,20 @@ class Reconnection:
 
     def move_on(self) -> None:
         """Have the next host tried first, because the producer leaves the one that is in use."""
+        self._turns[self.host] += 1
         self.host = (self.host + 1) % len(self._urls)
+
+    def addresses(self, found: Sequence[_T]) -> tuple[list[_T], float]:
+        """The order in which to try the addresses of the host, and the seconds that each of them may take.
+
+        After each try that has failed the next address comes first, because one that takes connections and says nothing
+        costs a whole try. One that does not even take them only costs its part of `connect_timeout`.
+
+        Args:
+            found: what the name of the host stands for, at least one.
+        """
+        first = self._turns[self.host] % len(found)
+        return [*found[first:], *found[:first]], self._connect_timeout / len(found)
 
     def lost(self, why: str, now: float) -> float | None:
         """The connection is gone.
@@ -197,6 +217,7 @@ class Reconnection:
             Seconds until the next try; ``None`` if there is to be none.
         """
         self.last = why
+        self._turns[self.host] += 1
         self._failures[self.host] = why, final and not self._credentials_change
         self.host = (self.host + 1) % len(self._urls)
         if len(self._failures) < len(self._urls):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import socket
 import time
@@ -28,7 +29,7 @@ from qflow_client.guard import LOOPS
 from qflow_client.logs import log
 from qflow_client.skin import GOOD_BYE, TLS_WRITE_CHUNK, WRITE_CHUNK
 
-__all__ = ["TapTransport", "TapTransportFactory"]
+__all__ = ["OrderAddresses", "TapTransport", "TapTransportFactory"]
 
 # The library is asked to wait while more of its bytes than this are not written.
 _LIBRARY_HIGH = 1 << 16
@@ -36,6 +37,9 @@ _LIBRARY_HIGH = 1 << 16
 _UNBLOCKED = frame(METHOD_FRAME, 0, CONNECTION_UNBLOCKED)
 
 _monotonic = time.monotonic
+
+# Given the addresses of a name, returns the order in which they are tried, and the seconds that each may take.
+OrderAddresses = Callable[[list[Any]], tuple[list[Any], float]]
 
 
 class _BeforeTls(asyncio.Protocol):
@@ -421,11 +425,19 @@ class TapTransportFactory(TransportFactory):
     Args:
         made: called with what was made.
         is_open: whether the library has opened the connection.
+        order_addresses: given the addresses of a name, returns the order in which they are tried, and the seconds that
+            each of them may take; ``None`` for that of the resolver, and no limit.
     """
 
-    def __init__(self, made: Callable[[TapTransport], None], is_open: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        made: Callable[[TapTransport], None],
+        is_open: Callable[[], bool],
+        order_addresses: OrderAddresses | None = None,
+    ) -> None:
         self._made = made
         self._is_open = is_open
+        self._order_addresses = order_addresses
 
     async def create(self, url: URL, **kwargs: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """As aiormq's own factories, plain or TLS by the URL."""
@@ -441,7 +453,7 @@ class TapTransportFactory(TransportFactory):
             if kwargs:
                 raw, _ = await loop.create_connection(lambda: first, url.host or "", url.port or 0, **kwargs)
             else:
-                sock = await _connected(loop, url.host or "", url.port or 0)
+                sock = await _connected(loop, url.host or "", url.port or 0, self._order_addresses)
                 raw, _ = await loop.create_connection(lambda: first, sock=sock)
             transport = raw
             if context is not None:
@@ -459,15 +471,24 @@ class TapTransportFactory(TransportFactory):
         return reader, writer
 
 
-async def _connected(loop: asyncio.AbstractEventLoop, host: str, port: int) -> socket.socket:
+async def _connected(
+    loop: asyncio.AbstractEventLoop, host: str, port: int, order_addresses: OrderAddresses | None
+) -> socket.socket:
     """A socket, connected as the loop does it itself: address by address. A fork at any time finds it."""
-    failures = []
-    for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+    failures: list[OSError] = []
+    found, limit = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM), math.inf
+    if order_addresses is not None and len(found) > 1:
+        found, limit = order_addresses(found)
+    for family, kind, protocol, _, address in found:
         sock = socket.socket(family, kind, protocol)
         _sockets.add(sock)
         try:
             sock.setblocking(False)
-            await loop.sock_connect(sock, address)
+            async with asyncio.timeout(limit if limit < math.inf else None):
+                await loop.sock_connect(sock, address)
+        except TimeoutError:
+            sock.close()
+            failures.append(TimeoutError(f"{address[0]} has not answered within {limit:.3g} s"))
         except OSError as error:
             sock.close()
             failures.append(error)

@@ -20,7 +20,7 @@ from aiormq.exceptions import (
 )
 from yarl import URL
 
-from qflow_client.aio.aiormq_io import TapTransport, TapTransportFactory
+from qflow_client.aio.aiormq_io import OrderAddresses, TapTransport, TapTransportFactory
 from qflow_client.errors import ConnectionFailed, SettingsError
 from qflow_client.recovery import is_final
 from qflow_client.redaction import HARMLESS, is_harmless, shown, words_of
@@ -79,9 +79,16 @@ class TappedConnection(aio_pika.Connection):
     #: The socket of the present connection; ``None`` until there is one.
     tapped: TapTransport | None = None
 
-    def __init__(self, url: URL, *, client_properties: dict[str, Any] | None = None, **keywords: Any) -> None:
+    def __init__(
+        self,
+        url: URL,
+        *,
+        client_properties: dict[str, Any] | None = None,
+        order_addresses: OrderAddresses | None = None,
+        **keywords: Any,
+    ) -> None:
         super().__init__(url, **keywords)
-        factory = TapTransportFactory(self._made, self.connected.is_set)
+        factory = TapTransportFactory(self._made, self.connected.is_set, order_addresses)
         # aio-pika's arguments for every connection that aiormq makes.
         self.kwargs = {**self.kwargs, "transport_factory": factory, "client_properties": client_properties}
 

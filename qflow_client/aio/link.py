@@ -156,7 +156,8 @@ class Link:
                 if self._is_own:
                     address = await self._address()
                     properties = client_properties(self._settings.name)
-                    connection = TappedConnection(address, client_properties=properties)
+                    order = self._reconnection.addresses
+                    connection = TappedConnection(address, client_properties=properties, order_addresses=order)
                     await open_connection(connection, self.url)
                     self._connection = connection
                 await self._open_channel()

@@ -160,6 +160,7 @@ class Link(ChannelIO):
         self._after = after
         self._tap = Tap()
         self.services = TapIOServices(self._tap, lock, self._after_io, self._delay)
+        self.services.order_addresses = self._order_addresses
         # Has the credentials of the connection; None if those of the URL do for all.
         self._renewer: Renewer | None = None
         if asker is not None:
@@ -283,6 +284,13 @@ class Link(ChannelIO):
             self._connect_with(self._hosts[self._reconnection.host])
         else:
             self._renewer.log_in(self._log_in)
+
+    def _order_addresses(self, found: list[Any]) -> list[Any]:
+        addresses, seconds = self._reconnection.addresses(found)
+        connection = self._connection
+        if len(addresses) > 1 and connection is not None:
+            connection.params.socket_timeout = min(seconds, connection.params.socket_timeout or seconds)
+        return addresses
 
     def _log_in(self, answer: Answer) -> None:
         if isinstance(answer, Failure):

@@ -209,6 +209,8 @@ class TapIOServices(SelectorIOServicesAdapter):
         # pika's own interest in the socket taking bytes, and ours.
         self._library_writer: Callable[[], None] | None = None
         self._ours = False
+        #: Given the addresses of a name, returns the order in which pika tries them; None for that of the resolver.
+        self.order_addresses: Callable[[list[Any]], list[Any]] | None = None
         # Bytes that pika has sent since a producer had its turn.
         self.library_sent = 0
         # Whether `pump` runs, or will without being asked. It is cleared before the last look at what there is, so who
@@ -313,6 +315,16 @@ class TapIOServices(SelectorIOServicesAdapter):
             self._after()
 
     # pika's interface.
+
+    def getaddrinfo(self, host: Any, port: Any, on_done: Callable[[Any], None], *args: Any, **keywords: Any) -> Any:
+        """As pika's, in the order that the link wants."""
+
+        def done(found: Any) -> None:
+            if found and isinstance(found, list) and self.order_addresses is not None:
+                found = self.order_addresses(found)
+            on_done(found)
+
+        return super().getaddrinfo(host, port, done, *args, **keywords)
 
     def connect_socket(self, sock: socket.socket, resolved_addr: Any, on_done: Any) -> Any:
         """As pika's; a fork finds the socket from here on."""

@@ -128,6 +128,76 @@ def test_hosts_are_tried_in_turn(
     assert producer.send(b"there").result(timeout=20) is Outcome.CONFIRMED
 
 
+@pytest.fixture
+def deaf() -> Iterator[int]:
+    """A port at which nothing answers, not even the kernel: the queue of connections that wait is full."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        while True:
+            client = stack.enter_context(socket.socket())
+            client.settimeout(0.2)
+            try:
+                client.connect(listener.getsockname())
+            except TimeoutError:
+                break
+        yield listener.getsockname()[1]
+
+
+@pytest.fixture
+def name(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Has the name ``several.test`` stand for these ports."""
+    resolve = socket.getaddrinfo
+
+    def stand_for(*ports: int) -> None:
+        def getaddrinfo(host: str, port: int, *arguments: Any, **keywords: Any) -> Any:
+            if host != "several.test":
+                return resolve(host, port, *arguments, **keywords)
+            kind = (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "")
+            return [(*kind, ("127.0.0.1", port)) for port in ports]
+
+        monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+
+    return stand_for
+
+
+SEVERAL = "amqp://guest:guest@several.test/%2F"
+
+
+def test_E15_all_addresses_of_a_name_are_tried_also_after_one_that_is_dead(
+    broker: Broker, refused: int, name: Callable[..., None], make_producer: Callable[..., Producer]
+) -> None:
+    name(refused, refused, broker.port)
+    make_producer(SEVERAL).send(b"").result(timeout=20)
+
+
+def test_E15_an_address_that_does_not_answer_costs_its_part_of_the_time(
+    broker: Broker, deaf: int, name: Callable[..., None], make_producer: Callable[..., Producer]
+) -> None:
+    name(deaf, broker.port)
+    with Stopwatch() as watch:
+        producer = make_producer(SEVERAL, connect_timeout=2.0)
+    assert watch.kept(0.9)
+    producer.send(b"").result(timeout=20)
+
+
+def test_E15_an_address_that_says_nothing_costs_one_try(
+    broker: Broker, silent: int, name: Callable[..., None], make_producer: Callable[..., Producer]
+) -> None:
+    name(silent, broker.port)
+    producer = make_producer(SEVERAL, connect_timeout=0.5, connect_in_background=True, reconnect_delay=0.02)
+    producer.send(b"", timeout=20).result(timeout=20)
+
+
+def test_when_no_address_of_a_name_can_be_had_the_name_is_in_the_error(
+    deaf: int, refused: int, name: Callable[..., None], make_producer: Callable[..., Producer]
+) -> None:
+    name(deaf, refused)
+    with pytest.raises(ConnectionFailed, match=r"several\.test"):
+        make_producer(SEVERAL, connect_timeout=0.5)
+
+
 def test_when_no_host_can_be_had_each_is_named(refused: int, silent: int) -> None:
     urls = [f"amqp://guest:secret@127.0.0.1:{port}/%2F" for port in (refused, silent)]
     with pytest.raises(ConnectionFailed) as caught:

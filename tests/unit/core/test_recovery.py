@@ -73,6 +73,22 @@ def test_a_connection_that_does_not_last_does_not_make_the_pauses_short_again() 
     assert tries.lost("cut", now + 30.0) == 1.0
 
 
+def test_E15_after_each_failed_try_the_next_address_of_a_name_comes_first() -> None:
+    tries = reconnection(url="amqp://name/", connect_timeout=6)
+    assert tries.addresses(["a"]) == (["a"], 6.0)
+    seen = []
+    for _ in range(4):
+        seen.append("".join(tries.addresses(["a", "b", "c"])[0]))
+        tries.failed("silent", False, 1.0)
+    assert seen == ["abc", "bca", "cab", "abc"]
+    # The one that takes the producer in the end is also the first after that.
+    tries.opened(2.0)
+    tries.lost("cut", 3.0)
+    assert tries.addresses(["a", "b", "c"]) == (["b", "c", "a"], 2.0)
+    tries.move_on()
+    assert tries.addresses(["a", "b", "c"]) == (["c", "a", "b"], 2.0)
+
+
 def test_what_no_try_can_cure_ends_it_if_all_hosts_say_so() -> None:
     tries = reconnection()
     assert tries.lost("the connection is lost: cut", 0.0) == 1.0
