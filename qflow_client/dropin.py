@@ -10,21 +10,32 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
-from qflow_client.amqp.frames import Content, PublishEncoder, Route
+from qflow_client.amqp.frames import (
+    BODY_FRAME,
+    HEADER_FRAME,
+    METHOD_FRAME,
+    Content,
+    PublishEncoder,
+    Route,
+    add_header,
+    frame,
+)
 from qflow_client.core.calls import Call, resume
 from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.core.step import step
 from qflow_client.errors import ProducerFlowed
 from qflow_client.events import FlowEvent
 from qflow_client.logs import log, write_log
-from qflow_client.message import Message
-from qflow_client.settings import ProducerSettings, WhenFlowed, check_argument, variable
+from qflow_client.message import REPUBLISHED, Message
+from qflow_client.receipt import Receipt
+from qflow_client.settings import OnDisconnect, ProducerSettings, WhenFlowed, check_argument, variable
 
 __all__ = [
     "ADDRESSING",
@@ -35,6 +46,7 @@ __all__ = [
     "EncodedMessage",
     "EncodedProtocol",
     "Flag",
+    "RepeatableMessage",
 ]
 
 #: Settings that every library says in another way: of where a message goes, of connecting again, of trying again.
@@ -118,6 +130,9 @@ class DropIn:
         """The environment without the settings that a connection does not take: those are for other producers."""
         ignored = {variable(name) for name in _PRODUCERS_ONLY.keys() | self.not_taken.keys()}
         environ = {name: text for name, text in os.environ.items() if name not in ignored}
+        on_disconnect = variable("on_disconnect")
+        # As with the library, unless somebody says so.
+        environ[on_disconnect] = environ.get(on_disconnect) or OnDisconnect.FAIL
         when_flowed = variable("when_flowed")
         if environ.get(when_flowed) == WhenFlowed.SPILL:
             # Without an outbox there is nothing to spill to.
@@ -174,6 +189,51 @@ class EncodedMessage(Message):
         given["frames"] = frames
         given["body"] = body
 
+    def frames_on(self, channel: int, max_body: int) -> bytes:
+        """The frames for a channel; here always the one that they were made for."""
+        return self.frames
+
+
+class RepeatableMessage(EncodedMessage):
+    """An `EncodedMessage` that can leave on another channel than the one that it was made for, and once more."""
+
+    def _parts(self) -> tuple[bytes, bytes, int]:
+        """The payloads of the method frame and of the header frame, and where the first body frame begins."""
+        frames = self.frames
+        header = 7 + int.from_bytes(frames[3:7], "big") + 1
+        stop = header + 7 + int.from_bytes(frames[header + 3 : header + 7], "big")
+        return frames[7 : header - 1], frames[header + 7 : stop], stop + 1
+
+    def frames_on(self, channel: int, max_body: int) -> bytes:
+        """The frames for a channel.
+
+        Args:
+            channel: its number.
+            max_body: the most bytes of a frame's payload.
+
+        Raises:
+            ValueError: the properties need a larger frame.
+        """
+        frames, body = self.frames, self.body
+        is_for_channel = int.from_bytes(frames[1:3], "big") == channel
+        if is_for_channel and len(body) <= max_body:
+            return frames
+        method, header, at = self._parts()
+        if is_for_channel and int.from_bytes(frames[at + 3 : at + 7], "big") <= max_body:
+            return frames
+        if len(header) > max_body:
+            raise ValueError(f"the properties have {len(header)} bytes, and the broker takes {max_body} in a frame")
+        bodies = [frame(BODY_FRAME, channel, body[at : at + max_body]) for at in range(0, len(body), max_body)]
+        return b"".join((frame(METHOD_FRAME, channel, method), frame(HEADER_FRAME, channel, header), *bodies))
+
+    def _second_copy(self) -> RepeatableMessage:
+        method, header, at = self._parts()
+        # Of channel 0, so that they are made anew for any other.
+        head = frame(METHOD_FRAME, 0, method) + frame(HEADER_FRAME, 0, add_header(header, REPUBLISHED, True))
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__, frames=head + self.frames[at:])
+        return copy
+
 
 class _ReadyFrames(PublishEncoder):
     """Takes the frames that a library has made."""
@@ -182,7 +242,7 @@ class _ReadyFrames(PublishEncoder):
 
     def prepare(self, message: Content, *, has_id: bool) -> Any:
         assert isinstance(message, EncodedMessage)
-        return message.frames
+        return message.frames_on(self.channel, self.max_body)
 
     def cost(self, _route: Route, _length: int, prepared: Any) -> int:
         return len(prepared)
@@ -196,6 +256,27 @@ class EncodedProtocol(ProducerProtocol):
 
     def __init__(self, settings: ProducerSettings, **options: Any) -> None:
         super().__init__(settings, id_prefix="", encoder=_ReadyFrames, **options)
+
+    @step
+    def abandon(self, receipts: Sequence[Receipt], reason: str, now: float) -> None:
+        """Settle messages for which nobody waits any more as they are, so that they do not leave again.
+
+        Args:
+            receipts: unsettled messages, in the order of admission.
+            reason: for people.
+            now: seconds.
+        """
+        self._writing.take_back()
+        self.channel.expire(receipts, reason, now)
+        self.consequences.update(now)
+        self.consequences.lift_transport(now)
+
+    @step
+    def channel_ended(self, reason: str, now: float) -> None:
+        """The channel has ended, and what is unsettled is settled as it is. There may be another one."""
+        self.channel.disconnect(reason, now)
+        self.channel.settle_all(reason, now)
+        self.consequences.update(now)
 
     def forget_past(self) -> None:
         """The program ends the channel itself, which is no flow control: it is as it was before it was first opened."""

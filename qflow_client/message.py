@@ -227,6 +227,9 @@ class Message:
             if check is not None and value is not None:
                 check(value, name)
 
+    def _second_copy(self) -> Message:
+        return replace(self, headers={**(self.headers or {}), REPUBLISHED: True})
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         headers = state.get("headers")
@@ -345,7 +348,7 @@ _CHECKS: dict[str, Callable[[Any, str], object]] = {
 
 def republished(message: Message) -> Message:
     """A message with the mark of one that may be a second copy."""
-    return replace(message, headers={**(message.headers or {}), REPUBLISHED: True})
+    return message._second_copy()
 
 
 def as_body(body: object) -> bytes:

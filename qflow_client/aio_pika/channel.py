@@ -68,11 +68,9 @@ class Channel(_aio_pika.Channel):
     async def _on_open(self) -> None:
         # Here it is open, and nothing can have been published on it.
         self._follow()
-        try:
-            await super()._on_open()
-        finally:
-            if self._restores:
-                self.flow_control.restored()
+        await super()._on_open()
+        if self._restores:
+            self.flow_control.restored()
 
     async def close(self, exc: Any = None) -> None:
         """As aio-pika's. Who waits to publish gets the error that ends the channel.

@@ -17,6 +17,7 @@ from qflow_client.aio.aiormq_io import TapTransport
 from qflow_client.aio.connection import TappedConnection
 from qflow_client.aio_pika.channel import Channel
 from qflow_client.aio_pika.flow import AIO_PIKA, ChannelFlow
+from qflow_client.dropin import DropIn
 from qflow_client.redaction import censored
 from qflow_client.settings import ProducerSettings
 
@@ -26,20 +27,25 @@ __all__ = ["Connection", "connect"]
 _NAME_SIZE = 255
 
 
-def settings_of(url: URL, keywords: dict[str, Any]) -> tuple[ProducerSettings, URL, dict[str, Any]]:
+def settings_of(drop_in: DropIn, url: URL, keywords: dict[str, Any]) -> tuple[ProducerSettings, URL, dict[str, Any]]:
     """The settings of a connection; its URL, and its keywords, without them.
+
+    Args:
+        drop_in: the settings that it takes.
+        url: its URL.
+        keywords: its keywords.
 
     Raises:
         SettingsError: a value that is not allowed.
         TypeError: a setting that has no meaning here.
     """
-    query, rest = AIO_PIKA.split(url.query.items())
-    ours, theirs = AIO_PIKA.split(keywords.items())
+    query, rest = drop_in.split(url.query.items())
+    ours, theirs = drop_in.split(keywords.items())
     # aio-pika's name is what the broker's management shows. Flow events and logs show it, too, as far as they can.
     name = keywords.get("name") or url.query.get("name")
     if name and "name" not in query:
         ours.setdefault("name", str(name).encode(errors="replace")[:_NAME_SIZE].decode(errors="ignore"))
-    return AIO_PIKA.settings(query, **ours), url.with_query(rest) if query else url, dict(theirs)
+    return drop_in.settings(query, **ours), url.with_query(rest) if query else url, dict(theirs)
 
 
 class Connection(TappedConnection):
@@ -59,6 +65,9 @@ class Connection(TappedConnection):
 
     CHANNEL_CLASS = Channel
 
+    # The settings that it takes.
+    _drop_in = AIO_PIKA
+
     #: The settings of flow control.
     flow_settings: ProducerSettings
 
@@ -70,7 +79,7 @@ class Connection(TappedConnection):
         client_properties: Any = None,
         **kwargs: Any,
     ) -> None:
-        self.flow_settings, url, kwargs = settings_of(URL(url), kwargs)
+        self.flow_settings, url, kwargs = settings_of(self._drop_in, URL(url), kwargs)
         #: The flow of its channels, closed ones too; for the package.
         self.flows: weakref.WeakSet[ChannelFlow] = weakref.WeakSet()
         super().__init__(url, loop=loop, ssl_context=ssl_context, client_properties=client_properties, **kwargs)
@@ -110,12 +119,13 @@ async def connect(url: Any = None, *, connection_class: Any = Connection, **keyw
     return await checked(_aio_pika.connect, url, connection_class=connection_class, **keywords)
 
 
-async def checked(connect: Callable[..., Awaitable[Any]], url: Any, **keywords: Any) -> Any:
+async def checked(connect: Callable[..., Awaitable[Any]], url: Any, *, connection_class: Any, **keywords: Any) -> Any:
     """Call a `connect` function of aio-pika's, but check the settings first, and show no password in an error.
 
     Args:
         connect: the function.
         url: its first argument.
+        connection_class: the class of the connection.
         keywords: the others.
 
     Raises:
@@ -123,9 +133,10 @@ async def checked(connect: Callable[..., Awaitable[Any]], url: Any, **keywords: 
         TypeError: a setting that a connection of aio-pika's does not take.
     """
     # aio-pika puts them into the URL, and its errors would repeat them.
-    AIO_PIKA.settings(**AIO_PIKA.split(keywords.items())[0])
+    drop_in = getattr(connection_class, "_drop_in", AIO_PIKA)
+    drop_in.settings(**drop_in.split(keywords.items())[0])
     try:
-        return await connect(url, **keywords)
+        return await connect(url, connection_class=connection_class, **keywords)
     except (TypeError, ValueError) as error:
         refused = censored(error, url)
     # Outside of the handler, because the error would be the context and may repeat the password.

@@ -25,7 +25,7 @@ import pamqp.frame
 from aiormq import spec
 from aiormq.abc import DeliveredMessage
 from aiormq.channel import _check_routing_key
-from aiormq.exceptions import ChannelInvalidStateError, DeliveryError, PublishError
+from aiormq.exceptions import AMQPChannelError, ChannelInvalidStateError, DeliveryError, PublishError
 from pamqp.header import ContentHeader
 
 from qflow_client.aio.dispatcher import Dispatcher, refuse_coroutine_function
@@ -33,7 +33,16 @@ from qflow_client.aio.turn import Turns, Waiter, wake_at
 from qflow_client.amqp.frames import HEADER_FRAME, PublishEncoder, frame
 from qflow_client.core import calls
 from qflow_client.core.step import step
-from qflow_client.dropin import ADDRESSING, RECONNECTING, RETRYING, DropIn, DropInFlow, EncodedMessage, EncodedProtocol
+from qflow_client.dropin import (
+    ADDRESSING,
+    RECONNECTING,
+    RETRYING,
+    DropIn,
+    DropInFlow,
+    EncodedMessage,
+    EncodedProtocol,
+    RepeatableMessage,
+)
 from qflow_client.errors import ConfirmTimeout, FlowControlTimeout, ProducerClosed
 from qflow_client.events import FlowEvent, FlowState, HoldKind
 from qflow_client.flow import Hold
@@ -42,10 +51,10 @@ from qflow_client.manager import flow_manager
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import OnDisconnect, ProducerSettings, WhenFlowed, check_timeout
 
-__all__ = ["AIO_PIKA", "ChannelFlow"]
+__all__ = ["AIO_PIKA", "AIO_PIKA_ROBUST", "ChannelFlow"]
 
-#: The settings that a connection of aio-pika's takes.
-AIO_PIKA = DropIn(
+#: The settings that a robust connection of aio-pika's takes.
+AIO_PIKA_ROBUST = DropIn(
     "aio-pika",
     frozenset({"name"}),
     dict.fromkeys(ADDRESSING, "publish() says it")
@@ -54,11 +63,7 @@ AIO_PIKA = DropIn(
         "message_ids": "aio-pika gives every message that has none a message id",
         "max_failed_bytes": "publish() raises what became of its message",
         "connect_timeout": "use aio-pika's connect(timeout=…)",
-        **dict.fromkeys(
-            RECONNECTING,
-            "connect_robust() connects again, after its reconnect_interval, and what was not confirmed raises, as with "
-            "aio-pika",
-        ),
+        **dict.fromkeys(RECONNECTING[1:], "connect_robust() connects again, after its reconnect_interval"),
         **dict.fromkeys(
             RETRYING,
             "the program publishes again, as with aio-pika",
@@ -67,12 +72,15 @@ AIO_PIKA = DropIn(
         "url": "it is connect()'s first argument",
     },
 )
+#: The settings that any other connection of aio-pika's takes.
+AIO_PIKA = replace(
+    AIO_PIKA_ROBUST,
+    not_taken={**AIO_PIKA_ROBUST.not_taken, "on_disconnect": "only connect_robust() connects again"},
+)
 
 _BODY_HEAD = Struct(">BHI")
 # So many bytes are worth a write of their own.
 _ENOUGH = 1 << 13
-# The source of the hold while a robust channel declares again what it had.
-_RESTORING = "restoring"
 
 _monotonic = time.monotonic
 
@@ -108,14 +116,14 @@ class ChannelFlow(DropInFlow):
     def __init__(
         self, settings: ProducerSettings, *, confirms: bool, restores: bool, is_closing: Callable[[], bool]
     ) -> None:
-        changes: dict[str, Any] = {"on_disconnect": OnDisconnect.FAIL}
-        if not confirms:
-            # There is no latency to find a window from; what is written is settled.
-            changes |= {"confirms": False, "capacity": settings.capacity_max}
+        # Without confirms there is no latency to find a window from; what is written is settled.
+        changes: dict[str, Any] = {} if confirms else {"confirms": False, "capacity": settings.capacity_max}
         super().__init__(settings, "aio-pika channel", protocol=_Protocol, **changes)
         self._is_named = self.name != "aio-pika channel"
         self._confirms = confirms
         self._restores = restores
+        # Whether messages of a lost connection leave again.
+        self._republishes = restores and settings.on_disconnect is OnDisconnect.REPUBLISH
         self._is_closing = is_closing
         #: Set once the program has closed the channel, or the connection.
         self.left = False
@@ -163,10 +171,8 @@ class ChannelFlow(DropInFlow):
             protocol.reports.name = f"aio-pika channel {number}"
             protocol.settings = replace(protocol.settings, name=protocol.reports.name)
         now = _monotonic()
-        if self._restores and self._was_open:
-            protocol.hold(HoldKind.DISCONNECTED, now, source=_RESTORING, detail="what was declared is declared again")
-        self._was_open = True
-        protocol.channel_opened(number, amqp.connection_tune.frame_max, now)
+        restores, self._was_open = self._restores and self._was_open, True
+        protocol.channel_opened(number, amqp.connection_tune.frame_max, now, restores=restores)
         tapped.tap.attach(number, protocol, now)
         tapped.add_after(self._after_io)
         channel.basic_publish = partial(self.basic_publish, channel)
@@ -192,7 +198,7 @@ class ChannelFlow(DropInFlow):
 
     def restored(self) -> None:
         """What was declared is there again."""
-        self.protocol.lift(HoldKind.DISCONNECTED, _monotonic(), source=_RESTORING)
+        self.protocol.restored(_monotonic())
         self._kick()
 
     def _on_close(self, channel: Any, closing: asyncio.Future[Any]) -> None:
@@ -208,12 +214,30 @@ class ChannelFlow(DropInFlow):
         words = "the channel was closed" if error is None else f"the channel was closed: {error!r}"
         if self.left:
             self.protocol.forget_past()
-        self.protocol.connection_lost(words, _monotonic(), reconnects=True)
+        # A channel that ends while it is restored is opened again, as after a connection that is lost.
+        is_lost = self.protocol.channel.is_restoring or not isinstance(error, AMQPChannelError)
+        if is_lost and self.republishes:
+            ended = [each for each in self.protocol.unsettled_receipts if each._waiter and each._waiter.done()]
+            self.protocol.abandon(ended, words, _monotonic())
+            # The program may have lost it by something else than these messages.
+            self.protocol.connection_lost(words, _monotonic(), reconnects=True, shared=True)
+        else:
+            self.protocol.channel_ended(words, _monotonic())
         self.after()
         # The end of a frame that has begun.
         tapped.pump()
         if not self._comes_back:
             self.ended()
+
+    @property
+    def channel(self) -> Any:
+        """The channel of aiormq's, the last one while there is none."""
+        return self._channel
+
+    @property
+    def republishes(self) -> bool:
+        """Whether a message waits for the next channel while there is none, and leaves again if it may have arrived."""
+        return self._republishes and self._comes_back
 
     @property
     def _comes_back(self) -> bool:
@@ -223,6 +247,8 @@ class ChannelFlow(DropInFlow):
     def ended(self) -> None:
         """There will be no other channel, unless the program opens it again: nobody waits for one."""
         flow_manager.unregister(self)
+        if self._number is None and self.protocol.unsettled:
+            self.protocol.channel_ended("the channel is closed", _monotonic())
         self.protocol.line.give_up_all("the channel is closed", _monotonic())
         self.protocol.waiters.end_unflowed()
         self.after()
@@ -284,9 +310,9 @@ class ChannelFlow(DropInFlow):
                 exchange=exchange,
                 routing_key=routing_key,
             )
-        if channel.is_closed:
+        if channel.is_closed and not self.republishes:
             raise ChannelInvalidStateError(f"{channel!r} closed")
-        message = EncodedMessage(self._frames(channel, method, header, body), body)
+        message = RepeatableMessage(self._frames(channel, method, header, body), body)
 
         try:
             return await self._publish(message, exchange, routing_key, message_id if mandatory else None, timeout, wait)
@@ -333,7 +359,7 @@ class ChannelFlow(DropInFlow):
             try:
                 returned = await settled
             except asyncio.CancelledError:
-                self._withdraw(receipt)
+                self._end_wait(receipt)
                 raise
             finally:
                 if timer is not None:
@@ -400,6 +426,15 @@ class ChannelFlow(DropInFlow):
             self._kick()
         return withdrawn
 
+    def _end_wait(self, receipt: Receipt) -> bool:
+        """Have a message whose publish has ended never leave any more; whether no byte of it ever did."""
+        if self._withdraw(receipt):
+            return True
+        if receipt._outcome is None and self._number is None:
+            # It waits to leave again.
+            self.protocol.abandon((receipt,), "publish() has ended", _monotonic())
+        return False
+
     def _verdict(self, receipt: Receipt, began: float, body: bytes) -> spec.Basic.Ack | None:
         match receipt._outcome:
             case Outcome.CONFIRMED:
@@ -414,8 +449,8 @@ class ChannelFlow(DropInFlow):
 
     def _too_late(self, receipt: Receipt, began: float, body: bytes) -> Exception:
         waited = _monotonic() - began
-        holds = self.protocol.reports.holds
-        if self._withdraw(receipt):
+        holds, held = self.protocol.reports.holds, self.held
+        if self._end_wait(receipt):
             self.protocol.line.count_refusal()
             detail = "the socket takes no bytes"
             socket = Hold(HoldKind.TRANSPORT, since=time.time() - waited, detail=detail)
@@ -426,6 +461,11 @@ class ChannelFlow(DropInFlow):
                 "a longer timeout, or max_producer_flow_control_wait, waits",
                 exchange=receipt.exchange,
                 routing_key=receipt.routing_key,
+            )
+        if receipt._outcome is not None:
+            return ConfirmTimeout(
+                f"the connection was lost before the broker answered, and the message could not leave again within "
+                f"{waited:.3g} s; it may have arrived: {receipt.describe()}{held}"
             )
         if receipt._tag > self.protocol.written:
             return ConfirmTimeout(

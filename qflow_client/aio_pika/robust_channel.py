@@ -5,13 +5,48 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import aio_pika
 import aio_pika.channel
 import aio_pika.robust_channel as _aio_pika
+from aio_pika.abc import AbstractMessage, TimeoutType
 from aiormq.exceptions import AMQPConnectionError
 
 from qflow_client.aio_pika.channel import Channel
+from qflow_client.aio_pika.flow import ChannelFlow
 
 __all__ = ["RobustChannel"]
+
+
+class _Exchange(aio_pika.RobustExchange):
+    """Publishes also while the connection is away: the message waits, at most for a time."""
+
+    # aio-pika's.
+    channel: Any
+
+    async def publish(
+        self,
+        message: AbstractMessage,
+        routing_key: str,
+        *,
+        mandatory: bool = True,
+        immediate: bool = False,
+        timeout: TimeoutType = None,
+    ) -> Any:
+        flow: ChannelFlow = self.channel.flow_control
+        if self.internal or flow.channel is None or not flow.republishes:
+            return await super().publish(
+                message, routing_key, mandatory=mandatory, immediate=immediate, timeout=timeout
+            )
+        return await flow.basic_publish(
+            flow.channel,
+            message.body,
+            exchange=self.name,
+            routing_key=routing_key,
+            properties=message.properties,
+            mandatory=mandatory,
+            immediate=immediate,
+            timeout=timeout,
+        )
 
 
 class RobustChannel(Channel, _aio_pika.RobustChannel):
@@ -25,6 +60,15 @@ class RobustChannel(Channel, _aio_pika.RobustChannel):
 
     # aio-pika's.
     __restored: asyncio.Event
+
+    def _make_flow(self) -> None:
+        super()._make_flow()
+        if self.flow_control.republishes:
+            self.EXCHANGE_CLASS = _Exchange
+            for exchange in self._exchanges.values():
+                exchange.__class__ = _Exchange
+            if hasattr(self, "default_exchange"):
+                self.default_exchange.__class__ = _Exchange
 
     async def _on_close(self, closing: asyncio.Future[Any]) -> BaseException | None:
         if not closing.cancelled() and isinstance(closing.exception(), AMQPConnectionError):

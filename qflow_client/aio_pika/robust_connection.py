@@ -10,6 +10,7 @@ from yarl import URL
 
 from qflow_client.aio.connection import TappedRobustConnection
 from qflow_client.aio_pika.connection import Connection, checked, same_signature
+from qflow_client.aio_pika.flow import AIO_PIKA_ROBUST
 from qflow_client.aio_pika.robust_channel import RobustChannel
 
 __all__ = ["RobustConnection", "connect_robust"]
@@ -29,6 +30,7 @@ class RobustConnection(Connection, TappedRobustConnection):
     """
 
     CHANNEL_CLASS = RobustChannel
+    _drop_in = AIO_PIKA_ROBUST
 
     def __init__(self, url: URL, loop: asyncio.AbstractEventLoop | None = None, **kwargs: Any) -> None:
         super().__init__(url, loop=loop, **kwargs)

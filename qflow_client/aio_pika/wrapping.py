@@ -21,7 +21,7 @@ from pamqp.body import ContentBody
 from pamqp.header import ContentHeader
 
 from qflow_client.aio_pika.channel import Channel
-from qflow_client.aio_pika.flow import AIO_PIKA, ChannelFlow
+from qflow_client.aio_pika.flow import AIO_PIKA, AIO_PIKA_ROBUST, ChannelFlow
 from qflow_client.aio_pika.robust_channel import RobustChannel
 from qflow_client.amqp.frames import CHANNEL_CLOSE
 from qflow_client.core.protocol import ProducerProtocol
@@ -155,10 +155,14 @@ class QueueCarrier:
         for queue in channel.rpc_frames, channel.frames:
             self._take_flow(queue, now)
         channel.frames.put = self._take
-        channel.write_queue = _WriteQueue(self._write_queue, protocol.end_writing)
+        channel.write_queue = _WriteQueue(self._write_queue, self._end_writing)
         self._blocked.carriers.add(self)
         if self._blocked.reason is not None:
             protocol.on_blocked(self._blocked.reason, now)
+
+    def _end_writing(self) -> None:
+        if self._protocol is not None:
+            self._protocol.end_writing()
 
     def _take_flow(self, queue: asyncio.Queue[Any], now: float) -> None:
         """Take what the broker has said of the channel's flow, and nobody has asked for."""
@@ -293,7 +297,8 @@ def _adopt(connection: Any) -> None:
     if hasattr(connection, "flow_settings"):
         return
     flows: WeakSet[ChannelFlow] = WeakSet()
-    connection.flow_settings = AIO_PIKA.settings()
+    drop_in = AIO_PIKA_ROBUST if isinstance(connection, aio_pika.RobustConnection) else AIO_PIKA
+    connection.flow_settings = drop_in.settings()
     connection.flows = flows
     connection.carrier_of = QueueCarrier
     connection.closed().add_done_callback(lambda _closed: _end(flows))

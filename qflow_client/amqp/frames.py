@@ -56,6 +56,7 @@ __all__ = [
     "Prepared",
     "PublishEncoder",
     "Route",
+    "add_header",
     "content_header",
     "decode_properties",
     "flow_ok",
@@ -211,6 +212,7 @@ def _short_string(flag: int) -> _Property:
     return flag, encode_short_string, decode_short_string
 
 
+_HEADERS = 1 << 13
 _DELIVERY_MODE = 1 << 12
 _MESSAGE_ID = 1 << 7
 
@@ -218,7 +220,7 @@ _MESSAGE_ID = 1 << 7
 _PROPERTIES: dict[str, _Property] = {
     "content_type": _short_string(1 << 15),
     "content_encoding": _short_string(1 << 14),
-    "headers": (1 << 13, encode_table, decode_table),
+    "headers": (_HEADERS, encode_table, decode_table),
     "delivery_mode": (_DELIVERY_MODE, encode_octet, decode_octet),
     "priority": (1 << 11, encode_octet, decode_octet),
     "correlation_id": _short_string(1 << 10),
@@ -500,6 +502,35 @@ def body_size(header: bytes) -> int:
         struct.error: it is too short.
     """
     return int(_BODY_SIZE.unpack_from(header, 4)[0])
+
+
+def add_header(header: bytes, name: str, value: Any) -> bytes:
+    """Return the payload of a content header frame with one more header. Everything else stays as it is encoded.
+
+    Args:
+        header: the payload.
+        name: of the header; one of that name that is there is replaced.
+        value: of the header.
+
+    Raises:
+        IndexError, ValueError, struct.error: the header is none.
+    """
+    kind, weight, size, flags = _HEADER_HEAD.unpack_from(header)
+    at = _HEADER_HEAD.size
+    for before in "content_type", "content_encoding":
+        if flags & _PROPERTIES[before][0]:
+            at = decode_short_string(header, at)[1]
+    added = encode_table({name: value}, "headers")
+    stop = at
+    if flags & _HEADERS:
+        table, stop = decode_table(header, at)
+        if name in table:
+            added = encode_table(table | {name: value}, "headers")
+        else:
+            entries = header[at + 4 : stop] + added[4:]
+            added = len(entries).to_bytes(4, "big") + entries
+    head = _HEADER_HEAD.pack(kind, weight, size, flags | _HEADERS)
+    return b"".join((head, header[_HEADER_HEAD.size : at], added, header[stop:]))
 
 
 def decode_properties(header: bytes) -> dict[str, Any]:

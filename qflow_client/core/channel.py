@@ -58,6 +58,7 @@ class Channel:
         "_settling",
         "_unconfirmed",
         "is_over",
+        "is_restoring",
         "number",
         "was_open",
     )
@@ -87,6 +88,8 @@ class Channel:
         self._opening: tuple[int, int] | None = None
         #: Whether a channel was ever open.
         self.was_open = False
+        #: Whether no message may begin yet, because what the program had declared is declared again.
+        self.is_restoring = False
         #: Whether there will be no further channel.
         self.is_over = False
         self._reset(0, 0)
@@ -289,17 +292,16 @@ class Channel:
         self._reset(0, 0)
         self._admission.unwritten = 0
 
-    def expire(self, before: int, reason: str, now: float) -> None:
+    def expire(self, expired: Sequence[Receipt], reason: str, now: float) -> None:
         """Settle messages as they are, and leave nothing of them to be sent. No frames may be made and not begun.
 
         Args:
-            before: those with lower numbers.
+            expired: unsettled messages, in the order of admission.
             reason: for people.
             now: seconds.
         """
         admission, resending, unconfirmed = self._admission, self._resending, self._unconfirmed
         begun = {receipt._number for receipt in unconfirmed.begun()}
-        expired = [receipt for receipt in self.unsettled() if receipt._number < before]
         for receipt in expired:
             resending.forget_sent(receipt)
             if receipt._number not in begun and self.number is not None:

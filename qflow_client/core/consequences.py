@@ -94,7 +94,7 @@ class Consequences:
     def apply_stops(self, now: float) -> None:
         """Let messages begin to be written, or none, as the holds have it now."""
         parts = self._parts
-        stopped = any(map(self._gate.is_held_by, _STOPS_WRITING))
+        stopped = parts.channel.is_restoring or any(map(self._gate.is_held_by, _STOPS_WRITING))
         parts.unconfirmed.outbound.stopped = stopped
         if stopped:
             parts.writing.take_back()
@@ -113,7 +113,8 @@ class Consequences:
         if before:
             if parts.channel.oldest_unsettled() < before:
                 parts.writing.take_back()
-                parts.channel.expire(before, f"delivery_timeout={parts.expiry.timeout:g} s has passed", now)
+                expired = [receipt for receipt in parts.channel.unsettled() if receipt._number < before]
+                parts.channel.expire(expired, f"delivery_timeout={parts.expiry.timeout:g} s has passed", now)
                 self.update(now)
                 self.lift_transport(now)
             parts.expiry.forget(before)

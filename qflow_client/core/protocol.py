@@ -55,6 +55,9 @@ from qflow_client.settings import OnDisconnect, ProducerSettings
 
 __all__ = ["ProducerProtocol"]
 
+# The source of the hold while what was declared is declared again.
+_RESTORING = "restoring"
+
 
 class ProducerProtocol:
     """The state of one producer.
@@ -235,14 +238,19 @@ class ProducerProtocol:
     # What happens to the connection.
 
     @step
-    def channel_opened(self, channel: int, frame_max: int, now: float) -> None:
+    def channel_opened(self, channel: int, frame_max: int, now: float, *, restores: bool = False) -> None:
         """A channel is there, in confirm mode if the settings want it; its first publish has delivery tag 1.
 
         Args:
             channel: its number.
             frame_max: the negotiated frame size in bytes; 0 for no limit.
             now: seconds.
+            restores: what was declared is declared again, and no message leaves before `restored`.
         """
+        self.channel.is_restoring = restores
+        if restores:
+            detail = "what was declared is declared again"
+            self.gate.hold(HoldKind.DISCONNECTED, now=now, source=_RESTORING, detail=detail)
         self.consequences.now = now
         self.consequences.expire(now)
         self.channel.open(channel, frame_max, now)
@@ -253,6 +261,13 @@ class ProducerProtocol:
             self.gate.forget_past()
         self.channel.was_open = True
         self.consequences.go_on(now)
+
+    @step
+    def restored(self, now: float) -> None:
+        """What was declared is there again: messages may leave."""
+        self.channel.is_restoring = False
+        self.consequences.apply_stops(now)
+        self.consequences.lift(HoldKind.DISCONNECTED, now, _RESTORING)
 
     @step
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:

@@ -310,6 +310,10 @@ class Proxy:
         """The broker's URL by way of this proxy."""
         return broker.url.replace(f":{broker.port}/", f":{self.port}/")
 
+    def direct_to(self, port: int) -> None:
+        """Pass the connections that come from now on to another broker."""
+        self._target = ("127.0.0.1", port)
+
     def stop_reading(self) -> None:
         """Take nothing from clients from now on."""
         self._call(lambda: self._set_reads(False))

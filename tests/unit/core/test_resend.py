@@ -369,3 +369,39 @@ def test_what_leaves_again_is_made_as_the_socket_takes_it() -> None:
     assert seen > 50
     assert most < (1 << 14) + FRAME_MAX
     assert protocol.unwritten == 0
+
+
+def test_while_what_was_declared_is_declared_again_only_answers_leave() -> None:
+    protocol = make()
+    send(protocol, b"written")
+    drain(protocol)
+    send(protocol, b"never written")
+    lose(protocol)
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 2.0, restores=True)
+    assert [(str(hold.kind), hold.source) for hold in protocol.reports.holds] == [("disconnected", "restoring")]
+    waiting = wait(protocol, b"waits", 2.0)
+    protocol.on_flow(False, 2.0)
+    protocol.on_flow(True, 2.0)
+    sent = wire(drain(protocol, 2.0))
+    assert sent.seen == [False, True]
+    protocol.on_blocked("no memory", 2.0)
+    protocol.restored(3.0)
+    assert drain(protocol, 3.0) == b""
+    protocol.on_unblocked(4.0)
+    assert [message.body for message in wire(drain(protocol, 4.0)).messages] == [b"written", b"never written", b"waits"]
+    assert waiting.receipt is not None
+    assert holds(protocol) == []
+
+
+def test_a_channel_that_is_lost_while_it_is_restored_leaves_everything_to_the_next_one() -> None:
+    protocol = make()
+    send(protocol, b"1")
+    drain(protocol)
+    for now in (1.0, 3.0):
+        lose(protocol, now)
+        protocol.channel_opened(CHANNEL, FRAME_MAX, now + 1.0, restores=True)
+        assert drain(protocol, now + 1.0) == b""
+    protocol.restored(5.0)
+    (message,) = wire(drain(protocol, 5.0)).messages
+    assert is_marked(message)
+    assert holds(protocol) == []

@@ -209,8 +209,8 @@ class StopForgetsTheBegun(ProducerProtocol):
                 self._rest = ()
                 self._taken = 0
 
-    def channel_opened(self, channel: int, frame_max: int, now: float) -> None:
-        super().channel_opened(channel, frame_max, now)
+    def channel_opened(self, channel: int, frame_max: int, now: float, *, restores: bool = False) -> None:
+        super().channel_opened(channel, frame_max, now, restores=restores)
         self.parts.unconfirmed.outbound = self._Outbound()
 
 

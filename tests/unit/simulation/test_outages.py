@@ -35,9 +35,9 @@ def test_all_that_can_befall_a_message_does() -> None:
 class NeverMarked(ProducerProtocol):
     """What may have arrived leaves again without the mark."""
 
-    def channel_opened(self, channel: int, frame_max: int, now: float) -> None:
+    def channel_opened(self, channel: int, frame_max: int, now: float, *, restores: bool = False) -> None:
         self.parts.resending.copies.clear()
-        super().channel_opened(channel, frame_max, now)
+        super().channel_opened(channel, frame_max, now, restores=restores)
 
 
 class MarkedOnlyIfSuspected(ProducerProtocol):
@@ -51,8 +51,8 @@ class MarkedOnlyIfSuspected(ProducerProtocol):
 class LastOneLost(ProducerProtocol):
     """Of what is to leave again the last is forgotten."""
 
-    def channel_opened(self, channel: int, frame_max: int, now: float) -> None:
-        super().channel_opened(channel, frame_max, now)
+    def channel_opened(self, channel: int, frame_max: int, now: float, *, restores: bool = False) -> None:
+        super().channel_opened(channel, frame_max, now, restores=restores)
         if self.parts.resending.again:
             self.parts.resending.again.pop()
 
@@ -60,8 +60,8 @@ class LastOneLost(ProducerProtocol):
 class NewOnesFirst(ProducerProtocol):
     """What is new may leave before all that is old has."""
 
-    def channel_opened(self, channel: int, frame_max: int, now: float) -> None:
-        super().channel_opened(channel, frame_max, now)
+    def channel_opened(self, channel: int, frame_max: int, now: float, *, restores: bool = False) -> None:
+        super().channel_opened(channel, frame_max, now, restores=restores)
         self.parts.resending.again.reverse()
 
 
@@ -118,8 +118,8 @@ class RefusedAndForgotten(ProducerProtocol):
 class SettledTwice(ProducerProtocol):
     """What is kept over a loss is settled at once as well."""
 
-    def channel_opened(self, channel: int, frame_max: int, now: float) -> None:
-        super().channel_opened(channel, frame_max, now)
+    def channel_opened(self, channel: int, frame_max: int, now: float, *, restores: bool = False) -> None:
+        super().channel_opened(channel, frame_max, now, restores=restores)
         if self.reports.settled is not None:
             self.reports.settled += self.unsettled_receipts[:1]
 

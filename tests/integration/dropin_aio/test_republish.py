@@ -1,0 +1,316 @@
+"""`on_disconnect="republish"`: what a lost connection leaves unconfirmed leaves again on the next one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import aio_pika as original
+import pytest
+
+import qflow_client.aio_pika as aio_pika
+from qflow_client import ConfirmTimeout, FlowControlTimeout, HoldKind
+from qflow_client.broker import Broker
+from qflow_client.message import REPUBLISHED
+from tests.integration.aio.tools import soon
+from tests.integration.producer.tools import PATIENCE, Proxy, Stopwatch, bodies, message_ids
+
+from .test_flow import held, in_line, kinds, publish, stop
+
+Run = Callable[..., Any]
+FAST = {"on_disconnect": "republish", "reconnect_interval": 0.05, "max_producer_flow_control_wait": PATIENCE}
+
+
+def marked(broker: Broker, queue: str = "q") -> list[bool]:
+    return [bool((message.properties.headers or {}).get(REPUBLISHED)) for message in broker.messages(queue)]
+
+
+def publishing(channel: Any, *numbers: int, **keywords: Any) -> list[asyncio.Future[Any]]:
+    return [asyncio.ensure_future(publish(channel, b"%d" % number, **keywords)) for number in numbers]
+
+
+def answers(results: list[Any]) -> list[str]:
+    return [type(each).__name__ for each in results]
+
+
+def test_what_is_unconfirmed_leaves_again_in_order_and_marked_before_anything_newer(
+    run: Run, broker: Broker, proxy: Proxy
+) -> None:
+    async def main() -> None:
+        async with await aio_pika.connect_robust(proxy.url(broker), capacity=3, **FAST) as connection:
+            channel = await connection.channel()
+            await publish(channel, b"0")
+            broker.withhold_confirms()
+            tasks = publishing(channel, 1, 2, 3, 4)
+            await in_line(channel, 1)
+            await soon(lambda: broker.queue("q").depth == 4)
+            proxy.cut()
+            await soon(lambda: HoldKind.DISCONNECTED in kinds(channel))
+            # It begins while there is no connection.
+            tasks += publishing(channel, 5)
+            broker.release_confirms()
+            assert answers(await asyncio.gather(*tasks)) == ["Ack"] * 5
+            assert bodies(broker) == [b"0", b"1", b"2", b"3", b"1", b"2", b"3", b"4", b"5"]
+            assert marked(broker) == [False] * 4 + [True] * 3 + [False] * 2
+            ids = message_ids(broker)
+            assert ids[1:4] == ids[4:7]
+            assert kinds(channel) == []
+
+    run(main())
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["drop-in", "wrapped"])
+def test_many_tasks_and_many_losses_lose_nothing(
+    run: Run, broker: Broker, wrapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QFLOW_ON_DISCONNECT", "republish")
+    monkeypatch.setenv("QFLOW_CAPACITY", "50")
+    count, senders, losses = 300, 4, 20
+
+    async def main() -> None:
+        url = f"{broker.url}?reconnect_interval=0.01"
+        async with await (original if wrapped else aio_pika).connect_robust(url) as connection:
+            if wrapped:
+                aio_pika.wrap(connection)
+            channel = await connection.channel()
+            # An idle one comes and goes with it, so a channel may have another number afterwards.
+            await connection.channel()
+
+            async def work(sender: int) -> list[Any]:
+                return [await publish(channel, b"%d %d" % (sender, number)) for number in range(count)]
+
+            jobs = [asyncio.ensure_future(work(sender)) for sender in range(senders)]
+            for part in range(losses):
+                await soon(lambda: broker.queue("q").depth >= part * count * senders / losses)  # noqa: B023  # at once
+                broker.drop_connections()
+            acks = [ack for job in jobs for ack in await job]
+            assert answers(acks) == ["Ack"] * (count * senders)
+
+    run(main())
+    firsts = list(dict.fromkeys(bodies(broker)))
+    for sender in range(senders):
+        mine = [body for body in firsts if body.startswith(b"%d " % sender)]
+        assert mine == [b"%d %d" % (sender, number) for number in range(count)]
+    seen: set[bytes] = set()
+    for message in broker.messages("q"):
+        assert message.body not in seen or (message.properties.headers or {}).get(REPUBLISHED), "an unmarked copy"
+        seen.add(message.body)
+
+
+def test_it_leaves_again_when_what_was_declared_is_there_again(run: Run, broker: Broker, proxy: Proxy) -> None:
+    async def main() -> None:
+        async with await aio_pika.connect_robust(proxy.url(broker), **FAST) as connection:
+            channel = await connection.channel()
+            exchange = await channel.declare_exchange("x", "fanout", auto_delete=True)
+            queue = await channel.declare_queue("temporary", exclusive=True)
+            await queue.bind(exchange)
+            for number in range(3):
+                broker.withhold_confirms()
+                task = asyncio.ensure_future(exchange.publish(aio_pika.Message(b"%d" % number), ""))
+                await soon(lambda: broker.queue("temporary").depth)
+                proxy.cut()
+                await held(channel, HoldKind.DISCONNECTED)
+                broker.release_confirms()
+                assert answers([await task]) == ["Ack"]
+                message = await queue.get(no_ack=True)
+                assert (message.body, message.headers) == (b"%d" % number, {REPUBLISHED: True})
+
+    run(main())
+
+
+def test_what_the_broker_says_of_the_new_channel_holds_what_leaves_again(
+    run: Run, broker: Broker, proxy: Proxy
+) -> None:
+    async def main() -> None:
+        async with await aio_pika.connect_robust(proxy.url(broker), **FAST) as connection:
+            channel = await connection.channel()
+            broker.withhold_confirms()
+            tasks = publishing(channel, 0, 1)
+            await soon(lambda: broker.queue("q").depth == 2)
+            broker.block("no memory")
+            proxy.cut()
+            await soon(lambda: HoldKind.DISCONNECTED in kinds(channel))
+            broker.release_confirms()
+            broker.unblock()
+            assert answers(await asyncio.gather(*tasks)) == ["Ack"] * 2
+            await stop(channel, broker)
+            assert bodies(broker) == [b"0", b"1", b"0", b"1"]
+
+    run(main())
+
+
+def test_a_deadline_ends_the_wait_and_the_message_does_not_leave_again(run: Run, broker: Broker, proxy: Proxy) -> None:
+    async def main() -> None:
+        # The second try comes later than the test ends, unless it asks for it.
+        async with await aio_pika.connect_robust(proxy.url(broker), **(FAST | {"reconnect_interval": 1})) as connection:
+            channel = await connection.channel()
+            broker.withhold_confirms()
+            with Stopwatch() as watch, pytest.raises(ConfirmTimeout, match="no answer of the broker"):
+                await publish(channel, b"told before", timeout=0.1)
+            assert watch.kept(0.1)
+            cancelled, kept, late = publishing(channel, 0, 1, 2)
+            late.cancel()
+            late = asyncio.ensure_future(publish(channel, b"told while it is away", timeout=0.4))
+            await soon(lambda: broker.queue("q").depth == 4)
+            proxy.cut()
+            await held(channel, HoldKind.DISCONNECTED)
+            broker.release_confirms()
+            cancelled.cancel()
+            with Stopwatch() as watch, pytest.raises(FlowControlTimeout, match="disconnected"):
+                await publish(channel, b"never sent", timeout=0.1)
+            assert watch.kept(0.1)
+            with pytest.raises(ConfirmTimeout, match=r"lost before the broker answered.*disconnected"):
+                await late
+            assert answers([await kept]) == ["Ack"]
+            assert bodies(broker) == [b"told before", b"0", b"1", b"told while it is away", b"1"]
+            assert channel.flow_control.protocol.unsettled == 0
+
+    run(main())
+
+
+def test_a_mandatory_message_that_is_returned_is_not_sent_again(run: Run, broker: Broker, proxy: Proxy) -> None:
+    async def main() -> None:
+        async with await aio_pika.connect_robust(proxy.url(broker), **FAST) as connection:
+            channel = await connection.channel()
+            broker.withhold_confirms()
+            missing = aio_pika.Message(b"")
+            assert answers([await channel.default_exchange.publish(missing, "nowhere")]) == ["DeliveredMessage"]
+            tasks = publishing(channel, 0)
+            await soon(lambda: broker.queue("q").depth == 1)
+            proxy.cut()
+            await held(channel, HoldKind.DISCONNECTED)
+            broker.delete_queue("q")
+            broker.release_confirms()
+            # The second copy is.
+            assert answers(await asyncio.gather(*tasks)) == ["DeliveredMessage"]
+            assert channel.flow_control.protocol.unsettled == 0
+
+    run(main())
+
+
+def test_a_channel_that_the_broker_closes_fails_as_with_aio_pika(run: Run, broker: Broker) -> None:
+    async def main() -> None:
+        async with await aio_pika.connect_robust(broker.url, **FAST) as connection:
+            channel = await connection.channel()
+            broker.withhold_confirms()
+            tasks = publishing(channel, 0)
+            await soon(lambda: broker.queue("q").depth == 1)
+            exchange = await channel.get_exchange("nothing", ensure=False)
+            with pytest.raises(aio_pika.exceptions.ChannelNotFoundEntity):
+                await exchange.publish(aio_pika.Message(b""), "")
+            with pytest.raises(aio_pika.exceptions.ChannelNotFoundEntity):
+                await tasks[0]
+            broker.release_confirms()
+            await publish(channel, b"1")
+            assert bodies(broker) == [b"0", b"1"]
+
+    run(main())
+
+
+@pytest.mark.parametrize("what", ["channel", "connection"])
+def test_what_waits_to_leave_again_ends_when_the_program_closes_it(
+    run: Run, broker: Broker, proxy: Proxy, what: str
+) -> None:
+    async def main() -> None:
+        connection = await aio_pika.connect_robust(proxy.url(broker), **(FAST | {"reconnect_interval": 60}))
+        channel = await connection.channel()
+        broker.withhold_confirms()
+        tasks = publishing(channel, 0)
+        await soon(lambda: broker.queue("q").depth == 1)
+        proxy.cut()
+        await held(channel, HoldKind.DISCONNECTED)
+        tasks += publishing(channel, 1)
+        await in_line(channel, 1)
+        await (channel if what == "channel" else connection).close()
+        with pytest.raises(aio_pika.exceptions.AMQPConnectionError):
+            await tasks[0]
+        with pytest.raises(aio_pika.exceptions.ChannelInvalidStateError):
+            await tasks[1]
+        with pytest.raises(aio_pika.exceptions.ChannelInvalidStateError):
+            await publish(channel, b"2")
+        broker.release_confirms()
+        await connection.close()
+
+    run(main())
+
+
+def test_without_confirms_what_was_never_written_leaves_on_the_next_connection(
+    run: Run, broker: Broker, proxy: Proxy
+) -> None:
+    async def main() -> None:
+        async with await aio_pika.connect_robust(proxy.url(broker), **FAST) as connection:
+            channel = await connection.channel(publisher_confirms=False)
+            proxy.cut()
+            await held(channel, HoldKind.DISCONNECTED)
+            await asyncio.gather(*publishing(channel, 0, 1, 2))
+            await soon(lambda: broker.queue("q").depth == 3)
+            assert (bodies(broker), marked(broker)) == ([b"0", b"1", b"2"], [False] * 3)
+
+    run(main())
+
+
+def test_a_message_goes_out_on_a_channel_of_another_number_and_with_smaller_frames(
+    run: Run, broker: Broker, make_broker: Callable[..., Broker], proxy: Proxy
+) -> None:
+    small = make_broker(frame_max=8192)
+
+    async def main() -> None:
+        async with await aio_pika.connect_robust(proxy.url(broker), **FAST) as connection:
+            first = await connection.channel()
+            channel = await connection.channel()
+            await first.close()
+            assert channel.number == 2
+            broker.withhold_confirms()
+            body = bytes(range(256)) * 200
+            tasks = [asyncio.ensure_future(publish(channel, body + b"%d" % number)) for number in range(3)]
+            await soon(lambda: broker.queue("q").depth == 3)
+            proxy.direct_to(small.port)
+            proxy.cut()
+            await asyncio.gather(*tasks)
+            assert channel.number == 1
+            assert bodies(small) == [body + b"0", body + b"1", body + b"2"]
+            broker.release_confirms()
+
+    run(main())
+
+
+@pytest.mark.parametrize("republishes", [False, True])
+def test_a_waiting_message_goes_out_on_a_channel_of_another_number(
+    run: Run, broker: Broker, proxy: Proxy, republishes: bool
+) -> None:
+    async def main() -> None:
+        settings = FAST if republishes else FAST | {"on_disconnect": "fail"}
+        async with await aio_pika.connect_robust(proxy.url(broker), **settings) as connection:
+            first = await connection.channel()
+            channel = await connection.channel()
+            await first.close()
+            await stop(channel, broker)
+            tasks = publishing(channel, 0)
+            await in_line(channel, 1)
+            proxy.cut()
+            await asyncio.gather(*tasks)
+            assert channel.number == 1
+            assert bodies(broker) == [b"0"]
+
+    run(main())
+
+
+def test_it_is_a_setting_of_robust_connections_only(run: Run, broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with await aio_pika.connect_robust(f"{broker.url}?on_disconnect=republish") as connection:
+            assert connection.flow_settings.on_disconnect == "republish"
+        async with await aio_pika.connect_robust(broker.url) as connection:
+            assert connection.flow_settings.on_disconnect == "fail"
+        with pytest.raises(TypeError, match="only connect_robust"):
+            await aio_pika.connect(broker.url, on_disconnect="republish")
+        with pytest.raises(TypeError, match="only connect_robust"):
+            await aio_pika.connect(f"{broker.url}?on_disconnect=republish")
+        # In the environment it is for all that take it.
+        monkeypatch.setenv("QFLOW_ON_DISCONNECT", "republish")
+        async with await aio_pika.connect_robust(broker.url) as connection:
+            assert connection.flow_settings.on_disconnect == "republish"
+        async with await aio_pika.connect(broker.url) as connection:
+            assert connection.flow_settings.on_disconnect == "fail"
+
+    run(main())

@@ -1,0 +1,31 @@
+"""One more header in a content header that is encoded already."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import example, given
+
+from qflow_client.amqp.frames import add_header, content_header
+from qflow_client.message import Message, decode_message
+
+from .support import HEADER_VALUES, KEYS, MESSAGES
+
+
+@given(MESSAGES, KEYS, HEADER_VALUES)
+@example(Message(b"", "text/plain", "gzip", {"a": 1}, priority=3, cluster_id="c"), "a", True)
+@example(Message(b"", "text/plain", headers={"a": 1}), "b", True)
+@example(Message(b"", content_encoding="gzip"), "b", True)
+def test_it_is_there_and_all_else_is_as_it_was(message: Message, name: str, value: Any) -> None:
+    added = add_header(content_header(message), name, value)
+    assert decode_message(added, message.body) == decode_message(
+        content_header(replace(message, headers={**(message.headers or {}), name: value})), message.body
+    )
+
+
+def test_what_is_there_stays_as_it_is_encoded() -> None:
+    # A short integer ("s"), which this library reads and does not write.
+    table = b"\0\0\0\5\1as\0\7"
+    header = content_header(Message(b"", delivery_mode=None))[:-2] + (1 << 13).to_bytes(2, "big") + table
+    assert add_header(header, "b", True)[14:] == b"\0\0\0\x09\1as\0\7\1bt\1"
