@@ -57,7 +57,7 @@ RETRYING = ("on_refused", "retry_for", "retry_delay", "retry_delay_max")
 # Settings of producers only, and why.
 _PRODUCERS_ONLY = {
     **dict.fromkeys(
-        ("host_order", "on_blocked", "failover_delay", "liveness"),
+        ("host_order", "on_blocked", "failover_delay", "return_to_first", "liveness"),
         "only Producer and AsyncProducer choose among hosts; the program connects, as with the library",
     ),
     "connect_in_background": "the program connects, as with the library",

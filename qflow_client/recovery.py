@@ -1,6 +1,7 @@
 """When, where and how often to connect, sans-I/O: told what failed and when, it says how long to wait.
 
-`Reconnection` decides after a connection is lost, `Watch` whether to leave one that is still open.
+`Reconnection` decides after a connection is lost, `Watch` whether to leave one that is still open, and `Return` whether
+to leave it for the first host.
 
 Nothing here sleeps, connects or reads a clock.
 """
@@ -16,7 +17,7 @@ from typing import TypeVar
 from qflow_client.redaction import hide_password
 from qflow_client.settings import HostOrder, OnBlocked, OnRefused, ProducerSettings
 
-__all__ = ["Backoff", "Reconnection", "Watch", "hosts_in_order", "is_final", "retries"]
+__all__ = ["Backoff", "Reconnection", "Return", "Watch", "hosts_in_order", "is_final", "retries"]
 
 _T = TypeVar("_T")
 
@@ -24,8 +25,10 @@ _T = TypeVar("_T")
 # and 402 or 404 in older brokers), no access to it (530).
 _REFUSALS = (402, 403, 404, 530)
 
-# How often `Watch` looks within the shortest of its limits, and how often the delay of a failover doubles at the most.
+# How often `Watch` looks within the shortest of its limits, how often `Return` asks within its own, and how often the
+# delay of a failover or a return doubles at the most.
 _LOOKS = 8
+_PROBES = 4
 _MOST_DOUBLINGS = 5
 
 
@@ -146,6 +149,11 @@ class Reconnection:
         return hide_password(self._urls[self.host])
 
     @property
+    def first_url(self) -> str:
+        """The URL of the first host, with its password."""
+        return self._urls[0]
+
+    @property
     def host_url(self) -> str:
         """The URL of that host, with its password."""
         return self._urls[self.host]
@@ -171,6 +179,10 @@ class Reconnection:
         """
         first = self._turns[self.host] % len(found)
         return [*found[first:], *found[:first]], self._connect_timeout / len(found)
+
+    def move_to_first(self) -> None:
+        """Have the first host tried first, because the producer returns to it."""
+        self.host = 0
 
     def lost(self, why: str, now: float) -> float | None:
         """The connection is gone.
@@ -295,9 +307,7 @@ class Watch:
             if self._blocked_since is None:
                 self._blocked_since = now
             blocked = now - self._blocked_since
-            if self._delay is None or blocked < self._delay * 2 ** min(
-                self._moves // (self._hosts - 1), _MOST_DOUBLINGS
-            ):
+            if self._delay is None or blocked < self._delay * 2**self._doublings:
                 return None
             self._moves += 1
             return f"the broker has blocked the connection for {blocked:.3g} s, and there are other hosts"
@@ -316,3 +326,51 @@ class Watch:
         elif now - self._probed_at >= self._liveness / 2:
             return f"the broker has sent nothing for {silent:.3g} s, although confirms are due and a probe was sent"
         return None
+
+
+class Return:
+    """Whether a producer that is connected to another host returns to the first one (E15).
+
+    While it is connected to another host, it probes the first one every `period` seconds. Once that has answered each
+    probe for `return_to_first` seconds, the producer returns. If the first host cannot be connected to, or does not
+    keep the producer for as long, the next wait is twice as long.
+
+    Args:
+        settings: the producer's.
+        hosts: how many it has.
+    """
+
+    def __init__(self, settings: ProducerSettings, hosts: int) -> None:
+        self._after = settings.return_to_first if hosts > 1 else None
+        #: Seconds between two probes; ``None`` if the settings ask for none.
+        self.period = None if self._after is None else self._after / _PROBES
+        # Since when the first host has answered all probes; None if it did not answer the last one.
+        self._answers_since: float | None = None
+        # Since when the producer is on the first host; None if it is not.
+        self._kept_since: float | None = None
+        # Returns since the first host has last kept the producer long enough.
+        self._returns = 0
+
+    def opened(self, host: int, now: float) -> None:
+        """There is a connection, or a channel on it, to the host of this index."""
+        if host == 0:
+            self._answers_since = None
+            self._kept_since = now if self._kept_since is None else self._kept_since
+            return
+        if self._after is not None and self._kept_since is not None and now - self._kept_since >= self._after:
+            self._returns = 0
+        self._kept_since = None
+
+    def probed(self, answered: bool, now: float) -> bool:
+        """The first host has answered a probe or not; True if the producer is to return now."""
+        assert self._after is not None
+        if not answered:
+            self._answers_since = None
+            return False
+        if self._answers_since is None:
+            self._answers_since = now
+        if now - self._answers_since < self._after * 2 ** min(self._returns, _MOST_DOUBLINGS):
+            return False
+        self._returns += 1
+        self._answers_since = None
+        return True

@@ -10,14 +10,14 @@ What the callable raises is shown by its type and its place only, because its wo
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from qflow_client.background import BackgroundCall, Timer
 from qflow_client.credentials import Credentials, Expiry
 from qflow_client.errors import SettingsError
 from qflow_client.logs import log
@@ -61,62 +61,23 @@ def call(function: Callable[[], Any]) -> Any:
         return Failure.of(error)
 
 
-class Asker:
-    """Calls the application's callable on a thread, one call at a time.
+class Asker(BackgroundCall[Answer]):
+    """Asks the application for credentials.
 
     Args:
-        function: the callable.
+        function: the application's callable.
         name: the producer's.
     """
 
     def __init__(self, function: Callable[[], Any], name: str) -> None:
-        self._function = function
-        self._name = name
-        self._lock = threading.Lock()
-        # Whether a call runs, and what takes its answer; None if nothing does any more.
-        self._is_running = False
-        self._done: Callable[[Answer], object] | None = None
-
-    def ask(self, done: Callable[[Answer], object]) -> None:
-        """Ask for credentials, or wait for a call that runs.
-
-        Args:
-            done: called with the answer, on any thread. It takes the place of an earlier one.
-        """
-        with self._lock:
-            was_running, self._is_running, self._done = self._is_running, True, done
-        if not was_running:
-            self._begin()
-
-    def cancel(self) -> None:
-        """The answer is not wanted any more."""
-        with self._lock:
-            self._done = None
-
-    def _begin(self) -> None:
-        thread = threading.Thread(target=self._run, name=f"qflow-credentials {self._name}", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            self._answer(Failure.of(error))
-
-    def _run(self) -> None:
-        self._take(call(self._function))
+        super().__init__(partial(call, function), f"qflow-credentials {name}")
 
     def _take(self, result: Any) -> None:
-        if not isinstance(result, (Credentials, Failure)):
+        if isinstance(result, RuntimeError):
+            result = Failure.of(result)
+        elif not isinstance(result, (Credentials, Failure)):
             result = Failure(f"the callable for credentials returned a {type(result).__name__}; return Credentials")
         self._answer(result)
-
-    def _answer(self, answer: Answer) -> None:
-        with self._lock:
-            done, self._done, self._is_running = self._done, None, False
-        if done is not None:
-            done(answer)
-
-
-class _Timer(Protocol):
-    def cancel(self) -> object: ...
 
 
 class Renewer:
@@ -136,7 +97,7 @@ class Renewer:
         self,
         asker: Asker,
         settings: ProducerSettings,
-        call_later: Callable[[float, Callable[[], None]], _Timer],
+        call_later: Callable[[float, Callable[[], None]], Timer],
         post: Callable[[Callable[[], object]], object],
         update: Callable[[str, Callable[[], object]], bool],
         leave: Callable[[str], object],
@@ -157,7 +118,7 @@ class Renewer:
         # Why the present renewal has failed; empty if it has not.
         self._why = ""
         # The next renewal, or the end of the wait for this one; None if the connection is not open.
-        self._timer: _Timer | None = None
+        self._timer: Timer | None = None
 
     @property
     def is_asking(self) -> bool:

@@ -221,6 +221,7 @@ class SettingsKeywords(TypedDict, total=False):
     host_order: HostOrder | Literal["given", "shuffled"]
     on_blocked: OnBlocked | Literal["wait", "failover"]
     failover_delay: float
+    return_to_first: float | None
     liveness: float | None
     on_refused: OnRefused | Literal["retry", "fail"]
     retry_for: float
@@ -290,6 +291,9 @@ class ProducerSettings:
             (``Connection.Blocked``), if `url` names several hosts (E15).
         failover_delay: seconds that a connection may stay blocked before the producer leaves it for the next host. If
             that one is blocked as well, each further round over the hosts takes twice as long.
+        return_to_first: seconds for which the first host has to answer again before a producer that is connected to
+            another one returns to it (E15). It is asked four times as often. If it does not keep the producer for as
+            long, the next wait is twice as long. ``None`` to stay.
         liveness: seconds that the broker may send nothing while confirms are due (E15). Then the producer sends a
             probe; if nothing comes for half as long again, it leaves the connection and tries the next host first.
             ``None`` to rely on heartbeats.
@@ -389,6 +393,9 @@ class ProducerSettings:
         OnBlocked.WAIT, str, "'wait' or 'failover'", lambda v: v in list(OnBlocked) and isinstance(v, str)
     )
     failover_delay: float = _setting(5.0, float, "seconds, more than 0", lambda v: _is_number(v) and v > 0)
+    return_to_first: float | None = _setting(
+        None, _seconds, "None (never) or seconds, more than 0", lambda v: v is None or (_is_number(v) and v > 0)
+    )
     liveness: float | None = _setting(
         None, _seconds, "None (never) or seconds, more than 0", lambda v: v is None or (_is_number(v) and v > 0)
     )
@@ -463,10 +470,12 @@ class ProducerSettings:
                 "capacity='auto' with confirms=False: it is found from the latency of the confirms, of which there are "
                 "none; give a number, or leave confirms on"
             )
-        if self.on_blocked is OnBlocked.FAILOVER and self.reconnect_timeout == 0:
+        moves = "on_blocked='failover'" if self.on_blocked is OnBlocked.FAILOVER else ""
+        moves = moves or (f"return_to_first={self.return_to_first!r}" if self.return_to_first is not None else "")
+        if moves and self.reconnect_timeout == 0:
             raise SettingsError(
-                "on_blocked='failover' with reconnect_timeout=0: a producer that may not connect again cannot move to "
-                "another host; give it time, or leave on_blocked out"
+                f"{moves} with reconnect_timeout=0: a producer that may not connect again cannot move to another host; "
+                f"give it time, or leave {moves.partition('=')[0]} out"
             )
         if self.liveness is not None and not self.confirms:
             raise SettingsError(

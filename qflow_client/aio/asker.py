@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-from qflow_client.renewal import Asker, Failure, call
+from qflow_client.renewal import Asker, Failure
 
 __all__ = ["AsyncAsker"]
 
@@ -23,6 +23,7 @@ class AsyncAsker(Asker):
 
     def __init__(self, function: Callable[[], Any], name: str) -> None:
         super().__init__(function, name)
+        self._is_coroutine = inspect.iscoroutinefunction(function)
         self._loop = asyncio.get_running_loop()
         # What awaits; None if nothing has done so.
         self._task: asyncio.Task[None] | None = None
@@ -34,8 +35,8 @@ class AsyncAsker(Asker):
             self._task.cancel()
 
     def _begin(self) -> None:
-        if inspect.iscoroutinefunction(self._function):
-            self._take(call(self._function))
+        if self._is_coroutine:
+            self._run()
         else:
             super()._begin()
 

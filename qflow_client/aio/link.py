@@ -32,6 +32,7 @@ from qflow_client.logs import log
 from qflow_client.recovery import Reconnection, Watch
 from qflow_client.redaction import hide_password
 from qflow_client.renewal import Answer, Failure, Renewer
+from qflow_client.returning import Returner
 from qflow_client.skin import (
     BRIEF,
     GIVEN_UP,
@@ -94,8 +95,9 @@ class Link:
         self._loop = asyncio.get_running_loop()
         # Has the credentials of the connection; None if those of the URL do for all.
         self._renewer: Renewer | None = None
+        later, post = self._loop.call_later, self._post
+        self._returner = Returner(reconnection, self._settings, later, post, self._leave_host)
         if asker is not None:
-            later, post = self._loop.call_later, self._post
             self._renewer = Renewer(asker, self._settings, later, post, self._update_secret, self._leave_host)
         # The connection's socket; set once the channel is there.
         self.tapped: TapTransport | None = None
@@ -300,6 +302,7 @@ class Link:
             tapped.delay = self._delay
             self._watch.opened(now)
             self._look_later()
+            self._returner.begin()
             if self._renewer is not None:
                 self._renewer.begin()
         channel.closing.add_done_callback(self._on_channel_close)
@@ -576,6 +579,7 @@ class Link:
             tapped.tap.detach(number)
             tapped.delay = None
             self._end_renewal()
+            self._returner.end()
             if self._next_look is not None:
                 self._next_look.cancel()
                 self._next_look = None

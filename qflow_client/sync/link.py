@@ -25,6 +25,7 @@ from qflow_client.logs import log
 from qflow_client.recovery import Reconnection, Watch, is_final
 from qflow_client.redaction import shown, words_of
 from qflow_client.renewal import Answer, Asker, Failure, Renewer
+from qflow_client.returning import Returner
 from qflow_client.settings import ProducerSettings
 from qflow_client.skin import (
     GIVEN_UP,
@@ -163,8 +164,9 @@ class Link(ChannelIO):
         self.services.order_addresses = self._order_addresses
         # Has the credentials of the connection; None if those of the URL do for all.
         self._renewer: Renewer | None = None
+        later, post = self.services.call_later, self.services.add_callback_threadsafe
+        self._returner = Returner(reconnection, self._settings, later, post, self._leave_host)
         if asker is not None:
-            later, post = self.services.call_later, self.services.add_callback_threadsafe
             self._renewer = Renewer(asker, self._settings, later, post, self._update_secret, self._leave_host)
         # None between two tries, and while the credentials of the next are asked for.
         self._connection: pika.SelectConnection | None = None
@@ -405,6 +407,7 @@ class Link(ChannelIO):
             self._reconnection.opened(now)
             self._watch.opened(now)
             self._look_later()
+            self._returner.begin()
             if self._renewer is not None:
                 self._renewer.begin()
             if not self._opened.done():
@@ -540,6 +543,7 @@ class Link(ChannelIO):
         if self._next_look is not None:
             self._next_look.cancel()
             self._next_look = None
+        self._returner.end()
 
     def _end_renewal(self) -> None:
         if self._renewer is not None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+import ssl
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -10,10 +14,11 @@ from qflow_client import HoldKind, Producer
 from qflow_client.amqp.frames import CONFIRM_SELECT_OK
 from qflow_client.amqp.tap import Tap, TapChannel
 from qflow_client.broker import Broker
+from qflow_client.returning import answers
 from qflow_client.testing.proxy import FaultProxy
 
 from .test_recovery import marked
-from .tools import PATIENCE, Flows, bodies, eventually, wait_held
+from .tools import PATIENCE, Flows, bodies, eventually, start, wait_held
 
 FAST = {"reconnect_delay": 0.02, "liveness": 0.2}
 
@@ -97,3 +102,102 @@ def test_E15_a_host_that_only_confirms_late_answers_the_probe_and_is_not_left(
     broker.release_confirms()
     receipt.result(PATIENCE)
     assert bodies(broker) == [b"1"]
+
+
+def test_E15_a_producer_returns_to_its_first_host_with_what_is_unsettled_in_order_and_marked(
+    make_producer: Callable[..., Producer], broker: Broker, other: Broker
+) -> None:
+    with FaultProxy(broker.url) as proxy:
+        proxy.refuse()
+        producer = make_producer([proxy.url, other.url], return_to_first=0.2, reconnect_delay=0.02)
+        producer.send(b"0").result(PATIENCE)
+        other.withhold_confirms()
+        receipts = [producer.send(b"1"), producer.send(b"2")]
+        other.wait_until(lambda b: b.queue("q").depth == 3)
+        proxy.heal()
+        for receipt in receipts:
+            receipt.result(PATIENCE)
+        producer.send(b"3", timeout=PATIENCE).result(PATIENCE)
+        assert bodies(broker) == [b"1", b"2", b"3"]
+        assert marked(broker) == [True, True, False]
+        producer.close()
+
+
+def test_E15_a_producer_stays_while_its_first_host_says_nothing(
+    make_producer: Callable[..., Producer], broker: Broker, other: Broker
+) -> None:
+    with FaultProxy(broker.url) as proxy:
+        proxy.refuse()
+        producer = make_producer([proxy.url, other.url], return_to_first=0.1, connect_timeout=0.2)
+        flows = Flows()
+        producer.on_flow(flows, kinds=["disconnected"])
+        # It takes connections, and the broker's answer does not come.
+        proxy.stall()
+        before = proxy.accepted
+        proxy.heal()
+        proxy.stall()
+        eventually(lambda: proxy.accepted >= before + 4)
+        producer.send(b"1").result(PATIENCE)
+        assert flows.events == []
+        assert bodies(other) == [b"1"]
+        producer.close()
+
+
+@pytest.mark.parametrize(
+    ("server", "expected"),
+    [
+        ("broker", True),
+        ("TLS", True),
+        ("mutual TLS", True),
+        ("alert", True),
+        ("silent", False),
+        ("closed", False),
+        ("other", False),
+    ],
+)
+def test_E15_what_a_probe_takes_for_an_answer(
+    stack: ExitStack, certificate: tuple[Path, Path], server: str, expected: bool
+) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+    if server in ("mutual TLS", "alert"):
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(certificate[0])
+    if server == "broker" or "TLS" in server:
+        url = stack.enter_context(Broker(ssl_context=None if server == "broker" else context)).url
+    else:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        url = f"{'amqps' if server == 'alert' else 'amqp'}://127.0.0.1:{listener.getsockname()[1]}"
+        if server == "closed":
+            listener.close()
+        elif server == "alert":
+            # So that the alert is a part of the handshake.
+            context.maximum_version = ssl.TLSVersion.TLSv1_2
+
+            def refuse() -> None:
+                client, _ = listener.accept()
+                with client, pytest.raises(ssl.SSLError):
+                    context.wrap_socket(client, server_side=True)
+
+            start(refuse)
+        elif server == "other":
+
+            def serve() -> None:
+                client, _ = listener.accept()
+                client.sendall(b"HTTP/1.1 400 Bad Request")
+                client.close()
+
+            start(serve)
+    assert answers(url, 0.3 if server == "silent" else PATIENCE) is expected
+
+
+def test_E15_a_broker_that_is_going_away_in_the_handshake_does_not_answer(stack: ExitStack) -> None:
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+    def serve() -> None:
+        client, _ = listener.accept()
+        client.recv(1)
+        client.close()
+
+    start(serve)
+    assert answers(f"amqps://127.0.0.1:{listener.getsockname()[1]}", PATIENCE) is False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qflow_client import ProducerSettings
-from qflow_client.recovery import Backoff, Reconnection, Watch, hosts_in_order, is_final, retries
+from qflow_client.recovery import Backoff, Reconnection, Return, Watch, hosts_in_order, is_final, retries
 
 HOSTS = ["amqp://u:secret@one/", "amqp://u:secret@two/"]
 
@@ -236,3 +236,71 @@ def test_E15_without_another_host_or_the_setting_a_blocked_connection_is_kept(
     assert look(one, 1e6, blocked=True) is None
     assert look(one, 2e6, blocked=True) is None
     assert look(one, 3e6) is None
+
+
+# Back to the first host (E15).
+
+
+def returning(hosts: int = 2, **settings: object) -> Return:
+    return Return(ProducerSettings(**({"return_to_first": 60.0} | settings)), hosts)  # type: ignore[arg-type]
+
+
+def returns(rule: Return, begin: float, end: float, down: tuple[float, float] = (0.0, 0.0)) -> float | None:
+    """When the producer returns that is connected to another host from `begin` on; None if it has not by `end`."""
+    assert rule.period is not None
+    rule.opened(1, begin)
+    now = begin
+    while (now := now + rule.period) <= end:
+        if rule.probed(not down[0] <= now < down[1], now):
+            return now
+    return None
+
+
+def test_E15_a_producer_returns_once_the_first_host_has_answered_for_long_enough() -> None:
+    rule = returning()
+    assert rule.period == 15.0
+    assert returns(rule, 0.0, 1000.0, down=(0.0, 300.0)) == 360.0
+
+
+def test_E15_a_first_host_that_comes_and_goes_is_not_returned_to() -> None:
+    rule = returning()
+    rule.opened(1, 0.0)
+    assert not any(rule.probed(step % 4 != 0, 15.0 * step) for step in range(1000))
+
+
+def test_E15_a_return_that_does_not_last_makes_the_next_one_later_and_one_that_does_ends_that() -> None:
+    rule = returning()
+    now, waits = 0.0, []
+    for kept in (None, 59.0, 1.0, 1.0, 1.0, 1.0, 1.0, 60.0, 1.0):
+        at = returns(rule, now, now + 1e4)
+        assert at is not None
+        # From the first answer on.
+        waits.append(at - now - 15.0)
+        now = at
+        if kept is not None:
+            rule.opened(0, now)
+            now += kept
+    assert waits == [60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 1920.0, 1920.0, 60.0]
+
+
+def test_E15_a_channel_that_is_opened_anew_changes_nothing() -> None:
+    rule = returning()
+    rule.opened(1, 0.0)
+    for now in (15.0, 30.0, 45.0, 60.0):
+        assert not rule.probed(True, now)
+        rule.opened(1, now + 1.0)
+    assert rule.probed(True, 75.0)
+    rule.opened(0, 76.0)
+    rule.opened(0, 130.0)
+    rule.opened(1, 136.0)
+    assert [rule.probed(True, now) for now in (140.0, 200.0)] == [False, True]
+
+
+def test_E15_without_the_setting_or_another_host_nothing_is_probed() -> None:
+    for rule in (returning(return_to_first=None), returning(hosts=1)):
+        assert rule.period is None
+        rule.opened(0, 0.0)
+        rule.opened(1, 100.0)
+    tries = reconnection(host=1)
+    tries.move_to_first()
+    assert (tries.host, tries.first_url) == (0, HOSTS[0])

@@ -61,6 +61,7 @@ TEXTS: list[tuple[str, str, Any]] = [
     ("host_order", "shuffled", HostOrder.SHUFFLED),
     ("on_blocked", "failover", OnBlocked.FAILOVER),
     ("failover_delay", "2.5", 2.5),
+    ("return_to_first", "60", 60.0),
     ("liveness", "2", 2.0),
     ("on_refused", "fail", OnRefused.FAIL),
     ("retry_for", "5.5", 5.5),

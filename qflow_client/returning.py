@@ -1,0 +1,113 @@
+"""Asks the first host whether it answers again, and has the producer return to it (E15).
+
+A probe is the beginning of a connection: the host has to answer the protocol header, or with TLS the handshake, because
+behind that it may want a certificate. That a port takes connections shows less: the kernel of a suspended broker takes
+them, too. The probe sends nothing secret and does not log in.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from functools import partial
+from urllib.parse import urlsplit
+
+from qflow_client.amqp.frames import METHOD_FRAME
+from qflow_client.background import BackgroundCall, Timer
+from qflow_client.recovery import Reconnection, Return
+from qflow_client.settings import ProducerSettings
+
+__all__ = ["Returner", "answers"]
+
+_HEADER = b"AMQP\x00\x00\x09\x01"
+_PORTS = {"amqp": 5672, "amqps": 5671}
+
+
+def answers(url: str, timeout: float) -> bool:
+    """Whether a broker answers at a URL.
+
+    Args:
+        url: of the broker.
+        timeout: seconds that each step may take.
+    """
+    parts = urlsplit(url)
+    scheme = parts.scheme.lower()
+    try:
+        with socket.create_connection((parts.hostname, parts.port or _PORTS[scheme]), timeout) as sock:
+            if scheme == "amqps":
+                # The producer verifies the host when it connects.
+                context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+                context.check_hostname = False
+                context.verify_mode = ssl.CERT_NONE
+                context.wrap_socket(sock, server_hostname=parts.hostname).close()
+                return True
+            sock.sendall(_HEADER)
+            return sock.recv(1) == bytes((METHOD_FRAME,))
+    except ssl.SSLError as error:
+        # An alert comes from a broker that wants a certificate.
+        return "ALERT" in (error.reason or "")
+    except OSError:
+        return False
+
+
+class Returner:
+    """Asks on a thread, and decides on the thread or in the loop that the connection is on.
+
+    Args:
+        reconnection: knows the hosts.
+        settings: the producer's.
+        call_later: has a function called there after so many seconds.
+        post: has a function called there, from any thread.
+        leave: ends the connection, for a reason. The producer connects again.
+    """
+
+    def __init__(
+        self,
+        reconnection: Reconnection,
+        settings: ProducerSettings,
+        call_later: Callable[[float, Callable[[], None]], Timer],
+        post: Callable[[Callable[[], object]], object],
+        leave: Callable[[str], object],
+    ) -> None:
+        self._reconnection = reconnection
+        self._return = Return(settings, reconnection.hosts)
+        self._call_later = call_later
+        self._post = post
+        self._leave = leave
+        probe = partial(answers, reconnection.first_url, settings.connect_timeout)
+        self._probe: BackgroundCall[object] = BackgroundCall(probe, f"qflow-probe {settings.name}")
+        # The next probe; None if none is due.
+        self._timer: Timer | None = None
+        self._is_open = False
+
+    def begin(self) -> None:
+        """The channel is open."""
+        self._is_open = True
+        self._return.opened(self._reconnection.host, time.monotonic())
+        self._probe_later()
+
+    def end(self) -> None:
+        """The channel is not open any more."""
+        self._is_open = False
+        self._probe.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _probe_later(self) -> None:
+        if self._return.period is not None and self._reconnection.host:
+            self._timer = self._call_later(self._return.period, self._ask)
+
+    def _ask(self) -> None:
+        self._probe.ask(lambda answer: self._post(partial(self._answered, answer)))
+
+    def _answered(self, answer: object) -> None:
+        if not self._is_open:
+            return
+        if self._return.probed(answer is True, time.monotonic()):
+            self._reconnection.move_to_first()
+            self._leave("the first host answers again")
+        else:
+            self._probe_later()
