@@ -135,7 +135,7 @@ class Broker(CoreBroker):
         Raises:
             DefinitionError: one of them is refused; the text says which and why.
         """
-        self._call(lambda: [None for _ in self.load_in_steps(definitions)], changes=True, lasts=True)
+        self._call_in_steps(self.load_in_steps(definitions), lasts=True)
 
     # One at a time, for the broker's own loop. Each picture is of the moment at which the iterator gives it, so other
     # work may come between two of them. What is gone by then is left out, and what is new is not there.
@@ -244,7 +244,17 @@ class Broker(CoreBroker):
         """
         if not isinstance(policy, Policy):
             raise TypeError(f"policy must be a Policy, not {type(policy).__name__}: {policy!r:.60}")
-        self._call(lambda: self._rules.set_policy(policy, self._host), changes=True)
+        self._call_in_steps(self.set_policy_in_steps(policy))
+
+    def set_policy_in_steps(self, policy: Policy) -> Iterator[None]:
+        """`set_policy` in steps, on the broker's loop: one iteration brings one queue up to date.
+
+        Raises:
+            ValueError: the policy needs a message store, and there is none.
+        """
+        for step in self._rules.set_policy_in_steps(policy, self._host):
+            self._server.touch()
+            yield step
 
     def delete_policy(self, name: str) -> None:
         """Remove a policy; queues go back to what else applies to them.
@@ -255,7 +265,17 @@ class Broker(CoreBroker):
         Raises:
             LookupError: there is none of that name.
         """
-        self._call(lambda: self._rules.delete_policy(name, self._host), changes=True)
+        self._call_in_steps(self.delete_policy_in_steps(name))
+
+    def delete_policy_in_steps(self, name: str) -> Iterator[None]:
+        """`delete_policy` in steps, as `set_policy_in_steps`.
+
+        Raises:
+            LookupError: there is none of that name.
+        """
+        for step in self._rules.delete_policy_in_steps(name, self._host):
+            self._server.touch()
+            yield step
 
     @property
     def rate_limits(self) -> tuple[RateLimit, ...]:

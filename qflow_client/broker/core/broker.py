@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
@@ -229,6 +229,12 @@ class Broker:
         if durable is not None:
             durable.result()
         return result
+
+    def _call_in_steps(self, steps: Iterator[object], *, lasts: bool = False) -> None:
+        """Take steps that change something on the broker's loop, in turns with what else it does; see `_call`."""
+        self._call(lambda: None, changes=True)
+        self._runner.call_in_steps(steps)
+        self._call(lambda: None, changes=True, lasts=lasts)
 
     def _on_turn(self) -> None:
         if self._disk is not None:

@@ -51,18 +51,21 @@ class Expiry:
         """When an entry in the queue expires; ``None`` if never."""
         return self._times.get(entry)
 
-    def take_due(self, now: float) -> list[QueueEntry]:
-        """Take out the entries whose time has come and that are still ready, in the order of their times.
+    def take_due(self, now: float, most: int) -> list[QueueEntry]:
+        """Take out entries whose time has come and that are still ready, in the order of their times.
 
         One that is with a consumer does not expire; if it is put back, it is to be added again.
 
         Args:
             now: seconds of the clock.
+            most: so many are looked at; if there are more, `next_at` is not after `now` then.
         """
         # One that was put back is here twice.
         due: dict[QueueEntry, None] = {}
         heap = self._heap
-        while heap and heap[0][0] <= now:
+        for _ in range(most):
+            if not heap or heap[0][0] > now:
+                break
             _, _, entry = heapq.heappop(heap)
             if entry.is_unacked and not entry.is_gone:
                 continue

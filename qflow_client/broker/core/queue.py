@@ -5,6 +5,11 @@ sequence numbers, with some that are gone and are skipped later. Depth and size 
 (D6), and each flow state of the queue is offered every change of them, after the message is in (J3). `Queue.is_watched`
 is False if a publish needs no more than an append: the common case pays for nothing else.
 
+Very many entries do not leave in one go. Those that were purged, or were in a queue that is deleted, stand in
+`_leaving`, and `Queue.AT_ONCE` of them leave in each tick. Until then they count in depth and size, for flow states and
+in the account of memory, but no consumer gets them. As many expire in each tick, and the queue delivers nothing until
+all have that are due.
+
 A queue does not deliver while it enqueues: a message enters all of its queues before any consumer gets it. The queue
 drives what is plugged into it: the overflow policy, the journal with pager and droppable entries, and the flow
 observer. None of these changes the queue but through its methods.
@@ -92,6 +97,8 @@ class Queue:
 
     #: So many entries may be gone and still be among the ready ones, even if they are most of them.
     MAX_GAPS = 64
+    #: Entries that leave in one go.
+    AT_ONCE = 1000
 
     __slots__ = (
         "_clock",
@@ -99,7 +106,9 @@ class Queue:
         "_expiry",
         "_flows_channels",
         "_gaps",
+        "_is_expiring",
         "_is_reading",
+        "_leaving",
         "_letters",
         "_makes_room",
         "_observer",
@@ -130,6 +139,7 @@ class Queue:
         "is_refusing",
         "is_watched",
         "journal",
+        "leaving_size",
         "limits",
         "may_refuse",
         "name",
@@ -213,13 +223,17 @@ class Queue:
         # Entries to be delivered, by sequence, and among them some that are gone: how many, `_leave_gaps` counts.
         self.ready: deque[QueueEntry] = deque()
         self._gaps = 0
+        # Entries that are to leave; None if there are none. And their body bytes.
+        self._leaving: deque[QueueEntry] | None = None
+        self.leaving_size = 0
         # Entries with consumers, in the order of delivery, and their body bytes.
         self.unacked: dict[QueueEntry, None] = {}
         self.unacked_size = 0
         # Messages whose dead letters are not where they go yet: until then the journal has them here.
         self._letters: dict[StoredMessage, None] = {}
-        # Entries that expire; None until there is one.
+        # Entries that expire; None until there is one. And whether more have to expire before anything is delivered.
         self._expiry: Expiry | None = None
+        self._is_expiring = False
         # When `tick` is to be called.
         self._tick_at = math.inf
         # Ready and unacked together, in messages and body bytes (D6).
@@ -395,6 +409,7 @@ class Queue:
         if self.overflow is None:
             return None
         self.expire()
+        self._let_leave()
         return self.overflow.refusal(self, size, count, size if largest is None else largest)
 
     def lets_wait(self, size: int) -> bool:
@@ -486,7 +501,7 @@ class Queue:
         """Drop the last message of a key for the one that comes, unless a consumer has it."""
         assert self._values is not None
         last = self._values.last(key)
-        if last is not None and not last.is_unacked:
+        if last is not None and not last.is_unacked and not last.is_gone:
             self._leave_gap(last)
             self._shrink(last)
             self.count_drop(DropReason.CONFLATED)
@@ -652,6 +667,8 @@ class Queue:
 
     def deliver(self) -> None:
         """`dispatch`, without a look at what may have expired."""
+        if self._is_expiring:
+            return
         ready, active = self.ready, self.active
         may_lack = self.journal is not None and self.journal.has_store
         while ready and active:
@@ -717,7 +734,7 @@ class Queue:
         self.touch()
         self.expire()
         entry = self._first()
-        if entry is None:
+        if entry is None or self._is_expiring:
             return None
         self.ready.popleft()
         self.delivered += 1
@@ -817,6 +834,9 @@ class Queue:
 
     def drop_oldest(self) -> None:
         """Drop the oldest entry, even one that a consumer has. The queue must not be empty."""
+        if self._leaving is not None:
+            self._let_leave()
+            return
         entry = self._first()
         if self.unacked:
             oldest = min(self.unacked, key=_sequence)
@@ -838,6 +858,9 @@ class Queue:
 
     def drop_for_memory(self, entry: QueueEntry) -> None:
         """Drop a ready entry whose memory is needed (A1); no dead letter takes its place."""
+        if entry.is_gone:
+            # It is leaving already.
+            return
         self._leave_gap(entry)
         self._shrink(entry)
         self.count_drop(DropReason.MEMORY)
@@ -858,12 +881,46 @@ class Queue:
         Returns:
             How many there were.
         """
-        entries = [entry for entry in self.ready if not entry.is_gone]
-        self.ready.clear()
+        ready, size = self.ready, self.ready_size
+        if self._gaps:
+            ready = deque(entry for entry in ready if not entry.is_gone)
+        self.ready = deque()
         self._gaps = 0
-        for entry in entries:
+        count = len(ready)
+        self._leave(ready, size)
+        return count
+
+    def _leave(self, entries: deque[QueueEntry], size: int) -> None:
+        """Let entries leave that are in none of the containers any more.
+
+        Args:
+            entries: which.
+            size: their body bytes.
+        """
+        if self._expiry is not None or self._values is not None or self.droppable is not None:
+            # These have them until they have left.
+            for entry in entries:
+                entry.is_gone = True
+        if self._leaving is None:
+            self._leaving = entries
+        else:
+            self._leaving.extend(entries)
+        self.leaving_size += size
+        self._let_leave()
+
+    def _let_leave(self, count: int = AT_ONCE) -> None:
+        """Let so many of the entries leave that are to."""
+        leaving = self._leaving
+        if leaving is None:
+            return
+        for _ in range(min(count, len(leaving))):
+            entry = leaving.popleft()
+            self.leaving_size -= entry.message.size
             self._shrink(entry)
-        return len(entries)
+        if leaving:
+            self._tick_by(self._clock())
+        else:
+            self._leaving = None
 
     def delete(self) -> int:
         """Remove all messages. `cancel_consumers` is to follow.
@@ -874,9 +931,16 @@ class Queue:
         self.is_deleted = True
         count = self.purge()
         self.release_withheld()
-        for entry in tuple(self.unacked):
-            self._take_back(entry)
-            self._shrink(entry)
+        if self.unacked:
+            for entry in self.unacked:
+                entry.is_gone = True
+            unacked, size = deque(self.unacked), self.unacked_size
+            self.unacked.clear()
+            self.unacked_size = 0
+            self._leave(unacked, size)
+        if self._leaving is not None and (self.number or self._observer is not None):
+            # The store and the flow log know nothing of it from now on.
+            self._let_leave(len(self._leaving))
         if self.journal is not None:
             # The store knows the queue no longer, but what is to be read of it must stay until it is.
             for message in self._letters:
@@ -915,12 +979,15 @@ class Queue:
         self._tick_by(at)
 
     def expire(self) -> None:
-        """Drop the ready entries whose time has come."""
+        """Drop ready entries whose time has come; if they are more than may leave at once, the others do soon."""
         if self._expiry is None:
             return
         now = self._clock()
         if self._expiry.next_at <= now:
-            due = self._expiry.take_due(now)
+            due = self._expiry.take_due(now, self.AT_ONCE)
+            self._is_expiring = self._expiry.next_at <= now
+            if self._is_expiring:
+                self._tick_by(now)
             for entry in due:
                 self._leave_gap(entry)
                 self._shrink(entry, has_letter=self.options.dead_letter_exchange is not None)
@@ -955,11 +1022,14 @@ class Queue:
         Args:
             now: seconds of the clock.
         """
-        if now < self._tick_at or self.is_deleted:
+        if now < self._tick_at:
             return
         self._tick_at = math.inf
-        self.expire()
+        self._let_leave()
+        if self.is_deleted:
+            return
         if self._expiry is not None:
+            self.dispatch()
             self._tick_by(self._expiry.next_at)
         wait = self.limits.max_flow_wait
         if wait is not None and self.on_since is not None and not self.is_overdue:
@@ -1030,12 +1100,17 @@ class Queue:
     @property
     def ready_count(self) -> int:
         """Messages to be delivered."""
-        return self.depth - len(self.unacked)
+        return self.depth - len(self.unacked) - self.leaving_count
+
+    @property
+    def leaving_count(self) -> int:
+        """Messages that were purged and count in `depth` until they have left."""
+        return 0 if self._leaving is None else len(self._leaving)
 
     @property
     def ready_size(self) -> int:
         """Their body bytes."""
-        return self.size - self.unacked_size
+        return self.size - self.unacked_size - self.leaving_size
 
     @property
     def dropped(self) -> int:

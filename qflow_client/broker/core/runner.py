@@ -1,7 +1,8 @@
 """The event loop that a broker runs on, and calls to it from other threads.
 
 `Runner.call` runs a function on the loop and returns its result; on the loop itself, and before and after it runs, it
-calls the function in place. `Runner.changed` wakes every waiter, which looks at its predicate again.
+calls the function in place. `Runner.call_in_steps` does so with work that takes long, in turns with the loop's other
+work. `Runner.changed` wakes every waiter, which looks at its predicate again.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -21,6 +22,9 @@ _Step = Callable[[], Coroutine[Any, Any, None]]
 
 class Runner:
     """The loop of one broker, and the calls to it from other threads."""
+
+    #: Seconds of a turn of the loop for `call_in_steps`.
+    SLICE = 0.005
 
     def __init__(self) -> None:
         # The loop, and the thread of that loop; None before and after. While it is taken away, the lock keeps calls
@@ -117,6 +121,37 @@ class Runner:
         if loop is None:
             run()
         return done.result()
+
+    def call_in_steps(self, steps: Iterator[object]) -> None:
+        """Take steps on the loop, for `SLICE` seconds in each of its turns; all here and now where `call` would.
+
+        Raises:
+            BaseException: what a step raises.
+        """
+        done: Future[None] = Future()
+
+        def go_on() -> None:
+            end = time.monotonic() + self.SLICE
+            try:
+                for _ in steps:
+                    loop = self._loop
+                    if loop is not None and time.monotonic() >= end:
+                        loop.call_soon(go_on)
+                        return
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        with self._loop_lock:
+            is_elsewhere = self._loop is not None and threading.get_ident() != self._loop_thread
+            if is_elsewhere and self._loop is not None:
+                self._loop.call_soon_threadsafe(go_on)
+        if not is_elsewhere:
+            for _ in steps:
+                pass
+            return
+        done.result()
 
     # Waiting.
 

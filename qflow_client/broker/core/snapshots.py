@@ -395,10 +395,10 @@ def queue_snapshot(queue: Queue) -> QueueSnapshot:
     """A picture of a queue."""
     return QueueSnapshot(
         name=queue.name,
-        depth=queue.depth,
+        depth=queue.depth - queue.leaving_count,
         ready=queue.ready_count,
         unacked=len(queue.unacked),
-        bytes=queue.size,
+        bytes=queue.size - queue.leaving_size,
         memory=queue.size if queue.pager is None else queue.pager.size,
         peak_depth=queue.peak_depth,
         peak_bytes=queue.peak_size,

@@ -12,7 +12,7 @@ import heapq
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 
 import pamqp.commands
@@ -76,6 +76,8 @@ class VirtualHost:
 
     #: Distinct publish methods that are remembered; beyond that all are forgotten.
     MAX_TARGETS = 4096
+    #: Seconds after which `tick` returns though more is due.
+    MAX_TICK = 0.005
 
     def __init__(
         self,
@@ -158,15 +160,18 @@ class VirtualHost:
         return self._timers[0][0] if self._timers else math.inf
 
     def tick(self, now: float) -> None:
-        """Look at what is to be looked at by now.
+        """Look at what is to be looked at by now; if that takes long, at the rest in the next call.
 
         Args:
             now: seconds of the clock.
         """
+        end = self.clock() + self.MAX_TICK
         while self._timers and self._timers[0][0] <= now:
             heapq.heappop(self._timers)[2].tick(now)
             if self.journal is not None:
                 self.journal.divide()
+            if self.clock() >= end:
+                break
 
     # Queues.
 
@@ -321,14 +326,20 @@ class VirtualHost:
 
     def apply_rules(self, changed: Queue | Exchange | None = None) -> None:
         """Bring queues up to date with the rules (D4): all, or one if only its own bindings or marks have changed."""
+        for _ in self.apply_rules_in_steps(changed):
+            pass
+
+    def apply_rules_in_steps(self, changed: Queue | Exchange | None = None) -> Iterator[None]:
+        """`apply_rules`, one queue in each step; between two of them anything may happen."""
         bindings: dict[Queue, list[tuple[str, str]]] = {}
         leads_to: dict[Queue | Exchange, list[Exchange]] = {}
-        for exchange in self.exchanges.values():
+        for exchange in tuple(self.exchanges.values()) if self.rules.are_inherited else ():
             for binding in exchange.bindings.values():
                 destination = binding.destination
                 leads_to.setdefault(destination, []).append(exchange)
                 if isinstance(destination, Queue):
                     bindings.setdefault(destination, []).append((exchange.name, binding.routing_key))
+            yield
 
         def inheritance(queue: Queue) -> Inheritance:
             found: dict[Exchange, None] = {}
@@ -342,8 +353,12 @@ class VirtualHost:
             return Inheritance(ways, ("", *(exchange.name for exchange in found)))
 
         for queue in (changed,) if isinstance(changed, Queue) else tuple(self.queues.values()):
+            if queue.is_deleted:
+                continue
             assert queue.rule is not None
             queue.change(queue.rule.limits(lambda: inheritance(queue)))  # noqa: B023
+            self.version += 1
+            yield
         self.version += 1
 
     def _bindings_changed(self, destination: Queue | Exchange | None = None) -> None:

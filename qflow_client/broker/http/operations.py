@@ -310,10 +310,11 @@ def list_policies(broker: Broker) -> list[dict[str, Any]]:
 
 
 @api.operation("PUT", "/api/policies/{name}", "policies", answer=PolicyAnswer, statuses=[200, 201])
-def set_policy(
+async def set_policy(
     broker: Broker,
     name: Annotated[str, Field(min_length=1, description="of the policy")],
     body: PolicyRequest,  # type: ignore[valid-type]
+    turns: Turns,
 ) -> tuple[int, dict[str, Any]]:
     """Add a policy, or replace the one of its name; queues that are there follow at once (D4)."""
     told = body.model_dump()  # type: ignore[attr-defined]
@@ -321,7 +322,8 @@ def set_policy(
     try:
         policy = Policy(name, PolicyDefinition(**definition), **told)
         exists = any(each.name == name for each in broker.policies)
-        broker.set_policy(policy)
+        async for _ in turns.each(broker.set_policy_in_steps(policy)):
+            pass
     except (TypeError, ValueError) as error:
         text = str(error)
         wrong = [f"definition.{to_camel(field)}" for field in definition if re.search(rf"\b{field}=", text)]
@@ -331,9 +333,12 @@ def set_policy(
 
 
 @api.operation("DELETE", "/api/policies/{name}", "policies", problems=[404])
-def delete_policy(broker: Broker, name: Annotated[str, Field(min_length=1, description="of the policy")]) -> None:
+async def delete_policy(
+    broker: Broker, name: Annotated[str, Field(min_length=1, description="of the policy")], turns: Turns
+) -> None:
     """Remove a policy; queues go back to what else applies to them."""
-    broker.delete_policy(name)
+    async for _ in turns.each(broker.delete_policy_in_steps(name)):
+        pass
 
 
 # Rate limits.

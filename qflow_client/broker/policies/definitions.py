@@ -197,18 +197,27 @@ class Loading:
                         raise ValueError(
                             f"the one virtual host here is {host.settings.virtual_host!r}, not {what.vhost!r}"
                         )
-                    self._load(what)
+                    yield from self._load(what)
                 except (AmqpError, ValueError) as error:
                     raise DefinitionError(where, str(error)) from error
                 yield
+        except DefinitionError:
+            yield from self._take_back(policies)
+            raise
         except BaseException:
-            for undo in reversed(self._undo):
-                undo()
-            if tuple(self._rules.policies) != policies:
-                self._rules.replace_policies(policies, host)
+            for _ in self._take_back(policies):
+                pass
             raise
 
-    def _load(self, what: _Definition) -> None:
+    def _take_back(self, policies: tuple[Policy, ...]) -> Iterator[None]:
+        """Delete what was made, and have the policies that there were, one thing in each step."""
+        while self._undo:
+            self._undo.pop()()
+            yield
+        if tuple(self._rules.policies) != policies:
+            yield from self._rules.replace_policies_in_steps(policies, self._host)
+
+    def _load(self, what: _Definition) -> Iterator[None]:
         host = self._host
         match what:
             case QueueDefinition():
@@ -234,7 +243,7 @@ class Loading:
                 if not is_there:
                     self._undo.append(lambda: self._delete_exchange(exchange))
             case Policy():
-                self._rules.set_policy(what, host)
+                yield from self._rules.set_policy_in_steps(what, host)
             case BindingDefinition():
                 named = host.queue if what.destination_type == "queue" else host.bindable_exchange
                 destination = named(what.destination)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from enum import Enum, StrEnum
+from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 from qflow_client.broker.core.limits import Inheritance
@@ -164,11 +165,7 @@ class PolicyDefinition:
         Args:
             below: the other.
         """
-        values = self._values()
-        for group in _GROUPS:
-            if all(values[name] is None for name in group):
-                values |= {name: getattr(below, name) for name in group}
-        return _fitting(values)
+        return _over(self, below)
 
     @classmethod
     def strictest(cls, definitions: Iterable[PolicyDefinition]) -> PolicyDefinition:
@@ -215,6 +212,16 @@ class PolicyDefinition:
     def to_json(self) -> dict[str, Any]:
         """What it sets, by field name."""
         return {name: value for name, value in self._values().items() if value is not None}
+
+
+@lru_cache(1024)
+def _over(above: PolicyDefinition, below: PolicyDefinition) -> PolicyDefinition:
+    """`PolicyDefinition.over`: very many queues have the same arguments."""
+    values = above._values()
+    for group in _GROUPS:
+        if all(values[name] is None for name in group):
+            values |= {name: getattr(below, name) for name in group}
+    return _fitting(values)
 
 
 def _fitting(values: dict[str, Any]) -> PolicyDefinition:

@@ -7,7 +7,7 @@ behind arguments, as `Policies.definition_for` says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from qflow_client.broker.core.errors import ChannelException, ReplyCode
 from qflow_client.broker.core.limits import Inheritance, QueueLimits
@@ -81,10 +81,19 @@ class PolicyRules:
         Raises:
             ValueError: it needs a message store, and there is none.
         """
+        for _ in self.set_policy_in_steps(policy, host):
+            pass
+
+    def set_policy_in_steps(self, policy: Policy, host: VirtualHost) -> Iterator[None]:
+        """`set_policy`, one queue in each step.
+
+        Raises:
+            ValueError: it needs a message store, and there is none.
+        """
         if policy.definition.policy is QueuePolicy.FLOW_TO_DISK and not self.has_store:
             raise ValueError(_NO_STORE)
         self.policies.set(policy)
-        host.apply_rules()
+        yield from host.apply_rules_in_steps()
 
     def delete_policy(self, name: str, host: VirtualHost) -> None:
         """Remove a policy; queues go back to what else applies to them.
@@ -92,13 +101,22 @@ class PolicyRules:
         Raises:
             LookupError: there is none of that name.
         """
-        self.policies.delete(name)
-        host.apply_rules()
+        for _ in self.delete_policy_in_steps(name, host):
+            pass
 
-    def replace_policies(self, policies: tuple[Policy, ...], host: VirtualHost) -> None:
-        """Have these policies and no others."""
+    def delete_policy_in_steps(self, name: str, host: VirtualHost) -> Iterator[None]:
+        """`delete_policy`, one queue in each step.
+
+        Raises:
+            LookupError: there is none of that name.
+        """
+        self.policies.delete(name)
+        yield from host.apply_rules_in_steps()
+
+    def replace_policies_in_steps(self, policies: tuple[Policy, ...], host: VirtualHost) -> Iterator[None]:
+        """Have these policies and no others, one queue in each step."""
         self.policies = Policies(self.settings.virtual_host, policies)
-        host.apply_rules()
+        yield from host.apply_rules_in_steps()
 
 
 def rule_of(queue: Queue) -> PolicyRule:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pamqp import commands
 
-from qflow_client.broker import Broker, ChannelException
+from qflow_client.broker import Broker, ChannelException, Policy, PolicyDefinition
 
 
 def test_a_broker_listens_on_a_free_loopback_port_and_lets_go_of_it():
@@ -497,3 +497,25 @@ def test_F5_a_channel_tells_where_it_publishes_to_and_consumes_from(broker, conn
     assert {target.exchange for target in channel.targets} == {""}
     assert channel.consumes_from == ("q",)
     assert channel.to_json()["targets"][-1] == {"exchange": "", "routingKey": "q"}
+
+
+def test_E9_a_policy_for_very_many_queues_comes_in_turns_with_what_else_the_loop_does(broker):
+    for number in range(50):
+        broker.declare_queue(f"q{number}")
+    broker._runner.SLICE = 0.0
+    marked = []
+
+    def look():
+        queues = broker._host.queues.values()
+        marked.append(sum(bool(queue.flows) for queue in queues))
+        if marked[-1] < len(queues):
+            loop.call_soon(look)
+
+    loop = broker._runner._loop
+    loop.call_soon_threadsafe(look)
+    broker.set_policy(Policy("p", PolicyDefinition(flow_stop_count=3), pattern="^q"))
+    assert broker.queue("q49").thresholds.flow_stop_count == 3
+    broker.wait_until(lambda _: marked[-1] == 50)
+    assert len(marked) >= 50
+    with pytest.raises(LookupError, match="no policy 'x'"):
+        broker.delete_policy("x")

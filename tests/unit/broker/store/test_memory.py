@@ -348,7 +348,8 @@ def test_A1_whatever_is_put_back_shared_and_said_nothing_that_can_be_dropped_is_
                 entry.queue.settle(entry, acked=True)
             case "policy" if chance.random() < 0.3:
                 policy = Policy("p", chance.choice(changes), f"^{chance.choice(names)}$")
-                world.rules.replace_policies((policy,) if chance.random() < 0.5 else (), host)
+                for _ in world.rules.replace_policies_in_steps((policy,) if chance.random() < 0.5 else (), host):
+                    pass
         if has_store and chance.random() < 0.3:
             disk.write()
         if has_store and chance.random() < 0.1:

@@ -1,0 +1,185 @@
+"""What is done to very many messages or queues is done in slices (E9): each does so much, and others run in between."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+from pamqp import commands
+
+from qflow_client.broker.core.queue import Queue
+from qflow_client.broker.core.snapshots import queue_snapshot
+from qflow_client.broker.policies.definitions import DefinitionError, Definitions, Loading, QueueDefinition
+from qflow_client.broker.policies.policy import Policy, PolicyDefinition
+from qflow_client.broker.store.journal import Journal
+
+from ..tools import make_queue, message
+from .test_queue import Taker, fill
+
+MANY = 5 * Queue.AT_ONCE // 2
+
+
+def slices(queue):
+    """How many entries leave in each tick, until the queue wants no more."""
+    found = []
+    alarms = queue._surroundings.alarms
+    while alarms and alarms.pop() <= queue._clock():
+        before = queue.depth
+        queue.tick(queue._clock())
+        found.append(before - queue.depth)
+    return found
+
+
+@pytest.mark.parametrize("arguments", [{}, {"qpid.flow_stop_count": 10}, {"x-message-ttl": 60_000}], ids=str)
+def test_E9_what_is_purged_leaves_in_slices_and_nobody_gets_it(arguments):
+    queue = fill(make_queue(arguments), [1] * MANY)
+    queue._surroundings.alarms.clear()
+    assert queue.purge() == MANY
+    assert (queue.ready_count, queue.ready_size) == (0, 0)
+    assert queue.depth == queue.size == MANY - Queue.AT_ONCE
+    snapshot = queue_snapshot(queue)
+    assert (snapshot.depth, snapshot.bytes, snapshot.ready) == (0, 0, 0)
+    # What comes meanwhile stays, and is delivered.
+    queue.enqueue(message(7))
+    queue.add_consumer(taker := Taker(), exclusive=False)
+    queue.dispatch()
+    assert [entry.message.size for entry in taker.entries] == [7]
+    assert slices(queue) == [Queue.AT_ONCE, Queue.AT_ONCE // 2]
+    assert (queue.depth, queue.size, queue.leaving_count, queue.flow_stopped) == (1, 7, 0, False)
+
+
+def test_E9_a_second_purge_comes_behind_the_first():
+    queue = fill(make_queue(), [1] * MANY)
+    queue.purge()
+    fill(queue, [2] * MANY)
+    assert queue.purge() == MANY
+    assert (queue.ready_count, queue.ready_size) == (0, 0)
+    assert sum(slices(queue)) == queue.published - 2 * Queue.AT_ONCE
+    assert (queue.depth, queue.size, queue.leaving_size) == (0, 0, 0)
+
+
+def test_E9_a_queue_that_is_deleted_lets_its_messages_go_in_slices():
+    queue = fill(make_queue(), [1] * MANY)
+    queue.add_consumer(taker := Taker(), exclusive=False)
+    queue.dispatch()
+    taker.can_take = False
+    fill(queue, [1] * MANY)
+    assert queue.delete() == MANY
+    assert queue.depth == 2 * MANY - 2 * Queue.AT_ONCE
+    # An ack that comes late changes nothing.
+    queue.settle(taker.entries[-1], acked=True)
+    assert (queue.acked, sum(slices(queue))) == (0, 2 * MANY - 2 * Queue.AT_ONCE)
+    assert (queue.depth, queue.size, queue.unacked) == (0, 0, {})
+
+
+@pytest.mark.parametrize("policy", ["ring", "reject"])
+def test_E9_a_full_queue_that_was_purged_takes_messages_at_once(policy):
+    queue = fill(make_queue({"x-qflow-policy": policy, "qpid.max_count": MANY}), [1] * MANY)
+    queue.purge()
+    for _ in range(MANY):
+        assert queue.refusal(2) is None
+        queue.enqueue(message(2))
+        queue.after_publish()
+    assert (queue.ready_count, queue.dropped) == (MANY, 0)
+
+
+def test_E9_a_ring_that_is_purged_and_overrun_drops_nothing_that_came_since():
+    queue = fill(make_queue({"x-qflow-policy": "ring", "qpid.max_count": MANY}), [1] * MANY)
+    queue.purge()
+    fill(queue, [2] * MANY)
+    assert (queue.ready_count, queue.ready_size, queue.dropped) == (MANY, 2 * MANY, 0)
+
+
+def test_E9_what_is_purged_is_no_last_value_and_gives_no_memory(make_world):
+    world = make_world(journal=Journal(float, has_store=False, limit=1 << 30))
+    arguments = {"x-qflow-policy": "conflate", "qpid.max_count": 10_000, "x-qflow-drop-transient": True}
+    queue = world.host.declare_queue("q", arguments=arguments)
+    for number in range(MANY):
+        queue.enqueue(message(1 + number))
+        queue._values._last.clear()
+    assert queue.depth == MANY
+    before = world.host.journal.memory
+    entries = list(queue.ready)
+    queue.purge()
+    queue.drop_for_memory(entries[-1])
+    assert queue.depth == MANY - Queue.AT_ONCE
+    assert before > world.host.journal.memory > 0
+    world.host.tick(world.now)
+    assert (queue.depth, world.host.journal.memory, queue.dropped) == (0, 0, 0)
+
+
+def test_E9_messages_expire_in_slices_and_nothing_is_delivered_before_all_have():
+    queue = make_queue({"x-message-ttl": 1000})
+    fill(queue, [1] * MANY)
+    around = queue._surroundings
+    around.now = 0.5
+    queue.enqueue(message(7))
+    around.now = 1.0
+    queue.add_consumer(taker := Taker(), exclusive=False)
+    queue.dispatch()
+    assert queue.take(no_ack=True) is None
+    assert (queue.dropped, taker.entries) == (2 * Queue.AT_ONCE, [])
+    assert slices(queue) == [Queue.AT_ONCE // 2]
+    assert [entry.message.size for entry in taker.entries] == [7]
+
+
+def test_E9_a_tick_leaves_the_rest_to_the_next_when_its_time_is_over(make_world):
+    world = make_world()
+    times = count()
+    world.host.clock = lambda: next(times) * world.host.MAX_TICK
+    looked = []
+
+    class Due:
+        def tick(self, now):
+            looked.append(self)
+
+    for _ in range(3):
+        world.host.wake_at(Due(), 0.0)
+    found = []
+    while world.host.next_tick <= 0.0:
+        world.host.tick(0.0)
+        found.append(len(looked))
+    assert found == [1, 2, 3]
+
+
+POLICY = Policy("p", PolicyDefinition(flow_stop_count=3), pattern="^q")
+
+
+def marked(world):
+    return [queue.name for queue in world.host.queues.values() if queue.flows]
+
+
+def test_E9_a_policy_is_applied_to_one_queue_in_each_step(world):
+    for number in range(4):
+        world.host.declare_queue(f"q{number}")
+    client = world.client().channel()
+    client.publish(routing_key="q0")
+    steps = world.rules.set_policy_in_steps(POLICY, world.host)
+    next(steps)
+    assert marked(world) == ["q0"]
+    # Publishes obey a queue's new marks before other queues have theirs.
+    for _ in range(3):
+        client.publish(routing_key="q0")
+    assert client.only(commands.Channel.Flow).active is False
+    # What comes or goes meanwhile is as the policy says, or is gone.
+    world.host.delete_queue(world.queue("q2"))
+    world.host.declare_queue("q4")
+    next(steps)
+    assert marked(world) == ["q0", "q1", "q4"]
+    assert len(list(steps)) == 1
+    assert marked(world) == ["q0", "q1", "q3", "q4"]
+    assert len(list(world.rules.delete_policy_in_steps("p", world.host))) == 4
+    assert marked(world) == []
+
+
+def test_E9_definitions_that_are_refused_are_taken_back_in_steps(world):
+    world.host.declare_queue("q there")
+    definitions = Definitions(
+        queues=(QueueDefinition("q0"), QueueDefinition("q1"), QueueDefinition("q there", durable=True)),
+        policies=(POLICY,),
+    )
+    steps = Loading(world.host, world.rules, definitions).steps()
+    counts = (len(world.host.queues) for _ in steps)
+    assert [next(counts) for _ in range(4)] == [2, 3, 2, 1]
+    with pytest.raises(DefinitionError, match="q there"):
+        next(counts)
