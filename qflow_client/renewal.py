@@ -81,14 +81,15 @@ class Asker(BackgroundCall[Answer]):
 
 
 class Renewer:
-    """Has the credentials of one connection after the other, on the thread or in the loop that the connections are on.
+    """Gets the credentials of each connection, and replaces them in time. It runs on the thread or loop of those.
 
     Args:
         asker: asks the application.
         settings: the producer's.
-        call_later: has a function called there after so many seconds.
-        post: has a function called there, from any thread.
-        update: has a secret sent to the broker, and a function called there once it has answered; False if it cannot.
+        call_later: calls a function there after so many seconds.
+        post: calls a function there, from any thread.
+        update: sends a secret to the broker, and calls a function there when the broker has answered. Returns False if
+            nothing can be sent now.
         leave: ends the connection, for a reason. The producer connects again.
         clock: returns the time in seconds.
     """
@@ -113,7 +114,7 @@ class Renewer:
         self._clock = clock
         # What takes the answer that is waited for; None if none is.
         self._taker: Callable[[Answer], object] | None = None
-        # What the broker was given and has not answered, and when that came; None if there is nothing.
+        # The credentials that were sent to the broker and are not answered, and when they came; None if there are none.
         self._given: tuple[Credentials, float] | None = None
         # Why the present renewal has failed; empty if it has not.
         self._why = ""

@@ -53,13 +53,13 @@ def answers(url: str, timeout: float) -> bool:
 
 
 class Returner:
-    """Asks on a thread, and decides on the thread or in the loop that the connection is on.
+    """Probes the first host on a thread, and leaves for it. It runs on the thread or loop of the connection.
 
     Args:
         reconnection: knows the hosts.
         settings: the producer's.
-        call_later: has a function called there after so many seconds.
-        post: has a function called there, from any thread.
+        call_later: calls a function there after so many seconds.
+        post: calls a function there, from any thread.
         leave: ends the connection, for a reason. The producer connects again.
     """
 

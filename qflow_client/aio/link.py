@@ -93,7 +93,7 @@ class Link:
         self._protocol = protocol
         self._after = after
         self._loop = asyncio.get_running_loop()
-        # Has the credentials of the connection; None if those of the URL do for all.
+        # Gets the credentials of the connections; None if they are in the URL.
         self._renewer: Renewer | None = None
         later, post = self._loop.call_later, self._post
         self._returner = Returner(reconnection, self._settings, later, post, self._leave_host)

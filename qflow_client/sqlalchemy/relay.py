@@ -7,7 +7,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -15,10 +15,11 @@ from typing import Any, Self
 from sqlalchemy import URL, Engine, create_engine, make_url
 from sqlalchemy.exc import ArgumentError
 
+from qflow_client.credentials import Credentials
 from qflow_client.errors import QflowError, SettingsError
 from qflow_client.health import Health
 from qflow_client.redaction import hide_password, shown
-from qflow_client.settings import ProducerSettings, WhenFlowed
+from qflow_client.settings import ProducerSettings, WhenFlowed, check_argument
 from qflow_client.sqlalchemy.backlog import Backlog
 from qflow_client.sqlalchemy.outbox import Outbox
 from qflow_client.sqlalchemy.postgresql import PostgresqlSession
@@ -80,6 +81,7 @@ class OutboxRelay:
         lease: seconds without a word of a relay after which another relay takes its partitions, if it is suspended or
             cut off. A relay that is killed loses them at once. The setting ``liveness`` is a sixth of it unless given.
         poll: the longest time in seconds between two looks for new rows, if no ``NOTIFY`` comes.
+        credentials: as of a `Producer`.
         settings: as of a `Producer`; confirms are on, and there is no outbox file.
         keywords: single settings.
 
@@ -95,11 +97,14 @@ class OutboxRelay:
         outbox: Outbox | None = None,
         lease: float = 30.0,
         poll: float = 1.0,
+        credentials: Callable[[], Credentials] | None = None,
         settings: ProducerSettings | None = None,
         **keywords: Any,
     ) -> None:
         if not lease > 0 or not poll > 0:
             raise SettingsError(f"lease={lease!r}, poll={poll!r}: both are seconds, more than 0")
+        check_argument("credentials", credentials, credentials is None or callable(credentials), "None or callable")
+        self._credentials = credentials
         forced: dict[str, Any] = {
             "confirms": True,
             "when_flowed": WhenFlowed.BLOCK,
@@ -243,7 +248,7 @@ class OutboxRelay:
         )
         producer: Producer | None = None
         try:
-            producer = Producer(settings=self._settings, on_delivery=tenure.settled)
+            producer = Producer(settings=self._settings, on_delivery=tenure.settled, credentials=self._credentials)
             self.counts.count(tenures=1)
             self._tenure, self._producer, self.error = tenure, producer, None
             tenure.run(producer)

@@ -162,7 +162,7 @@ class Link(ChannelIO):
         self._tap = Tap()
         self.services = TapIOServices(self._tap, lock, self._after_io, self._delay)
         self.services.order_addresses = self._order_addresses
-        # Has the credentials of the connection; None if those of the URL do for all.
+        # Gets the credentials of the connections; None if they are in the URL.
         self._renewer: Renewer | None = None
         later, post = self.services.call_later, self.services.add_callback_threadsafe
         self._returner = Returner(reconnection, self._settings, later, post, self._leave_host)

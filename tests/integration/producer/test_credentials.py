@@ -221,6 +221,29 @@ def test_E8_a_connection_whose_credentials_expire_is_left_with_what_is_unsettled
     assert SECRET not in all_logs()
 
 
+@pytest.mark.parametrize("how", ["Channel.Flow", "Connection.Blocked", "a full window"])
+def test_E8_a_producer_that_is_held_has_its_credentials_replaced_all_the_same(
+    make_broker: Callable[..., Broker], make_producer: Callable[..., Producer], wire: Wire, how: str
+) -> None:
+    tokens = Tokens(life=2.0, told=2.0)
+    broker = make_broker(authenticate=tokens.authenticate)
+    producer = make_producer(broker.url, credentials=tokens, capacity=1, **FAST)
+    producer.send(b"0").result(PATIENCE)
+    if how == "Channel.Flow":
+        broker.flow(False)
+        wait_held(producer, HoldKind.CHANNEL_FLOW)
+    elif how == "Connection.Blocked":
+        broker.block("memory")
+        wait_held(producer, HoldKind.CONNECTION_BLOCKED)
+    else:
+        broker.withhold_confirms()
+        producer.send(b"1")
+    until = time.monotonic() + 2.5
+    eventually(lambda: time.monotonic() > until)
+    assert wire.count("out", "Connection.UpdateSecretOk") > 10
+    assert wire.count("in", "Connection.StartOk") == 1
+
+
 def test_E8_another_user_is_logged_in_on_another_connection(
     make_broker: Callable[..., Broker], make_producer: Callable[..., Producer]
 ) -> None:

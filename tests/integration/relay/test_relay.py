@@ -14,7 +14,7 @@ from sqlalchemy import Engine, create_engine, insert, make_url
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
 from benchmarks.postgresql import PostgresqlServer
-from qflow_client import Message, SettingsError
+from qflow_client import Credentials, Message, SettingsError
 from qflow_client.amqp.frames import content_header
 from qflow_client.broker import Broker
 from qflow_client.sqlalchemy import Outbox, OutboxRelay, RelayError
@@ -50,6 +50,25 @@ def test_E14_what_is_committed_is_published_and_what_is_rolled_back_is_not(
     (found,) = broker.messages("q")
     assert (found.body, found.properties.headers, found.properties.content_type) == (b"1", {"k": 1}, "text/plain")
     assert found.properties.message_id == message_id
+
+
+def test_E8_a_relay_logs_in_with_credentials_that_change(engine: Engine, outbox: Outbox) -> None:
+    passwords = iter(["old", "new"])
+
+    def log_in() -> Credentials:
+        return Credentials("app", next(passwords))
+
+    def authenticate(_user: str, password: str) -> float:
+        return 60.0 if password == "new" else 0.0
+
+    add(engine, outbox, b"1")
+    with Broker(authenticate=authenticate) as broker:
+        broker.declare_queue("q")
+        with OutboxRelay(engine, broker.url, outbox=outbox, credentials=log_in, **FAST) as relay:
+            eventually(lambda: relay.counts.confirmed == 1)
+        assert bodies(broker) == [b"1"]
+    with pytest.raises(TypeError, match="credentials=5: it must be None or callable"):
+        OutboxRelay(engine, broker.url, credentials=5)  # type: ignore[arg-type]
 
 
 def test_E14_the_order_of_each_key_is_kept(engine: Engine, outbox: Outbox, broker: Broker) -> None:
