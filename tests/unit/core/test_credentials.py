@@ -252,14 +252,15 @@ def test_a_connection_is_left_before_the_broker_drops_it_if_nothing_comes_until_
     assert world.valid_until is not None
 
 
-def test_an_answer_that_comes_after_its_time_is_for_nobody() -> None:
+@pytest.mark.parametrize(("ends", "renewed"), [(27.0, []), (29.0, [30.0])], ids=["of the issuer", "of the broker"])
+def test_an_answer_that_comes_after_the_end_is_for_nobody(ends: float, renewed: list[float]) -> None:
     world = World(latency=2.0)
     world.connect()
-    world.run(27.0)
-    assert world.renewer.is_asking
+    world.run(ends)
     world.renewer.end()
     world.run(600.0)
-    assert world.renewed == []
+    assert world.renewed == renewed
+    assert len(world.issued) == 2
     assert not world.renewer.is_asking
 
 
