@@ -25,7 +25,7 @@ from qflow_client.broker.core.confirms import Confirms
 from qflow_client.broker.core.consuming import Consuming, DeliveringSession, Delivery
 from qflow_client.broker.core.controls import Controls
 from qflow_client.broker.core.entries import DropReason, StoredMessage
-from qflow_client.broker.core.errors import ChannelException, ConnectionException, ReplyCode
+from qflow_client.broker.core.errors import ChannelException, ConnectionException, ReplyCode, TakesNoPublishError
 from qflow_client.broker.core.exchange import MANY_QUEUES, Target
 from qflow_client.broker.core.methods import CONSUMING_METHODS, TOPOLOGY_METHODS
 from qflow_client.broker.core.profiles import Dialect, OnAlarm
@@ -230,6 +230,8 @@ class Channel(CountedSource):
         """A content header frame's payload came."""
         if self._target is None or self._header is not None:
             raise ConnectionException(ReplyCode.UNEXPECTED_FRAME, "a content header came without a Basic.Publish")
+        if not self.published and self.host.takes_no_publisher:
+            raise TakesNoPublishError
         if len(payload) < 14:
             raise ConnectionException(
                 ReplyCode.SYNTAX_ERROR, f"content header: {len(payload)} bytes, at least 14 needed"

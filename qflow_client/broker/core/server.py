@@ -7,8 +7,9 @@ session is tarpitted (D8) or holds input, or the whole broker waits for memory o
 one connection ends that connection and no other.
 
 What a socket has received is handled for `Server.SLICE` seconds; the session holds the rest. Connections whose sessions
-hold input go on one after the other, for `Server.TURN` seconds of each turn of the loop together. So a client that
-sends little is served after a turn, however many others send what takes long.
+hold input go on one after the other, for `Server.TURN` seconds of each turn of the loop together. When these are over,
+only small input is handled that comes in the same turn. So a client that sends little is served after a turn, however
+many others send what takes long.
 """
 
 from __future__ import annotations
@@ -55,12 +56,14 @@ class Server:
     #: Seconds without a byte from its client after which a finished connection is closed, where the client may not see
     #: that it is finished.
     QUIET = 0.1
-    #: Seconds for which what a connection has sent is handled before others have their turn; and in a turn of the loop
-    #: in which that has taken `TURN` seconds already.
+    #: Seconds for which what a connection has sent is handled before others have their turn.
     SLICE = 0.005
-    SHORT_SLICE = 0.0005
-    #: Seconds of a turn of the loop in which connections go on with input that is held.
+    #: Seconds of a turn of the loop for slices. When they are over, at most so many bytes are handled, for so long.
     TURN = 0.01
+    SMALL_INPUT = 4096
+    SHORT_SLICE = 0.0005
+    #: Seconds between two log lines on connections that are cut because of their buffers.
+    LOG_PERIOD = 60.0
 
     def __init__(
         self,
@@ -99,6 +102,10 @@ class Server:
         # Whether connections that publish are not read: because too much waits for the disk, or is in memory.
         self._waits_for_disk = False
         self._waits_for_memory = False
+        # What connections have in their buffers that was looked at already; and when it may be logged again that some
+        # were cut for that.
+        self._buffered_before = 0
+        self._log_cut_at = -math.inf
         # Set by `stop`: new connections are cut.
         self.is_stopping = False
 
@@ -193,11 +200,13 @@ class Server:
             self._turn_ends = True
             self._loop.call_soon(self._end_turn)
 
-    def slice_end(self, now: float) -> float:
-        """Until when input is handled that is received, or gone on with, now."""
+    def slice_end(self, now: float, size: int) -> float:
+        """Until when input of so many bytes is handled that came now; `now` if others are first."""
         if not self._busy_until:
             self._busy_until = now + self.TURN
-        return now + (self.SLICE if now < self._busy_until else self.SHORT_SLICE)
+        if now < self._busy_until:
+            return now + self.SLICE
+        return now + self.SHORT_SLICE if size <= self.SMALL_INPUT else now
 
     def go_on_later(self, connection: Connection) -> None:
         """Let a connection go on with its held input, after those that wait already."""
@@ -249,10 +258,10 @@ class Server:
         if journal.limit:
             if journal.unfinished > journal.limit // 2:
                 self._close_unfinished(journal)
-            if journal.buffered > journal.limit // 2:
-                self._cut_off_slow(journal)
+            self._limit_buffers(journal)
             limit = journal.limit // 8 * 7 if self._waits_for_memory else journal.limit
             self._waits_for_memory = journal.held > limit
+        self.host.takes_no_publisher = self.is_paused
         if self.is_paused is not was_paused:
             for connection in self.connections:
                 connection.pause(self.is_paused)
@@ -277,16 +286,29 @@ class Server:
             text = f"unfinished bodies and transactions take more than half of memory, {size} bytes of it this channel"
             channel.fail(code, f"{code.title} - {text}")
 
-    def _cut_off_slow(self, journal: Journal) -> None:
-        """Cut connections whose clients do not read and have most that is not read, as `_close_unfinished` does."""
-        slow = [connection for connection in self.connections if connection.count_buffered()]
-        for connection in sorted(slow, key=lambda connection: connection.buffered, reverse=True):
-            if journal.buffered <= journal.limit // 2:
-                break
-            size = connection.buffered
-            _log.warning("%s: cut: %d bytes of it are not read or held, and memory is full", connection.name, size)
-            connection.abort()
-            connection.forget_buffered()
+    def _limit_buffers(self, journal: Journal) -> None:
+        """Cut connections that take much memory by what they do not read, or by input that waits.
+
+        As with `_close_unfinished`, all together may have half of the limit. When memory is a little above the limit,
+        those whose first publish waits are cut: else each new connection could bring another.
+        """
+        most, beyond = journal.limit // 2, journal.limit // 32 * 33
+        self._buffered_before = min(self._buffered_before, journal.buffered)
+        if journal.buffered == self._buffered_before or (journal.buffered <= most and journal.held <= beyond):
+            return
+        cut = []
+        connections = [connection for connection in self.connections if connection.count_buffered()]
+        for connection in sorted(connections, key=lambda connection: connection.buffered, reverse=True):
+            if journal.buffered > most or (journal.held > beyond and connection.session.waits_to_publish):
+                cut.append(connection)
+                connection.abort()
+                connection.forget_buffered()
+        self._buffered_before = journal.buffered
+        now = self.clock()
+        if cut and now >= self._log_cut_at:
+            self._log_cut_at = now + self.LOG_PERIOD
+            text = "%s and %d others: cut: they do not read, or their input waits, and memory is full"
+            _log.warning(text, cut[0].name, len(cut) - 1)
 
     def _set_ticker(self) -> None:
         if self._ticker is not None:
@@ -375,8 +397,12 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         session, now = self.session, self._server.clock()
+        until = self._server.slice_end(now, len(data))
         try:
-            session.receive_data(data, now, self._server.slice_end(now))
+            if until > now:
+                session.receive_data(data, now, until)
+            else:
+                session.hold(data, now)
         except Exception:
             # An error in one connection must not end the others.
             _log.exception("%s: a frame could not be handled", session.name)

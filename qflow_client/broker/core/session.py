@@ -43,7 +43,7 @@ from qflow_client.amqp.frames import (
 from qflow_client.broker.core import wire
 from qflow_client.broker.core.channel import Channel, Discipline
 from qflow_client.broker.core.controls import Controls
-from qflow_client.broker.core.errors import ChannelException, ConnectionException, ReplyCode
+from qflow_client.broker.core.errors import ChannelException, ConnectionException, ReplyCode, TakesNoPublishError
 from qflow_client.broker.core.logins import MECHANISMS, Login, login_refusal, read_login
 from qflow_client.broker.core.logs import get_logger
 from qflow_client.broker.core.profiles import PROTOCOL_HEADER, OnAlarm
@@ -187,8 +187,10 @@ class Session:
         self.blocks: dict[str, str] = {}
         # Only set if something is done about connections that do not listen (D7 D8).
         self.discipline = discipline(self) if discipline is not None else None
-        # Whether the socket is not to be read because too much waits for the disk.
+        # Whether the socket is not to be read because too much waits for the disk, or memory is full; and whether its
+        # first publish was held for that.
         self.is_paused = False
+        self.waits_to_publish = False
         # Set when the peer has missed a deadline: nothing that it may still send is waited for.
         self.is_unresponsive = False
         # Until when the socket is not to be read; None if it is.
@@ -262,6 +264,10 @@ class Session:
                 except ConnectionException as error:
                     cause = payload[:4] if kind == METHOD_FRAME else b"\0\0\0\0"
                     self.fail(error.code, error.reply_text, now, cause)
+                except TakesNoPublishError:
+                    self.waits_to_publish = True
+                    self._hold(start - 7)
+                    break
                 if stop > look_at:
                     time = clock()
                     if time >= until:
@@ -273,12 +279,21 @@ class Session:
         except FrameError as error:
             self._is_deaf = True
             self.fail(ReplyCode.FRAME_ERROR, f"{ReplyCode.FRAME_ERROR.title} - {error}", now)
+        # A connection that is idle keeps none of it.
+        splitter.data = b""
 
     def _hold(self, start: int) -> None:
         """Hold the rest of the input, from an offset into what the splitter has."""
         rest = self._splitter.data[start:]
         if rest and self.state is not State.ENDED:
             self._held, self.is_held = rest, True
+
+    def hold(self, data: bytes, now: float) -> None:
+        """Hold what the peer sent until a later call of `receive_data`."""
+        self.last_received = now
+        self.bytes_received += len(data)
+        self._held += data
+        self.is_held = True
 
     @property
     def can_resume(self) -> bool:
@@ -838,8 +853,8 @@ class Session:
 
     @property
     def held_size(self) -> int:
-        """Bytes of input that is held."""
-        return len(self._held)
+        """Bytes of input that is held, and of a frame that has begun."""
+        return len(self._held) + self._splitter.pending
 
     @property
     def memory(self) -> int:
@@ -861,7 +876,9 @@ class Session:
     @property
     def is_publishing(self) -> bool:
         """Whether it has published, or has begun to."""
-        return bool(self.published or any(channel.unfinished for channel in self.channels.values()))
+        if self.waits_to_publish or self.published:
+            return True
+        return any(channel.unfinished for channel in self.channels.values())
 
     @property
     def times_flowed(self) -> int:

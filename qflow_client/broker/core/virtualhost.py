@@ -121,6 +121,8 @@ class VirtualHost:
         self._dead_letters = DeadLetters(self._resolve_dead_letter, self.destinations, when_read, wall_clock)
         # Whether what is declared is in the message store already.
         self.is_recovering = False
+        # Whether the first publish of a connection has to wait, because those that publish are not read.
+        self.takes_no_publisher = False
 
     def observe(self, observer: FlowObserver) -> None:
         """Let an observer see the queues that are declared from now on, and all channels."""

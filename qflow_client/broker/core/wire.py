@@ -155,17 +155,20 @@ def check_depth(what: str, arguments: Mapping[str, object]) -> None:
     """
     level: list[object] = [arguments]
     for _ in range(MAX_DEPTH):
-        level = [
-            item
-            for each in level
-            for item in (each.values() if isinstance(each, Mapping) else each)  # type: ignore[attr-defined]
-            if isinstance(item, (Mapping, list, tuple))
-        ]
+        level = [item for each in level for item in _nested_in(each)]
         if not level:
             return
     raise ChannelException(
         ReplyCode.PRECONDITION_FAILED, f"{what}: more than {MAX_DEPTH} tables and arrays lie in one another"
     )
+
+
+def _nested_in(value: Any) -> list[object]:
+    """The tables and arrays in a table or an array."""
+    items = value.values() if isinstance(value, Mapping) else value
+    # Very many items have few types.
+    nested = tuple(kind for kind in set(map(type, items)) if issubclass(kind, (Mapping, list, tuple)))
+    return [item for item in items if isinstance(item, nested)] if nested else []
 
 
 def _field_size(data_type: str, payload: bytes, at: int) -> int:

@@ -46,6 +46,20 @@ def test_two_other_decoders_and_our_own_read_what_was_asked(headers: dict[str, A
     assert decode(data) == headers
 
 
+@pytest.mark.parametrize(
+    ("items", "expected"),
+    [
+        (b"VVV", [None] * 3),
+        (b"V\0t\1V", [None, None, True, None]),
+        (b"t\0VV", [False, None, None]),
+    ],
+)
+def test_runs_of_nulls_are_read_in_their_places(items: bytes, expected: list[Any]) -> None:
+    array = len(items).to_bytes(4, "big") + items
+    table = b"\1a" + b"A" + array + b"\1b" + b"V"
+    assert decode(len(table).to_bytes(4, "big") + table) == {"a": expected, "b": None}
+
+
 class Colour(enum.StrEnum):
     RED = "red"
 

@@ -302,3 +302,53 @@ def test_E9_at_the_limit_of_memory_clients_are_not_read_until_they_read(small_wo
     slow.take(slow.transport.buffered)
     slow.connection.resume_writing()
     assert slow.transport.reads
+
+
+def test_E9_at_the_limit_of_memory_the_first_publish_of_a_connection_waits(small_world, make_peer):
+    peer = make_peer(small_world).open()
+    small_world.host.publish("", "q", bytes(LIMIT))
+    peer.turn()
+    peer.take(peer.transport.buffered)
+    publish = b"".join(frame.marshal(each, 1) for each in PUBLISH)
+    declare = frame.marshal(commands.Queue.Declare(queue="q", passive=True), 1)
+    peer.connection.data_received(declare + publish * 3 + publish[:-1])
+    peer.turn()
+    assert peer.transport.buffered, "what comes before is answered"
+    assert (peer.session.published, peer.transport.reads) == (0, False)
+    assert small_world.host.journal.buffered == peer.session.held_size > 3 * len(publish) - 30
+    small_world.queue().purge()
+    peer.turn()
+    peer.turn()
+    assert (peer.session.published, peer.transport.reads) == (3, True)
+    peer.connection.data_received(publish[-1:])
+    assert peer.session.published == 4
+
+
+def test_E9_new_connections_whose_first_publish_waits_are_cut_when_they_are_too_many(small_world, make_peer, caplog):
+    old = make_peer(small_world).open()
+    publish = b"".join(frame.marshal(each, 1) for each in PUBLISH)
+    old.connection.data_received(publish)
+    small_world.host.publish("", "q", bytes(LIMIT))
+    old.turn()
+    much = publish * (LIMIT // 16 // len(publish) + 1)
+    old.session.hold(much, small_world.now)
+    old.connection.count_buffered()
+    new = [make_peer(small_world).open() for _ in range(4)]
+    for peer in new:
+        peer.connection.data_received(much)
+        peer.turn()
+    assert [peer.transport.is_closed for peer in (old, *new)] == [False, True, True, True, True]
+    assert small_world.host.journal.held < LIMIT * 1.2
+    assert caplog.text.count("memory is full") == 1
+
+
+def test_E9_large_input_waits_when_the_time_of_a_turn_is_used_up_and_small_input_does_not(slow_world, make_peer):
+    peers = [make_peer(slow_world).open() for _ in range(4)]
+    sizes = (400, 400, 400, 1)
+    for peer, size in zip(peers, sizes, strict=True):
+        peer.connection.data_received(b"".join(frame.marshal(each, 1) for each in PUBLISH * size))
+    assert [peer.session.published > 0 for peer in peers] == [True, True, False, False]
+    assert peers[2].session.held_size > Server.SMALL_INPUT > peers[3].session.held_size > 0
+    while any(peer.session.is_held for peer in peers):
+        peers[0].turn()
+    assert tuple(peer.session.published for peer in peers) == sizes
