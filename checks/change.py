@@ -46,6 +46,11 @@ _PACKAGES: Final = {
     "initdb": "postgresql",
 }
 
+_ATTACKS: Final = (
+    "--round-trip 0.75 --factor 2 --only half_sent_bodies,big_headers,through_blocked,waiting_publishes,fanout,"
+    "arrays_of_nulls,many_bindings,unread_replies,http_strangers,metrics"
+)
+
 _CHECK_AUDIT: Final = """
 import json, sys
 audit = json.load(open(sys.argv[1]))
@@ -186,6 +191,8 @@ def stages(folder: Path) -> Iterator[Stage]:
         BROKERS,
         ("interop",),
     )
+    # A tenth of the queues for a second each; the bars are for a machine that other stages use as well.
+    yield Stage("attacks", f"{python} -m benchmarks.attack --quick {_ATTACKS}", BROKERS, ("interop",))
     yield Stage("kills", f"{python} -m benchmarks.kills --folder {folder}", BROKERS, ("interop",))
     yield Stage("spark", f"{beside} -e spark", BROKERS, ("beside", "machine"))
     yield Stage(
