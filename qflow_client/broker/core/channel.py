@@ -25,7 +25,7 @@ from qflow_client.broker.core.confirms import Confirms
 from qflow_client.broker.core.consuming import Consuming, DeliveringSession, Delivery
 from qflow_client.broker.core.controls import Controls
 from qflow_client.broker.core.entries import DropReason, StoredMessage
-from qflow_client.broker.core.errors import ChannelException, ConnectionException, ReplyCode, TakesNoPublishError
+from qflow_client.broker.core.errors import ChannelException, ConnectionException, FrameWaitsError, ReplyCode
 from qflow_client.broker.core.exchange import MANY_QUEUES, Target
 from qflow_client.broker.core.methods import CONSUMING_METHODS, TOPOLOGY_METHODS
 from qflow_client.broker.core.profiles import Dialect, OnAlarm
@@ -89,6 +89,8 @@ class ChannelSession(DeliveringSession, Protocol):
     blocks: dict[str, str]
     #: Set by a frame that took long: others have their turn before the next.
     has_done_much: bool
+    #: Set if its first publish waits, because memory is full or too much waits for the disk.
+    waits_to_publish: bool
 
     def write_in_turn(self, data: bytes) -> None:
         """Send whole frames after what other connections have to send by now."""
@@ -210,6 +212,8 @@ class Channel(CountedSource):
         if payload.startswith(ACK) and len(payload) == 13:
             tag, multiple = _TAG_BIT.unpack_from(payload, 4)
             self.settle(self.consuming.take(tag, multiple=bool(multiple & 1)), acked=True, requeue=False)
+            if multiple and tag in self.consuming.unacked:
+                raise FrameWaitsError
             return
         method = wire.decode_method(payload)
         if isinstance(method, commands.Basic.Publish):
@@ -231,7 +235,8 @@ class Channel(CountedSource):
         if self._target is None or self._header is not None:
             raise ConnectionException(ReplyCode.UNEXPECTED_FRAME, "a content header came without a Basic.Publish")
         if not self.published and self.host.takes_no_publisher:
-            raise TakesNoPublishError
+            self.session.waits_to_publish = True
+            raise FrameWaitsError
         if len(payload) < 14:
             raise ConnectionException(
                 ReplyCode.SYNTAX_ERROR, f"content header: {len(payload)} bytes, at least 14 needed"

@@ -137,6 +137,9 @@ class Consuming:
         number: of the channel.
     """
 
+    #: Deliveries that an ack of several takes at once.
+    AT_ONCE = 10_000
+
     __slots__ = (
         "_delivery_tag",
         "_host",
@@ -307,7 +310,7 @@ class Consuming:
     # Settling.
 
     def take(self, tag: int, *, multiple: bool) -> tuple[Delivery, ...]:
-        """What an ack is about, taken out of what is unacked.
+        """What an ack is about, taken out of what is unacked; only the oldest if it is about very many up to a tag.
 
         Args:
             tag: the delivery tag.
@@ -325,9 +328,9 @@ class Consuming:
             return (delivery,)
         if tag and tag not in unacked:
             raise self._unknown(tag)
-        deliveries = []
+        deliveries: list[Delivery] = []
         for known, delivery in unacked.items():
-            if tag and known > tag:
+            if tag and (known > tag or len(deliveries) == self.AT_ONCE):
                 break
             deliveries.append(delivery)
         for delivery in deliveries:

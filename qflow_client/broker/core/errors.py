@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-__all__ = ["AmqpError", "ChannelException", "ConnectionException", "ReplyCode", "TakesNoPublishError"]
+__all__ = ["AmqpError", "ChannelException", "ConnectionException", "FrameWaitsError", "ReplyCode"]
 
 
 class ReplyCode(IntEnum):
@@ -65,5 +65,5 @@ class ConnectionException(AmqpError):
     """Closes the connection (reply codes 320, 402, 501 to 505, 530, 540, 541)."""
 
 
-class TakesNoPublishError(Exception):
-    """A first publish has to wait: memory is full, or too much waits for the disk. The frame is to come again."""
+class FrameWaitsError(Exception):
+    """A frame is to be handled once more later, and what the connection has sent after it waits for that."""

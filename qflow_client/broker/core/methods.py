@@ -14,7 +14,7 @@ from pamqp import commands
 
 from qflow_client.broker.core import wire
 from qflow_client.broker.core.consuming import Consuming, Delivery
-from qflow_client.broker.core.errors import ChannelException, ConnectionException, ReplyCode
+from qflow_client.broker.core.errors import ChannelException, ConnectionException, FrameWaitsError, ReplyCode
 from qflow_client.broker.core.profiles import Dialect
 from qflow_client.broker.core.queue import Queue
 from qflow_client.broker.core.replies import (
@@ -265,6 +265,8 @@ def _flow(channel: MethodChannel, method: Any) -> None:
 def _nack(channel: MethodChannel, method: Any) -> None:
     deliveries = channel.consuming.take(method.delivery_tag, multiple=method.multiple)
     channel.settle(deliveries, acked=False, requeue=method.requeue)
+    if method.multiple and method.delivery_tag in channel.consuming.unacked:
+        raise FrameWaitsError
 
 
 def _reject(channel: MethodChannel, method: Any) -> None:

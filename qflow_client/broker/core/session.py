@@ -43,7 +43,7 @@ from qflow_client.amqp.frames import (
 from qflow_client.broker.core import wire
 from qflow_client.broker.core.channel import Channel, Discipline
 from qflow_client.broker.core.controls import Controls
-from qflow_client.broker.core.errors import ChannelException, ConnectionException, ReplyCode, TakesNoPublishError
+from qflow_client.broker.core.errors import ChannelException, ConnectionException, FrameWaitsError, ReplyCode
 from qflow_client.broker.core.logins import MECHANISMS, Login, login_refusal, read_login
 from qflow_client.broker.core.logs import get_logger
 from qflow_client.broker.core.profiles import PROTOCOL_HEADER, OnAlarm
@@ -264,8 +264,7 @@ class Session:
                 except ConnectionException as error:
                     cause = payload[:4] if kind == METHOD_FRAME else b"\0\0\0\0"
                     self.fail(error.code, error.reply_text, now, cause)
-                except TakesNoPublishError:
-                    self.waits_to_publish = True
+                except FrameWaitsError:
                     self._hold(start - 7)
                     break
                 if stop > look_at:

@@ -7,6 +7,7 @@ from itertools import count
 import pytest
 from pamqp import commands
 
+from qflow_client.broker.core.consuming import Consuming
 from qflow_client.broker.core.queue import Queue
 from qflow_client.broker.core.snapshots import queue_snapshot
 from qflow_client.broker.policies.definitions import DefinitionError, Definitions, Loading, QueueDefinition
@@ -183,3 +184,41 @@ def test_E9_definitions_that_are_refused_are_taken_back_in_steps(world):
     assert [next(counts) for _ in range(4)] == [2, 3, 2, 1]
     with pytest.raises(DefinitionError, match="q there"):
         next(counts)
+
+
+@pytest.mark.parametrize("method", [commands.Basic.Ack, commands.Basic.Nack], ids=["ack", "nack"])
+def test_E9_an_ack_of_very_many_deliveries_settles_them_in_slices_before_what_comes_after_it(
+    world, monkeypatch, method
+):
+    monkeypatch.setattr(Consuming, "AT_ONCE", 10)
+    client = world.client().channel()
+    client.declare()
+    for _ in range(30):
+        client.publish()
+    client.consume()
+    assert len(client.deliveries_after_ok()) == 30
+    client.send(1, method(25, multiple=True), commands.Queue.Declare(queue="q", passive=True))
+    unacked = [len(client.session.channels[1].consuming.unacked)]
+    while client.session.is_held:
+        assert client.raw_output() == b"" or method is commands.Basic.Nack
+        client.feed(b"")
+        unacked.append(len(client.session.channels[1].consuming.unacked))
+    if method is commands.Basic.Ack:
+        assert unacked == [20, 10, 5]
+        assert client.only(commands.Queue.DeclareOk).consumer_count == 1
+        assert world.queue().depth == 5
+    else:
+        # They come back and are delivered anew.
+        assert unacked == [30, 30, 30]
+        assert world.queue().delivered == 55
+
+
+def test_E9_an_ack_of_all_deliveries_leaves_none_that_comes_later(world, monkeypatch):
+    monkeypatch.setattr(Consuming, "AT_ONCE", 10)
+    client = world.client().channel()
+    client.declare()
+    for _ in range(30):
+        client.publish()
+    client.consume()
+    client.send(1, commands.Basic.Ack(0, multiple=True))
+    assert (world.queue().depth, client.session.is_held) == (0, False)
