@@ -129,6 +129,52 @@ class ChannelConsumer:
         self.consuming.consumer_lost(self)
 
 
+class Returning:
+    """Very many deliveries of a channel that has ended, on their way back to their queues in slices.
+
+    The newest come back first: so each slice stands before those that are back. Until all are, the queues deliver
+    nothing, for the order's sake.
+
+    Args:
+        host: the virtual host.
+        deliveries: the oldest first.
+        queues: those of the channel's consumers.
+    """
+
+    #: Deliveries of a slice.
+    AT_ONCE = 10_000
+
+    def __init__(self, host: VirtualHost, deliveries: list[Delivery], queues: Iterable[Queue]) -> None:
+        self._host = host
+        self._deliveries = deliveries
+        self._queues: dict[QueueView, None] = {}
+        for queue in queues:
+            self._hold(queue)
+
+    def _hold(self, queue: QueueView) -> None:
+        if queue not in self._queues:
+            self._queues[queue] = None
+            queue.hold_deliveries(1)
+
+    def tick(self, now: float) -> None:
+        """Return a slice."""
+        back: dict[QueueView, list[QueueEntry]] = {}
+        for delivery in self._deliveries[-self.AT_ONCE :]:
+            back.setdefault(delivery.entry.queue, []).append(delivery.entry)
+        del self._deliveries[-self.AT_ONCE :]
+        for queue, entries in back.items():
+            self._hold(queue)
+            queue.requeue(entries)
+        if self._deliveries:
+            self._host.wake_at(self, now)
+            return
+        for queue in self._queues:
+            queue.hold_deliveries(-1)
+            queue.trim()
+        for queue in self._queues:
+            queue.dispatch()
+
+
 class Consuming:
     """The consumers of a channel, and what it was given.
 
@@ -421,7 +467,11 @@ class Consuming:
         for consumer in consumers:
             consumer.queue.remove_consumer(consumer)
         unacked, self.unacked = self.unacked, {}
-        self._requeue(unacked.values())
+        if len(unacked) > Returning.AT_ONCE:
+            queues = (consumer.queue for consumer in consumers)
+            Returning(self._host, list(unacked.values()), queues).tick(self._host.clock())
+        else:
+            self._requeue(unacked.values())
         for consumer in consumers:
             consumer.queue.dispatch()
             self._host.consumer_gone(consumer.queue)

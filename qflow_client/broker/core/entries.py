@@ -347,6 +347,9 @@ class QueueView(Protocol):
     def requeue(self, entries: Iterable[QueueEntry]) -> None:
         """Put delivered entries back in their places."""
 
+    def hold_deliveries(self, change: int) -> None:
+        """Deliver nothing until as many calls had -1 as had 1."""
+
     def trim(self) -> None:
         """Drop what is beyond the maximum, if the overflow policy drops messages that are in the queue."""
 

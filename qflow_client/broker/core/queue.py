@@ -106,6 +106,7 @@ class Queue:
         "_expiry",
         "_flows_channels",
         "_gaps",
+        "_holds",
         "_is_expiring",
         "_is_reading",
         "_leaving",
@@ -234,6 +235,8 @@ class Queue:
         # Entries that expire; None until there is one. And whether more have to expire before anything is delivered.
         self._expiry: Expiry | None = None
         self._is_expiring = False
+        # How many channels that have ended are still to return deliveries: until then it delivers nothing.
+        self._holds = 0
         # When `tick` is to be called.
         self._tick_at = math.inf
         # Ready and unacked together, in messages and body bytes (D6).
@@ -667,7 +670,7 @@ class Queue:
 
     def deliver(self) -> None:
         """`dispatch`, without a look at what may have expired."""
-        if self._is_expiring:
+        if self._is_expiring or self._holds:
             return
         ready, active = self.ready, self.active
         may_lack = self.journal is not None and self.journal.has_store
@@ -787,6 +790,10 @@ class Queue:
                 behind.append(ready.popleft())
             behind.append(entry)
         ready.extendleft(reversed(behind))
+
+    def hold_deliveries(self, change: int) -> None:
+        """Deliver nothing until as many calls had -1 as had 1; `dispatch` is to follow the last."""
+        self._holds += change
 
     def trim(self) -> None:
         """After a requeue, drop what is beyond the maximum, if the overflow policy counts ready messages only.

@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 from pamqp import commands
 
-from qflow_client.broker.core.consuming import Consuming
+from qflow_client.broker.core.consuming import Consuming, Returning
 from qflow_client.broker.core.queue import Queue
 from qflow_client.broker.core.snapshots import queue_snapshot
 from qflow_client.broker.policies.definitions import DefinitionError, Definitions, Loading, QueueDefinition
@@ -222,3 +222,47 @@ def test_E9_an_ack_of_all_deliveries_leaves_none_that_comes_later(world, monkeyp
     client.consume()
     client.send(1, commands.Basic.Ack(0, multiple=True))
     assert (world.queue().depth, client.session.is_held) == (0, False)
+
+
+def test_E9_what_a_lost_connection_had_comes_back_in_slices_and_in_order(world, monkeypatch):
+    monkeypatch.setattr(Returning, "AT_ONCE", 10)
+    client, other = (world.client().channel() for _ in range(2))
+    client.declare("q")
+    client.declare("got")
+    for number in range(35):
+        client.publish(b"%d" % number)
+    client.publish(routing_key="got")
+    client.send(1, commands.Basic.Get(queue="got"))
+    client.consume()
+    client.received()
+    times = count()
+    world.host.clock = lambda: next(times)
+    client.session.lost()
+    other.consume()
+    other.publish(b"35")
+    other.publish(routing_key="got")
+    queues = world.queue(), world.queue("got")
+    ready = [queues[0].ready_count]
+    while world.host.next_tick <= (now := next(times)):
+        assert other.deliveries_after_ok() == []
+        world.host.tick(now)
+        ready.append(queues[0].ready_count)
+    assert ready == [11, 21, 31, 0]
+    assert [content for _, content, _ in other.deliveries()] == [b"%d" % number for number in range(36)]
+    assert [entry.redelivered for entry in queues[1].oldest_first()] == [True, False]
+
+
+def test_E9_what_a_lost_connection_had_of_a_queue_that_is_deleted_meanwhile_is_gone(world, monkeypatch):
+    monkeypatch.setattr(Returning, "AT_ONCE", 10)
+    client = world.client().channel()
+    client.declare()
+    for _ in range(35):
+        client.publish()
+    client.consume()
+    client.received()
+    queue = world.queue()
+    client.session.lost()
+    world.host.delete_queue(queue)
+    world.host.tick(world.now)
+    assert (queue.depth, queue.ready_count, queue.unacked) == (0, 0, {})
+    assert world.host.next_tick == float("inf")
