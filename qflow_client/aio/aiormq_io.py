@@ -205,10 +205,12 @@ class TapTransport(asyncio.Transport):
 
     def wake(self) -> None:
         """Have `pump` run in the loop's next turn. For any thread that has put something and found `awake` False."""
-        self.awake = True
         if get_ident() == self._thread:
             self._loop.call_soon(self.pump)
+            # Only now, because an interrupt may come before, and then the next one has to wake.
+            self.awake = True
         else:
+            # `pump` may run before this returns, so it alone says whether it will again.
             self._loop.call_soon_threadsafe(self.pump)
 
     def received(self, size: int, *, for_library: bool) -> None:

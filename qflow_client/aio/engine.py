@@ -24,7 +24,7 @@ from qflow_client.core.calls import Call
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.credentials import Credentials
 from qflow_client.engine import DROPPED, BaseEngine
-from qflow_client.errors import ConnectionFailed, ProducerClosed, QflowError, UndeliveredMessages
+from qflow_client.errors import ConnectionFailed, NestedCall, ProducerClosed, QflowError, UndeliveredMessages
 from qflow_client.events import FlowEvent
 from qflow_client.flow import FlowManager, Line
 from qflow_client.guard import LOOPS, is_inside
@@ -117,6 +117,8 @@ class Engine(BaseEngine):
         self.turns: Turns | None = None
         #: Set once it is connected.
         self.link: Link | None = None
+        # Whether the loop will call `after` without being asked.
+        self._passes_on = False
         # The task that ends it after the producer was dropped.
         self._ending: asyncio.Task[None] | None = None
 
@@ -233,9 +235,20 @@ class Engine(BaseEngine):
         return self.deliveries is not None and self.dispatcher is not None and self.dispatcher.is_running
 
     def step(self, step: Callable[[ProducerProtocol], _T]) -> _T:
-        result = LOOPS.take(lambda: step(self.protocol))
-        self.kick()
-        return result
+        try:
+            result = LOOPS.take(lambda: step(self.protocol))
+            self.kick()
+            return result
+        except NestedCall:
+            raise
+        except BaseException:
+            self.recheck()
+            raise
+
+    def recheck(self) -> None:
+        """Have the loop take a step, because an exception may have come before what was to follow from one."""
+        if self.loop is not None and not self.loop.is_closed():
+            self.loop.call_soon(self.step, lambda protocol: protocol.on_timer(_monotonic()))
 
     def ask(self, step: Callable[[ProducerProtocol], object]) -> None:
         if self.loop is None or (self._thread in (None, threading.get_ident()) and not is_inside()):
@@ -246,12 +259,17 @@ class Engine(BaseEngine):
             self.loop.call_soon_threadsafe(self.step, step)
 
     def kick(self) -> None:
-        """Have the present output written, and pass on what the protocol reports."""
+        """Have the loop write the present output, and pass on what the protocol reports."""
         if self.link is not None and self.protocol.unwritten > 0:
             tapped = self.link.tapped
             if tapped is not None and not tapped.awake:
                 tapped.wake()
-        self.after()
+        if self.loop is None or self.loop.is_closed():
+            self.after()
+        elif not (self._passes_on or self._has_no_news):
+            # As long as there is a loop, that is its task, because what is interrupted here would be lost.
+            self.loop.call_soon(self.after)
+            self._passes_on = True
 
     def arm_timer(self) -> None:
         """Have the protocol called when its time comes, if time alone can lift a hold."""
@@ -282,7 +300,12 @@ class Engine(BaseEngine):
 
     # After a step. Nothing of the application runs in it.
 
+    @property
+    def _has_no_news(self) -> bool:
+        return self.protocol.reports.is_empty and self.protocol.admission.observer is None
+
     def after(self) -> None:
+        self._passes_on = False
         protocol = self.protocol
         if protocol.admission.observer is not None:
             protocol.admission.observer.tell(now=_monotonic())

@@ -200,12 +200,17 @@ class AsyncProducer(BaseProducer):
                 return await self.send(
                     traced, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source
                 )
-        receipt = self._engine.protocol.admission.send_at_once(payload, exchange, routing_key)
-        if receipt is not None:
-            tapped = self._engine.link.tapped  # type: ignore[union-attr]  # it is open, or nothing would be admitted
-            if not tapped.awake:  # type: ignore[union-attr]  # likewise
-                tapped.wake()  # type: ignore[union-attr]  # likewise
-            return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
+        try:
+            receipt = self._engine.protocol.admission.send_at_once(payload, exchange, routing_key)
+            if receipt is not None:
+                tapped = self._engine.link.tapped  # type: ignore[union-attr]  # it is open, or nothing would be admitted
+                if not tapped.awake:  # type: ignore[union-attr]  # likewise
+                    tapped.wake()  # type: ignore[union-attr]  # likewise
+                return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
+        except BaseException:
+            # An exception that a signal handler raises, such as KeyboardInterrupt, may have come before the wake.
+            self._engine.recheck()
+            raise
         check_can_wait("send()", payload, exchange, routing_key)
         timeout = limit_of(timeout, self.settings)
         deadline = _deadline(timeout)
@@ -227,7 +232,7 @@ class AsyncProducer(BaseProducer):
         if not self._engine.is_in_callback:
             self._engine.arm_timer()
             raise self._refused(payload, exchange, routing_key, refusal)
-        ticket = self._make_ticket(payload, exchange, routing_key, 0.0, "", None)
+        ticket = self._make_ticket(payload, exchange, routing_key, 0.0, "", Waiter())
         try:
             _, receipt = self._engine.step(
                 lambda _protocol: resume(self._send_call(ticket, refusal, notices=False), None)
@@ -281,11 +286,16 @@ class AsyncProducer(BaseProducer):
                 return self.send_nowait(traced, exchange=exchange, routing_key=routing_key)
         receipt: Receipt | None = None
         if self._engine.storage is None:
-            receipt = self._engine.protocol.admission.send_at_once(payload, exchange, routing_key)
-            if receipt is not None:
-                if not self._engine.link.tapped.awake:  # type: ignore[union-attr]  # it is open, or nothing would be admitted
-                    self._engine.link.tapped.wake()  # type: ignore[union-attr]  # likewise
-                return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
+            try:
+                receipt = self._engine.protocol.admission.send_at_once(payload, exchange, routing_key)
+                if receipt is not None:
+                    if not self._engine.link.tapped.awake:  # type: ignore[union-attr]  # it is open, or nothing would be admitted
+                        self._engine.link.tapped.wake()  # type: ignore[union-attr]  # likewise
+                    return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
+            except BaseException:
+                # As in `send`.
+                self._engine.recheck()
+                raise
         check_can_wait("send_nowait()", payload, exchange, routing_key)
         receipt = self._engine.admit(payload, exchange, routing_key)
         if receipt is None:

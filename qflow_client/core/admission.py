@@ -32,10 +32,10 @@ from qflow_client.message import Message
 from qflow_client.receipt import Receipt
 from qflow_client.settings import ProducerSettings
 
-__all__ = ["Admission"]
+__all__ = ["Admission", "is_undisturbed"]
 
 
-def _is_undisturbed() -> bool:
+def is_undisturbed() -> bool:
     """Whether no thread, signal or finalizer comes between instructions that call nothing: CPython with its GIL."""
     return sys.implementation.name == "cpython" and bool(getattr(sys, "_is_gil_enabled", lambda: True)())
 
@@ -99,7 +99,7 @@ class Admission:
         self._returns = returns
         self.steps = steps
         # Whether `send_at_once` may admit: only a window of messages limits it, and nothing can come between.
-        self._is_simple = limits.is_plain and _is_undisturbed()
+        self._is_simple = limits.is_plain and is_undisturbed()
         #: Whether waiting messages are being admitted. A new message must not go before them.
         self.is_granting = False
         self._max_unwritten = settings.max_unwritten_bytes

@@ -23,7 +23,8 @@ from pika.adapters.utils.selector_ioloop_adapter import SelectorIOServicesAdapte
 
 from qflow_client.amqp.frames import FrameError
 from qflow_client.amqp.tap import Tap
-from qflow_client.guard import Guard, is_inside, take
+from qflow_client.core.admission import is_undisturbed
+from qflow_client.guard import Guard
 from qflow_client.skin import TLS_WRITE_CHUNK, WRITE_CHUNK
 
 __all__ = ["TapIOServices"]
@@ -214,21 +215,24 @@ class TapIOServices(SelectorIOServicesAdapter):
         # Bytes that pika has sent since a producer had its turn.
         self.library_sent = 0
         # Whether `pump` runs, or will without being asked. It is cleared before the last look at what there is, so who
-        # has put something and finds it set need not wake.
+        # has put something and finds it set need not wake. And how often it was cleared.
         self.awake = False
+        self._rests = 0
+        self._may_set_awake = is_undisturbed()
 
     def wake(self) -> None:
-        """Have `pump` run soon. For any thread that has put something and found `awake` False."""
-        if is_inside():
-            # What is interrupted may be this.
-            self.add_callback_threadsafe(self.pump)
-        else:
-            # Who comes in between must not wait for what is not begun.
-            take(self._wake)
-
-    def _wake(self) -> None:
-        self.awake = True
+        """Have `pump` run soon. For any thread that has put something and found `awake` False, at any moment."""
+        rests = self._rests
         self.add_callback_threadsafe(self.pump)
+        # Only now, because an interrupt may come before, and then the next one has to wake. Nothing comes between these
+        # two, see `admission`.
+        if self._may_set_awake and rests == self._rests:
+            self.awake = True
+
+    def _rest(self) -> None:
+        """Have whoever puts something wake this."""
+        self._rests += 1
+        self.awake = False
 
     def add_callback_threadsafe(self, callback: Callable[[], object]) -> None:
         """As pika's; at any moment, also from a signal handler or a finalizer."""
@@ -278,6 +282,7 @@ class TapIOServices(SelectorIOServicesAdapter):
         if tapped is None or tapped.broken or tapped.library_mid_chunk:
             # Whatever ends that comes back here.
             with self.lock:
+                self._rest()
                 self.awake = tapped is not None and tapped.library_mid_chunk
             return
         tap, lock = self.tap, self.lock
@@ -294,7 +299,7 @@ class TapIOServices(SelectorIOServicesAdapter):
                     self.library_sent = 0
                     if yields:
                         break
-                    self.awake = False
+                    self._rest()
                     # What was put before that.
                     data = tap.data_to_write(tapped.write_chunk)
                     if not data:

@@ -41,12 +41,12 @@ def test_callbacks_are_calls_of_the_loop_in_order_and_never_inside_a_call_of_our
             producer.pause()
             producer.resume()
             assert told == []
-            await asyncio.sleep(0)
+            await soon(lambda: len(told) == 4)
             assert told == ["one flowed", "two flowed", "one unflowed", "two unflowed"]
             stop()
             stop()
             producer.pause()
-            await asyncio.sleep(0)
+            await soon(lambda: len(told) > 4)
             assert told[4:] == ["one flowed"]
             producer.resume()
 

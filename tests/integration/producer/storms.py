@@ -118,8 +118,8 @@ def check(producer: Any, receipts: list[Receipt], storm: Storm) -> None:
     assert len(set(numbers)) == len(numbers)
     admitted = protocol.admission.admitted
     assert len(numbers) <= admitted
-    assert protocol.window.used == protocol.controller.waiting == protocol.unwritten == 0
-    assert not protocol.line.tickets
+    left = protocol.window.used, protocol.controller.waiting, protocol.unwritten, list(protocol.line.tickets)
+    assert left == (0, 0, 0, [])
     if storm.kind != "signal":
         # An interrupt takes the receipt away from its caller; nothing else does.
         assert storm.kind == "both" or sorted(numbers) == list(range(1, admitted + 1))

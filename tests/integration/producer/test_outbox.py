@@ -104,8 +104,7 @@ def test_what_is_admitted_is_on_disk_when_send_returns_and_gone_once_it_is_confi
     assert (producer.stored, producer.unsettled) == (4, 4)
     broker.release_confirms()
     producer.flush(timeout=PATIENCE)
-    eventually(lambda: producer.stored == 0, "an empty outbox")
-    assert on_disk(path) == []
+    eventually(lambda: producer.stored == 0 and on_disk(path) == [], "an empty outbox")
     assert bodies(broker) == [b"one", b"two", b"three", b"four"]
     assert marked(broker) == []
 

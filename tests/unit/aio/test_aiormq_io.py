@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from qflow_client.aio.aiormq_io import TapTransport
 from qflow_client.amqp.tap import Tap
+from tests.interrupting import interrupted
 from tests.unit.messages import Messages
 
 
@@ -169,6 +170,22 @@ def test_however_the_socket_cuts_frames_stay_whole_and_in_order(takes: list[int]
         assert tapped.get_write_buffer_size() == 0
         assert not tapped._watching
         assert not tapped.awake
+
+
+def test_E2_a_wake_that_is_interrupted_anywhere_leaves_it_to_the_next() -> None:
+    for at in range(1, 20):
+        with parts([]) as (tapped, channel, written, _):
+            channel.outbound.add(b"[1]")
+            came = interrupted(tapped.wake, at)
+            if not tapped.awake:
+                tapped.wake()
+            for pump in tapped._loop.soon:  # type: ignore[attr-defined]  # it is ours
+                pump()
+            assert written == b"[1]"
+            assert not tapped.awake
+        if not came:
+            assert at > 2
+            return
 
 
 def _split(data: bytes) -> list[bytes]:

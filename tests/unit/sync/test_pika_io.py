@@ -1,0 +1,42 @@
+"""How other threads wake the I/O thread."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from qflow_client.amqp.tap import Tap
+from qflow_client.guard import Guard
+from qflow_client.sync.pika_io import TapIOServices
+from tests.interrupting import interrupted, press
+
+
+@pytest.fixture
+def services() -> Iterator[TapIOServices]:
+    with closing(TapIOServices(Tap(), Guard(), lambda: None)) as services:
+        yield services
+        services.get_native_ioloop().close()
+
+
+def is_due(services: TapIOServices) -> bool:
+    """Whether the I/O thread is woken, and will write."""
+    return bool(services._calls) and bool(select.select([services._woken], [], [], 0)[0])
+
+
+@pytest.mark.parametrize("meanwhile", ["Ctrl-C", "a pump"])
+def test_E2_whoever_finds_it_awake_need_not_wake_it_whatever_came_in_between(
+    services: TapIOServices, meanwhile: str
+) -> None:
+    for at in range(1, 20):
+        handler = press if meanwhile == "Ctrl-C" else services._on_woken
+        came = interrupted(services.wake, at, handler=handler)
+        assert not services.awake or is_due(services)
+        services._on_woken()
+        assert not services.awake
+        if not came:
+            assert at > 3
+            return
+    pytest.fail("it never came to its end")
