@@ -43,7 +43,7 @@ class Journal(Protocol):
     #: Bytes of what is in no queue yet: bodies that are coming in and open transactions; and publishes that wait.
     unfinished: int
     waiting: int
-    #: Bytes of connections: output that their clients have not read, and input that is held.
+    #: Bytes that clients have not read, of those that are slow.
     buffered: int
 
     # Messages.

@@ -102,9 +102,9 @@ class Server:
         # Whether connections that publish are not read: because too much waits for the disk, or is in memory.
         self._waits_for_disk = False
         self._waits_for_memory = False
-        # What connections have in their buffers that was looked at already; and when it may be logged again that some
-        # were cut for that.
-        self._buffered_before = 0
+        # Bytes of input of connections whose first publish waits for that; and when it may be logged again that
+        # connections were cut for their buffers.
+        self.first_publishes = 0
         self._log_cut_at = -math.inf
         # Set by `stop`: new connections are cut.
         self.is_stopping = False
@@ -287,27 +287,29 @@ class Server:
             channel.fail(code, f"{code.title} - {text}")
 
     def _limit_buffers(self, journal: Journal) -> None:
-        """Cut connections that take much memory by what they do not read, or by input that waits.
+        """Cut connections that do not read, or bring ever more first publishes while memory is full.
 
-        As with `_close_unfinished`, all together may have half of the limit. When memory is a little above the limit,
-        those whose first publish waits are cut: else each new connection could bring another.
+        As with `_close_unfinished`, what is not read may have half of the limit: so it never fills memory alone. First
+        publishes that wait may have an eighth. They, and the input of those that have published before, are not in the
+        account: publishers that are not read could make no room for themselves.
         """
-        most, beyond = journal.limit // 2, journal.limit // 32 * 33
-        self._buffered_before = min(self._buffered_before, journal.buffered)
-        if journal.buffered == self._buffered_before or (journal.buffered <= most and journal.held <= beyond):
-            return
-        cut = []
-        connections = [connection for connection in self.connections if connection.count_buffered()]
-        for connection in sorted(connections, key=lambda connection: connection.buffered, reverse=True):
-            if journal.buffered > most or (journal.held > beyond and connection.session.waits_to_publish):
+        cut: list[Connection] = []
+        if journal.buffered > journal.limit // 2:
+            for connection in sorted(self.connections, key=lambda connection: connection.unread, reverse=True):
+                if journal.buffered <= journal.limit // 8 * 3:
+                    break
                 cut.append(connection)
-                connection.abort()
-                connection.forget_buffered()
-        self._buffered_before = journal.buffered
+                connection.cut()
+        if self._waits_for_memory and self.first_publishes > journal.limit // 8:
+            for connection in sorted(self.connections, key=lambda connection: connection.first_publish, reverse=True):
+                if self.first_publishes <= journal.limit // 16:
+                    break
+                cut.append(connection)
+                connection.cut()
         now = self.clock()
         if cut and now >= self._log_cut_at:
             self._log_cut_at = now + self.LOG_PERIOD
-            text = "%s and %d others: cut: they do not read, or their input waits, and memory is full"
+            text = "%s and %d others: cut: they do not read, or their first publish waits, and memory is full"
             _log.warning(text, cut[0].name, len(cut) - 1)
 
     def _set_ticker(self) -> None:
@@ -343,9 +345,11 @@ class Connection(asyncio.Protocol):
         # Whether the socket is read, and whether too much waits to be written to it.
         self._is_reading = True
         self._has_backlog = False
-        # Whether the transport's buffer is full; and bytes of it and of held input that are in the account of memory.
+        # Whether the transport's buffer is full, and its bytes that are in the account of memory; and bytes of input
+        # that are in `Server.first_publishes`.
         self._is_slow = False
-        self.buffered = 0
+        self.unread = 0
+        self.first_publish = 0
         # Bytes that the socket had not taken when that was last looked at.
         self._taken = 0
         # Set when all that the session will ever send is with the transport.
@@ -387,7 +391,7 @@ class Connection(asyncio.Protocol):
         self.session.lost()
         self._server.connections.pop(self, None)
         self._server.stop_waiting(self)
-        self.forget_buffered()
+        self._set_buffers(0, 0)
         self._server.strangers.discard(self)
         if self._is_finished:
             self._server.finished -= 1
@@ -413,7 +417,7 @@ class Connection(asyncio.Protocol):
         if session.tarpit_until is not None or session.is_held or not self._is_reading:
             self._check_reading()
             self._resume()
-            self.count_buffered()
+            self._count_buffers()
         self._server.touch()
 
     def output_sent(self) -> None:
@@ -440,12 +444,12 @@ class Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._is_slow = True
-        self.count_buffered()
+        self._count_buffers()
         self.session.pause_writing()
 
     def resume_writing(self) -> None:
         self._is_slow = False
-        self.count_buffered()
+        self._count_buffers()
         self._has_backlog = False
         if not self.session.is_publishing:
             # A consumer's acks make room.
@@ -466,7 +470,7 @@ class Connection(asyncio.Protocol):
         if data:
             transport.write(data)
             if self._is_slow:
-                self.count_buffered()
+                self._count_buffers()
         self._check_timer()
         if self.session.state is State.ENDED:
             self._finish(transport)
@@ -527,26 +531,27 @@ class Connection(asyncio.Protocol):
             else:
                 self._transport.pause_reading()
 
-    def count_buffered(self) -> int:
-        """Bring the account of memory up to date with the connection's buffers.
+    def _count_buffers(self) -> None:
+        """Bring the account of memory up to date with the connection's buffers."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        session = self.session
+        is_first = session.is_paused and session.waits_to_publish and not session.published
+        self._set_buffers(
+            self._transport.get_write_buffer_size() if self._is_slow else 0, session.held_size if is_first else 0
+        )
 
-        Returns:
-            Bytes that its client has not read, if they are more than the transport's usual buffer, and of held input.
-        """
-        journal = self._server.host.journal
-        if journal is None or self._transport is None:
-            return 0
-        size = self.session.held_size + (self._transport.get_write_buffer_size() if self._is_slow else 0)
-        journal.buffered += size - self.buffered
-        self.buffered = size
-        return size
+    def _set_buffers(self, unread: int, first_publish: int) -> None:
+        server = self._server
+        if server.host.journal is not None:
+            server.host.journal.buffered += unread - self.unread
+        server.first_publishes += first_publish - self.first_publish
+        self.unread, self.first_publish = unread, first_publish
 
-    def forget_buffered(self) -> None:
-        """Take the connection's buffers out of the account of memory: it is over."""
-        journal = self._server.host.journal
-        if journal is not None:
-            journal.buffered -= self.buffered
-        self.buffered = 0
+    def cut(self) -> None:
+        """Cut the connection, whose buffers count no longer."""
+        self._set_buffers(0, 0)
+        self.abort()
 
     def pause(self, on: bool) -> None:
         """Read no more from the socket if the client publishes, or does not read, or read again."""
@@ -555,6 +560,7 @@ class Connection(asyncio.Protocol):
             session.is_paused = on
             session.last_received = self._server.clock()
             self._check_reading()
+            self._count_buffers()
             self._resume()
 
     def abort(self) -> None:

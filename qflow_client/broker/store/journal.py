@@ -6,7 +6,7 @@ batch at a time and reports when it is written; then confirms and answers that w
 holds what happened after the one before, so a store is always at a moment that was.
 
 Bodies of queues that flow to disk are evicted when they are written, and read back when they are wanted. `Journal.held`
-is what memory holds, bodies that are about to go excepted, and with what is in no queue yet or with connections.
+is what memory holds, bodies that are about to go excepted, and with what is in no queue yet, or is not read.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Journal:
         # Of what is in no queue yet: bodies that are coming in and open transactions; and publishes that wait.
         self.unfinished = 0
         self.waiting = 0
-        # Of connections: output that their clients have not read, and input that is held.
+        # What clients have not read, of those that are slow.
         self.buffered = 0
         # Above it bodies are evicted, so that there is room for what comes and what is read ahead.
         self.evict_above = limit * 3 // 4

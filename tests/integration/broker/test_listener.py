@@ -8,6 +8,7 @@ import logging
 import socket
 import ssl
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -96,12 +97,20 @@ def test_E9_a_handshake_counts_in_the_time_that_a_connection_may_take_to_be_open
     with Broker(ssl_context=context, unauthenticated_timeout=600) as broker:
         trusting = ssl.create_default_context(cafile=certificate[0])
         trusting.check_hostname = False
+        listener = broker._server._listener
+        assert listener is not None
+        make_protocol = listener._make_protocol
+        is_accepted = threading.Event()
+
+        def make() -> asyncio.Protocol:
+            protocol = make_protocol()
+            is_accepted.set()
+            return protocol
+
+        listener._make_protocol = make
         before = broker._server.clock()
         with socket.create_connection(("127.0.0.1", broker.port), timeout=60) as plain:
-            listener = broker._server._listener
-            assert listener is not None
-            while not listener._opening:
-                assert broker._server.clock() < before + 60
+            assert is_accepted.wait(60)
             after = broker._server.clock()
             with trusting.wrap_socket(plain):
                 broker.wait_until(lambda broker: broker._server.connections, timeout=60)
