@@ -326,6 +326,7 @@ def test_a_close_in_the_middle_of_a_message_does_not_cost_the_others_their_conne
     if reads_again:
         # A grace in which a slow machine, too, reads what it has to.
         monkeypatch.setattr("qflow_client.aio.engine.BRIEF", PATIENCE)
+        monkeypatch.setattr("qflow_client.aio.engine.good_bye_until", lambda _deadline: PATIENCE)
 
     async def main() -> None:
         async with await connect_async(proxy.url(broker)) as connection:

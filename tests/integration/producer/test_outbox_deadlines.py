@@ -159,8 +159,17 @@ def test_E4_close_ends_by_its_deadline_and_the_outbox_is_free_afterwards(
 
 @pytest.mark.parametrize("has_callback", [False, True], ids=["no callback", "on_delivery"])
 def test_E4_a_message_that_never_came_to_the_disk_is_not_said_to_be_stored(
-    broker: Broker, make_producer: Callable[..., Producer], path: Path, has_callback: bool
+    broker: Broker,
+    make_producer: Callable[..., Producer],
+    path: Path,
+    has_callback: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # The writer stops waiting for the lock at once, and has the time that it takes to end.
+    stop_waiting = Outbox.stop_waiting
+    monkeypatch.setattr(Outbox, "stop_waiting", lambda outbox, _after: stop_waiting(outbox, 0.0))
+    for patience in ("sync.engine.BRIEF", "aio.engine.BRIEF", "aio.engine._DISK_PATIENCE"):
+        monkeypatch.setattr(f"qflow_client.{patience}", PATIENCE)
     on_delivery = (lambda _receipt: None) if has_callback else None
     producer = make_producer(outbox=path, when_flowed="spill", on_delivery=on_delivery)
     broker.withhold_confirms()
