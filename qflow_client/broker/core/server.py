@@ -290,7 +290,7 @@ class Server:
         """Cut connections that do not read, or bring ever more first publishes while memory is full.
 
         As with `_close_unfinished`, what is not read may have half of the limit: so it never fills memory alone. First
-        publishes that wait may have an eighth. They, and the input of those that have published before, are not in the
+        publishes that wait may have 1/32 of it. They, and the input of those that have published before, are not in the
         account: publishers that are not read could make no room for themselves.
         """
         cut: list[Connection] = []
@@ -300,9 +300,9 @@ class Server:
                     break
                 cut.append(connection)
                 connection.cut()
-        if self._waits_for_memory and self.first_publishes > journal.limit // 8:
+        if self._waits_for_memory and self.first_publishes > journal.limit // 32:
             for connection in sorted(self.connections, key=lambda connection: connection.first_publish, reverse=True):
-                if self.first_publishes <= journal.limit // 16:
+                if self.first_publishes <= journal.limit // 64:
                     break
                 cut.append(connection)
                 connection.cut()

@@ -334,13 +334,13 @@ def test_E9_new_connections_whose_first_publish_waits_are_cut_when_they_are_too_
     old.connection.data_received(publish)
     small_world.host.publish("", "q", bytes(LIMIT))
     old.turn()
-    much = publish * (LIMIT // 10 // len(publish))
+    much = publish * (LIMIT // 40 // len(publish))
     old.session.hold(much, small_world.now)
     new = [make_peer(small_world).open() for _ in range(4)]
     for peer in new:
         peer.connection.data_received(much)
         peer.turn()
-    # With the second they have more than an eighth of memory.
+    # Two have more than 1/32 of memory.
     assert [peer.transport.is_closed for peer in (old, *new)] == [False, True, True, True, True]
     assert old.server.first_publishes == 0
     assert caplog.text.count("memory is full") == 1
