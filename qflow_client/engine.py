@@ -95,6 +95,14 @@ class BaseEngine(ABC):
     def ask(self, step: Callable[[ProducerProtocol], object]) -> None:
         """Take a step without waiting for its result. Where none can be taken, it is taken later."""
 
+    @abstractmethod
+    def close_later(self, deadline: float) -> None:
+        """Begin to close, and return at once. What is not delivered in the end is logged.
+
+        Args:
+            deadline: until when messages may be settled, in seconds.
+        """
+
     @property
     @abstractmethod
     def last_failure(self) -> str:

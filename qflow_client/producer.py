@@ -22,7 +22,7 @@ from qflow_client.health import Health
 from qflow_client.message import Message, RoutedMessage, as_body
 from qflow_client.receipt import Receipt
 from qflow_client.settings import ProducerSettings, WhenFlowed, check_argument
-from qflow_client.skin import kinds_of
+from qflow_client.skin import CLOSED, DEFAULT, close_limit, deadline_of, kinds_of
 
 __all__ = ["BaseProducer", "resolve"]
 
@@ -263,6 +263,22 @@ class BaseProducer(ABC):
             events.put(None)
         else:
             engine.ask(add)
+
+    def shutdown(self, timeout: float | None = DEFAULT) -> None:
+        """Begin to close, and return at once; for signal handlers (E12).
+
+        From now on nothing is admitted. What is not delivered in the end is logged. A later `close`, such as that of a
+        ``with`` block, waits for the end.
+
+        Args:
+            timeout: as for `close`.
+
+        Raises:
+            TypeError, ValueError: `timeout` is no number; nothing has happened.
+        """
+        deadline = deadline_of(close_limit(timeout, self.settings))
+        self._engine.ask(lambda protocol: protocol.close(CLOSED, _monotonic()))
+        self._engine.close_later(deadline)
 
     def pause(self, reason: str = "") -> None:
         """Hold the producer until `resume`. What is admitted already still leaves (D5).

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
+import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
@@ -126,6 +129,17 @@ def check_arguments(
     check_argument("manager", manager, isinstance(manager, FlowManager), "a FlowManager")
 
 
+def warn_in_loop(stacklevel: int) -> None:
+    """Warn if an event loop runs on this thread, which a producer for threads would block.
+
+    Args:
+        stacklevel: as for `warnings.warn`, from here.
+    """
+    if (asyncio := sys.modules.get("asyncio")) is not None and asyncio._get_running_loop() is not None:
+        words = "a Producer that waits blocks the event loop of this thread; use AsyncProducer there"
+        warnings.warn(words, RuntimeWarning, stacklevel=stacklevel)
+
+
 def protocol_options(settings: ProducerSettings, receipt_type: type[Receipt], line: Line | None) -> dict[str, Any]:
     """What a producer's protocol is made with, besides the settings."""
     now = time.monotonic()
@@ -142,6 +156,19 @@ def protocol_options(settings: ProducerSettings, receipt_type: type[Receipt], li
 def limit_of(timeout: float | None, settings: ProducerSettings) -> float | None:
     """Seconds that a call may take; the setting unless they are given."""
     return settings.max_producer_flow_control_wait if timeout is DEFAULT else timeout
+
+
+def deadline_of(timeout: float | None) -> float:
+    """When a call that begins now has taken its time, in seconds.
+
+    Args:
+        timeout: seconds; ``None`` for ever.
+
+    Raises:
+        TypeError, ValueError: it is no number.
+    """
+    check_timeout(timeout)
+    return math.inf if timeout is None else time.monotonic() + timeout
 
 
 def close_limit(timeout: float | None, settings: ProducerSettings) -> float | None:

@@ -6,15 +6,25 @@ import asyncio
 import math
 import time
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qflow_client.aio.receipt import AsyncReceipt
+from qflow_client.message import Message
 from qflow_client.outbox.errors import NotDurable
 from qflow_client.outbox.spilled import Spilled
 from qflow_client.outbox.storage import GRACE, Storage
+from qflow_client.producer import resolve
+from qflow_client.skin import deadline_of
 
-__all__ = ["Commits", "SpilledReceipt"]
+if TYPE_CHECKING:
+    from qflow_client.aio.producer import AsyncProducer
+
+__all__ = ["Commits", "SpilledReceipt", "store_many"]
+
+# How many messages of a `send_many` are put into the outbox before it waits for the disk.
+_AT_ONCE = 500
 
 
 class SpilledReceipt(Spilled, AsyncReceipt):
@@ -124,3 +134,42 @@ class Commits:
         if self._waits:
             outbox = self._storage.outbox
             self._wake(outbox.durable, f"{outbox.path}: the producer was closed")
+
+
+async def store_many(
+    producer: AsyncProducer,
+    messages: Iterable[bytes | str | Message],
+    receipts: list[AsyncReceipt],
+    timeout: float | None,
+    options: dict[str, Any],
+) -> list[AsyncReceipt]:
+    """`send_many` with an outbox. It waits for the disk once for many messages.
+
+    Args:
+        producer: sends them.
+        messages: as for `send_many`.
+        receipts: get the receipts, and are returned.
+        timeout: seconds that each may stay blocked; ``None`` for ever.
+        options: what else `send` is given.
+    """
+    engine, settings = producer._engine, producer.settings
+    try:
+        for message in messages:
+            payload, to, key = resolve(message, options["exchange"], options["routing_key"])
+            receipt: Any = engine.admit(
+                payload, settings.exchange if to is None else to, settings.routing_key if key is None else key
+            )
+            if receipt is None:
+                receipt = await producer.send(
+                    payload, timeout=timeout, **options | {"exchange": to, "routing_key": key}
+                )
+            receipts.append(receipt)
+            if len(receipts) % _AT_ONCE == 0:
+                await engine.made_durable(receipt, deadline_of(timeout))
+    except Exception:
+        if receipts:
+            await engine.made_durable(receipts[-1], time.monotonic())
+        raise
+    if receipts:
+        await engine.made_durable(receipts[-1], deadline_of(timeout))
+    return receipts

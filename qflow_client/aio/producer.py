@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from types import TracebackType
@@ -31,11 +30,11 @@ from qflow_client.receipt import Receipt
 from qflow_client.redaction import shown
 from qflow_client.settings import ProducerSettings, SettingsKeywords, check_timeout
 from qflow_client.skin import (
-    CLOSED,
     DEFAULT,
     check_arguments,
     check_many,
     close_limit,
+    deadline_of,
     keeping,
     leave_word,
     limit_of,
@@ -47,14 +46,8 @@ __all__ = ["AsyncProducer"]
 
 _monotonic = time.monotonic
 
+_NOT_CONNECTED = "it is not connected yet; use async with, or await connect() first"
 _LOOP_CLOSED = "its event loop is closed; make a producer in the loop that runs now"
-
-# How many messages of a `send_many` are put into the outbox before it waits for the disk.
-_AT_ONCE = 500
-
-
-def _deadline(timeout: float | None) -> float:
-    return math.inf if timeout is None else _monotonic() + timeout
 
 
 class AsyncProducer(BaseProducer):
@@ -213,7 +206,7 @@ class AsyncProducer(BaseProducer):
             raise
         check_can_wait("send()", payload, exchange, routing_key)
         timeout = limit_of(timeout, self.settings)
-        deadline = _deadline(timeout)
+        deadline = deadline_of(timeout)
         receipt = self._engine.admit(payload, exchange, routing_key, spills=True)
         if receipt is None:
             if self._engine.turns is None:
@@ -338,49 +331,22 @@ class AsyncProducer(BaseProducer):
             raise ProducerClosed(_LOOP_CLOSED)
         with keeping(receipts):
             if self._engine.storage is not None and self._tracer is None:
-                await self._store_many(messages, receipts, exchange, routing_key, timeout, source)
-                return receipts
+                # It brings SQLite with it.
+                from qflow_client.aio.outbox import store_many
+
+                options: Any = {"exchange": exchange, "routing_key": routing_key, "source": source}
+                return await store_many(self, messages, receipts, limit_of(timeout, self.settings), options)
             for message in messages:
                 receipts.append(
                     await self.send(message, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source)
                 )
         return receipts
 
-    async def _store_many(
-        self,
-        messages: Iterable[bytes | str | Message],
-        receipts: list[AsyncReceipt],
-        exchange: str | None,
-        routing_key: str | None,
-        timeout: float | None,
-        source: str,
-    ) -> None:
-        """`send_many` with an outbox. It waits for the disk once for many messages."""
-        timeout = limit_of(timeout, self.settings)
-        try:
-            for message in messages:
-                payload, to, key = resolve(message, exchange, routing_key)
-                receipt: Any = self._engine.admit(
-                    payload, self._exchange if to is None else to, self._routing_key if key is None else key
-                )
-                if receipt is None:
-                    receipt = await self.send(payload, exchange=to, routing_key=key, timeout=timeout, source=source)
-                receipts.append(receipt)
-                if len(receipts) % _AT_ONCE == 0:
-                    await self._made_durable(receipt, _deadline(timeout))
-        except Exception:
-            if receipts:
-                await self._made_durable(receipts[-1], _monotonic())
-            raise
-        if receipts:
-            await self._made_durable(receipts[-1], _deadline(timeout))
-
     @staticmethod
     def _not_connected(
         payload: bytes | Message | None = None, exchange: str | None = None, routing_key: str | None = None
     ) -> ProducerClosed:
-        text = "it is not connected yet; use async with, or await connect() first"
-        return ProducerClosed(text, payload, exchange=exchange, routing_key=routing_key)
+        return ProducerClosed(_NOT_CONNECTED, payload, exchange=exchange, routing_key=routing_key)
 
     # Waiting.
 
@@ -398,9 +364,8 @@ class AsyncProducer(BaseProducer):
         if self._engine.is_copy:
             raise ProducerClosed(str(self._protocol.closed))
         timeout = limit_of(timeout, self.settings)
-        check_timeout(timeout)
         waiter = Waiter()
-        if not await self._engine.drive(calls.flush(self._protocol, waiter, _deadline(timeout)), waiter):
+        if not await self._engine.drive(calls.flush(self._protocol, waiter, deadline_of(timeout)), waiter):
             raise unflushed(self._protocol, self._engine.storage, timeout)
         failures, dropped = LOOPS.take(self._engine.take_failures)
         if failures or dropped:
@@ -423,7 +388,7 @@ class AsyncProducer(BaseProducer):
             raise self._not_connected()
         waiter = Waiter()
         return await self._engine.drive(
-            calls.wait_unflowed(self._protocol, waiter, _deadline(timeout), _monotonic()), waiter
+            calls.wait_unflowed(self._protocol, waiter, deadline_of(timeout), _monotonic()), waiter
         )
 
     def on_flow(
@@ -463,29 +428,9 @@ class AsyncProducer(BaseProducer):
         Raises:
             UndeliveredMessages: some were not delivered, and nobody has been told. Nothing else is dropped.
         """
-        timeout = close_limit(timeout, self.settings)
-        check_timeout(timeout)
-        undelivered = await self._engine.close(_deadline(timeout))
+        undelivered = await self._engine.close(deadline_of(close_limit(timeout, self.settings)))
         if undelivered is not None:
             raise undelivered
-
-    def shutdown(self, timeout: float | None = DEFAULT) -> None:
-        """Begin to close, and return at once; for signal handlers (E12).
-
-        From now on nothing is admitted. What is not delivered in the end is logged. A later `close`, such as that of an
-        ``async with`` block, waits for the end.
-
-        Args:
-            timeout: as for `close`.
-
-        Raises:
-            TypeError, ValueError: `timeout` is no number; nothing has happened.
-        """
-        timeout = close_limit(timeout, self.settings)
-        check_timeout(timeout)
-        engine = self._engine
-        engine.ask(lambda protocol: protocol.close(CLOSED, _monotonic()))
-        engine.close_later(_deadline(timeout))
 
     async def __aenter__(self) -> Self:
         if self._engine.loop is None:
@@ -501,5 +446,5 @@ class AsyncProducer(BaseProducer):
         if exc is None:
             await self.close()
         else:
-            deadline = _deadline(close_limit(DEFAULT, self.settings))
+            deadline = deadline_of(close_limit(DEFAULT, self.settings))
             leave_word(self.settings.name, exc, await self._engine.close(deadline, waits_for_holds=False))

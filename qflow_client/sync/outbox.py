@@ -2,13 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from qflow_client.message import Message
 from qflow_client.outbox.spilled import Spilled
+from qflow_client.producer import resolve
+from qflow_client.skin import deadline_of
 from qflow_client.sync.receipt import SyncReceipt
 
-__all__ = ["SpilledReceipt"]
+if TYPE_CHECKING:
+    from qflow_client.sync.producer import Producer
+
+__all__ = ["SpilledReceipt", "store_many"]
+
+# How many messages of a `send_many` are put into the outbox before it waits for the disk.
+_AT_ONCE = 64
 
 
 class SpilledReceipt(Spilled, SyncReceipt):
     """The fate of one message that a `Producer` put into its outbox, to send it later."""
 
     __slots__ = ("__weakref__", "_id", "_path", "_sequence")
+
+
+def store_many(
+    producer: Producer,
+    messages: Sequence[bytes | str | Message],
+    receipts: list[SyncReceipt],
+    timeout: float | None,
+    options: dict[str, Any],
+) -> list[SyncReceipt]:
+    """`send_many` with an outbox. It waits for the disk once for many messages.
+
+    Args:
+        producer: sends them.
+        messages: as for `send_many`.
+        receipts: get the receipts, and are returned.
+        timeout: seconds that each may stay blocked; ``None`` for ever.
+        options: what else `send` is given.
+    """
+    engine, storage, settings = producer._engine, producer._engine.storage, producer.settings
+    assert storage is not None
+    durable = 0
+    try:
+        for message in messages:
+            payload, to, key = resolve(message, options["exchange"], options["routing_key"])
+            receipt: Any = engine.admit(
+                payload, settings.exchange if to is None else to, settings.routing_key if key is None else key
+            )
+            if receipt is None:
+                sent_to = options | {"exchange": to, "routing_key": key}
+                receipt = producer.send(payload, timeout=timeout, **sent_to)
+                durable = len(receipts) + 1
+            receipts.append(receipt)
+            if len(receipts) >= durable + _AT_ONCE:
+                durable = len(receipts)
+                storage.wait_durable(receipt, deadline_of(timeout))
+    finally:
+        if len(receipts) > durable:
+            storage.wait_durable(receipts[-1], deadline_of(timeout))
+    return receipts

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import math
-import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -27,15 +24,16 @@ from qflow_client.producer import BaseProducer, resolve
 from qflow_client.receipt import Receipt
 from qflow_client.settings import ProducerSettings, SettingsKeywords, check_timeout
 from qflow_client.skin import (
-    CLOSED,
     DEFAULT,
     check_arguments,
     check_many,
     close_limit,
+    deadline_of,
     keeping,
     leave_word,
     limit_of,
     unflushed,
+    warn_in_loop,
 )
 from qflow_client.sync.connection import TappedConnection
 from qflow_client.sync.engine import Engine, Waiter
@@ -45,15 +43,7 @@ from qflow_client.topology import Queue, Topology
 
 __all__ = ["Producer"]
 
-# How many messages of a `send_many` are put into the outbox before it waits for the disk.
-_AT_ONCE = 64
-
 _monotonic = time.monotonic
-
-
-def _deadline(timeout: float | None) -> float:
-    check_timeout(timeout)
-    return math.inf if timeout is None else _monotonic() + timeout
 
 
 class Producer(BaseProducer):
@@ -123,9 +113,7 @@ class Producer(BaseProducer):
                 f"connection={type(connection).__name__}: on a connection made elsewhere Channel.Flow and confirms "
                 "cannot be taken before pika gets them; make it with qflow_client.connect(url)"
             )
-        if (asyncio := sys.modules.get("asyncio")) is not None and asyncio._get_running_loop() is not None:
-            words = "a Producer that waits blocks the event loop of this thread; use AsyncProducer there"
-            warnings.warn(words, RuntimeWarning, stacklevel=2)
+        warn_in_loop(stacklevel=3)
         engine = Engine(loaded, on_delivery, manager, connection, Topology.of(declare), credentials)
         # Ctrl-C can come anywhere, and must not leave a lock or a connection behind.
         try:
@@ -199,7 +187,7 @@ class Producer(BaseProducer):
             raise
         check_can_wait("send()", payload, exchange, routing_key)
         timeout = limit_of(timeout, self.settings)
-        deadline = _deadline(timeout)
+        deadline = deadline_of(timeout)
         receipt = self._engine.admit(payload, exchange, routing_key, spills=True)
         if receipt is None:
             receipt = self._wait_in_line(payload, exchange, routing_key, timeout, source, self._refusal(timeout))
@@ -318,43 +306,17 @@ class Producer(BaseProducer):
         receipts: list[SyncReceipt] = []
         with keeping(receipts):
             if self._engine.storage is not None and isinstance(messages, (list, tuple)) and self._tracer is None:
-                self._store_many(messages, receipts, exchange, routing_key, timeout, source)
-                return receipts
+                # It brings SQLite with it.
+                from qflow_client.sync.outbox import store_many
+
+                options: Any = {"exchange": exchange, "routing_key": routing_key, "source": source}
+                return store_many(self, messages, receipts, limit_of(timeout, self.settings), options)
             # Other iterables may make each message when the one before it is on disk.
             for message in messages:
                 receipts.append(
                     self.send(message, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source)
                 )
         return receipts
-
-    def _store_many(
-        self,
-        messages: Sequence[bytes | str | Message],
-        receipts: list[SyncReceipt],
-        exchange: str | None,
-        routing_key: str | None,
-        timeout: float | None,
-        source: str,
-    ) -> None:
-        """`send_many` with an outbox. It waits for the disk once for many messages."""
-        timeout = limit_of(timeout, self.settings)
-        durable = 0
-        try:
-            for message in messages:
-                payload, to, key = resolve(message, exchange, routing_key)
-                receipt: Any = self._engine.admit(
-                    payload, self._exchange if to is None else to, self._routing_key if key is None else key
-                )
-                if receipt is None:
-                    receipt = self.send(payload, exchange=to, routing_key=key, timeout=timeout, source=source)
-                    durable = len(receipts) + 1
-                receipts.append(receipt)
-                if len(receipts) >= durable + _AT_ONCE:
-                    durable = len(receipts)
-                    self._made_durable(receipt, _deadline(timeout))
-        finally:
-            if len(receipts) > durable:
-                self._made_durable(receipts[-1], _deadline(timeout))
 
     # Waiting.
 
@@ -376,7 +338,7 @@ class Producer(BaseProducer):
         check_can_wait("flush()")
         timeout = limit_of(timeout, self.settings)
         waiter = Waiter()
-        if not self._engine.drive(calls.flush(self._protocol, waiter, _deadline(timeout)), waiter):
+        if not self._engine.drive(calls.flush(self._protocol, waiter, deadline_of(timeout)), waiter):
             raise unflushed(self._protocol, self._engine.storage, timeout)
         failures, dropped = self._engine.lock.take(self._engine.take_failures)
         if failures or dropped:
@@ -395,7 +357,7 @@ class Producer(BaseProducer):
             ProducerClosed: it is closed, so it never will be.
             TypeError, ValueError: `timeout` is no number.
         """
-        deadline = _deadline(timeout)
+        deadline = deadline_of(timeout)
         check_can_wait("wait_unflowed()")
         waiter, in_callback = Waiter(), self._engine.is_in_callback
         return self._engine.drive(
@@ -443,28 +405,11 @@ class Producer(BaseProducer):
             UndeliveredMessages: some were not delivered, and nobody has been told. Nothing else is dropped.
             TypeError, ValueError: `timeout` is no number; nothing has happened.
         """
-        deadline = _deadline(close_limit(timeout, self.settings))
+        deadline = deadline_of(close_limit(timeout, self.settings))
         check_can_wait("close()")
         undelivered = self._engine.close(deadline)
         if undelivered is not None:
             raise undelivered
-
-    def shutdown(self, timeout: float | None = DEFAULT) -> None:
-        """Begin to close, and return at once; for signal handlers (E12).
-
-        From now on nothing is admitted. What is not delivered in the end is logged. A later `close`, such as that of a
-        ``with`` block, waits for the end.
-
-        Args:
-            timeout: as for `close`.
-
-        Raises:
-            TypeError, ValueError: `timeout` is no number; nothing has happened.
-        """
-        deadline = _deadline(close_limit(timeout, self.settings))
-        engine = self._engine
-        engine.ask(lambda protocol: protocol.close(CLOSED, _monotonic()))
-        engine.close_later(deadline)
 
     def __enter__(self) -> Self:
         return self
@@ -478,6 +423,6 @@ class Producer(BaseProducer):
         if exc is None:
             self.close()
         else:
-            deadline = _deadline(close_limit(DEFAULT, self.settings))
+            deadline = deadline_of(close_limit(DEFAULT, self.settings))
             check_can_wait("close()")
             leave_word(self.settings.name, exc, self._engine.close(deadline, waits_for_holds=False))

@@ -39,7 +39,8 @@ def test_E12_a_producer_is_made_without_a_broker_and_connects_when_there_is_one(
 ) -> None:
     producer = make_producer(f"amqp://guest:guest@127.0.0.1:{port}/", declare="q", **LATER)
     health = producer.health()
-    assert (health.state, health.is_ready, health.reasons) == ("disconnected", False, ("disconnected",))
+    # By now it may have tried, and say why that failed.
+    assert (health.state, health.is_ready, health.reasons[0]) == ("disconnected", False, "disconnected")
     flows = Flows()
     producer.on_flow(flows, kinds=["disconnected"])
     with Broker(port=port) as broker:
