@@ -15,7 +15,9 @@ from qflow_client.cli.errors import CommandError, ExitCode
 __all__ = ["MARKS", "SETTINGS", "Config", "read_config"]
 
 #: The settings that have a word in a file: all but what only a program can give.
-SETTINGS = tuple(field.name for field in fields(BrokerSettings) if field.name not in ("ssl_context", "trace"))
+SETTINGS = tuple(
+    field.name for field in fields(BrokerSettings) if field.name not in ("authenticate", "ssl_context", "trace")
+)
 _WORDS = tuple(name for name in SETTINGS if name != "policies")
 #: The marks of a queue.
 MARKS = ("flow_stop_count", "flow_resume_count", "flow_stop_size", "flow_resume_size")

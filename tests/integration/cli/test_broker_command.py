@@ -218,7 +218,7 @@ def test_the_token_can_stand_in_the_environment(
 
 def test_every_setting_is_a_flag_and_has_a_word_in_the_file() -> None:
     flags = set(inspect.signature(broker).parameters)
-    assert {field.name for field in fields(BrokerSettings)} - set(SETTINGS) == {"ssl_context", "trace"}
+    assert {field.name for field in fields(BrokerSettings)} - set(SETTINGS) == {"authenticate", "ssl_context", "trace"}
     assert {{"users": "user", "policies": "policy"}.get(name, name) for name in SETTINGS} < flags
     assert {"tls_certificate", "tls_key", "tls_client_ca", "queue", *MARKS} < flags
 
