@@ -16,7 +16,7 @@ from qflow_client import Producer, UndeliveredMessages, flow_manager
 from qflow_client.broker import Broker
 
 from .bridge import Bridged
-from .tools import PATIENCE, Proxy, Wire
+from .tools import Proxy, Wire, eventually
 
 
 def _ours() -> list[threading.Thread]:
@@ -30,9 +30,8 @@ def _no_thread_is_left() -> Iterator[None]:
     # One that a test which failed has left is not held against the next.
     threads, resources = set(_ours()), set(flow_manager.resources)
     yield
-    for thread in set(_ours()) - threads:
-        thread.join(PATIENCE)
-        assert not thread.is_alive()
+    # Not by `join`: one may be about to start.
+    eventually(lambda: set(_ours()) <= threads, "the end of its threads")
     assert set(flow_manager.resources) <= resources
 
 
