@@ -157,6 +157,7 @@ def test_on_delivery_may_send_on_while_it_is_told_more_slowly_than_the_broker_co
 ) -> None:
     why: list[list[str]] = []
     later: list[asyncio.Task[Any]] = []
+    ended: list[str] = []
 
     async def main() -> None:
         def on_delivery(receipt: Receipt) -> None:
@@ -167,6 +168,7 @@ def test_on_delivery_may_send_on_while_it_is_told_more_slowly_than_the_broker_co
                 # Not beyond what may be unsettled (C6).
                 with pytest.raises(ProducerFlowed, match="capacity"):
                     producer.send_nowait(b"no")
+                ended.append("on_delivery")
 
         broker.withhold_confirms()
         producer = AsyncProducer(broker.url, routing_key="q", on_delivery=on_delivery, capacity=10)
@@ -186,6 +188,7 @@ def test_on_delivery_may_send_on_while_it_is_told_more_slowly_than_the_broker_co
 
     run(main())
     assert "on_delivery" in why[0]
+    assert ended == ["on_delivery"]
     assert bodies(broker) == [b"first"] * 10 + [b"from a callback", b"later"]
 
 
