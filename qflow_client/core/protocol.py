@@ -31,8 +31,8 @@ pause is over, the oldest message of `again` leaves alone as a probe. The others
 the unsent messages.
 
 What follows from a step is in one place, `Consequences`: messages are tried again, waiting senders are admitted, and
-waiters are woken. Public methods that change anything are steps, see `step`; the three that come with every few messages
-are written as steps by hand. `Parts` makes the parts and connects them.
+waiters are woken. Public methods that change anything are steps, see `step`; the three that come with every few
+messages are written as steps by hand. `Parts` makes the parts and connects them.
 
 The *owner* is the I/O thread or the event loop. A *skin* is what surrounds the protocol with I/O: a producer's engine
 or a drop-in for another library. Ids such as E1, C6 and J7 are lines of the specification, which tests have in their

@@ -1,8 +1,8 @@
 """The outbox in a Django application's own database: published if the transaction commits, and only then (E14).
 
 With ``"qflow_client.django"`` in ``INSTALLED_APPS``, ``manage.py migrate`` makes the tables, and `add` writes a message
-in the current transaction. A relay of `qflow_client.sqlalchemy`, or ``qflow relay``, publishes it. It needs the extra
-``django``.
+in the current transaction. A relay of `qflow_client.sqlalchemy`, or ``qflow relay``, publishes it. A consumer remembers
+by `first_time` what it has handled. It needs the extra ``django``.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from typing import Any
 from django.db import connections, transaction
 
 from qflow_client.message import Message
-from qflow_client.sqlalchemy import Outbox
+from qflow_client.sqlalchemy import Inbox, Outbox
 
-__all__ = ["add", "add_many", "outbox"]
+__all__ = ["add", "add_many", "first_time", "forget", "inbox", "outbox"]
 
 #: The outbox whose tables the migration makes; for `OutboxRelay(…, outbox=outbox)` and ``outbox.status``.
 outbox = Outbox()
+#: The inbox whose table the migration makes.
+inbox = Inbox()
 
 _COLUMNS = ("partition", "ordering_key", "exchange", "routing_key", "properties", "body")
 # The most rows of one statement: SQLite takes 32,766 values, and before 3.32 only 999.
@@ -94,3 +96,53 @@ def add_many(
                 given.append(outbox.tables.channel)
             cursor.execute(statement, given)
     return [message_id for _, message_id in made]
+
+
+def first_time(message_id: str, *, consumer: str = "", using: str = "default") -> bool:
+    """Remember a message in the current transaction, and tell whether it was not handled before.
+
+    If another transaction is handling a copy, this waits for its end. Call it in the transaction that handles the
+    message, and acknowledge the message after the commit, whatever the answer.
+
+    Args:
+        message_id: of the message.
+        consumer: for whom, if several in one database handle the same messages.
+        using: the alias of the database.
+
+    Raises:
+        ValueError: the message has no id.
+        django.db.transaction.TransactionManagementError: there is no transaction, so that handling the message and
+            remembering it would not be one.
+    """
+    if not message_id:
+        raise ValueError("a message without a message id cannot be told from others")
+    connection = connections[using]
+    connection.validate_no_broken_transaction()
+    if not connection.in_atomic_block:
+        raise transaction.TransactionManagementError("first_time needs a transaction: use transaction.atomic()")
+    table = connection.ops.quote_name(inbox.table.name)
+    statement = f"INSERT INTO {table} (consumer, message_id) VALUES (%s, %s) ON CONFLICT DO NOTHING"
+    with connection.cursor() as cursor:
+        cursor.execute(statement, [consumer, message_id])
+        return bool(cursor.rowcount == 1)
+
+
+def forget(older_than: float, *, using: str = "default") -> int:
+    """Forget messages that were handled.
+
+    Args:
+        older_than: seconds; more than a second copy can be late.
+        using: the alias of the database.
+
+    Returns:
+        How many there were.
+    """
+    connection = connections[using]
+    # The times were written by the clock of the database.
+    before = (
+        "datetime('now', %s || ' seconds')" if connection.vendor == "sqlite" else "now() + make_interval(secs => %s)"
+    )
+    table = connection.ops.quote_name(inbox.table.name)
+    with connection.cursor() as cursor:
+        cursor.execute(f"DELETE FROM {table} WHERE handled_at < {before}", [-older_than])
+        return int(cursor.rowcount)

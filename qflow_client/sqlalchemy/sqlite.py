@@ -29,6 +29,18 @@ _PARTITIONS = frozenset(range(PARTITIONS))
 # The most values that any build of SQLite takes in one statement.
 _VALUES = 500
 
+# The descriptors of locks that this process holds. A process that is forked has them too, and would keep the locks of a
+# parent that is dead.
+_locks: set[int] = set()
+
+
+def _close_locks_in_child() -> None:
+    while _locks:
+        os.close(_locks.pop())
+
+
+os.register_at_fork(after_in_child=_close_locks_in_child)
+
 
 class SqliteSession:
     """One session.
@@ -89,6 +101,7 @@ class SqliteSession:
                 os.close(self._lock)
                 self._lock = None
                 return {}
+            _locks.add(self._lock)
         self._has_all = True
         relay = self._tables.relay
         with self._connection.begin():
@@ -108,6 +121,7 @@ class SqliteSession:
     def _unlock(self) -> None:
         self._has_all = False
         if self._lock is not None:
+            _locks.discard(self._lock)
             os.close(self._lock)
             self._lock = None
 

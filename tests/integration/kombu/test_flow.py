@@ -301,7 +301,7 @@ def faulty(broker: Broker, stack: ExitStack) -> FaultProxy:
 
 
 def half_written(channel: Any) -> bool:
-    outbound = channel._flow.protocol.unconfirmed.outbound
+    outbound = channel._flow.protocol.parts.unconfirmed.outbound
     return bool(outbound.begun > outbound.finished)
 
 

@@ -39,7 +39,7 @@ settings.configure(INSTALLED_APPS=["qflow_client.django"], DATABASES={"default":
 django.setup()
 
 from qflow_client import Message
-from qflow_client.django import add, add_many
+from qflow_client.django import add, add_many, first_time, forget
 
 def raises(error, call):
     try:
@@ -60,6 +60,22 @@ with transaction.atomic():
     add_many(["%d" % number for number in range(1, 250)], routing_key="q", ordering_key="k")
     assert raises(ValueError, lambda: add_many([b"good", b"bad"], routing_key="k" * 256))
 assert add_many([]) == []
+assert raises(transaction.TransactionManagementError, lambda: first_time("1"))
+try:
+    with transaction.atomic():
+        assert first_time("1")
+        raise RuntimeError
+except RuntimeError:
+    pass
+with transaction.atomic():
+    assert first_time("1")
+    assert not first_time("1")
+    assert first_time("1", consumer="another")
+    assert raises(ValueError, lambda: first_time(""))
+assert forget(3600) == 0
+assert forget(-3600) == 2
+with transaction.atomic():
+    assert first_time("1")
 print("added", flush=True)
 sys.stdin.read()
 call_command("migrate", "qflow_outbox", "zero", verbosity=0)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +26,8 @@ from qflow_client.sqlalchemy import postgresql as of_postgresql
 from qflow_client.sqlalchemy import sqlite as of_sqlite
 
 from .support import FAST, add, bodies, depth, eventually, marks, permit, permitted
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -277,6 +283,40 @@ def test_E14_on_sqlite_one_relay_works_and_the_next_takes_over(tmp_path: Path, b
             eventually(lambda: len(first.partitions) == 16)
             add(engine, outbox, b"2")
             eventually(lambda: first.counts.confirmed == 1)
+    engine.dispose()
+
+
+FORKING = """
+import os, signal, sys
+from qflow_client.sqlalchemy import OutboxRelay
+with OutboxRelay(sys.argv[1], sys.argv[2]) as relay:
+    while len(relay.partitions) < 16:
+        pass
+    child = os.fork()
+    if not child:
+        signal.pause()
+    print(child, flush=True)
+    signal.pause()
+"""
+
+
+def test_E14_a_child_process_does_not_keep_the_lock_of_a_relay_that_was_killed(tmp_path: Path, broker: Broker) -> None:
+    engine = create_engine(f"sqlite:///{tmp_path}/application.db")
+    outbox = Outbox()
+    outbox.metadata.create_all(engine)
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKING, str(engine.url), broker.url],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+    ) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        try:
+            process.kill()
+            with OutboxRelay(engine, broker.url, outbox=outbox, **FAST) as relay:
+                eventually(lambda: len(relay.partitions) == 16)
+        finally:
+            os.kill(child, signal.SIGKILL)
     engine.dispose()
 
 
