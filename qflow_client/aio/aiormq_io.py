@@ -173,8 +173,8 @@ class TapTransport(asyncio.Transport):
         # Set by the first failure to write, or the end of the connection; the library meets that when it reads.
         self._broken = False
         self._closing = False
-        # Whether `pump` runs, or will without being asked. It is cleared before the last look at what there is, so who
-        # has put something and finds it set need not wake.
+        # True while `pump` runs or is due. `pump` clears it before its last look for output, so a task that adds output
+        # and finds it True does not call `wake`.
         self.awake = False
         self._thread = get_ident()
         # Told the size of answers that were taken, it says for how many seconds what comes next may gather; None to
@@ -204,13 +204,13 @@ class TapTransport(asyncio.Transport):
         return self._watching
 
     def wake(self) -> None:
-        """Have `pump` run in the loop's next turn. For any thread that has put something and found `awake` False."""
+        """Have `pump` run in the loop's next turn. Any thread may call this after it has added output."""
         if get_ident() == self._thread:
             self._loop.call_soon(self.pump)
-            # Only now, because an interrupt may come before, and then the next one has to wake.
+            # Last, because after an interrupt before this line the next sender must wake the loop.
             self.awake = True
         else:
-            # `pump` may run before this returns, so it alone says whether it will again.
+            # `pump` may have run before this returns, so `awake` is left as it is.
             self._loop.call_soon_threadsafe(self.pump)
 
     def received(self, size: int, *, for_library: bool) -> None:

@@ -117,7 +117,7 @@ class Engine(BaseEngine):
         self.turns: Turns | None = None
         #: Set once it is connected.
         self.link: Link | None = None
-        # Whether the loop will call `after` without being asked.
+        # True while a call of `after` is scheduled on the loop.
         self._passes_on = False
         # The task that ends it after the producer was dropped.
         self._ending: asyncio.Task[None] | None = None
@@ -267,7 +267,7 @@ class Engine(BaseEngine):
         if self.loop is None or self.loop.is_closed():
             self.after()
         elif not (self._passes_on or self._has_no_news):
-            # As long as there is a loop, that is its task, because what is interrupted here would be lost.
+            # The loop does it, because an interrupt here would lose wake-ups and log lines.
             self.loop.call_soon(self.after)
             self._passes_on = True
 

@@ -1,4 +1,8 @@
-"""The parts of one producer's protocol, and how they are connected."""
+"""The parts of one producer's protocol, and which part uses which.
+
+A part gets the parts that it uses when it is made, so none knows a part that is made after it. Whatever needs all of
+them is in `consequences`.
+"""
 
 from __future__ import annotations
 

@@ -214,23 +214,25 @@ class TapIOServices(SelectorIOServicesAdapter):
         self.order_addresses: Callable[[list[Any]], list[Any]] | None = None
         # Bytes that pika has sent since a producer had its turn.
         self.library_sent = 0
-        # Whether `pump` runs, or will without being asked. It is cleared before the last look at what there is, so who
-        # has put something and finds it set need not wake. And how often it was cleared.
+        # True while `pump` runs or is due. `pump` clears it before its last look for output, so a thread that adds
+        # output and finds it True does not wake the I/O thread.
         self.awake = False
+        # How often `awake` was cleared.
         self._rests = 0
+        # Whether `wake` may set `awake`, see there.
         self._may_set_awake = is_undisturbed()
 
     def wake(self) -> None:
-        """Have `pump` run soon. For any thread that has put something and found `awake` False, at any moment."""
+        """Have `pump` run soon. Any thread may call this at any moment, after it has added output."""
         rests = self._rests
         self.add_callback_threadsafe(self.pump)
-        # Only now, because an interrupt may come before, and then the next one has to wake. Nothing comes between these
-        # two, see `admission`.
+        # Last, because after an interrupt before this line the next sender must wake the I/O thread. That thread may
+        # have cleared `awake` meanwhile: then it stays False. Nothing interrupts the two instructions, see `admission`.
         if self._may_set_awake and rests == self._rests:
             self.awake = True
 
     def _rest(self) -> None:
-        """Have whoever puts something wake this."""
+        """Clear `awake`: the next thread that adds output wakes the I/O thread."""
         self._rests += 1
         self.awake = False
 
