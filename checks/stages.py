@@ -176,7 +176,9 @@ def run(stages: Sequence[Stage], cwd: Path, logs: Path, out: TextIO | None = Non
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            # A signal that arrives just before a wait begins is handled only after that wait, so each is short.
+            while thread.is_alive():
+                thread.join(1.0)
     except BaseException:
         # A thread that starts after this starts no stage.
         groups.kill_all()
