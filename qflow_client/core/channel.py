@@ -208,6 +208,8 @@ class Channel:
             self.keep(
                 now, culprits=[each for each in suspects if resending.refusals.note(each, now)], reply=(code, text)
             )
+            if len(suspects) == 1:
+                resending.refusals.note_answered(suspects[0])
             if self._admission.window.used:
                 return f"{code} {text}"
         else:
@@ -319,7 +321,7 @@ class Channel:
         if receipt._reply is not None:
             return Outcome.RETURNED
         if number not in begun and resending.refusals.is_refused(receipt):
-            outcome = Outcome.NACKED
+            outcome = resending.refusals.outcome(receipt)
         else:
             outcome = Outcome.UNKNOWN if number in begun or number in resending.copies else Outcome.FAILED
         if self.is_over and self._admission.store is not None and outcome in _UNANSWERED:

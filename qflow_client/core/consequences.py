@@ -94,7 +94,9 @@ class Consequences:
     def apply_stops(self, now: float) -> None:
         """Let messages begin to be written, or none, as the holds have it now."""
         parts = self._parts
-        stopped = parts.channel.is_restoring or any(map(self._gate.is_held_by, _STOPS_WRITING))
+        stopped = (
+            parts.writing.has_ended or parts.channel.is_restoring or any(map(self._gate.is_held_by, _STOPS_WRITING))
+        )
         parts.unconfirmed.outbound.stopped = stopped
         if stopped:
             parts.writing.take_back()

@@ -8,7 +8,8 @@ meets them:
 * `line` keeps messages that cannot be admitted now, and `admission` admits them, as far as `limits` and the gate allow;
 * `Writing` makes frames of them, and `unconfirmed` has what is on the wire of the channel;
 * `settling` says what the broker's answers mean, and `returns` finds the message that a return names;
-* `resending` has what leaves again, and `Retrying` decides when; `channel` moves messages when a channel opens or ends;
+* `resending` has what leaves again and says when, and `Retrying` ends a refusal;
+* `channel` moves messages when a channel opens or ends;
 * `reports` collects what there is to tell, and `waiters` and `untold` know who waits for that.
 
 A message is in exactly one of three places until it is settled:
@@ -213,7 +214,8 @@ class ProducerProtocol:
         cost = self.admission.cost(receipt)
         self._settling.settle_silently(receipt, Outcome.FAILED, now)
         unsent.remove(receipt)
-        self.admission.unwritten -= cost
+        if self.channel.number is not None:
+            self.admission.unwritten -= cost
         self.consequences.update(now)
         self.consequences.lift_transport(now)
         return True
@@ -253,6 +255,7 @@ class ProducerProtocol:
             self.gate.hold(HoldKind.DISCONNECTED, now=now, source=_RESTORING, detail=detail)
         self.consequences.now = now
         self.consequences.expire(now)
+        self._writing.has_ended = False
         self.channel.open(channel, frame_max, now)
         self.consequences.apply_stops(now)
         self._retrying.go_on(now)
@@ -438,6 +441,7 @@ class ProducerProtocol:
     @step
     def end_writing(self) -> bool:
         """Have no message begin any more; whether none has begun and not ended."""
+        self._writing.has_ended = True
         self._writing.take_back()
         return self._unconfirmed.outbound.stop()
 

@@ -6,6 +6,10 @@ everything leaves.
 
 A message is tried again until `retry_for` seconds have passed since its first refusal. These seconds are counted by a
 clock that stands still while no retry is possible: while there is no connection, or the broker has stopped it (E5).
+The pause before a probe runs on meanwhile.
+
+A message that is given up is *nacked* if a refusal was the last answer, and *unknown* if its next copy was written on a
+channel that ended without an answer.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import re
 from collections.abc import Collection, Iterable
 from typing import Protocol
 
-from qflow_client.receipt import Receipt
+from qflow_client.receipt import Outcome, Receipt
 
 __all__ = ["Pauses", "Refusals", "means_no_room"]
 
@@ -51,13 +55,24 @@ class Refusals:
         retry_for: seconds after its first refusal in which a message is tried again.
     """
 
-    __slots__ = ("_first_refused", "_pauses", "_retry_for", "_stopped_at", "_stopped_for", "probe", "retry_at")
+    __slots__ = (
+        "_first_refused",
+        "_pauses",
+        "_retry_for",
+        "_stopped_at",
+        "_stopped_for",
+        "_unanswered",
+        "probe",
+        "retry_at",
+    )
 
     def __init__(self, pauses: Pauses | None, retry_for: float) -> None:
         self._pauses = pauses
         self._retry_for = retry_for
         # By number, when the broker first refused a message, by the clock of `_clock`.
         self._first_refused: dict[int, float] = {}
+        # Numbers of refused messages that were written again, on a channel that ended before the broker answered.
+        self._unanswered: set[int] = set()
         #: When the next probe may leave; ``None`` while the broker has room.
         self.retry_at: float | None = None
         #: The message in flight that shows whether there is room; ``None`` if there is none.
@@ -96,6 +111,7 @@ class Refusals:
             Whether the message is settled now, because its time is over or it was returned; else it is tried again.
         """
         self._first_refused.setdefault(receipt._number, self._clock(now))
+        self._unanswered.discard(receipt._number)
         is_over = self.is_over(receipt, now)
         if is_over:
             del self._first_refused[receipt._number]
@@ -105,6 +121,20 @@ class Refusals:
         """Whether the broker has refused a message that is not settled."""
         return receipt._number in self._first_refused
 
+    def note_unanswered(self, receipts: Iterable[Receipt]) -> None:
+        """Take note that a channel has ended on which these messages were written, and the broker did not answer."""
+        self._unanswered.update(receipt._number for receipt in receipts if self.is_refused(receipt))
+
+    def note_answered(self, receipt: Receipt) -> None:
+        """Take note that the end of the channel was the broker's answer to this message."""
+        self._unanswered.discard(receipt._number)
+
+    def outcome(self, receipt: Receipt) -> Outcome:
+        """Return what is known of a refused message that is not tried again."""
+        if receipt._reply is not None:
+            return Outcome.RETURNED
+        return Outcome.UNKNOWN if receipt._number in self._unanswered else Outcome.NACKED
+
     def is_over(self, receipt: Receipt, now: float) -> bool:
         """Whether a message is not tried again: it was refused for too long, or was returned."""
         since = self._first_refused.get(receipt._number, math.inf)
@@ -113,6 +143,7 @@ class Refusals:
     def keep(self, unsettled: Collection[int]) -> None:
         """Forget the refusals of all messages but those with these numbers."""
         self._first_refused = {number: at for number, at in self._first_refused.items() if number in unsettled}
+        self._unanswered.intersection_update(self._first_refused)
 
     # The probe.
 

@@ -64,11 +64,13 @@ class Resending:
             suspects: the part of `begun` that may be the cause.
         """
         # By number, because an interrupted call may be made again.
+        begun = tuple(begun)
         by_number = {receipt._number: receipt for receipt in (*self.again, *begun)}
         self.again = deque(by_number[number] for number in sorted(by_number))
         self.copies = set(by_number)
         self.suspects.replace(self.copies, suspects)
         self.refusals.keep(self.copies)
+        self.refusals.note_unanswered(begun)
         self.refusals.probe = None
 
     def put_refused(self, receipt: Receipt) -> bool:
@@ -150,6 +152,14 @@ class Resending:
         if self.refusals.retry_at is not None:
             return 1
         return self.suspects.count_before_first(source)
+
+    def waits_for_answers(self, is_alone: bool) -> bool:
+        """Whether the next message leaves only with nothing else in flight, and something is.
+
+        Args:
+            is_alone: whether nothing is in flight.
+        """
+        return not is_alone and bool(self.again) and self.again[0]._number in self.suspects.numbers
 
     def has_suspects_after(self, count: int) -> bool:
         """Whether suspects are left in `again` after the first so many messages."""

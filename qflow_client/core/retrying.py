@@ -54,13 +54,17 @@ class Retrying:
 
     def next_timer(self, now: float) -> float | None:
         """Return when a message leaves again; ``None`` if time alone lets none leave."""
-        refusals, outbound = self._resending.refusals, self._unconfirmed.outbound
+        resending, outbound = self._resending, self._unconfirmed.outbound
+        refusals = resending.refusals
         if refusals.probe is not None or self._channel.number is None or outbound.stopped:
             return None
-        times = [at for at in (refusals.retry_at, self._resending.candidate_at()) if at is not None]
+        times = [at for at in (refusals.retry_at, resending.candidate_at()) if at is not None]
         if len(times) > 1:
             # The message waits for both. What is over time is settled at the first, so that counts until it has passed.
             times = [max(times), *(at for at in times if at > now)]
+        if resending.waits_for_answers(not self._unconfirmed.flight):
+            # What leaves next leaves alone, so a time that has passed changes nothing until the others are answered.
+            times = [at for at in times if at > now]
         if not outbound.is_empty:
             # A full socket keeps a message back whose time has come. Do not look at it all the time.
             times = [max(at, now + _LOOK_AGAIN) for at in times]
@@ -73,6 +77,8 @@ class Retrying:
             return
         if resending.refusals.retry_at is not None:
             self._settling.expire(now)
+            if self._admission.is_nearly_written:
+                gate.lift(HoldKind.TRANSPORT, now=now)
             resending.refusals.check_probe()
             if resending.has_tried_all(bool(self._admission.unsent)):
                 self.end_refusals(now)

@@ -301,6 +301,6 @@ class Settling:
         for receipt in expired:
             cost = self._admission.cost(receipt)
             self._admission.unwritten -= cost
-        outcomes = [Outcome.NACKED if receipt._reply is None else Outcome.RETURNED for receipt in expired]
+        outcomes = [self._resending.refusals.outcome(receipt) for receipt in expired]
         self.settle(expired, outcomes, now)
         self._resending.discard_settled()

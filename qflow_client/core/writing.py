@@ -25,13 +25,15 @@ class Writing:
         channel: the producer's.
     """
 
-    __slots__ = ("_admission", "_channel", "_resending", "_unconfirmed")
+    __slots__ = ("_admission", "_channel", "_resending", "_unconfirmed", "has_ended")
 
     def __init__(self, admission: Admission, unconfirmed: Unconfirmed, resending: Resending, channel: Channel) -> None:
         self._admission = admission
         self._unconfirmed = unconfirmed
         self._resending = resending
         self._channel = channel
+        #: Whether no message may begin on this channel any more, whatever the holds are.
+        self.has_ended = False
 
     def next_bytes(self, limit: int, now: float) -> bytes:
         """Return the next bytes to write, about `limit` at the most; empty if nothing may be written now."""

@@ -13,7 +13,7 @@ from qflow_client import FlowControlTimeout, FlowEventKind, HoldKind, Message
 from qflow_client.flow import Hold
 from qflow_client.logs import flush_logs, write_log
 
-from .support import MAX_BODY, Published, Wire, drain, holds, make, place, send, wait, wire, write
+from .support import CHANNEL, FRAME_MAX, MAX_BODY, Published, Wire, drain, holds, make, place, send, wait, wire, write
 
 BODIES = [b"first", b"second", b"third"]
 
@@ -442,3 +442,17 @@ def test_E6_flow_events_that_cannot_be_passed_on_are_bounded_and_counted() -> No
     for number in range(20):
         protocol.reports.report_waiting(1, 0.0, float(number))
     assert protocol.reports.lost_events.get(None, 0) > 0, "notices of sends that wait for others have no hold"
+
+
+def test_no_message_begins_after_the_end_of_writing_though_a_stop_ends() -> None:
+    protocol = make()
+    protocol.on_blocked("memory", 0.0)
+    protocol.on_unblocked(0.1)
+    send(protocol)
+    protocol.on_blocked("memory", 0.2)
+    assert protocol.end_writing()
+    protocol.on_unblocked(0.3)
+    assert drain(protocol) == b""
+    protocol.connection_lost("gone", 0.4, reconnects=True)
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 0.5)
+    assert drain(protocol)

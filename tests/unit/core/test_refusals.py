@@ -590,9 +590,98 @@ def test_E7_no_timer_runs_while_a_stop_keeps_the_probe_back() -> None:
 
 def test_a_probe_that_may_be_poisonous_waits_for_both_times_and_no_timer_is_due_before() -> None:
     resending = SimpleNamespace(refusals=SimpleNamespace(retry_at=1.0, probe=None), candidate_at=lambda: 5.0)
+    resending.waits_for_answers = lambda _is_alone: False
     outbound = SimpleNamespace(is_empty=True, stopped=False)
     retrying = object.__new__(Retrying)
     retrying._resending = resending  # type: ignore[assignment]
-    retrying._unconfirmed = SimpleNamespace(outbound=outbound)  # type: ignore[assignment]
+    retrying._unconfirmed = SimpleNamespace(outbound=outbound, flight={})  # type: ignore[assignment]
     retrying._channel = SimpleNamespace(number=1)  # type: ignore[assignment]
     assert [retrying.next_timer(now) for now in (0.5, 1.0, 4.0)] == [1.0, 5.0, 5.0]
+
+
+def test_the_hold_of_the_transport_ends_when_what_was_to_be_written_is_settled() -> None:
+    protocol = patient(max_unwritten_bytes=1000, retry_for=0.5)
+    receipts = []
+    for _ in range(20):
+        receipts.append(send(protocol, bytes(100)))
+        drain(protocol)
+    protocol.on_nack(20, True, 0.0)
+    protocol.connection_lost("gone", 0.1, reconnects=True)
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 0.1)
+    assert "transport" in holds(protocol)
+    protocol.on_timer(1.0)
+    assert {receipt.outcome for receipt in receipts} == {Outcome.NACKED}
+    assert (protocol.unwritten, holds(protocol)) == (0, [])
+
+
+@pytest.mark.parametrize("end", ["closed", "too late"])
+def test_a_refused_message_whose_copy_may_have_arrived_is_unknown_in_the_end(end: str) -> None:
+    protocol = patient(retry_for=5.0)
+    receipt = send(protocol)
+    drain(protocol)
+    protocol.on_nack(1, False, 0.0)
+    protocol.on_timer(1.0)
+    assert left(protocol, 1.0)
+    protocol.connection_lost("gone", 1.1, reconnects=True)
+    if end == "closed":
+        protocol.connection_lost("gone", 1.2)
+    else:
+        protocol.channel_opened(CHANNEL, FRAME_MAX, 1.2)
+        protocol.on_timer(60.0)
+    assert receipt.outcome is Outcome.UNKNOWN
+
+
+def test_a_copy_that_is_refused_again_is_known_to_be_refused() -> None:
+    protocol = patient(retry_for=5.0)
+    receipt = send(protocol)
+    drain(protocol)
+    protocol.on_nack(1, False, 0.0)
+    protocol.on_timer(1.0)
+    assert left(protocol, 1.0)
+    protocol.connection_lost("gone", 1.1, reconnects=True)
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 1.2)
+    assert left(protocol, 1.2)
+    protocol.on_nack(1, False, 1.3)
+    protocol.connection_lost("gone", 1.4)
+    assert receipt.outcome is Outcome.NACKED
+
+
+@pytest.mark.parametrize(("count", "outcome"), [(1, Outcome.NACKED), (2, Outcome.UNKNOWN)])
+def test_of_several_messages_the_end_of_a_channel_does_not_say_which_was_refused(count: int, outcome: Outcome) -> None:
+    protocol = patient(retry_for=5.0)
+    receipts = [send(protocol) for _ in range(count)]
+    drain(protocol)
+    protocol.channel_closed(506, "no room", PUBLISH, 0.0)
+    protocol.connection_lost("gone", 0.1)
+    assert {receipt.outcome for receipt in receipts} == {outcome}
+
+
+def test_no_timer_is_due_while_a_suspect_waits_for_the_answers_of_others() -> None:
+    protocol = patient(retry_for=0.5)
+    others = [send(protocol) for _ in range(2)]
+    suspect = protocol.admission.send(b"x", "b", "q", 0.0)
+    assert suspect is not None
+    drain(protocol)
+    protocol.channel_closed(404, "no exchange 'b' in vhost '/'", PUBLISH, 0.0)
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 0.0)
+    assert len(left(protocol)) == 2
+    protocol.on_nack(1, False, 0.0)
+    for _ in range(100):
+        at = protocol.next_timer(1.0)
+        if at is None or at > 1.0:
+            break
+        protocol.on_timer(1.0)
+    else:
+        pytest.fail("the timer is always due")
+    protocol.on_ack(2, False, 1.1)
+    assert left(protocol, 5.0)
+    assert others[0].outcome is Outcome.NACKED
+    assert suspect.outcome is None
+
+
+def test_a_message_that_is_taken_back_without_a_channel_leaves_no_count_behind() -> None:
+    protocol = make()
+    receipt = send(protocol)
+    protocol.connection_lost("gone", 0.0, reconnects=True)
+    assert protocol.withdraw(receipt, 0.0)
+    assert protocol.unwritten == 0
