@@ -128,7 +128,7 @@ class RelayVerdict:
         missing: those that are not in the queue.
         rolled_back_and_sent: messages in the queue whose transaction has not committed.
         second_copies: how many more there were than messages.
-        unmarked: of messages with several copies, those of which more than one copy bears no mark.
+        unmarked: messages of which more than one copy has no mark.
         out_of_order: first copies that came after a later one of the same key.
         set_aside: rows that a relay has set aside.
         seconds: what it took.

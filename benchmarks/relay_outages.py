@@ -1,4 +1,4 @@
-"""Two relays under load, one of which is suspended, or cut off from the database or the broker, for a minute each.
+"""Two relays under load. One is suspended, then cut off from the database, then from the broker, for a minute each.
 
 What is committed meanwhile has to arrive within the time of a lease, in order for each key, and no message twice
 without a mark. A cut is one without a word: packets are swallowed. ``--broker rabbitmq`` starts a private RabbitMQ
@@ -56,7 +56,7 @@ class OutageVerdict:
         missing: those that have not arrived.
         rolled_back_and_sent: messages that have arrived, and whose transaction has not committed.
         second_copies: how many more arrived than messages.
-        unmarked: of messages with several copies, those of which more than one copy bears no mark.
+        unmarked: messages of which more than one copy has no mark.
         out_of_order: first copies that came after a later one of the same key.
         set_aside: rows that a relay has set aside.
         seconds: what it took.

@@ -12,7 +12,7 @@ _Answer = TypeVar("_Answer")
 
 
 class BackgroundCall(Generic[_Answer]):
-    """Calls a function, one call at a time. Whoever asks while a call runs gets its answer.
+    """Calls a function, one call at a time. A caller that asks while a call runs gets the answer of that call.
 
     Args:
         function: what is called; it must not raise.

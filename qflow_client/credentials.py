@@ -1,6 +1,6 @@
 """What a producer logs in with, if that changes, and when it is replaced.
 
-`Expiry` is sans-I/O: it reads no clock, asks nobody and writes nothing.
+`Expiry` is sans-I/O: it reads no clock, calls no callable and writes nothing.
 """
 
 from __future__ import annotations

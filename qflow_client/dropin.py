@@ -259,7 +259,7 @@ class EncodedProtocol(ProducerProtocol):
 
     @step
     def abandon(self, receipts: Sequence[Receipt], reason: str, now: float) -> None:
-        """Settle messages for which nobody waits any more as they are, so that they do not leave again.
+        """Settle messages whose callers wait no longer, so that they are not sent again.
 
         Args:
             receipts: unsettled messages, in the order of admission.

@@ -165,7 +165,7 @@ class QueueCarrier:
             self._protocol.end_writing()
 
     def _take_flow(self, queue: asyncio.Queue[Any], now: float) -> None:
-        """Take what the broker has said of the channel's flow, and nobody has asked for."""
+        """Handle the ``Channel.Flow`` frames that the broker has already sent."""
         assert self._protocol is not None
         waiting = [queue.get_nowait() for _ in range(queue.qsize())]
         for item in waiting:
@@ -206,7 +206,7 @@ class QueueCarrier:
             await self._pass_on(item)
 
     def _take_frame(self, frame: Any) -> bool:
-        """Whether a frame concerns nobody but who publishes."""
+        """Handle a frame that only concerns publishing. Return False for any other frame."""
         match frame:
             case spec.Basic.Ack() if self._is_ours(frame):
                 tag = self._tag(frame)

@@ -106,7 +106,7 @@ def first_time(message_id: str, *, consumer: str = "", using: str = "default") -
 
     Args:
         message_id: of the message.
-        consumer: for whom, if several in one database handle the same messages.
+        consumer: name of the consumer, if several in one database handle the same messages.
         using: the alias of the database.
 
     Raises:

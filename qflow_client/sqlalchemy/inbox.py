@@ -67,7 +67,7 @@ class Inbox:
         Args:
             session: the caller's; with an asynchronous one, await the result.
             message_id: of the message.
-            consumer: for whom, if several in one database handle the same messages.
+            consumer: name of the consumer, if several in one database handle the same messages.
 
         Raises:
             ValueError: the message has no id, or the database is not supported.

@@ -122,11 +122,14 @@ def test_E8_credentials_without_an_end_are_asked_for_again_when_the_broker_drops
     broker = make_broker(authenticate=tokens.authenticate)
     flows = Flows()
     producer = make_producer(broker.url, credentials=tokens, connect_in_background=True, on_flow=flows, **FAST)
-    sent = 0
+    before = producer.send(b"0", timeout=PATIENCE)
+    sent = 1
     while tokens.issued < 4:
-        producer.send(b"%d" % sent, timeout=PATIENCE)
+        # One message is in flight at any time.
+        receipt = producer.send(b"%d" % sent, timeout=PATIENCE)
+        before.result(PATIENCE)
+        before = receipt
         sent += 1
-        time.sleep(0.002)
     producer.flush(PATIENCE)
     assert list(dict.fromkeys(bodies(broker))) == [b"%d" % number for number in range(sent)]
     assert "the credentials of user 'app' have expired" in str(flows.events)
