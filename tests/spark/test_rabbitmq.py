@@ -28,6 +28,8 @@ def queue(node: RabbitMQNode, request: pytest.FixtureRequest) -> str:
     name = f"qflow-{request.node.name}"
     with pika.BlockingConnection(pika.URLParameters(node.url)) as connection:
         connection.channel().queue_declare(name, durable=True)
+    # Some of the tests kill the node.
+    node.sync()
     return name
 
 

@@ -294,7 +294,9 @@ def test_the_driver_sums_up_what_the_tasks_say(spark: SparkSession, tmp_path: Pa
         done = in_background(
             write, numbers(spark, 100), broker.url, routingKey="rows", summaryPath=tmp_path / "s", jobId="held"
         )
-        broker.wait_until(lambda b: len(b.producers()) == 2 and all(c.flowed for c in b.producers()), timeout=PATIENCE)
+        broker.wait_until(
+            lambda b: len(b.producers()) == 2 and all(c.flowed and c.flow_ok for c in b.producers()), timeout=PATIENCE
+        )
         broker.flow(True)
         done.result(PATIENCE)
     (summary,) = map(json.loads, (tmp_path / "s").read_text().splitlines())
