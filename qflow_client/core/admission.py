@@ -298,7 +298,7 @@ class Admission:
     def count_unwritten(
         self, others: Callable[[], Iterable[Receipt]], written_to: Callable[[], int], now: float
     ) -> None:
-        """Count the unwritten bytes anew.
+        """Count the unwritten bytes anew, and raise or lift the hold of the socket accordingly.
 
         Args:
             others: returns the messages besides `unsent` that are to be written.
@@ -314,6 +314,8 @@ class Admission:
                 break
         if size > self._max_unwritten:
             self.gate.hold(HoldKind.TRANSPORT, now=now)
+        elif self.is_nearly_written:
+            self.gate.lift(HoldKind.TRANSPORT, now=now)
 
     def heal(self, unsettled: Callable[[], Sequence[Receipt]]) -> None:
         """Repair what an unfinished step has left. `unsettled` returns what is admitted and not settled."""

@@ -29,6 +29,9 @@ __all__ = ["Channel"]
 _BASIC_PUBLISH = (60, 40)
 _NO_METHOD = (0, 0)
 
+# Why a channel has ended, if an interrupt has lost the reason.
+_LOST = "the connection is lost"
+
 # What can still be said of a message that no broker has answered, if it is in an outbox.
 _UNANSWERED = (Outcome.UNKNOWN, Outcome.FAILED, Outcome.NACKED)
 
@@ -195,10 +198,11 @@ class Channel:
         if method in (_BASIC_PUBLISH, _NO_METHOD) and (confirms or self._unconfirmed.outbound.begun == 1):
             suspects = [each for each in begun if each._reply is None]
         no_room = resending.refusals.retries and means_no_room(code, text)
-        # Only a lone message is known to be the cause. If no method is named, an operator may have closed the channel,
-        # but would hardly do so twice.
+        # Only a lone message is known to be the cause, unless another one has expired on this channel. If no method is
+        # named, an operator may have closed the channel, but would hardly do so twice.
         told = method == _BASIC_PUBLISH or any(each._number in resending.suspects.numbers for each in suspects)
-        culprits = suspects if len(suspects) == 1 and told and not no_room else []
+        is_alone = len(suspects) == 1 and not self._unconfirmed.has_expired
+        culprits = suspects if is_alone and told and not no_room else []
         if not culprits and not confirms:
             words = "%s: the broker closed the channel: %d %s; without confirms it is not known what is lost"
             self._reports.log(logging.WARNING, words, self._settings.name, code, text)
@@ -208,7 +212,7 @@ class Channel:
             self.keep(
                 now, culprits=[each for each in suspects if resending.refusals.note(each, now)], reply=(code, text)
             )
-            if len(suspects) == 1:
+            if is_alone:
                 resending.refusals.note_answered(suspects[0])
             if self._admission.window.used:
                 return f"{code} {text}"
@@ -306,7 +310,9 @@ class Channel:
         begun = {receipt._number for receipt in unconfirmed.begun()}
         for receipt in expired:
             resending.forget_sent(receipt)
-            if receipt._number not in begun and self.number is not None:
+            if receipt._number in begun:
+                unconfirmed.has_expired = True
+            elif self.number is not None:
                 cost = admission.cost(receipt)
                 admission.unwritten -= cost
         outcomes = [self._outcome_at_end(each, begun) for each in expired]
@@ -355,9 +361,14 @@ class Channel:
             self._open(now)
         elif self.number is None and self._settings.on_disconnect is OnDisconnect.FAIL:
             # The interrupt may have come before the end of a channel had an effect. So below.
-            self.settle_all("the connection is lost", now)
+            self._end_again(now)
+            self.settle_all(_LOST, now)
         elif self.number is None:
+            self._end_again(now)
             self.keep(now)
+
+    def _end_again(self, now: float) -> None:
+        self.disconnect(_LOST, now, held=self._admission.closed is None)
 
     def _discard_settled(self) -> None:
         self._resending.discard_settled()

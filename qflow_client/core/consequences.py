@@ -22,16 +22,13 @@ class Consequences:
 
     Args:
         parts: of the protocol.
-        now: seconds.
     """
 
-    def __init__(self, parts: Parts, now: float) -> None:
+    def __init__(self, parts: Parts) -> None:
         self._parts = parts
         # Those that every answer of the broker comes to.
         self._gate, self._controller = parts.gate, parts.controller
         self._reports, self._untold, self._waiters = parts.reports, parts.untold, parts.waiters
-        #: The time of the last `channel_opened`, `advance` or `on_timer`.
-        self.now = now
         parts.gate.observer = self._hold_changed
         parts.steps.heal, parts.steps.follow_up = self._heal, self._follow_up
 
@@ -146,7 +143,7 @@ class Consequences:
 
     def _heal(self) -> None:
         """Repair what an unfinished step has left, see `step`."""
-        parts, now = self._parts, self.now
+        parts, now = self._parts, self._parts.steps.now
         parts.settling.heal()
         parts.channel.heal(now)
         # Not `take_back`: the I/O thread may be giving the bytes to the socket.
@@ -162,5 +159,7 @@ class Consequences:
 
     def _follow_up(self) -> None:
         """Do what was to follow from an unfinished step."""
+        now = self._parts.steps.now
+        self.lift_untold(0, now)
         self._waiters.wake_unflowed()
-        self.go_on(self.now)
+        self.go_on(now)

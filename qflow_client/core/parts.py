@@ -47,8 +47,8 @@ class Parts:
     ) -> None:
         self.settings = settings
         prefix = id_prefix if settings.message_ids else None
-        #: Whether the last step came to its end.
-        self.steps = Steps()
+        #: Whether the last step came to its end, and the time.
+        self.steps = Steps(now)
         #: What limits admission.
         self.limits = Limits(settings, line)
         self.controller = self.limits.controller

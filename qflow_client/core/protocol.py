@@ -56,9 +56,6 @@ from qflow_client.settings import OnDisconnect, ProducerSettings
 
 __all__ = ["ProducerProtocol"]
 
-# The source of the hold while what was declared is declared again.
-_RESTORING = "restoring"
-
 
 class ProducerProtocol:
     """The state of one producer.
@@ -110,7 +107,7 @@ class ProducerProtocol:
         self._unconfirmed, self._settling, self._writing = parts.unconfirmed, parts.settling, parts.writing
         self._retrying, self._untold, self._expiry = parts.retrying, parts.untold, parts.expiry
         #: What follows from a step.
-        self.consequences = Consequences(parts, now)
+        self.consequences = Consequences(parts)
         self.gate.hold(HoldKind.DISCONNECTED, now=now)
 
     # What it is.
@@ -202,15 +199,16 @@ class ProducerProtocol:
 
     @step
     def withdraw(self, receipt: Receipt, now: float) -> bool:
-        """Take back an admitted message, unless a byte of it is written: then it is not sent and never will be.
+        """Settle an admitted message as *failed*, unless a byte of it is written. It is reported nowhere.
 
         Returns:
-            Whether it is taken back.
+            Whether it was not sent and never will be.
         """
         self._writing.take_back()
         unsent = self.admission.unsent
         if receipt not in unsent:
-            return False
+            # An interrupted call may have settled it.
+            return receipt._outcome is Outcome.FAILED
         cost = self.admission.cost(receipt)
         self._settling.settle_silently(receipt, Outcome.FAILED, now)
         unsent.remove(receipt)
@@ -247,13 +245,9 @@ class ProducerProtocol:
             channel: its number.
             frame_max: the negotiated frame size in bytes; 0 for no limit.
             now: seconds.
-            restores: what was declared is declared again, and no message leaves before `restored`.
+            restores: what was declared is declared again. Until `restored`, sends stay held and no message leaves.
         """
         self.channel.is_restoring = restores
-        if restores:
-            detail = "what was declared is declared again"
-            self.gate.hold(HoldKind.DISCONNECTED, now=now, source=_RESTORING, detail=detail)
-        self.consequences.now = now
         self.consequences.expire(now)
         self._writing.has_ended = False
         self.channel.open(channel, frame_max, now)
@@ -270,7 +264,7 @@ class ProducerProtocol:
         """What was declared is there again: messages may leave."""
         self.channel.is_restoring = False
         self.consequences.apply_stops(now)
-        self.consequences.lift(HoldKind.DISCONNECTED, now, _RESTORING)
+        self.consequences.go_on(now)
 
     @step
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
@@ -354,7 +348,7 @@ class ProducerProtocol:
         steps = self.steps
         if steps.is_unfinished:
             steps.resume()
-        steps.is_unfinished = True
+        steps.is_unfinished, steps.now = True, now
         self._settling.settle_acked(acks, now)
         self.consequences.update(now)
         steps.is_unfinished = False
@@ -392,7 +386,7 @@ class ProducerProtocol:
         if steps.is_unfinished:
             steps.resume()
         steps.is_unfinished = True
-        data = self._writing.next_bytes(limit, self.consequences.now)
+        data = self._writing.next_bytes(limit, steps.now)
         steps.is_unfinished = False
         return data
 
@@ -405,11 +399,10 @@ class ProducerProtocol:
         steps = self.steps
         if steps.is_unfinished:
             steps.resume()
-        steps.is_unfinished = True
+        steps.is_unfinished, steps.now = True, now
         outbound = self._unconfirmed.outbound
         outbound.advance(count)
         self.admission.unwritten -= count
-        self.consequences.now = now
         if not self.settings.confirms:
             self._settling.settle_written(now)
             self.consequences.update(now)
@@ -464,6 +457,5 @@ class ProducerProtocol:
     @step
     def on_timer(self, now: float) -> None:
         """Time has passed."""
-        self.consequences.now = now
         self.consequences.expire(now)
         self.consequences.go_on(now)

@@ -73,7 +73,9 @@ class Retrying:
     def go_on(self, now: float) -> None:
         """Settle refused messages whose time is over, and hold new messages while suspects have to leave before."""
         resending, gate = self._resending, self._gate
-        if self._channel.number is None or (resending.is_idle and not gate.is_held_by(HoldKind.DISCONNECTED)):
+        if self._channel.number is None or self._channel.is_restoring:
+            return
+        if resending.is_idle and not gate.is_held_by(HoldKind.DISCONNECTED):
             return
         if resending.refusals.retry_at is not None:
             self._settling.expire(now)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from inspect import signature
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 __all__ = ["Steps", "step"]
@@ -29,16 +30,22 @@ _R = TypeVar("_R")
 
 
 class Steps:
-    """Knows whether the last step of a producer came to its end; shared by all that take its steps."""
+    """Knows whether the last step of a producer came to its end, and the time; shared by all that take its steps.
 
-    __slots__ = ("follow_up", "heal", "is_unfinished")
+    Args:
+        now: seconds.
+    """
+
+    __slots__ = ("follow_up", "heal", "is_unfinished", "now")
 
     #: Repairs what an unfinished step has left; set by `Consequences`.
     heal: Callable[[], None]
     #: Does what was to follow from it; likewise.
     follow_up: Callable[[], None]
 
-    def __init__(self) -> None:
+    def __init__(self, now: float) -> None:
+        #: The time of the last step that was given one. For steps without, and for repairs.
+        self.now = now
         #: True while a step runs, and after one that was interrupted.
         self.is_unfinished = False
 
@@ -57,10 +64,15 @@ _Self = TypeVar("_Self", bound=_HasSteps)
 
 
 def step(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
-    """Make a step of a method: it begins in a clean state."""
+    """Make a step of a method: it begins in a clean state. If it has a parameter `now`, that is given by position."""
+    parameters = tuple(signature(method).parameters)
+    # Where `now` stands behind `self`; -1 if the method has none.
+    at = parameters.index("now") - 1 if "now" in parameters else -1
 
     def take(self: _Self, *arguments: _P.args, **named: _P.kwargs) -> _R:
         steps = self.steps
+        if at >= 0:
+            steps.now = arguments[at]  # type: ignore[assignment]  # see above
         heals = steps.is_unfinished
         if heals:
             steps.heal()

@@ -37,7 +37,7 @@ def body_of(payload: bytes | Message) -> bytes:
 class Unconfirmed:
     """The messages on the wire of one channel after the other."""
 
-    __slots__ = ("_by_number", "_is_ordered", "_last", "_low", "encoder", "flight", "outbound")
+    __slots__ = ("_by_number", "_is_ordered", "_last", "_low", "encoder", "flight", "has_expired", "outbound")
 
     encoder: PublishEncoder
 
@@ -46,6 +46,9 @@ class Unconfirmed:
         self.flight: dict[int, Receipt] = {}
         #: What is being written.
         self.outbound = Outbound()
+        #: Whether a message of this channel was settled after it had begun and before the broker answered it. The
+        #: broker may still close the channel over it.
+        self.has_expired = False
         # A tag below which nothing is unsettled.
         self._low = 1
         # The number of the last message that got one, and whether all in flight are in the order of admission.
@@ -65,7 +68,7 @@ class Unconfirmed:
         flight: dict[int, Receipt] = {}
         outbound, by_number = Outbound(), list[tuple[int, int, Receipt]]()
         self.encoder, self.flight, self.outbound, self._by_number = encoder, flight, outbound, by_number
-        self._low, self._last, self._is_ordered = 1, 0, True
+        self._low, self._last, self._is_ordered, self.has_expired = 1, 0, True, False
 
     @property
     def oldest(self) -> int:

@@ -157,3 +157,49 @@ def test_E7_the_state_of_ten_thousand_messages_is_fifty_marks(count: int) -> Non
     for number in range(count):
         expiry.expired_before(number, number / count * TIMEOUT)
     assert len(expiry._marks) <= 51
+
+
+def test_E16_an_innocent_message_is_not_rejected_for_one_that_has_expired_on_the_wire() -> None:
+    protocol = expiring()
+    culprit = send(protocol, b"culprit")
+    drain(protocol)
+    run_until(protocol, 5.0)
+    innocent = send(protocol, b"innocent", now=5.0)
+    drain(protocol, 5.0)
+    run_until(protocol, 10.5, 5.0)
+    assert outcomes([culprit, innocent]) == [Outcome.UNKNOWN, None]
+    protocol.channel_closed(404, "NOT_FOUND", (60, 40), 10.6)
+    assert innocent.outcome is None
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 10.7)
+    assert wire(drain(protocol, 10.7)).short == [b"innocent"]
+    protocol.on_ack(1, False, 10.8)
+    assert innocent.outcome is Outcome.CONFIRMED
+
+
+def test_E16_a_message_whose_channel_closes_again_is_rejected_though_another_had_expired_before() -> None:
+    protocol = expiring()
+    send(protocol, b"expires")
+    drain(protocol)
+    run_until(protocol, 5.0)
+    culprit = send(protocol, b"culprit", now=5.0)
+    drain(protocol, 5.0)
+    run_until(protocol, 10.5, 5.0)
+    for now in (10.6, 10.8):
+        assert culprit.outcome is None
+        protocol.channel_closed(404, "NOT_FOUND", (60, 40), now)
+        protocol.channel_opened(CHANNEL, FRAME_MAX, now + 0.1)
+        drain(protocol, now + 0.1)
+    assert culprit.outcome is Outcome.REJECTED
+
+
+def test_E16_of_a_message_and_one_that_has_expired_on_the_wire_it_is_not_known_which_was_refused() -> None:
+    protocol = expiring(retries=Backoff(1.0, 8.0, 0.0), retry_for=1000.0)
+    send(protocol, b"expires")
+    drain(protocol)
+    run_until(protocol, 5.0)
+    other = send(protocol, b"other", now=5.0)
+    drain(protocol, 5.0)
+    run_until(protocol, 10.5, 5.0)
+    protocol.channel_closed(506, "no room", (60, 40), 10.6)
+    protocol.connection_lost("gone", 10.7)
+    assert other.outcome is Outcome.UNKNOWN

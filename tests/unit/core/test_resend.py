@@ -378,7 +378,7 @@ def test_while_what_was_declared_is_declared_again_only_answers_leave() -> None:
     send(protocol, b"never written")
     lose(protocol)
     protocol.channel_opened(CHANNEL, FRAME_MAX, 2.0, restores=True)
-    assert [(str(hold.kind), hold.source) for hold in protocol.reports.holds] == [("disconnected", "restoring")]
+    assert holds(protocol) == ["disconnected"]
     waiting = wait(protocol, b"waits", 2.0)
     protocol.on_flow(False, 2.0)
     protocol.on_flow(True, 2.0)
@@ -405,3 +405,22 @@ def test_a_channel_that_is_lost_while_it_is_restored_leaves_everything_to_the_ne
     (message,) = wire(drain(protocol, 5.0)).messages
     assert is_marked(message)
     assert holds(protocol) == []
+
+
+def test_no_hold_of_a_channel_that_was_never_restored_is_left_to_the_next_one() -> None:
+    protocol = make()
+    lose(protocol, 1.0)
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 2.0, restores=True)
+    lose(protocol, 3.0)
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 4.0)
+    assert holds(protocol) == []
+    send(protocol, b"x", 4.0)
+    assert drain(protocol, 4.0)
+
+
+def test_a_producer_that_is_closed_while_its_channel_is_restored_is_held_by_nothing_of_it() -> None:
+    protocol = make()
+    lose(protocol, 1.0)
+    protocol.channel_opened(CHANNEL, FRAME_MAX, 2.0, restores=True)
+    protocol.connection_lost("the end", 3.0)
+    assert [hold.source for hold in protocol.gate.holds] == [""]

@@ -363,3 +363,87 @@ def test_a_message_that_has_begun_is_not_withdrawn() -> None:
     begun = write(protocol, 1)
     assert not protocol.withdraw(receipt, 0.0)
     assert wire(begun + drain(protocol)).short == [b"1"]
+
+
+def test_E2_an_interrupt_leaves_no_hold_of_a_socket_that_has_taken_all() -> None:
+    for at in range(1, 1000):
+        protocol = make(max_unwritten_bytes=100)
+        send(protocol, bytes(200))
+        ticket = wait(protocol, b"waits")
+        come = interrupted(lambda: drain(protocol), at)  # noqa: B023  # called at once
+        protocol.on_timer(1.0)
+        drain(protocol)
+        assert ticket.receipt is not None
+        assert protocol.gate.is_open
+        if not come:
+            assert at > 10
+            return
+
+
+def test_E2_an_interrupt_leaves_no_hold_of_callbacks_that_have_come_to_their_end() -> None:
+    lifted = 0
+    for at in range(1, 1000):
+        protocol = make(capacity=2)
+        protocol.reports.settled = []
+        for tag in (1, 2, 3):
+            send(protocol)
+            drain(protocol)
+            protocol.on_ack(tag, False, 0.0)
+        assert len(protocol.take_settled(0.0)) == 3
+        assert protocol.gate.is_held_by("capacity")
+        come = interrupted(lambda: protocol.told(3, 0.0), at)  # noqa: B023  # called at once
+        protocol.on_timer(1.0)
+        assert protocol.gate.is_open is (protocol.parts.untold.count == 0)
+        lifted += protocol.gate.is_open
+        if not come:
+            assert lifted > 5
+            return
+
+
+@pytest.mark.parametrize("lose", [_lose, lambda life: life.protocol.channel_closed(541, "ERROR", (0, 0), 1.0)])
+def test_E2_an_interrupt_leaves_no_hold_of_a_channel_that_has_ended(lose: Callable[[Life], object]) -> None:
+    for at in range(1, 1000):
+        life = Life(told=False)
+        protocol = life.protocol
+        protocol.on_flow(False, 1.0)
+        protocol.on_blocked("memory", 1.0)
+        come = interrupted(lambda: lose(life), at)  # noqa: B023  # called at once
+        protocol.on_timer(1.0)
+        ended = protocol.channel.number is None
+        assert {str(hold.kind) for hold in protocol.gate.holds} - {"capacity"} == (
+            {"disconnected"} if ended else {"channel_flow", "connection_blocked"}
+        )
+        if not come:
+            assert ended
+            assert at > 10
+            return
+
+
+def test_E2_a_second_try_to_withdraw_a_message_comes_to_the_end_of_the_first() -> None:
+    for at in range(1, 1000):
+        protocol = make()
+        receipt = send(protocol)
+        come = interrupted(lambda: protocol.withdraw(receipt, 0.0), at)  # noqa: B023  # called at once
+        assert protocol.withdraw(receipt, 0.0)
+        assert (receipt._outcome, protocol.unsettled, drain(protocol)) == (Outcome.FAILED, 0, b"")
+        if not come:
+            assert at > 10
+            return
+
+
+def test_E2_the_time_for_retries_does_not_jump_when_a_step_is_repaired() -> None:
+    for at in range(1, 1000):
+        protocol = make(retries=Backoff(1.0, 8.0, 0.0), retry_for=15.0)
+        receipt = send(protocol)
+        drain(protocol)
+        protocol.on_nack(1, False, 0.0)
+        protocol.on_blocked("memory", 1.0)
+        come = interrupted(lambda: protocol.on_unblocked(100.0), at)  # noqa: B023  # called at once
+        protocol.hold("paused", 100.0)
+        if protocol.is_stopped:
+            protocol.on_unblocked(100.0)
+        protocol.on_timer(110.0)
+        assert receipt.outcome is None, "it was tried again for 11 of 15 seconds"
+        if not come:
+            assert at > 10
+            return

@@ -42,12 +42,12 @@ def test_a_duration_is_that_of_the_oldest_of_what_is_settled_together(recorded: 
     for at in range(5):
         send(protocol, now=10.0 + at)
     drain(protocol)
-    protocol.on_ack(3, True, now=20.0)
+    protocol.on_ack(3, True, 20.0)
     observer.tell(now=20.0)
     assert seconds(recorded) == [10.0]
-    protocol.on_ack(5, False, now=21.0)
+    protocol.on_ack(5, False, 21.0)
     observer.tell(now=21.0)
-    protocol.on_ack(4, False, now=22.0)
+    protocol.on_ack(4, False, 22.0)
     observer.tell(now=22.0)
     assert seconds(recorded) == [10.0, 7.0, 9.0]
     assert observer.began == {}
@@ -102,7 +102,7 @@ def test_durations_are_recorded_at_most_a_hundred_times_a_second_and_the_longest
     for at in range(100):
         send(protocol, now=at / 1000)
         drain(protocol)
-        protocol.on_ack(at + 1, False, now=at / 1000 + (5.0 if at == 55 else 1.0))
+        protocol.on_ack(at + 1, False, at / 1000 + (5.0 if at == 55 else 1.0))
         observer.tell(now=1.0 + at / 1000)
     assert len(recorded) == 10
     assert max(seconds(recorded)) == 5.0
@@ -116,11 +116,11 @@ def test_durations_are_recorded_at_most_a_hundred_times_a_second_and_the_longest
 def test_the_wait_for_admission_is_a_part_of_the_duration(recorded: Recorded) -> None:
     protocol = make()
     observer = observe(protocol, recorded)
-    protocol.hold("paused", now=0.0)
+    protocol.hold("paused", 0.0)
     wait(protocol, now=1.0)
-    protocol.lift("paused", now=5.0)
+    protocol.lift("paused", 5.0)
     drain(protocol)
-    protocol.on_ack(1, False, now=7.0)
+    protocol.on_ack(1, False, 7.0)
     observer.tell()
     assert seconds(recorded) == [6.0]
 
@@ -130,7 +130,7 @@ def test_what_was_sent_before_is_counted_and_has_no_duration(recorded: Recorded)
     send(protocol)
     observer = observe(protocol, recorded)
     drain(protocol)
-    protocol.on_ack(1, False, now=7.0)
+    protocol.on_ack(1, False, 7.0)
     observer.tell()
     assert seconds(recorded) == []
     assert observer.counts == {("q", Outcome.CONFIRMED): 1}
@@ -144,7 +144,7 @@ def test_one_ack_of_several_destinations_and_outcomes_is_told_apart(recorded: Re
     send(protocol, key="b", now=1.0)
     drain(protocol)
     returned(protocol, lost.message_id, key="a")
-    protocol.on_ack(3, True, now=3.0)
+    protocol.on_ack(3, True, 3.0)
     observer.tell()
     assert observer.counts == {
         ("a", Outcome.CONFIRMED): 1,
@@ -162,7 +162,7 @@ def test_what_a_connection_takes_with_it_is_told(recorded: Recorded) -> None:
     drain(protocol)
     protocol.parts.unconfirmed.outbound.stopped = True
     send(protocol)
-    protocol.connection_lost("gone", now=2.0)
+    protocol.connection_lost("gone", 2.0)
     assert observer.counts == {("q", Outcome.UNKNOWN): 1, ("q", Outcome.FAILED): 1}
     # What was never written was not sent.
     (sent,) = telemetry._sent(observer)
@@ -170,7 +170,7 @@ def test_what_a_connection_takes_with_it_is_told(recorded: Recorded) -> None:
     # And a connection that takes nothing with it tells nothing.
     empty = make()
     assert observe(empty, recorded).counts == {}
-    empty.connection_lost("gone", now=2.0)
+    empty.connection_lost("gone", 2.0)
     with pytest.raises(ProducerClosed):
         empty.admission.send(b"x", "", "q", 3.0)
 
@@ -188,8 +188,8 @@ def test_without_confirms_what_is_written_is_settled(recorded: Recorded) -> None
 def test_a_refusal_is_counted_by_the_oldest_hold_or_by_the_line() -> None:
     protocol = make()
     protocol.line.count_refusal()
-    protocol.hold("paused", now=0.0)
-    protocol.hold("rate", now=0.0)
+    protocol.hold("paused", 0.0)
+    protocol.hold("rate", 0.0)
     protocol.line.count_refusal()
     protocol.line.count_refusal()
     assert protocol.line.refusals == {"line": 1, "paused": 2}
@@ -202,7 +202,7 @@ def test_what_a_producer_that_is_collected_as_garbage_has_counted_is_kept(monkey
     monkeypatch.setattr(telemetry, "_metrics", None)
     producer = Producer()
     protocol = make()
-    protocol.hold("paused", now=0.0)
+    protocol.hold("paused", 0.0)
     telemetry.watch(producer, protocol, ProducerSettings(name="orders"), "amqp://localhost")
     metrics = telemetry._metrics
     assert metrics is not None
