@@ -89,6 +89,14 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
     def data_received(self, data: bytes) -> None:
         """Give what came to the tap, and do what follows from it."""
         try:
+            self._take(data)
+        except BaseException as error:
+            # Ctrl-C, for example. What is lost of it may be an answer for which somebody waits.
+            self.fail(f"{type(error).__name__} came while the broker's answers were taken, and some may be lost")
+            raise
+
+    def _take(self, data: bytes) -> None:
+        try:
             passed = LOOPS.take(lambda: self._tap.received(data, _monotonic()))
         except FrameError as error:
             self._garbage(error)

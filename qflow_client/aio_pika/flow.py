@@ -144,6 +144,8 @@ class ChannelFlow(DropInFlow):
         self._mandatory: dict[str, asyncio.Future[Any]] = {}
         # What ended the last channel: the error for messages that were published on it.
         self._reason: BaseException | None = None
+        # True while a call of `after` is scheduled on the loop.
+        self._passes_on = False
         # What calls the protocol when its time comes.
         self._timer: asyncio.TimerHandle | None = None
         self._turns = Turns(self._loop, lambda: self.protocol, self._kick, self._arm)
@@ -499,12 +501,14 @@ class ChannelFlow(DropInFlow):
 
     def after(self) -> None:
         """Tell whom there is to tell."""
+        self._passes_on = False
         protocol = self.protocol
         if protocol.returned:
             self._tell_returns()
-        wake, protocol.reports.wake = protocol.reports.wake, []
-        for waiter in wake:
+        # In this order: an interrupt wakes twice, which changes nothing.
+        for waiter in protocol.reports.wake:
             _wake(waiter)
+        protocol.reports.wake = []
         if protocol.reports.failures:
             # Whoever published is told.
             protocol.reports.forget_failures()
@@ -524,10 +528,15 @@ class ChannelFlow(DropInFlow):
         return protocol.unwritten > _ENOUGH or (protocol.is_stopped and protocol.has_answer)
 
     def _kick(self) -> None:
-        """Have what there is written, and tell whom there is to tell."""
+        """Have what there is written, and have the loop tell whom there is to tell."""
         if self._number is not None and self.protocol.unwritten > 0 and not self._tapped.awake:
             self._tapped.wake()
-        self.after()
+        if self._loop.is_closed():
+            self.after()
+        elif not self._passes_on:
+            # The loop does it, because an interrupt here would lose wake-ups and log lines.
+            self._loop.call_soon(self.after)
+            self._passes_on = True
 
     def _arm(self) -> None:
         """Have the protocol told when its time comes."""

@@ -95,7 +95,11 @@ def _ack_head(number: int) -> bytes:
 
 
 class TapChannel(Protocol):
-    """What the tap tells, and asks, a publishing channel. `ProducerProtocol` is one."""
+    """What the tap tells, and asks, a publishing channel. `ProducerProtocol` is one.
+
+    If an exception such as KeyboardInterrupt leaves a call that tells what the broker says, answers may be lost. Then the
+    tap takes nothing more, and the connection has to end.
+    """
 
     @property
     def unfinished(self) -> bytes:
@@ -195,6 +199,8 @@ class Tap:
         self._updates: deque[Callable[[], object]] = deque()
         # The negotiated heartbeat interval in seconds; 0 for none.
         self.heartbeat = 0.0
+        # Whether an exception has left `received`, so that a part of its data may be lost.
+        self._is_torn = False
         # When the library last was given anything.
         self._fed_at = 0.0
         # The channel that has a frame on the wire which has not ended.
@@ -324,10 +330,14 @@ class Tap:
             and the next call raises, also one with no data.
 
         Raises:
-            FrameError: they are not AMQP frames, or a method frame that is ours cannot be decoded.
+            FrameError: they are not AMQP frames, or a method frame that is ours cannot be decoded. Or an exception has
+                left an earlier call, so a part of what it was given may be lost.
         """
+        if self._is_torn:
+            self.error = FrameError("bytes of which an interrupt has lost a part")
         if self.error is not None:
             raise self.error
+        self._is_torn = True
         self.heard_at = now
         passed: list[bytes] = []
         try:
@@ -335,10 +345,11 @@ class Tap:
             if rest:
                 self._take_frames(rest, passed, now)
         except FrameError as error:
-            self.error = error
+            self.error, self._is_torn = error, False
             # What came before it, such as the Connection.Close that explains it, still counts.
             if not passed:
                 raise
+        self._is_torn = False
         if passed:
             self._fed_at = now
             return b"".join(passed)

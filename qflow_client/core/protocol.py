@@ -344,7 +344,7 @@ class ProducerProtocol:
         self.consequences.update(now)
 
     def on_acks(self, acks: list[tuple[int, int]], now: float) -> None:
-        """The acks of one read, as the tap has them: `Tap` says what is in the list."""
+        """The acks of one read: `TapChannel` says what is in the list, and what an interrupt costs."""
         steps = self.steps
         if steps.is_unfinished:
             steps.resume()

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qflow_client.aio.aiormq_io import TapTransport
+from qflow_client.aio.aiormq_io import TapTransport, _TapProtocol
 from qflow_client.amqp.tap import Tap
 from tests.interrupting import interrupted
 from tests.unit.messages import Messages
@@ -243,3 +243,30 @@ def test_nothing_is_read_while_answers_gather_or_the_library_has_enough(pauses: 
         assert raw.reads
         tapped.received(21, for_library=False)
         assert [each for each, _ in loop.later] == [0.25, 0.125]
+
+
+def test_E2_a_read_that_is_interrupted_ends_the_connection_because_answers_may_be_lost() -> None:
+    class Transport:
+        aborted = False
+
+        def abort(self) -> None:
+            self.aborted = True
+
+    loop = asyncio.new_event_loop()
+    aborted = 0
+    for at in range(1, 1000):
+        reader = asyncio.StreamReader(loop=loop)
+        protocol, transport = _TapProtocol(reader, loop, bool), Transport()
+        protocol.connection_made(transport)  # type: ignore[arg-type]  # it is only aborted
+        # A heartbeat, which is the library's.
+        come = interrupted(lambda: protocol.data_received(b"\x08" + bytes(6) + b"\xce"), at)  # noqa: B023  # called at once
+        is_read = reader._buffer == b"\x08" + bytes(6) + b"\xce"  # type: ignore[attr-defined]  # asyncio's own
+        # A second time it comes to the call that ends the connection itself, or before that.
+        assert is_read or transport.aborted or at == 1
+        aborted += transport.aborted
+        if not come:
+            assert is_read
+            assert not transport.aborted
+            assert aborted > 3
+            break
+    loop.close()

@@ -30,6 +30,7 @@ from qflow_client.amqp.frames import (
 )
 from qflow_client.amqp.tap import Tap
 from tests.effort import rounds
+from tests.interrupting import interrupted
 from tests.unit.messages import Messages
 
 from .support import Wire, drain, holds, make, place, send, wire
@@ -903,3 +904,37 @@ def test_a_channel_that_goes_in_the_middle_of_its_last_frame_has_that_ended_all_
     assert tap.data_to_write(100) == b"othermore"
     tap.advance(2, 0.0)
     assert tap.data_to_write(100) == b"hermore"
+
+
+@pytest.mark.parametrize("cut", [0, 30, 63, 65])
+def test_E2_after_an_interrupted_read_the_tap_takes_nothing_more_so_no_answer_is_missed(cut: int) -> None:
+    data = b"".join(encode(Basic.Ack(delivery_tag=tag)) for tag in range(1, 9))
+    data += encode(Basic.Nack(delivery_tag=9))
+    missed = 0
+    for at in range(1, 1000):
+        protocol = make()
+        receipts = [send(protocol) for _ in range(9)]
+        drain(protocol)
+        tap = Tap()
+        tap.attach(1, protocol, 0.0)
+        assert tap.received(data[:cut], 0.0) == b""
+        before = protocol.unsettled
+        come = interrupted(lambda: tap.received(data[cut:], 0.0), at)  # noqa: B023  # called at once
+        words = ""
+        for _ in range(2):
+            try:
+                tap.received(b"", 0.0)
+            except FrameError as error:
+                words = str(error)
+        if words:
+            assert come
+            assert words == "bytes of which an interrupt has lost a part"
+            missed += 1
+        else:
+            # It came before the read had begun, or after its end.
+            protocol.on_timer(0.0)
+            assert protocol.unsettled in (before, 0)
+        if not come:
+            assert all(receipt.done for receipt in receipts)
+            assert missed > 10
+            return
