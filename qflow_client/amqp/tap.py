@@ -97,8 +97,8 @@ def _ack_head(number: int) -> bytes:
 class TapChannel(Protocol):
     """What the tap tells, and asks, a publishing channel. `ProducerProtocol` is one.
 
-    If an exception such as KeyboardInterrupt leaves a call that tells what the broker says, answers may be lost. Then the
-    tap takes nothing more, and the connection has to end.
+    If an exception such as KeyboardInterrupt leaves a call that tells what the broker says, answers may be lost. Then
+    the tap takes nothing more, and the connection has to end.
     """
 
     @property
