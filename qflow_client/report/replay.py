@@ -220,14 +220,14 @@ class Replay:
         """What has been."""
         marks = self.queue.limits.stop_resume
         senders = self.senders.values()
-        peak = self.queue.peak_depth
+        peak = self.queue.contents.peak_depth
         return ReplayResult(
             stop=marks.stop_count,
             resume=marks.resume_count or 0,
             capacities={sender.name: sender.capacity for sender in senders},
             peak=peak,
             overshoot=max(0, peak - marks.stop_count) if marks.stop_count else 0,
-            times_on=self.queue.flow_stopped_count,
+            times_on=self.queue.flows.times_on,
             seconds_flowed=sum(sender.flowed for sender in senders) * self.round_trip,
             seconds_full=sum(sender.full for sender in senders) * self.round_trip,
             delay=self.delay * self.round_trip,

@@ -324,7 +324,7 @@ class Broker:
         Raises:
             ChannelException: 404; there is no such queue.
         """
-        return self._call(lambda: self._copies(self._host.queue(queue).oldest_first()))
+        return self._call(lambda: self._copies(self._host.queue(queue).contents.oldest_first()))
 
     def _copies(self, entries: Iterable[QueueEntry]) -> tuple[BrokerMessage, ...]:
         """Copies of messages; the bodies that are not in memory are read here and now."""

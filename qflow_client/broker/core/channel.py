@@ -341,8 +341,9 @@ class Channel(CountedSource):
         if queues:
             for queue in queues:
                 queue.enqueue(message)
-                if queue.active:
-                    queue.deliver()
+                dispatcher = queue.dispatcher
+                if dispatcher.active:
+                    dispatcher.deliver()
         elif target.mandatory:
             self._return(message)
         if confirms is not None:
@@ -702,7 +703,7 @@ class Channel(CountedSource):
         if self.confirms is not None:
             # Its client will never learn what becomes of them, so nothing does.
             for waiting in self.waiting:
-                waiting.queues[0].count_drop(DropReason.REFUSED)
+                waiting.queues[0].contents.count_drop(DropReason.REFUSED)
                 self.host.waiting.stop(waiting)
             self.waiting.clear()
         if self.transaction is not None:

@@ -154,7 +154,7 @@ class Returning:
     def _hold(self, queue: QueueView) -> None:
         if queue not in self._queues:
             self._queues[queue] = None
-            queue.hold_deliveries(1)
+            queue.dispatcher.hold(1)
 
     def tick(self, now: float) -> None:
         """Return a slice."""
@@ -164,15 +164,15 @@ class Returning:
         del self._deliveries[-self.AT_ONCE :]
         for queue, entries in back.items():
             self._hold(queue)
-            queue.requeue(entries)
+            queue.dispatcher.requeue(entries)
         if self._deliveries:
             self._host.wake_at(self, now)
             return
         for queue in self._queues:
-            queue.hold_deliveries(-1)
+            queue.dispatcher.hold(-1)
             queue.trim()
         for queue in self._queues:
-            queue.dispatch()
+            queue.dispatcher.dispatch()
 
 
 class Consuming:
@@ -253,7 +253,7 @@ class Consuming:
             raise ConnectionException(
                 ReplyCode.NOT_ALLOWED, f"consumer tag '{tag}' is in use on channel {self.number}; choose another"
             )
-        if queue.exclusive_consumer is not None or (exclusive and queue.consumers):
+        if queue.dispatcher.exclusive is not None or (exclusive and queue.dispatcher.consumers):
             raise ChannelException(
                 ReplyCode.ACCESS_REFUSED, f"queue '{queue.name}' has a consumer that excludes this one"
             )
@@ -262,8 +262,8 @@ class Consuming:
         self.consumers[tag] = consumer
         if not nowait:
             self.session.write(wire.consumer_ok(self.number, commands.Basic.ConsumeOk, tag))
-        queue.add_consumer(consumer, exclusive=exclusive)
-        queue.dispatch()
+        queue.dispatcher.add(consumer, exclusive=exclusive)
+        queue.dispatcher.dispatch()
 
     def cancel(self, tag: str, *, nowait: bool) -> None:
         """Let a consumer go; one that does not exist is no error.
@@ -275,7 +275,7 @@ class Consuming:
         consumer = self.consumers.pop(tag, None)
         if consumer is not None:
             consumer.queue.remove_consumer(consumer)
-            consumer.queue.dispatch()
+            consumer.queue.dispatcher.dispatch()
             self._host.consumer_gone(consumer.queue)
         if not nowait:
             self.session.write(wire.consumer_ok(self.number, commands.Basic.CancelOk, tag))
@@ -298,7 +298,7 @@ class Consuming:
             self.unacked[tag] = Delivery(tag, entry, None)
         self.delivered += 1
         message = entry.message
-        get_ok = wire.get_ok(self.number, tag, entry.redelivered, message.target.names, queue.ready_count)
+        get_ok = wire.get_ok(self.number, tag, entry.redelivered, message.target.names, queue.contents.ready_count)
         if message.body is not None:
             session.write(get_ok)
             session.write(wire.content_frames(self.number, message.header, message.body, session.frame_max))
@@ -335,8 +335,8 @@ class Consuming:
             consumers = (*consumers[start:], *consumers[:start])
         for consumer in consumers:
             if not consumer.is_active:
-                consumer.queue.wake(consumer)
-                consumer.queue.dispatch()
+                consumer.queue.dispatcher.wake(consumer)
+                consumer.queue.dispatcher.dispatch()
 
     def want(self, on: bool) -> None:
         """The client wants deliveries, or none."""
@@ -415,7 +415,7 @@ class Consuming:
             return
         for delivery in deliveries:
             entry = delivery.entry
-            entry.queue.settle(entry, acked=acked)
+            entry.queue.dispatcher.settle(entry, acked=acked)
             if acked:
                 self.acked += 1
         self.wake()
@@ -426,13 +426,13 @@ class Consuming:
         for delivery in deliveries:
             back.setdefault(delivery.entry.queue, []).append(delivery.entry)
         for queue, entries in back.items():
-            queue.requeue(entries)
+            queue.dispatcher.requeue(entries)
         for queue in back:
             # As in RabbitMQ, before anything is delivered: what came back may be more than the queue's maximum.
             queue.trim()
         self.wake()
         for queue in back:
-            queue.dispatch()
+            queue.dispatcher.dispatch()
 
     def recover(self, *, requeue: bool) -> None:
         """Deliver again what is unsettled: to the same consumer, or with `requeue` to any."""
@@ -444,7 +444,7 @@ class Consuming:
                 continue
             entry = delivery.entry
             entry.redelivered = True
-            entry.queue.delivered += 1
+            entry.queue.dispatcher.delivered += 1
             assert delivery.consumer is not None
             delivery.consumer.deliver(entry)
         self._requeue(back)
@@ -473,5 +473,5 @@ class Consuming:
         else:
             self._requeue(unacked.values())
         for consumer in consumers:
-            consumer.queue.dispatch()
+            consumer.queue.dispatcher.dispatch()
             self._host.consumer_gone(consumer.queue)

@@ -115,14 +115,16 @@ class DeadLetters:
 
     def _bury_next(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
         if message.is_lost:
-            queue.count_drop(DropReason.DAMAGED)
-            queue.buried(message)
+            queue.contents.count_drop(DropReason.DAMAGED)
+            if queue.storage is not None:
+                queue.storage.buried(message)
         elif message.body is None:
             # It must be read before.
             self._when_read(message, lambda: self.died(queue, message, reason))
         else:
             self._bury(queue, message, reason)
-            queue.buried(message)
+            if queue.storage is not None:
+                queue.storage.buried(message)
 
     def _bury(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
         """Send the dead letter of a message where it goes."""
@@ -143,12 +145,12 @@ class DeadLetters:
             way = queue.name, target.exchange, target.routing_key
             if way in left:
                 # Another copy has gone wherever this one would go.
-                if DropReason.COPY not in queue.drops:
+                if DropReason.COPY not in queue.contents.drops:
                     _log.warning(
                         "queue '%s': dead-letters only one copy of a message that dies here; others are only counted",
                         queue.name,
                     )
-                queue.count_drop(DropReason.COPY)
+                queue.contents.count_drop(DropReason.COPY)
                 return
             left.add(way)
         assert message.body is not None
@@ -160,14 +162,14 @@ class DeadLetters:
         for destination in self._destinations(letter, target):
             # There is no publisher to refuse it to, so each destination decides for itself.
             if destination.name in blocked:
-                if DropReason.CYCLE not in destination.drops:
+                if DropReason.CYCLE not in destination.contents.drops:
                     _log.warning(
                         "queue '%s': drops dead letters of messages that died there before; more are only counted",
                         destination.name,
                     )
-                destination.count_drop(DropReason.CYCLE)
+                destination.contents.count_drop(DropReason.CYCLE)
             elif destination.refusal(letter.size) is not None:
-                destination.count_drop(DropReason.REFUSED)
+                destination.contents.count_drop(DropReason.REFUSED)
             else:
                 destination.enqueue(letter)
                 destination.after_publish()

@@ -196,7 +196,7 @@ class Completion:
 class QueueEntry:
     """A message in one queue."""
 
-    __slots__ = ("completion", "is_gone", "is_unacked", "message", "queue", "redelivered", "sequence")
+    __slots__ = ("is_gone", "is_unacked", "message", "queue", "redelivered", "sequence")
 
     def __init__(self, queue: QueueView, message: StoredMessage, sequence: int) -> None:
         self.queue = queue
@@ -209,8 +209,6 @@ class QueueEntry:
         self.is_unacked = False
         # Whether it has left the queue; an ack that comes later changes nothing.
         self.is_gone = False
-        # What its dequeue releases; None unless its confirm is held.
-        self.completion: Completion | None = None
 
 
 class Owner(Protocol):
@@ -289,18 +287,12 @@ class DroppableEntries(Protocol):
         """All entries of the message of one of them, if they can be dropped together; else none."""
 
 
-class QueueView(Protocol):
-    """A queue as its overflow policy, its observers and its deliveries know it."""
+class QueueContents(Protocol):
+    """What is in a queue."""
 
     #: Messages and body bytes, ready and unacked together (D6).
     depth: int
     size: int
-    #: Deliveries so far.
-    delivered: int
-
-    @property
-    def name(self) -> str:
-        """Of the queue."""
 
     @property
     def ready_count(self) -> int:
@@ -310,13 +302,74 @@ class QueueView(Protocol):
     def ready_size(self) -> int:
         """Their body bytes."""
 
+    def oldest_first(self) -> Iterator[QueueEntry]:
+        """All entries, ready and unacked, in the queue's order."""
+
+
+class QueueDropping(Protocol):
+    """Drops messages of a queue."""
+
+    def drop_oldest(self) -> None:
+        """Drop the oldest entry, even one that a consumer has. There must be one."""
+
+    def drop_head(self) -> None:
+        """Drop the oldest ready entry. There must be one."""
+
+    def drop_for_memory(self, entry: QueueEntry) -> None:
+        """Drop a ready entry because memory is beyond its limit."""
+
+
+class QueueDispatcher(Protocol):
+    """Gives the messages of a queue to its consumers."""
+
+    #: All consumers.
+    consumers: dict[Consumer, None]
+    #: Deliveries so far.
+    delivered: int
+
+    def settle(self, entry: QueueEntry, *, acked: bool) -> None:
+        """A delivered entry was acked, or rejected for good."""
+
+    def requeue(self, entries: Iterable[QueueEntry]) -> None:
+        """Put delivered entries back in their places."""
+
+    def hold(self, change: int) -> None:
+        """Deliver nothing until as many calls had -1 as had 1."""
+
+    def dispatch(self) -> None:
+        """Deliver what can be delivered."""
+
+
+class QueueView(Protocol):
+    """A queue as its overflow policy, its observers and its deliveries know it."""
+
+    @property
+    def name(self) -> str:
+        """Of the queue."""
+
+    @property
+    def depth(self) -> int:
+        """Messages, ready and unacked together (D6)."""
+
+    @property
+    def size(self) -> int:
+        """Their body bytes."""
+
+    @property
+    def contents(self) -> QueueContents:
+        """What is in it."""
+
+    @property
+    def dropping(self) -> QueueDropping:
+        """Drops messages."""
+
+    @property
+    def dispatcher(self) -> QueueDispatcher:
+        """Gives messages to consumers."""
+
     @property
     def thresholds(self) -> Sequence[Thresholds]:
         """The families of marks that are set."""
-
-    @property
-    def has_consumers(self) -> bool:
-        """Whether any consumer takes from it."""
 
     @property
     def pager(self) -> BodyPager | None:
@@ -326,32 +379,8 @@ class QueueView(Protocol):
     def droppable(self) -> DroppableEntries | None:
         """The entries that may be dropped for memory; ``None`` if none may."""
 
-    def oldest_first(self) -> Iterator[QueueEntry]:
-        """All entries, ready and unacked, in the queue's order."""
-
-    def drop_oldest(self) -> None:
-        """Drop the oldest entry, even one that a consumer has. The queue must not be empty."""
-
-    def drop_head(self) -> None:
-        """Drop the oldest ready entry. There must be one."""
-
-    def drop_for_memory(self, entry: QueueEntry) -> None:
-        """Drop a ready entry because memory is beyond its limit."""
-
     def refusal(self, size: int, count: int = 1, largest: int | None = None) -> str | None:
         """The reason why messages may not enter now; ``None`` if they may."""
 
-    def settle(self, entry: QueueEntry, *, acked: bool) -> None:
-        """A delivered entry was acked, or rejected for good."""
-
-    def requeue(self, entries: Iterable[QueueEntry]) -> None:
-        """Put delivered entries back in their places."""
-
-    def hold_deliveries(self, change: int) -> None:
-        """Deliver nothing until as many calls had -1 as had 1."""
-
     def trim(self) -> None:
         """Drop what is beyond the maximum, if the overflow policy drops messages that are in the queue."""
-
-    def dispatch(self) -> None:
-        """Deliver what can be delivered."""

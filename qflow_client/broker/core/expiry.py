@@ -4,41 +4,64 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Callable
 
-from qflow_client.broker.core.entries import QueueEntry
+from qflow_client.broker.core.contents import EntryObserver
+from qflow_client.broker.core.entries import Completion, QueueEntry
+from qflow_client.flow import FlowSource
 
 __all__ = ["Expiry"]
 
 
-class Expiry:
+class Expiry(EntryObserver):
     """The entries of one queue that expire, whose time comes first first.
 
     Entries that have left the queue stay here until their time comes, or until they are most of what is here.
+
+    Args:
+        message_ttl: seconds that every message may wait; ``None`` for ever.
+        clock: seconds.
+        wake_at: called with the time at which something expires.
     """
 
-    __slots__ = ("_heap", "_sweep_at", "_times")
+    __slots__ = ("_clock", "_heap", "_message_ttl", "_sweep_at", "_times", "_wake_at", "is_behind")
 
     #: So few entries are not swept.
     MIN_SWEEP = 64
 
-    def __init__(self) -> None:
+    def __init__(self, message_ttl: float | None, clock: Callable[[], float], wake_at: Callable[[float], None]) -> None:
+        self._message_ttl = message_ttl
+        self._clock = clock
+        self._wake_at = wake_at
         self._heap: list[tuple[float, int, QueueEntry]] = []
         # The times of all entries, those that consumers have too.
         self._times: dict[QueueEntry, float] = {}
         self._sweep_at = self.MIN_SWEEP
+        # Whether more have to expire before anything is delivered.
+        self.is_behind = False
 
     @property
     def next_at(self) -> float:
         """When there is something to take out; infinite if never."""
         return self._heap[0][0] if self._heap else math.inf
 
-    def add(self, entry: QueueEntry, at: float) -> None:
-        """Take note of when an entry expires.
+    def entered(self, entry: QueueEntry, source: FlowSource | None, completion: Completion | None) -> None:
+        self.recovered(entry, 0.0)
 
-        Args:
-            entry: which is in the queue.
-            at: seconds of the clock.
-        """
+    def recovered(self, entry: QueueEntry, age: float) -> None:
+        # The shorter of its own time and the queue's.
+        seconds, own = self._message_ttl, entry.message.ttl
+        if own is not None:
+            seconds = own / 1000 if seconds is None else min(own / 1000, seconds)
+        if seconds is not None:
+            self._add(entry, self._clock() + seconds - age)
+
+    def returned(self, entry: QueueEntry) -> None:
+        at = self._times.get(entry)
+        if at is not None:
+            self._add(entry, at)
+
+    def _add(self, entry: QueueEntry, at: float) -> None:
         self._times[entry] = at
         heapq.heappush(self._heap, (at, entry.sequence, entry))
         if max(len(self._heap), len(self._times)) > self._sweep_at:
@@ -46,20 +69,19 @@ class Expiry:
             self._heap = [(time, each.sequence, each) for each, time in self._times.items() if not each.is_unacked]
             heapq.heapify(self._heap)
             self._sweep_at = max(self.MIN_SWEEP, 2 * len(self._times))
+        self._wake_at(at)
 
-    def time_of(self, entry: QueueEntry) -> float | None:
-        """When an entry in the queue expires; ``None`` if never."""
-        return self._times.get(entry)
-
-    def take_due(self, now: float, most: int) -> list[QueueEntry]:
+    def take_due(self, most: int) -> list[QueueEntry]:
         """Take out entries whose time has come and that are still ready, in the order of their times.
 
         One that is with a consumer does not expire; if it is put back, it is to be added again.
 
         Args:
-            now: seconds of the clock.
-            most: so many are looked at; if there are more, `next_at` is not after `now` then.
+            most: so many are looked at; if there are more, `is_behind` is set, and the rest is due at once.
         """
+        now = self._clock()
+        if self.next_at > now:
+            return []
         # One that was put back is here twice.
         due: dict[QueueEntry, None] = {}
         heap = self._heap
@@ -72,4 +94,7 @@ class Expiry:
             self._times.pop(entry, None)
             if not entry.is_gone:
                 due[entry] = None
+        self.is_behind = self.next_at <= now
+        if self.is_behind:
+            self._wake_at(now)
         return list(due)

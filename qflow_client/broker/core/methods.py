@@ -133,7 +133,9 @@ def _queue_declare(channel: MethodChannel, method: Any) -> None:
     channel.last_queue = queue.name
     if not method.nowait:
         session.write_when_durable(
-            wire.queue_declare_ok(channel.number, queue.name, queue.ready_count, len(queue.consumers))
+            wire.queue_declare_ok(
+                channel.number, queue.name, queue.contents.ready_count, len(queue.dispatcher.consumers)
+            )
         )
 
 
@@ -199,14 +201,14 @@ def _queue_delete(channel: MethodChannel, method: Any) -> None:
 
     if not method.queue or method.queue in host.queues:
         queue = named_queue(channel, method.queue)
-        if method.if_unused and queue.consumers:
+        if method.if_unused and queue.dispatcher.consumers:
             raise ChannelException(
-                ReplyCode.PRECONDITION_FAILED, f"queue '{queue.name}' has {len(queue.consumers)} consumers"
+                ReplyCode.PRECONDITION_FAILED, f"queue '{queue.name}' has {len(queue.dispatcher.consumers)} consumers"
             )
         # As in RabbitMQ, messages that consumers have not acknowledged do not count.
-        if method.if_empty and queue.ready_count:
+        if method.if_empty and queue.contents.ready_count:
             raise ChannelException(
-                ReplyCode.PRECONDITION_FAILED, f"queue '{queue.name}' has {queue.ready_count} ready messages"
+                ReplyCode.PRECONDITION_FAILED, f"queue '{queue.name}' has {queue.contents.ready_count} ready messages"
             )
         host.delete_queue(queue, answer)
     else:

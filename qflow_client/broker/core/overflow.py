@@ -8,33 +8,11 @@ queue only through `QueueView`. The policies themselves are in `qflow_client.bro
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
-from qflow_client.broker.core.entries import QueueEntry, QueueView, StoredMessage
+from qflow_client.broker.core.contents import LastValueMap
+from qflow_client.broker.core.entries import QueueView
 
-__all__ = ["LastValueMap", "Overflow"]
-
-
-class LastValueMap(Protocol):
-    """Knows which entry of a queue is the last of its key."""
-
-    def key_of(self, message: StoredMessage) -> str | None:
-        """A message's key; ``None`` if it has none."""
-
-    def last(self, key: str | None) -> QueueEntry | None:
-        """The last entry of a key that is still in the queue; ``None`` if there is none."""
-
-    def add(self, entry: QueueEntry, key: str | None) -> None:
-        """An entry is the last of its key now."""
-
-    def forget(self, entry: QueueEntry) -> None:
-        """An entry has left the queue."""
-
-    def restore(self, entry: QueueEntry) -> None:
-        """An entry that is put back is the last of its key, unless there is one."""
-
-    def is_outdated(self, entry: QueueEntry) -> bool:
-        """Whether there is a later entry of the same key."""
+__all__ = ["Overflow"]
 
 
 @dataclass(frozen=True, slots=True)

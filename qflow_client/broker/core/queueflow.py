@@ -2,18 +2,27 @@
 
 A `QueueFlow` is one family of marks. Above its stop it is ON: it blocks the channel that publishes, or holds the
 confirm, or both. At its resume it is OFF: it releases all confirms and unblocks the channels, all at once or one after
-the other (F4).
+the other (F4). `QueueFlows` has all families of one queue. It is offered every change of the queue's depth, after the
+message is in (J3), and knows since when any family is ON.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
-from qflow_client.broker.core.entries import Completion, QueueEntry
+from qflow_client.broker.core.contents import EntryObserver
+from qflow_client.broker.core.entries import Completion, DropReason, QueueEntry, QueueView
+from qflow_client.broker.core.limits import QueueLimits
+from qflow_client.broker.core.logs import get_logger
+from qflow_client.broker.core.ports import FlowObserver
+from qflow_client.broker.core.settings import FlowScope
 from qflow_client.flow import FlowController, FlowSource, ThresholdLimiter, Thresholds
 
-__all__ = ["CountedSource", "QueueFlow", "Turns"]
+__all__ = ["CountedSource", "FlowOptions", "QueueFlow", "QueueFlows", "Turns", "WithheldConfirms"]
+
+_log = get_logger(__name__)
 
 
 class CountedSource(FlowSource):
@@ -105,6 +114,292 @@ class QueueFlow(FlowController):
         for source in self.blocked:
             self.forget(source)
         self.release_held()
+
+
+class WithheldConfirms(EntryObserver):
+    """The confirms of one queue that an operator keeps back."""
+
+    __slots__ = ("_completions",)
+
+    def __init__(self) -> None:
+        self._completions: list[Completion] = []
+
+    def entered(self, entry: QueueEntry, source: FlowSource | None, completion: Completion | None) -> None:
+        if completion is not None:
+            self._completions.append(completion)
+            completion.holds += 1
+
+    def release(self) -> None:
+        """Let go of all of them."""
+        for completion in self._completions:
+            completion.release()
+
+
+class FlowOptions(NamedTuple):
+    """Which channels the marks of a queue flow, and how they are let go.
+
+    Attributes:
+        scope: which channels (D12).
+        recent: seconds for which a publisher counts as recent.
+        resume_interval: seconds between two channels that are unflowed (F4); 0 for none.
+    """
+
+    scope: FlowScope = FlowScope.OFFENDER
+    recent: float = 10.0
+    resume_interval: float = 0.0
+
+
+class QueueFlows(EntryObserver):
+    """All families of marks of one queue, and for how long any of them has been ON (D10).
+
+    Args:
+        queue: whose flow state it is, for the observer.
+        limits: what is in force for it.
+        options: which channels the marks flow, and how they are let go.
+        clock: seconds.
+        wake_at: called with the time at which `tick` is to be called.
+        observer: sees what comes, goes and is held; ``None`` if there is none.
+        on_overdue: called when `is_overdue` has changed.
+    """
+
+    __slots__ = (
+        "_clock",
+        "_delays_completion",
+        "_flows_channels",
+        "_on_overdue",
+        "_publishers",
+        "_queue",
+        "_recent",
+        "_times_on_before",
+        "_turns",
+        "_wake_at",
+        "families",
+        "is_overdue",
+        "limits",
+        "observer",
+        "on_since",
+        "times_overdue",
+    )
+
+    def __init__(
+        self,
+        queue: QueueView,
+        limits: QueueLimits,
+        options: FlowOptions,
+        clock: Callable[[], float],
+        wake_at: Callable[[float], None],
+        *,
+        observer: FlowObserver | None,
+        on_overdue: Callable[[], None],
+    ) -> None:
+        self._queue = queue
+        self.limits = limits
+        self._recent = options.recent
+        self._turns = turns = Turns(options.resume_interval, clock, wake_at) if options.resume_interval else None
+        self._clock = clock
+        self._wake_at = wake_at
+        self.observer = observer
+        self._on_overdue = on_overdue
+        # One controller for each family of marks that is set, and how often those turned ON that are no longer.
+        self.families = tuple(QueueFlow(thresholds, queue.name, turns=turns) for thresholds in limits.thresholds)
+        self._times_on_before = 0
+        # Since when any of them is ON; None if none is.
+        self.on_since: float | None = None
+        # Whether it was ON for so long that it holds no channel any more (D10); how often.
+        self.is_overdue = False
+        self.times_overdue = 0
+        # When each channel published here last; only kept if a stop flows all of them (D12).
+        self._publishers: dict[FlowSource, float] | None = {} if options.scope is FlowScope.PUBLISHERS else None
+        # Whether a channel that publishes past a mark is flowed, and its confirms are held.
+        self._flows_channels = self._delays_completion = False
+        self._read_enforcement()
+
+    # What is in force.
+
+    def put_in_force(self, limits: QueueLimits) -> None:
+        """Put other limits in force; `change_marks` is to follow, when the queue keeps within its maximum."""
+        self.limits = limits
+        if limits.max_flow_wait is None:
+            self.is_overdue = False
+        self._read_enforcement()
+
+    def _read_enforcement(self) -> None:
+        enforcement = self.limits.enforcement
+        self._flows_channels = enforcement.flows_channels and not self.is_overdue
+        self._delays_completion = enforcement.delays_completion and not self.is_overdue
+
+    def change_marks(self) -> None:
+        """Bring the families up to date with the limits (D4)."""
+        there = {type(flow.depth.thresholds): flow for flow in self.families}
+        now = self._clock()
+        flows = []
+        for thresholds in self.limits.thresholds:
+            flow = there.pop(type(thresholds), None)
+            if flow is None:
+                queue = self._queue
+                flow = QueueFlow(thresholds, queue.name, queue.depth, queue.size, self._turns)
+                was_on = False
+            else:
+                was_on = flow.depth.on
+                flow.depth.change(thresholds)
+            flows.append(flow)
+            if flow.depth.on and not was_on:
+                self._turned_on(flow, now)
+        for flow in there.values():
+            flow.let_go()
+            self._times_on_before += flow.depth.times_on
+        self.families = tuple(flows)
+        enforcement = self.limits.enforcement
+        for flow in flows:
+            if not flow.depth.on or not enforcement.delays_completion:
+                flow.release_held()
+            if not enforcement.flows_channels:
+                for source in flow.blocked:
+                    flow.forget(source)
+            flow.resume()
+        if self.on_since is not None:
+            if not self.is_on:
+                self._turned_off()
+            elif self.limits.max_flow_wait is not None:
+                self._wake_at(self.on_since + self.limits.max_flow_wait)
+
+    # Messages.
+
+    def entered(self, entry: QueueEntry, source: FlowSource | None, completion: Completion | None) -> None:
+        size = entry.message.size
+        observer = self.observer
+        if observer is not None:
+            observer.arrived(self._queue, source, size)
+        families = self.families
+        if not families:
+            return
+        now = self._clock()
+        publisher = source
+        if not self._flows_channels:
+            source = None
+        if not self._delays_completion:
+            completion = None
+        for flow in families:
+            was_on = flow.depth.on
+            if source is None:
+                flow.depth.add(size, now)
+            else:
+                flow.offer(source, size, now)
+            if not flow.depth.on:
+                continue
+            if completion is not None:
+                flow.held[entry] = completion
+                completion.holds += 1
+                if observer is not None:
+                    observer.keeps_confirms(self._queue, publisher)
+            if not was_on:
+                self._turned_on(flow, now)
+        if self._publishers is not None and source is not None:
+            self._publishers.pop(source, None)
+            self._publishers[source] = now
+
+    def left(self, entry: QueueEntry, reason: DropReason | None) -> None:
+        size = entry.message.size
+        if self.observer is not None:
+            self.observer.left(self._queue, size)
+        for flow in self.families:
+            if flow.held and (completion := flow.held.pop(entry, None)) is not None:
+                completion.release()
+            flow.release(size)
+            if flow.held and not flow.depth.on:
+                flow.release_held()
+        if self.on_since is not None and not self.is_on and not (self.is_overdue and reason is DropReason.MAXLEN):
+            # What is dropped for want of room does not end the want of room (D10).
+            self._turned_off()
+
+    # ON and OFF.
+
+    def _turned_on(self, flow: QueueFlow, now: float) -> None:
+        if self.on_since is None:
+            self.on_since = now
+            if self.observer is not None:
+                self.observer.turned_on(self._queue)
+            if self.limits.max_flow_wait is not None:
+                self._wake_at(now + self.limits.max_flow_wait)
+        if self._publishers is None or not self._flows_channels:
+            return
+        for source, when in tuple(self._publishers.items()):
+            if now - when > self._recent:
+                del self._publishers[source]
+            else:
+                flow.block(source)
+
+    def _turned_off(self) -> None:
+        self.on_since = None
+        if self.observer is not None:
+            self.observer.turned_off(self._queue)
+        if self.is_overdue:
+            self._set_overdue(False)
+            _log.info("queue '%s' is OFF: its policy is %s again", self._queue.name, self.limits.policy)
+
+    def _turn_overdue(self) -> None:
+        """It was ON for so long that it may hold no channel any more (D10)."""
+        assert self.limits.then is not None
+        self.times_overdue += 1
+        self._set_overdue(True)
+        _log.warning(
+            "queue '%s' has been ON for %s s: it lets its producers go, and its policy is %s until it is OFF",
+            self._queue.name,
+            self.limits.max_flow_wait,
+            self.limits.then.name,
+        )
+        self.let_go()
+        if self.observer is not None:
+            self.observer.lets_confirms_go(self._queue)
+
+    def _set_overdue(self, overdue: bool) -> None:
+        self.is_overdue = overdue
+        self._read_enforcement()
+        self._on_overdue()
+
+    def tick(self, now: float) -> None:
+        """Let producers go if it was ON for too long (D10), or the next of them if it is OFF (F4)."""
+        wait = self.limits.max_flow_wait
+        if wait is not None and self.on_since is not None and not self.is_overdue:
+            if now >= self.on_since + wait:
+                self._turn_overdue()
+            else:
+                self._wake_at(self.on_since + wait)
+        if self._turns is not None:
+            for flow in self.families:
+                flow.resume()
+
+    def let_go(self) -> None:
+        """Release all channels and confirms, whatever the state."""
+        for flow in self.families:
+            flow.let_go()
+
+    def forget(self, source: FlowSource) -> None:
+        """A publishing channel is gone."""
+        if self._publishers is not None:
+            self._publishers.pop(source, None)
+
+    # What is seen of it.
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any family of marks is ON (C7)."""
+        return any(flow.depth.on for flow in self.families)
+
+    @property
+    def times_on(self) -> int:
+        """How often a family went from OFF to ON (C7)."""
+        return self._times_on_before + sum(flow.depth.times_on for flow in self.families)
+
+    @property
+    def blocked(self) -> tuple[FlowSource, ...]:
+        """The channels that it flows, the oldest first."""
+        return tuple(dict.fromkeys(source for flow in self.families for source in flow.blocked))
+
+    @property
+    def held_confirms(self) -> int:
+        """Messages whose confirms it holds back (C5)."""
+        return len({entry for flow in self.families for entry in flow.held})
 
 
 def _published(source: FlowSource) -> int:

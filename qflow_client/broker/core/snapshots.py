@@ -395,30 +395,30 @@ def queue_snapshot(queue: Queue) -> QueueSnapshot:
     """A picture of a queue."""
     return QueueSnapshot(
         name=queue.name,
-        depth=queue.depth - queue.leaving_count,
-        ready=queue.ready_count,
-        unacked=len(queue.unacked),
-        bytes=queue.size - queue.leaving_size,
+        depth=queue.depth - len(queue.contents.leaving),
+        ready=queue.contents.ready_count,
+        unacked=len(queue.contents.unacked),
+        bytes=queue.size - queue.contents.leaving_size,
         memory=queue.size if queue.pager is None else queue.pager.size,
-        peak_depth=queue.peak_depth,
-        peak_bytes=queue.peak_size,
-        flow_stopped=queue.flow_stopped,
-        flow_stopped_count=queue.flow_stopped_count,
-        held_confirms=queue.held_confirms,
-        published=queue.published,
-        delivered=queue.delivered,
-        acked=queue.acked,
-        dropped=queue.dropped,
-        drops={reason.value: count for reason, count in queue.drops.items()},
-        consumers=len(queue.consumers),
-        blocked=tuple(source.name for source in queue.blocked),
+        peak_depth=queue.contents.peak_depth,
+        peak_bytes=queue.contents.peak_size,
+        flow_stopped=queue.flows.is_on,
+        flow_stopped_count=queue.flows.times_on,
+        held_confirms=queue.flows.held_confirms,
+        published=queue.contents.published,
+        delivered=queue.dispatcher.delivered,
+        acked=queue.dispatcher.acked,
+        dropped=queue.contents.dropped,
+        drops={reason.value: count for reason, count in queue.contents.drops.items()},
+        consumers=len(queue.dispatcher.consumers),
+        blocked=tuple(source.name for source in queue.flows.blocked),
         thresholds=_thresholds_snapshot(queue),
         enforcement=queue.limits.enforcement.value,
         waiting=queue.waiting,
         policy=str(queue.limits.policy if queue.overflow is None else queue.overflow.name),
         policies=queue.limits.policies,
-        overdue=queue.is_overdue,
-        times_overdue=queue.times_overdue,
+        overdue=queue.flows.is_overdue,
+        times_overdue=queue.flows.times_overdue,
         limits=queue.limits.to_json(),
         durable=queue.durable,
         exclusive=queue.exclusive_owner is not None,
@@ -429,7 +429,7 @@ def queue_snapshot(queue: Queue) -> QueueSnapshot:
 
 def _thresholds_snapshot(queue: Queue) -> ThresholdsSnapshot:
     marks: dict[str, int] = {}
-    for flow in queue.flows:
+    for flow in queue.flows.families:
         thresholds = flow.depth.thresholds
         if isinstance(thresholds, StopResume):
             marks["flow_stop_count"], marks["flow_resume_count"] = thresholds.stop_count, thresholds.resume_count or 0

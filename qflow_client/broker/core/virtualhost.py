@@ -34,6 +34,7 @@ from qflow_client.broker.core.logins import FailedLogins, Logins
 from qflow_client.broker.core.logs import get_logger
 from qflow_client.broker.core.ports import FlowObserver, Journal, PublishMeter, Timed
 from qflow_client.broker.core.queue import Queue
+from qflow_client.broker.core.queueflow import FlowOptions
 from qflow_client.broker.core.quotas import Quota
 from qflow_client.broker.core.replies import address_reply
 from qflow_client.broker.core.routing import check_exchange_arguments, needs_headers, reach
@@ -103,6 +104,7 @@ class VirtualHost:
         self.open_connections = 0
         self.failed_logins = FailedLogins(settings.max_failed_logins)
         self.logins = Logins(settings.users, self.failed_logins, settings.authenticate)
+        self._flow_options = FlowOptions(settings.flow_scope, settings.recent, settings.resume_interval)
         # Goes up with every change that routing depends on.
         self.version = 0
         # Publish methods by the payload of their frame.
@@ -148,7 +150,7 @@ class VirtualHost:
         return sum(len(exchange.bindings) for exchange in self.exchanges.values())
 
     def _count_consumers(self) -> int:
-        return sum(len(queue.consumers) for queue in self.queues.values())
+        return sum(len(queue.dispatcher.consumers) for queue in self.queues.values())
 
     # Time.
 
@@ -265,9 +267,7 @@ class VirtualHost:
             exclusive_owner=owner if exclusive else None,
             auto_delete=auto_delete,
             arguments=arguments,
-            flow_scope=self.settings.flow_scope,
-            recent=self.settings.recent,
-            resume_interval=self.settings.resume_interval,
+            flow_options=self._flow_options,
             observer=self.observer,
             journal=self.journal,
             number=number,
@@ -290,13 +290,13 @@ class VirtualHost:
             return 0
         del self.queues[queue.name]
         self.version += 1
-        if queue.number and queue.journal is not None:
-            queue.journal.queue_gone(queue.name)
+        if queue.number and self.journal is not None:
+            self.journal.queue_gone(queue.name)
         self._unbind_everywhere(queue)
         count = queue.delete()
         if on_deleted is not None:
             on_deleted(count)
-        queue.cancel_consumers()
+        queue.dispatcher.cancel_all()
         return count
 
     def unused(self, queue: Queue) -> None:
@@ -308,7 +308,7 @@ class VirtualHost:
 
     def consumer_gone(self, queue: Queue) -> None:
         """Take note that a consumer has left a queue."""
-        if queue.auto_delete and queue.was_consumed and not queue.consumers:
+        if queue.auto_delete and queue.dispatcher.was_used and not queue.dispatcher.consumers:
             self.delete_queue(queue)
 
     def owner_gone(self, owner: Owner) -> None:
@@ -322,7 +322,7 @@ class VirtualHost:
             self.observer.gone(source)
         if self.settings.flow_scope is FlowScope.PUBLISHERS:
             for queue in self.queues.values():
-                queue.forget_source(source)
+                queue.flows.forget(source)
 
     # Rules.
 
@@ -662,7 +662,7 @@ class VirtualHost:
     def lost(self, message: StoredMessage) -> None:
         """The body of a message was on disk only, and is damaged there: the message leaves all queues."""
         for queue in self.queues.values():
-            queue.drop_lost(message)
+            queue.dropping.drop_lost(message)
 
     # Dead letters.
 

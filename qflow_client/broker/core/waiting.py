@@ -135,7 +135,7 @@ class WaitingRoom:
                 refused = Refusal(queue, f"publishes wait before it in queue '{queue.name}'", True)
             else:
                 refused = refusal(queues, waiting.message.size, has_line=False)
-                if refused is not None and any(each.makes_wait(waiting.message.size) for each in queues):
+                if refused is not None and any(_makes_wait(each, waiting.message.size) for each in queues):
                     # The others that refuse it now may have room later.
                     refused = refused._replace(waits=True)
             if refused is None:
@@ -149,7 +149,7 @@ class WaitingRoom:
             self.stop(waiting)
             reason = f"{refused.reason}; waited {self._max_wait} s" if refused.waits else refused.reason
             if not waiting.publisher.give_up(waiting, reason):
-                refused.queue.count_drop(DropReason.REFUSED)
+                refused.queue.contents.count_drop(DropReason.REFUSED)
 
 
 def refusal(queues: Iterable[Queue], size: int, *, has_line: bool = True) -> Refusal | None:
@@ -167,8 +167,13 @@ def refusal(queues: Iterable[Queue], size: int, *, has_line: bool = True) -> Ref
         reason = queue.refusal(size) if queue.may_refuse else None
         if reason is None and has_line and queue.has_line:
             reason = f"publishes wait for room in queue '{queue.name}'"
-        elif reason is not None and not queue.lets_wait(size):
+        elif reason is not None and (queue.is_refusing or not _makes_wait(queue, size)):
             return Refusal(queue, reason, False)
         if found is None and reason is not None:
             found = Refusal(queue, reason, True)
     return found
+
+
+def _makes_wait(queue: Queue, size: int) -> bool:
+    """Whether it is a queue's policy that a message of `size` body bytes waits."""
+    return queue.overflow is not None and queue.overflow.lets_wait(size)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from qflow_client.broker.core.entries import QueueEntry, StoredMessage
+from qflow_client.broker.core.contents import LastValueMap
+from qflow_client.broker.core.entries import Completion, DropReason, QueueEntry, StoredMessage
 from qflow_client.broker.core.wire import decode_headers
+from qflow_client.flow import FlowSource
 
 __all__ = ["LastValues"]
 
 
-class LastValues:
+class LastValues(LastValueMap):
     """Which entry of a queue is the last of its key.
 
     Args:
@@ -23,36 +25,28 @@ class LastValues:
         # Keys of the entries in the queue that have one, so that they are found when these leave.
         self._keys: dict[QueueEntry, str] = {}
 
-    def key_of(self, message: StoredMessage) -> str | None:
+    def _key_of(self, message: StoredMessage) -> str | None:
         """A message's key; ``None`` if it has none."""
         if self._header is None:
             return message.target.routing_key
         value = decode_headers(message.header).get(self._header)
         return None if value is None else str(value)
 
-    def last(self, key: str | None) -> QueueEntry | None:
-        """The last entry of a key that is still in the queue; ``None`` if there is none."""
+    def last(self, message: StoredMessage) -> QueueEntry | None:
+        key = self._key_of(message)
         return None if key is None else self._last.get(key)
 
-    def add(self, entry: QueueEntry, key: str | None) -> None:
-        """An entry is the last of its key now."""
+    def entered(self, entry: QueueEntry, source: FlowSource | None, completion: Completion | None) -> None:
+        key = self._key_of(entry.message)
         if key is not None:
             self._last[key] = entry
             self._keys[entry] = key
 
-    def forget(self, entry: QueueEntry) -> None:
-        """An entry has left the queue."""
+    def left(self, entry: QueueEntry, reason: DropReason | None) -> None:
         key = self._keys.pop(entry, None)
         if key is not None and self._last.get(key) is entry:
             del self._last[key]
 
-    def restore(self, entry: QueueEntry) -> None:
-        """An entry that is put back is the last of its key, unless there is one."""
+    def restore(self, entry: QueueEntry) -> bool:
         key = self._keys.get(entry)
-        if key is not None:
-            self._last.setdefault(key, entry)
-
-    def is_outdated(self, entry: QueueEntry) -> bool:
-        """Whether there is a later entry of the same key."""
-        key = self._keys.get(entry)
-        return key is not None and self._last.get(key, entry) is not entry
+        return key is not None and self._last.setdefault(key, entry) is not entry

@@ -39,7 +39,8 @@ class Reject(Overflow):
         return QueuePolicy.REJECT
 
     def refusal(self, queue: QueueView, size: int, count: int, largest: int) -> str | None:
-        return self._full(queue, queue.depth, queue.size, (count, size))
+        contents = queue.contents
+        return self._full(queue, contents.depth, contents.size, (count, size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +87,11 @@ class Ring(_Dropping):
     def refusal(self, queue: QueueView, size: int, count: int, largest: int) -> str | None:
         if self.max_size is not None and largest > self.max_size:
             return f"a message of {largest} bytes is larger than queue '{queue.name}', which holds {self.max_size}"
-        beyond_count, beyond_size = self._excess(queue.depth + count, queue.size + size)
+        contents = queue.contents
+        beyond_count, beyond_size = self._excess(contents.depth + count, contents.size + size)
         if self.strict and (beyond_count > 0 or beyond_size > 0):
             # As many of the oldest as must go, and none of them may be with a consumer.
-            for entry in queue.oldest_first():
+            for entry in contents.oldest_first():
                 if beyond_count <= 0 and beyond_size <= 0:
                     break
                 if entry.is_unacked:
@@ -99,8 +101,9 @@ class Ring(_Dropping):
         return None
 
     def _drop(self, queue: QueueView, count: int, size: int) -> None:
-        while queue.depth and max(self._excess(queue.depth + count, queue.size + size)) > 0:
-            queue.drop_oldest()
+        contents = queue.contents
+        while contents.depth and max(self._excess(contents.depth + count, contents.size + size)) > 0:
+            queue.dropping.drop_oldest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +137,9 @@ class DropHead(_Dropping):
         return True
 
     def _drop(self, queue: QueueView, count: int, size: int) -> None:
-        while queue.ready_count and max(self._excess(queue.ready_count + count, queue.ready_size + size)) > 0:
-            queue.drop_head()
+        contents = queue.contents
+        while contents.ready_count and max(self._excess(contents.ready_count + count, contents.ready_size + size)) > 0:
+            queue.dropping.drop_head()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +165,8 @@ class RejectPublish(Overflow):
         return self.dead_letters
 
     def refusal(self, queue: QueueView, size: int, count: int, largest: int) -> str | None:
-        return self._full(queue, queue.ready_count, queue.ready_size, (count, size))
+        contents = queue.contents
+        return self._full(queue, contents.ready_count, contents.ready_size, (count, size))
 
 
 def make_overflow(

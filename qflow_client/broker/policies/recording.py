@@ -111,13 +111,14 @@ class FlowRecorder:
         record.arrived_bytes += size
         name = "" if source is None else self._names_of(source)[0]
         record.arrivals[name] = record.arrivals.get(name, 0) + 1
-        if queue.depth > record.peak:
-            record.peak = queue.depth
-        if queue.size > record.peak_bytes:
-            record.peak_bytes = queue.size
+        contents = queue.contents
+        if contents.depth > record.peak:
+            record.peak = contents.depth
+        if contents.size > record.peak_bytes:
+            record.peak_bytes = contents.size
         if record.on_since is not None:
-            record.on_peak = max(record.on_peak, queue.depth)
-            record.on_peak_bytes = max(record.on_peak_bytes, queue.size)
+            record.on_peak = max(record.on_peak, contents.depth)
+            record.on_peak_bytes = max(record.on_peak_bytes, contents.size)
 
     def left(self, queue: QueueView, size: int) -> None:
         """A message has left a queue."""

@@ -306,7 +306,7 @@ class Journal:
         """Bytes of bodies that each queue may read ahead: an eighth of the limit, in equal parts (A3)."""
         if not self.limit:
             return self.MAX_WINDOW
-        readers = sum(queue.pager is not None and queue.has_consumers for queue in queues)
+        readers = sum(queue.pager is not None and bool(queue.dispatcher.consumers) for queue in queues)
         return min(self.MAX_WINDOW, self.limit // 8 // max(1, readers))
 
     def relieve(self, queues: Iterable[QueueView]) -> None:

@@ -227,7 +227,7 @@ def _drop_transient(account: Account, queues: Iterable[QueueView]) -> None:
     if all of them give it: else nothing would be gained. Nor is it from what is on disk, or on its way there.
     """
     givers = [
-        (-queue.ready_size, number, queue, queue.droppable.oldest_first())
+        (-queue.contents.ready_size, number, queue, queue.droppable.oldest_first())
         for number, queue in enumerate(queues)
         if queue.droppable
     ]
@@ -240,5 +240,5 @@ def _drop_transient(account: Account, queues: Iterable[QueueView]) -> None:
             continue
         assert queue.droppable is not None
         for each in queue.droppable.offer(entry):
-            each.queue.drop_for_memory(each)
-        heapq.heapreplace(givers, (-queue.ready_size, number, queue, entries))
+            each.queue.dropping.drop_for_memory(each)
+        heapq.heapreplace(givers, (-queue.contents.ready_size, number, queue, entries))

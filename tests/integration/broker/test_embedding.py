@@ -507,7 +507,7 @@ def test_E9_a_policy_for_very_many_queues_comes_in_turns_with_what_else_the_loop
 
     def look():
         queues = broker._host.queues.values()
-        marked.append(sum(bool(queue.flows) for queue in queues))
+        marked.append(sum(bool(queue.flows.families) for queue in queues))
         if marked[-1] < len(queues):
             loop.call_soon(look)
 

@@ -162,7 +162,7 @@ class Disk:
     def check(self, queues):
         """What is counted is what there is; everything has been written."""
         journal = self.journal
-        messages = {entry.message for queue in queues for entry in queue.oldest_first()}
+        messages = {entry.message for queue in queues for entry in queue.contents.oldest_first()}
         records = {message.record for message in messages}
         assert {record.number for record in records if record.number} == set(self.bodies)
         assert journal.memory == sum(

@@ -50,7 +50,7 @@ def test_E6_what_is_asked_for_in_one_piece_and_not_read_does_not_pile_up(world):
     assert names == ANSWER * COUNT
     assert most <= MOST + len(asked)
     assert not client.session.is_held
-    assert (world.queue().ready_count, client.session.memory) == (1, 0)
+    assert (world.queue().contents.ready_count, client.session.memory) == (1, 0)
 
 
 def test_E6_what_comes_while_input_is_held_is_handled_after_it_however_it_is_cut(world):

@@ -11,7 +11,7 @@ CHANNEL_CLOSE = commands.Channel.Close
 
 
 def bodies(queue):
-    return [entry.message.body for entry in queue.oldest_first()]
+    return [entry.message.body for entry in queue.contents.oldest_first()]
 
 
 def test_a_message_is_delivered_as_it_came(world):
@@ -282,7 +282,7 @@ def test_acks_settle_one_several_or_all(world):
     client.send(1, Basic.Ack(4, multiple=True))
     assert world.queue().depth == 2
     client.send(1, Basic.Ack(0, multiple=True))
-    assert (world.queue().depth, world.queue().acked) == (0, 6)
+    assert (world.queue().depth, world.queue().dispatcher.acked) == (0, 6)
     client.send(1, Basic.Ack(0, multiple=True))
     assert client.received() == []
 
@@ -325,7 +325,7 @@ def test_recover_with_requeue_puts_everything_back(world):
     client.send(1, Basic.Get(queue="q"))
     client.received()
     client.call(1, Basic.Recover(requeue=True), Basic.RecoverOk)
-    assert [entry.redelivered for entry in world.queue().ready] == [True, False]
+    assert [entry.redelivered for entry in world.queue().contents.ready] == [True, False]
     other.consume()
     assert other.names().count("Basic.Deliver") == 2
 
@@ -344,7 +344,7 @@ def test_recover_without_requeue_delivers_to_the_same_consumer(world, recover):
     method = client.received()[0][1]
     assert (method.name, method.delivery_tag, method.redelivered) == ("Basic.Deliver", 2, True)
     assert other.received() == []
-    assert world.queue().delivered == 2
+    assert world.queue().dispatcher.delivered == 2
     client.send(1, Basic.Ack(2))
     assert world.queue().depth == 0
 
@@ -404,7 +404,7 @@ def test_when_a_connection_ends_no_channel_of_it_takes_what_another_gives_back(w
     else:
         client.send(1, commands.Channel.Open())
     assert "Basic.Deliver" not in client.names()
-    assert (bodies(world.queue()), len(world.queue().ready)) == ([b"1"], 1)
+    assert (bodies(world.queue()), len(world.queue().contents.ready)) == ([b"1"], 1)
 
 
 def test_a_consumer_tag_in_use_closes_the_connection_with_530(world):
@@ -503,9 +503,9 @@ class TestTransactions:
         client.send(1, Basic.Get(queue="q"))
         client.received()
         client.send(1, Basic.Nack(1, requeue=True))
-        assert not world.queue().ready
+        assert not world.queue().contents.ready
         client.call(1, commands.Tx.Commit(), commands.Tx.CommitOk)
-        assert world.queue().ready[0].redelivered
+        assert world.queue().contents.ready[0].redelivered
 
     def test_an_end_rolls_back(self, world, client):
         world.host.publish("", "q", b"1")
@@ -514,7 +514,7 @@ class TestTransactions:
         client.publish(b"2")
         client.session.end()
         assert bodies(world.queue()) == [b"1"]
-        assert len(world.queue().ready) == 1
+        assert len(world.queue().contents.ready) == 1
 
     def test_a_queue_without_room_for_all_of_it_refuses_with_406_and_nothing_is_done(self, world, client):
         client.declare("small", arguments={"qpid.max_count": 2, "qpid.flow_stop_count": 0})

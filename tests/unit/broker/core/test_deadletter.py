@@ -16,11 +16,11 @@ DLX = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead"}
 
 
 def bodies(queue):
-    return [entry.message.body for entry in queue.oldest_first()]
+    return [entry.message.body for entry in queue.contents.oldest_first()]
 
 
 def headers(queue):
-    (entry,) = queue.oldest_first()
+    (entry,) = queue.contents.oldest_first()
     return decode_properties(entry.message.header).headers
 
 
@@ -46,9 +46,9 @@ def test_what_a_consumer_rejects_goes_there_with_all_its_properties(world, clien
     client.publish(b"1", properties=properties)
     client.send(1, commands.Basic.Get(queue="q"))
     client.send(1, commands.Basic.Reject(1, requeue=False))
-    assert (world.queue().depth, world.queue().drops) == (0, {DropReason.REJECTED: 1})
+    assert (world.queue().depth, world.queue().contents.drops) == (0, {DropReason.REJECTED: 1})
     assert bodies(world.queue("dead")) == [b"1"]
-    (entry,) = world.queue("dead").oldest_first()
+    (entry,) = world.queue("dead").contents.oldest_first()
     found = decode_properties(entry.message.header)
     death = {
         "count": 1,
@@ -93,7 +93,7 @@ def test_without_an_exchange_for_it_what_dies_is_only_counted(world, client):
     client.publish()
     client.send(1, commands.Basic.Get(queue="q"))
     client.send(1, commands.Basic.Reject(1, requeue=False))
-    assert (world.queue().drops, world.queue("dead").depth) == ({DropReason.REJECTED: 1}, 0)
+    assert (world.queue().contents.drops, world.queue("dead").depth) == ({DropReason.REJECTED: 1}, 0)
 
 
 def test_purging_and_deleting_are_no_deaths(world, client):
@@ -110,7 +110,7 @@ def test_an_ack_is_no_death(world, client):
     client.publish()
     client.send(1, commands.Basic.Get(queue="q"))
     client.send(1, commands.Basic.Ack(1))
-    assert (world.queue("dead").depth, world.queue().dropped) == (0, 0)
+    assert (world.queue("dead").depth, world.queue().contents.dropped) == (0, 0)
 
 
 @pytest.mark.parametrize("policy", [{"x-max-length": 1}, {"qpid.max_count": 1, "qpid.policy_type": "ring"}])
@@ -128,7 +128,7 @@ def test_a_dead_letter_is_delivered_and_flows_nobody(world, client):
     for _ in range(3):
         client.publish()
     assert client.received() == []
-    assert (world.queue("small").depth, world.queue("small").flow_stopped) == (2, True)
+    assert (world.queue("small").depth, world.queue("small").flows.is_on) == (2, True)
     client.consume("small")
     assert client.names()[1:] == ["Basic.Deliver", "ContentHeader", "ContentBody"] * 2
 
@@ -140,7 +140,7 @@ def test_a_full_queue_refuses_dead_letters_and_counts_them(world, client):
     client.declare(arguments={"x-dead-letter-exchange": "amq.fanout", "x-max-length": 1})
     for body in (b"1", b"2", b"3"):
         client.publish(body)
-    assert (bodies(world.queue("small")), world.queue("small").drops) == ([b"1"], {DropReason.REFUSED: 1})
+    assert (bodies(world.queue("small")), world.queue("small").contents.drops) == ([b"1"], {DropReason.REFUSED: 1})
     assert bodies(world.queue("dead")) == [b"1", b"2"]
 
 
@@ -193,7 +193,7 @@ def test_a_message_that_nobody_rejects_does_not_come_back(world, client):
     world.now = 0.01
     world.host.tick(world.now)
     drops = {DropReason.EXPIRED: 1, DropReason.CYCLE: 1}
-    assert (world.queue("a").depth, world.queue("a").drops) == (0, drops)
+    assert (world.queue("a").depth, world.queue("a").contents.drops) == (0, drops)
 
 
 def make_web(world, client, count, **arguments):
@@ -210,17 +210,19 @@ def test_E7_queues_that_dead_letter_to_each_other_cost_no_more_than_there_are_wa
     queues = make_web(world, client, count, **{"x-max-length": 0})
     client.publish(routing_key="q0")
     assert [queue.depth for queue in queues] == [0] * count
-    assert sum(queue.published for queue in queues) <= count * count
-    assert all(queue.drops[DropReason.MAXLEN] == queue.published for queue in queues)
+    assert sum(queue.contents.published for queue in queues) <= count * count
+    assert all(queue.contents.drops[DropReason.MAXLEN] == queue.contents.published for queue in queues)
     # From each queue one dead letter goes to each: it came in, or was dropped and counted.
-    assert sum(queue.published + queue.drops[DropReason.CYCLE] for queue in queues) == 1 + count * count
+    assert (
+        sum(queue.contents.published + queue.contents.drops[DropReason.CYCLE] for queue in queues) == 1 + count * count
+    )
 
 
 def test_E7_copies_in_several_queues_count_as_one_message(world, client):
     count = 20
     queues = make_web(world, client, count, **{"x-max-length": 0})
     client.publish(exchange="amq.fanout")
-    assert sum(queue.published for queue in queues) <= count + count * count
+    assert sum(queue.contents.published for queue in queues) <= count + count * count
 
 
 def test_E7_queues_that_dead_letter_to_each_other_as_time_passes_cost_no_more_either(world, client):
@@ -230,7 +232,7 @@ def test_E7_queues_that_dead_letter_to_each_other_as_time_passes_cost_no_more_ei
     while any(queue.depth for queue in queues):
         world.now += 0.001
         world.host.tick(world.now)
-    assert sum(queue.published for queue in queues) <= count * count
+    assert sum(queue.contents.published for queue in queues) <= count * count
 
 
 def test_E7_a_rejection_by_a_consumer_begins_anew(world, client):
@@ -238,11 +240,11 @@ def test_E7_a_rejection_by_a_consumer_begins_anew(world, client):
     client.declare("work", arguments={"x-dead-letter-exchange": "amq.fanout"})
     client.call(1, commands.Queue.Bind(queue="work", exchange="amq.fanout"), commands.Queue.BindOk)
     client.publish(routing_key="q0")
-    before = sum(queue.published for queue in queues)
+    before = sum(queue.contents.published for queue in queues)
     copies = world.queue("work").depth
     client.send(1, commands.Basic.Get(queue="work"))
     client.send(1, commands.Basic.Reject(1, requeue=False))
-    assert sum(queue.published for queue in queues) > before
+    assert sum(queue.contents.published for queue in queues) > before
     assert world.queue("work").depth > copies
 
 
@@ -287,8 +289,8 @@ def test_copies_that_die_in_one_queue_are_dead_lettered_once_and_counted(world, 
             world.host.tick(world.now)
         delay = world.queue("delay")
         assert len(bodies(world.queue("archive"))) == published
-        assert delay.drops == {DropReason.EXPIRED: 2 * published, DropReason.COPY: published}
-        assert delay.dropped == 2 * published
+        assert delay.contents.drops == {DropReason.EXPIRED: 2 * published, DropReason.COPY: published}
+        assert delay.contents.dropped == 2 * published
     assert [record.args for record in caplog.records] == [("delay",)]
 
 
@@ -349,7 +351,7 @@ def test_reject_publish_counts_what_it_refuses_without_confirms(world, client):
     client.publish(b"1")
     client.publish(b"2")
     assert client.received() == []
-    assert (bodies(world.queue()), world.queue().drops) == ([b"1"], {DropReason.REFUSED: 1})
+    assert (bodies(world.queue()), world.queue().contents.drops) == ([b"1"], {DropReason.REFUSED: 1})
 
 
 @pytest.mark.parametrize(("maximum", "left"), [(0, []), (1, [3]), (2, [2, 3]), (3, [1, 2, 3]), (4, [1, 2, 3])])
@@ -358,7 +360,7 @@ def test_x_max_length_keeps_so_many_ready_messages(maximum, left):
     for size in (1, 2, 3):
         queue.enqueue(message(size))
         queue.after_publish()
-    assert [entry.message.size for entry in queue.oldest_first()] == left
+    assert [entry.message.size for entry in queue.contents.oldest_first()] == left
 
 
 @pytest.mark.parametrize(("maximum", "left"), [(2, []), (3, [3]), (4, [3]), (5, [2, 3]), (6, [1, 2, 3])])
@@ -367,34 +369,34 @@ def test_x_max_length_bytes_keeps_so_many_ready_bytes(maximum, left):
     for size in (1, 2, 3):
         queue.enqueue(message(size))
         queue.after_publish()
-    assert [entry.message.size for entry in queue.oldest_first()] == left
+    assert [entry.message.size for entry in queue.contents.oldest_first()] == left
 
 
 def test_x_max_length_drops_nothing_that_a_consumer_has():
     queue = make_queue({"x-max-length": 1, "x-max-length-bytes": 3})
     taker = Taker()
-    queue.add_consumer(taker, exclusive=False)
+    queue.dispatcher.add(taker, exclusive=False)
     for _ in range(3):
         queue.enqueue(message(3))
         queue.after_publish()
-    assert (queue.depth, queue.dropped, queue.ready_size) == (3, 0, 0)
+    assert (queue.depth, queue.contents.dropped, queue.contents.ready_size) == (3, 0, 0)
     taker.can_take = False
     for _ in range(2):
         queue.enqueue(message(2))
         queue.after_publish()
-    assert (queue.depth, queue.dropped, queue.ready_size) == (4, 1, 2)
-    queue.requeue(taker.entries)
-    assert (queue.ready_count, queue.ready_size) == (4, 11)
+    assert (queue.depth, queue.contents.dropped, queue.contents.ready_size) == (4, 1, 2)
+    queue.dispatcher.requeue(taker.entries)
+    assert (queue.contents.ready_count, queue.contents.ready_size) == (4, 11)
     queue.enqueue(message(1))
     queue.after_publish()
-    assert [entry.message.size for entry in queue.oldest_first()] == [1]
+    assert [entry.message.size for entry in queue.contents.oldest_first()] == [1]
 
 
 def test_a_single_active_consumer_is_the_oldest_that_is_left():
     queue = make_queue({"x-single-active-consumer": True})
     first, second, third = (Taker() for _ in range(3))
     for taker in (first, second, third):
-        queue.add_consumer(taker, exclusive=False)
+        queue.dispatcher.add(taker, exclusive=False)
 
     def publish():
         queue.enqueue(message())
@@ -404,16 +406,16 @@ def test_a_single_active_consumer_is_the_oldest_that_is_left():
     first.can_take = False
     publish()
     queue.remove_consumer(second)
-    queue.dispatch()
+    queue.dispatcher.dispatch()
     assert [len(taker.entries) for taker in (first, second, third)] == [1, 0, 0]
     queue.remove_consumer(first)
-    queue.dispatch()
+    queue.dispatcher.dispatch()
     assert [len(taker.entries) for taker in (first, second, third)] == [1, 0, 1]
 
 
 def raw_counts(queue):
     """The bytes that follow the name of each count in the header, with their type."""
-    (entry,) = queue.oldest_first()
+    (entry,) = queue.contents.oldest_first()
     return [piece[:9] for piece in entry.message.header.split(b"\x05count")[1:]]
 
 
@@ -428,7 +430,7 @@ def test_x_death_counts_are_64_bit_integers_as_on_rabbitmq(world, client):
         world.queue("q").options = world.queue("back").options
         client.send(1, commands.Basic.Reject(2 * round_, requeue=False))
         if round_ < 3:
-            (entry,) = world.queue("q").oldest_first()
+            (entry,) = world.queue("q").contents.oldest_first()
             client.publish(b"1", routing_key="back", properties=decode_properties(entry.message.header))
             client.send(1, commands.Queue.Purge(queue="q"))
     counts = raw_counts(world.queue("q"))
@@ -462,7 +464,7 @@ def test_a_requeue_does_not_exceed_x_max_length_and_the_oldest_go(world, client,
         client.send(1, commands.Channel.Close(200, "", 0, 0))
     assert bodies(world.queue()) == [b"4", b"5"]
     assert bodies(world.queue("dead")) == [b"1", b"2", b"3"]
-    assert world.queue().drops == {DropReason.MAXLEN: 3}
+    assert world.queue().contents.drops == {DropReason.MAXLEN: 3}
 
 
 def test_a_requeue_is_cut_to_x_max_length_before_a_consumer_gets_any_of_it_as_on_rabbitmq(world, client):

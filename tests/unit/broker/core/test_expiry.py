@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from pamqp import commands
 
+from qflow_client.broker.core.contents import Contents
 from qflow_client.broker.core.entries import DropReason, StoredMessage
 from qflow_client.broker.core.expiry import Expiry
 from qflow_client.broker.core.limits import QueueOptions
-from qflow_client.broker.core.queue import Queue
 from qflow_client.broker.core.wire import encode_header
 from qflow_client.broker.policies.arguments import read_options
 
@@ -25,7 +25,7 @@ def expiring(size, milliseconds):
 
 
 def ready(queue):
-    return [entry.message.size for entry in queue.oldest_first()]
+    return [entry.message.size for entry in queue.contents.oldest_first()]
 
 
 @pytest.mark.parametrize(("now", "left"), [(0.999, 1), (1.0, 0), (1.001, 0)])
@@ -35,7 +35,7 @@ def test_a_message_expires_when_its_time_has_come(now, left):
     assert around.alarms == [1.0]
     around.now = now
     queue.tick(now)
-    assert (queue.depth, queue.dropped) == (left, 1 - left)
+    assert (queue.depth, queue.contents.dropped) == (left, 1 - left)
 
 
 def test_the_shorter_time_counts():
@@ -49,17 +49,17 @@ def test_the_shorter_time_counts():
     around.now = 1.0
     queue.tick(1.0)
     assert ready(queue) == []
-    assert queue.drops == {DropReason.EXPIRED: 3}
+    assert queue.contents.drops == {DropReason.EXPIRED: 3}
 
 
 def test_messages_expire_from_the_middle_and_the_order_of_the_others_stays():
     queue = make_queue()
     for size in range(1, 9):
         queue.enqueue(expiring(size, 100 if size in (3, 4, 7) else None))
-    assert (queue.ready_count, queue.ready_size) == (8, 36)
+    assert (queue.contents.ready_count, queue.contents.ready_size) == (8, 36)
     queue._surroundings.now = 0.1
-    queue.expire()
-    assert (queue.ready_count, queue.ready_size, queue.depth, queue.size) == (5, 22, 5, 22)
+    queue.dropping.expire()
+    assert (queue.contents.ready_count, queue.contents.ready_size, queue.depth, queue.size) == (5, 22, 5, 22)
     taken = []
     while (entry := queue.take(no_ack=True)) is not None:
         taken.append(entry.message.size)
@@ -69,17 +69,17 @@ def test_messages_expire_from_the_middle_and_the_order_of_the_others_stays():
 def test_gaps_are_closed_when_they_are_most_of_what_is_ready():
     queue = make_queue()
     queue.enqueue(message(1))
-    for at in range(Queue.MAX_GAPS * 2):
+    for at in range(Contents.MAX_GAPS * 2):
         queue.enqueue(expiring(2, 100 + at))
     queue.enqueue(message(3))
-    for at in range(Queue.MAX_GAPS * 2):
+    for at in range(Contents.MAX_GAPS * 2):
         queue._surroundings.now = (100 + at) / 1000
-        queue.expire()
-        assert len(queue.ready) <= queue.depth + max(Queue.MAX_GAPS, queue.depth)
+        queue.dropping.expire()
+        assert len(queue.contents.ready) <= queue.depth + max(Contents.MAX_GAPS, queue.depth)
     assert ready(queue) == [1, 3]
     taker = Taker(no_ack=True)
-    queue.add_consumer(taker, exclusive=False)
-    queue.dispatch()
+    queue.dispatcher.add(taker, exclusive=False)
+    queue.dispatcher.dispatch()
     assert [entry.message.size for entry in taker.entries] == [1, 3]
     assert (queue.depth, queue.size) == (0, 0)
 
@@ -90,29 +90,29 @@ def test_a_consumer_is_given_nothing_that_has_expired():
         queue.enqueue(expiring(size, own))
     queue._surroundings.now = 1.0
     taker = Taker()
-    queue.add_consumer(taker, exclusive=False)
-    queue.dispatch()
+    queue.dispatcher.add(taker, exclusive=False)
+    queue.dispatcher.dispatch()
     assert [entry.message.size for entry in taker.entries] == [2, 4]
 
 
 def test_what_is_with_a_consumer_expires_only_when_it_is_put_back():
     queue = fill(make_queue({"x-message-ttl": 100}), [1, 2])
-    first, second = queue.take(no_ack=False), queue.take(no_ack=False)
+    first, second = queue.take(no_ack=False), queue.dispatcher.take(no_ack=False)
     queue._surroundings.now = 1.0
     queue.tick(1.0)
-    assert (queue.depth, queue.dropped) == (2, 0)
-    queue.settle(second, acked=True)
-    queue.requeue([first])
+    assert (queue.depth, queue.contents.dropped) == (2, 0)
+    queue.dispatcher.settle(second, acked=True)
+    queue.dispatcher.requeue([first])
     assert queue.take(no_ack=True) is None
-    assert (queue.depth, queue.acked, queue.drops) == (0, 1, {DropReason.EXPIRED: 1})
+    assert (queue.depth, queue.dispatcher.acked, queue.contents.drops) == (0, 1, {DropReason.EXPIRED: 1})
 
 
 def test_what_was_put_back_expires_once():
     queue = fill(make_queue({"x-message-ttl": 100, "qpid.flow_stop_count": 1}), [1])
-    queue.requeue([queue.take(no_ack=False)])
+    queue.dispatcher.requeue([queue.take(no_ack=False)])
     queue._surroundings.now = 0.1
-    queue.expire()
-    assert (queue.depth, queue.dropped) == (0, 1)
+    queue.dropping.expire()
+    assert (queue.depth, queue.contents.dropped) == (0, 1)
 
 
 def test_expired_messages_go_first_when_a_queue_is_full():
@@ -143,12 +143,12 @@ def test_J6_expiry_unblocks_and_releases_confirms(world):
         client.publish()
     names = client.names()
     assert sorted(set(names)) == ["Basic.Ack", "Channel.Flow"]
-    assert world.queue().held_confirms == 1
+    assert world.queue().flows.held_confirms == 1
     world.now = world.host.next_tick
     world.host.tick(world.now)
     assert world.now == 1.0
     assert sorted(client.names()) == ["Basic.Ack", "Channel.Flow"]
-    assert (world.queue().held_confirms, world.queue().flow_stopped, world.queue().depth) == (0, False, 0)
+    assert (world.queue().flows.held_confirms, world.queue().flows.is_on, world.queue().depth) == (0, False, 0)
 
 
 def test_J6_each_expiry_is_looked_at_by_itself(world):
@@ -177,15 +177,15 @@ def test_entries_that_are_gone_do_not_pile_up():
     for _ in range(10 * Expiry.MIN_SWEEP):
         queue.enqueue(message())
         queue.take(no_ack=True)
-    assert len(queue._expiry._heap) <= Expiry.MIN_SWEEP + 1
+    assert len(queue.dropping.expiry._heap) <= Expiry.MIN_SWEEP + 1
 
 
 def test_a_message_that_is_put_back_again_and_again_does_not_pile_up_either():
     queue = fill(make_queue({"x-message-ttl": 86_400_000}), [1])
     for _ in range(10 * Expiry.MIN_SWEEP):
-        queue.requeue([queue.take(no_ack=False)])
-    assert len(queue._expiry._heap) <= Expiry.MIN_SWEEP + 1
-    assert queue._expiry.next_at == 86_400.0
+        queue.dispatcher.requeue([queue.take(no_ack=False)])
+    assert len(queue.dropping.expiry._heap) <= Expiry.MIN_SWEEP + 1
+    assert queue.dropping.expiry.next_at == 86_400.0
 
 
 def test_what_consumers_had_when_its_time_came_and_then_acked_does_not_pile_up():
@@ -194,10 +194,10 @@ def test_what_consumers_had_when_its_time_came_and_then_acked_does_not_pile_up()
         queue.enqueue(message())
         entry = queue.take(no_ack=False)
         queue._surroundings.now = number + 1.0
-        queue.expire()
-        queue.settle(entry, acked=True)
-    assert len(queue._expiry._times) <= Expiry.MIN_SWEEP + 1
-    assert (queue.dropped, queue.depth) == (0, 0)
+        queue.dropping.expire()
+        queue.dispatcher.settle(entry, acked=True)
+    assert len(queue.dropping.expiry._times) <= Expiry.MIN_SWEEP + 1
+    assert (queue.contents.dropped, queue.depth) == (0, 0)
 
 
 @pytest.mark.parametrize(("used", "now", "is_unused"), [(0.0, 0.99, False), (0.0, 1.0, True), (0.5, 1.49, False)])
@@ -240,7 +240,7 @@ def test_a_queue_with_a_consumer_never_expires(world):
     client.consume()
     world.now = 1000.0
     world.host.tick(world.now)
-    assert world.queue().consumers
+    assert world.queue().dispatcher.consumers
     assert world.host.next_tick == float("inf")
 
 
@@ -259,16 +259,16 @@ def test_times_are_in_milliseconds_and_0_expires_at_once():
     queue = make_queue({"x-message-ttl": 0})
     queue.enqueue(message())
     queue.after_publish()
-    assert queue.drops == {DropReason.EXPIRED: 1}
+    assert queue.contents.drops == {DropReason.EXPIRED: 1}
 
 
 def test_what_may_not_wait_is_delivered_if_a_consumer_can_take_it():
     queue = make_queue({"x-message-ttl": 0})
     taker = Taker()
-    queue.add_consumer(taker, exclusive=False)
+    queue.dispatcher.add(taker, exclusive=False)
     queue.enqueue(message(), Publisher())
     queue.after_publish()
-    assert (len(taker.entries), queue.dropped) == (1, 0)
+    assert (len(taker.entries), queue.contents.dropped) == (1, 0)
 
 
 @pytest.mark.parametrize("expiration", ["x", "-1", "1.0", " 1", "١"])

@@ -195,14 +195,14 @@ def test_a_channel_that_ends_while_flowed_is_forgotten(world, how):
     client.declare(arguments=STOP_2)
     for _ in range(3):
         client.publish()
-    assert len(world.queue().blocked) == 1
+    assert len(world.queue().flows.blocked) == 1
     if how == "channel":
         client.send(1, commands.Channel.Close(200, "", 0, 0))
     elif how == "connection":
         client.send(0, commands.Connection.Close(200, "", 0, 0))
     else:
         client.session.end()
-    assert world.queue().blocked == ()
+    assert world.queue().flows.blocked == ()
     assert flows(client) == [False]
 
 
@@ -249,7 +249,7 @@ def test_C5_or_until_the_message_itself_has_been_dequeued(world):
     assert tags(client) == []
     queue.take(no_ack=True)
     # One message is left, which is not fewer than the resume threshold.
-    assert queue.flow_stopped
+    assert queue.flows.is_on
     assert tags(client) == [(3, False)]
     queue.take(no_ack=True)
     assert tags(client) == [(4, False)]
@@ -312,7 +312,7 @@ def test_C5_without_confirms_nothing_is_held(world):
     for _ in range(5):
         client.publish()
     assert client.received() == []
-    assert world.queue().held_confirms == 0
+    assert world.queue().flows.held_confirms == 0
 
 
 def test_C5_a_channel_that_is_gone_is_confirmed_nothing(world):
@@ -350,9 +350,9 @@ def test_C6_two_producers_never_overshoot_the_sum_of_their_capacities(world, enf
                     flowed[which] = not each.active
             available[which] = (50, 15)[which] - producer.session.channels[1].unconfirmed
             assert acked >= 0
-    assert world.queue().peak_depth <= 165
+    assert world.queue().contents.peak_depth <= 165
     if enforcement == "completion":
-        assert world.queue().peak_depth == 165
+        assert world.queue().contents.peak_depth == 165
         assert available == [0, 0]
 
 
@@ -372,7 +372,7 @@ def test_D12_everyone_who_published_recently_is_told(make_world):
     assert flows(recent) == [False]
     assert stale.received() == []
     assert flows(ended) == []
-    assert [source.name for source in world.queue().blocked] == ["client-4 (1)", "client-3 (1)"]
+    assert [source.name for source in world.queue().flows.blocked] == ["client-4 (1)", "client-3 (1)"]
     world.queue().purge()
     assert flows(offender) == [True]
     assert flows(recent) == [True]

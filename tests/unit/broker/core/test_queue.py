@@ -34,13 +34,13 @@ def fill(queue, sizes, publisher=None):
 @pytest.mark.parametrize(("depth", "on"), [(9, False), (10, False), (11, True)])
 def test_C1_the_state_turns_ON_when_there_are_more_messages_than_stop(depth, on):
     queue = fill(make_queue({"qpid.flow_stop_count": 10}), [1] * depth)
-    assert queue.flow_stopped is on
-    assert queue.flow_stopped_count == on
+    assert queue.flows.is_on is on
+    assert queue.flows.times_on == on
 
 
 @pytest.mark.parametrize(("size", "on"), [(99, False), (100, False), (101, True)])
 def test_C1_the_state_turns_ON_when_there_are_more_bytes_than_stop(size, on):
-    assert fill(make_queue({"qpid.flow_stop_size": 100}), [size]).flow_stopped is on
+    assert fill(make_queue({"qpid.flow_stop_size": 100}), [size]).flows.is_on is on
 
 
 @pytest.mark.parametrize(("left", "on"), [(6, True), (5, True), (4, False)])
@@ -48,14 +48,14 @@ def test_C1_the_state_turns_OFF_when_there_are_fewer_messages_than_resume(left, 
     queue = fill(make_queue({"qpid.flow_stop_count": 10, "qpid.flow_resume_count": 5}), [1] * 11)
     for _ in range(11 - left):
         queue.take(no_ack=True)
-    assert queue.flow_stopped is on
+    assert queue.flows.is_on is on
 
 
 @pytest.mark.parametrize(("left", "on"), [(51, True), (50, True), (49, False)])
 def test_C1_the_state_turns_OFF_when_there_are_fewer_bytes_than_resume(left, on):
     queue = fill(make_queue({"qpid.flow_stop_size": 100, "qpid.flow_resume_size": 50}), [101 - left, left])
     queue.take(no_ack=True)
-    assert (queue.size, queue.flow_stopped) == (left, on)
+    assert (queue.size, queue.flows.is_on) == (left, on)
 
 
 BOTH = {
@@ -81,7 +81,7 @@ BOTH = {
     ],
 )
 def test_C1_either_stop_suffices(sizes, on):
-    assert fill(make_queue(BOTH), sizes).flow_stopped is on
+    assert fill(make_queue(BOTH), sizes).flows.is_on is on
 
 
 @pytest.mark.parametrize(
@@ -100,14 +100,14 @@ def test_C1_either_stop_suffices(sizes, on):
 )
 def test_C1_both_resumes_are_needed(left, on):
     queue = fill(make_queue(BOTH), [101, *left])
-    assert queue.flow_stopped
+    assert queue.flows.is_on
     queue.take(no_ack=True)
-    assert queue.flow_stopped is on
+    assert queue.flows.is_on is on
 
 
 @pytest.mark.parametrize(("depth", "on"), [(7, False), (8, False), (9, True)])
 def test_C4_a_maximum_count_stops_above_80_percent_of_it(depth, on):
-    assert fill(make_queue({"qpid.max_count": 10}), [1] * depth).flow_stopped is on
+    assert fill(make_queue({"qpid.max_count": 10}), [1] * depth).flows.is_on is on
 
 
 @pytest.mark.parametrize(("left", "on"), [(8, True), (7, True), (6, False)])
@@ -115,29 +115,29 @@ def test_C4_a_maximum_count_resumes_below_70_percent_of_it(left, on):
     queue = fill(make_queue({"qpid.max_count": 10}), [1] * 9)
     for _ in range(9 - left):
         queue.take(no_ack=True)
-    assert queue.flow_stopped is on
+    assert queue.flows.is_on is on
 
 
 @pytest.mark.parametrize(("size", "on"), [(799, False), (800, False), (801, True)])
 def test_C4_a_maximum_size_stops_above_80_percent_of_it(size, on):
-    assert fill(make_queue({"qpid.max_size": 1000}), [size]).flow_stopped is on
+    assert fill(make_queue({"qpid.max_size": 1000}), [size]).flows.is_on is on
 
 
 @pytest.mark.parametrize(("left", "on"), [(701, True), (700, True), (699, False)])
 def test_C4_a_maximum_size_resumes_below_70_percent_of_it(left, on):
     queue = fill(make_queue({"qpid.max_size": 1000}), [900 - left, left])
     queue.take(no_ack=True)
-    assert queue.flow_stopped is on
+    assert queue.flows.is_on is on
 
 
 def test_C2_stop_equal_to_resume_is_a_band_of_two_messages():
     queue = make_queue({"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 2})
     fill(queue, [1, 1, 1])
-    assert queue.flow_stopped
+    assert queue.flows.is_on
     queue.take(no_ack=True)
-    assert queue.flow_stopped
+    assert queue.flows.is_on
     queue.take(no_ack=True)
-    assert not queue.flow_stopped
+    assert not queue.flows.is_on
 
 
 # Qpid Java's marks, as a queue's own and as the virtual host's.
@@ -155,7 +155,7 @@ CAPACITIES = pytest.mark.parametrize(
 def test_J1_J2_a_queue_is_ON_above_its_capacity(arguments, settings, size, on):
     publisher = Publisher()
     queue = fill(make_queue(arguments, **settings), [size], publisher)
-    assert queue.flow_stopped is on
+    assert queue.flows.is_on is on
     assert publisher.told == ([False] if on else [])
 
 
@@ -165,13 +165,13 @@ def test_J1_J2_a_queue_is_OFF_at_its_resume_capacity(arguments, settings, left, 
     publisher = Publisher()
     queue = fill(make_queue(arguments, **settings), [101 - left, left], publisher)
     queue.take(no_ack=True)
-    assert queue.flow_stopped is on
+    assert queue.flows.is_on is on
     assert publisher.told == ([False] if on else [False, True])
 
 
 def test_J2_capacity_0_is_no_maximum():
     queue = fill(make_queue({"x-qpid-capacity": 0}), [10**6])
-    assert not queue.flow_stopped
+    assert not queue.flows.is_on
     assert not queue.is_watched
 
 
@@ -181,10 +181,10 @@ def test_J3_who_publishes_between_the_java_marks_is_not_flowed():
     fill(queue, [60, 41], first)
     queue.take(no_ack=True)
     fill(queue, [1], second)
-    assert queue.flow_stopped is False
+    assert queue.flows.is_on is False
     fill(queue, [59], first)
     queue.take(no_ack=True)
-    assert (queue.size, queue.flow_stopped) == (60, True)
+    assert (queue.size, queue.flows.is_on) == (60, True)
     fill(queue, [1], second)
     assert (first.told, second.told) == ([False, True, False], [])
 
@@ -196,39 +196,39 @@ def test_C1_who_publishes_while_a_cpp_queue_is_ON_is_flowed():
     queue.take(no_ack=True)
     fill(queue, [1], second)
     assert (first.told, second.told) == ([False], [False])
-    assert queue.blocked == (first, second)
+    assert queue.flows.blocked == (first, second)
 
 
 def test_both_families_work_each_for_itself():
     publisher = Publisher()
     queue = make_queue({"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 2, "x-qpid-capacity": 100})
     fill(queue, [1, 1, 101], publisher)
-    assert queue.flow_stopped_count == 2
+    assert queue.flows.times_on == 2
     assert publisher.told == [False]
     queue.take(no_ack=True)
     queue.take(no_ack=True)
     # One message is left, fewer than the resume count, but its bytes are still above the capacity.
-    assert (queue.flow_stopped, publisher.told) == (True, [False])
+    assert (queue.flows.is_on, publisher.told) == (True, [False])
     queue.take(no_ack=True)
-    assert (queue.flow_stopped, publisher.told) == (False, [False, True])
+    assert (queue.flows.is_on, publisher.told) == (False, [False, True])
 
 
 def ack(queue):
     entry = queue.take(no_ack=False)
-    assert queue.flow_stopped
-    queue.settle(entry, acked=True)
+    assert queue.flows.is_on
+    queue.dispatcher.settle(entry, acked=True)
 
 
 def reject(queue):
     entry = queue.take(no_ack=False)
-    assert queue.flow_stopped
-    queue.settle(entry, acked=False)
+    assert queue.flows.is_on
+    queue.dispatcher.settle(entry, acked=False)
 
 
 def consume_no_ack(queue):
     taker = Taker(no_ack=True)
-    queue.add_consumer(taker, exclusive=False)
-    queue.dispatch()
+    queue.dispatcher.add(taker, exclusive=False)
+    queue.dispatcher.dispatch()
 
 
 SHRINKERS = [
@@ -236,7 +236,7 @@ SHRINKERS = [
     reject,
     consume_no_ack,
     lambda queue: queue.take(no_ack=True),
-    Queue.drop_oldest,
+    lambda queue: queue.dropping.drop_oldest(),
     Queue.purge,
     Queue.delete,
 ]
@@ -263,13 +263,13 @@ def test_J6_every_way_a_queue_shrinks_unflows(shrink, arguments):
     queue.enqueue(message(1), publisher, completion)
     assert not completion.arm()
     queue.take(no_ack=True)
-    assert (publisher.told, queue.flow_stopped) == ([False], True)
+    assert (publisher.told, queue.flows.is_on) == ([False], True)
     shrink(queue)
-    assert (publisher.told, queue.flow_stopped) == ([False, True], False)
-    assert queue.blocked == ()
+    assert (publisher.told, queue.flows.is_on) == ([False, True], False)
+    assert queue.flows.blocked == ()
     # C5: what was held is complete.
     assert confirmed == [7]
-    assert queue.held_confirms == 0
+    assert queue.flows.held_confirms == 0
 
 
 @pytest.mark.parametrize("taken", [1, 2, 3])
@@ -290,20 +290,20 @@ def test_J5_who_is_about_to_be_flowed_while_the_queue_shrinks_is_not_flowed_for_
 
     publisher = Publisher()
     queue = make_queue(arguments)
-    queue.flows = tuple(Interrupted(flow.depth.thresholds, "q") for flow in queue.flows)
+    queue.flows.families = tuple(Interrupted(flow.depth.thresholds, "q") for flow in queue.flows.families)
     fill(queue, [1, 1, 1], publisher)
     assert queue.depth == 3 - taken
-    assert publisher.is_blocked is queue.flow_stopped
-    assert queue.blocked == ((publisher,) if queue.flow_stopped else ())
+    assert publisher.is_blocked is queue.flows.is_on
+    assert queue.flows.blocked == ((publisher,) if queue.flows.is_on else ())
 
 
 def test_J6_a_delivery_and_a_requeue_do_not_change_the_depth():
     publisher = Publisher()
     queue = fill(make_queue({"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1}), [1, 1], publisher)
-    entries = [queue.take(no_ack=False), queue.take(no_ack=False)]
-    assert (queue.depth, len(queue.ready), queue.flow_stopped) == (2, 0, True)
-    queue.requeue(entries)
-    assert (queue.depth, len(queue.ready), queue.flow_stopped) == (2, 2, True)
+    entries = [queue.take(no_ack=False), queue.dispatcher.take(no_ack=False)]
+    assert (queue.depth, len(queue.contents.ready), queue.flows.is_on) == (2, 0, True)
+    queue.dispatcher.requeue(entries)
+    assert (queue.depth, len(queue.contents.ready), queue.flows.is_on) == (2, 2, True)
     assert publisher.told == [False]
 
 
@@ -333,45 +333,45 @@ def test_order_is_kept_through_requeues():
     for size in range(1, 7):
         queue.enqueue(message(size))
     taken = [queue.take(no_ack=False) for _ in range(4)]
-    queue.requeue([taken[2], taken[0]])
-    assert [entry.message.size for entry in queue.ready] == [1, 3, 5, 6]
-    queue.requeue([taken[3], taken[1]])
-    assert [entry.message.size for entry in queue.ready] == [1, 2, 3, 4, 5, 6]
-    assert [entry.redelivered for entry in queue.ready] == [True] * 4 + [False] * 2
-    assert queue.unacked == {}
+    queue.dispatcher.requeue([taken[2], taken[0]])
+    assert [entry.message.size for entry in queue.contents.ready] == [1, 3, 5, 6]
+    queue.dispatcher.requeue([taken[3], taken[1]])
+    assert [entry.message.size for entry in queue.contents.ready] == [1, 2, 3, 4, 5, 6]
+    assert [entry.redelivered for entry in queue.contents.ready] == [True] * 4 + [False] * 2
+    assert queue.contents.unacked == {}
 
 
 def test_consumers_take_turns_and_those_who_cannot_are_passed_over():
     queue = make_queue()
     takers = [Taker(), Taker(), Taker()]
     for taker in takers:
-        queue.add_consumer(taker, exclusive=False)
+        queue.dispatcher.add(taker, exclusive=False)
     takers[1].can_take = False
     fill(queue, [1] * 4)
-    queue.dispatch()
+    queue.dispatcher.dispatch()
     assert [len(taker.entries) for taker in takers] == [2, 0, 2]
     takers[1].can_take = True
     fill(queue, [1] * 2)
-    queue.dispatch()
+    queue.dispatcher.dispatch()
     assert len(takers[1].entries) == 0
-    queue.wake(takers[1])
+    queue.dispatcher.wake(takers[1])
     fill(queue, [1] * 3)
-    queue.dispatch()
+    queue.dispatcher.dispatch()
     assert [len(taker.entries) for taker in takers] == [4, 1, 4]
 
 
 def test_a_deleted_queue_tells_its_consumers_and_ignores_their_acks():
     queue = make_queue()
     taker = Taker()
-    queue.add_consumer(taker, exclusive=False)
+    queue.dispatcher.add(taker, exclusive=False)
     fill(queue, [1])
-    queue.dispatch()
+    queue.dispatcher.dispatch()
     queue.delete()
-    queue.cancel_consumers()
+    queue.dispatcher.cancel_all()
     assert taker.is_cancelled
-    queue.settle(taker.entries[0], acked=True)
-    queue.requeue(taker.entries)
-    assert (queue.depth, queue.size, queue.acked) == (0, 0, 0)
+    queue.dispatcher.settle(taker.entries[0], acked=True)
+    queue.dispatcher.requeue(taker.entries)
+    assert (queue.depth, queue.size, queue.dispatcher.acked) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(("count", "refused"), [(9, False), (10, True)])
@@ -390,20 +390,20 @@ def test_unacked_messages_count_for_the_maximum():
     queue = fill(make_queue({"qpid.max_count": 1}), [1])
     entry = queue.take(no_ack=False)
     assert "full" in queue.refusal(1)
-    queue.settle(entry, acked=True)
+    queue.dispatcher.settle(entry, acked=True)
     assert queue.refusal(1) is None
 
 
 def test_ring_drops_the_oldest():
     queue = fill(make_queue({"qpid.max_count": 3, "qpid.policy_type": "ring"}), [1, 2, 3, 4, 5])
-    assert [entry.message.size for entry in queue.ready] == [3, 4, 5]
-    assert (queue.depth, queue.dropped, queue.peak_depth) == (3, 2, 3)
+    assert [entry.message.size for entry in queue.contents.ready] == [3, 4, 5]
+    assert (queue.depth, queue.contents.dropped, queue.contents.peak_depth) == (3, 2, 3)
 
 
 def test_ring_drops_as_many_as_it_takes_for_the_size():
     queue = fill(make_queue({"qpid.max_size": 10, "qpid.policy_type": "ring"}), [3, 3, 3, 8])
-    assert [entry.message.size for entry in queue.ready] == [8]
-    assert queue.dropped == 3
+    assert [entry.message.size for entry in queue.contents.ready] == [8]
+    assert queue.contents.dropped == 3
     assert "larger than queue 'q'" in queue.refusal(11)
 
 
@@ -412,8 +412,8 @@ def test_ring_drops_the_oldest_even_from_its_consumer():
     entry = queue.take(no_ack=False)
     fill(queue, [3])
     assert entry.is_gone
-    queue.settle(entry, acked=True)
-    assert (queue.depth, queue.dropped, queue.acked) == (2, 1, 0)
+    queue.dispatcher.settle(entry, acked=True)
+    assert (queue.depth, queue.contents.dropped, queue.dispatcher.acked) == (2, 1, 0)
 
 
 def test_ring_strict_refuses_while_a_consumer_has_the_oldest():
@@ -421,7 +421,7 @@ def test_ring_strict_refuses_while_a_consumer_has_the_oldest():
     assert queue.refusal(1) is None
     entry = queue.take(no_ack=False)
     assert "oldest message is with a consumer" in queue.refusal(1)
-    queue.settle(entry, acked=True)
+    queue.dispatcher.settle(entry, acked=True)
     assert queue.refusal(1) is None
     fill(queue, [3, 4])
-    assert [entry.message.size for entry in queue.ready] == [3, 4]
+    assert [entry.message.size for entry in queue.contents.ready] == [3, 4]

@@ -117,7 +117,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.completed.append(number)
         self.pending.add(number)
 
-    @precondition(lambda self: self.queue.ready)
+    @precondition(lambda self: self.queue.contents.ready)
     @rule(no_ack=st.booleans())
     def take(self, no_ack):
         entry = self.queue.take(no_ack=no_ack)
@@ -133,7 +133,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(data=st.data(), acked=st.booleans())
     def settle(self, data, acked):
         number = data.draw(st.sampled_from(sorted(self.unacked)))
-        self.queue.settle(self.unacked[number], acked=acked)
+        self.queue.dispatcher.settle(self.unacked[number], acked=acked)
         self.dropped += not acked
         self._left(number)
 
@@ -141,7 +141,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def requeue(self, data):
         numbers = data.draw(st.lists(st.sampled_from(sorted(self.unacked)), unique=True))
-        self.queue.requeue([self.unacked.pop(number) for number in numbers])
+        self.queue.dispatcher.requeue([self.unacked.pop(number) for number in numbers])
 
     @rule()
     def purge(self):
@@ -161,20 +161,20 @@ class QueueMachine(RuleBasedStateMachine):
     def they_agree(self):
         queue = self.queue
         assert (queue.depth, queue.size) == self._depth()
-        assert [entry.message.size for entry in queue.oldest_first()] == [size for _, size in self.messages]
-        assert len(queue.ready) == len(self.messages) - len(self.unacked)
-        assert queue.dropped == self.dropped
-        assert [flow.depth.on for flow in queue.flows] == [family.on for family in self.families]
-        assert queue.flow_stopped_count == sum(family.times for family in self.families)
+        assert [entry.message.size for entry in queue.contents.oldest_first()] == [size for _, size in self.messages]
+        assert len(queue.contents.ready) == len(self.messages) - len(self.unacked)
+        assert queue.contents.dropped == self.dropped
+        assert [flow.depth.on for flow in queue.flows.families] == [family.on for family in self.families]
+        assert queue.flows.times_on == sum(family.times for family in self.families)
         blocked = set().union(*(family.blocked for family in self.families))
-        assert {int(source.name) for source in queue.blocked} == blocked
+        assert {int(source.name) for source in queue.flows.blocked} == blocked
         for number, publisher in enumerate(self.publishers):
             assert publisher.is_blocked == (number in blocked)
             # One notice for each transition, never the same twice.
             assert publisher.told == [bool(at % 2) for at in range(len(publisher.told))]
             assert len(publisher.told) % 2 == publisher.is_blocked
         held = set().union(*(family.held for family in self.families))
-        assert queue.held_confirms == len(held)
+        assert queue.flows.held_confirms == len(held)
         assert sorted(self.completed) == sorted(self.pending - held)
 
 

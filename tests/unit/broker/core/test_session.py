@@ -387,7 +387,7 @@ def test_a_time_that_no_date_can_tell_is_passed_on_as_it_came(world):
     head = frame.marshal(header.ContentHeader(body_size=0, properties=properties), 1)
     late = head.replace(struct.pack(">Q", 2**31), b"\xff" * 8)
     client.feed(frame.marshal(commands.Basic.Publish(exchange="amq.headers"), 1) + late)
-    (entry,) = world.queue().ready
+    (entry,) = world.queue().contents.ready
     found = message_copy(entry).properties
     assert (found.content_type, found.headers, found.timestamp, found.app_id) == ("t", {"k": 1}, None, "a")
     client.send(1, commands.Basic.Get(queue="q", no_ack=True))

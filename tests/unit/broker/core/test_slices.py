@@ -8,7 +8,7 @@ import pytest
 from pamqp import commands
 
 from qflow_client.broker.core.consuming import Consuming, Returning
-from qflow_client.broker.core.queue import Queue
+from qflow_client.broker.core.contents import Contents
 from qflow_client.broker.core.snapshots import queue_snapshot
 from qflow_client.broker.policies.definitions import DefinitionError, Definitions, Loading, QueueDefinition
 from qflow_client.broker.policies.policy import Policy, PolicyDefinition
@@ -17,7 +17,7 @@ from qflow_client.broker.store.journal import Journal
 from ..tools import make_queue, message
 from .test_queue import Taker, fill
 
-MANY = 5 * Queue.AT_ONCE // 2
+MANY = 5 * Contents.AT_ONCE // 2
 
 
 def slices(queue):
@@ -36,17 +36,17 @@ def test_E9_what_is_purged_leaves_in_slices_and_nobody_gets_it(arguments):
     queue = fill(make_queue(arguments), [1] * MANY)
     queue._surroundings.alarms.clear()
     assert queue.purge() == MANY
-    assert (queue.ready_count, queue.ready_size) == (0, 0)
-    assert queue.depth == queue.size == MANY - Queue.AT_ONCE
+    assert (queue.contents.ready_count, queue.contents.ready_size) == (0, 0)
+    assert queue.depth == queue.size == MANY - Contents.AT_ONCE
     snapshot = queue_snapshot(queue)
     assert (snapshot.depth, snapshot.bytes, snapshot.ready) == (0, 0, 0)
     # What comes meanwhile stays, and is delivered.
     queue.enqueue(message(7))
-    queue.add_consumer(taker := Taker(), exclusive=False)
-    queue.dispatch()
+    queue.dispatcher.add(taker := Taker(), exclusive=False)
+    queue.dispatcher.dispatch()
     assert [entry.message.size for entry in taker.entries] == [7]
-    assert slices(queue) == [Queue.AT_ONCE, Queue.AT_ONCE // 2]
-    assert (queue.depth, queue.size, queue.leaving_count, queue.flow_stopped) == (1, 7, 0, False)
+    assert slices(queue) == [Contents.AT_ONCE, Contents.AT_ONCE // 2]
+    assert (queue.depth, queue.size, len(queue.contents.leaving), queue.flows.is_on) == (1, 7, 0, False)
 
 
 def test_E9_a_second_purge_comes_behind_the_first():
@@ -54,23 +54,23 @@ def test_E9_a_second_purge_comes_behind_the_first():
     queue.purge()
     fill(queue, [2] * MANY)
     assert queue.purge() == MANY
-    assert (queue.ready_count, queue.ready_size) == (0, 0)
-    assert sum(slices(queue)) == queue.published - 2 * Queue.AT_ONCE
-    assert (queue.depth, queue.size, queue.leaving_size) == (0, 0, 0)
+    assert (queue.contents.ready_count, queue.contents.ready_size) == (0, 0)
+    assert sum(slices(queue)) == queue.contents.published - 2 * Contents.AT_ONCE
+    assert (queue.depth, queue.size, queue.contents.leaving_size) == (0, 0, 0)
 
 
 def test_E9_a_queue_that_is_deleted_lets_its_messages_go_in_slices():
     queue = fill(make_queue(), [1] * MANY)
-    queue.add_consumer(taker := Taker(), exclusive=False)
-    queue.dispatch()
+    queue.dispatcher.add(taker := Taker(), exclusive=False)
+    queue.dispatcher.dispatch()
     taker.can_take = False
     fill(queue, [1] * MANY)
     assert queue.delete() == MANY
-    assert queue.depth == 2 * MANY - 2 * Queue.AT_ONCE
+    assert queue.depth == 2 * MANY - 2 * Contents.AT_ONCE
     # An ack that comes late changes nothing.
-    queue.settle(taker.entries[-1], acked=True)
-    assert (queue.acked, sum(slices(queue))) == (0, 2 * MANY - 2 * Queue.AT_ONCE)
-    assert (queue.depth, queue.size, queue.unacked) == (0, 0, {})
+    queue.dispatcher.settle(taker.entries[-1], acked=True)
+    assert (queue.dispatcher.acked, sum(slices(queue))) == (0, 2 * MANY - 2 * Contents.AT_ONCE)
+    assert (queue.depth, queue.size, queue.contents.unacked) == (0, 0, {})
 
 
 @pytest.mark.parametrize("policy", ["ring", "reject"])
@@ -81,14 +81,14 @@ def test_E9_a_full_queue_that_was_purged_takes_messages_at_once(policy):
         assert queue.refusal(2) is None
         queue.enqueue(message(2))
         queue.after_publish()
-    assert (queue.ready_count, queue.dropped) == (MANY, 0)
+    assert (queue.contents.ready_count, queue.contents.dropped) == (MANY, 0)
 
 
 def test_E9_a_ring_that_is_purged_and_overrun_drops_nothing_that_came_since():
     queue = fill(make_queue({"x-qflow-policy": "ring", "qpid.max_count": MANY}), [1] * MANY)
     queue.purge()
     fill(queue, [2] * MANY)
-    assert (queue.ready_count, queue.ready_size, queue.dropped) == (MANY, 2 * MANY, 0)
+    assert (queue.contents.ready_count, queue.contents.ready_size, queue.contents.dropped) == (MANY, 2 * MANY, 0)
 
 
 def test_E9_what_is_purged_is_no_last_value_and_gives_no_memory(make_world):
@@ -97,16 +97,16 @@ def test_E9_what_is_purged_is_no_last_value_and_gives_no_memory(make_world):
     queue = world.host.declare_queue("q", arguments=arguments)
     for number in range(MANY):
         queue.enqueue(message(1 + number))
-        queue._values._last.clear()
+        queue.contents.values._last.clear()
     assert queue.depth == MANY
     before = world.host.journal.memory
-    entries = list(queue.ready)
+    entries = list(queue.contents.ready)
     queue.purge()
-    queue.drop_for_memory(entries[-1])
-    assert queue.depth == MANY - Queue.AT_ONCE
+    queue.dropping.drop_for_memory(entries[-1])
+    assert queue.depth == MANY - Contents.AT_ONCE
     assert before > world.host.journal.memory > 0
     world.host.tick(world.now)
-    assert (queue.depth, world.host.journal.memory, queue.dropped) == (0, 0, 0)
+    assert (queue.depth, world.host.journal.memory, queue.contents.dropped) == (0, 0, 0)
 
 
 def test_E9_messages_expire_in_slices_and_nothing_is_delivered_before_all_have():
@@ -116,11 +116,11 @@ def test_E9_messages_expire_in_slices_and_nothing_is_delivered_before_all_have()
     around.now = 0.5
     queue.enqueue(message(7))
     around.now = 1.0
-    queue.add_consumer(taker := Taker(), exclusive=False)
-    queue.dispatch()
+    queue.dispatcher.add(taker := Taker(), exclusive=False)
+    queue.dispatcher.dispatch()
     assert queue.take(no_ack=True) is None
-    assert (queue.dropped, taker.entries) == (2 * Queue.AT_ONCE, [])
-    assert slices(queue) == [Queue.AT_ONCE // 2]
+    assert (queue.contents.dropped, taker.entries) == (2 * Contents.AT_ONCE, [])
+    assert slices(queue) == [Contents.AT_ONCE // 2]
     assert [entry.message.size for entry in taker.entries] == [7]
 
 
@@ -147,7 +147,7 @@ POLICY = Policy("p", PolicyDefinition(flow_stop_count=3), pattern="^q")
 
 
 def marked(world):
-    return [queue.name for queue in world.host.queues.values() if queue.flows]
+    return [queue.name for queue in world.host.queues.values() if queue.flows.families]
 
 
 def test_E9_a_policy_is_applied_to_one_queue_in_each_step(world):
@@ -210,7 +210,7 @@ def test_E9_an_ack_of_very_many_deliveries_settles_them_in_slices_before_what_co
     else:
         # They come back and are delivered anew.
         assert unacked == [30, 30, 30]
-        assert world.queue().delivered == 55
+        assert world.queue().dispatcher.delivered == 55
 
 
 def test_E9_an_ack_of_all_deliveries_leaves_none_that_comes_later(world, monkeypatch):
@@ -242,14 +242,14 @@ def test_E9_what_a_lost_connection_had_comes_back_in_slices_and_in_order(world, 
     other.publish(b"35")
     other.publish(routing_key="got")
     queues = world.queue(), world.queue("got")
-    ready = [queues[0].ready_count]
+    ready = [queues[0].contents.ready_count]
     while world.host.next_tick <= (now := next(times)):
         assert other.deliveries_after_ok() == []
         world.host.tick(now)
-        ready.append(queues[0].ready_count)
+        ready.append(queues[0].contents.ready_count)
     assert ready == [11, 21, 31, 0]
     assert [content for _, content, _ in other.deliveries()] == [b"%d" % number for number in range(36)]
-    assert [entry.redelivered for entry in queues[1].oldest_first()] == [True, False]
+    assert [entry.redelivered for entry in queues[1].contents.oldest_first()] == [True, False]
 
 
 def test_E9_what_a_lost_connection_had_of_a_queue_that_is_deleted_meanwhile_is_gone(world, monkeypatch):
@@ -264,5 +264,5 @@ def test_E9_what_a_lost_connection_had_of_a_queue_that_is_deleted_meanwhile_is_g
     client.session.lost()
     world.host.delete_queue(queue)
     world.host.tick(world.now)
-    assert (queue.depth, queue.ready_count, queue.unacked) == (0, 0, {})
+    assert (queue.depth, queue.contents.ready_count, queue.contents.unacked) == (0, 0, {})
     assert world.host.next_tick == float("inf")

@@ -30,7 +30,7 @@ def test_a_consumer_priority_is_refused_with_406(world, client, value):
     close = client.only(CHANNEL_CLOSE)
     assert close.reply_code == 406
     assert "consumer of queue 'q': x-priority" in close.reply_text
-    assert not world.queue().consumers
+    assert not world.queue().dispatcher.consumers
 
 
 def test_a_priority_of_0_is_what_everything_has(world, client):

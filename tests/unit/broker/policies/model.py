@@ -536,14 +536,20 @@ class Rig:
         model = self.model
         for name, queue in model.queues.items():
             real = self.world.queue(name)
+            contents = real.contents
             assert (real.depth, real.size) == queue.depth, name
-            assert [entry.message.size for entry in real.oldest_first()] == [each.size for each in queue.messages], name
+            assert [entry.message.size for entry in contents.oldest_first()] == [
+                each.size for each in queue.messages
+            ], name
             ready = [each for each in queue.messages if each.delivery is None]
-            assert (real.ready_count, real.ready_size) == (len(ready), sum(each.size for each in ready)), name
-            assert real.dropped == queue.drops, (name, real.drops, queue.drops)
-            assert [flow.depth.on for flow in real.flows] == [family.on for family in queue.families], name
-            assert real.flow_stopped_count == queue.times_on, name
-            assert real.is_overdue is queue.overdue, name
+            assert (contents.ready_count, contents.ready_size) == (
+                len(ready),
+                sum(each.size for each in ready),
+            ), name
+            assert contents.dropped == queue.drops, (name, contents.drops, queue.drops)
+            assert [flow.depth.on for flow in real.flows.families] == [family.on for family in queue.families], name
+            assert real.flows.times_on == queue.times_on, name
+            assert real.flows.is_overdue is queue.overdue, name
             assert real.waiting == sum(queue in waiter.queues for waiter in model.waiters), name
         blocked = {who for queue in model.queues.values() for family in queue.families for who in family.blocked}
         for who in range(PUBLISHERS):

@@ -138,8 +138,8 @@ def flap(make_world, interval, publishers=10, burst=20, rounds=500):
         tick(world, float(round_number))
         if round_number == 20:
             # In the beginning nobody is flowed, whatever the interval.
-            world.queue().peak_depth = 0
-    return served, world.queue().peak_depth
+            world.queue().contents.peak_depth = 0
+    return served, world.queue().contents.peak_depth
 
 
 @pytest.mark.parametrize(("interval", "highest"), [(0.0, 270), (1.0, 150)])

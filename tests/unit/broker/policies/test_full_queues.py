@@ -53,8 +53,8 @@ def test_D4_J6_thresholds_that_are_raised_let_go_who_may_go(world, stop, resume,
         return
     set_policy(world, flow_stop_count=stop, flow_resume_count=resume)
     assert flows(client) == told
-    assert (world.queue().depth, world.queue().flow_stopped_count) == (3, 1)
-    assert world.queue().flow_stopped is (not told)
+    assert (world.queue().depth, world.queue().flows.times_on) == (3, 1)
+    assert world.queue().flows.is_on is (not told)
 
 
 def test_D4_thresholds_that_are_lowered_turn_ON_and_flow_who_publishes_next(world):
@@ -63,12 +63,12 @@ def test_D4_thresholds_that_are_lowered_turn_ON_and_flow_who_publishes_next(worl
     for _ in range(3):
         client.publish()
     set_policy(world, flow_stop_count=2)
-    assert (world.queue().flow_stopped, world.queue().flow_stopped_count, client.received()) == (True, 1, [])
+    assert (world.queue().flows.is_on, world.queue().flows.times_on, client.received()) == (True, 1, [])
     client.publish()
     assert flows(client) == [False]
     world.delete_policy("p")
     assert flows(client) == [True]
-    assert (world.queue().flow_stopped, world.queue().flow_stopped_count, world.queue().depth) == (False, 1, 4)
+    assert (world.queue().flows.is_on, world.queue().flows.times_on, world.queue().depth) == (False, 1, 4)
 
 
 def test_D4_D12_recent_publishers_are_told_when_a_lower_threshold_turns_it_ON(make_world):
@@ -89,7 +89,7 @@ def test_D4_C5_a_family_of_marks_that_is_taken_away_releases_its_confirms(world)
     assert client.names() == ["Channel.Flow"]
     set_policy(world, flow_stop_count=5)
     assert sorted(client.names()) == ["Basic.Ack", "Channel.Flow"]
-    assert [type(flow.depth.thresholds).__name__ for flow in world.queue().flows] == ["StopResume"]
+    assert [type(flow.depth.thresholds).__name__ for flow in world.queue().flows.families] == ["StopResume"]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_D4_a_ring_whose_maximum_is_lowered_drops_the_oldest_at_once(world, maxi
         client.publish(body)
     set_policy(world, policy="ring", max_count=maximum)
     assert bodies(world.queue()) == left
-    assert world.queue().dropped == 3 - len(left)
+    assert world.queue().contents.dropped == 3 - len(left)
 
 
 def test_D4_a_maximum_that_is_lowered_takes_nothing_away_from_a_queue_that_refuses(world):
@@ -148,9 +148,9 @@ def test_D4_the_same_policy_again_changes_nothing(world):
     set_policy(world, flow_stop_count=2, flow_resume_count=2)
     for _ in range(3):
         client.publish()
-    flow = world.queue().flows[0]
+    flow = world.queue().flows.families[0]
     set_policy(world, flow_stop_count=2, flow_resume_count=2)
-    assert (flows(client), world.queue().flows[0]) == ([False], flow)
+    assert (flows(client), world.queue().flows.families[0]) == ([False], flow)
 
 
 # ON for too long (D10).
@@ -166,7 +166,12 @@ def test_D10_a_queue_that_is_ON_for_max_flow_wait_lets_its_producers_go(world, n
     tick(world, now)
     assert sorted(client.names()) == (["Basic.Ack", "Channel.Flow"] if is_overdue else [])
     queue = world.queue()
-    assert (queue.is_overdue, queue.flow_stopped, queue.depth, queue.times_overdue) == (is_overdue, True, 3, is_overdue)
+    assert (queue.flows.is_overdue, queue.flows.is_on, queue.depth, queue.flows.times_overdue) == (
+        is_overdue,
+        True,
+        3,
+        is_overdue,
+    )
     found = queue_snapshot(queue)
     assert (found.policy, found.overdue) == ("reject" if is_overdue else "flow", is_overdue)
     assert ("has been ON for 10 s" in caplog.text) is is_overdue
@@ -185,7 +190,7 @@ def test_D10_then_reject_refuses_beyond_the_stop_until_it_is_OFF(world):
     client.publish()
     assert settled(client) == ([], [5])
     world.queue().purge()
-    assert not world.queue().is_overdue
+    assert not world.queue().flows.is_overdue
     assert queue_snapshot(world.queue()).policy == "flow"
     for _ in range(3):
         client.publish()
@@ -202,7 +207,7 @@ def test_D10_then_ring_drops_the_oldest_and_holds_nobody(world):
     client.publish(b"4")
     client.publish(b"5")
     assert tags(client) == [(5, True)]
-    assert (bodies(world.queue()), world.queue().drops) == ([b"4", b"5"], {DropReason.MAXLEN: 3})
+    assert (bodies(world.queue()), world.queue().contents.drops) == ([b"4", b"5"], {DropReason.MAXLEN: 3})
 
 
 def test_D10_a_queue_that_was_OFF_in_between_has_its_whole_time_again(world):
@@ -256,7 +261,7 @@ def test_D10_a_time_that_is_set_while_ON_counts_from_when_it_turned_ON(world):
     assert flows(client) == [True]
     set_policy(world, max_size=1000)
     client.publish()
-    assert (world.queue().is_overdue, flows(client)) == (False, [False])
+    assert (world.queue().flows.is_overdue, flows(client)) == (False, [False])
 
 
 # Conflation (D9).
@@ -272,7 +277,7 @@ def test_D9_conflate_keeps_the_last_message_of_each_key(world):
     for key, body in (("a", b"1"), ("b", b"2"), ("a", b"3"), (None, b"4"), (None, b"5"), ("a", b"6"), (7, b"7")):
         keyed(client, key, body)
     assert bodies(world.queue()) == [b"2", b"4", b"5", b"6", b"7"]
-    assert world.queue().drops == {DropReason.CONFLATED: 2}
+    assert world.queue().contents.drops == {DropReason.CONFLATED: 2}
     assert tags(client) == [(7, True)]
 
 
@@ -294,7 +299,7 @@ def test_D9_what_a_consumer_has_is_not_conflated_but_not_put_back_either(world):
     client.publish(b"2")
     assert bodies(world.queue()) == [b"1", b"2"]
     client.send(1, commands.Basic.Reject(1, requeue=True))
-    assert (bodies(world.queue()), world.queue().drops) == ([b"2"], {DropReason.CONFLATED: 1})
+    assert (bodies(world.queue()), world.queue().contents.drops) == ([b"2"], {DropReason.CONFLATED: 1})
     client.send(1, commands.Basic.Get(queue="q"))
     client.send(1, commands.Basic.Reject(2, requeue=True))
     assert bodies(world.queue()) == [b"2"]
@@ -317,7 +322,7 @@ def test_D9_conflation_makes_room_before_a_maximum_drops_the_oldest(world):
     for key, body in (("a", b"1"), ("b", b"2"), ("a", b"3"), ("c", b"4")):
         keyed(client, key, body)
     assert bodies(world.queue()) == [b"3", b"4"]
-    assert world.queue().drops == {DropReason.CONFLATED: 1, DropReason.MAXLEN: 1}
+    assert world.queue().contents.drops == {DropReason.CONFLATED: 1, DropReason.MAXLEN: 1}
 
 
 def test_D9_J6_conflation_releases_confirms_and_turns_OFF(world):
@@ -328,7 +333,7 @@ def test_D9_J6_conflation_releases_confirms_and_turns_OFF(world):
     assert client.names() == ["Channel.Flow"]
     client.publish(b"1")
     assert sorted(client.names()) == ["Basic.Ack", "Channel.Flow"]
-    assert world.queue().flow_stopped is False
+    assert world.queue().flows.is_on is False
 
 
 def test_D9_D4_a_queue_that_comes_to_conflate_drops_what_it_has_twice(world):
@@ -355,7 +360,7 @@ def test_A4_a_publish_to_a_full_queue_waits_for_room_and_is_acked_then(world):
     for body in (b"1", b"2", b"3"):
         client.publish(body)
     assert tags(client) == [(1, False)]
-    assert (bodies(world.queue()), world.queue().published) == ([b"1"], 1)
+    assert (bodies(world.queue()), world.queue().contents.published) == ([b"1"], 1)
     assert queue_snapshot(world.queue()).waiting == 2
     channel = channel_snapshot(client.session.channels[1])
     assert (channel.waiting, channel.unconfirmed) == (2, 2)
@@ -502,7 +507,7 @@ def test_A4_a_channel_that_ends_takes_along_only_what_it_would_hear_of(world, co
     world.queue().purge()
     tick(world, 0.0)
     assert bodies(world.queue()) == ([b"3"] if confirms else [b"2"])
-    assert world.queue().drops == ({DropReason.REFUSED: 1} if confirms else {})
+    assert world.queue().contents.drops == ({DropReason.REFUSED: 1} if confirms else {})
 
 
 def test_A4_what_a_closed_channel_left_behind_is_dropped_and_counted_in_time(world):
@@ -512,7 +517,7 @@ def test_A4_what_a_closed_channel_left_behind_is_dropped_and_counted_in_time(wor
     client.publish(b"2")
     client.send(1, commands.Channel.Close(200, "", 0, 0))
     tick(world, 60.0)
-    assert world.queue().drops == {DropReason.REFUSED: 1}
+    assert world.queue().contents.drops == {DropReason.REFUSED: 1}
     assert queue_snapshot(world.queue()).waiting == 0
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qflow_client.broker.core import overflow, queue, queueflow, waiting
+from qflow_client.broker.core import contents, dropping, overflow, queueflow, storage, waiting
 from qflow_client.broker.core.confirms import Confirms
 from qflow_client.broker.core.expiry import Expiry
 from qflow_client.broker.policies import arguments
@@ -64,7 +64,7 @@ def test_the_broker_and_the_model_agree_whatever_hypothesis_thinks_of(data):
 
 #: Of each, what is wrong with it, and where; every one must be caught.
 BUGS = [
-    ("J6: confirms stay held when the queue turns OFF", queue.Queue._shrink, "not flow.depth.on", "False"),
+    ("J6: confirms stay held when the queue turns OFF", queueflow.QueueFlows.left, "not flow.depth.on", "False"),
     (
         "C1: OFF at the resume, not below it",
         StopResume.resumes,
@@ -79,11 +79,11 @@ BUGS = [
     ),
     (
         "C5: a message that finds the queue ON is acked",
-        queue.Queue._follow_up,
+        queueflow.QueueFlows.entered,
         "if completion is not None:",
         "if was_on is False and completion is not None:",
     ),
-    ("D4: who may go on is not told when marks are raised", queue.Queue._change_flows, "flow.resume()", "pass"),
+    ("D4: who may go on is not told when marks are raised", queueflow.QueueFlows.change_marks, "flow.resume()", "pass"),
     ("D3: a maximum takes one message too many", overflow.Overflow._full, "beyond_count > 0", "beyond_count > 1"),
     (
         "D9: one of several destinations takes what another refuses",
@@ -93,12 +93,17 @@ BUGS = [
     ),
     (
         "F7: a ring drops the newest",
-        queue.Queue.drop_oldest,
-        "entry = self._first()",
-        "entry = max(self.oldest_first(), key=_sequence)",
+        dropping.Dropping.drop_oldest,
+        "entry = self._contents.oldest()",
+        "entry = max(self._contents.oldest_first(), key=lambda each: each.sequence)",
     ),
-    ("D9: a value that a consumer has is conflated", queue.Queue._conflate, " and not last.is_unacked", ""),
-    ("D9: an older value comes back", queue.Queue._without_outdated, "values.is_outdated(entry)", "False"),
+    ("D9: a value that a consumer has is conflated", contents.Contents.conflate, " and not last.is_unacked", ""),
+    (
+        "D9: an older value comes back",
+        contents.Contents.requeue,
+        "self.values.restore(entry)",
+        "self.values.restore(entry) and False",
+    ),
     (
         "A4: who comes later passes who waits",
         waiting.refusal,
@@ -118,12 +123,12 @@ BUGS = [
         "True",
     ),
     ("D10: confirms stay held by a queue that is overdue", queueflow.QueueFlow.let_go, "self.release_held()", "pass"),
-    ("D10: a queue stays overdue", queue.Queue._turned_off, "self.is_overdue = False", "pass"),
+    ("D10: a queue stays overdue", queueflow.QueueFlows._turned_off, "self._set_overdue(False)", "pass"),
     (
         "J6: what expires in the middle is not looked at",
         Expiry.take_due,
         "if entry.is_unacked and",
-        "if entry is not entry.queue._first() and",
+        "if entry is not entry.queue.contents.first() and",
     ),
 ]
 
@@ -144,7 +149,7 @@ DISK_BUGS = [
         "record.is_spooled and record.holders",
         "False",
     ),
-    ("A2: Basic.Get does not wait for the disk", queue.Queue.take, "self.journal.hold(entry.message)", "pass"),
+    ("A2: Basic.Get does not wait for the disk", storage.Storage.hold_missing, "self._journal.hold(message)", "pass"),
     (
         "D10: a queue that flows to disk is overdue at what it has in memory",
         arguments.resolve_limits,

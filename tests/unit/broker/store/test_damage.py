@@ -184,7 +184,7 @@ def test_a_message_whose_body_is_lost_leaves_its_queue_and_holds_up_nothing(way)
     client.declare(arguments=arguments)
     for number in range(3):
         client.publish(b"%d" % number)
-    for entry in world.queue().oldest_first():
+    for entry in world.queue().contents.oldest_first():
         journal.evict(entry.message)
     disk.write()
     (first, *_) = disk.bodies
@@ -206,5 +206,5 @@ def test_a_message_whose_body_is_lost_leaves_its_queue_and_holds_up_nothing(way)
         disk.read()
         assert world.queue("dead").depth == 1
     # A message that was taken without an ack has left its queue before.
-    assert world.queue().drops.get(DropReason.DAMAGED, 0) == (way != "get_no_ack")
+    assert world.queue().contents.drops.get(DropReason.DAMAGED, 0) == (way != "get_no_ack")
     assert journal.damaged == 1

@@ -319,7 +319,7 @@ def test_a_time_to_live_goes_on_while_the_broker_is_away(world):
         world.now = 11.0
         after = stored.recovered()
         assert after.queue().depth == 1
-        assert after.queue().drops == {"expired": 1}
+        assert after.queue().contents.drops == {"expired": 1}
         after.now = 14.5
         after.host.tick(after.now)
         assert after.queue().depth == 0
@@ -433,7 +433,7 @@ def test_A2_who_cannot_be_told_that_it_was_read_keeps_nobody_else_from_being_tol
     client = declared(world, "q")
     journal = world.host.journal
     client.publish(b"body", properties=PERSISTENT)
-    (entry,) = world.queue().oldest_first()
+    (entry,) = world.queue().contents.oldest_first()
     journal.evict(entry.message)
     write(world)
     told: list[int] = []
@@ -468,7 +468,7 @@ def test_A2_what_leaves_while_its_body_is_read_takes_no_memory(world):
     client = declared(world, "q")
     client.publish(b"body", properties=PERSISTENT)
     journal = world.host.journal
-    (entry,) = world.queue().oldest_first()
+    (entry,) = world.queue().contents.oldest_first()
     journal.evict(entry.message)
     write(world)
     assert entry.message.body is None
@@ -530,7 +530,7 @@ def test_a_broker_that_ends_between_two_batches_has_lost_nothing_that_was_confir
                     rejected = chance.random() < 0.5
                     if not rejected or queue == "dead":
                         acked.append(number_of(entry.message.body))
-                    host.queues[queue].settle(entry, acked=not rejected)
+                    host.queues[queue].dispatcher.settle(entry, acked=not rejected)
             while host.journal.is_dirty and chance.random() < 0.3:
                 stored.store.write(host.journal.take())
                 host.journal.written_down()
@@ -542,7 +542,7 @@ def test_a_broker_that_ends_between_two_batches_has_lost_nothing_that_was_confir
         stored.world = durable_world()
         after = stored.recovered().host
         kept, q, dead = (
-            [number_of(entry.message.body) for entry in after.queues[name].oldest_first()]
+            [number_of(entry.message.body) for entry in after.queues[name].contents.oldest_first()]
             for name in ("kept", "q", "dead")
         )
         assert confirmed
@@ -595,13 +595,13 @@ def test_a_confirmed_message_that_is_dead_lettered_from_disk_survives_a_kill_at_
         world.host.relieve()
         stored.write()
         client.only(commands.Basic.Ack)
-        assert [entry.message.body for entry in world.queue().oldest_first()] == [None]
+        assert [entry.message.body for entry in world.queue().contents.oldest_first()] == [None]
         match how:
             case "expire":
                 world.now = 2.0
                 world.host.tick(world.now)
             case "maxlen":
-                world.queue().drop_head()
+                world.queue().dropping.drop_head()
             case "reject":
                 client.consume()
                 read(stored)
@@ -648,7 +648,7 @@ def test_a_letter_that_fills_memory_does_not_take_the_body_from_one_that_is_to_b
     for content in (b"1", b"2", b"3"):
         client.publish(content, "a", exchange="amq.fanout", properties=PERSISTENT)
     disk.write()
-    assert [entry.message.body for entry in q.oldest_first()] == [b"1", b"2", b"3"]
+    assert [entry.message.body for entry in q.contents.oldest_first()] == [b"1", b"2", b"3"]
     # The first letter needs the place of one that follows it.
     world.now = 2.0
     host.tick(world.now)
@@ -669,7 +669,7 @@ def survivors(world):
             queue.auto_delete,
             [
                 (entry.message.body, entry.message.header, entry.message.target.names)
-                for entry in queue.oldest_first()
+                for entry in queue.contents.oldest_first()
                 if entry.message.is_persistent
             ],
         )
@@ -713,9 +713,9 @@ def test_what_is_found_is_what_there_was_whatever_happened_before(world, seed):
                     case "get" if queue in host.queues:
                         entry = host.queues[queue].take(no_ack=False)
                         if entry is not None and chance.random() < 0.7:
-                            host.queues[queue].settle(entry, acked=chance.random() < 0.5)
+                            host.queues[queue].dispatcher.settle(entry, acked=chance.random() < 0.5)
                         elif entry is not None:
-                            host.queues[queue].requeue([entry])
+                            host.queues[queue].dispatcher.requeue([entry])
                     case "bind" if queue in host.queues and exchange in host.exchanges:
                         host.bind(host.queues[queue], exchange, queue, chance.choice(({}, {"x": 1})))
                     case "unbind" if queue in host.queues and exchange in host.exchanges:

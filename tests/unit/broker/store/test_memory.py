@@ -35,7 +35,7 @@ def small_world(limit=100, *, has_store=False, **options):
 
 
 def bodies(world, queue="q"):
-    return [int(entry.message.body) for entry in world.queue(queue).oldest_first()]
+    return [int(entry.message.body) for entry in world.queue(queue).contents.oldest_first()]
 
 
 def publish(world, numbers, queue="q", *, exchange="", properties=None):
@@ -51,7 +51,7 @@ def test_A1_beyond_the_limit_the_oldest_messages_are_dropped_and_counted_until_i
     publish(world, range(10, 13))
     world.host.relieve()
     assert bodies(world) == list(range(3, 13))
-    assert world.queue().drops == {DropReason.MEMORY: 3}
+    assert world.queue().contents.drops == {DropReason.MEMORY: 3}
     assert queue_snapshot(world.queue()).to_json()["drops"] == {"memory": 3}
     assert (world.host.journal.memory, world.queue().depth, world.queue().size) == (100, 10, 100)
 
@@ -61,7 +61,7 @@ def test_A1_where_no_policy_says_so_nothing_is_dropped(world, arguments):
     world.host.declare_queue("q", arguments=arguments)
     publish(world, range(20))
     world.host.relieve()
-    assert (bodies(world), world.queue().drops) == (list(range(20)), {})
+    assert (bodies(world), world.queue().contents.drops) == (list(range(20)), {})
 
 
 def test_A1_persistent_messages_and_those_that_a_consumer_has_are_not_dropped(world):
@@ -101,11 +101,11 @@ def test_A1_what_another_queue_keeps_is_not_dropped_for_nothing(world):
     publish(world, range(12, 15), exchange="amq.fanout")
     world.host.relieve()
     assert bodies(world, "q") == bodies(world, "r") == list(range(5, 15))
-    assert world.queue("q").drops == world.queue("r").drops == {DropReason.MEMORY: 5}
+    assert world.queue("q").contents.drops == world.queue("r").contents.drops == {DropReason.MEMORY: 5}
     publish(world, range(15, 30), exchange="amq.fanout")
     world.host.relieve()
     assert bodies(world, "keeps") == bodies(world, "q") == list(range(12, 30))
-    assert world.queue("keeps").drops == {}
+    assert world.queue("keeps").contents.drops == {}
 
 
 def test_A1_a_policy_may_say_so_while_the_broker_runs_and_no_longer(world):
@@ -131,7 +131,7 @@ def test_A1_what_goes_to_disk_is_not_dropped_while_the_disk_takes_it():
     publish(world, range(8))
     publish(world, range(20), "spool")
     world.host.relieve()
-    assert (world.queue().drops, world.queue("spool").drops) == ({}, {})
+    assert (world.queue().contents.drops, world.queue("spool").contents.drops) == ({}, {})
     assert world.host.journal.held <= 100
 
 
@@ -144,12 +144,12 @@ def test_A1_what_is_on_disk_is_not_dropped_when_another_queue_fills_memory():
     publish(world, range(1000), "spool")
     world.host.relieve()
     disk.write()
-    assert sum(entry.message.body is not None for entry in world.queue("spool").oldest_first()) == 30
+    assert sum(entry.message.body is not None for entry in world.queue("spool").contents.oldest_first()) == 30
     publish(world, range(100), "full")
     for _ in range(3):
         world.host.relieve()
         disk.write()
-    assert (world.queue("spool").drops, world.queue("spool").depth) == ({}, 1000)
+    assert (world.queue("spool").contents.drops, world.queue("spool").depth) == ({}, 1000)
     assert journal.held == 1000, "what fills memory keeps it"
 
 
@@ -168,10 +168,10 @@ def test_A1_neither_is_it_when_its_queue_flows_to_disk_no_longer(is_written):
     publish(world, range(20, 40))
     world.host.relieve()
     # 0 to 6 were kept in memory; 7 to 19 are the oldest now.
-    assert world.queue().drops == {DropReason.MEMORY: 7 + 10}
+    assert world.queue().contents.drops == {DropReason.MEMORY: 7 + 10}
     assert world.host.journal.held == 100
     disk.write()
-    world.host.journal.want((entry.message for entry in world.queue().ready), lambda: True)
+    world.host.journal.want((entry.message for entry in world.queue().contents.ready), lambda: True)
     disk.read()
     assert bodies(world) == [*range(7, 20), *range(30, 40)]
     world.host.relieve()
@@ -208,12 +208,12 @@ class Untouched(deque[QueueEntry]):
 def test_A1_persistent_messages_are_not_looked_through_at_all(world):
     world.host.declare_queue("q", arguments=DROPS)
     publish(world, range(100), properties=PERSISTENT)
-    world.queue().ready = Untouched(world.queue().ready)
+    world.queue().contents.ready = Untouched(world.queue().contents.ready)
     for _ in range(3):
         world.host.relieve()
     publish(world, [100])
     world.host.relieve()
-    assert (world.queue().drops, world.queue().depth) == ({DropReason.MEMORY: 1}, 100)
+    assert (world.queue().contents.drops, world.queue().depth) == ({DropReason.MEMORY: 1}, 100)
 
 
 def test_A1_what_cannot_be_dropped_is_looked_through_once_until_that_changes(world, monkeypatch):
@@ -226,7 +226,7 @@ def test_A1_what_cannot_be_dropped_is_looked_through_once_until_that_changes(wor
     for number in range(20, 25):
         world.host.relieve()
         publish(world, [number], "keeps")
-    assert (looks.count(), world.queue().drops) == (20, {})
+    assert (looks.count(), world.queue().contents.drops) == (20, {})
     world.queue("keeps").take(no_ack=True)
     world.host.relieve()
     assert (looks.count(), bodies(world)) == (1, list(range(1, 20)))
@@ -240,7 +240,7 @@ def test_A1_what_cannot_be_dropped_is_looked_through_once_until_that_changes(wor
         world.queue("keeps").take(no_ack=True)
     world.host.relieve()
     assert bodies(world) == list(range(1, 20))
-    world.queue().requeue(taken)
+    world.queue().dispatcher.requeue(taken)
     publish(world, [28])
     world.host.relieve()
     assert (looks.count(), bodies(world)) == (4, list(range(4, 20))), "all of these are in the other queue too"
@@ -253,7 +253,7 @@ def test_A1_what_was_put_back_is_the_oldest_all_the_same(world):
     world.host.declare_queue("q", arguments=DROPS)
     publish(world, range(10))
     taken = [world.queue().take(no_ack=False) for _ in range(4)]
-    world.queue().requeue(taken)
+    world.queue().dispatcher.requeue(taken)
     publish(world, range(10, 12))
     world.host.relieve()
     assert bodies(world) == list(range(2, 12))
@@ -300,14 +300,14 @@ def test_A1_whatever_comes_and_goes_the_limit_is_kept_if_it_can_be_and_every_mes
         droppable = {
             entry.message
             for name in ("a", "b")
-            for entry in world.queue(name).oldest_first()
+            for entry in world.queue(name).contents.oldest_first()
             if not entry.message.is_persistent
         }
         assert world.host.journal.held <= 300 or not droppable
         for name in names:
-            assert came[name] == taken[name] + world.queue(name).dropped + world.queue(name).depth
-    assert world.queue("keeps").drops == {}
-    assert world.queue("a").drops[DropReason.MEMORY] > 5
+            assert came[name] == taken[name] + world.queue(name).contents.dropped + world.queue(name).depth
+    assert world.queue("keeps").contents.drops == {}
+    assert world.queue("a").contents.drops[DropReason.MEMORY] > 5
 
 
 @pytest.mark.parametrize("has_store", [False, True])
@@ -342,10 +342,10 @@ def test_A1_whatever_is_put_back_shared_and_said_nothing_that_can_be_dropped_is_
                     journal.leave(0, entry.message)
             case "put back" if lent:
                 entry = lent.pop(chance.randrange(len(lent)))
-                entry.queue.requeue([entry])
+                entry.queue.dispatcher.requeue([entry])
             case "settle" if lent:
                 entry = lent.pop(chance.randrange(len(lent)))
-                entry.queue.settle(entry, acked=True)
+                entry.queue.dispatcher.settle(entry, acked=True)
             case "policy" if chance.random() < 0.3:
                 policy = Policy("p", chance.choice(changes), f"^{chance.choice(names)}$")
                 for _ in world.rules.replace_policies_in_steps((policy,) if chance.random() < 0.5 else (), host):
@@ -353,12 +353,14 @@ def test_A1_whatever_is_put_back_shared_and_said_nothing_that_can_be_dropped_is_
         if has_store and chance.random() < 0.3:
             disk.write()
         if has_store and chance.random() < 0.1:
-            journal.want((entry.message for entry in world.queue("a").ready if not entry.is_gone), lambda: True)
+            journal.want(
+                (entry.message for entry in world.queue("a").contents.ready if not entry.is_gone), lambda: True
+            )
             disk.read()
         host.relieve()
         for queue in host.queues.values():
             if queue.droppable is not None:
-                ready = [each for each in queue.oldest_first() if not each.is_unacked]
+                ready = [each for each in queue.contents.oldest_first() if not each.is_unacked]
                 transient = [each for each in ready if not each.message.is_persistent]
                 there = list(queue.droppable.oldest_first())
                 assert there == [each for each in transient if each in there]
@@ -368,7 +370,7 @@ def test_A1_whatever_is_put_back_shared_and_said_nothing_that_can_be_dropped_is_
             continue
         kept = set()
         for queue in host.queues.values():
-            for entry in queue.oldest_first():
+            for entry in queue.contents.oldest_first():
                 message = entry.message
                 if (
                     entry.is_unacked
@@ -379,5 +381,5 @@ def test_A1_whatever_is_put_back_shared_and_said_nothing_that_can_be_dropped_is_
                     or message.record.is_evicting
                 ):
                     kept.add(message)
-        messages = {entry.message for queue in host.queues.values() for entry in queue.oldest_first()}
+        messages = {entry.message for queue in host.queues.values() for entry in queue.contents.oldest_first()}
         assert messages == kept, "whatever is in memory is there because somebody keeps it"

@@ -45,7 +45,7 @@ class Evicting:
         self.disk.check(self.world.host.queues.values())
 
     def resident(self, queue="q"):
-        return [entry.message.body is not None for entry in self.world.queue(queue).oldest_first()]
+        return [entry.message.body is not None for entry in self.world.queue(queue).contents.oldest_first()]
 
 
 def body(number, size=10):
@@ -85,7 +85,7 @@ def test_A2_a_queue_with_a_maximum_has_so_much_in_memory_and_takes_what_comes():
     it.turn()
     assert it.resident("size") == [True] * 3 + [False] * 7
     assert it.resident("count") == [True] * 2 + [False] * 8
-    assert it.world.queue("count").dropped == 0
+    assert it.world.queue("count").contents.dropped == 0
 
 
 def test_A2_bodies_are_read_ahead_in_batches_and_delivered_in_order():
@@ -204,7 +204,7 @@ def test_A2_a_dead_letter_is_read_before_its_message_leaves_the_disk(how):
     assert it.world.queue().depth == 0
     it.turn()
     it.turn()
-    letters = [entry.message for entry in it.world.queue("dead").oldest_first()]
+    letters = [entry.message for entry in it.world.queue("dead").contents.oldest_first()]
     assert [letter.body for letter in letters] == [body(number) for number in range(3)]
     assert it.disk.bodies == {}
 

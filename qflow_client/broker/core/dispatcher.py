@@ -1,0 +1,174 @@
+"""The consumers of one queue, sans-I/O: whose turn it is, what they are given, and what they settle.
+
+A consumer is active while the queue counts on it. It leaves the turn when it can take nothing, and is woken when that
+may have changed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from qflow_client.broker.core.contents import Contents
+from qflow_client.broker.core.dropping import Dropping
+from qflow_client.broker.core.entries import Consumer, DropReason, QueueEntry
+from qflow_client.broker.core.storage import Storage
+
+__all__ = ["Dispatcher"]
+
+
+class Dispatcher:
+    """Gives the ready messages of one queue to its consumers, in turn.
+
+    Args:
+        contents: of the queue.
+        dropping: has what expires, before anything is delivered, and what is rejected.
+        storage: has the bodies that are on disk only; ``None`` if none can be.
+        single_active: whether only the oldest consumer is given messages.
+    """
+
+    __slots__ = (
+        "_contents",
+        "_dropping",
+        "_holds",
+        "_single_active",
+        "_storage",
+        "acked",
+        "active",
+        "consumers",
+        "delivered",
+        "exclusive",
+        "was_used",
+    )
+
+    def __init__(self, contents: Contents, dropping: Dropping, storage: Storage | None, *, single_active: bool) -> None:
+        self._contents = contents
+        self._dropping = dropping
+        self._storage = storage
+        self._single_active = single_active
+        # All consumers, and those of them that can take something, whose turn it is first.
+        self.consumers: dict[Consumer, None] = {}
+        self.active: deque[Consumer] = deque()
+        # The one that asked to be the only one.
+        self.exclusive: Consumer | None = None
+        # Whether there ever was one, without which auto-delete does nothing.
+        self.was_used = False
+        # How many channels that have ended are still to return deliveries: until then it delivers nothing.
+        self._holds = 0
+        # Messages so far: given to consumers, settled by them.
+        self.delivered = 0
+        self.acked = 0
+
+    # Consumers.
+
+    def add(self, consumer: Consumer, *, exclusive: bool) -> None:
+        """Let a consumer take part. Delivers nothing yet."""
+        self.consumers[consumer] = None
+        self.was_used = True
+        if exclusive:
+            self.exclusive = consumer
+        self.wake(consumer)
+
+    def wake(self, consumer: Consumer) -> None:
+        """A consumer may be able to take something again."""
+        if not consumer.is_active and consumer in self.consumers and self._may_serve(consumer):
+            consumer.is_active = True
+            self.active.append(consumer)
+
+    def _may_serve(self, consumer: Consumer) -> bool:
+        return not self._single_active or next(iter(self.consumers)) is consumer
+
+    def remove(self, consumer: Consumer) -> None:
+        """A consumer is gone. What it has not settled stays unacked. Delivers nothing yet, not even to the next."""
+        self.consumers.pop(consumer, None)
+        if consumer.is_active:
+            consumer.is_active = False
+            self.active.remove(consumer)
+        if self.exclusive is consumer:
+            self.exclusive = None
+        for other in self.consumers if self._single_active else ():
+            self.wake(other)
+
+    def cancel_all(self) -> None:
+        """Cancel all consumers, because the queue is deleted."""
+        consumers = tuple(self.consumers)
+        self.consumers.clear()
+        self.active.clear()
+        for consumer in consumers:
+            consumer.cancelled_by_queue()
+
+    # Deliveries.
+
+    def hold(self, change: int) -> None:
+        """Deliver nothing until as many calls had -1 as had 1; `dispatch` is to follow the last."""
+        self._holds += change
+
+    def dispatch(self) -> None:
+        """Deliver what can be delivered, to each consumer in turn."""
+        if self._dropping.expiry is not None:
+            self._dropping.expire()
+        self.deliver()
+
+    def deliver(self) -> None:
+        """`dispatch`, without a look at what may have expired."""
+        contents, storage, expiry = self._contents, self._storage, self._dropping.expiry
+        if self._holds or (expiry is not None and expiry.is_behind):
+            return
+        ready, active = contents.ready, self.active
+        if storage is not None and not storage.may_lack:
+            storage = None
+        while ready and active:
+            consumer = active[0]
+            if not consumer.can_take:
+                active.popleft()
+                consumer.is_active = False
+                continue
+            if storage is not None and ready[0].message.body is None and not ready[0].is_gone:
+                storage.read_ahead(self.dispatch)
+                break
+            entry = ready.popleft()
+            if entry.is_gone:
+                contents.gaps -= 1
+                continue
+            if len(active) > 1:
+                active.rotate(-1)
+            self.delivered += 1
+            if consumer.no_ack:
+                consumer.deliver(entry)
+                contents.left(entry)
+            else:
+                contents.lend(entry)
+                consumer.deliver(entry)
+
+    def take(self, *, no_ack: bool) -> QueueEntry | None:
+        """Take the next ready entry, as ``Basic.Get`` does; with `no_ack` it has left the queue."""
+        contents, dropping = self._contents, self._dropping
+        dropping.expire()
+        entry = contents.first()
+        if entry is None or (dropping.expiry is not None and dropping.expiry.is_behind):
+            return None
+        contents.ready.popleft()
+        self.delivered += 1
+        if self._storage is not None:
+            self._storage.hold_missing(entry.message)
+        if no_ack:
+            contents.left(entry)
+        else:
+            contents.lend(entry)
+        return entry
+
+    def settle(self, entry: QueueEntry, *, acked: bool) -> None:
+        """A delivered entry was acked, or rejected for good."""
+        if entry.is_gone:
+            return
+        if acked:
+            self.acked += 1
+            contents = self._contents
+            contents.take_back(entry)
+            contents.left(entry)
+        else:
+            self._dropping.drop(entry, DropReason.REJECTED)
+
+    def requeue(self, entries: Iterable[QueueEntry]) -> None:
+        """Put delivered entries back in their places. Delivers nothing yet."""
+        self._contents.requeue(entries)

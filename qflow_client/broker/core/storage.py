@@ -1,0 +1,181 @@
+"""What of one queue is in memory and on disk, sans-I/O: its share of the journal, and its pager.
+
+A message is the journal's from the time when it enters the queue until it has left. One that is dead-lettered stays
+until its dead letter is where it goes (`Storage.buried`), so it is on disk in one of the two places at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from qflow_client.broker.core.contents import Contents, EntryObserver
+from qflow_client.broker.core.entries import (
+    BodyPager,
+    Completion,
+    DroppableEntries,
+    DropReason,
+    QueueEntry,
+    StoredMessage,
+)
+from qflow_client.broker.core.limits import QueueLimits
+from qflow_client.broker.core.ports import Journal
+from qflow_client.flow import FlowSource
+
+__all__ = ["Storage"]
+
+_WITH_LETTER = (DropReason.EXPIRED, DropReason.MAXLEN, DropReason.REJECTED)
+
+
+class Storage(EntryObserver):
+    """What of one queue is in memory and on disk.
+
+    Args:
+        journal: counts the messages in it, and writes them.
+        number: of the queue in the message store, if it and its persistent messages are to survive the broker; else 0.
+        has_letters: whether what is dropped is dead-lettered.
+        contents: of the queue.
+        window: bytes of bodies that each queue may read ahead (A3).
+    """
+
+    __slots__ = (
+        "_contents",
+        "_has_letters",
+        "_is_reading",
+        "_journal",
+        "_letters",
+        "_max_window",
+        "_number",
+        "_window",
+        "droppable",
+        "may_lack",
+        "pager",
+    )
+
+    def __init__(
+        self, journal: Journal, number: int, has_letters: bool, contents: Contents, window: Callable[[], int]
+    ) -> None:
+        self._journal = journal
+        self._number = number
+        self._has_letters = has_letters
+        self._contents = contents
+        self._window = window
+        self._max_window: int | None = None
+        # Which bodies are in memory; None unless the queue flows to disk (A2).
+        self.pager: BodyPager | None = None
+        # What may be dropped when memory is beyond its limit (A1); None if nothing may.
+        self.droppable: DroppableEntries | None = None
+        # Messages whose dead letters are not where they go yet: until then the journal has them here.
+        self._letters: dict[StoredMessage, None] = {}
+        # Whether a body may be on disk only; and whether bodies are being read.
+        self.may_lack = journal.has_store
+        self._is_reading = False
+
+    def put_in_force(self, limits: QueueLimits) -> None:
+        """Begin to look after the bodies in memory, and after what may be dropped, or end."""
+        overflow = limits.overflow
+        if overflow is None or not overflow.pages_bodies:
+            self.pager = self._max_window = None
+        else:
+            self._max_window = overflow.max_size
+            if self.pager is None:
+                self.pager = self._page()
+        # What flows to disk has nothing to give: before anything is dropped, all of its bodies are on their way.
+        if not limits.drop_transient or not self._journal.limit or self.pager is not None:
+            self.droppable = None
+        elif self.droppable is None:
+            self.droppable = self._journal.make_droppable()
+            for entry in self._contents.ready:
+                if not entry.is_gone:
+                    self.droppable.add(entry)
+
+    def _page(self) -> BodyPager:
+        pager = self._journal.make_pager()
+        for entry in self._contents.oldest_first():
+            if entry.message.body is not None:
+                (pager.lend if entry.is_unacked else pager.add)(entry)
+        return pager
+
+    # Entries.
+
+    def entered(self, entry: QueueEntry, source: FlowSource | None, completion: Completion | None) -> None:
+        self._journal.enter(self._number, entry.message, completion)
+        if self.pager is not None:
+            self.pager.add(entry)
+        if self.droppable is not None:
+            self.droppable.add(entry)
+
+    def recovered(self, entry: QueueEntry, age: float) -> None:
+        # The journal knows it.
+        if self.pager is not None and entry.message.body is not None:
+            self.pager.add(entry)
+        if self.droppable is not None:
+            self.droppable.add(entry)
+
+    def lent(self, entry: QueueEntry) -> None:
+        if self.pager is not None and entry.message.body is not None:
+            self.pager.lend(entry)
+        if self.droppable is not None:
+            self.droppable.forget(entry)
+
+    def returned(self, entry: QueueEntry) -> None:
+        if self.pager is not None:
+            self.pager.take_back(entry)
+        if self.droppable is not None:
+            self.droppable.take_back(entry)
+
+    def left(self, entry: QueueEntry, reason: DropReason | None) -> None:
+        if self.pager is not None:
+            self.pager.forget(entry)
+        if self.droppable is not None:
+            self.droppable.forget(entry)
+        if self._has_letters and reason in _WITH_LETTER:
+            self._letters[entry.message] = None
+        else:
+            self._journal.leave(self._number, entry.message)
+
+    # Dead letters.
+
+    def buried(self, message: StoredMessage) -> None:
+        """The dead letter of a message is where it goes, or nowhere: so the message may leave the disk."""
+        if message in self._letters:
+            del self._letters[message]
+            self._journal.leave(self._number, message)
+
+    def queue_deleted(self) -> None:
+        """The store knows the queue no longer; what is to be read for its dead letters stays until it is."""
+        for message in self._letters:
+            self._journal.hold(message)
+            self._journal.leave(self._number, message)
+        self._number = 0
+
+    # Bodies on disk.
+
+    def hold_missing(self, message: StoredMessage) -> None:
+        """A message leaves the queue, and its body has to be read first if it is on disk only."""
+        if message.body is None:
+            self._journal.hold(message)
+
+    def read_ahead(self, then: Callable[[], object]) -> None:
+        """Have the bodies read that are delivered next.
+
+        Args:
+            then: called when they are in memory.
+        """
+        if self._is_reading:
+            return
+        window = self._window()
+        entries = self._contents.missing(window if self._max_window is None else min(window, self._max_window))
+        if not entries:
+            return
+
+        def has_read() -> bool:
+            self._is_reading = False
+            if self.pager is not None:
+                for entry in entries:
+                    if not entry.is_gone and not entry.is_unacked and entry.message.body is not None:
+                        self.pager.came(entry)
+            then()
+            return True
+
+        self._is_reading = True
+        self._journal.want((entry.message for entry in entries), has_read)
