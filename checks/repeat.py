@@ -27,9 +27,11 @@ from checks.stages import Stage, run_stage
 
 ROOT: Final = Path(__file__).parents[1]
 _PYTEST: Final = f"{sys.executable} -m pytest -q -p no:cacheprovider"
+_ELSEWHERE: Final = ("browser", "integration/relay", "interop", "spark")
 SUITES: Final = {
-    "default": f"{_PYTEST} -n 4 --ignore=tests/browser --ignore=tests/interop --ignore=tests/spark tests",
+    "default": f"{_PYTEST} -n 4 {' '.join(f'--ignore=tests/{each}' for each in _ELSEWHERE)} tests",
     "interop": f"{_PYTEST} tests/interop",
+    "relay": f"{_PYTEST} -n 2 tests/unit/relay tests/integration/relay",
     "spark": f"{_PYTEST} tests/spark",
     "browser": f"{_PYTEST} tests/browser",
 }

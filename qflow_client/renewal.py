@@ -174,7 +174,8 @@ class Renewer:
         if not patience and self._why:
             self._failed(self._why)
             return
-        self._set_timer(patience, lambda: self._failed(f"no answer within {patience:.3g} s"))
+        # What an earlier try has failed for says more than that the time for this one was short.
+        self._set_timer(patience, lambda: self._failed(self._why or f"no answer within {patience:.3g} s"))
         self._ask(self._give)
 
     def _give(self, answer: Answer) -> None:

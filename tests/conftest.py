@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -13,6 +14,12 @@ load_profile()
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Coverage is of the tests' own processes, and costs nothing in the programs that they start.
     os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what all test modules consist of out of every later search for garbage, some of which take 0.2 s with it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

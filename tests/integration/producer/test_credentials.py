@@ -93,7 +93,7 @@ def test_E8_tokens_that_expire_are_replaced_and_no_connection_is_lost_for_it(
     all_logs: Callable[[], str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    life, seconds = 2.0, 4.0
+    life, seconds = 2.0, 2.5
     if EFFORT == "nightly":
         life, seconds = 30.0, 600.0
         monkeypatch.setattr("qflow_client.credentials._PART", 0.8)
@@ -202,7 +202,7 @@ def test_E8_a_callable_that_hangs_is_called_once_and_each_try_keeps_its_time(
 def test_E8_a_connection_whose_credentials_expire_is_left_with_what_is_unsettled(
     make_broker: Callable[..., Broker], make_producer: Callable[..., Producer], all_logs: Callable[[], str]
 ) -> None:
-    tokens = Tokens(life=60, told=1.0)
+    tokens = Tokens(life=60, told=2.0)
     broker = make_broker(authenticate=tokens.authenticate)
     producer = make_producer(broker.url, credentials=tokens, **FAST)
     flows = Flows()

@@ -113,7 +113,7 @@ def test_E2_a_handler_may_call_anything_at_any_point_of_any_call(broker: Broker,
             other.flush(PATIENCE)
 
     in_time(run)
-    assert calls > 2 or call == "close"
+    assert calls > 6 / EVERY or call == "close"
     for receipt in receipts:
         receipt.result(PATIENCE)
     ids = [receipt.message_id for receipt in receipts]
@@ -301,7 +301,7 @@ def test_E2_a_handler_may_call_anything_on_a_loop_at_any_point(broker: Broker, c
             await one.flush(PATIENCE)
 
     in_time(lambda: asyncio.run(run()))
-    assert calls > 2 or inside == "send"
+    assert calls > 2 / EVERY or inside == "send"
     assert all(receipt.delivered for receipt in receipts)
     assert len({receipt.message_id for receipt in receipts}) == len(receipts)
 

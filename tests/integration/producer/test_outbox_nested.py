@@ -75,7 +75,7 @@ def test_E2_a_handler_may_send_at_any_point_of_a_send(
 
     in_time(run)
     assert nested is not None
-    assert nested.calls > 20
+    assert nested.calls > 60 / EVERY
     nested.check(broker)
     assert Outbox.look(path) == []
 
@@ -120,6 +120,6 @@ def test_E2_a_handler_may_send_at_any_point_of_a_send_on_a_loop(broker: Broker, 
 
     in_time(lambda: asyncio.run(run()))
     assert nested is not None
-    assert nested.calls > 20
+    assert nested.calls > 60 / EVERY
     nested.check(broker)
     eventually(lambda: Outbox.look(tmp_path / "outbox") == [], "an empty outbox")

@@ -1,0 +1,47 @@
+"""Compiles what the tests import, before several processes of pytest would all compile it at the same time.
+
+    python -m checks.warm PATH...
+
+pytest compiles each test file with its assertions rewritten, and keeps the result. In a fresh clone that takes longer
+than to collect the tests, and every process of pytest-xdist does all of it. Here the files are shared out between as
+many processes as there are cores. If few files are new, there is nothing to do.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+#: Fewer new files than this are compiled sooner than processes start.
+_FEW: Final = 50
+
+
+def cold(paths: Iterable[Path]) -> list[Path]:
+    """Return the test files under `paths` that pytest has not compiled yet with this interpreter."""
+    files = sorted({file for path in paths for file in ([path] if path.is_file() else path.rglob("test_*.py"))})
+    tag = sys.implementation.cache_tag
+    return [file for file in files if not any(file.parent.glob(f"__pycache__/{file.stem}.{tag}-pytest-*.pyc"))]
+
+
+def main(arguments: Iterable[str]) -> int:
+    """Compile what is new under the given paths, and return 0: what cannot be collected, pytest itself reports."""
+    paths = [Path(argument) for argument in arguments if not argument.startswith("-")]
+    files = [file for file in cold(paths) if not {"browser", "interop", "spark"} & set(file.parts)]
+    if len(files) >= _FEW:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        collect = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider"]
+        running = [
+            subprocess.Popen([*collect, *map(str, files[core::cores])], stdout=subprocess.DEVNULL)
+            for core in range(cores)
+        ]
+        for process in running:
+            process.wait()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

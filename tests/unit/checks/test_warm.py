@@ -1,0 +1,33 @@
+"""Test files are compiled before many processes need them."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from checks import warm
+
+
+def test_what_is_new_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # None is needed, and some take seconds to load.
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    monkeypatch.setattr(warm, "_FEW", 3)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    files = [tmp_path / f"test_{number}.py" for number in range(3)]
+    for file in files:
+        file.write_text("def test_it(): assert True\n")
+    assert warm.cold([tmp_path]) == warm.cold(files) == files
+    assert warm.main([str(tmp_path)]) == 0
+    assert warm.cold([tmp_path]) == []
+
+
+def test_few_files_are_left_to_pytest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    (tmp_path / "test_0.py").write_text("")
+    assert warm.main([str(tmp_path), "-k", "x"]) == 0
