@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from qflow_client.dedup import DeduplicationError, Deduplicator, may_be_second_copy
     from qflow_client.flowlog import FlowLog
     from qflow_client.outbox import NotDurable, Outbox, OutboxError, OutboxFull, OutboxInUse, StoredMessage
+    from qflow_client.position import Position
     from qflow_client.sync import Producer, SyncReceipt, connect
     from qflow_client.topology import Binding, Exchange, Queue, Topology
 
@@ -89,6 +90,7 @@ __all__ = [
     "OutboxSynchronous",
     "Outcome",
     "OutcomeUnknown",
+    "Position",
     "Producer",
     "ProducerClosed",
     "ProducerFlowed",
@@ -123,6 +125,7 @@ _LATER = {
     "OutboxError": "qflow_client.outbox",
     "OutboxFull": "qflow_client.outbox",
     "OutboxInUse": "qflow_client.outbox",
+    "Position": "qflow_client.position",
     "Producer": "qflow_client.sync",
     "Queue": "qflow_client.topology",
     "StoredMessage": "qflow_client.outbox",

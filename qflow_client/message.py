@@ -7,13 +7,26 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import IntEnum
 from struct import error as struct_error
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from qflow_client.amqp.fields import MAX_DEPTH, encode_short_string, encode_timestamp
 from qflow_client.amqp.frames import FrameError, decode_properties
+from qflow_client.position import Position
 from qflow_client.redaction import shown
 
-__all__ = ["REPUBLISHED", "DeliveryMode", "Message", "RoutedMessage", "as_body", "decode_message", "republished"]
+__all__ = [
+    "REPUBLISHED",
+    "DeliveryMode",
+    "Message",
+    "RoutedMessage",
+    "as_body",
+    "copy_position",
+    "decode_message",
+    "give_back",
+    "position_of",
+    "republished",
+    "with_position",
+]
 
 #: The header of a message that is sent once more because nobody knows whether it has arrived.
 REPUBLISHED = "x-qflow-republished"
@@ -301,6 +314,54 @@ class RoutedMessage(Message):
 
 
 _FIELDS = tuple(Message.__dataclass_fields__)
+
+# Beside the properties of a message that is sent with a position; the encoder passes over other names.
+_STORED_WITH = "_stored_with"
+
+
+class _StoredWith(NamedTuple):
+    """What a message brings along that is sent with a position (E13)."""
+
+    position: Position
+    #: What the application gave.
+    given: bytes | Message
+
+
+def with_position(payload: bytes | Message, position: Position) -> Message:
+    """Return an equal message that an outbox stores with a position.
+
+    Args:
+        payload: what the application gave.
+        position: how far it has read the source of the message.
+    """
+    if isinstance(payload, Message):
+        made = object.__new__(Message)
+        made.__dict__.update((name, value) for name, value in payload.__dict__.items() if name in _FIELDS)
+    else:
+        made = Message(payload)
+    made.__dict__[_STORED_WITH] = _StoredWith(position, payload)
+    return made
+
+
+def position_of(payload: bytes | Message) -> Position | None:
+    """Return the position that is to be stored with a message; ``None`` if there is none."""
+    if type(payload) is bytes:
+        return None
+    stored_with = payload.__dict__.get(_STORED_WITH)
+    return stored_with.position if isinstance(stored_with, _StoredWith) else None
+
+
+def copy_position(source: bytes | Message, target: Message) -> None:
+    """Have one message stored with the position of another, if that has one."""
+    if position_of(source) is not None:
+        target.__dict__[_STORED_WITH] = source.__dict__[_STORED_WITH]
+
+
+def give_back(error: BaseException) -> None:
+    """Have an error name the message that the application gave, not the one that was made for its position."""
+    message = getattr(error, "message", None)
+    if isinstance(message, Message) and position_of(message) is not None:
+        error.message = message.__dict__[_STORED_WITH].given  # type: ignore[attr-defined]  # it has one, see above
 
 
 def _check_int(lowest: int, highest: int) -> Callable[[Any, str], object]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 import weakref
 from abc import ABC
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from qflow_client.core import calls
@@ -14,21 +15,25 @@ from qflow_client.core.limits import check_capacity
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.core.tickets import SendTicket
 from qflow_client.engine import BaseEngine
-from qflow_client.errors import FlowControlTimeout, ProducerFlowed
+from qflow_client.errors import FlowControlTimeout, ProducerClosed, ProducerFlowed, SettingsError
 from qflow_client.events import FlowEvent, FlowState, HoldKind
 from qflow_client.flow import FlowManager, Hold
 from qflow_client.guard import is_inside
 from qflow_client.health import Health
-from qflow_client.message import Message, RoutedMessage, as_body
+from qflow_client.message import Message, RoutedMessage, as_body, give_back, with_position
+from qflow_client.position import Position
 from qflow_client.receipt import Receipt
+from qflow_client.redaction import shown
 from qflow_client.settings import ProducerSettings, WhenFlowed, check_argument
 from qflow_client.skin import CLOSED, DEFAULT, close_limit, deadline_of, kinds_of
 
-__all__ = ["BaseProducer", "resolve"]
+__all__ = ["BaseProducer", "resolve", "split"]
 
 # What would not refuse a message that `send` refuses at once, as an error advises.
 _LONGER_WAITS = "a longer timeout waits"
 _BLOCKING_WAITS = "when_flowed='block' waits"
+
+_NO_OUTBOX = "the producer has no outbox to store a position in; make it with outbox='PATH'"
 
 _monotonic = time.monotonic
 
@@ -57,6 +62,21 @@ def resolve(
         exchange = message.exchange if exchange is None else exchange
         routing_key = message.routing_key if routing_key is None else routing_key
     return message, exchange, routing_key
+
+
+def split(
+    message: bytes | str | Message | tuple[bytes | str | Message, Position],
+) -> tuple[bytes | str | Message, Position | None]:
+    """Return a message of `send_many` and its position; ``None`` if it has none.
+
+    Raises:
+        TypeError: it is a tuple of something else.
+    """
+    if not isinstance(message, tuple):
+        return message, None
+    if len(message) != 2 or not isinstance(message[1], Position):
+        raise TypeError("messages: a tuple must be a message and its Position")
+    return message
 
 
 class BaseProducer(ABC):
@@ -149,6 +169,59 @@ class BaseProducer(ABC):
             case _:
                 advice = "send() waits"
         return Refusal(ProducerFlowed, advice)
+
+    # Positions.
+
+    def _check_position(self, position: Position) -> None:
+        """Refuse a position that cannot be stored.
+
+        Raises:
+            SettingsError: there is no outbox.
+            TypeError: it is of another type.
+        """
+        if not isinstance(position, Position):
+            raise TypeError(f"position must be a Position, not {type(position).__name__}: {shown(position)}")
+        if self.settings.outbox is None:
+            raise SettingsError(f"position={position}: {_NO_OUTBOX}")
+
+    @contextmanager
+    def _stored_with(self, payload: bytes | Message, position: Position) -> Iterator[Message]:
+        """A block that sends a message with a position.
+
+        Yields:
+            The message to send. Errors name the one that was given.
+        """
+        self._check_position(position)
+        try:
+            yield with_position(payload, position)
+        except BaseException as error:
+            give_back(error)
+            raise
+
+    def position(self, source: str) -> int | str | None:
+        """How far a source has been read: the position of the last of its messages that was admitted (E13).
+
+        After a start it is that of the last message that is on disk, so a program goes on behind it.
+
+        Args:
+            source: its name.
+
+        Returns:
+            The value of the `Position`; ``None`` if no message of that source had one.
+
+        Raises:
+            SettingsError: there is no outbox.
+            ProducerClosed: it is not connected yet, or was made in another process, of which this one is a fork.
+            OutboxError: the position is damaged.
+        """
+        if self.settings.outbox is None:
+            raise SettingsError(f"position({source!r}): {_NO_OUTBOX}")
+        if self._engine.storage is None:
+            raise ProducerClosed(self._protocol.closed or "the producer is not connected, so its outbox is not open")
+        if not is_inside():
+            # An interrupted send is undone before.
+            self._engine.step(lambda protocol: protocol.on_timer(_monotonic()))
+        return self._engine.storage.outbox.position(source)
 
     # The window.
 

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from qflow_client.events import HoldKind
 from qflow_client.flow import Gate, WindowLimiter
-from qflow_client.message import Message
+from qflow_client.message import Message, copy_position
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import ProducerSettings
 
@@ -360,6 +360,7 @@ def _with_span(payload: bytes | Message, span: Span, headers: Mapping[str, Any])
         values = {"body": payload}
     message = _Traced(**(values | {"headers": headers or None}))
     object.__setattr__(message, "trace", _Span(span))
+    copy_position(payload, message)
     return message
 
 

@@ -11,11 +11,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qflow_client.aio.receipt import AsyncReceipt
-from qflow_client.message import Message
+from qflow_client.message import Message, give_back, with_position
 from qflow_client.outbox.errors import NotDurable
 from qflow_client.outbox.spilled import Spilled
 from qflow_client.outbox.storage import GRACE, Storage
-from qflow_client.producer import resolve
+from qflow_client.position import Position
+from qflow_client.producer import resolve, split
 from qflow_client.skin import deadline_of
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ class Commits:
 
 async def store_many(
     producer: AsyncProducer,
-    messages: Iterable[bytes | str | Message],
+    messages: Iterable[bytes | str | Message | tuple[bytes | str | Message, Position]],
     receipts: list[AsyncReceipt],
     timeout: float | None,
     options: dict[str, Any],
@@ -154,8 +155,12 @@ async def store_many(
     """
     engine, settings = producer._engine, producer.settings
     try:
-        for message in messages:
+        for each in messages:
+            message, position = split(each)
             payload, to, key = resolve(message, options["exchange"], options["routing_key"])
+            if position is not None:
+                producer._check_position(position)
+                payload = with_position(payload, position)
             receipt: Any = engine.admit(
                 payload, settings.exchange if to is None else to, settings.routing_key if key is None else key
             )
@@ -166,7 +171,8 @@ async def store_many(
             receipts.append(receipt)
             if len(receipts) % _AT_ONCE == 0:
                 await engine.made_durable(receipt, deadline_of(timeout))
-    except Exception:
+    except Exception as error:
+        give_back(error)
         if receipts:
             await engine.made_durable(receipts[-1], time.monotonic())
         raise

@@ -25,7 +25,8 @@ from qflow_client.flow import FlowManager, Line
 from qflow_client.guard import LOOPS, check_can_wait
 from qflow_client.manager import flow_manager
 from qflow_client.message import Message
-from qflow_client.producer import BaseProducer, resolve
+from qflow_client.position import Position
+from qflow_client.producer import BaseProducer, resolve, split
 from qflow_client.receipt import Receipt
 from qflow_client.redaction import shown
 from qflow_client.settings import ProducerSettings, SettingsKeywords, check_timeout
@@ -150,6 +151,7 @@ class AsyncProducer(BaseProducer):
         routing_key: str | None = None,
         timeout: float | None = DEFAULT,
         source: str = "",
+        position: Position | None = None,
     ) -> AsyncReceipt:
         """Admit a message, waiting while the producer is flowed (J7 A4 D1).
 
@@ -163,6 +165,8 @@ class AsyncProducer(BaseProducer):
             timeout: seconds that it may stay blocked; ``None`` for ever, 0 not at all; the setting
                 `max_producer_flow_control_wait` unless given.
             source: whose message it is, for a `WeightedLine`.
+            position: how far the source of the message has been read, stored in the same commit of the outbox (E13);
+                ``None`` for none. The message is written to the broker once it is on disk.
 
         Returns:
             Its receipt, as soon as it is admitted, which is before the broker's confirm.
@@ -173,6 +177,7 @@ class AsyncProducer(BaseProducer):
             ProducerClosed: it was closed, or lost its connection, or never had one, or its loop is closed; likewise.
             OutboxFull: with an outbox that has no room; likewise.
             NotDurable: with an outbox: the message is admitted, and not on disk after `timeout`, or the disk failed.
+            SettingsError: a position, and there is no outbox; likewise.
             TypeError: the message is of another type, or `timeout` is no number.
             ValueError: it cannot be encoded, or `timeout` is NaN.
         """
@@ -181,6 +186,11 @@ class AsyncProducer(BaseProducer):
         payload: Any = message
         if type(message) is not bytes:
             payload, exchange, routing_key = resolve(message, exchange, routing_key)
+        if position is not None:
+            with self._stored_with(payload, position) as carried:
+                return await self.send(
+                    carried, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source
+                )
         if exchange is None:
             exchange = self._exchange
         if routing_key is None:
@@ -250,6 +260,7 @@ class AsyncProducer(BaseProducer):
         exchange: str | None = None,
         routing_key: str | None = None,
         source: str = "",
+        position: Position | None = None,
     ) -> AsyncReceipt:
         """As `send`, but never wait; not to be awaited itself.
 
@@ -260,6 +271,7 @@ class AsyncProducer(BaseProducer):
             exchange: where to publish. Unless given, it is that of a `RoutedMessage`, and otherwise the setting.
             routing_key: with which key; likewise.
             source: as in `send`; what does not wait has no turn, so it changes nothing.
+            position: as for `send`.
 
         Raises:
             ProducerFlowed: flowed; the message was not sent and never will be.
@@ -267,6 +279,9 @@ class AsyncProducer(BaseProducer):
         payload: Any = message
         if type(message) is not bytes:
             payload, exchange, routing_key = resolve(message, exchange, routing_key)
+        if position is not None:
+            with self._stored_with(payload, position) as carried:
+                return self.send_nowait(carried, exchange=exchange, routing_key=routing_key, source=source)
         if exchange is None:
             exchange = self._exchange
         if routing_key is None:
@@ -299,7 +314,7 @@ class AsyncProducer(BaseProducer):
 
     async def send_many(
         self,
-        messages: Iterable[bytes | str | Message],
+        messages: Iterable[bytes | str | Message | tuple[bytes | str | Message, Position]],
         *,
         exchange: str | None = None,
         routing_key: str | None = None,
@@ -313,7 +328,7 @@ class AsyncProducer(BaseProducer):
         iterable.
 
         Args:
-            messages: as for `send`.
+            messages: as for `send`; or pairs of a message and its position.
             exchange: where to publish, as for `send`.
             routing_key: with which key, as for `send`.
             timeout: seconds that each may stay blocked, as for `send`.
@@ -323,7 +338,7 @@ class AsyncProducer(BaseProducer):
             Their receipts, once the last one is admitted.
 
         Raises:
-            FlowControlTimeout, ProducerFlowed, ProducerClosed, TypeError, ValueError: as `send`.
+            FlowControlTimeout, ProducerFlowed, ProducerClosed, SettingsError, TypeError, ValueError: as `send`.
         """
         check_many(messages, timeout)
         receipts: list[AsyncReceipt] = []
@@ -336,9 +351,17 @@ class AsyncProducer(BaseProducer):
 
                 options: Any = {"exchange": exchange, "routing_key": routing_key, "source": source}
                 return await store_many(self, messages, receipts, limit_of(timeout, self.settings), options)
-            for message in messages:
+            for each in messages:
+                message, position = split(each) if isinstance(each, tuple) else (each, None)
                 receipts.append(
-                    await self.send(message, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source)
+                    await self.send(
+                        message,
+                        exchange=exchange,
+                        routing_key=routing_key,
+                        timeout=timeout,
+                        source=source,
+                        position=position,
+                    )
                 )
         return receipts
 

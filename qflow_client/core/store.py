@@ -8,6 +8,7 @@ The state calls these methods inside its own steps, so none of them waits for a 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -46,6 +47,15 @@ class Store(Protocol):
 
         Raises:
             OutboxFull: there is no room.
+        """
+
+    def count_writable(self, unsent: deque[Receipt]) -> int:
+        """How many of the messages that were never written may be written now, from the first on.
+
+        When there are more, the owner has to ask for bytes to write once more.
+
+        Args:
+            unsent: the messages, in the order of admission.
         """
 
     def settled(self, receipts: Sequence[Receipt]) -> None:

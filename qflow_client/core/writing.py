@@ -1,8 +1,9 @@
 """From messages to bytes on the wire, and back.
 
 The socket takes bytes from `Unconfirmed.outbound`. If that is empty, the next messages get their tags and frames: first
-what leaves again, then what was never written, so first copies leave in the order of admission (E1). If the broker
-stops the channel, the messages whose frames are made and not begun go back to where they came from.
+what leaves again, then what was never written, so first copies leave in the order of admission (E1). A store may keep
+back the unsent messages from one of them on, until that is on disk. If the broker stops the channel, the messages whose
+frames are made and not begun go back to where they came from.
 """
 
 from __future__ import annotations
@@ -41,16 +42,17 @@ class Writing:
         data = outbound.data(limit)
         if data or outbound.stopped or self._channel.number is None:
             return data
-        resending = self._resending
-        source = resending.again or self._admission.unsent
+        resending, admission = self._resending, self._admission
+        source = resending.again or admission.unsent
         if not source:
             return b""
-        if resending.is_idle:
-            most = len(source)
-        else:
-            most = resending.count_sendable(source, not self._unconfirmed.flight, now)
-            if not most:
-                return b""
+        is_idle = resending.is_idle
+        most = len(source) if is_idle else resending.count_sendable(source, not self._unconfirmed.flight, now)
+        if admission.store is not None and source is admission.unsent:
+            most = min(most, admission.store.count_writable(source))
+        if not most:
+            return b""
+        if not is_idle:
             resending.note_sent(source[0], now)
         self._unconfirmed.make(source, limit, most)
         return outbound.data(limit)

@@ -1,13 +1,16 @@
 """The file of an outbox: its tables, what a message looks like there, and how that is read.
 
+The table of positions (E13) is made with the first position. So a file of an earlier release gets it when it is needed,
+and an earlier release can use a file that has it.
+
 The functions work on an open file; which thread may use it when, and what is only noted, is for `Outbox`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -37,6 +40,8 @@ _TABLES = (
     "CREATE TABLE state (last INTEGER NOT NULL, permitted INTEGER NOT NULL)",
     "INSERT INTO state VALUES (0, 0)",
 )
+# The value has no type of its own: an INTEGER and a TEXT stay what they are.
+_POSITIONS = "CREATE TABLE IF NOT EXISTS position (source TEXT PRIMARY KEY, value NOT NULL) WITHOUT ROWID"
 # In the column `held`: it waits for `permit`; it is damaged, and is not read any more.
 HELD, _SET_ASIDE = 1, 2
 # A message that is there already stays as it is.
@@ -131,6 +136,42 @@ def state(file: Database) -> tuple[int, int]:
 def write_state(file: Database, last: int, permitted: int) -> None:
     """Note the same two."""
     file.execute("UPDATE state SET last = ?, permitted = ?", last, permitted)
+
+
+def read_positions(file: Database) -> dict[str, int | str | None]:
+    """The position of each source; ``None`` for one that is damaged.
+
+    Raises:
+        OutboxError: a source is damaged.
+    """
+    if not file.one("SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = 'position'"):
+        return {}
+    # Text as bytes, as with messages.
+    rows = file.rows("""SELECT CAST(source AS BLOB), typeof(value),
+        CASE typeof(value) WHEN 'integer' THEN value ELSE CAST(value AS BLOB) END FROM position""")
+    found: dict[str, int | str | None] = {}
+    for source, kind, value in rows:
+        try:
+            name = source.decode()
+        except UnicodeDecodeError as error:
+            raise OutboxError(f"{file.path}: the name of a source is damaged: {source!r}: {error}") from error
+        found[name] = None
+        if kind == "integer":
+            found[name] = value
+        elif kind == "text":
+            with suppress(UnicodeDecodeError):
+                found[name] = value.decode()
+    return found
+
+
+def write_positions(file: Database, positions: Mapping[str, int | str | None]) -> None:
+    """Note the positions of sources; ``None`` for a source without one."""
+    file.execute(_POSITIONS)
+    for source, value in positions.items():
+        if value is None:
+            file.execute("DELETE FROM position WHERE source = ?", source)
+        else:
+            file.execute("INSERT OR REPLACE INTO position VALUES (?, ?)", source, value)
 
 
 def totals(file: Database) -> tuple[int, int]:

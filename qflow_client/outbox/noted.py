@@ -1,4 +1,4 @@
-"""What is noted of an outbox in memory, and not on disk yet: new messages, settled messages, permissions.
+"""What is noted of an outbox in memory, and not on disk yet: new messages, settled messages, permissions, positions.
 
 Any thread notes; the thread that has access to the file writes. Two rules make a write safe to interrupt and to repeat:
 
@@ -6,16 +6,41 @@ Any thread notes; the thread that has access to the file writes. Two rules make 
    fails or is interrupted leaves them, and the next one takes them again. To insert or to delete a row a second time
    changes nothing.
 2. What is counted beside the file (messages, bytes) is counted anew by the next write after any failure.
+
+A position belongs to the message with which it was put (E13). It counts if and only if that message is noted, and is
+written in the same transaction; of several messages of a source the last one counts. A message that is withdrawn takes
+its position along: the one before it is written in the transaction that deletes the message. A producer withdraws no
+more than one message at a time, which an interrupt has kept from being admitted, so one earlier position is enough.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from qflow_client.database import Database
 from qflow_client.outbox import file as outboxfile
+from qflow_client.position import Position
 
 __all__ = ["Noted"]
+
+_Value = int | str
+
+
+class _Reached(NamedTuple):
+    """The position of a source on disk."""
+
+    #: The message with which it was put; 0 if that is not known.
+    sequence: int
+    #: ``None`` if there is none any more.
+    value: _Value | None
+    #: The one before that.
+    before: _Value | None
+
+
+def _is_in(runs: Iterable[tuple[int, int]], sequence: int) -> bool:
+    return any(first <= sequence <= last for first, last in runs)
 
 
 class Noted:
@@ -45,21 +70,41 @@ class Noted:
         self.count, self.size = outboxfile.totals(file)
         # Whether a failure or an interrupt may have left these two wrong.
         self._is_unsure = False
+        # By sequence, the positions that are put and not on disk. One without a message in `rows` or `inserting` does
+        # not count.
+        self._positions: dict[int, Position] = {}
+        # By source, what is on disk; only the thread that writes changes it.
+        self._reached: dict[str, _Reached] = {}
+        #: Sources whose positions are damaged.
+        self.damaged_sources: set[str] = set()
+        for source, value in outboxfile.read_positions(file).items():
+            if value is None:
+                self.damaged_sources.add(source)
+            else:
+                self._reached[source] = _Reached(0, value, value)
+        # Messages that are to be deleted and whose positions do not count: first and last of each run.
+        self._withdrawn: list[tuple[int, int]] = []
 
     @property
     def is_dirty(self) -> bool:
         """Whether a write would change anything on disk."""
         return bool(
-            self.rows or self._settled or self.inserting or self._deleting or self._permitted != self.permitted_durable
+            self.rows
+            or self._settled
+            or self._withdrawn
+            or self.inserting
+            or self._deleting
+            or self._permitted != self.permitted_durable
         )
 
-    def put(self, size: int, max_bytes: int | None, row: outboxfile.Content) -> int:
+    def put(self, size: int, max_bytes: int | None, row: outboxfile.Content, position: Position | None = None) -> int:
         """Note a message.
 
         Args:
             size: bytes that it counts for.
             max_bytes: the most bytes that there may be; ``None`` for any number.
             row: the message, without its sequence and size.
+            position: is written with it; ``None`` for none.
 
         Returns:
             Its sequence; 0 if there is no room.
@@ -70,6 +115,8 @@ class Noted:
                     return 0
                 # In this order: Ctrl-C may leave a sequence without a message, but never give one to two.
                 self.last = sequence = self.last + 1
+                if position is not None:
+                    self._positions[sequence] = position
                 self.rows.append((sequence, size, *row))
                 self.size += size
                 self.count += 1
@@ -83,6 +130,12 @@ class Noted:
         """Note that held messages up to one may be written to a broker."""
         with self.lock:
             self._permitted = max(self._permitted, sequence)
+
+    def withdraw(self, first: int, last: int) -> None:
+        """Note that the messages from one to another were put by mistake: they are deleted with their positions."""
+        with self.lock:
+            # One change, so that Ctrl-C leaves all of it or nothing.
+            self._withdrawn.append((first, last))
 
     def settle(self, first: int, last: int) -> None:
         """Note that the messages from one to another are settled."""
@@ -105,6 +158,9 @@ class Noted:
             self.inserting += self.rows
             self.rows = []
             last = self.last
+            withdrawn = tuple(self._withdrawn)
+            # An earlier position is written only with the deletion of the message that is withdrawn.
+            all_of_it = all_of_it or bool(withdrawn)
             permitted = self.permitted_durable
             if all_of_it:
                 self._deleting += self._settled
@@ -112,20 +168,28 @@ class Noted:
                 self.settled_count = 0
                 permitted = self._permitted
         rows = self.inserting
-        settled = self._deleting if all_of_it else ()
+        reached = self._reach(rows, withdrawn) if self._positions or withdrawn else {}
+        settled = (*self._deleting, *withdrawn) if all_of_it else ()
         try:
-            if len(rows) == 1 and not all_of_it:
+            if len(rows) == 1 and not all_of_it and not reached:
                 # A statement is a transaction of its own.
                 file.execute(outboxfile.INSERT, *rows[0])
             else:
                 with file.transaction():
                     file.execute_many(outboxfile.INSERT, rows)
+                    if reached:
+                        outboxfile.write_positions(file, {source: at.value for source, at in reached.items()})
                     for run in settled:
                         count, size = outboxfile.take_out(file, *run)
                         freed_count += count
                         freed_size += size
                     if settled or permitted != self.permitted_durable:
                         outboxfile.write_state(file, last, permitted)
+            if self._positions or reached:
+                self._keep(reached, last)
+            if withdrawn:
+                with self.lock:
+                    self._withdrawn = self._withdrawn[len(withdrawn) :]
             self.inserting = []
             if all_of_it:
                 self._deleting = []
@@ -135,6 +199,71 @@ class Noted:
             self._is_unsure = True
             raise
         return last
+
+    # Positions.
+
+    def position(self, source: str) -> _Value | None:
+        """Return the position of a source: of the last of its messages that was put; ``None`` if it has none."""
+        withdrawn = self._withdrawn
+        # A copy, because others may put meanwhile.
+        for sequence, position in reversed(self._positions.copy().items()):
+            if position.source == source and not _is_in(withdrawn, sequence):
+                return position.value
+        reached = self._reached.get(source)
+        if reached is None:
+            return None
+        return reached.before if _is_in(withdrawn, reached.sequence) else reached.value
+
+    def set_position(self, file: Database, source: str, value: _Value | None) -> None:
+        """Write the position of a source without a message; ``None`` to forget it."""
+        with file.transaction():
+            outboxfile.write_positions(file, {source: value})
+        self._set_reached(source, _Reached(0, value, value))
+
+    def _set_reached(self, source: str, reached: _Reached) -> None:
+        if reached.value is None:
+            self._reached.pop(source, None)
+        else:
+            self._reached[source] = reached
+        self.damaged_sources.discard(source)
+
+    def _reach(self, rows: Sequence[outboxfile.Row], withdrawn: Sequence[tuple[int, int]]) -> dict[str, _Reached]:
+        """Return what a write is to make of the positions of sources.
+
+        Args:
+            rows: the messages that it inserts.
+            withdrawn: runs of messages whose positions do not count.
+        """
+        reached = {
+            source: _Reached(0, at.before, at.before)
+            for source, at in self._reached.items()
+            if _is_in(withdrawn, at.sequence)
+        }
+        for row in rows if self._positions else ():
+            sequence = row[0]
+            position = self._positions.get(sequence)
+            if position is None or _is_in(withdrawn, sequence):
+                continue
+            before = reached.get(position.source) or self._reached.get(position.source)
+            if before is None or before.sequence < sequence:
+                reached[position.source] = _Reached(sequence, position.value, before and before.value)
+        return reached
+
+    def _keep(self, reached: dict[str, _Reached], last: int) -> None:
+        """Take note of the positions that are on disk now.
+
+        Args:
+            reached: the positions.
+            last: all messages up to this one are on disk.
+        """
+        # In this order, because an interrupted call is made again.
+        for source, at in reached.items():
+            self._set_reached(source, at)
+        for sequence in self._positions.copy():
+            if sequence <= last:
+                self._positions.pop(sequence, None)
+
+    # Counts.
 
     def _count(self, file: Database, freed_count: int, freed_size: int) -> None:
         """Count after a write, by which so many messages and bytes have left the file."""
@@ -158,3 +287,4 @@ class Noted:
     def give_up(self) -> None:
         """Count the messages no more that are not on disk: nothing will write them."""
         self.count -= len(self.unwritten())
+        self._positions.clear()

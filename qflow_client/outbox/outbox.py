@@ -14,7 +14,10 @@ that is noted in one transaction. So a producer uses an outbox in this way:
    of each message that is found after a crash whether it may have been written, and may be a second copy.
 5. After a start, before anything new: `Outbox.read` what is left, batch by batch, in order; send each with
    `StoredMessage.to_send`, which adds the mark if it may be a second copy; `settle` as ever.
-6. A message that cannot be read is set aside by the first read that meets it. It stays in the file and keeps its room,
+6. `Outbox.put` may be given a `Position`: how far the program has read the source of the message (E13). It is written
+   in the same commit. A program that must not send a row twice without a mark writes such a message to the broker only
+   once it is durable: then a row behind the position on disk was never written, and one before it is marked.
+7. A message that cannot be read is set aside by the first read that meets it. It stays in the file and keeps its room,
    and `Outbox.damaged` names it. All others go on without it until `Outbox.drop` removes it.
 
 Invariants: sequences are given in order, and none is given twice, also across processes. Everything up to
@@ -43,6 +46,7 @@ from qflow_client.outbox.access import FileAccess
 from qflow_client.outbox.errors import OutboxError, OutboxFull, OutboxInUse
 from qflow_client.outbox.file import StoredMessage
 from qflow_client.outbox.noted import Noted
+from qflow_client.position import Position
 from qflow_client.redaction import is_url, shown
 
 __all__ = ["Outbox"]
@@ -186,6 +190,7 @@ class Outbox:
         *,
         permit: bool = True,
         overdraw: bool = False,
+        position: Position | None = None,
     ) -> int:
         """Note a message; it is durable with the next commit.
 
@@ -196,6 +201,7 @@ class Outbox:
             message_id: for a message without.
             permit: whether it may be written to a broker from now on; else it is held until `permit`.
             overdraw: take it even if there is no room, because `has_room` was asked.
+            position: how far its source has been read; written in the same commit. ``None`` for none.
 
         Returns:
             Its sequence.
@@ -213,7 +219,7 @@ class Outbox:
         size = len(header) + len(body) + len(exchange) + len(routing_key) + _ROW
         at = self.wall_time(time.monotonic())
         row = 0 if permit else outboxfile.HELD, at, exchange, routing_key, header, body
-        sequence = self._noted.put(size, None if overdraw else self.max_bytes, row)
+        sequence = self._noted.put(size, None if overdraw else self.max_bytes, row, position)
         if not sequence:
             raise OutboxFull(self._describe_full(size), payload, exchange=exchange, routing_key=routing_key)
         return sequence
@@ -234,6 +240,55 @@ class Outbox:
             last: that of the last; ``None`` for the first alone.
         """
         self._noted.settle(first, first if last is None else last)
+
+    def withdraw(self, first: int, last: int) -> None:
+        """Note that messages were put by mistake: they leave the file, and their positions do not count.
+
+        Args:
+            first: the sequence of the first.
+            last: that of the last. No message of the same source was put after it.
+        """
+        self._noted.withdraw(first, last)
+
+    # Positions.
+
+    def position(self, source: str) -> int | str | None:
+        """How far a source has been read: the position of the last of its messages that was put.
+
+        Args:
+            source: its name.
+
+        Returns:
+            The position, which is on disk once that message is; ``None`` if it has none.
+
+        Raises:
+            OutboxError: it is damaged.
+        """
+        if source in self._noted.damaged_sources:
+            raise OutboxError(
+                f"{self.path}: the position of source {source!r} is damaged; Outbox.set_position() gives it another"
+            )
+        return self._noted.position(source)
+
+    def set_position(self, source: str, value: int | str | None, timeout: float | None = None) -> None:
+        """Write the position of a source without a message, and everything that is noted before it.
+
+        Args:
+            source: its name.
+            value: the position; ``None`` to forget the source.
+            timeout: as for `wait_durable`.
+
+        Raises:
+            OutboxError: it could not be written, or not in time.
+            TypeError, ValueError: as `Position`.
+        """
+        Position(source, 0 if value is None else value)
+
+        def write() -> None:
+            self._commit_if_dirty()
+            self._noted.set_position(self._file, source, value)
+
+        self._use_file(write, _deadline(timeout))
 
     # To the disk.
 

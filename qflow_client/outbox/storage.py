@@ -47,6 +47,7 @@ class Storage:
     #: Set by `attach`.
     store: OutboxStore
     writer: Writer
+    _deliver: Callable[[StoreStep], None]
 
     def __init__(self, settings: ProducerSettings) -> None:
         self._settings = settings
@@ -99,6 +100,7 @@ class Storage:
             if committed is not None:
                 committed(durable, error)
 
+        self._deliver = deliver
         self.writer = Writer(self.outbox, self._settings, deliver, on_commit)
         self.store = OutboxStore(protocol, self.outbox, spilled_type, self.writer, time.monotonic())
         self.writer.store = self.store
@@ -142,6 +144,9 @@ class Storage:
             take(lambda: outbox.wait_durable(sequence, None if timeout == math.inf else timeout))
         except OutboxError as error:
             raise NotDurable(str(error), receipt) from error
+        if self.store.waits_for_disk:
+            # The I/O may write it now.
+            self._deliver(self.store.look_again)
 
     def close(self, timeout: float) -> None:
         """Commit, and let others have the outbox; also before it is opened, and again.

@@ -3,10 +3,15 @@
 `OutboxStore` notes in the outbox each message that is admitted, and each one that is settled, inside the same step of
 the state. The producer has that written to disk before `send` returns. What waits on disk without being admitted is the
 `Backlog`. A sequence is the outbox's number of a message; numbers are the state's. Both rise in the order of the wire.
+
+A message with a position (E13) is written to the broker once it is on disk, and not before. Otherwise the broker could
+have a message that is behind the position on disk, and its source would be sent again from there without a mark.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +20,7 @@ from qflow_client.core.step import step
 from qflow_client.core.tickets import SendTicket
 from qflow_client.events import HoldKind
 from qflow_client.flow import Limiter
-from qflow_client.message import Message
+from qflow_client.message import Message, position_of
 from qflow_client.outbox.backlog import Backlog
 from qflow_client.outbox.errors import OutboxFull
 from qflow_client.outbox.file import StoredMessage
@@ -30,6 +35,10 @@ __all__ = ["OutboxStore"]
 
 def _size(payload: bytes | Message) -> int:
     return len(payload) if type(payload) is bytes else len(payload.body)  # type: ignore[union-attr]  # a Message
+
+
+def _number_of(receipt: Receipt) -> int:
+    return receipt._number
 
 
 class _Room(Limiter):
@@ -88,6 +97,8 @@ class OutboxStore:
         self.backlog = Backlog(protocol, outbox, self.requests, protocol.controller.limiter, spilled_type)
         # The sequences of the messages in the window, by number.
         self._sequences: dict[int, int] = {}
+        # Likewise, of those with a position that are not known to be on disk, in order.
+        self._not_on_disk: dict[int, int] = {}
         # Whether there will be no further channel; and the receipts of messages that are to stay in the outbox then, by
         # sequence.
         self._is_ended = False
@@ -152,7 +163,8 @@ class OutboxStore:
         route = self._admission.encoder.route(exchange, routing_key)
         try:
             receipt, message_id = backlog.make_receipt(payload, route, outbox.last + 1)
-            outbox.put(payload, exchange, routing_key, message_id, permit=False, overdraw=True)
+            position = position_of(payload)
+            outbox.put(payload, exchange, routing_key, message_id, permit=False, overdraw=True, position=position)
             backlog.append(receipt, now)
             if ticket is not None:
                 ticket.receipt = receipt
@@ -232,14 +244,22 @@ class OutboxStore:
         if not sequence:
             payload, message_id = receipt._payload, f"{self._admission.id_prefix}{number:012x}"
             exchange, routing_key = receipt.exchange, receipt.routing_key
-            sequence = self.outbox.put(payload, exchange, routing_key, message_id, overdraw=self._blocks)
+            position = position_of(payload)
+            sequence = self.outbox.put(
+                payload, exchange, routing_key, message_id, overdraw=self._blocks, position=position
+            )
+            if position is not None:
+                self._not_on_disk[number] = sequence
+                # The sender commits it as a rule. If an interrupt keeps it from that, the writer does.
+                self.requests.request_commit()
         self._sequences[number] = sequence
 
     def heal(self, unsettled: Sequence[Receipt]) -> None:
         self.backlog.heal()
         numbers = {receipt._number for receipt in unsettled}
-        while self._sequences and next(reversed(self._sequences)) not in numbers:
-            self._sequences.popitem()
+        for kept in (self._sequences, self._not_on_disk):
+            while kept and next(reversed(kept)) not in numbers:
+                kept.popitem()
         self._drop_orphans()
         self.backlog.drop_admitted(next(reversed(self._sequences.values()), 0))
 
@@ -247,9 +267,27 @@ class OutboxStore:
         """Remove messages from the outbox that were put and neither admitted nor spilled."""
         admitted = max(self._last_sequence, next(reversed(self._sequences.values()), 0))
         if self.outbox.last > admitted:
-            self.outbox.settle(admitted + 1, self.outbox.last)
+            self.outbox.withdraw(admitted + 1, self.outbox.last)
             self.requests.request_commit()
         self._last_sequence = self.outbox.last
+
+    # To the broker.
+
+    @property
+    def waits_for_disk(self) -> bool:
+        """Whether messages may wait for a commit before they are written to the broker."""
+        return bool(self._not_on_disk)
+
+    def count_writable(self, unsent: deque[Receipt]) -> int:
+        waiting = self._not_on_disk
+        # It only grows.
+        durable = self.outbox.durable
+        while waiting:
+            number = next(iter(waiting))
+            if waiting[number] > durable:
+                return bisect_left(unsent, number, key=_number_of)
+            del waiting[number]
+        return len(unsent)
 
     # Out of it, when it is settled.
 
@@ -306,8 +344,8 @@ class OutboxStore:
         """After the outbox was closed: report messages that were to stay in it and are not on disk.
 
         Their receipts say *stored*, because the outbox is closed after the last channel. A message that was admitted
-        may have been written to the broker. A spilled one was not, and is safe to send again, unless a thread may still
-        be writing it to the outbox.
+        may have been written to the broker. A spilled one was not, nor one with a position: it is safe to send again,
+        unless a thread may still be writing it to the outbox.
 
         Returns:
             How many there were.
@@ -316,7 +354,8 @@ class OutboxStore:
         for sequence, stored in self.outbox.unwritten().items():
             receipt = self._stored.pop(sequence, None)
             is_spilled = self.backlog.read_to < sequence <= self.backlog.last
-            outcome = Outcome.FAILED if is_spilled and self.outbox.is_closed else Outcome.UNKNOWN
+            is_unsent = is_spilled or (receipt is not None and receipt._number in self._not_on_disk)
+            outcome = Outcome.FAILED if is_unsent and self.outbox.is_closed else Outcome.UNKNOWN
             reply = (0, f"it could not be written to the outbox {self.outbox.path}")
             # A callback was told that the message is stored. `close` reports only what was in the window then.
             is_new = is_spilled and self._reports.settled is not None

@@ -201,8 +201,11 @@ class Writer:
         if request is not None and request is not self._tried:
             self._tried = request
             self._read(request)
-        elif self.store.is_held:
-            # Messages that have left may have made room.
+            is_looked_at = not self.store.waits_for_disk
+        else:
+            is_looked_at = not (self.store.waits_for_disk or self.store.is_held)
+        if not is_looked_at:
+            # Messages are on disk now and may leave, or have left and made room.
             self._deliver(self.store.look_again)
         return True
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from qflow_client.message import Message
+from qflow_client.message import Message, give_back, with_position
 from qflow_client.outbox.spilled import Spilled
-from qflow_client.producer import resolve
+from qflow_client.position import Position
+from qflow_client.producer import resolve, split
 from qflow_client.skin import deadline_of
 from qflow_client.sync.receipt import SyncReceipt
 
@@ -28,7 +29,7 @@ class SpilledReceipt(Spilled, SyncReceipt):
 
 def store_many(
     producer: Producer,
-    messages: Sequence[bytes | str | Message],
+    messages: Sequence[bytes | str | Message | tuple[bytes | str | Message, Position]],
     receipts: list[SyncReceipt],
     timeout: float | None,
     options: dict[str, Any],
@@ -46,8 +47,12 @@ def store_many(
     assert storage is not None
     durable = 0
     try:
-        for message in messages:
+        for each in messages:
+            message, position = split(each)
             payload, to, key = resolve(message, options["exchange"], options["routing_key"])
+            if position is not None:
+                producer._check_position(position)
+                payload = with_position(payload, position)
             receipt: Any = engine.admit(
                 payload, settings.exchange if to is None else to, settings.routing_key if key is None else key
             )
@@ -59,6 +64,9 @@ def store_many(
             if len(receipts) >= durable + _AT_ONCE:
                 durable = len(receipts)
                 storage.wait_durable(receipt, deadline_of(timeout))
+    except BaseException as error:
+        give_back(error)
+        raise
     finally:
         if len(receipts) > durable:
             storage.wait_durable(receipts[-1], deadline_of(timeout))

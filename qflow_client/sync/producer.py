@@ -20,7 +20,8 @@ from qflow_client.flow import FlowManager, Line
 from qflow_client.guard import check_can_wait, is_inside
 from qflow_client.manager import flow_manager
 from qflow_client.message import Message
-from qflow_client.producer import BaseProducer, resolve
+from qflow_client.position import Position
+from qflow_client.producer import BaseProducer, resolve, split
 from qflow_client.receipt import Receipt
 from qflow_client.settings import ProducerSettings, SettingsKeywords, check_timeout
 from qflow_client.skin import (
@@ -139,6 +140,7 @@ class Producer(BaseProducer):
         routing_key: str | None = None,
         timeout: float | None = DEFAULT,
         source: str = "",
+        position: Position | None = None,
     ) -> SyncReceipt:
         """Admit a message, waiting while the producer is flowed (J7 A4 D1).
 
@@ -149,6 +151,8 @@ class Producer(BaseProducer):
             timeout: seconds that it may stay blocked; ``None`` for ever, 0 not at all; the setting
                 `max_producer_flow_control_wait` unless given.
             source: whose message it is, for a `WeightedLine`.
+            position: how far the source of the message has been read, stored in the same commit of the outbox (E13);
+                ``None`` for none. The message is written to the broker once it is on disk.
 
         Returns:
             Its receipt, as soon as it is admitted, which is before the broker's confirm.
@@ -159,6 +163,7 @@ class Producer(BaseProducer):
             ProducerClosed: it was closed, or lost its connection; likewise.
             OutboxFull: with an outbox that has no room; likewise.
             NotDurable: with an outbox: the message is admitted, and not on disk after `timeout`, or the disk failed.
+            SettingsError: a position, and there is no outbox; likewise.
             TypeError: the message is of another type, or `timeout` is no number.
             ValueError: it cannot be encoded, or `timeout` is NaN.
         """
@@ -167,6 +172,9 @@ class Producer(BaseProducer):
         payload: Any = message
         if type(message) is not bytes:
             payload, exchange, routing_key = resolve(message, exchange, routing_key)
+        if position is not None:
+            with self._stored_with(payload, position) as carried:
+                return self.send(carried, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source)
         if exchange is None:
             exchange = self._exchange
         if routing_key is None:
@@ -229,6 +237,7 @@ class Producer(BaseProducer):
         exchange: str | None = None,
         routing_key: str | None = None,
         source: str = "",
+        position: Position | None = None,
     ) -> SyncReceipt:
         """As `send`, but never wait.
 
@@ -237,6 +246,7 @@ class Producer(BaseProducer):
             exchange: where to publish. Unless given, it is that of a `RoutedMessage`, and otherwise the setting.
             routing_key: with which key; likewise.
             source: as in `send`; what does not wait has no turn, so it changes nothing.
+            position: as for `send`.
 
         Returns:
             Its receipt.
@@ -250,6 +260,9 @@ class Producer(BaseProducer):
         payload: Any = message
         if type(message) is not bytes:
             payload, exchange, routing_key = resolve(message, exchange, routing_key)
+        if position is not None:
+            with self._stored_with(payload, position) as carried:
+                return self.send_nowait(carried, exchange=exchange, routing_key=routing_key, source=source)
         if exchange is None:
             exchange = self._exchange
         if routing_key is None:
@@ -277,7 +290,7 @@ class Producer(BaseProducer):
 
     def send_many(
         self,
-        messages: Iterable[bytes | str | Message],
+        messages: Iterable[bytes | str | Message | tuple[bytes | str | Message, Position]],
         *,
         exchange: str | None = None,
         routing_key: str | None = None,
@@ -290,7 +303,7 @@ class Producer(BaseProducer):
         they were admitted, and are on their way. No message after that one was taken from the iterable.
 
         Args:
-            messages: as for `send`.
+            messages: as for `send`; or pairs of a message and its position.
             exchange: where to publish, as for `send`.
             routing_key: with which key, as for `send`.
             timeout: seconds that each may stay blocked, as for `send`.
@@ -300,7 +313,7 @@ class Producer(BaseProducer):
             Their receipts, once the last one is admitted.
 
         Raises:
-            FlowControlTimeout, ProducerFlowed, ProducerClosed, TypeError, ValueError: as `send`.
+            FlowControlTimeout, ProducerFlowed, ProducerClosed, SettingsError, TypeError, ValueError: as `send`.
         """
         check_many(messages, timeout)
         receipts: list[SyncReceipt] = []
@@ -312,9 +325,17 @@ class Producer(BaseProducer):
                 options: Any = {"exchange": exchange, "routing_key": routing_key, "source": source}
                 return store_many(self, messages, receipts, limit_of(timeout, self.settings), options)
             # Other iterables may make each message when the one before it is on disk.
-            for message in messages:
+            for each in messages:
+                message, position = split(each) if isinstance(each, tuple) else (each, None)
                 receipts.append(
-                    self.send(message, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source)
+                    self.send(
+                        message,
+                        exchange=exchange,
+                        routing_key=routing_key,
+                        timeout=timeout,
+                        source=source,
+                        position=position,
+                    )
                 )
         return receipts
 

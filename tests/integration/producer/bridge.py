@@ -129,6 +129,9 @@ class Bridged:
     def send_nowait(self, *args: Any, **keywords: Any) -> Any:
         return self._loop.ask(lambda: self._producer.send_nowait(*args, **keywords))
 
+    def position(self, source: str) -> Any:
+        return self._loop.ask(lambda: self._producer.position(source))
+
     def flush(self, *args: Any, **keywords: Any) -> None:
         self._loop(self._producer.flush(*args, **keywords))
 

@@ -30,6 +30,7 @@ from qflow_client import (
     Message,
     MessageReturned,
     Outcome,
+    Position,
     Producer,
     ProducerClosed,
     ProducerFlowed,
@@ -307,6 +308,24 @@ def test_a_span_covers_a_message_from_send_to_confirm_and_its_context_travels_in
     assert headers(broker) == [{"traceparent": traceparent(plain)}, {"mine": 1, "traceparent": traceparent(own)}]
     (_, message) = broker.messages("q")
     assert (message.body, message.properties.message_id, message.properties.priority) == (b"own", "m", 3)
+
+
+def test_E13_a_traced_message_has_its_position(
+    spans: Any, broker: Broker, make_producer: Callable[..., Producer], tmp_path: Path
+) -> None:
+    producer = make_producer(tracing=True, outbox=tmp_path / "outbox.db")
+    producer.send(b"1", position=Position("rows", 1))
+    assert producer.position("rows") == 1
+    producer.send_many([(Message(b"2", headers={"mine": 1}), Position("rows", 2))])
+    assert producer.position("rows") == 2
+    producer.flush(timeout=20)
+    first, second = sorted(spans(2), key=lambda span: span.start_time or 0)
+    assert headers(broker) == [{"traceparent": traceparent(first)}, {"mine": 1, "traceparent": traceparent(second)}]
+    producer.pause()
+    given = Message(b"3")
+    with pytest.raises(FlowControlTimeout) as flowed:
+        producer.send(given, timeout=0, position=Position("rows", 3))
+    assert flowed.value.message is given
 
 
 def test_a_spilled_message_has_a_span_that_ends_when_it_is_in_the_outbox(

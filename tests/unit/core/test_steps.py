@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -38,6 +39,9 @@ class Store:
 
     def admitting(self, receipt: Receipt, number: int) -> None:
         self.kept[number] = receipt
+
+    def count_writable(self, unsent: deque[Receipt]) -> int:
+        return len(unsent)
 
     def settled(self, receipts: Sequence[Receipt]) -> None:
         for receipt in receipts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 from qflow_client import HoldKind, Message, Receipt
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.flow import Limiter, WeightedLine, WindowLimiter
+from qflow_client.receipt import Outcome
 
-from .support import FRAME_MAX, PREFIX, drain, holds, make, send, wait
+from .support import FRAME_MAX, PREFIX, drain, holds, make, send, wait, wire
 
 
 class NoRoom(Exception):
@@ -34,6 +36,8 @@ class Store:
         self.waiters: list[Any] = []
         self.timer: float | None = None
         self.ended = ""
+        # The lowest number that may not be written yet.
+        self.kept_back = 1 << 60
 
     def check_room(self, payload: bytes | Message, exchange: str, routing_key: str) -> None:
         if len(payload) > self._max_size:  # type: ignore[arg-type]  # bytes
@@ -41,6 +45,9 @@ class Store:
 
     def admitting(self, receipt: Receipt, number: int) -> None:
         self.kept.append(number)
+
+    def count_writable(self, unsent: deque[Receipt]) -> int:
+        return sum(1 for receipt in unsent if receipt._number < self.kept_back)
 
     def settled(self, receipts: Sequence[Receipt]) -> None:
         for receipt in receipts:
@@ -121,6 +128,31 @@ def test_with_a_store_every_message_takes_a_step() -> None:
     send(protocol)
     assert store.kept == [1]
     assert protocol.admission.id_prefix == PREFIX
+
+
+def test_E13_what_the_store_keeps_back_is_not_written_nor_what_was_admitted_after_it() -> None:
+    protocol, store = attached()
+    first, second, third = (send(protocol, body) for body in (b"1", b"2", b"3"))
+    store.kept_back = second._number
+    assert [message.body for message in wire(drain(protocol)).messages] == [b"1"]
+    assert drain(protocol) == b""
+    assert protocol.in_flight == 1
+    store.kept_back = third._number + 1
+    assert [message.body for message in wire(drain(protocol)).messages] == [b"2", b"3"]
+    protocol.on_ack(3, True, 1.0)
+    assert [receipt.outcome for receipt in (first, second, third)] == [Outcome.CONFIRMED] * 3
+
+
+def test_E13_what_was_written_leaves_again_before_what_the_store_keeps_back() -> None:
+    protocol, store = attached()
+    send(protocol, b"1")
+    drain(protocol)
+    store.kept_back = send(protocol, b"2")._number
+    protocol.connection_lost("cut", 1.0, reconnects=True)
+    protocol.channel_opened(1, FRAME_MAX, 2.0)
+    assert [message.body for message in wire(drain(protocol, 2.0)).messages] == [b"1"]
+    store.kept_back += 1
+    assert [message.body for message in wire(drain(protocol, 2.0)).messages] == [b"2"]
 
 
 def test_a_flush_waits_for_the_backlog_and_may_give_up() -> None:

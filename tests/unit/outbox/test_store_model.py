@@ -19,8 +19,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from qflow_client import Message, OutboxError, OutboxFull
+from qflow_client import Message, OutboxError, OutboxFull, Position
 from qflow_client.core.tickets import SendTicket
+from qflow_client.message import with_position
 from qflow_client.outbox import Outbox
 from qflow_client.receipt import Outcome, Receipt
 from tests.effort import rounds
@@ -162,7 +163,7 @@ class OutboxStores(RuleBasedStateMachine):
     def send(self, size: int, own_id: bool, waits: bool) -> None:
         number = self.sent = self.sent + 1
         body = b"%06d" % number + b"x" * size
-        payload = Message(body, message_id=f"own-{number}") if own_id else body
+        payload = self.to_send(number, Message(body, message_id=f"own-{number}") if own_id else body)
         kept = self.kept
         last = kept.outbox.last
         with self.mortal():
@@ -170,6 +171,7 @@ class OutboxStores(RuleBasedStateMachine):
                 receipt = kept.store.send(payload, "", "q", kept.now, spills=self.spills)
             except OutboxFull:
                 assert kept.outbox.last == last
+                self.not_sent(number)
                 return
             if receipt is not None:
                 self.took(number, receipt)
@@ -178,6 +180,15 @@ class OutboxStores(RuleBasedStateMachine):
                 ticket = place(kept.protocol, payload, kept.now, waiter=number)
                 self.waiting[number] = ticket
                 self.look_at_line()
+            else:
+                self.not_sent(number)
+
+    def to_send(self, number: int, payload: bytes | Message) -> bytes | Message:
+        """What is sent for a message."""
+        return payload
+
+    def not_sent(self, number: int) -> None:
+        """A message was not admitted, and the sender knows."""
 
     def look_at_line(self) -> None:
         for number, ticket in list(self.waiting.items()):
@@ -187,6 +198,7 @@ class OutboxStores(RuleBasedStateMachine):
             elif ticket.error is not None:
                 assert isinstance(ticket.error, OutboxFull)
                 del self.waiting[number]
+                self.not_sent(number)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
@@ -195,6 +207,7 @@ class OutboxStores(RuleBasedStateMachine):
         with self.mortal():
             ticket = self.waiting.pop(number)
             self.kept.protocol.line.give_up(ticket, self.kept.now)
+            self.not_sent(number)
             self.look_at_line()
 
     @rule(paused=st.booleans())
@@ -357,6 +370,7 @@ class OutboxStores(RuleBasedStateMachine):
         self.disk.heal()
         for number in list(self.waiting):
             self.kept.protocol.line.give_up(self.waiting.pop(number), self.kept.now)
+            self.not_sent(number)
         self.pause(False)
         if self.session is None:
             self.connects()
@@ -378,7 +392,53 @@ class OutboxStores(RuleBasedStateMachine):
         assert self.kept.protocol.gate.is_open
 
 
+class Sources(OutboxStores):
+    """The rows of a source come each once without a mark, although the program only asks how far it has come (E13)."""
+
+    def open(self) -> None:
+        super().open()
+        position = self.kept.outbox.position("rows")
+        self.sent = position if isinstance(position, int) else 0
+        arrived = {number for number, _ in self.queue}
+        left = {int(stored.message.body[:6]) for stored in Outbox.look(self.path, limit=10_000)}
+        assert set(range(1, self.sent + 1)) == arrived | left
+
+    @precondition(lambda self: not self.waiting)
+    @rule(size=st.sampled_from([0, 10, 300, 600]), own_id=st.booleans(), waits=st.booleans())
+    def send(self, size: int, own_id: bool, waits: bool) -> None:
+        super().send(size, own_id, waits)
+
+    @precondition(lambda self: self.session is not None and not self.waiting)
+    @rule()
+    def is_killed_behind_a_write(self) -> None:
+        self.send(0, False, False)
+        if self.session is not None:
+            self.writes(1 << 20)
+        self.is_killed()
+
+    def took(self, number: int, receipt: Receipt) -> None:
+        if number % 2:
+            super().took(number, receipt)
+        else:
+            # The sender still waits for the disk, whatever else happens.
+            self.receipts[number] = receipt
+
+    def to_send(self, number: int, payload: bytes | Message) -> bytes | Message:
+        return with_position(payload, Position("rows", number))
+
+    def not_sent(self, number: int) -> None:
+        # It is the next one again.
+        self.sent = number - 1
+
+    @invariant()
+    def no_row_is_missing(self) -> None:
+        arrived = {number for number, _ in self.queue}
+        assert arrived == set(range(1, len(arrived) + 1))
+
+
 TestOutboxStores = OutboxStores.TestCase
-TestOutboxStores.settings = settings(max_examples=rounds(30), stateful_step_count=40)
-# However busy the machine is.
-TestOutboxStores.pytestmark = [pytest.mark.timeout(600)]  # type: ignore[attr-defined]  # pytest looks for it
+TestSources = Sources.TestCase
+for each in (TestOutboxStores, TestSources):
+    each.settings = settings(max_examples=rounds(30), stateful_step_count=40)
+    # However busy the machine is.
+    each.pytestmark = [pytest.mark.timeout(600)]  # type: ignore[attr-defined]  # pytest looks for it

@@ -1,0 +1,51 @@
+"""Positions: how far a program has read a source of messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qflow_client.redaction import shown
+
+__all__ = ["Position"]
+
+# SQLite keeps integers of 64 bits.
+_MIN, _MAX = -(1 << 63), (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far a program has read a source, to be stored with the message that it made of that (E13).
+
+    A producer with an outbox stores it in the same commit as the message: ``producer.send(row, position=Position(
+    "orders.csv", 1200))``. After a crash, ``producer.position("orders.csv")`` says behind which row to go on.
+
+    Attributes:
+        source: the name of the source, such as a path or a topic. Each source has a position of its own.
+        value: an offset of 64 bits, a cursor or a key.
+
+    Raises:
+        TypeError: `source` is no ``str``, or `value` is neither ``int`` nor ``str``.
+        ValueError: `value` is an ``int`` of more than 64 bits, or a text is no valid Unicode.
+    """
+
+    source: str
+    value: int | str
+
+    def __post_init__(self) -> None:
+        source, value = self.source, self.value
+        if not isinstance(source, str):
+            raise TypeError(f"Position: source must be a str, not {type(source).__name__}: {shown(source)}")
+        _check_text(source, "source")
+        if isinstance(value, str):
+            _check_text(value, "value")
+        elif not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"Position: value must be an int or a str, not {type(value).__name__}: {shown(value)}")
+        elif not _MIN <= value <= _MAX:
+            raise ValueError(f"Position: value must be an int of 64 bits, not {shown(value)}; a str has any length")
+
+
+def _check_text(text: str, name: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"Position: {name} must be valid Unicode, not {shown(text)}: {error.reason}") from None
