@@ -266,10 +266,7 @@ class EncodedProtocol(ProducerProtocol):
             reason: for people.
             now: seconds.
         """
-        self._writing.take_back()
-        self.channel.expire(receipts, reason, now)
-        self.consequences.update(now)
-        self.consequences.lift_transport(now)
+        self.consequences.abandon(receipts, reason, now)
 
     @step
     def channel_ended(self, reason: str, now: float) -> None:
@@ -427,7 +424,7 @@ class DropInFlow:
 
     def flowed(self, message: EncodedMessage, exchange: str, routing_key: str) -> ProducerFlowed:
         """The error for a message that is refused."""
-        self.protocol.line.count_refusal()
+        self.protocol.line.count_flowed_error()
         error = ProducerFlowed(
             self.protocol.reports.holds,
             0.0,

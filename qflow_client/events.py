@@ -27,7 +27,8 @@ class HoldKind(StrEnum):
     TRANSPORT = "transport"
     #: The broker has refused messages for want of room.
     REFUSED = "refused"
-    #: There is no connection, or the producer is closed; `FlowState.closed` tells which.
+    #: There is no connection, or what an earlier one has left has to leave first; or the producer is closed, which
+    #: `FlowState.closed` tells.
     DISCONNECTED = "disconnected"
     #: The producer's own rate limit.
     RATE = "rate"

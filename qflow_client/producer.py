@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from qflow_client.core import calls
-from qflow_client.core.calls import Call, Refusal
+from qflow_client.core.calls import Call, CannotWait
 from qflow_client.core.limits import check_capacity
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.core.tickets import SendTicket
@@ -138,28 +138,30 @@ class BaseProducer(ABC):
             payload, exchange, routing_key, _monotonic(), timeout=timeout, waiter=waiter, source=source, first=first
         )
 
-    def _send_call(self, ticket: SendTicket, refusal: Refusal | None, *, notices: bool) -> Call[Receipt]:
-        return calls.send(self._engine.protocol.line, ticket, _monotonic(), refusal=refusal, notices=notices)
+    def _send_call(self, ticket: SendTicket, cannot_wait: CannotWait | None, *, notices: bool) -> Call[Receipt]:
+        return calls.send(self._engine.protocol.line, ticket, _monotonic(), cannot_wait=cannot_wait, notices=notices)
 
-    def _refused(self, payload: bytes | Message, exchange: str, routing_key: str, refusal: Refusal) -> ProducerFlowed:
+    def _refused(
+        self, payload: bytes | Message, exchange: str, routing_key: str, cannot_wait: CannotWait
+    ) -> ProducerFlowed:
         """Count a message that was not admitted, and return its error."""
 
         def refuse(protocol: ProducerProtocol) -> tuple[Hold, ...]:
-            protocol.line.count_refusal()
+            protocol.line.count_flowed_error()
             return protocol.reports.holds
 
         holds = self._engine.step(refuse)
-        return refusal.error(holds, 0.0, payload, refusal.advice, exchange=exchange, routing_key=routing_key)
+        return cannot_wait.error(holds, 0.0, payload, cannot_wait.advice, exchange=exchange, routing_key=routing_key)
 
-    def _refusal(self, timeout: float | None) -> Refusal | None:
+    def _cannot_wait_in_send(self, timeout: float | None) -> CannotWait | None:
         """Return the error of `send` for a message that cannot be admitted at once; ``None`` if it waits."""
         if self.settings.when_flowed is WhenFlowed.RAISE:
-            return Refusal(ProducerFlowed, _BLOCKING_WAITS)
+            return CannotWait(ProducerFlowed, _BLOCKING_WAITS)
         if timeout is not None and timeout <= 0:
-            return Refusal(FlowControlTimeout, _LONGER_WAITS)
+            return CannotWait(FlowControlTimeout, _LONGER_WAITS)
         return None
 
-    def _refusal_nowait(self) -> Refusal:
+    def _cannot_wait_in_send_nowait(self) -> CannotWait:
         """Return the error of `send_nowait` for a message that cannot be admitted at once."""
         match self.settings.when_flowed:
             case WhenFlowed.RAISE:
@@ -168,7 +170,7 @@ class BaseProducer(ABC):
                 advice = "send() puts it into the outbox"
             case _:
                 advice = "send() waits"
-        return Refusal(ProducerFlowed, advice)
+        return CannotWait(ProducerFlowed, advice)
 
     # Positions.
 

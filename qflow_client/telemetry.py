@@ -77,7 +77,7 @@ class _Admission(Protocol):
 
 
 class _Line(Protocol):
-    refusals: dict[str, int]
+    flowed_errors: dict[str, int]
 
 
 class _Watched(Protocol):
@@ -391,7 +391,7 @@ def _by_hold(observer: Observer, values: Mapping[str, float]) -> Iterator[_Point
 
 
 def _refusals(observer: Observer) -> Iterator[_Point]:
-    return _by_hold(observer, observer.protocol.line.refusals)
+    return _by_hold(observer, observer.protocol.line.flowed_errors)
 
 
 def _flow_stops(observer: Observer) -> Iterator[_Point]:

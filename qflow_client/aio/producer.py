@@ -17,7 +17,7 @@ from qflow_client.aio.flow_events import FlowEvents
 from qflow_client.aio.receipt import AsyncReceipt
 from qflow_client.aio.turn import Waiter
 from qflow_client.core import calls
-from qflow_client.core.calls import Refusal, resume
+from qflow_client.core.calls import CannotWait, resume
 from qflow_client.credentials import Credentials
 from qflow_client.errors import ProducerClosed, SettingsError, UndeliveredMessages
 from qflow_client.events import FlowEvent
@@ -221,24 +221,24 @@ class AsyncProducer(BaseProducer):
         if receipt is None:
             if self._engine.turns is None:
                 raise self._not_connected(payload, exchange, routing_key)
-            refusal = self._refusal(timeout)
-            if refusal is None:
+            cannot_wait = self._cannot_wait_in_send(timeout)
+            if cannot_wait is None:
                 receipt = await self._engine.turns.send(payload, exchange, routing_key, timeout, source)
             else:
-                receipt = self._refuse(payload, exchange, routing_key, refusal)
+                receipt = self._refuse(payload, exchange, routing_key, cannot_wait)
         return await self._made_durable(receipt, deadline)
 
-    def _refuse(self, payload: bytes | Message, exchange: str, routing_key: str, refusal: Refusal) -> Receipt:
+    def _refuse(self, payload: bytes | Message, exchange: str, routing_key: str, cannot_wait: CannotWait) -> Receipt:
         """Refuse a message that was not admitted, unless a callback sends it."""
         if self._engine.dispatcher is None:
             raise self._not_connected(payload, exchange, routing_key)
         if not self._engine.is_in_callback:
             self._engine.arm_timer()
-            raise self._refused(payload, exchange, routing_key, refusal)
+            raise self._refused(payload, exchange, routing_key, cannot_wait)
         ticket = self._make_ticket(payload, exchange, routing_key, 0.0, "", Waiter())
         try:
             _, receipt = self._engine.step(
-                lambda _protocol: resume(self._send_call(ticket, refusal, notices=False), None)
+                lambda _protocol: resume(self._send_call(ticket, cannot_wait, notices=False), None)
             )
         except BaseException:
             self._engine.step(lambda protocol: protocol.line.give_up(ticket, _monotonic()))
@@ -307,7 +307,7 @@ class AsyncProducer(BaseProducer):
         check_can_wait("send_nowait()", payload, exchange, routing_key)
         receipt = self._engine.admit(payload, exchange, routing_key)
         if receipt is None:
-            receipt = self._refuse(payload, exchange, routing_key, self._refusal_nowait())
+            receipt = self._refuse(payload, exchange, routing_key, self._cannot_wait_in_send_nowait())
         if self._engine.storage is not None:
             self._engine.storage.wait_durable(receipt, _monotonic())
         return receipt  # type: ignore[return-value]  # as above

@@ -453,7 +453,7 @@ class ChannelFlow(DropInFlow):
         waited = _monotonic() - began
         holds, held = self.protocol.reports.holds, self.held
         if self._end_wait(receipt):
-            self.protocol.line.count_refusal()
+            self.protocol.line.count_flowed_error()
             detail = "the socket takes no bytes"
             socket = Hold(HoldKind.TRANSPORT, since=time.time() - waited, detail=detail)
             return FlowControlTimeout(

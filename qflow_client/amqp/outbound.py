@@ -51,10 +51,10 @@ class Outbound:
         self._data, self._ends, self._borders, self._rest, self._taken = data, ends, borders, rest, 0
 
     def put_control(self, frame: bytes) -> None:
-        """Have a frame written after the messages of the batch; `take_back` what it is to precede."""
+        """Have a frame written after the messages of the batch; `discard_unbegun` what it is to precede."""
         self._controls.append(frame)
 
-    def take_back(self) -> None:
+    def discard_unbegun(self) -> None:
         """Forget the messages of the batch that have not begun."""
         begun = self.begun
         if begun == self.given:

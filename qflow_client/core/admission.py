@@ -55,7 +55,6 @@ class Admission:
     # CPython (3.11) is quick at no more than 30 attributes that have no slots.
     __slots__ = (
         "_controller",
-        "_id_prefix",
         "_is_simple",
         "_last",
         "_mark",
@@ -65,6 +64,7 @@ class Admission:
         "closed",
         "encoder",
         "gate",
+        "id_prefix",
         "is_granting",
         "limits",
         "next_number",
@@ -103,7 +103,8 @@ class Admission:
         #: Whether waiting messages are being admitted. A new message must not go before them.
         self.is_granting = False
         self._max_unwritten = settings.max_unwritten_bytes
-        self._id_prefix = id_prefix
+        #: How the message ids begin that the producer gives; ``None`` if it gives none.
+        self.id_prefix = id_prefix
         #: What it makes for every message.
         self.receipt_type = receipt_type
         #: The number of the next message; with the prefix it is its message id. Counting it up admits a message.
@@ -130,7 +131,7 @@ class Admission:
         self.encoder = encoder
         self._mark = encoder.mark
         # The longest body that needs no closer look; -1 for none, if a body alone gets no message id.
-        self._max_plain = -1 if self._id_prefix is None else encoder.max_body
+        self._max_plain = -1 if self.id_prefix is None else encoder.max_body
         # The last route. Comparing by identity is the cheapest way to see that the next message has the same.
         self._last = exchange, routing_key, encoder.route(exchange, routing_key)
 
@@ -140,11 +141,6 @@ class Admission:
         self._is_simple = False
         if store.limiter is not None:
             self.limits.add(store.limiter)
-
-    @property
-    def id_prefix(self) -> str | None:
-        """How the message ids begin that the producer gives; ``None`` if it gives none."""
-        return self._id_prefix
 
     @property
     def admitted(self) -> int:
@@ -169,7 +165,7 @@ class Admission:
             route = last[2]
         else:
             route = self.route(exchange, routing_key)
-        receipt = self.receipt_type(payload, route, self._id_prefix)
+        receipt = self.receipt_type(payload, route, self.id_prefix)
         if type(payload) is bytes and 0 < (size := len(payload)) <= self._max_plain:
             # As `cost` says; a call takes longer than the sum.
             cost = route.cost + size
@@ -252,7 +248,7 @@ class Admission:
 
     def make_receipt(self, payload: bytes | Message, exchange: str, routing_key: str) -> tuple[Receipt, int]:
         """Return the receipt of a message that may be admitted, and how many bytes its frames have."""
-        receipt = self.receipt_type(payload, self.route(exchange, routing_key), self._id_prefix)
+        receipt = self.receipt_type(payload, self.route(exchange, routing_key), self.id_prefix)
         return receipt, self.prepare(receipt)
 
     def route(self, exchange: str, routing_key: str) -> Route:
@@ -280,7 +276,7 @@ class Admission:
             # As `cost` says, likewise.
             return receipt._route.cost + size
         message = payload if isinstance(payload, Message) else Message(payload)
-        receipt._prepared = self.encoder.prepare(message, has_id=self._id_prefix is not None)
+        receipt._prepared = self.encoder.prepare(message, has_id=self.id_prefix is not None)
         return self.cost(receipt)
 
     def cost(self, receipt: Receipt) -> int:

@@ -25,7 +25,7 @@ from qflow_client.errors import FlowControlTimeout, ProducerClosed, ProducerFlow
 from qflow_client.events import HoldKind
 from qflow_client.receipt import Receipt
 
-__all__ = ["Call", "Refusal", "close", "drain", "flush", "resume", "send", "wait_unflowed"]
+__all__ = ["Call", "CannotWait", "close", "drain", "flush", "resume", "send", "wait_unflowed"]
 
 _T = TypeVar("_T")
 
@@ -36,7 +36,7 @@ Call = Generator[float, float, _T]
 _LULL = 0.5
 
 
-class Refusal(NamedTuple):
+class CannotWait(NamedTuple):
     """The error for a message that cannot be admitted at once, if it may not wait."""
 
     error: type[ProducerFlowed]
@@ -61,7 +61,7 @@ def resume(call: Call[_T], now: float | None) -> tuple[float | None, _T | None]:
 
 
 def send(
-    line: SendLine, ticket: SendTicket, now: float, *, refusal: Refusal | None = None, notices: bool = True
+    line: SendLine, ticket: SendTicket, now: float, *, cannot_wait: CannotWait | None = None, notices: bool = True
 ) -> Call[Receipt]:
     """Wait in line until a message is admitted.
 
@@ -69,8 +69,8 @@ def send(
         line: of the producer.
         ticket: of the message; its waiter is set once it is decided.
         now: seconds.
-        refusal: the error for the message of a callback that may not wait: its ticket has a timeout of 0, and stands
-            in front of the line for an instant.
+        cannot_wait: the error for the message of a callback that may not wait: its ticket has a timeout of 0, and
+            stands in front of the line for an instant.
         notices: whether to return in time for notices that sends wait. Otherwise the skin calls `SendLine.notice`.
 
     Returns:
@@ -85,9 +85,9 @@ def send(
         while (at := line.look_at(ticket, now)) is not None:
             now = yield at if notices else ticket.deadline
     except FlowControlTimeout as error:
-        if refusal is None:
+        if cannot_wait is None:
             raise
-        raise ticket.flowed_error(refusal.error, error.holds, 0.0, refusal.advice) from None
+        raise ticket.flowed_error(cannot_wait.error, error.holds, 0.0, cannot_wait.advice) from None
     if ticket.error is not None:
         raise ticket.error
     assert ticket.receipt is not None

@@ -198,10 +198,10 @@ class Channel:
         if method in (_BASIC_PUBLISH, _NO_METHOD) and (confirms or self._unconfirmed.outbound.begun == 1):
             suspects = [each for each in begun if each._reply is None]
         no_room = resending.refusals.retries and means_no_room(code, text)
-        # Only a lone message is known to be the cause, unless another one has expired on this channel. If no method is
-        # named, an operator may have closed the channel, but would hardly do so twice.
+        # Only a lone message is known to be the cause, unless another one was abandoned on this channel. If no method
+        # is named, an operator may have closed the channel, but would hardly do so twice.
         told = method == _BASIC_PUBLISH or any(each._number in resending.suspects.numbers for each in suspects)
-        is_alone = len(suspects) == 1 and not self._unconfirmed.has_expired
+        is_alone = len(suspects) == 1 and not self._unconfirmed.has_abandoned
         culprits = suspects if is_alone and told and not no_room else []
         if not culprits and not confirms:
             words = "%s: the broker closed the channel: %d %s; without confirms it is not known what is lost"
@@ -209,7 +209,7 @@ class Channel:
         if self._settings.on_disconnect is OnDisconnect.FAIL:
             self.settle_all(f"the broker closed the channel: {code} {text}", now, culprits, (code, text))
         elif no_room and suspects:
-            self.keep(
+            self.keep_unsettled(
                 now, culprits=[each for each in suspects if resending.refusals.note(each, now)], reply=(code, text)
             )
             if is_alone:
@@ -222,7 +222,7 @@ class Channel:
             elif suspects and not resending.copies.intersection(each._number for each in suspects):
                 # Among messages that were suspects before, no words tell the culprit.
                 suspects = list(narrow_down(suspects, text))
-            self.keep(now, suspects, culprits, (code, text))
+            self.keep_unsettled(now, suspects, culprits, (code, text))
         return ""
 
     def lost(self, reason: str, now: float, *, shared: bool) -> None:
@@ -242,11 +242,11 @@ class Channel:
             self.settle_all(reason, now)
         elif self._resending.poison.is_proven:
             reply = (0, f"connections hold without it, and are lost as soon as it is sent; {reason}")
-            self.keep(now, culprits=suspects, reply=reply, outcome=Outcome.UNKNOWN)
+            self.keep_unsettled(now, culprits=suspects, reply=reply, outcome=Outcome.UNKNOWN)
         else:
-            self.keep(now, suspects)
+            self.keep_unsettled(now, suspects)
 
-    def keep(
+    def keep_unsettled(
         self,
         now: float,
         suspects: Sequence[Receipt] = (),
@@ -271,7 +271,7 @@ class Channel:
         self._settling.settle(answered, outcomes, now, reply)
         written = {each._number for each in self._unconfirmed.begun()} | resending.copies
         left = [each for each in self._unconfirmed.flight.values() if each._outcome is None]
-        resending.keep([each for each in left if each._number in written], suspects)
+        resending.end_channel([each for each in left if each._number in written], suspects)
         # An interrupted call may have put some of them there already.
         first = unsent[0]._number if unsent else self._admission.next_number
         unsent.extendleft([each for each in reversed(left) if each._number not in written and each._number < first])
@@ -298,28 +298,28 @@ class Channel:
         self._reset(0, 0)
         self._admission.unwritten = 0
 
-    def expire(self, expired: Sequence[Receipt], reason: str, now: float) -> None:
+    def abandon(self, receipts: Sequence[Receipt], reason: str, now: float) -> None:
         """Settle messages as they are, and leave nothing of them to be sent. No frames may be made and not begun.
 
         Args:
-            expired: unsettled messages, in the order of admission.
+            receipts: of unsettled messages, in the order of admission.
             reason: for people.
             now: seconds.
         """
         admission, resending, unconfirmed = self._admission, self._resending, self._unconfirmed
         begun = {receipt._number for receipt in unconfirmed.begun()}
-        for receipt in expired:
+        for receipt in receipts:
             resending.forget_sent(receipt)
             if receipt._number in begun:
-                unconfirmed.has_expired = True
+                unconfirmed.has_abandoned = True
             elif self.number is not None:
                 cost = admission.cost(receipt)
                 admission.unwritten -= cost
-        outcomes = [self._outcome_at_end(each, begun) for each in expired]
-        self._settling.settle(expired, outcomes, now, (0, reason))
-        for receipt in expired:
+        outcomes = [self._outcome_at_end(each, begun) for each in receipts]
+        self._settling.settle(receipts, outcomes, now, (0, reason))
+        for receipt in receipts:
             if tag := unconfirmed.tag_of(receipt):
-                unconfirmed.drop(tag)
+                del unconfirmed.flight[tag]
         self._discard_settled()
 
     def _outcome_at_end(self, receipt: Receipt, begun: Collection[int]) -> Outcome:
@@ -365,7 +365,7 @@ class Channel:
             self.settle_all(_LOST, now)
         elif self.number is None:
             self._end_again(now)
-            self.keep(now)
+            self.keep_unsettled(now)
 
     def _end_again(self, now: float) -> None:
         self.disconnect(_LOST, now, held=self._admission.closed is None)

@@ -6,12 +6,18 @@ waiters are woken. And when a step was interrupted, the next one repairs what it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from qflow_client.core.parts import Parts
 from qflow_client.core.untold import ON_DELIVERY
 from qflow_client.events import HoldKind
 from qflow_client.flow import Hold
+from qflow_client.receipt import Receipt
 
 __all__ = ["Consequences"]
+
+# Seconds after which a message whose time has come is looked at again, while earlier bytes are not written.
+_LOOK_AGAIN = 0.05
 
 # The holds under which admitted messages do not leave either.
 _STOPS_WRITING = (HoldKind.CHANNEL_FLOW, HoldKind.CONNECTION_BLOCKED)
@@ -44,13 +50,52 @@ class Consequences:
 
     def go_on(self, now: float) -> None:
         """Do what the time, the gate and the window allow."""
-        self._parts.retrying.go_on(now)
+        self.retry(now)
         self._parts.line.grant(now)
         self._wake_settled()
 
     def _wake_settled(self) -> None:
         if self._waiters.settled:
             self._waiters.wake_settled(self._parts.channel.oldest_unsettled())
+
+    # Messages that leave again.
+
+    def retry(self, now: float) -> None:
+        """Settle refused messages whose time is over, and let sends go on once no suspect has to leave before them.
+
+        Suspects leave one at a time, so new messages would pile up behind them.
+        """
+        parts, gate, resending = self._parts, self._gate, self._parts.resending
+        if parts.channel.number is None or parts.channel.is_restoring:
+            return
+        if resending.is_idle and not gate.is_held_by(HoldKind.DISCONNECTED):
+            return
+        if resending.refusals.retry_at is not None:
+            parts.settling.give_up_refused(now)
+            if parts.admission.is_nearly_written:
+                gate.lift(HoldKind.TRANSPORT, now=now)
+            resending.refusals.check_probe()
+            if resending.has_tried_all(bool(parts.admission.unsent)):
+                self.end_refusals(now)
+        sendable = resending.count_sendable(resending.again, not parts.unconfirmed.flight, now)
+        if not resending.has_suspects_after(sendable):
+            gate.lift(HoldKind.DISCONNECTED, now=now)
+
+    def end_refusals(self, now: float) -> None:
+        """End the refusal: the broker has room again, or nothing is left to try."""
+        self._parts.resending.end_refusals({receipt._number for receipt in self._parts.channel.unsettled()})
+        self._gate.lift(HoldKind.REFUSED, now=now)
+
+    def next_retry(self, now: float) -> float | None:
+        """Return when a message leaves again; ``None`` if time alone lets none leave."""
+        parts = self._parts
+        if parts.channel.number is None or parts.unconfirmed.outbound.stopped:
+            return None
+        times = parts.resending.next_times(not parts.unconfirmed.flight, now)
+        if not parts.unconfirmed.outbound.is_empty:
+            # A full socket keeps a message back whose time has come. Do not look at it all the time.
+            times = [max(at, now + _LOOK_AGAIN) for at in times]
+        return min(times, default=None)
 
     # Holds.
 
@@ -111,12 +156,22 @@ class Consequences:
         before = parts.expiry.expired_before(parts.admission.next_number, now)
         if before:
             if parts.channel.oldest_unsettled() < before:
-                parts.writing.take_back()
                 expired = [receipt for receipt in parts.channel.unsettled() if receipt._number < before]
-                parts.channel.expire(expired, f"delivery_timeout={parts.expiry.timeout:g} s has passed", now)
-                self.update(now)
-                self.lift_transport(now)
+                self.abandon(expired, f"delivery_timeout={parts.expiry.timeout:g} s has passed", now)
             parts.expiry.forget(before)
+
+    def abandon(self, receipts: Sequence[Receipt], reason: str, now: float) -> None:
+        """Settle messages as they are, and leave nothing of them to be sent.
+
+        Args:
+            receipts: of unsettled messages, in the order of admission.
+            reason: for people.
+            now: seconds.
+        """
+        self._parts.writing.take_back()
+        self._parts.channel.abandon(receipts, reason, now)
+        self.update(now)
+        self.lift_transport(now)
 
     # Ends.
 
@@ -135,7 +190,7 @@ class Consequences:
         parts.channel.disconnect(reason, now, held=parts.admission.closed is None)
         self.close(reason)
         parts.channel.settle_all(reason, now)
-        parts.retrying.end_refusals(now)
+        self.end_refusals(now)
         if parts.admission.store is not None:
             parts.admission.store.end(reason)
 
@@ -153,7 +208,8 @@ class Consequences:
         parts.line.heal()
         parts.reports.heal(now, connecting=not parts.channel.was_open, ending=self._is_ending)
         parts.channel.count_unwritten(now)
-        parts.retrying.heal(now)
+        if parts.resending.refusals.retry_at is None:
+            self._gate.lift(HoldKind.REFUSED, now=now)
         if parts.admission.closed is not None:
             self.close(parts.admission.closed)
 

@@ -14,7 +14,6 @@ from qflow_client.core.limits import Limits
 from qflow_client.core.refusals import Pauses
 from qflow_client.core.reporting import Reports
 from qflow_client.core.resending import Resending
-from qflow_client.core.retrying import Retrying
 from qflow_client.core.returns import Returns
 from qflow_client.core.sendline import SendLine
 from qflow_client.core.settling import Settling
@@ -45,7 +44,6 @@ class Parts:
         retries: Pauses | None,
         encoder: type[PublishEncoder],
     ) -> None:
-        self.settings = settings
         prefix = id_prefix if settings.message_ids else None
         #: Whether the last step came to its end, and the time.
         self.steps = Steps(now)
@@ -100,8 +98,6 @@ class Parts:
         self.channel = Channel(
             settings, prefix, encoder, self.admission, self.reports, self.unconfirmed, self.resending, self.settling
         )
-        #: Decides when messages leave again.
-        self.retrying = Retrying(self.admission, self.unconfirmed, self.resending, self.settling, self.channel)
         #: Makes frames of messages.
         self.writing = Writing(self.admission, self.unconfirmed, self.resending, self.channel)
         timeout = settings.delivery_timeout

@@ -8,7 +8,7 @@ meets them:
 * `line` keeps messages that cannot be admitted now, and `admission` admits them, as far as `limits` and the gate allow;
 * `Writing` makes frames of them, and `unconfirmed` has what is on the wire of the channel;
 * `settling` says what the broker's answers mean, and `returns` finds the message that a return names;
-* `resending` has what leaves again and says when, and `Retrying` ends a refusal;
+* `resending` has what leaves again and says when;
 * `channel` moves messages when a channel opens or ends;
 * `reports` collects what there is to tell, and `waiters` and `untold` know who waits for that.
 
@@ -105,7 +105,7 @@ class ProducerProtocol:
         self.reports, self.waiters = parts.reports, parts.waiters
         self.admission, self.line, self.channel = parts.admission, parts.line, parts.channel
         self._unconfirmed, self._settling, self._writing = parts.unconfirmed, parts.settling, parts.writing
-        self._retrying, self._untold, self._expiry = parts.retrying, parts.untold, parts.expiry
+        self._untold, self._expiry = parts.untold, parts.expiry
         #: What follows from a step.
         self.consequences = Consequences(parts)
         self.gate.hold(HoldKind.DISCONNECTED, now=now)
@@ -252,7 +252,7 @@ class ProducerProtocol:
         self._writing.has_ended = False
         self.channel.open(channel, frame_max, now)
         self.consequences.apply_stops(now)
-        self._retrying.go_on(now)
+        self.consequences.retry(now)
         if not self.channel.was_open and self.gate.is_open:
             # That a producer connects before it can send is no flow control.
             self.gate.forget_past()
@@ -312,7 +312,7 @@ class ProducerProtocol:
     def _end_refusals_if_settled(self, now: float) -> None:
         """With ``on_disconnect="fail"`` no refused message is left after the end of a channel, so the hold ends."""
         if self.settings.on_disconnect is OnDisconnect.FAIL:
-            self._retrying.end_refusals(now)
+            self.consequences.end_refusals(now)
 
     # What the broker says.
 
@@ -442,7 +442,7 @@ class ProducerProtocol:
 
     def next_timer(self, now: float) -> float | None:
         """When to call `on_timer`; ``None`` if time alone changes nothing."""
-        times = [self.controller.ready_at(now), self._retrying.next_timer(now)]
+        times = [self.controller.ready_at(now), self.consequences.next_retry(now)]
         if self.admission.store is not None:
             times.append(self.admission.store.next_timer(now))
         if self._expiry is not None:
@@ -452,7 +452,7 @@ class ProducerProtocol:
     @property
     def needs_timer(self) -> bool:
         """Whether time alone may change something, so that the owner has to call `on_timer` at `next_timer`."""
-        return self.settings.rate is not None or self._expiry is not None or self._retrying.needs_timer
+        return self.settings.rate is not None or self._expiry is not None or self.parts.resending.needs_timer
 
     @step
     def on_timer(self, now: float) -> None:

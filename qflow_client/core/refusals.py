@@ -121,9 +121,16 @@ class Refusals:
         """Whether the broker has refused a message that is not settled."""
         return receipt._number in self._first_refused
 
-    def note_unanswered(self, receipts: Iterable[Receipt]) -> None:
-        """Take note that a channel has ended on which these messages were written, and the broker did not answer."""
-        self._unanswered.update(receipt._number for receipt in receipts if self.is_refused(receipt))
+    def end_channel(self, unsettled: Collection[int], unanswered: Iterable[Receipt]) -> None:
+        """Take note that a channel has ended.
+
+        Args:
+            unsettled: numbers of the messages that may leave again.
+            unanswered: what was written on the channel, and the broker did not answer.
+        """
+        self.forget_others(unsettled)
+        self._unanswered.update(receipt._number for receipt in unanswered if self.is_refused(receipt))
+        self.probe = None
 
     def note_answered(self, receipt: Receipt) -> None:
         """Take note that the end of the channel was the broker's answer to this message."""
@@ -140,7 +147,7 @@ class Refusals:
         since = self._first_refused.get(receipt._number, math.inf)
         return receipt._reply is not None or self._clock(now) >= since + self._retry_for
 
-    def keep(self, unsettled: Collection[int]) -> None:
+    def forget_others(self, unsettled: Collection[int]) -> None:
         """Forget the refusals of all messages but those with these numbers."""
         self._first_refused = {number: at for number, at in self._first_refused.items() if number in unsettled}
         self._unanswered.intersection_update(self._first_refused)

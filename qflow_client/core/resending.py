@@ -2,7 +2,7 @@
 
 Two kinds of messages stand in `again`: what an ended channel left without an answer, and what the broker refused. All
 of them were written before, so all of them leave as second copies, in the order of admission, and before any message
-that was never written (E1). A message that was made for the wire and not begun comes back by `take_back`: if it was
+that was never written (E1). A message that was made for the wire and not begun comes back by `put_back`: if it was
 never written before, it returns to the unsent messages instead.
 
 `count_sendable` decides how many messages may leave now, by three rules:
@@ -40,7 +40,8 @@ class Resending:
     def __init__(self, hold_time: float, pauses: Pauses | None, retry_for: float) -> None:
         #: What leaves again, in the order of admission.
         self.again: deque[Receipt] = deque()
-        #: Numbers of unsettled messages that were written on an earlier channel or refused, and may have arrived.
+        #: Numbers of the unsettled messages that were written before: on an earlier channel, or refused on this one.
+        #: Their frames, if there are any now, are a second copy.
         self.copies: set[int] = set()
         #: What leaves one at a time.
         self.suspects = Suspects()
@@ -56,8 +57,8 @@ class Resending:
 
     # What stands in `again`.
 
-    def keep(self, begun: Iterable[Receipt], suspects: Iterable[Receipt]) -> None:
-        """Add messages of a channel that has ended.
+    def end_channel(self, begun: Iterable[Receipt], suspects: Iterable[Receipt]) -> None:
+        """Take note that a channel has ended, and add what it leaves.
 
         Args:
             begun: what may have arrived.
@@ -68,10 +69,8 @@ class Resending:
         by_number = {receipt._number: receipt for receipt in (*self.again, *begun)}
         self.again = deque(by_number[number] for number in sorted(by_number))
         self.copies = set(by_number)
-        self.suspects.replace(self.copies, suspects)
-        self.refusals.keep(self.copies)
-        self.refusals.note_unanswered(begun)
-        self.refusals.probe = None
+        self.suspects.end_channel(self.copies, suspects)
+        self.refusals.end_channel(self.copies, begun)
 
     def put_refused(self, receipt: Receipt) -> bool:
         """Add a message that the broker has refused.
@@ -81,11 +80,11 @@ class Resending:
         """
         was_probe = receipt is self.refusals.probe
         self.copies.add(receipt._number)
-        self.take_back(receipt)
+        self.put_back(receipt)
         return was_probe
 
-    def take_back(self, receipt: Receipt) -> bool:
-        """Take back a message that is not on the wire after all.
+    def put_back(self, receipt: Receipt) -> bool:
+        """Put a message back that is not on the wire any more, or never was.
 
         Returns:
             Whether it leaves again as a second copy; otherwise it was never written.
@@ -101,7 +100,7 @@ class Resending:
             again.insert(bisect_left(again, number, key=_number_of), receipt)
         return True
 
-    def expired(self, now: float) -> list[Receipt]:
+    def refused_too_long(self, now: float) -> list[Receipt]:
         """Return the messages that have been refused for too long, or were returned meanwhile."""
         return [each for each in self.again if self.refusals.is_over(each, now)]
 
@@ -113,7 +112,7 @@ class Resending:
     def clear(self) -> None:
         """Forget all messages."""
         self.again.clear()
-        self.keep((), ())
+        self.end_channel((), ())
 
     def end_refusals(self, unsettled: Collection[int]) -> None:
         """Take note that the broker has room again, or that nothing is left to try.
@@ -122,10 +121,33 @@ class Resending:
             unsettled: the numbers of all unsettled messages.
         """
         self.refusals.retry_at = None
-        self.refusals.keep(unsettled)
+        self.refusals.forget_others(unsettled)
         self.copies.intersection_update(unsettled)
 
     # What may leave.
+
+    @property
+    def needs_timer(self) -> bool:
+        """Whether a message leaves again at a certain time."""
+        return self.refusals.retry_at is not None or self.candidate_at() is not None
+
+    def next_times(self, is_alone: bool, now: float) -> list[float]:
+        """Return the times at which the next message may leave, or refused ones are given up.
+
+        Args:
+            is_alone: whether nothing is in flight.
+            now: seconds.
+        """
+        if self.refusals.probe is not None:
+            return []
+        times = [at for at in (self.refusals.retry_at, self.candidate_at()) if at is not None]
+        if len(times) > 1:
+            # The message waits for both. What is over time is settled at the first, so that counts until it has passed.
+            times = [max(times), *(at for at in times if at > now)]
+        if not is_alone and self.again and self.again[0]._number in self.suspects.numbers:
+            # What leaves next leaves alone, so a time that has passed changes nothing until the others are answered.
+            times = [at for at in times if at > now]
+        return times
 
     def candidate_at(self) -> float | None:
         """Return when the next message may leave if it is the candidate for poison; ``None`` if it is not."""
@@ -152,14 +174,6 @@ class Resending:
         if self.refusals.retry_at is not None:
             return 1
         return self.suspects.count_before_first(source)
-
-    def waits_for_answers(self, is_alone: bool) -> bool:
-        """Whether the next message leaves only with nothing else in flight, and something is.
-
-        Args:
-            is_alone: whether nothing is in flight.
-        """
-        return not is_alone and bool(self.again) and self.again[0]._number in self.suspects.numbers
 
     def has_suspects_after(self, count: int) -> bool:
         """Whether suspects are left in `again` after the first so many messages."""

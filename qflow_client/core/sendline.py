@@ -51,7 +51,7 @@ class SendLine:
         "_notice_period",
         "_reports",
         "_waiters",
-        "refusals",
+        "flowed_errors",
         "steps",
         "tickets",
     )
@@ -76,7 +76,7 @@ class SendLine:
         self._notice_at = -math.inf
         self._notice_period = notice_period
         #: How many sends were refused, by the kind of the oldest hold.
-        self.refusals: dict[str, int] = {}
+        self.flowed_errors: dict[str, int] = {}
 
     # Waiting.
 
@@ -163,7 +163,7 @@ class SendLine:
             return None
         if now >= ticket.deadline:
             error = ticket.flowed_error(FlowControlTimeout, self._reports.holds, now - ticket.since)
-            self.count_refusal()
+            self.count_flowed_error()
             self._withdraw(ticket, now)
             return error
         if now >= ticket.notice_at:
@@ -192,12 +192,12 @@ class SendLine:
             self._reports.report_waiting(len(self.tickets), next(iter(self.tickets)).since, now)
         ticket.notice_at = self._notice_at
 
-    def count_refusal(self) -> None:
+    def count_flowed_error(self) -> None:
         """Count a send that gets an error because the producer is flowed."""
         holds = self._gate.holds
         # With no hold, it waits only behind others.
         kind = holds[0].kind if holds else "line"
-        self.refusals[kind] = self.refusals.get(kind, 0) + 1
+        self.flowed_errors[kind] = self.flowed_errors.get(kind, 0) + 1
 
     # Leaving the line.
 

@@ -260,7 +260,7 @@ class Settling:
         """Have the unsettled messages of these tags leave again, unless they have tried for long enough."""
         resending, unconfirmed = self._resending, self._unconfirmed
         for tag in range(max(first, unconfirmed.oldest), stop):
-            receipt = unconfirmed.find(tag)
+            receipt = unconfirmed.flight.get(tag)
             if receipt is None:
                 continue
             if resending.refusals.note(receipt, now):
@@ -277,10 +277,10 @@ class Settling:
                 # With the mark of a second copy its properties are larger than a frame.
                 resending.forget_sent(receipt)
                 self.settle((receipt,), Outcome.NACKED, now, (0, f"it cannot be sent again: {error}"))
-                unconfirmed.drop(tag)
+                del unconfirmed.flight[tag]
                 continue
             was_probe = resending.put_refused(receipt)
-            unconfirmed.drop(tag)
+            del unconfirmed.flight[tag]
             self.hold_refused("Basic.Nack", now, was_probe=was_probe)
 
     def _encode_again(self, receipt: Receipt) -> None:
@@ -295,9 +295,9 @@ class Settling:
         if self._resending.refusals.delay_probe(self._resending.again, now, was_probe=was_probe):
             self._limits.controller.gate.hold(HoldKind.REFUSED, now=now, detail=detail)
 
-    def expire(self, now: float) -> None:
+    def give_up_refused(self, now: float) -> None:
         """Settle messages that wait to leave again and have been refused for long enough."""
-        expired = self._resending.expired(now)
+        expired = self._resending.refused_too_long(now)
         for receipt in expired:
             cost = self._admission.cost(receipt)
             self._admission.unwritten -= cost

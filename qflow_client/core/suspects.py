@@ -61,8 +61,8 @@ class Suspects:
         """Whether a suspect is in flight, so that nothing else may leave."""
         return self.alone is not None and not self.alone.done
 
-    def replace(self, unsettled: Collection[int], suspects: Iterable[Receipt]) -> None:
-        """Add suspects when a channel has ended.
+    def end_channel(self, unsettled: Collection[int], suspects: Iterable[Receipt]) -> None:
+        """Take note that a channel has ended, and add suspects.
 
         Args:
             unsettled: numbers of the messages that may still be suspects.

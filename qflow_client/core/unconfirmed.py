@@ -17,10 +17,9 @@ from typing import Any
 
 from qflow_client.amqp.frames import LAST_DIGITS, PublishEncoder
 from qflow_client.amqp.outbound import Outbound
-from qflow_client.message import Message
 from qflow_client.receipt import Receipt
 
-__all__ = ["Unconfirmed", "body_of"]
+__all__ = ["Unconfirmed"]
 
 # Below this length a heap is not worth making anew.
 _SWEEP_FROM = 64
@@ -29,15 +28,10 @@ _SWEEP_FROM = 64
 _END = b"\xce"
 
 
-def body_of(payload: bytes | Message) -> bytes:
-    """The content of what the application gave."""
-    return payload if type(payload) is bytes else payload.body  # type: ignore[union-attr]  # a Message
-
-
 class Unconfirmed:
     """The messages on the wire of one channel after the other."""
 
-    __slots__ = ("_by_number", "_is_ordered", "_last", "_low", "encoder", "flight", "has_expired", "outbound")
+    __slots__ = ("_by_number", "_is_ordered", "_last", "_low", "encoder", "flight", "has_abandoned", "outbound")
 
     encoder: PublishEncoder
 
@@ -48,7 +42,7 @@ class Unconfirmed:
         self.outbound = Outbound()
         #: Whether a message of this channel was settled after it had begun and before the broker answered it. The
         #: broker may still close the channel over it.
-        self.has_expired = False
+        self.has_abandoned = False
         # A tag below which nothing is unsettled.
         self._low = 1
         # The number of the last message that got one, and whether all in flight are in the order of admission.
@@ -68,7 +62,7 @@ class Unconfirmed:
         flight: dict[int, Receipt] = {}
         outbound, by_number = Outbound(), list[tuple[int, int, Receipt]]()
         self.encoder, self.flight, self.outbound, self._by_number = encoder, flight, outbound, by_number
-        self._low, self._last, self._is_ordered, self.has_expired = 1, 0, True, False
+        self._low, self._last, self._is_ordered, self.has_abandoned = 1, 0, True, False
 
     @property
     def oldest(self) -> int:
@@ -79,10 +73,6 @@ class Unconfirmed:
             low += 1
         self._low = low
         return low
-
-    def find(self, tag: int) -> Receipt | None:
-        """The unsettled message of a delivery tag; ``None`` if there is none."""
-        return self.flight.get(tag)
 
     def tag_of(self, receipt: Receipt) -> int:
         """The delivery tag of a message; 0 if it is not on the wire any more, or not yet."""
@@ -140,10 +130,6 @@ class Unconfirmed:
         if before - len(flight) != len(receipts):
             receipts[:] = [receipt for receipt in receipts if receipt is not None]
 
-    def drop(self, tag: int) -> None:
-        """Forget a message: it is settled, or is to leave again."""
-        del self.flight[tag]
-
     # What is written.
 
     def make(self, source: deque[Receipt], limit: int, most: int) -> None:
@@ -187,7 +173,8 @@ class Unconfirmed:
                 if borders is not ends:
                     borders.append(size)
             else:
-                frames = encoder.frames(route, body_of(payload), receipt._prepared, number)
+                body = payload if type(payload) is bytes else payload.body
+                frames = encoder.frames(route, body, receipt._prepared, number)
                 if len(frames) > 1 and borders is ends:
                     borders = ends.copy()
                 for done, frame in enumerate(frames):

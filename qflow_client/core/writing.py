@@ -65,7 +65,7 @@ class Writing:
 
     def take_back(self) -> None:
         """Have nothing on the wire that has not begun."""
-        self._unconfirmed.outbound.take_back()
+        self._unconfirmed.outbound.discard_unbegun()
         self.move_back()
 
     def move_back(self) -> None:
@@ -73,6 +73,6 @@ class Writing:
         unconfirmed, unsent = self._unconfirmed, self._admission.unsent
         # The last first.
         while (receipt := unconfirmed.beyond()) is not None:
-            if not self._resending.take_back(receipt):
+            if not self._resending.put_back(receipt):
                 unsent.appendleft(receipt)
             unconfirmed.flight.popitem()

@@ -11,7 +11,7 @@ from typing import Any, Self, Unpack
 import pika
 
 from qflow_client.core import calls
-from qflow_client.core.calls import Refusal
+from qflow_client.core.calls import CannotWait
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.credentials import Credentials
 from qflow_client.errors import ProducerClosed, SettingsError, UndeliveredMessages
@@ -198,7 +198,9 @@ class Producer(BaseProducer):
         deadline = deadline_of(timeout)
         receipt = self._engine.admit(payload, exchange, routing_key, spills=True)
         if receipt is None:
-            receipt = self._wait_in_line(payload, exchange, routing_key, timeout, source, self._refusal(timeout))
+            receipt = self._wait_in_line(
+                payload, exchange, routing_key, timeout, source, self._cannot_wait_in_send(timeout)
+            )
         return self._made_durable(receipt, deadline)
 
     def _wait_in_line(
@@ -208,18 +210,18 @@ class Producer(BaseProducer):
         routing_key: str,
         timeout: float | None,
         source: str,
-        refusal: Refusal | None,
+        cannot_wait: CannotWait | None,
     ) -> Receipt:
         """Wait until a message is admitted, or refuse it."""
-        if refusal is not None:
+        if cannot_wait is not None:
             timeout = 0.0
             if not self._engine.is_in_callback:
                 self._engine.arm_timer()
-                raise self._refused(payload, exchange, routing_key, refusal)
+                raise self._refused(payload, exchange, routing_key, cannot_wait)
         waiter = Waiter()
         ticket = self._make_ticket(payload, exchange, routing_key, timeout, source, waiter)
         return self._engine.drive(
-            self._send_call(ticket, refusal, notices=True),
+            self._send_call(ticket, cannot_wait, notices=True),
             waiter,
             lambda protocol: protocol.line.give_up(ticket, _monotonic()),
         )
@@ -285,7 +287,9 @@ class Producer(BaseProducer):
         check_can_wait("send_nowait()", payload, exchange, routing_key)
         receipt = self._engine.admit(payload, exchange, routing_key)
         if receipt is None:
-            receipt = self._wait_in_line(payload, exchange, routing_key, 0.0, source, self._refusal_nowait())
+            receipt = self._wait_in_line(
+                payload, exchange, routing_key, 0.0, source, self._cannot_wait_in_send_nowait()
+            )
         return self._made_durable(receipt, _monotonic())
 
     def send_many(

@@ -202,7 +202,7 @@ class _Publishing:
 
     def _give_up(self) -> None:
         if self._ticket is not None and self._flow.protocol.line.give_up(self._ticket, _monotonic()):
-            self._flow.protocol.line.count_refusal()
+            self._flow.protocol.line.count_flowed_error()
             self._flow.write()
 
 

@@ -194,7 +194,7 @@ def busy(sizes: list[int], share: float, settings: dict[str, Any], *, wants_all:
             protocol.waiters.when_flushed(f"flush {number}")
     write(protocol, int(protocol.unwritten * share))
     for tag in (3, 4):
-        receipt = protocol.parts.unconfirmed.find(tag)
+        receipt = protocol.parts.unconfirmed.flight.get(tag)
         if receipt is not None and tag <= protocol.written:
             returned(protocol, receipt.message_id)
     return protocol

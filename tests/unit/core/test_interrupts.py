@@ -559,9 +559,9 @@ def test_every_message_leaves_once_and_in_order_whichever_step_is_interrupted(
     [
         (Outbound, "put"),
         (Outbound, "put_control"),
-        (Outbound, "take_back"),
+        (Outbound, "discard_unbegun"),
         (Outbound, "advance"),
-        (Resending, "take_back"),
+        (Resending, "put_back"),
     ],
 )
 def test_a_step_that_runs_out_of_memory_is_made_good(

@@ -89,7 +89,7 @@ def test_an_answer_goes_behind_all_frames_of_what_has_begun_and_before_what_has_
     put(outbound, [[b"ab", b"cd", b"ef"]], limit)
     outbound.advance(2)
     outbound.put_control(b"A")
-    outbound.take_back()
+    outbound.discard_unbegun()
     written = b""
     while data := outbound.data(limit):
         written += data
@@ -98,7 +98,7 @@ def test_an_answer_goes_behind_all_frames_of_what_has_begun_and_before_what_has_
     assert (outbound.begun, outbound.finished) == (1, 1)
     outbound = batch([b"ab"], [b"cd"])
     outbound.put_control(b"A")
-    outbound.take_back()
+    outbound.discard_unbegun()
     assert outbound.data(limit) == b"A"
     outbound.advance(1)
     assert (outbound.begun, outbound.finished) == (0, 0)
@@ -143,7 +143,7 @@ def test_what_has_not_begun_is_taken_back_and_the_rest_leaves_whole(
         sent += data
     begun = outbound.begun
     assert outbound.given == len(messages)
-    outbound.take_back()
+    outbound.discard_unbegun()
     assert outbound.given == begun
     while data := outbound.data(limit):
         outbound.advance(len(data))
@@ -159,7 +159,7 @@ def test_a_stop_tells_whether_a_message_has_begun_and_not_ended() -> None:
     seen = []
     for _ in range(4):
         outbound.advance(1)
-        outbound.take_back()
+        outbound.discard_unbegun()
         seen.append(outbound.stop())
     assert seen == [False, False, False, True]
     assert outbound.data(100) == b""

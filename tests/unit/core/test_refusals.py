@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from qflow_client import Message, Outcome, Receipt
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.core.refusals import means_no_room
-from qflow_client.core.retrying import Retrying
+from qflow_client.core.resending import Resending
 from qflow_client.message import REPUBLISHED
 from qflow_client.recovery import Backoff
 
@@ -422,10 +421,10 @@ def test_nothing_new_overtakes_suspects_that_wait_when_there_is_room_again() -> 
     protocol.channel_opened(CHANNEL, FRAME_MAX, 1.0)
     assert left(protocol) == [b"1"]
     protocol.on_nack(1, False, 2.0)
-    assert holds(protocol) == ["refused"]
+    assert holds(protocol) == ["disconnected", "refused"]
     protocol.on_timer(3.0)
     assert left(protocol) == [b"1"]
-    assert holds(protocol) == ["refused"]
+    assert holds(protocol) == ["disconnected", "refused"]
     protocol.on_ack(2, False, 4.0)
     assert left(protocol) == [b"2"]
     assert holds(protocol) == ["disconnected"]
@@ -589,14 +588,12 @@ def test_E7_no_timer_runs_while_a_stop_keeps_the_probe_back() -> None:
 
 
 def test_a_probe_that_may_be_poisonous_waits_for_both_times_and_no_timer_is_due_before() -> None:
-    resending = SimpleNamespace(refusals=SimpleNamespace(retry_at=1.0, probe=None), candidate_at=lambda: 5.0)
-    resending.waits_for_answers = lambda _is_alone: False
-    outbound = SimpleNamespace(is_empty=True, stopped=False)
-    retrying = object.__new__(Retrying)
-    retrying._resending = resending  # type: ignore[assignment]
-    retrying._unconfirmed = SimpleNamespace(outbound=outbound, flight={})  # type: ignore[assignment]
-    retrying._channel = SimpleNamespace(number=1)  # type: ignore[assignment]
-    assert [retrying.next_timer(now) for now in (0.5, 1.0, 4.0)] == [1.0, 5.0, 5.0]
+    resending = Resending(5.0, Backoff(1.0, 8.0, 0.0), 15.0)
+    resending.again.append(send(make()))
+    resending.poison.candidate = 1
+    resending.poison.note_open(0.0)
+    resending.refusals.retry_at = 1.0
+    assert [min(resending.next_times(True, now)) for now in (0.5, 1.0, 4.0)] == [1.0, 5.0, 5.0]
 
 
 def test_the_hold_of_the_transport_ends_when_what_was_to_be_written_is_settled() -> None:

@@ -187,12 +187,12 @@ def test_without_confirms_what_is_written_is_settled(recorded: Recorded) -> None
 
 def test_a_refusal_is_counted_by_the_oldest_hold_or_by_the_line() -> None:
     protocol = make()
-    protocol.line.count_refusal()
+    protocol.line.count_flowed_error()
     protocol.hold("paused", 0.0)
     protocol.hold("rate", 0.0)
-    protocol.line.count_refusal()
-    protocol.line.count_refusal()
-    assert protocol.line.refusals == {"line": 1, "paused": 2}
+    protocol.line.count_flowed_error()
+    protocol.line.count_flowed_error()
+    assert protocol.line.flowed_errors == {"line": 1, "paused": 2}
 
 
 def test_what_a_producer_that_is_collected_as_garbage_has_counted_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from qflow_client import FlowControlTimeout, ProducerClosed, ProducerFlowed
 from qflow_client.core import calls
-from qflow_client.core.calls import Refusal, resume
+from qflow_client.core.calls import CannotWait, resume
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.core.tickets import SendTicket
 
@@ -54,12 +54,12 @@ def test_a_send_without_notices_waits_until_its_deadline() -> None:
 def test_a_send_that_may_not_wait_gets_the_error_that_it_asks_for_and_is_counted() -> None:
     protocol = full()
     assert protocol.admission.send(b"x", "", "q", 0.0) is None
-    refusal = Refusal(ProducerFlowed, "do something else")
+    cannot_wait = CannotWait(ProducerFlowed, "do something else")
     with pytest.raises(ProducerFlowed, match="do something else") as caught:
-        resume(calls.send(protocol.line, ticket_of(protocol, timeout=0.0), 0.0, refusal=refusal), None)
+        resume(calls.send(protocol.line, ticket_of(protocol, timeout=0.0), 0.0, cannot_wait=cannot_wait), None)
     assert not isinstance(caught.value, FlowControlTimeout)
     assert (caught.value.message, caught.value.waited) == (b"x", 0.0)
-    assert protocol.line.refusals == {"capacity": 1}
+    assert protocol.line.flowed_errors == {"capacity": 1}
 
 
 @pytest.mark.parametrize("room", [False, True])
@@ -74,7 +74,7 @@ def test_a_callback_that_may_not_wait_passes_all_that_do(room: bool) -> None:
         protocol.line,
         ticket_of(protocol, timeout=0.0, first=True),
         0.0,
-        refusal=Refusal(ProducerFlowed, "do something else"),
+        cannot_wait=CannotWait(ProducerFlowed, "do something else"),
     )
     if room:
         assert resume(call, None)[1] is not None

@@ -201,8 +201,8 @@ class StopForgetsTheBegun(ProducerProtocol):
     class _Outbound(Outbound):
         __slots__ = ()
 
-        def take_back(self) -> None:
-            super().take_back()
+        def discard_unbegun(self) -> None:
+            super().discard_unbegun()
             if self._data:
                 end = self._borders[bisect_left(self._borders, self._at)]
                 self._data, self._borders, self._ends = self._data[:end], [end], []

@@ -79,7 +79,7 @@ class FirstIsToBlame(ProducerProtocol):
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
         first = self.unsettled_receipts[0]
         self.channel.disconnect(text, now)
-        self.channel.keep(now, (), (first,), (code, text))
+        self.channel.keep_unsettled(now, (), (first,), (code, text))
 
 
 class NobodyIsToBlame(ProducerProtocol):
