@@ -1,0 +1,213 @@
+"""The programs of the page on production run as they stand there, and its table has the words of the errors."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from qflow_client import ConnectionFailed, DeliveryError, FlowControlTimeout, Producer, ProducerClosed, Queue
+from qflow_client.broker import Broker
+from tests.integration.producer.tools import PATIENCE, eventually
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "production.md").read_text(encoding="utf-8")
+_FILE = re.compile(r'^```python title="(?P<name>[\w.]+\.py)"\n(?P<code>.*?)^```$', re.DOTALL | re.MULTILINE)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The programs of the page."""
+    for name, code in _FILE.findall(PAGE):
+        (tmp_path / name).write_text(code, encoding="utf-8")
+    return tmp_path
+
+
+@contextmanager
+def running(folder: Path, port: int, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A program of the page, for a broker on this port."""
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=os.environ
+        | {
+            "AMQP_URL": f"amqp://guest:guest@127.0.0.1:{port}/%2F",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "QFLOW_RECONNECT_DELAY_MAX": "0.1",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+class Service:
+    """A web service that takes orders.
+
+    Args:
+        port: of its HTTP.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._url = f"http://127.0.0.1:{port}"
+        self.accepted: list[str] = []
+
+    def ask(self, path: str, body: bytes | None = None) -> tuple[int, str | None, bytes]:
+        """Return status, Retry-After and body of its answer."""
+        try:
+            with urllib.request.urlopen(self._url + path, body, PATIENCE) as answer:
+                return answer.status, None, answer.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.headers["Retry-After"], error.read()
+
+    def is_there(self) -> bool:
+        try:
+            self.ask("/ready/")
+        except OSError:
+            return False
+        return True
+
+    def order(self) -> tuple[int, str | None]:
+        status, after, body = self.ask("/orders", b"an order")
+        if status == 202:
+            # As JSON or as it is.
+            found = re.search(rb"[\w-]+-\w{12}", body)
+            assert found
+            self.accepted.append(found[0].decode())
+        return status, after
+
+
+def arrived(broker: Broker) -> list[str | None]:
+    return [message.properties.message_id for message in broker.messages("orders")]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        ("uvicorn", "shop:app", "--timeout-graceful-shutdown", "10", "--port"),
+        ("gunicorn", "kiosk:app", "--bind"),
+    ],
+    ids=lambda program: program[0],
+)
+def test_E12_a_service_starts_without_its_broker_refuses_in_time_and_leaves_without_a_loss(
+    folder: Path, program: tuple[str, ...]
+) -> None:
+    amqp, http = free_port(), free_port()
+    service = Service(http)
+    at = f"127.0.0.1:{http}" if program[0] == "gunicorn" else str(http)
+    with running(folder, amqp, "-m", *program, at) as process:
+        eventually(service.is_there, "the service")
+        assert service.order() == (503, "5")
+        with Broker(port=amqp) as broker:
+            eventually(lambda: service.order() == (202, None))
+            broker.block("low on memory")
+            eventually(lambda: service.order() == (503, "5"))
+            if program[0] == "uvicorn":
+                assert service.ask("/ready/")[:2] == (503, "5")
+            broker.unblock()
+            eventually(lambda: service.order() == (202, None))
+            eventually(lambda: sorted(map(str, arrived(broker))) == sorted(service.accepted))
+        service.accepted.clear()
+        # It has lost its queue.
+        with Broker(port=amqp) as broker:
+            eventually(lambda: service.order() == (202, None))
+            for _ in range(20):
+                service.order()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(PATIENCE) == (-signal.SIGTERM if program[0] == "uvicorn" else 0)
+            assert set(service.accepted) <= set(map(str, arrived(broker)))
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_each_process_of_a_pool_makes_its_producer(folder: Path, start: str) -> None:
+    with Broker() as broker, running(folder, broker.port, "pool.py", start) as process:
+        output, _ = process.communicate(timeout=PATIENCE)
+        assert (process.returncode, output) == (0, "{'confirmed'}\n")
+        assert sorted(map(str, arrived(broker))) == sorted(set(map(str, arrived(broker))))
+        assert broker.queue("orders").depth == 100
+
+
+def test_E12_a_worker_that_is_told_to_end_delivers_what_it_has_admitted(folder: Path) -> None:
+    with Broker() as broker, running(folder, broker.port, "worker.py") as process:
+        eventually(lambda: "orders" in [queue.name for queue in broker.queues()] and broker.queue("orders").depth > 100)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0, output
+        assert output == f"{broker.queue('orders').depth} orders are confirmed\n"
+
+
+FORKS = """
+import os
+from qflow_client import Producer, ProducerClosed
+with Producer(os.environ["AMQP_URL"]) as producer:
+    if os.fork():
+        os.wait()
+    else:
+        try:
+            producer.send(b"")
+        except ProducerClosed as error:
+            print(error, flush=True)
+        os._exit(0)
+"""
+
+
+def test_the_table_of_errors_has_their_words(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    def note(expected: type[Exception], call: object) -> None:
+        assert callable(call)
+        with pytest.raises(expected) as caught:
+            call()
+        told.append(str(caught.value))
+
+    with Broker() as broker:
+        with running(tmp_path, broker.port, "-c", FORKS) as process:
+            told.append(process.communicate(timeout=PATIENCE)[0])
+        broker.declare_queue("orders")
+        with Producer(broker.url, routing_key="orders", capacity=1) as producer:
+            broker.flow(False)
+            broker.wait_until(lambda broker: broker.producers()[0].flow_ok)
+            note(FlowControlTimeout, lambda: producer.send(b"", timeout=0))
+            broker.block("low on memory")
+            broker.flow(True)
+            eventually(lambda: [hold.kind for hold in producer.flow_state.holds] == ["connection_blocked"])
+            note(FlowControlTimeout, lambda: producer.send(b"", timeout=0))
+            broker.unblock()
+            broker.withhold_confirms()
+            eventually(lambda: not producer.flow_state.holds)
+            producer.send(b"")
+            note(FlowControlTimeout, lambda: producer.send(b"", timeout=0))
+            broker.release_confirms()
+            producer.flush(PATIENCE)
+            note(DeliveryError, lambda: producer.send(b"", routing_key="nowhere").result(PATIENCE))
+            note(ConnectionFailed, lambda: Producer(broker.url, declare=Queue("orders", arguments={"x-expires": 1})))
+        note(ProducerClosed, lambda: producer.send(b""))
+        lost = Producer(broker.url, routing_key="orders")
+    eventually(lambda: lost.flow_state.holds)
+    note(FlowControlTimeout, lambda: lost.send(b"", timeout=0))
+    lost.close(timeout=0)
+    table = PAGE[PAGE.index("## What an error means") :]
+    rows = [re.findall(r"`([^`]+)`", row.split("|")[1]) for row in table.splitlines()[4:] if row]
+    assert len(rows) == 8
+    for words in rows:
+        assert any(all(word in text for word in words) for text in told), words
