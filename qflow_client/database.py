@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
 import re
@@ -16,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from qflow_client.errors import QflowError
-from qflow_client.files import make_private, open_private
+from qflow_client.files import lock, make_private, open_private, unlock
+from qflow_client.forks import after_fork_in_child
 from qflow_client.redaction import is_url, shown
 
 __all__ = ["BUSY", "Database", "LockFile"]
@@ -209,7 +209,7 @@ class LockFile:
         self.path = Path(f"{os.path.realpath(path)}-lock")
         try:
             # Without O_NONBLOCK the other end of a pipe might be waited for.
-            self._descriptor = open_private(self.path, os.O_RDWR | os.O_NONBLOCK)
+            self._descriptor = open_private(self.path, os.O_RDWR | getattr(os, "O_NONBLOCK", 0))
         except OSError as failure:
             words = failure.strerror or ""
             where = "" if str(self.path) in words else f": {self.path}"
@@ -221,7 +221,7 @@ class LockFile:
                 # It is not written, because it may be a link to a file of another program.
                 raise error(f"{path}: {self.path} is not a lock file of qflow_client; move it away")
             try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(self._descriptor)
             except BlockingIOError:
                 holder = os.pread(self._descriptor, 100, 0).decode(errors="replace").strip() or "unknown"
                 whose = "in this process" if holder == str(os.getpid()) else f"in process {holder}"
@@ -247,7 +247,7 @@ class LockFile:
             # A forked child shares the lock until it closes its copy, so that to close is not enough. It comes first,
             # because to do it twice does no harm, and Ctrl-C may come in between.
             with suppress(OSError):
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+                unlock(self._descriptor)
             self.released = True
             os.close(self._descriptor)
 
@@ -270,4 +270,4 @@ def _after_fork_in_child() -> None:
         lock_file.forget()
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+after_fork_in_child(_after_fork_in_child)

@@ -1,6 +1,9 @@
 """Files with messages in them: made for their owner alone, and never written through a symbolic link.
 
 Only what is made here gets these permissions. A file that is there keeps its own, which an administrator may have set.
+
+All files that the library keeps come from here, and their locks and permissions are those of POSIX. On a system without
+them, such as Windows, to open a file is refused, and what needs no file works.
 """
 
 from __future__ import annotations
@@ -10,8 +13,17 @@ import os
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import IO, Any
 
-__all__ = ["make_private", "open_private"]
+from qflow_client.forks import after_fork_in_child
+
+fcntl: Any
+try:
+    import fcntl
+except ImportError:
+    fcntl = None
+
+__all__ = ["lock", "make_private", "open_private", "unlock"]
 
 _PRIVATE = 0o600
 
@@ -27,7 +39,7 @@ def _renew_lock() -> None:
     _making = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_renew_lock)
+after_fork_in_child(_renew_lock)
 
 
 def open_private(path: str | os.PathLike[str], flags: int) -> int:
@@ -41,8 +53,10 @@ def open_private(path: str | os.PathLike[str], flags: int) -> int:
         The descriptor.
 
     Raises:
-        OSError: it cannot be opened, or is a symbolic link.
+        OSError: it cannot be opened, or is a symbolic link, or this system is not POSIX.
     """
+    if fcntl is None:
+        raise OSError(errno.ENOTSUP, "qflow_client keeps files on POSIX systems only, such as Linux and macOS")
     flags |= os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, _PRIVATE)
@@ -75,3 +89,22 @@ def make_private(path: Path) -> None:
             os.close(open_private(os.path.realpath(path), os.O_WRONLY | os.O_EXCL))
         except FileExistsError:
             return
+
+
+def lock(file: int | IO[Any]) -> None:
+    """Lock an open file, until `unlock` or until all copies of its descriptor are closed.
+
+    Raises:
+        BlockingIOError: another descriptor has the lock.
+        OSError: the file cannot be locked.
+    """
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def unlock(file: int) -> None:
+    """Take the lock from an open file, also from its copies in forked children.
+
+    Raises:
+        OSError: that failed.
+    """
+    fcntl.flock(file, fcntl.LOCK_UN)

@@ -8,7 +8,6 @@ microseconds since 1970, so that sums are the same in every order.
 from __future__ import annotations
 
 import atexit
-import fcntl
 import json
 import logging
 import os
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from qflow_client.events import FlowEvent, FlowEventKind, FlowState
-from qflow_client.files import open_private
+from qflow_client.files import lock, open_private
 from qflow_client.flow import Hold
 from qflow_client.redaction import is_url, shown
 
@@ -394,7 +393,7 @@ class FlowLog:
         for path in self.folder.glob(f"{_UNFINISHED}*.jsonl"):
             try:
                 with path.open("rb") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    lock(file)
                     path.rename(path.with_name(path.name.removeprefix(_UNFINISHED)))
             except OSError:
                 # Somebody writes it, or another has just finished it.
@@ -407,7 +406,7 @@ class FlowLog:
         )
         self._path = self.folder / f"{_UNFINISHED}{name}"
         self._file = os.fdopen(open_private(self._path, os.O_WRONLY | os.O_APPEND | os.O_EXCL), "ab")
-        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(self._file)
         self._size = 0
         self._begun_at = time.monotonic()
 

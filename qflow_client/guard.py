@@ -9,7 +9,6 @@ or handed to the I/O thread, if it needs a step. To send while there is room nee
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from threading import get_ident
@@ -17,6 +16,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from qflow_client.errors import NestedCall
+from qflow_client.forks import after_fork_in_child
 
 __all__ = ["LOOPS", "Guard", "check_can_wait", "is_inside", "serve", "take"]
 
@@ -126,5 +126,4 @@ def _after_fork_in_child() -> None:
     _serving.intersection_update({me})
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+after_fork_in_child(_after_fork_in_child)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import queue
 import sys
 import threading
@@ -19,6 +18,7 @@ from queue import Empty
 from typing import Any
 
 from qflow_client.core.reporting import LogEntry
+from qflow_client.forks import after_fork_in_child
 
 __all__ = ["flush_logs", "log", "write_log"]
 
@@ -121,8 +121,7 @@ def _after_fork_in_child() -> None:
     _writer = _Writer()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+after_fork_in_child(_after_fork_in_child)
 
 
 def _record(

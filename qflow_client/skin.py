@@ -22,6 +22,7 @@ from qflow_client.core.reporting import LogEntry
 from qflow_client.errors import ConfirmTimeout, ConnectionFailed, SettingsError, UndeliveredMessages
 from qflow_client.events import FlowEvent, HoldKind
 from qflow_client.flow import FlowManager, Line
+from qflow_client.forks import after_fork_in_child
 from qflow_client.logs import log, write_log
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.recovery import retries
@@ -647,8 +648,7 @@ def _after_fork_in_child() -> None:
     _call_each(lambda engine: engine.forked(), "could not be disowned in a child process")
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+after_fork_in_child(_after_fork_in_child)
 
 
 @atexit.register

@@ -9,7 +9,6 @@ make a producer.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 import weakref
@@ -23,6 +22,7 @@ from urllib.parse import urlsplit
 
 from qflow_client.events import HoldKind
 from qflow_client.flow import Gate, WindowLimiter
+from qflow_client.forks import after_fork_in_child
 from qflow_client.message import Message, copy_position
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import ProducerSettings
@@ -653,5 +653,4 @@ def _after_fork_in_child() -> None:
         _backlogs.relays.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+after_fork_in_child(_after_fork_in_child)

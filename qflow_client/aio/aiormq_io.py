@@ -25,6 +25,7 @@ from yarl import URL
 
 from qflow_client.amqp.frames import CHANNEL_CLOSE, CONNECTION_UNBLOCKED, METHOD_FRAME, FrameError, frame
 from qflow_client.amqp.tap import Tap
+from qflow_client.forks import after_fork_in_child
 from qflow_client.guard import LOOPS
 from qflow_client.logs import log
 from qflow_client.skin import GOOD_BYE, TLS_WRITE_CHUNK, WRITE_CHUNK
@@ -532,5 +533,4 @@ def _after_fork_in_child() -> None:
         transport.forget()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+after_fork_in_child(_after_fork_in_child)

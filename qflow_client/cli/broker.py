@@ -40,10 +40,12 @@ from qflow_client.cli.stopping import Stopped, Stopping
 from qflow_client.cli.warned import warnings_shown
 from qflow_client.redaction import printable
 
-if sys.platform == "win32":
-    resource = None
-else:
+resource: Any
+try:
     import resource
+except ImportError:
+    # Only POSIX systems have it.
+    resource = None
 
 __all__ = ["broker", "hash_password", "queue_table", "seldom_collected"]
 

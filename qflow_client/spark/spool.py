@@ -7,7 +7,6 @@ files, each of which is there whole or not at all. It knows neither AMQP nor Spa
 from __future__ import annotations
 
 import bisect
-import fcntl
 import json
 import os
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import IO, Any, Self
 import pyarrow as pa
 
 from qflow_client.errors import QflowError
-from qflow_client.files import open_private
+from qflow_client.files import lock, open_private
 
 __all__ = ["Piece", "Spool", "SpoolError", "read_piece"]
 
@@ -76,7 +75,7 @@ class Spool:
         except OSError as error:
             raise SpoolError(f"the spool {self.path} cannot be used: {error.strerror}") from error
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(self._lock)
             self._load()
         except BlockingIOError:
             self._lock.close()

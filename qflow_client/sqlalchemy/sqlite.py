@@ -8,7 +8,6 @@ One relay at a time works on a database: it holds a lock on the file ``<database
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +18,8 @@ from sqlalchemy import func as sql
 from sqlalchemy import select as query
 from sqlalchemy.exc import IntegrityError
 
-from qflow_client.files import open_private
+from qflow_client.files import lock, open_private
+from qflow_client.forks import after_fork_in_child
 from qflow_client.sqlalchemy.sessions import PAGE_BYTES, Aside, RelayError, Row, wait_readable
 from qflow_client.sqlalchemy.tables import PARTITIONS, Tables
 
@@ -39,7 +39,7 @@ def _close_locks_in_child() -> None:
         os.close(_locks.pop())
 
 
-os.register_at_fork(after_in_child=_close_locks_in_child)
+after_fork_in_child(_close_locks_in_child)
 
 
 class SqliteSession:
@@ -96,7 +96,7 @@ class SqliteSession:
         if not self._has_all:
             self._lock = open_private(self._path, os.O_RDWR)
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(self._lock)
             except BlockingIOError:
                 os.close(self._lock)
                 self._lock = None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
 
+from qflow_client.forks import after_fork_in_child
 from qflow_client.guard import check_can_wait
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import check_timeout
@@ -23,8 +23,7 @@ def _after_fork_in_child() -> None:
     _making = threading.RLock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+after_fork_in_child(_after_fork_in_child)
 
 
 class SyncReceipt(Receipt):
