@@ -25,10 +25,10 @@ import pika
 from benchmarks.embedded import EMBEDDED, broker_url
 from qflow_client import Outbox, Producer
 
-__all__ = ["Verdict", "audit", "run"]
+__all__ = ["MARK", "Verdict", "audit", "read_queue", "run"]
 
 _QUEUE = "qflow.kills"
-_MARK = "x-qflow-republished"
+MARK = "x-qflow-republished"
 # Seconds after its start before which a producer is killed, unless told otherwise.
 _LONGEST = 0.3
 # Seconds that anything may take.
@@ -198,7 +198,7 @@ def run(folder: Path, *, kills: int = 200, url: str = EMBEDDED, seed: int = 1, l
         with Producer(url, routing_key=_QUEUE, outbox=path) as producer:
             producer.flush(timeout=_PATIENCE)
         left = sum(1 for _ in _stored(path))
-        counts = audit(told, _read(channel))
+        counts = audit(told, read_queue(channel, _QUEUE))
     return Verdict(kills=kills, left=left, left_behind=left_behind, seconds=time.monotonic() - began, **counts)
 
 
@@ -229,15 +229,16 @@ def _one_life(lives: subprocess.Popen[str], life: int, seconds: float) -> Iterat
         yield int(sender), int(number)
 
 
-def _read(channel: pika.adapters.blocking_connection.BlockingChannel) -> Iterator[tuple[bytes, bool]]:
+def read_queue(channel: pika.adapters.blocking_connection.BlockingChannel, queue: str) -> Iterator[tuple[bytes, bool]]:
+    """Take everything out of a queue: bodies in their order, and whether each is marked as a second copy."""
     channel.basic_qos(prefetch_count=0)
-    left = channel.queue_declare(_QUEUE, passive=True).method.message_count
+    left = channel.queue_declare(queue, passive=True).method.message_count
     if not left:
         return
-    for method, properties, body in channel.consume(_QUEUE, auto_ack=True, inactivity_timeout=_PATIENCE):
+    for method, properties, body in channel.consume(queue, auto_ack=True, inactivity_timeout=_PATIENCE):
         if method is None or properties is None or body is None:
             raise RuntimeError(f"{left} messages of the queue have not come for {_PATIENCE:g} s")
-        yield body, bool((properties.headers or {}).get(_MARK))
+        yield body, bool((properties.headers or {}).get(MARK))
         left -= 1
         if not left:
             break

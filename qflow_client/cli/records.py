@@ -8,7 +8,7 @@ import json
 import sys
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,7 +19,7 @@ from typing import IO, Self, cast
 from qflow_client import Message
 from qflow_client.cli.errors import CommandError
 
-__all__ = ["BadRecord", "Format", "Record", "RecordSource"]
+__all__ = ["BadRecord", "Format", "Place", "Record", "RecordSource"]
 
 _JSON = "application/json"
 
@@ -63,6 +63,25 @@ class Record:
     message: bytes | Message
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The end of a record in its file, with what shows later that the file is still the same.
+
+    Attributes:
+        number: of the record; 0 for the beginning of the file.
+        line: the number of its last line.
+        offset: bytes of the decompressed file up to its end.
+        last_line: how many of them are its last line.
+        checksum: CRC-32 of that line.
+    """
+
+    number: int = 0
+    line: int = 0
+    offset: int = 0
+    last_line: int = 0
+    checksum: int = 0
+
+
 class RecordSource:
     """The records of a file, read as they are asked for. A context manager.
 
@@ -85,6 +104,10 @@ class RecordSource:
         self._stack = ExitStack()
         # The file as it is stored; None for standard input.
         self._stored: IO[bytes] | None = None
+        # How many of its records were read, now or before.
+        self._number = 0
+        # The names of the columns of a CSV file that is resumed.
+        self._names: list[str] = []
         inner = file
         if file == "-":
             if standard_input is None:
@@ -102,6 +125,7 @@ class RecordSource:
             elif ending == ".zip":
                 inner = self._open_archive(self._stored)
         self.format = format or Format.of(inner)
+        self._lines = _Lines(self._content)
 
     def _open_archive(self, stored: IO[bytes]) -> str:
         try:
@@ -124,6 +148,50 @@ class RecordSource:
         """How many bytes of the file as it is stored have been read; 0 if its size is not known."""
         return 0 if self.size is None or self._stored is None or self._stored.closed else self._stored.tell()
 
+    @property
+    def can_resume(self) -> bool:
+        """Whether it can begin behind a record: standard input and pipes cannot."""
+        return self.size is not None
+
+    @property
+    def place(self) -> Place:
+        """The end of the record that was read last."""
+        lines = self._lines
+        return Place(self._number, lines.number, lines.offset, len(lines.last), zlib.crc32(lines.last))
+
+    def resume(self, place: Place) -> None:
+        """Begin behind a record, before anything is read.
+
+        Args:
+            place: its end, which an earlier run has noted.
+
+        Raises:
+            CommandError: the file is not the one that was read then.
+        """
+        if not place.number:
+            return
+        content = self._content
+        try:
+            if self.format is Format.CSV:
+                # For the names.
+                lines = _Lines(content)
+                self._names = self._read_names(self._rows(lines), lines)
+            content.seek(place.offset - place.last_line)
+            last_line = content.read(place.last_line)
+            grown = b"" if last_line.endswith(b"\n") else content.readline()
+        except (EOFError, OSError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+            raise CommandError(f"{self.name}: cannot be resumed behind record {place.number}: {error}") from error
+        if len(last_line) < place.last_line:
+            raise CommandError(f"{self.name}: it has become shorter: record {place.number} of it was sent before")
+        if zlib.crc32(last_line) != place.checksum:
+            raise CommandError(
+                f"{self.name}: it has changed: record {place.number} is not the one that was sent before"
+            )
+        if grown.strip(b"\r\n"):
+            raise CommandError(f"{self.name}: record {place.number} has become longer since it was sent")
+        self._number = place.number
+        self._lines = _Lines(content, place.line, place.offset + len(grown), last_line)
+
     def __enter__(self) -> Self:
         return self
 
@@ -138,83 +206,104 @@ class RecordSource:
         Raises:
             BadRecord: one that cannot be read. Those before it came first.
         """
-        readers = {Format.LINES: self._lines, Format.CSV: self._csv, Format.JSONL: self._jsonl}
+        readers: dict[Format, Callable[[], Iterator[tuple[int, bytes | Message]]]] = {
+            Format.LINES: self._read_lines,
+            Format.CSV: self._read_csv,
+            Format.JSONL: self._read_jsonl,
+        }
         try:
-            yield from readers[self.format]()
+            for line, message in readers[self.format]():
+                self._number += 1
+                yield Record(self._number, line, message)
         except (EOFError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error) as error:
             raise BadRecord(f"{self.name}: the compressed data is damaged: {error}") from error
         except OSError as error:
             raise BadRecord(f"{self.name}: cannot be read on: {error.strerror or error}") from error
 
-    def _lines(self) -> Iterator[Record]:
-        for number, line in enumerate(self._content, 1):
-            yield Record(number, number, _without_end(line))
+    # Each gives the number of a record's last line, and its message.
 
-    def _jsonl(self) -> Iterator[Record]:
-        number = 0
-        for line_number, line in enumerate(self._content, 1):
+    def _read_lines(self) -> Iterator[tuple[int, bytes]]:
+        lines = self._lines
+        for line in lines:
+            yield lines.number, _without_end(line)
+
+    def _read_jsonl(self) -> Iterator[tuple[int, Message]]:
+        lines = self._lines
+        for line in lines:
             text = line.strip()
-            if line_number == 1:
+            if lines.number == 1:
                 text = text.removeprefix(b"\xef\xbb\xbf")
             if not text:
                 continue
             try:
                 json.loads(text.decode(), parse_constant=_refuse_constant)
             except (ValueError, RecursionError) as error:
-                raise BadRecord(f"{self.name}, line {line_number}: not JSON: {error}") from error
-            number += 1
-            yield Record(number, line_number, Message(text, content_type=_JSON))
+                raise BadRecord(f"{self.name}, line {lines.number}: not JSON: {error}") from error
+            yield lines.number, Message(text, content_type=_JSON)
 
-    def _csv(self) -> Iterator[Record]:
-        # A record may be as large as a message, and the limit is the process's.
-        csv.field_size_limit(sys.maxsize)
-        reader = csv.reader(_Text(self._content), strict=True)
+    def _read_csv(self) -> Iterator[tuple[int, Message]]:
         encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-        names: list[str] = []
-        number = 0
-        while True:
-            try:
-                row = next(reader, None)
-            except (csv.Error, UnicodeDecodeError) as error:
-                # What cannot be decoded does not count as read.
-                line = reader.line_num + isinstance(error, UnicodeDecodeError)
-                raise BadRecord(f"{self.name}, line {line}: not CSV: {error}") from error
-            if row is None:
-                return
-            if not row:
-                continue
-            if not names:
-                names = row
-                twice = sorted({name for name in names if names.count(name) > 1})
-                if twice:
-                    raise BadRecord(
-                        f"{self.name}, line {reader.line_num}: two columns are named {', '.join(map(repr, twice))}"
-                    )
-                continue
+        lines = self._lines
+        rows = self._rows(lines)
+        names = self._names or self._read_names(rows, lines)
+        for row in rows:
             if len(row) != len(names):
                 raise BadRecord(
-                    f"{self.name}, line {reader.line_num}: {len(row)} fields, but the first row names {len(names)}"
+                    f"{self.name}, line {lines.number}: {len(row)} fields, but the first row names {len(names)}"
                 )
-            number += 1
             body = encode(dict(zip(names, row, strict=True))).encode()
-            yield Record(number, reader.line_num, Message(body, content_type=_JSON))
+            yield lines.number, Message(body, content_type=_JSON)
+
+    def _rows(self, lines: _Lines) -> Iterator[list[str]]:
+        """The rows of a CSV file that are not empty."""
+        # A record may be as large as a message, and the limit is the process's.
+        csv.field_size_limit(sys.maxsize)
+        try:
+            yield from filter(None, csv.reader(map(lines.decode, lines), strict=True))
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise BadRecord(f"{self.name}, line {lines.number}: not CSV: {error}") from error
+
+    def _read_names(self, rows: Iterator[list[str]], lines: _Lines) -> list[str]:
+        """The names of the columns, which the first row of a CSV file has; empty if there is none."""
+        names = next(rows, [])
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise BadRecord(f"{self.name}, line {lines.number}: two columns are named {', '.join(map(repr, twice))}")
+        return names
 
 
-class _Text:
-    """The lines of a file, decoded one by one, so that an error belongs to its line."""
+class _Lines:
+    """The lines of a file, and how far it is read.
 
-    def __init__(self, content: IO[bytes]) -> None:
-        self._lines = iter(content)
-        self._encoding = "utf-8-sig"
+    Args:
+        content: the file.
+        number: how many lines were read before.
+        offset: how many bytes.
+        last: the last of these lines.
+    """
+
+    def __init__(self, content: IO[bytes], number: int = 0, offset: int = 0, last: bytes = b"") -> None:
+        self._content = iter(content)
+        #: The number of the line that was read last.
+        self.number = number
+        #: Bytes up to its end.
+        self.offset = offset
+        #: The line, with its end.
+        self.last = last
 
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> str:
-        text = next(self._lines).decode(self._encoding)
+    def __next__(self) -> bytes:
+        self.last = line = next(self._content)
+        self.number += 1
+        self.offset += len(line)
+        return line
+
+    def decode(self, line: bytes) -> str:
+        """The text of the line that was read last."""
         # Only the first line may begin with a byte order mark.
-        self._encoding = "utf-8"
-        return text
+        return line.decode("utf-8-sig" if self.number == 1 else "utf-8")
 
 
 def _without_end(line: bytes) -> bytes:

@@ -9,7 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Annotated, Any, NoReturn
 
@@ -23,9 +23,13 @@ from qflow_client import (
     ConfirmTimeout,
     FlowEvent,
     FlowEventKind,
+    Message,
     NotDurable,
+    Outbox,
+    OutboxError,
     OutboxFull,
     Outcome,
+    Position,
     Producer,
     ProducerClosed,
     ProducerFlowed,
@@ -38,7 +42,8 @@ from qflow_client import (
 from qflow_client.cli import text
 from qflow_client.cli.errors import CommandError, ExitCode
 from qflow_client.cli.passwords import warn_of_url
-from qflow_client.cli.records import BadRecord, Format, Record, RecordSource
+from qflow_client.cli.records import BadRecord, Format, Place, Record, RecordSource
+from qflow_client.cli.resuming import Reached, source_of
 from qflow_client.cli.stopping import Stopped, Stopping
 
 __all__ = ["Tally", "send"]
@@ -47,6 +52,7 @@ __all__ = ["Tally", "send"]
 _GRACE = 2.0
 # How many failed records are told of one by one.
 _TOLD = 5
+_MARK = "x-qflow-republished"
 
 
 @dataclass(slots=True)
@@ -124,14 +130,24 @@ class Sending:
     Args:
         producer: what to send with; closed by `close`.
         skip: how many records to leave out at the beginning.
+        source: the name of the file's position in the outbox; ``None`` if no position is stored.
+        begins_anew: whether to pay no regard to the stored position.
     """
 
-    def __init__(self, producer: Producer, skip: int) -> None:
+    def __init__(
+        self, producer: Producer, skip: int = 0, source: str | None = None, *, begins_anew: bool = False
+    ) -> None:
         self.producer = producer
         self.tally = Tally(confirmed_up_to=skip)
+        #: The number of the last record that an earlier run had sent; 0 if there is none.
+        self.resumed_behind = 0
+        #: What need not be sent again.
+        self.progress: Reached | None = None
+        self.source = source
         self._skip = skip
-        # What is not accounted for, in the order of the records.
-        self._pending: deque[tuple[Record, Receipt]] = deque()
+        self._begins_anew = begins_anew
+        # What is not accounted for, in the order of the records, and where each record ends.
+        self._pending: deque[tuple[Record, Receipt, Place | None]] = deque()
         # What is accounted for and was not delivered.
         self._failed: list[Receipt] = []
         # Held while the producer is being closed, so that a second close waits for the first.
@@ -145,6 +161,7 @@ class Sending:
             CommandError: the broker did not take a record, or flow control took too long; likewise.
             Stopped: a signal came.
         """
+        sent_before = self._resume(records)
         supply = iter(records)
         found = 0
         while True:
@@ -158,9 +175,17 @@ class Sending:
                 break
             found = record.number
             if found <= self._skip:
+                if found == self._skip and self.progress is not None:
+                    self.progress = Reached(records.format, records.place)
                 continue
+            message = record.message if record.number > sent_before else _marked(record.message)
+            place = position = None
+            if self.source is not None:
+                place = records.place
+                sent = max(record.number, sent_before)
+                position = Position(self.source, str(Reached(records.format, place, sent)))
             try:
-                receipt: Receipt = self.producer.send(record.message)
+                receipt: Receipt = self.producer.send(message, position=position)
             except NotDurable as error:
                 # It is admitted, and its receipt tells what becomes of it.
                 receipt = error.receipt
@@ -173,7 +198,7 @@ class Sending:
             except (OutboxFull, TypeError, ValueError) as error:
                 raise self._not_sent(record, error, ExitCode.FAILED) from error
             self.tally.admitted += 1
-            self._pending.append((record, receipt))
+            self._pending.append((record, receipt, place))
             if self.account():
                 self._fail(stopping, "not every record was confirmed; nothing more was sent")
         if found < self._skip:
@@ -189,6 +214,29 @@ class Sending:
                 self._fail(stopping, f"not every record was confirmed: {late}{flowed}")
         if self.account():
             self._fail(stopping, "not every record was confirmed")
+
+    def _resume(self, records: RecordSource) -> int:
+        """Begin behind what an earlier run has sent.
+
+        Returns:
+            The number of the last record that an earlier run may have sent.
+
+        Raises:
+            CommandError: the file is not the one that was sent then.
+        """
+        if self.source is None:
+            return 0
+        self.progress = Reached(records.format, Place())
+        if self._begins_anew:
+            return 0
+        try:
+            progress = Reached.parse(self.producer.position(self.source), records.format, records.name)
+            records.resume(progress.place)
+        except (CommandError, OutboxError) as error:
+            raise CommandError(f"{error}; --from-start sends the whole file") from error
+        self.progress = progress
+        self.resumed_behind = self.tally.confirmed_up_to = progress.place.number
+        return progress.sent
 
     @staticmethod
     def _fail(stopping: Stopping, why: str) -> NoReturn:
@@ -213,7 +261,12 @@ class Sending:
             receipt = pending[0][1]
             if not receipt.delivered:
                 self._failed.append(receipt)
-            self.tally.settle(*pending.popleft())
+            record, _, place = pending.popleft()
+            self.tally.settle(record, receipt)
+            if self.progress is not None and place is not None:
+                # What is behind a gap is sent again with it.
+                reached = place if self.tally.confirmed_up_to == record.number else self.progress.place
+                self.progress = Reached(self.progress.format, reached, max(record.number, self.progress.sent))
         return self.tally.failed + self.tally.stored + self.tally.left_failed
 
     def _flush(self) -> ConfirmTimeout | None:
@@ -228,7 +281,7 @@ class Sending:
     def _undelivered(self, error: UndeliveredMessages) -> None:
         """The tally tells of each of ours; of others here."""
         # In this order, because the other thread moves them from the one to the other.
-        ours = {id(receipt) for _, receipt in tuple(self._pending)}
+        ours = {id(receipt) for _, receipt, _ in tuple(self._pending)}
         ours.update(map(id, self._failed))
         self.tally.left(receipt for receipt in error.receipts if id(receipt) not in ours)
 
@@ -245,6 +298,30 @@ class Sending:
                 self.producer.close(timeout=_GRACE)
             except UndeliveredMessages as error:
                 self._undelivered(error)
+
+
+def _marked(message: bytes | Message) -> Message:
+    """A record that may be in the broker already."""
+    headers = {_MARK: True}
+    return replace(message, headers=headers) if isinstance(message, Message) else Message(message, headers=headers)
+
+
+def _put_back(sending: Sending, outbox: Path) -> None:
+    """Have the next run send again what was not delivered: the position of the last record that was sent is behind it.
+
+    Raises:
+        CommandError: the outbox cannot be written.
+    """
+    if sending.source is None or sending.progress is None or not sending.tally.failed:
+        return
+    try:
+        with Outbox(outbox) as file:
+            file.set_position(sending.source, str(sending.progress))
+    except OutboxError as error:
+        number = sending.progress.place.number
+        raise CommandError(
+            f"the next run would go on behind what was not delivered, so give it --skip {number}: {error}"
+        ) from error
 
 
 class _FlowColumn(ProgressColumn):
@@ -363,12 +440,17 @@ def send(
     outbox: Annotated[
         Path | None,
         typer.Option(
-            help="Keep what is not confirmed in this file: what a run leaves there, the next one with it sends first."
+            help="Keep what is not confirmed in this file: what a run leaves there, the next one with it sends first. "
+            "It then goes on behind the last record of FILE that was sent. Standard input begins anew each time."
         ),
     ] = None,
+    from_start: Annotated[
+        bool, typer.Option("--from-start", help="Send all of FILE, whatever --outbox says was sent before.")
+    ] = False,
     skip: Annotated[
-        int, typer.Option(min=0, help="Leave out so many records at the beginning: to go on where a run ended.")
-    ] = 0,
+        int | None,
+        typer.Option(min=0, help="Leave out so many records at the beginning, whatever --outbox says was sent before."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The summary as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, and no summary but --json.")] = False,
 ) -> None:
@@ -400,18 +482,27 @@ def send(
         raise SettingsError("confirms=False: qflow send tells what the broker confirmed, so it needs confirms")
     if not settings.exchange and not settings.routing_key:
         raise CommandError("say where to: --routing-key QUEUE, or --exchange EXCHANGE", ExitCode.USAGE)
+    if from_start and skip is not None:
+        raise CommandError("--from-start leaves out nothing, and --skip does; leave one of them out", ExitCode.USAGE)
     if declare and settings.exchange:
         raise CommandError("--declare declares the queue of the default exchange; leave --exchange out", ExitCode.USAGE)
     console = Console(stderr=True, quiet=quiet)
     with ExitStack() as stack:
         source = stack.enter_context(RecordSource(file, format, None if sys.stdin is None else sys.stdin.buffer))
         stopping = stack.enter_context(Stopping())
+        position = None
+        if settings.outbox_path is not None and source.can_resume:
+            position = source_of(file, settings.exchange, settings.routing_key)
+            if from_start:
+                # Now, so that a run that is killed before its first record is not taken for one that has sent all.
+                with Outbox(settings.outbox_path) as stored:
+                    stored.set_position(position, None)
         try:
             with stopping.breakable():
                 producer = Producer(url, declare=settings.routing_key if declare else None, **given)
         except Stopped:
             raise CommandError("interrupted before anything was sent", stopping.exit_code) from None
-        sending = Sending(producer, skip)
+        sending = Sending(producer, skip or 0, position, begins_anew=from_start or skip is not None)
         stopping.on_stop(sending.close)
         started = time.monotonic()
         failure: CommandError | None = None
@@ -427,20 +518,45 @@ def send(
             sending.close()
         sending.account()
         took = time.monotonic() - started
-        _summarise(sending.tally, took, failure, settings.outbox, as_json=as_json, quiet=quiet)
+        if settings.outbox_path is not None:
+            try:
+                _put_back(sending, Path(settings.outbox_path))
+            except CommandError as error:
+                print(f"qflow: {error}", file=sys.stderr)
+        before = None if position is None else sending.resumed_behind
+        _summarise(sending.tally, took, failure, settings.outbox, before, as_json=as_json, quiet=quiet)
     if failure is not None:
         raise failure
 
 
 def _summarise(
-    tally: Tally, took: float, failure: CommandError | None, outbox: object = None, *, as_json: bool, quiet: bool
+    tally: Tally,
+    took: float,
+    failure: CommandError | None,
+    outbox: object = None,
+    before: int | None = None,
+    *,
+    as_json: bool,
+    quiet: bool,
 ) -> None:
+    """Tell what was sent.
+
+    Args:
+        tally: what.
+        took: seconds.
+        failure: what ended it early; ``None`` if nothing did.
+        outbox: its path.
+        before: the number of the last record that an earlier run had sent; ``None`` if no position is stored.
+        as_json: whether to do so as JSON.
+        quiet: whether to do so only as JSON.
+    """
     if as_json:
         print(
             json.dumps(
                 {
                     "complete": failure is None,
                     "error": None if failure is None else str(failure),
+                    "resumed_behind_record": before,
                     "sent": tally.admitted,
                     "confirmed": tally.confirmed,
                     "not_confirmed": tally.not_confirmed,
@@ -462,6 +578,13 @@ def _summarise(
     if as_json or quiet:
         return
     confirmed = text.count(tally.confirmed, "record")
+    if before and not tally.admitted and failure is None:
+        print(
+            f"nothing is left to send: {text.count(before, 'record')} were sent before; --from-start sends them again"
+        )
+        return
+    if before:
+        print(f"went on behind record {before:,}, up to which an earlier run had sent all")
     print(f"{confirmed} confirmed in {text.seconds(took)}, {text.rate(tally.confirmed, took)}")
     if tally.times_flowed:
         print(f"flowed {text.count(tally.times_flowed, 'time')}: {text.by_hold(tally.seconds_flowed)}")
@@ -474,8 +597,12 @@ def _summarise(
         if tally.stored:
             stored = text.count(tally.stored, "record")
             print(f"{stored} in {outbox}: the next run with it sends them, or qflow outbox drain")
-            if last:
-                print(f"confirmed or there without a gap up to record {last:,}: --skip {last} goes on behind them")
+        if before is not None:
+            what = "sends again, with a mark, the records" if tally.failed else "goes on"
+            behind = f"{what} behind record {last:,}" if last else "begins with the first record"
+            print(f"the next run {behind}")
+        elif last and tally.stored:
+            print(f"confirmed or there without a gap up to record {last:,}: --skip {last} goes on behind them")
         elif last:
             print(f"confirmed without a gap up to record {last:,}: --skip {last} goes on there")
         if later:

@@ -5,9 +5,11 @@ import json
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import IO, Any
 
@@ -546,3 +548,195 @@ def test_what_an_earlier_run_left_and_nobody_takes_is_told(
     assert "of an earlier run: message id-left to ''/'nowhere': returned" in err
     assert "1 record confirmed" in out
     assert Outbox.look(path) == []
+
+
+# A file that is resumed (E13).
+
+
+def send_file(file: Path, path: Path, broker: Broker, *more: str) -> int:
+    return main(["send", str(file), "-u", broker.url, "-k", "orders", "--outbox", str(path), *more])
+
+
+def marks(broker: Broker, queue: str = "orders") -> list[bool]:
+    return [REPUBLISHED in (message.properties.headers or {}) for message in broker.messages(queue)]
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    path = tmp_path / "orders.txt"
+    path.write_bytes(b"one\ntwo\nthree\n")
+    return path
+
+
+def test_E13_a_file_that_was_sent_is_not_sent_again_unless_it_is_asked_for(
+    broker: Broker, lines: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    path = tmp_path / "outbox"
+    assert send_file(lines, path, broker) == 0
+    assert capsys.readouterr().out.startswith("3 records confirmed in ")
+    assert send_file(lines, path, broker) == 0
+    told = "nothing is left to send: 3 records were sent before; --from-start sends them again\n"
+    assert capsys.readouterr() == (told, "")
+    assert send_file(lines, path, broker, "-q") == 0
+    assert capsys.readouterr() == ("", "")
+    assert bodies(broker) == [b"one", b"two", b"three"]
+    assert send_file(lines, path, broker, "--from-start", "--json") == 0
+    told_json = summary(capsys)
+    assert (told_json["resumed_behind_record"], told_json["sent"]) == (0, 3)
+    assert bodies(broker) == [b"one", b"two", b"three"] * 2
+    # Each time in full: what was asked for is no second copy.
+    assert marks(broker) == [False] * 6
+
+
+def test_E13_a_file_that_has_grown_is_sent_from_there_on(
+    broker: Broker, lines: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    path = tmp_path / "outbox"
+    assert send_file(lines, path, broker) == 0
+    with lines.open("ab") as file:
+        file.write(b"four\nfive\n")
+    capsys.readouterr()
+    assert send_file(lines, path, broker) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("went on behind record 3, up to which an earlier run had sent all\n2 records confirmed in ")
+    with lines.open("ab") as file:
+        file.write(b"six\n")
+    assert send_file(lines, path, broker, "--json") == 0
+    told = summary(capsys)
+    assert (told["resumed_behind_record"], told["sent"], told["confirmed_up_to_record"]) == (5, 1, 6)
+    assert bodies(broker) == [b"one", b"two", b"three", b"four", b"five", b"six"]
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "words"),
+    [
+        (b"one\n", [], "it has become shorter: record 3 of it was sent before"),
+        (b"One\nTwo\nThree\nFour\n", [], "it has changed: record 3 is not the one that was sent before"),
+        (b"one\ntwo\nthree\n", ["-f", "csv"], "its records were sent as lines before, and would be read as csv now"),
+    ],
+    ids=["shorter", "changed", "another format"],
+)
+def test_E13_a_file_that_is_not_the_one_that_was_sent_is_refused(
+    broker: Broker, lines: Path, tmp_path: Path, capsys: Capture, content: bytes, options: list[str], words: str
+) -> None:
+    path = tmp_path / "outbox"
+    assert send_file(lines, path, broker) == 0
+    lines.write_bytes(content)
+    capsys.readouterr()
+    assert send_file(lines, path, broker, *options) == 1
+    assert capsys.readouterr().err.endswith(f"qflow: {lines}: {words}; --from-start sends the whole file\n")
+    assert bodies(broker) == [b"one", b"two", b"three"]
+    assert send_file(lines, path, broker, "--from-start", "-f", "lines") == 0
+    assert bodies(broker)[3:] == content.splitlines()
+
+
+def test_E13_a_skip_is_obeyed_and_what_was_sent_is_remembered(
+    broker: Broker, lines: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    path = tmp_path / "outbox"
+    assert send_file(lines, path, broker, "--skip", "1") == 0
+    assert send_file(lines, path, broker) == 0
+    assert "nothing is left to send: 3 records were sent before" in capsys.readouterr().out
+    assert send_file(lines, path, broker, "--skip", "2") == 0
+    assert bodies(broker) == [b"two", b"three", b"three"]
+    assert send_file(lines, path, broker, "--skip", "0", "--from-start") == 2
+    assert "--from-start leaves out nothing, and --skip does; leave one of them out" in capsys.readouterr().err
+
+
+def test_E13_the_same_file_to_another_queue_is_another_source(broker: Broker, lines: Path, tmp_path: Path) -> None:
+    path = tmp_path / "outbox"
+    broker.declare_queue("more")
+    assert send_file(lines, path, broker) == 0
+    assert send_file(lines, path, broker, "-k", "more") == 0
+    assert len(broker.messages("more")) == 3
+
+
+def test_E13_what_sigterm_leaves_is_sent_once_more_and_the_file_goes_on_behind_it(
+    broker: Broker, lines: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    path = tmp_path / "outbox"
+    broker.withhold_confirms()
+    process = Forked[bytes](
+        [sys.executable, "-c", BRIEF, "send", str(lines), "-u", broker.url, "-k", "orders", "--outbox", str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    broker.wait_until(lambda b: b.queue("orders").depth == 3, timeout=60)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert out.decode().splitlines()[-1] == "the next run goes on behind record 3"
+    broker.release_confirms()
+    broker.purge("orders")
+    with lines.open("ab") as file:
+        file.write(b"four\n")
+    assert send_file(lines, path, broker, "--json") == 0
+    assert summary(capsys)["sent"] == 1
+    assert bodies(broker) == [b"one", b"two", b"three", b"four"]
+    assert marks(broker) == [True, True, True, False]
+
+
+@pytest.mark.parametrize("first", [1, 3], ids=["from the beginning", "behind what was delivered"])
+def test_E13_what_was_not_delivered_is_sent_again_with_a_mark(
+    broker: Broker, lines: Path, tmp_path: Path, capsys: Capture, first: int
+) -> None:
+    path = tmp_path / "outbox"
+    if first == 3:
+        lines.write_bytes(b"one\ntwo\n")
+        assert send_file(lines, path, broker) == 0
+        lines.write_bytes(b"one\ntwo\nthree\n")
+    # No queue is there for it any more.
+    before = bodies(broker)
+    broker.delete_queue("orders")
+    capsys.readouterr()
+    assert send_file(lines, path, broker) == 1
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told == (
+        "the next run begins with the first record"
+        if first == 1
+        else "the next run sends again, with a mark, the records behind record 2"
+    )
+    broker.declare_queue("orders")
+    assert send_file(lines, path, broker, "--json") == 0
+    assert before + bodies(broker) == [b"one", b"two", b"three"]
+    # All that the run before had got to.
+    assert all(marks(broker)) or first == 1
+    assert marks(broker)[0]
+    assert send_file(lines, path, broker) == 0
+    assert "nothing is left to send" in capsys.readouterr().out
+
+
+def test_E13_a_position_that_cannot_be_put_back_is_told(
+    broker: Broker, lines: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OutboxError("disk full")
+
+    broker.delete_queue("orders")
+    monkeypatch.setattr(Outbox, "set_position", fail)
+    assert send_file(lines, tmp_path / "outbox", broker) == 1
+    words = "qflow: the next run would go on behind what was not delivered, so give it --skip 0: disk full"
+    assert words in capsys.readouterr().err.splitlines()
+
+
+def test_E13_a_damaged_position_is_told_and_left_by_from_start(
+    broker: Broker, lines: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    path = tmp_path / "outbox"
+    assert send_file(lines, path, broker) == 0
+    with closing(sqlite3.connect(path)) as file, file:
+        file.execute("UPDATE position SET value = 1.5")
+    capsys.readouterr()
+    assert send_file(lines, path, broker) == 1
+    assert "is damaged; Outbox.set_position() gives it another; --from-start sends" in capsys.readouterr().err
+    assert send_file(lines, path, broker, "--from-start") == 0
+    assert bodies(broker) == [b"one", b"two", b"three"] * 2
+
+
+def test_E13_standard_input_begins_anew_each_time(
+    broker: Broker, stdin: Callable[[bytes], None], tmp_path: Path
+) -> None:
+    for _ in range(2):
+        stdin(b"one\n")
+        assert send_with(tmp_path / "outbox", broker, "-q") == 0
+    assert bodies(broker) == [b"one", b"one"]

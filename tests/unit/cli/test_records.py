@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from qflow_client import Message
+from qflow_client import Message, Position
 from qflow_client.cli.errors import CommandError
-from qflow_client.cli.records import BadRecord, Format, Record, RecordSource
+from qflow_client.cli.records import BadRecord, Format, Place, Record, RecordSource
+from qflow_client.cli.resuming import Reached, source_of
 
 
 def read(content: bytes, format: Format) -> list[Record]:
@@ -191,3 +192,116 @@ def test_an_archive_that_cannot_be_opened_is_refused(tmp_path: Path, offset: int
     path.write_bytes(content)
     with pytest.raises(CommandError, match=words):
         RecordSource(str(path), None, io.BytesIO())
+
+
+# Resumed behind a record (E13).
+
+RECORDS = {
+    Format.LINES: b"one\n\ntwo\r\nthree\nfour",
+    Format.JSONL: b'\xef\xbb\xbf{"n": 1}\n\n  {"n": 2}\n{"n": 3}\r\n\n',
+    Format.CSV: b'\xef\xbb\xbfn,name\n\n1,"A\n\n\xc3\xa5se"\n\n2,"Bo, the\nsecond"\r\n3,C\n',
+}
+
+
+def write(path: Path, content: bytes) -> Path:
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(content))
+    elif path.suffix == ".zip":
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("inside", content)
+    else:
+        path.write_bytes(content)
+    return path
+
+
+def resumed(path: Path, format: Format, place: Place) -> list[Record]:
+    with RecordSource(str(path), format, None) as source:
+        source.resume(place)
+        assert source.place.number == place.number
+        return list(source)
+
+
+@pytest.mark.parametrize("ending", ["txt", "gz", "zip"])
+@pytest.mark.parametrize("format", Format, ids=str)
+def test_E13_a_file_is_resumed_behind_any_of_its_records(tmp_path: Path, format: Format, ending: str) -> None:
+    path = write(tmp_path / f"records.{ending}", RECORDS[format])
+    with RecordSource(str(path), format, None) as source:
+        assert source.can_resume
+        places = [source.place, *(source.place for _ in source)]
+    with RecordSource(str(path), format, None) as source:
+        records = list(source)
+    assert len(records) >= 3
+    assert [place.number for place in places] == list(range(len(records) + 1))
+    for place in places:
+        assert resumed(path, format, place) == records[place.number :]
+        assert Reached.parse(str(Reached(format, place, 7)), format, "x") == Reached(format, place, 7)
+
+
+def place_behind(path: Path, number: int) -> Place:
+    with RecordSource(str(path), None, None) as source:
+        return next(source.place for record in source if record.number == number)
+
+
+def test_E13_a_file_that_has_grown_is_resumed(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", b"one\ntwo")
+    place = place_behind(path, 2)
+    for more in (b"\nthree", b"\r\nthree"):
+        write(path, b"one\ntwo" + more)
+        assert resumed(path, Format.LINES, place) == [Record(3, 3, b"three")]
+    write(path, b"one\ntwo\n")
+    assert resumed(path, Format.LINES, place) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"one\n", r"a\.txt: it has become shorter: record 2 of it was sent before"),
+        (b"", r"a\.txt: it has become shorter: record 2 of it was sent before"),
+        (b"one\nTwo\nthree\n", r"a\.txt: it has changed: record 2 is not the one that was sent before"),
+        (b"one\ntwofold\n", r"a\.txt: record 2 has become longer since it was sent"),
+    ],
+    ids=["shorter", "empty", "changed", "longer"],
+)
+def test_E13_a_file_that_is_not_the_same_is_not_resumed(tmp_path: Path, content: bytes, words: str) -> None:
+    path = write(tmp_path / "a.txt", b"one\ntwo")
+    place = place_behind(path, 2)
+    write(path, content)
+    with pytest.raises(CommandError, match=words):
+        resumed(path, Format.LINES, place)
+
+
+def test_E13_a_file_that_cannot_be_decompressed_any_more_is_not_resumed(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.gz", b"one\ntwo\n")
+    place = place_behind(path, 2)
+    path.write_bytes(b"plain")
+    with pytest.raises(CommandError, match=r"a\.gz: cannot be resumed behind record 2: Not a gzipped file"):
+        resumed(path, Format.LINES, place)
+
+
+def test_E13_what_is_no_file_cannot_be_resumed() -> None:
+    with RecordSource("-", None, io.BytesIO(b"one\n")) as source:
+        assert not source.can_resume
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (7, "x: the outbox has a position of something else for it: 7"),
+        ("lines record=1", "x: the outbox has a position of something else for it: 'lines record=1'"),
+        (str(Reached(Format.CSV, Place())), "x: its records were sent as csv before, and would be read as lines now"),
+    ],
+    ids=["number", "text", "format"],
+)
+def test_E13_a_position_of_something_else_is_refused(text: int | str, words: str) -> None:
+    with pytest.raises(CommandError) as refused:
+        Reached.parse(text, Format.LINES, "x")
+    assert str(refused.value) == words
+
+
+def test_E13_a_source_is_a_file_and_where_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("a.csv")
+    assert source_of("link", "", "orders") == source_of(str(tmp_path / "a.csv"), "", "orders")
+    assert source_of("a.csv", "", "orders") == f"{tmp_path.resolve()}/a.csv to ''/'orders'"
+    # A path that is no text.
+    Position(source_of(os.fsdecode(b"a\xff.csv"), "", "orders"), 1)

@@ -1,0 +1,74 @@
+"""How far ``qflow send`` has come with a file, as its outbox stores it (E13)."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from qflow_client.cli.errors import CommandError
+from qflow_client.cli.records import Format, Place
+
+__all__ = ["Reached", "source_of"]
+
+_WORDS = re.compile(r"(\w+) record=(\d+) line=(\d+) offset=(\d+) last=(\d+) crc=([0-9a-f]{8}) sent=(\d+)", re.ASCII)
+
+
+def source_of(file: str, exchange: str, routing_key: str) -> str:
+    """The name of the position of a file: its path, and where its records go.
+
+    Args:
+        file: its path.
+        exchange: where they are published.
+        routing_key: with which key.
+    """
+    # A path may be no text.
+    path = os.fsencode(Path(file).resolve()).decode(errors="backslashreplace")
+    return f"{path} to {exchange!r}/{routing_key!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """What was sent of a file.
+
+    Attributes:
+        format: how its records stand in it.
+        place: the end of the last record that need not be sent again.
+        sent: the number of the last record that was sent at all. Those up to here may be in the broker, so they are
+            marked if they are sent again.
+    """
+
+    format: Format
+    place: Place
+    sent: int = 0
+
+    def __str__(self) -> str:
+        at = self.place
+        return (
+            f"{self.format} record={at.number} line={at.line} offset={at.offset} last={at.last_line} "
+            f"crc={at.checksum:08x} sent={self.sent}"
+        )
+
+    @classmethod
+    def parse(cls, text: int | str | None, format: Format, name: str) -> Self:
+        """Return what an outbox has stored; the beginning if that is nothing.
+
+        Args:
+            text: the value of the position.
+            format: how the records are read now.
+            name: of the file, for errors.
+
+        Raises:
+            CommandError: it is something else, or the records were read in another format.
+        """
+        if text is None:
+            return cls(format, Place())
+        found = _WORDS.fullmatch(str(text))
+        if found is None:
+            raise CommandError(f"{name}: the outbox has a position of something else for it: {text!r}")
+        if found[1] != format:
+            raise CommandError(f"{name}: its records were sent as {found[1]} before, and would be read as {format} now")
+        number, line, offset, last_line = map(int, found.group(2, 3, 4, 5))
+        return cls(format, Place(number, line, offset, last_line, int(found[6], 16)), int(found[7]))

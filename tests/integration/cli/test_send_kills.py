@@ -1,0 +1,43 @@
+"""`qflow send --outbox`, killed with -9 at any moment and started again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.send_kills import FORMATS, audit, run
+from qflow_client.broker import Broker
+from tests.effort import rounds
+
+# It starts a process for every kill, however busy the machine is.
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_E13_whatever_the_moment_of_a_kill_each_row_is_there_in_order_and_copies_are_marked(
+    broker: Broker, tmp_path: Path
+) -> None:
+    verdict, longest, kills = None, 0.8, rounds(20, least=5)
+    # A slow machine takes longer until there is something to resume.
+    while verdict is None or not verdict.resumed:
+        assert longest < 30, verdict
+        # Rows of CSV have several lines, so there the position is the hardest to tell.
+        verdict = run(tmp_path, kills=kills, rows=200 * kills, url=broker.url, longest=longest, format="csv")
+        assert verdict.is_good, verdict
+        longest *= 3
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_E13_a_file_of_any_format_is_sent_once_if_nothing_is_killed(
+    broker: Broker, tmp_path: Path, format: str
+) -> None:
+    verdict = run(tmp_path, kills=0, rows=50, url=broker.url, format=format)
+    assert verdict.is_good
+    assert (verdict.rows, verdict.in_queue, verdict.copies) == (50, 50, 0)
+
+
+def test_E13_the_audit_finds_what_is_wrong() -> None:
+    right = [(1, False), (2, False), (3, True), (2, True), (3, True), (4, False)]
+    assert audit(4, right) == {"in_queue": 6, "lost": 0, "out_of_order": 0, "copies": 2, "unmarked": 0}
+    wrong = [(1, False), (3, False), (2, False), (1, False)]
+    assert audit(4, wrong) == {"in_queue": 4, "lost": 1, "out_of_order": 1, "copies": 1, "unmarked": 1}
