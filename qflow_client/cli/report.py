@@ -40,7 +40,8 @@ def report(
     ] = None,
     round_trip: Annotated[float, typer.Option(help="Seconds from a publish to its confirm, when trying that.")] = 0.005,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="A folder for report.html and the tables as Parquet.")
+        Path | None,
+        typer.Option("--output", "-o", help="A folder for report.html and, with pyarrow, Parquet tables."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="All tables as JSON instead of a summary.")] = False,
 ) -> None:
@@ -53,16 +54,17 @@ def report(
         if value is not None and not value > 0:
             raise typer.BadParameter(f"{value} is not more than 0 seconds", param_hint=name)
     found = flow_report(logs, maximum=maximum, delay=delay, queues=queue or None, round_trip=round_trip)
-    if output is not None:
-        found.write(output)
+    written = [] if output is None else found.write(output)
     if as_json:
         whole = asdict(found)
         del whole["advice"]
         print(json.dumps(whole, ensure_ascii=False))
         return
     _summary(Console(soft_wrap=True), found)
-    if output is not None:
-        print(f"\n{output / 'report.html'}")
+    if written:
+        print(f"\n{written[0]}")
+        if not written[1:]:
+            print("The tables are not written as Parquet: that needs pyarrow, pip install 'qflow-client[spark]'")
 
 
 def convert(

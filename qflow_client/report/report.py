@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from qflow_client.report.advice import Advice, AdviceError, advise, samples_in, windows
-from qflow_client.report.reading import FlowLogError, FlowLogs
+from qflow_client.report.reading import FlowLogs
 from qflow_client.report.replay import Sample
 from qflow_client.report.tables import Row, Tables, bin_width, sum_up
 
@@ -48,28 +48,33 @@ class FlowReport:
 
         return page(self)
 
-    def write(self, folder: str | os.PathLike[str]) -> None:
-        """Write ``report.html``, and each table as a Parquet file.
+    def write(self, folder: str | os.PathLike[str]) -> list[Path]:
+        """Write ``report.html`` and, if pyarrow is installed, each table that is not empty as a Parquet file.
 
         Args:
-            folder: made if it does not exist; files of an earlier report are replaced.
+            folder: made if it does not exist; files of an earlier report are replaced or removed.
+
+        Returns:
+            The files, the page first.
 
         Raises:
-            FlowLogError: pyarrow is not installed.
+            OSError: one cannot be written.
         """
         path = Path(folder)
-        if find_spec("pyarrow") is None:
-            raise FlowLogError(f"{path}: Parquet tables need pyarrow: pip install 'qflow-client[spark]'")
-        import pyarrow
-        import pyarrow.parquet
-
         path.mkdir(parents=True, exist_ok=True)
+        written = [path / "report.html"]
+        written[0].write_text(self.page(), encoding="utf-8")
         for name, rows in self.tables.items():
-            if rows:
-                pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path / f"{name}.parquet")
+            table = path / f"{name}.parquet"
+            if rows and find_spec("pyarrow") is not None:
+                import pyarrow
+                import pyarrow.parquet
+
+                pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), table)
+                written.append(table)
             else:
-                (path / f"{name}.parquet").unlink(missing_ok=True)
-        (path / "report.html").write_text(self.page(), encoding="utf-8")
+                table.unlink(missing_ok=True)
+        return written
 
 
 def make_report(

@@ -116,7 +116,7 @@ def test_C6_who_follows_the_advice_stays_within_the_maximum_and_is_held_less(tmp
 
 
 def test_producers_and_broker_tell_the_same_story_and_qflow_report_says_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report, peak = _work(tmp_path, 20, 5, dict.fromkeys(NAMES, 30))
     assert report.lost == report.unreadable == 0
@@ -148,6 +148,15 @@ def test_producers_and_broker_tell_the_same_story_and_qflow_report_says_it(
     said = json.loads(capsys.readouterr().out)
     assert "maximum=2 leaves room for 2 messages" in said["no_advice"]["orders"]
     assert {row["queue"] for row in said["tables"]["queues"]} == {"orders"}
+    # Without pyarrow the page is written, and a table of an earlier report does not stay beside it.
+    monkeypatch.setattr("qflow_client.report.report.find_spec", lambda _name: None)
+    output = tmp_path / "report"
+    output.mkdir()
+    (output / "holds.parquet").touch()
+    assert main(["report", str(tmp_path), "--output", str(output)]) == 0
+    assert "needs pyarrow" in capsys.readouterr().out
+    assert [path.name for path in output.iterdir()] == ["report.html"]
+    assert "channel_flow" in (output / "report.html").read_text(encoding="utf-8")
     assert main(["report", str(tmp_path / "nowhere")]) == 1
     assert "there is no such file or folder" in capsys.readouterr().err
     assert main(["report", str(tmp_path), "--delay", "0"]) == 2
