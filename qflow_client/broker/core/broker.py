@@ -777,7 +777,7 @@ class Broker:
             if queue is None:
                 self._controls.withhold_confirms = False
                 for session in self._server.sessions:
-                    session.announce_confirms()
+                    session.output.announce_confirms()
 
         self._call(change, changes=True)
 

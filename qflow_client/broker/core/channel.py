@@ -92,15 +92,6 @@ class ChannelSession(DeliveringSession, Protocol):
     #: Set if its first publish waits, because memory is full or too much waits for the disk.
     waits_to_publish: bool
 
-    def write_in_turn(self, data: bytes) -> None:
-        """Send whole frames after what other connections have to send by now."""
-
-    def write_when_durable(self, data: bytes, *, topology_only: bool = True) -> None:
-        """Send whole frames once that is on disk which they report."""
-
-    def has_confirms(self, channel: Channel) -> None:
-        """A channel has confirms that are due."""
-
     def channel_closed(self, channel: Channel) -> None:
         """Forget a channel whose closing is complete."""
 
@@ -124,6 +115,7 @@ class Channel(CountedSource):
         "_last_target",
         "_missing",
         "_missing_methods",
+        "_output",
         "_owed",
         "_owed_past_flow",
         "_parts",
@@ -152,6 +144,7 @@ class Channel(CountedSource):
     def __init__(self, session: ChannelSession, number: int) -> None:
         super().__init__(f"{session.name} ({number})")
         self.session = session
+        self._output = session.output
         self.number = number
         self.host = session.host
         self._controls = session.controls
@@ -291,7 +284,7 @@ class Channel(CountedSource):
 
     def reply(self, method: pamqp.base.Frame) -> None:
         """Answer a method."""
-        self.session.write(wire.method(self.number, method))
+        self._output.write(wire.method(self.number, method))
 
     def _count_incoming(self, change: int) -> None:
         self.incoming += change
@@ -440,7 +433,7 @@ class Channel(CountedSource):
         if self.confirms is None:
             raise ChannelException(ReplyCode.RESOURCE_ERROR, reason)
         self.nacked += 1
-        self.session.write(wire.nack(self.number, tag))
+        self._output.write(wire.nack(self.number, tag))
 
     def _count_rates(self, message: StoredMessage, queues: tuple[Queue, ...]) -> None:
         meter = self.host.meter
@@ -452,8 +445,8 @@ class Channel(CountedSource):
         assert message.body is not None
         self.returned += 1
         names = message.target.names
-        self.session.write(wire.return_(self.number, ReplyCode.NO_ROUTE, ReplyCode.NO_ROUTE.title, names))
-        self.session.write(wire.content_frames(self.number, message.header, message.body, self.session.frame_max))
+        self._output.write(wire.return_(self.number, ReplyCode.NO_ROUTE, ReplyCode.NO_ROUTE.title, names))
+        self._output.write(wire.content_frames(self.number, message.header, message.body, self.session.frame_max))
 
     def _publishes_to(self, target: Target) -> None:
         self._last_target = target
@@ -504,7 +497,7 @@ class Channel(CountedSource):
 
     def _has_confirms(self) -> None:
         if not self.is_closing:
-            self.session.has_confirms(self)
+            self._output.has_confirms(self)
 
     @property
     def unconfirmed(self) -> int:
@@ -559,7 +552,7 @@ class Channel(CountedSource):
 
     def _send_flow(self, *, active: bool) -> None:
         self.flow_oks_due += 1
-        self.session.write_in_turn(wire.method(self.number, commands.Channel.Flow(active=active)))
+        self._output.write_in_turn(wire.method(self.number, commands.Channel.Flow(active=active)))
 
     @property
     def flowed_seconds(self) -> float:
@@ -625,7 +618,7 @@ class Channel(CountedSource):
                 touched[queue] = None
             self._count_rates(message, queues)
         commit_ok = wire.method(self.number, commands.Tx.CommitOk())
-        self.session.write_when_durable(commit_ok, topology_only=False)
+        self._output.write_when_durable(commit_ok, topology_only=False)
         for queue in touched:
             queue.after_publish()
         if self.host.journal is not None:
@@ -677,7 +670,7 @@ class Channel(CountedSource):
         # First of all: a code that no close can carry is to change nothing.
         close = wire.close(self.number, code, text, cause)
         self.end()
-        self.session.write(close)
+        self._output.write(close)
 
     def end(self) -> None:
         """End: consumers go, unacked messages return to their queues, and nothing flows the channel any more."""
@@ -685,7 +678,7 @@ class Channel(CountedSource):
             return
         if self.confirms is not None and self.confirms.is_due and not self._controls.withhold_confirms:
             # What is in its queues is confirmed before the close is sent.
-            self.session.write(self.confirms.flush())
+            self._output.write(self.confirms.flush())
         self._flowed_seconds = self.flowed_seconds
         self.flowed_since = None
         count, size = self._owed

@@ -18,39 +18,23 @@ from qflow_client.amqp.frames import METHOD_FRAME
 from qflow_client.broker.core import wire
 from qflow_client.broker.core.entries import QueueEntry, QueueView, StoredMessage
 from qflow_client.broker.core.errors import ChannelException, ConnectionException, ReplyCode
+from qflow_client.broker.core.output import Output
 from qflow_client.broker.core.queue import Queue
 from qflow_client.broker.core.virtualhost import VirtualHost
 
-__all__ = ["ChannelConsumer", "Consuming", "DeliveringSession", "Delivery", "MessagePromise"]
+__all__ = ["ChannelConsumer", "Consuming", "DeliveringSession", "Delivery"]
 
 _HEAD = Struct(">BHI")
 _TAG_BIT = Struct(">QB")
-
-
-class MessagePromise(Protocol):
-    """Frames that are written when a message has been read from disk."""
-
-    def keep(self, data: bytes) -> None:
-        """These are the frames, all that were promised."""
 
 
 class DeliveringSession(Protocol):
     """The connection, as far as deliveries need it."""
 
     host: VirtualHost
+    output: Output
     #: Bytes of the largest frame that the client takes.
     frame_max: int
-    #: Whether there is little enough of deliveries waiting to be sent.
-    takes_deliveries: bool
-
-    def write(self, data: bytes) -> None:
-        """Put whole frames of one channel into what is to be sent."""
-
-    def deliver(self, data: bytes) -> None:
-        """Put a delivery into what is to be sent."""
-
-    def promise(self, number: int, size: int = 0) -> MessagePromise:
-        """Put something into what is to be sent on a channel that is not there yet."""
 
     def understands(self, capability: str) -> bool:
         """Whether the client announced a capability, and the broker has it."""
@@ -95,7 +79,7 @@ class ChannelConsumer:
     @property
     def can_take(self) -> bool:
         consuming = self.consuming
-        if not consuming.delivers or not consuming.session.takes_deliveries:
+        if not consuming.delivers or not consuming.output.takes_deliveries:
             return False
         if self.no_ack:
             return True
@@ -114,13 +98,13 @@ class ChannelConsumer:
         body = message.body
         assert body is not None
         payload = b"%b%b%b" % (self._prefix, _TAG_BIT.pack(tag, entry.redelivered), message.target.names)
-        number, session = consuming.number, consuming.session
-        session.deliver(
+        number = consuming.number
+        consuming.output.deliver(
             b"%b%b\xce%b"
             % (
                 _HEAD.pack(METHOD_FRAME, number, len(payload)),
                 payload,
-                wire.content_frames(number, message.header, body, session.frame_max),
+                wire.content_frames(number, message.header, body, consuming.session.frame_max),
             )
         )
 
@@ -199,6 +183,7 @@ class Consuming:
         "delivers",
         "last_served",
         "number",
+        "output",
         "prefetch",
         "session",
         "unacked",
@@ -206,6 +191,7 @@ class Consuming:
 
     def __init__(self, session: DeliveringSession, number: int) -> None:
         self.session = session
+        self.output = session.output
         self.number = number
         self._host = session.host
         # Given out and not settled, by delivery tag; how many of them to consumers.
@@ -261,7 +247,7 @@ class Consuming:
         consumer = ChannelConsumer(self, tag, queue, no_ack=no_ack, prefetch=self.consumer_prefetch)
         self.consumers[tag] = consumer
         if not nowait:
-            self.session.write(wire.consumer_ok(self.number, commands.Basic.ConsumeOk, tag))
+            self.output.write(wire.consumer_ok(self.number, commands.Basic.ConsumeOk, tag))
         queue.dispatcher.add(consumer, exclusive=exclusive)
         queue.dispatcher.dispatch()
 
@@ -278,20 +264,20 @@ class Consuming:
             consumer.queue.dispatcher.dispatch()
             self._host.consumer_gone(consumer.queue)
         if not nowait:
-            self.session.write(wire.consumer_ok(self.number, commands.Basic.CancelOk, tag))
+            self.output.write(wire.consumer_ok(self.number, commands.Basic.CancelOk, tag))
 
     def consumer_lost(self, consumer: ChannelConsumer) -> None:
         """The queue of a consumer was deleted."""
         was_there = self.consumers.pop(consumer.tag, None) is not None
         if was_there and self.session.understands("consumer_cancel_notify"):
-            self.session.write(wire.cancel(self.number, consumer.tag))
+            self.output.write(wire.cancel(self.number, consumer.tag))
 
     def get(self, queue: Queue, *, no_ack: bool) -> None:
         """Answer with the next message of a queue, or that there is none."""
         entry = queue.take(no_ack=no_ack)
         session = self.session
         if entry is None:
-            session.write(wire.method(self.number, commands.Basic.GetEmpty()))
+            self.output.write(wire.method(self.number, commands.Basic.GetEmpty()))
             return
         tag = self.next_delivery_tag()
         if not no_ack:
@@ -300,8 +286,8 @@ class Consuming:
         message = entry.message
         get_ok = wire.get_ok(self.number, tag, entry.redelivered, message.target.names, queue.contents.ready_count)
         if message.body is not None:
-            session.write(get_ok)
-            session.write(wire.content_frames(self.number, message.header, message.body, session.frame_max))
+            self.output.write(get_ok)
+            self.output.write(wire.content_frames(self.number, message.header, message.body, session.frame_max))
         else:
             self._promise_message(get_ok, message, tag)
 
@@ -312,7 +298,7 @@ class Consuming:
         """
         journal = self._host.journal
         assert journal is not None
-        promise = self.session.promise(self.number, message.size)
+        promise = self.output.promise(self.number, message.size)
 
         def keep() -> None:
             if message.body is None:

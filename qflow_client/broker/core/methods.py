@@ -15,6 +15,7 @@ from pamqp import commands
 from qflow_client.broker.core import wire
 from qflow_client.broker.core.consuming import Consuming, Delivery
 from qflow_client.broker.core.errors import ChannelException, ConnectionException, FrameWaitsError, ReplyCode
+from qflow_client.broker.core.output import Output
 from qflow_client.broker.core.profiles import Dialect
 from qflow_client.broker.core.queue import Queue
 from qflow_client.broker.core.replies import (
@@ -34,13 +35,11 @@ class MethodSession(Protocol):
     """The connection, as far as these methods need it; it owns its exclusive queues."""
 
     dialect: Dialect
+    output: Output
 
     @property
     def name(self) -> str:
         """For people."""
-
-    def write_when_durable(self, data: bytes, *, topology_only: bool = True) -> None:
-        """Send whole frames once that is on disk which they report."""
 
 
 class MethodChannel(Protocol):
@@ -70,7 +69,7 @@ class MethodChannel(Protocol):
 
 def _reply(channel: MethodChannel, method: Any, answer: Callable[[], pamqp.base.Frame]) -> None:
     if not method.nowait:
-        channel.session.write_when_durable(wire.method(channel.number, answer()))
+        channel.session.output.write_when_durable(wire.method(channel.number, answer()))
 
 
 def _exchange_declare(channel: MethodChannel, method: Any) -> None:
@@ -114,7 +113,7 @@ def _queue_declare(channel: MethodChannel, method: Any) -> None:
     if is_reply_queue(method.queue) and session.dialect.has("direct_reply_to"):
         check_reply_queue(method.queue, host.queues)
         if not method.nowait:
-            session.write_when_durable(wire.queue_declare_ok(channel.number, method.queue, 0, 1))
+            session.output.write_when_durable(wire.queue_declare_ok(channel.number, method.queue, 0, 1))
         return
     if method.passive:
         queue = named_queue(channel, method.queue)
@@ -132,7 +131,7 @@ def _queue_declare(channel: MethodChannel, method: Any) -> None:
         )
     channel.last_queue = queue.name
     if not method.nowait:
-        session.write_when_durable(
+        session.output.write_when_durable(
             wire.queue_declare_ok(
                 channel.number, queue.name, queue.contents.ready_count, len(queue.dispatcher.consumers)
             )
@@ -185,7 +184,7 @@ def _queue_unbind(channel: MethodChannel, method: Any) -> None:
     if queue is not None:
         key = _binding_key(queue, method)
         host.unbind(queue, method.exchange, key, method.arguments, channel.session)
-    channel.session.write_when_durable(wire.method(channel.number, commands.Queue.UnbindOk()))
+    channel.session.output.write_when_durable(wire.method(channel.number, commands.Queue.UnbindOk()))
 
 
 def _queue_purge(channel: MethodChannel, method: Any) -> None:

@@ -422,7 +422,7 @@ class Connection(asyncio.Protocol):
 
     def output_sent(self) -> None:
         """What the session had to send is with the transport."""
-        self.session.output_sent()
+        self.session.output.taken()
         self._resume()
 
     @property
@@ -445,7 +445,7 @@ class Connection(asyncio.Protocol):
     def pause_writing(self) -> None:
         self._is_slow = True
         self._count_buffers()
-        self.session.pause_writing()
+        self.session.output.pause()
 
     def resume_writing(self) -> None:
         self._is_slow = False
@@ -455,7 +455,7 @@ class Connection(asyncio.Protocol):
             # A consumer's acks make room.
             self.pause(False)
         self._check_reading()
-        self.session.resume_writing()
+        self.session.output.resume()
         self._resume()
 
     def _has_output(self) -> None:
@@ -582,7 +582,7 @@ class Connection(asyncio.Protocol):
         """Count it as a sign of life if a client that is not read has taken bytes since the last call."""
         if self._transport is None or self._is_reading:
             return
-        taken = self.session.bytes_sent - self._transport.get_write_buffer_size()
+        taken = self.session.output.sent - self._transport.get_write_buffer_size()
         if taken > self._taken:
             self.session.last_received = now
         self._taken = taken

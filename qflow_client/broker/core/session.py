@@ -5,10 +5,6 @@ splits bytes into frames and gives each to its channel, or handles it if it is f
 frame raises closes the channel or the connection; what follows for a closed channel is ignored until the client has
 answered.
 
-Output is a list of byte strings that `Session.take_output` joins once in each turn of the loop. An answer that must
-wait for the disk is a `Promise`: what the same channel writes later waits behind it, and other channels do not. So the
-order of a channel's frames is always that in which they were written.
-
 The rest of the input is held when more than `Session.MAX_OUTPUT` bytes wait to be sent, so a client that does not read
 cannot make the broker keep more. It is also held when the time for it is over, so a client whose frames take long
 cannot keep the event loop from the others. The clock is read once in `Session.STRIDE` bytes, or after each frame if
@@ -18,7 +14,6 @@ the frames before took long.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
@@ -46,6 +41,7 @@ from qflow_client.broker.core.controls import Controls
 from qflow_client.broker.core.errors import ChannelException, ConnectionException, FrameWaitsError, ReplyCode
 from qflow_client.broker.core.logins import MECHANISMS, Login, login_refusal, read_login
 from qflow_client.broker.core.logs import get_logger
+from qflow_client.broker.core.output import Output
 from qflow_client.broker.core.profiles import PROTOCOL_HEADER, OnAlarm
 from qflow_client.broker.core.settings import Settings
 from qflow_client.broker.core.virtualhost import VirtualHost
@@ -74,31 +70,6 @@ class State(Enum):
     ENDED = "nothing"
 
 
-class Promise:
-    """Frames of a channel that are not there yet; what is written after them on this channel is sent after them.
-
-    Args:
-        session: whose.
-        number: of the channel.
-        size: about how many bytes they will have.
-    """
-
-    __slots__ = ("_number", "_session", "behind", "data", "size")
-
-    def __init__(self, session: Session, number: int, size: int) -> None:
-        self._session = session
-        self._number = number
-        self.size = size
-        self.data: bytes | None = None
-        # What was written after it, up to the next one.
-        self.behind: list[bytes] = []
-
-    def keep(self, data: bytes) -> None:
-        """These are the frames, all that were promised."""
-        self.data = data
-        self._session.promise_kept(self._number, len(data) - self.size)
-
-
 class Session:
     """One connection.
 
@@ -112,8 +83,6 @@ class Session:
         discipline: makes what decides about a client that does not heed ``Channel.Flow``; ``None`` if nothing does.
     """
 
-    #: Bytes of deliveries that may wait to be sent; consumers get no more until they are.
-    MAX_DELIVERY_BYTES = 256 * 1024
     #: Bytes of any kind that may wait to be sent; with more, what has been received waits, too.
     MAX_OUTPUT = 1024 * 1024
     #: Bytes of input from one look at the clock to the next, and seconds after which that comes after each frame.
@@ -135,11 +104,8 @@ class Session:
         self.settings: Settings = host.settings
         self.dialect = self.settings.dialect
         self.state = State.HEADER
-        self._on_output = on_output
-        self._output_announced = False
-        self._output: list[bytes] = []
-        # Bytes that wait to be sent: in `_output`, promised, and behind promises.
-        self._unsent = 0
+        self.channels: dict[int, Channel] = {}
+        self.output = Output(self.channels, controls, host.journal, now, on_output)
         # Whether received bytes wait, because too many wait to be sent or the time for them is over; and those bytes,
         # from a frame's beginning on.
         self.is_held = False
@@ -148,10 +114,6 @@ class Session:
         self._stride = 0
         # Set by a frame that took long: the rest of the input is held, whatever the clock says.
         self.has_done_much = False
-        # Channels with promises, which wait for the disk, in their order. Others do not wait, nor does channel 0.
-        self._promises: dict[int, deque[Promise]] = {}
-        # Channels with confirms that are due.
-        self._confirming: dict[Channel, None] = {}
         self._beginning = b""
         self._splitter = FrameSplitter(FRAME_MIN_SIZE)
         # Set after bytes that are no frames: the frames that follow cannot be found.
@@ -166,23 +128,17 @@ class Session:
         self.user = ""
         self.client_properties: Mapping[str, Any] = {}
         self._capabilities: Mapping[str, Any] = {}
-        self.channels: dict[int, Channel] = {}
         # Negotiated.
         self.frame_max = FRAME_MIN_SIZE
         self.channel_max = self.settings.channel_max
         self.heartbeat = 0
-        # Seconds of the clock: when something last came and went, and when `tick` is due.
+        # Seconds of the clock: when something last came, and when `tick` is due.
         self.last_received = now
-        self.last_sent = now
         # Until when the connection must be open, and is ended if it is not, even if it is closing; infinite once it is.
         self.open_by = now + self.settings.unauthenticated_timeout
         self.wake_at = self.open_by
         # Whether the connection was opened, and counts as open until the session ends.
         self.was_opened = False
-        # Whether the socket takes bytes, and whether there is little enough of deliveries waiting.
-        self._is_writable = True
-        self._delivery_bytes = 0
-        self.takes_deliveries = True
         # Why the client is blocked, by what blocks it.
         self.blocks: dict[str, str] = {}
         # Only set if something is done about connections that do not listen (D7 D8).
@@ -200,7 +156,6 @@ class Session:
         self._delivered_before = 0
         self._times_flowed_before = 0
         self.bytes_received = 0
-        self.bytes_sent = 0
 
     # Bytes in.
 
@@ -225,7 +180,7 @@ class Session:
         if self._is_deaf or not data or self.state is State.ENDED:
             return
         trace = self.settings.trace
-        max_output = self.MAX_OUTPUT
+        max_output, output = self.MAX_OUTPUT, self.output
         splitter = self._splitter
         channels = self.channels
         clock, began = self.host.clock, now
@@ -243,7 +198,7 @@ class Session:
                         self._receive_elsewhere(kind, number, payload, now)
                     elif kind == METHOD_FRAME:
                         channel.on_method(payload)
-                        if self._unsent > max_output or self.has_done_much:
+                        if output.unsent > max_output or self.has_done_much:
                             # Not checked after content frames: they add little, or at most their message, which is
                             # returned (Basic.Return).
                             self._hold(stop + 1)
@@ -297,7 +252,7 @@ class Session:
     @property
     def can_resume(self) -> bool:
         """Whether input is held and little enough waits to be sent: `receive_data` is to be called again soon."""
-        return self.is_held and self._unsent <= self.MAX_OUTPUT
+        return self.is_held and self.output.unsent <= self.MAX_OUTPUT
 
     def _receive_header(self, data: bytes) -> bytes:
         self._beginning += data
@@ -307,7 +262,7 @@ class Session:
             # The standard: answer with the header that is right, and close.
             _log.info("%s: not an AMQP 0-9-1 client: %r", self.name, header)
             self._is_deaf = True
-            self.write(dialect.answer)
+            self.output.write(dialect.answer)
             self.end()
             return b""
         if len(header) < len(PROTOCOL_HEADER):
@@ -371,7 +326,7 @@ class Session:
         if payload[:4] == CHANNEL_CLOSE_OK:
             self.channel_closed(self.channels[number])
         elif payload[:4] == CHANNEL_CLOSE:
-            self.write(wire.method(number, commands.Channel.CloseOk()))
+            self.output.write(wire.method(number, commands.Channel.CloseOk()))
 
     # Channel 0.
 
@@ -504,12 +459,12 @@ class Session:
                 f"channel {number} is above the negotiated channel_max {self.channel_max}; close others",
             )
         self.channels[number] = Channel(self, number)
-        self.write(wire.method(number, commands.Channel.OpenOk()))
+        self.output.write(wire.method(number, commands.Channel.OpenOk()))
 
     def channel_closed(self, channel: Channel) -> None:
         """Forget a channel whose closing is complete."""
         del self.channels[channel.number]
-        self._confirming.pop(channel, None)
+        self.output.forget(channel)
         self._published_before += channel.published
         self._delivered_before += channel.consuming.delivered
         self._times_flowed_before += channel.times_flowed
@@ -569,170 +524,17 @@ class Session:
 
     # Bytes out.
 
-    def _send(self, method: pamqp.base.Frame) -> None:
-        self.write(wire.method(0, method))
-
-    def write(self, data: bytes) -> None:
-        """Put whole frames of one channel into what is to be sent, behind the promises of that channel."""
-        self._unsent += len(data)
-        if self._promises and self._waits(data):
-            return
-        self._output.append(data)
-        if not self._output_announced:
-            self._announce()
-
-    def write_in_turn(self, data: bytes) -> None:
-        """Put whole frames before all promises, to be sent after what other connections have to send by now.
-
-        For what several race for (F4), and what is no answer to anything: a stop must not wait for the disk, because
-        the time of grace (D8) runs.
-        """
-        self._unsent += len(data)
-        self._output.append(data)
-        self._announce()
-
-    def _waits(self, data: bytes) -> bool:
-        """Put frames behind the promises of their channel, if it has any."""
-        promises = self._promises.get(int.from_bytes(data[1:3], "big"))
-        if promises is None:
-            return False
-        promises[-1].behind.append(data)
-        return True
-
-    def write_when_durable(self, data: bytes, *, topology_only: bool = True) -> None:
-        """Put whole frames into what is to be sent, once that is on disk which they tell of.
-
-        Args:
-            data: the frames.
-            topology_only: whether they tell of nothing but changes of queues, exchanges and bindings.
-        """
-        journal = self.host.journal
-        if journal is not None:
-            number = int.from_bytes(data[1:3], "big")
-            promise = Promise(self, number, len(data))
-            if journal.when_durable(lambda: promise.keep(data), topology_only=topology_only):
-                self._wait_for(promise, number)
-                return
-        self.write(data)
-
-    def promise(self, number: int, size: int = 0) -> Promise:
-        """Put something into what is to be sent on a channel that is not there yet.
-
-        Args:
-            number: of the channel.
-            size: about how many bytes it will have.
-        """
-        promise = Promise(self, number, size)
-        self._wait_for(promise, number)
-        return promise
-
-    def _wait_for(self, promise: Promise, number: int) -> None:
-        self._unsent += promise.size
-        self._promises.setdefault(number, deque()).append(promise)
-        channel = self.channels.get(number)
-        if channel is not None:
-            channel.consuming.wait(True)
-
-    def promise_kept(self, number: int, more: int) -> None:
-        """What a channel has waited for can be sent, with what is behind it.
-
-        Args:
-            number: of the channel.
-            more: bytes that it has beyond those that were expected.
-        """
-        self._unsent += more
-        promises = self._promises.get(number)
-        if promises is None:
-            # The connection is over.
-            return
-        while promises and (data := promises[0].data) is not None:
-            self._output += (data, *promises.popleft().behind)
-        if not promises:
-            del self._promises[number]
-        if self._output and not self._output_announced:
-            self._announce()
-        channel = self.channels.get(number)
-        if channel is not None and not promises:
-            channel.consuming.wait(False)
-
-    def deliver(self, data: bytes) -> None:
-        """Put a delivery into what is to be sent."""
-        self._delivery_bytes += len(data)
-        if self._delivery_bytes > self.MAX_DELIVERY_BYTES:
-            self.takes_deliveries = False
-        self.write(data)
-
-    def has_confirms(self, channel: Channel) -> None:
-        """A channel has confirms that are due; they are sent with everything else."""
-        self._confirming[channel] = None
-        if not self._output_announced:
-            self._announce()
-
-    def _announce(self) -> None:
-        self._output_announced = True
-        self._on_output()
-
-    def announce_confirms(self) -> None:
-        """Confirms may be sent again."""
-        if self._confirming and not self._output_announced:
-            self._announce()
-
     def take_output(self, now: float) -> bytes:
-        """What is to be sent now.
-
-        Args:
-            now: monotonic seconds.
-        """
-        self._output_announced = False
-        if self._confirming and not self.controls.withhold_confirms:
-            for channel in self._confirming:
-                if not channel.is_closing and channel.confirms is not None:
-                    confirms = channel.confirms.flush()
-                    self._unsent += len(confirms)
-                    if not (self._promises and self._waits(confirms)):
-                        self._output.append(confirms)
-            self._confirming.clear()
-        output = self._output
-        if not output:
-            return b""
-        data = b"".join(output) if len(output) > 1 else output[0]
-        output.clear()
-        self._unsent -= len(data)
-        self._delivery_bytes = 0
-        self.last_sent = now
-        self.bytes_sent += len(data)
-        if self.settings.trace is not None:
-            self._trace_output(data)
+        """What is to be sent now, see `Output.take`."""
+        data = self.output.take(now)
+        trace = self.settings.trace
+        if trace is not None and data and not data.startswith(b"AMQP"):
+            for kind, number, start, stop in FrameSplitter().feed(data):
+                trace("out", self.name, number, _frame_name(kind, data[start:stop]))
         return data
 
-    def _trace_output(self, data: bytes) -> None:
-        trace = self.settings.trace
-        assert trace is not None
-        if data.startswith(b"AMQP"):
-            return
-        for kind, number, start, stop in FrameSplitter().feed(data):
-            trace("out", self.name, number, _frame_name(kind, data[start:stop]))
-
-    def output_sent(self) -> None:
-        """What `take_output` gave is with the transport; consumers may get more if it takes bytes."""
-        if not self.takes_deliveries and self._is_writable:
-            self._take_deliveries_again()
-
-    def pause_writing(self) -> None:
-        """The transport's buffer is full: consumers get nothing until it has drained."""
-        self._is_writable = False
-        self.takes_deliveries = False
-
-    def resume_writing(self) -> None:
-        """The transport's buffer has drained."""
-        self._is_writable = True
-        self._take_deliveries_again()
-
-    def _take_deliveries_again(self) -> None:
-        self.takes_deliveries = self._delivery_bytes <= self.MAX_DELIVERY_BYTES
-        for channel in tuple(self.channels.values()):
-            if self.takes_deliveries and channel.consuming.consumers:
-                channel.consuming.wake()
+    def _send(self, method: pamqp.base.Frame) -> None:
+        self.output.write(wire.method(0, method))
 
     # Time.
 
@@ -768,17 +570,17 @@ class Session:
                 times.append(self.tarpit_until)
             # Nothing could be heard of it.
             self.last_received = now
-        if self.is_paused or (self.is_held and self._promises):
+        if self.is_paused or (self.is_held and self.output.promises):
             self.last_received = now
         if self.heartbeat:
             if now - self.last_received >= 2 * self.heartbeat:
                 _log.info("%s: silent for two heartbeat intervals of %d s", self.name, self.heartbeat)
                 self._end_unresponsive()
                 return
-            if now - self.last_sent >= self.heartbeat / 2:
-                self.write(HEARTBEAT)
-                self.last_sent = now
-            times += [self.last_sent + self.heartbeat / 2, self.last_received + 2 * self.heartbeat]
+            if now - self.output.last_sent >= self.heartbeat / 2:
+                self.output.write(HEARTBEAT)
+                self.output.last_sent = now
+            times += [self.output.last_sent + self.heartbeat / 2, self.last_received + 2 * self.heartbeat]
         self.wake_at = min(times)
 
     # The end.
@@ -803,7 +605,7 @@ class Session:
         self.state = State.CLOSE_OK
         self.wake_at = min(now + self.settings.close_timeout, self.open_by)
         self._end_channels()
-        self.write(close)
+        self.output.write(close)
 
     def fail_internally(self, now: float) -> None:
         """An error of the broker's own: close the connection with 541; what still comes is not read."""
@@ -820,8 +622,7 @@ class Session:
         self._held, self.is_held = b"", False
         self.wake_at = float("inf")
         self._end_channels()
-        if not self._output_announced:
-            self._announce()
+        self.output.announce_end()
 
     def _end_unresponsive(self) -> None:
         self.is_unresponsive = True
@@ -830,17 +631,15 @@ class Session:
     def lost(self) -> None:
         """The socket is gone. Nothing of the connection refers to itself any more: it need not wait to be collected."""
         self.end()
-        self._on_output = _nobody
+        self.output.lost()
         for channel in self.channels.values():
             channel.confirms = None
         self.channels.clear()
-        self._confirming.clear()
-        self._promises.clear()
         self.discipline = None
 
     def _end_channels(self) -> None:
         # What one channel gives back goes to no other of a connection that is over.
-        self.takes_deliveries = False
+        self.output.takes_deliveries = False
         for channel in tuple(self.channels.values()):
             channel.end()
         self.host.owner_gone(self)
@@ -858,9 +657,7 @@ class Session:
     @property
     def memory(self) -> int:
         """Bytes of messages that are coming in, of input that is held, and of what waits to be taken for sending."""
-        promised = (promise.behind for promises in self._promises.values() for promise in promises)
-        waiting = sum(len(data) for part in (self._output, *promised) for data in part)
-        return waiting + len(self._held) + sum(channel.incoming for channel in self.channels.values())
+        return self.output.memory + len(self._held) + sum(channel.incoming for channel in self.channels.values())
 
     @property
     def published(self) -> int:
@@ -883,10 +680,6 @@ class Session:
     def times_flowed(self) -> int:
         """How often its channels were flowed so far."""
         return self._times_flowed_before + sum(channel.times_flowed for channel in self.channels.values())
-
-
-def _nobody() -> None:
-    """Called in place of the server when the socket is gone."""
 
 
 def _frame_name(kind: int, payload: bytes) -> str:

@@ -489,7 +489,7 @@ def connection_snapshot(session: Session) -> ConnectionSnapshot:
         delivered=session.delivered,
         memory=session.memory,
         bytes_received=session.bytes_received,
-        bytes_sent=session.bytes_sent,
+        bytes_sent=session.output.sent,
     )
 
 

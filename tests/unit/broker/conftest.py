@@ -43,7 +43,7 @@ class Client:
 
     def raw_output(self):
         data = self.session.take_output(self.world.now)
-        self.session.output_sent()
+        self.session.output.taken()
         return data
 
     def received(self):

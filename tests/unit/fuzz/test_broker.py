@@ -43,7 +43,7 @@ class Server:
         session.receive_data(data, self.now)
         session.tick(self.now)
         output = session.take_output(self.now)
-        session.output_sent()
+        session.output.taken()
         self.check(output)
 
     def check(self, output: bytes) -> None:
@@ -110,7 +110,7 @@ def test_what_clients_really_said_is_understood_however_it_is_cut(path: Path) ->
         for piece in pieces:
             server.session.receive_data(piece, 0.0)
             server.check(server.session.take_output(0.0))
-            server.session.output_sent()
+            server.session.output.taken()
         assert server.session.published == published
         server.end()
 

@@ -118,7 +118,7 @@ def test_withheld_confirms_are_sent_when_released(world):
     assert client.received() == []
     assert client.session.channels[1].unconfirmed == 2
     world.controls.withhold_confirms = False
-    client.session.announce_confirms()
+    client.session.output.announce_confirms()
     assert client.only(Basic.Ack).delivery_tag == 2
 
 
@@ -130,7 +130,7 @@ def test_withheld_confirms_are_not_sent_by_a_close(world):
     client.send(1, CHANNEL_CLOSE(200, "", 0, 0))
     client.only(commands.Channel.CloseOk)
     world.controls.withhold_confirms = False
-    client.session.announce_confirms()
+    client.session.output.announce_confirms()
     assert client.received() == []
 
 
@@ -247,12 +247,12 @@ def test_a_socket_that_takes_nothing_gets_nothing(world):
     client.declare()
     client.consume(no_ack=True)
     client.received()
-    client.session.pause_writing()
+    client.session.output.pause()
     for _ in range(3):
         other.publish()
     assert client.received() == []
     assert world.queue().depth == 3
-    client.session.resume_writing()
+    client.session.output.resume()
     assert len(client.deliveries()) == 3
 
 
@@ -262,7 +262,7 @@ def test_deliveries_of_one_turn_are_bounded(world):
     for _ in range(1000):
         other.publish(b"x" * 1000)
     client.consume(no_ack=True)
-    limit = client.session.MAX_DELIVERY_BYTES
+    limit = client.session.output.MAX_DELIVERY_BYTES
     sizes = []
     while world.queue().depth:
         sizes.append(len(client.raw_output()))

@@ -149,10 +149,10 @@ def test_on_each_channel_everything_comes_in_the_order_in_which_it_was_written(s
     for number, (step, which) in enumerate(steps):
         match step:
             case "write":
-                client.session.write(frames(which % 3, number))
+                client.session.output.write(frames(which % 3, number))
             case "promise":
                 channel = 1 + which % 2
-                promised.append((client.session.promise(channel), frames(channel, number)))
+                promised.append((client.session.output.promise(channel), frames(channel, number)))
             case "keep" if promised:
                 promise, data = promised.pop(which % len(promised))
                 promise.keep(data)

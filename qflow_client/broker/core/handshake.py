@@ -1,0 +1,174 @@
+"""How one connection is opened, sans-I/O: the login, and what both sides agree on before ``Connection.Open-Ok``.
+
+The session says when which method may come. A login waits for its turn if others from the same address have failed,
+and its password may be checked on another thread; so the result comes to a callback.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pamqp import commands
+
+from qflow_client.amqp.frames import FRAME_MIN_SIZE
+from qflow_client.broker.core import wire
+from qflow_client.broker.core.errors import ConnectionException, ReplyCode
+from qflow_client.broker.core.logins import MECHANISMS, Login, login_refusal, read_login
+from qflow_client.broker.core.output import Output
+from qflow_client.broker.core.virtualhost import VirtualHost
+
+__all__ = ["Handshake"]
+
+
+class Handshake:
+    """Opens one connection, and knows what was agreed on.
+
+    Args:
+        host: the virtual host.
+        output: of the connection.
+    """
+
+    __slots__ = (
+        "_capabilities",
+        "_dialect",
+        "_host",
+        "_login",
+        "_output",
+        "_settings",
+        "channel_max",
+        "client_properties",
+        "expires_at",
+        "frame_max",
+        "heartbeat",
+        "login_at",
+        "user",
+    )
+
+    def __init__(self, host: VirtualHost, output: Output) -> None:
+        self._host = host
+        self._output = output
+        self._settings = host.settings
+        self._dialect = host.settings.dialect
+        # The login that waits for its turn, and when that comes.
+        self._login: Login | None = None
+        self.login_at = math.inf
+        # Who has logged in; empty before that. And when that expires.
+        self.user = ""
+        self.expires_at = math.inf
+        #: What the client said of itself.
+        self.client_properties: Mapping[str, Any] = {}
+        self._capabilities: Mapping[str, Any] = {}
+        # Negotiated.
+        self.frame_max = FRAME_MIN_SIZE
+        self.channel_max = self._settings.channel_max
+        self.heartbeat = 0
+
+    def understands(self, capability: str) -> bool:
+        """Whether the client announced a capability, and the broker has it."""
+        return self._capabilities.get(capability) is True and self._dialect.has(capability)
+
+    def start(self) -> None:
+        """The protocol header has come: introduce the broker."""
+        start = commands.Connection.Start(
+            server_properties=self._dialect.server_properties, mechanisms=MECHANISMS, locales="en_US"
+        )
+        self._output.write(wire.method(0, start))
+
+    def start_ok(
+        self, method: commands.Connection.StartOk, address: str, now: float, done: Callable[[str | None], None]
+    ) -> None:
+        """The client introduces itself and logs in.
+
+        Args:
+            method: which came.
+            address: of the client; empty if it has none.
+            now: seconds of the clock.
+            done: called with why the login is refused, or with ``None``; not before `login_at` if that is later.
+        """
+        self.client_properties = method.client_properties or {}
+        capabilities = self.client_properties.get("capabilities")
+        self._capabilities = capabilities if isinstance(capabilities, dict) else {}
+        self._login = read_login(method.mechanism, method.response or b"")
+        if self._login is None:
+            done(f"mechanism {method.mechanism!r} is not offered; use {' or '.join(MECHANISMS.split())}")
+        else:
+            self.check_login(address, now, done)
+
+    def check_login(self, address: str, now: float, done: Callable[[str | None], None]) -> None:
+        """Check the login now, or when its turn comes: this is to be called again at `login_at`."""
+        login = self._login
+        assert login is not None
+        delay = self._host.failed_logins.delay(address, now)
+        if delay:
+            self.login_at = now + delay
+            return
+        self._login = None
+        self.login_at = math.inf
+
+        def checked(valid_for: float) -> None:
+            self.user = login.user
+            self.expires_at = self._host.clock() + valid_for
+            done(login_refusal(login, self._settings.loopback_users, address, is_right=valid_for > 0))
+
+        self._host.logins.check(login, address, now, checked)
+
+    def tune(self) -> None:
+        """The login is right: say what the broker takes."""
+        settings = self._settings
+        tune = commands.Connection.Tune(settings.channel_max, settings.frame_max, settings.heartbeat)
+        self._output.write(wire.method(0, tune))
+
+    def tune_ok(self, method: commands.Connection.TuneOk) -> None:
+        """The client says what it takes.
+
+        Raises:
+            ConnectionException: 530; more than the broker takes.
+        """
+        settings = self._settings
+        channel_max = method.channel_max or settings.channel_max
+        frame_max = method.frame_max or settings.frame_max
+        if channel_max > settings.channel_max:
+            raise ConnectionException(
+                ReplyCode.NOT_ALLOWED, f"channel_max {channel_max} is above the broker's {settings.channel_max}"
+            )
+        if not FRAME_MIN_SIZE <= frame_max <= settings.frame_max:
+            raise ConnectionException(
+                ReplyCode.NOT_ALLOWED,
+                f"frame_max {frame_max} is not from {FRAME_MIN_SIZE} to the broker's {settings.frame_max}",
+            )
+        self.channel_max = channel_max
+        self.frame_max = frame_max
+        self.heartbeat = method.heartbeat or 0
+
+    def check_open(self, method: commands.Connection.Open) -> None:
+        """Check that the client may open what it asks for.
+
+        Raises:
+            ConnectionException: 530; there is no such virtual host, or as many connections are open as may be.
+        """
+        virtual_host, limit = self._settings.virtual_host, self._settings.max_connections
+        if method.virtual_host != virtual_host:
+            raise ConnectionException(
+                ReplyCode.NOT_ALLOWED,
+                f"vhost {method.virtual_host!r} does not exist; the broker has {virtual_host!r}",
+            )
+        if self._host.open_connections >= limit:
+            raise ConnectionException(
+                ReplyCode.NOT_ALLOWED,
+                f"the limit of connections is reached (max_connections={limit}); close some, or raise that setting of "
+                "the broker",
+            )
+
+    def update_secret(self, method: commands.Connection.UpdateSecret, now: float) -> None:
+        """The client has a new secret, for some time.
+
+        Raises:
+            ConnectionException: 530; it is refused.
+        """
+        valid_for = self._host.logins.renewed_for(self.user, (method.new_secret or "").encode())
+        if not valid_for:
+            raise ConnectionException(ReplyCode.NOT_ALLOWED, f"the new secret of user {self.user!r} was refused")
+        self._output.write(wire.method(0, commands.Connection.UpdateSecretOk()))
+        self.expires_at = now + valid_for
