@@ -12,7 +12,7 @@ A channel is a `FlowSource`: queues, rates, an operator and the discipline block
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from struct import Struct
 from typing import Any, Protocol
 
@@ -79,9 +79,6 @@ class ChannelSession(DeliveringSession, Protocol):
     """The connection, as far as a channel needs it."""
 
     name: str
-    user: str
-    #: What the client said of itself.
-    client_properties: Mapping[str, Any]
     dialect: Dialect
     controls: Controls
     discipline: Discipline | None
@@ -240,10 +237,10 @@ class Channel(CountedSource):
                 ReplyCode.FRAME_ERROR, f"a content header of class {class_id} and weight {weight}; it must be 60 and 0"
             )
         user_id = wire.check_properties(payload)
-        if user_id is not None and user_id != self.session.user:
+        if user_id is not None and user_id != self.session.handshake.user:
             raise ChannelException(
                 ReplyCode.PRECONDITION_FAILED,
-                f"user_id property is '{user_id}', but the connection's user is '{self.session.user}'",
+                f"user_id property is '{user_id}', but the connection's user is '{self.session.handshake.user}'",
             )
         # One look for messages that have neither.
         if payload[12] & _HAS_ADDRESSES:
@@ -439,14 +436,15 @@ class Channel(CountedSource):
         meter = self.host.meter
         if meter:
             names = (queue.name for queue in queues)
-            meter.take(self, message.size, message.target.exchange, names, self.session.user, self.host.clock())
+            user = self.session.handshake.user
+            meter.take(self, message.size, message.target.exchange, names, user, self.host.clock())
 
     def _return(self, message: StoredMessage) -> None:
         assert message.body is not None
         self.returned += 1
         names = message.target.names
         self._output.write(wire.return_(self.number, ReplyCode.NO_ROUTE, ReplyCode.NO_ROUTE.title, names))
-        self._output.write(wire.content_frames(self.number, message.header, message.body, self.session.frame_max))
+        self._output.write(wire.content_frames(self.number, message.header, message.body, self.consuming.frame_max))
 
     def _publishes_to(self, target: Target) -> None:
         self._last_target = target

@@ -18,6 +18,7 @@ from qflow_client.amqp.frames import METHOD_FRAME
 from qflow_client.broker.core import wire
 from qflow_client.broker.core.entries import QueueEntry, QueueView, StoredMessage
 from qflow_client.broker.core.errors import ChannelException, ConnectionException, ReplyCode
+from qflow_client.broker.core.handshake import Handshake
 from qflow_client.broker.core.output import Output
 from qflow_client.broker.core.queue import Queue
 from qflow_client.broker.core.virtualhost import VirtualHost
@@ -33,11 +34,7 @@ class DeliveringSession(Protocol):
 
     host: VirtualHost
     output: Output
-    #: Bytes of the largest frame that the client takes.
-    frame_max: int
-
-    def understands(self, capability: str) -> bool:
-        """Whether the client announced a capability, and the broker has it."""
+    handshake: Handshake
 
 
 class Delivery:
@@ -104,7 +101,7 @@ class ChannelConsumer:
             % (
                 _HEAD.pack(METHOD_FRAME, number, len(payload)),
                 payload,
-                wire.content_frames(number, message.header, body, consuming.session.frame_max),
+                wire.content_frames(number, message.header, body, consuming.frame_max),
             )
         )
 
@@ -181,6 +178,7 @@ class Consuming:
         "consumers",
         "delivered",
         "delivers",
+        "frame_max",
         "last_served",
         "number",
         "output",
@@ -192,6 +190,8 @@ class Consuming:
     def __init__(self, session: DeliveringSession, number: int) -> None:
         self.session = session
         self.output = session.output
+        # Bytes of the largest frame that the client takes.
+        self.frame_max = session.handshake.frame_max
         self.number = number
         self._host = session.host
         # Given out and not settled, by delivery tag; how many of them to consumers.
@@ -269,13 +269,12 @@ class Consuming:
     def consumer_lost(self, consumer: ChannelConsumer) -> None:
         """The queue of a consumer was deleted."""
         was_there = self.consumers.pop(consumer.tag, None) is not None
-        if was_there and self.session.understands("consumer_cancel_notify"):
+        if was_there and self.session.handshake.understands("consumer_cancel_notify"):
             self.output.write(wire.cancel(self.number, consumer.tag))
 
     def get(self, queue: Queue, *, no_ack: bool) -> None:
         """Answer with the next message of a queue, or that there is none."""
         entry = queue.take(no_ack=no_ack)
-        session = self.session
         if entry is None:
             self.output.write(wire.method(self.number, commands.Basic.GetEmpty()))
             return
@@ -287,7 +286,7 @@ class Consuming:
         get_ok = wire.get_ok(self.number, tag, entry.redelivered, message.target.names, queue.contents.ready_count)
         if message.body is not None:
             self.output.write(get_ok)
-            self.output.write(wire.content_frames(self.number, message.header, message.body, session.frame_max))
+            self.output.write(wire.content_frames(self.number, message.header, message.body, self.frame_max))
         else:
             self._promise_message(get_ok, message, tag)
 
@@ -306,7 +305,7 @@ class Consuming:
                 journal.leave(0, message)
                 promise.keep(wire.method(self.number, commands.Basic.GetEmpty()))
                 return
-            content = wire.content_frames(self.number, message.header, message.body, self.session.frame_max)
+            content = wire.content_frames(self.number, message.header, message.body, self.frame_max)
             journal.leave(0, message)
             promise.keep(get_ok + content)
 

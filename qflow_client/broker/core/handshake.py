@@ -16,10 +16,13 @@ from qflow_client.amqp.frames import FRAME_MIN_SIZE
 from qflow_client.broker.core import wire
 from qflow_client.broker.core.errors import ConnectionException, ReplyCode
 from qflow_client.broker.core.logins import MECHANISMS, Login, login_refusal, read_login
+from qflow_client.broker.core.logs import get_logger
 from qflow_client.broker.core.output import Output
 from qflow_client.broker.core.virtualhost import VirtualHost
 
 __all__ = ["Handshake"]
+
+_log = get_logger(__name__)
 
 
 class Handshake:
@@ -108,9 +111,11 @@ class Handshake:
         self.login_at = math.inf
 
         def checked(valid_for: float) -> None:
-            self.user = login.user
-            self.expires_at = self._host.clock() + valid_for
-            done(login_refusal(login, self._settings.loopback_users, address, is_right=valid_for > 0))
+            refusal = login_refusal(login, self._settings.loopback_users, address, is_right=valid_for > 0)
+            if refusal is None:
+                self.user = login.user
+                self.expires_at = self._host.clock() + valid_for
+            done(refusal)
 
         self._host.logins.check(login, address, now, checked)
 
@@ -142,8 +147,12 @@ class Handshake:
         self.frame_max = frame_max
         self.heartbeat = method.heartbeat or 0
 
-    def check_open(self, method: commands.Connection.Open) -> None:
+    def check_open(self, method: commands.Connection.Open, name: str) -> None:
         """Check that the client may open what it asks for.
+
+        Args:
+            method: which came.
+            name: of the client, for the log.
 
         Raises:
             ConnectionException: 530; there is no such virtual host, or as many connections are open as may be.
@@ -155,6 +164,7 @@ class Handshake:
                 f"vhost {method.virtual_host!r} does not exist; the broker has {virtual_host!r}",
             )
         if self._host.open_connections >= limit:
+            _log.warning("%s: refused: %d connections are open", name, limit)
             raise ConnectionException(
                 ReplyCode.NOT_ALLOWED,
                 f"the limit of connections is reached (max_connections={limit}); close some, or raise that setting of "

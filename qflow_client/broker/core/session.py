@@ -14,9 +14,8 @@ the frames before took long.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import Enum
-from typing import Any
 
 import pamqp.base
 from pamqp import commands
@@ -39,7 +38,7 @@ from qflow_client.broker.core import wire
 from qflow_client.broker.core.channel import Channel, Discipline
 from qflow_client.broker.core.controls import Controls
 from qflow_client.broker.core.errors import ChannelException, ConnectionException, FrameWaitsError, ReplyCode
-from qflow_client.broker.core.logins import MECHANISMS, Login, login_refusal, read_login
+from qflow_client.broker.core.handshake import Handshake
 from qflow_client.broker.core.logs import get_logger
 from qflow_client.broker.core.output import Output
 from qflow_client.broker.core.profiles import PROTOCOL_HEADER, OnAlarm
@@ -106,6 +105,7 @@ class Session:
         self.state = State.HEADER
         self.channels: dict[int, Channel] = {}
         self.output = Output(self.channels, controls, host.journal, now, on_output)
+        self.handshake = Handshake(host, self.output)
         # Whether received bytes wait, because too many wait to be sent or the time for them is over; and those bytes,
         # from a frame's beginning on.
         self.is_held = False
@@ -120,18 +120,6 @@ class Session:
         self._is_deaf = False
         # Address of the client; empty if it has none.
         self.address = ""
-        # The login that waits for its turn, and when that comes.
-        self._login: Login | None = None
-        self._login_at = math.inf
-        # When what the client has logged in with expires.
-        self._expires_at = math.inf
-        self.user = ""
-        self.client_properties: Mapping[str, Any] = {}
-        self._capabilities: Mapping[str, Any] = {}
-        # Negotiated.
-        self.frame_max = FRAME_MIN_SIZE
-        self.channel_max = self.settings.channel_max
-        self.heartbeat = 0
         # Seconds of the clock: when something last came, and when `tick` is due.
         self.last_received = now
         # Until when the connection must be open, and is ended if it is not, even if it is closing; infinite once it is.
@@ -269,13 +257,7 @@ class Session:
             return b""
         self._beginning = b""
         self.state = State.START_OK
-        self._send(
-            commands.Connection.Start(
-                server_properties=dialect.server_properties,
-                mechanisms=MECHANISMS,
-                locales="en_US",
-            )
-        )
+        self.handshake.start()
         return rest
 
     def _receive_elsewhere(self, kind: int, number: int, payload: bytes, now: float) -> None:
@@ -337,9 +319,16 @@ class Session:
             self._send(commands.Connection.CloseOk())
             self.end()
         elif self.state is State.START_OK and isinstance(method, commands.Connection.StartOk):
-            self._start_ok(method, now)
+            self.state = State.LOGIN
+            self.handshake.start_ok(method, self.address, now, self._login_checked)
+            self.wake_at = min(self.wake_at, self.handshake.login_at)
         elif self.state is State.TUNE_OK and isinstance(method, commands.Connection.TuneOk):
-            self._tune_ok(method, now)
+            self.handshake.tune_ok(method)
+            # As RabbitMQ does: AMQPStorm sends payloads of frame_max bytes.
+            self._splitter.frame_max = self.handshake.frame_max + FRAME_OVERHEAD
+            self.state = State.OPEN
+            if self.handshake.heartbeat:
+                self.wake_at = min(self.wake_at, now + self.handshake.heartbeat / 2)
         elif self.state is State.OPEN and isinstance(method, commands.Connection.Open):
             self._open(method)
         elif (
@@ -347,102 +336,36 @@ class Session:
             and isinstance(method, commands.Connection.UpdateSecret)
             and self.dialect.extensions
         ):
-            valid_for = self.host.logins.renewed_for(self.user, (method.new_secret or "").encode())
-            if not valid_for:
-                raise ConnectionException(ReplyCode.NOT_ALLOWED, f"the new secret of user {self.user!r} was refused")
-            self._send(commands.Connection.UpdateSecretOk())
-            self._expire_after(valid_for, now)
+            self.handshake.update_secret(method, now)
+            self.wake_at = min(self.wake_at, self.handshake.expires_at)
         else:
             raise ConnectionException(
                 ReplyCode.COMMAND_INVALID, f"{method.name} on channel 0 while waiting for {self.state.value}"
             )
 
-    def _start_ok(self, method: commands.Connection.StartOk, now: float) -> None:
-        self.client_properties = method.client_properties or {}
-        capabilities = self.client_properties.get("capabilities")
-        self._capabilities = capabilities if isinstance(capabilities, dict) else {}
-        self._login = read_login(method.mechanism, method.response or b"")
-        if self._login is None:
-            self._refuse_login(
-                f"mechanism {method.mechanism!r} is not offered; use {' or '.join(MECHANISMS.split())}", now
-            )
-        else:
-            self._check_login(self._login, now)
+    def _login_checked(self, refusal: str | None) -> None:
+        """A login was checked.
 
-    def _check_login(self, login: Login, now: float) -> None:
-        """Check a login now, or when its turn comes, if logins from the same address have failed."""
-        delay = self.host.failed_logins.delay(self.address, now)
-        self.state = State.LOGIN
-        if delay:
-            self._login_at = now + delay
-            self.wake_at = min(self.wake_at, self._login_at)
-            return
-        self._login = None
-        self._login_at = math.inf
-        self.host.logins.check(login, self.address, now, lambda valid_for: self._login_checked(login, valid_for))
-
-    def _login_checked(self, login: Login, valid_for: float) -> None:
+        Args:
+            refusal: why it is refused; ``None`` if it is right.
+        """
         if self.state is not State.LOGIN:
             # The connection has ended while its password was checked.
             return
-        settings = self.settings
-        refusal = login_refusal(login, settings.loopback_users, self.address, is_right=valid_for > 0)
-        if refusal is not None:
-            self._refuse_login(refusal, self.host.clock())
+        if refusal is None:
+            self.wake_at = min(self.wake_at, self.handshake.expires_at)
+            self.state = State.TUNE_OK
+            self.handshake.tune()
             return
-        self.user = login.user
-        self._expire_after(valid_for, self.host.clock())
-        self.state = State.TUNE_OK
-        self._send(commands.Connection.Tune(settings.channel_max, settings.frame_max, settings.heartbeat))
-
-    def _expire_after(self, seconds: float, now: float) -> None:
-        self._expires_at = now + seconds
-        self.wake_at = min(self.wake_at, self._expires_at)
-
-    def _refuse_login(self, text: str, now: float) -> None:
-        _log.warning("%s: %s", self.name, text)
-        if self.understands("authentication_failure_close"):
-            code = ReplyCode.ACCESS_REFUSED
-            self.fail(code, f"{code.title} - {text}", now, commands.Connection.StartOk.index.to_bytes(4, "big"))
+        _log.warning("%s: %s", self.name, refusal)
+        if self.handshake.understands("authentication_failure_close"):
+            code, cause = ReplyCode.ACCESS_REFUSED, commands.Connection.StartOk.index.to_bytes(4, "big")
+            self.fail(code, f"{code.title} - {refusal}", self.host.clock(), cause)
         else:
             self.end()
 
-    def _tune_ok(self, method: commands.Connection.TuneOk, now: float) -> None:
-        settings = self.settings
-        channel_max = method.channel_max or settings.channel_max
-        frame_max = method.frame_max or settings.frame_max
-        if channel_max > settings.channel_max:
-            raise ConnectionException(
-                ReplyCode.NOT_ALLOWED, f"channel_max {channel_max} is above the broker's {settings.channel_max}"
-            )
-        if not FRAME_MIN_SIZE <= frame_max <= settings.frame_max:
-            raise ConnectionException(
-                ReplyCode.NOT_ALLOWED,
-                f"frame_max {frame_max} is not from {FRAME_MIN_SIZE} to the broker's {settings.frame_max}",
-            )
-        self.channel_max = channel_max
-        self.frame_max = frame_max
-        # As RabbitMQ does: AMQPStorm sends payloads of frame_max bytes.
-        self._splitter.frame_max = frame_max + FRAME_OVERHEAD
-        self.heartbeat = method.heartbeat or 0
-        self.state = State.OPEN
-        if self.heartbeat:
-            self.wake_at = min(self.wake_at, now + self.heartbeat / 2)
-
     def _open(self, method: commands.Connection.Open) -> None:
-        if method.virtual_host != self.settings.virtual_host:
-            raise ConnectionException(
-                ReplyCode.NOT_ALLOWED,
-                f"vhost {method.virtual_host!r} does not exist; the broker has {self.settings.virtual_host!r}",
-            )
-        limit = self.settings.max_connections
-        if self.host.open_connections >= limit:
-            _log.warning("%s: refused: %d connections are open", self.name, limit)
-            raise ConnectionException(
-                ReplyCode.NOT_ALLOWED,
-                f"the limit of connections is reached (max_connections={limit}); close some, or raise that setting of "
-                "the broker",
-            )
+        self.handshake.check_open(method, self.name)
         self.host.open_connections += 1
         self.was_opened = True
         self.state = State.RUNNING
@@ -453,10 +376,10 @@ class Session:
 
     def _open_channel(self, number: int, payload: bytes) -> None:
         wire.decode_method(payload)
-        if number > self.channel_max:
+        if number > self.handshake.channel_max:
             raise ConnectionException(
                 ReplyCode.NOT_ALLOWED,
-                f"channel {number} is above the negotiated channel_max {self.channel_max}; close others",
+                f"channel {number} is above the negotiated channel_max {self.handshake.channel_max}; close others",
             )
         self.channels[number] = Channel(self, number)
         self.output.write(wire.method(number, commands.Channel.OpenOk()))
@@ -468,10 +391,6 @@ class Session:
         self._published_before += channel.published
         self._delivered_before += channel.consuming.delivered
         self._times_flowed_before += channel.times_flowed
-
-    def understands(self, capability: str) -> bool:
-        """Whether the client announced a capability, and the broker has it."""
-        return self._capabilities.get(capability) is True and self.dialect.has(capability)
 
     # Connection.Blocked.
 
@@ -488,7 +407,9 @@ class Session:
             source: what blocks it; `unblock` takes the same.
         """
         way = self.dialect.on_alarm
-        if self.state is not State.RUNNING or (way is OnAlarm.BLOCKED and not self.understands("connection.blocked")):
+        if self.state is not State.RUNNING or (
+            way is OnAlarm.BLOCKED and not self.handshake.understands("connection.blocked")
+        ):
             return
         is_new = not self.blocks
         self.blocks[source] = reason
@@ -540,7 +461,7 @@ class Session:
 
     def tick(self, now: float) -> None:
         """Send and miss heartbeats, and give up on peers that take too long. To be called at `wake_at`."""
-        settings = self.settings
+        settings, heartbeat = self.settings, self.handshake.heartbeat
         if self.state is State.ENDED or now < self.wake_at:
             return
         if now >= self.open_by:
@@ -551,16 +472,17 @@ class Session:
             _log.info("%s: no answer to Connection.Close within %s s", self.name, settings.close_timeout)
             self._end_unresponsive()
             return
-        if now >= self._expires_at:
+        if now >= self.handshake.expires_at:
             code = ReplyCode.CONNECTION_FORCED
-            self.fail(code, f"{code.title} - the credentials of user {self.user!r} have expired", now)
+            user = self.handshake.user
+            self.fail(code, f"{code.title} - the credentials of user {user!r} have expired", now)
             return
-        times = [self.open_by, self._expires_at]
-        if self.state is State.LOGIN and self._login is not None:
-            if now >= self._login_at:
-                self._check_login(self._login, now)
+        times = [self.open_by, self.handshake.expires_at]
+        if self.state is State.LOGIN and self.handshake.login_at < math.inf:
+            if now >= self.handshake.login_at:
+                self.handshake.check_login(self.address, now, self._login_checked)
             if self.state is State.LOGIN:
-                times.append(self._login_at)
+                times.append(self.handshake.login_at)
             elif self.state is not State.TUNE_OK:
                 return
         if self.tarpit_until is not None:
@@ -572,15 +494,15 @@ class Session:
             self.last_received = now
         if self.is_paused or (self.is_held and self.output.promises):
             self.last_received = now
-        if self.heartbeat:
-            if now - self.last_received >= 2 * self.heartbeat:
-                _log.info("%s: silent for two heartbeat intervals of %d s", self.name, self.heartbeat)
+        if heartbeat:
+            if now - self.last_received >= 2 * heartbeat:
+                _log.info("%s: silent for two heartbeat intervals of %d s", self.name, heartbeat)
                 self._end_unresponsive()
                 return
-            if now - self.output.last_sent >= self.heartbeat / 2:
+            if now - self.output.last_sent >= heartbeat / 2:
                 self.output.write(HEARTBEAT)
                 self.output.last_sent = now
-            times += [self.output.last_sent + self.heartbeat / 2, self.last_received + 2 * self.heartbeat]
+            times += [self.output.last_sent + heartbeat / 2, self.last_received + 2 * heartbeat]
         self.wake_at = min(times)
 
     # The end.

@@ -472,7 +472,7 @@ def connection_snapshot(session: Session) -> ConnectionSnapshot:
     discipline = session.discipline
     return ConnectionSnapshot(
         name=session.name,
-        user=session.user,
+        user=session.handshake.user,
         is_open=session.is_running,
         blocked=session.is_blocked,
         blocked_by=tuple(session.blocks),
@@ -484,7 +484,7 @@ def connection_snapshot(session: Session) -> ConnectionSnapshot:
         flowed=any(channel.is_blocked for channel in session.channels.values()),
         times_flowed=session.times_flowed,
         channels=tuple(number for number, channel in session.channels.items() if not channel.is_closing),
-        client_properties=dict(session.client_properties),
+        client_properties=dict(session.handshake.client_properties),
         published=session.published,
         delivered=session.delivered,
         memory=session.memory,

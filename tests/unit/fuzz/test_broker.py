@@ -48,10 +48,10 @@ class Server:
 
     def check(self, output: bytes) -> None:
         session = self.session
-        assert session._splitter.pending <= session.frame_max + FRAME_OVERHEAD
-        assert session.frame_max <= SETTINGS.frame_max
+        assert session._splitter.pending <= session.handshake.frame_max + FRAME_OVERHEAD
+        assert session.handshake.frame_max <= SETTINGS.frame_max
         if session.state in (State.HEADER, State.START_OK, State.TUNE_OK):
-            assert session.frame_max == FRAME_MIN_SIZE
+            assert session.handshake.frame_max == FRAME_MIN_SIZE
             assert not session.channels
         assert len(session.channels) <= SETTINGS.channel_max
         # What is answered is AMQP.

@@ -42,7 +42,7 @@ def test_AMQPLAIN_logs_in_with_the_right_password_only(world, password):
     client = amqplain(world, table(LOGIN="guest", PASSWORD=password))
     if password == "guest":
         client.only(commands.Connection.Tune, 0)
-        assert client.session.user == "guest"
+        assert client.session.handshake.user == "guest"
     else:
         close = client.only(CLOSE, 0)
         assert close.reply_code == 403

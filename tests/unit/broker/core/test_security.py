@@ -111,7 +111,7 @@ def test_E9_tables_and_arrays_of_a_stranger_lie_in_one_another_no_deeper_than_is
     else:
         assert answer.reply_code == 502
         assert f"more than {MAX_DEPTH} tables and arrays lie in one another" in answer.reply_text
-        assert stranger.session.client_properties == {}
+        assert stranger.session.handshake.client_properties == {}
 
 
 @pytest.mark.parametrize("kind", [b"F", b"A"])
@@ -150,8 +150,8 @@ def test_what_is_beyond_the_broker_s_limits_is_refused_and_not_taken(world, chan
     client.raw_output()
     client.send(0, commands.Connection.TuneOk(channel_max, frame_max, 0))
     assert client.only(CLOSE, 0).reply_code == 530
-    assert client.session.frame_max == FRAME_MIN_SIZE
-    assert client.session.channel_max == BrokerSettings().channel_max
+    assert client.session.handshake.frame_max == FRAME_MIN_SIZE
+    assert client.session.handshake.channel_max == BrokerSettings().channel_max
 
 
 def test_a_connection_has_no_more_channels_than_were_agreed(world) -> None:

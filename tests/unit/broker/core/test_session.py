@@ -60,7 +60,7 @@ def test_E11_a_frame_may_be_longer_than_agreed_by_its_overhead_as_on_rabbitmq_an
 ):
     client = world.client(frame_max=frame_max).channel()
     client.declare()
-    agreed = client.session.frame_max
+    agreed = client.session.handshake.frame_max
     client.publish(bytes(agreed))
     client.publish(bytes(agreed - FRAME_OVERHEAD))
     sizes = []
