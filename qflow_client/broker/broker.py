@@ -84,7 +84,7 @@ class Broker(CoreBroker):
         discipline = Discipline if settings.has_discipline else None
         super().__init__(settings, rules=self._rules, journal=self._journal, discipline=discipline)
         host = self._host
-        self._rates = host.meter = Rates(host.wake_at)
+        self._rates = host.meter = Rates(host.timers.wake_at)
         if settings.flow_log is not None:
             log = settings.flow_log
             host.observe(FlowRecorder(log.write, host.clock, time.time, period=log.period, names=_names))
@@ -170,7 +170,7 @@ class Broker(CoreBroker):
 
     def has_exchange(self, name: str) -> bool:
         """Whether there is an exchange of that name."""
-        return name in self._host.exchanges
+        return name in self._host.topology.exchanges
 
     @property
     def connection_count(self) -> int:
@@ -186,11 +186,11 @@ class Broker(CoreBroker):
 
     def each_exchange(self) -> Iterator[ExchangeSnapshot]:
         """The exchanges, the default exchange first."""
-        return (exchange_snapshot(exchange) for exchange in tuple(self._host.exchanges.values()))
+        return (exchange_snapshot(exchange) for exchange in tuple(self._host.topology.exchanges.values()))
 
     def each_binding(self) -> Iterator[BindingSnapshot]:
         """The bindings, by exchange."""
-        for exchange in tuple(self._host.exchanges.values()):
+        for exchange in tuple(self._host.topology.exchanges.values()):
             yield from binding_snapshots(exchange)
 
     def set_thresholds(self, queue: str, **marks: int | None) -> QueueSnapshot:

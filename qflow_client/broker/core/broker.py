@@ -295,13 +295,17 @@ class Broker:
 
     def exchanges(self) -> tuple[ExchangeSnapshot, ...]:
         """All exchanges at this moment, the default exchange first."""
-        return self._call(lambda: tuple(exchange_snapshot(exchange) for exchange in self._host.exchanges.values()))
+        return self._call(
+            lambda: tuple(exchange_snapshot(exchange) for exchange in self._host.topology.exchanges.values())
+        )
 
     def bindings(self) -> tuple[BindingSnapshot, ...]:
         """All bindings at this moment, by exchange."""
         return self._call(
             lambda: tuple(
-                binding for exchange in self._host.exchanges.values() for binding in binding_snapshots(exchange)
+                binding
+                for exchange in self._host.topology.exchanges.values()
+                for binding in binding_snapshots(exchange)
             )
         )
 
@@ -470,7 +474,7 @@ class Broker:
         """
 
         def declare() -> ExchangeSnapshot:
-            exchange = self._host.declare_exchange(
+            exchange = self._host.topology.declare_exchange(
                 name, type, durable=durable, auto_delete=auto_delete, internal=internal, arguments=arguments
             )
             return exchange_snapshot(exchange)
@@ -486,7 +490,9 @@ class Broker:
         Raises:
             ChannelException: 403; every broker has it, and it stays. 404; there is none.
         """
-        self._call(lambda: self._host.delete_exchange(self._host.exchange(name).name), changes=True, lasts=True)
+        self._call(
+            lambda: self._host.topology.delete_exchange(self._host.router.exchange(name).name), changes=True, lasts=True
+        )
 
     def bind(
         self,
@@ -511,7 +517,7 @@ class Broker:
                 the exchange cannot use.
         """
         self._call(
-            lambda: self._host.bind(self._end(destination, destination_type), source, routing_key, arguments),
+            lambda: self._host.topology.bind(self._end(destination, destination_type), source, routing_key, arguments),
             changes=True,
             lasts=True,
         )
@@ -539,13 +545,13 @@ class Broker:
         """
 
         def unbind() -> None:
-            exchange = self._host.bindable_exchange(source)
-            self._host.unbind(self._end(destination, destination_type), exchange.name, routing_key, arguments)
+            exchange = self._host.topology.bindable_exchange(source)
+            self._host.topology.unbind(self._end(destination, destination_type), exchange.name, routing_key, arguments)
 
         self._call(unbind, changes=True, lasts=True)
 
     def _end(self, name: str, kind: Literal["queue", "exchange"]) -> Queue | Exchange:
-        return self._host.queue(name) if kind == "queue" else self._host.bindable_exchange(name)
+        return self._host.queue(name) if kind == "queue" else self._host.topology.bindable_exchange(name)
 
     def purge(self, queue: str) -> int:
         """Remove the ready messages of a queue.
@@ -756,7 +762,7 @@ class Broker:
                 self._controls.withhold_confirms = True
             else:
                 self._host.queue(queue).withhold()
-                self._host.version += 1
+                self._host.router.version += 1
 
         self._call(change, changes=True)
 
@@ -773,7 +779,7 @@ class Broker:
         def change() -> None:
             for each in self._host.queues.values() if queue is None else (self._host.queue(queue),):
                 each.release_withheld()
-            self._host.version += 1
+            self._host.router.version += 1
             if queue is None:
                 self._controls.withhold_confirms = False
                 for session in self._server.sessions:
@@ -797,7 +803,7 @@ class Broker:
                 self._controls.refuse_publishes(on)
             for each in self._host.queues.values() if queue is None else (self._host.queue(queue),):
                 each.refuse(on and queue is not None)
-            self._host.version += 1
+            self._host.router.version += 1
 
         self._call(change, changes=True)
 

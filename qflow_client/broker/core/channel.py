@@ -116,6 +116,7 @@ class Channel(CountedSource):
         "_owed",
         "_owed_past_flow",
         "_parts",
+        "_router",
         "_target",
         "confirms",
         "consuming",
@@ -144,6 +145,7 @@ class Channel(CountedSource):
         self._output = session.output
         self.number = number
         self.host = session.host
+        self._router = session.host.router
         self._controls = session.controls
         self._missing_methods = session.dialect.missing
         # Set when either side has sent Channel.Close; what comes after it is ignored.
@@ -195,7 +197,7 @@ class Channel(CountedSource):
             raise ConnectionException(
                 ReplyCode.UNEXPECTED_FRAME, f"{wire.method_name(payload)} came in the middle of a message's content"
             )
-        target = self.host.targets.get(payload)
+        target = self._router.targets.get(payload)
         if target is not None:
             self._target = target
             return
@@ -248,7 +250,7 @@ class Channel(CountedSource):
                 check_copies(payload)
             if payload[12] & HAS_REPLY_TO and self.session.dialect.has("direct_reply_to"):
                 payload = address_reply(payload, self.reply_queue if self.reply_queue in self.host.queues else "")
-        self.host.check_size(size)
+        self._router.check_size(size)
         if size:
             self._header = payload
             self._missing = size
@@ -301,15 +303,15 @@ class Channel(CountedSource):
                 ReplyCode.NOT_IMPLEMENTED, "Basic.Publish with immediate=True; use mandatory, or expire the message"
             )
         target = Target(method.exchange or "", method.routing_key or "", mandatory=bool(method.mandatory))
-        targets = self.host.targets
-        if len(targets) >= self.host.MAX_TARGETS:
+        targets = self._router.targets
+        if len(targets) >= self._router.MAX_TARGETS:
             targets.clear()
         targets[payload] = self._target = target
 
     def _finish(self, target: Target, header: bytes, body: bytes) -> None:
         self._target = self._header = None
-        if target.version != self.host.version:
-            self.host.resolve(target)
+        if target.version != self._router.version:
+            self._router.resolve(target)
         message = StoredMessage(target, header, body)
         self.published += 1
         if target is not self._last_target:
@@ -348,7 +350,7 @@ class Channel(CountedSource):
             discipline.check(self, self.host.clock())
         if self.session.blocks:
             self.check_alarm()
-        queues = self.host.destinations(message, target)
+        queues = self._router.destinations(message, target)
         if self._controls.nack_publishes:
             self._refuse(tag, "the broker refuses every publish now")
             return
@@ -359,7 +361,10 @@ class Channel(CountedSource):
                     confirms.hold(tag)
                 self._owe(message.size, tag)
                 self._count_rates(message, queues)
-                self.waiting[self.host.wait(message, queues, self, tag)] = None
+                if not all(queue.is_watched for queue in queues):
+                    # What comes after it here must not pass it.
+                    self._router.version += 1
+                self.waiting[self.host.waiting.wait(message, queues, self, tag)] = None
             elif not refused.queue.turn_away(message, is_told=confirms is not None):
                 self._refuse(tag, refused.reason)
             return
@@ -594,9 +599,9 @@ class Channel(CountedSource):
     def _tx_commit(self, method: commands.Tx.Commit) -> None:
         transaction = self._open_transaction()
         for _, target in transaction.publishes:
-            if target.version != self.host.version:
-                self.host.resolve(target)
-        destinations = [self.host.destinations(*publish) for publish in transaction.publishes]
+            if target.version != self._router.version:
+                self._router.resolve(target)
+        destinations = [self._router.destinations(*publish) for publish in transaction.publishes]
         reason = transaction.refusal(destinations)
         if self._controls.nack_publishes and transaction.publishes:
             reason = "the broker refuses every publish now"

@@ -147,7 +147,7 @@ class Returning:
             self._hold(queue)
             queue.dispatcher.requeue(entries)
         if self._deliveries:
-            self._host.wake_at(self, now)
+            self._host.timers.wake_at(self, now)
             return
         for queue in self._queues:
             queue.dispatcher.hold(-1)

@@ -74,9 +74,9 @@ def _reply(channel: MethodChannel, method: Any, answer: Callable[[], pamqp.base.
 
 def _exchange_declare(channel: MethodChannel, method: Any) -> None:
     if method.passive:
-        channel.host.exchange(method.exchange)
+        channel.host.router.exchange(method.exchange)
     else:
-        channel.host.declare_exchange(
+        channel.host.topology.declare_exchange(
             method.exchange,
             method.exchange_type,
             durable=method.durable,
@@ -88,23 +88,23 @@ def _exchange_declare(channel: MethodChannel, method: Any) -> None:
 
 
 def _exchange_delete(channel: MethodChannel, method: Any) -> None:
-    channel.host.delete_exchange(method.exchange, if_unused=method.if_unused)
+    channel.host.topology.delete_exchange(method.exchange, if_unused=method.if_unused)
     _reply(channel, method, commands.Exchange.DeleteOk)
 
 
 def _exchange_bind(channel: MethodChannel, method: Any) -> None:
-    destination = channel.host.bindable_exchange(method.destination)
-    channel.host.bind(destination, method.source, method.routing_key, method.arguments)
+    destination = channel.host.topology.bindable_exchange(method.destination)
+    channel.host.topology.bind(destination, method.source, method.routing_key, method.arguments)
     _reply(channel, method, commands.Exchange.BindOk)
 
 
 def _exchange_unbind(channel: MethodChannel, method: Any) -> None:
     host = channel.host
-    host.check_bindable(method.source)
-    host.check_bindable(method.destination)
-    destination = host.exchanges.get(method.destination)
+    host.topology.check_bindable(method.source)
+    host.topology.check_bindable(method.destination)
+    destination = host.topology.exchanges.get(method.destination)
     if destination is not None:
-        host.unbind(destination, method.source, method.routing_key, method.arguments)
+        host.topology.unbind(destination, method.source, method.routing_key, method.arguments)
     _reply(channel, method, commands.Exchange.UnbindOk)
 
 
@@ -173,17 +173,17 @@ def _binding_key(queue: Queue, method: Any) -> str:
 
 def _queue_bind(channel: MethodChannel, method: Any) -> None:
     queue = named_queue(channel, method.queue)
-    channel.host.bind(queue, method.exchange, _binding_key(queue, method), method.arguments)
+    channel.host.topology.bind(queue, method.exchange, _binding_key(queue, method), method.arguments)
     _reply(channel, method, commands.Queue.BindOk)
 
 
 def _queue_unbind(channel: MethodChannel, method: Any) -> None:
     host = channel.host
-    host.check_bindable(method.exchange)
+    host.topology.check_bindable(method.exchange)
     queue = host.queues.get(_queue_name(channel, method.queue))
     if queue is not None:
         key = _binding_key(queue, method)
-        host.unbind(queue, method.exchange, key, method.arguments, channel.session)
+        host.topology.unbind(queue, method.exchange, key, method.arguments, channel.session)
     channel.session.output.write_when_durable(wire.method(channel.number, commands.Queue.UnbindOk()))
 
 

@@ -241,7 +241,7 @@ class Server:
                 connection.abort()
         for connection in writers:
             connection.output_sent()
-        if self.host.next_tick < self._tick_at:
+        if self.host.timers.next_tick < self._tick_at:
             self._set_ticker()
         if self.host.journal is not None:
             self._check_memory(self.host.journal)
@@ -315,7 +315,7 @@ class Server:
     def _set_ticker(self) -> None:
         if self._ticker is not None:
             self._ticker.cancel()
-        self._tick_at = self.host.next_tick
+        self._tick_at = self.host.timers.next_tick
         if self._loop is not None and self._tick_at < math.inf:
             # The loop may wake a little early, by the grain of its clock.
             delay = max(0.0, self._tick_at - self.clock())
@@ -323,7 +323,7 @@ class Server:
 
     def _tick(self) -> None:
         try:
-            self.host.tick(self.clock())
+            self.host.timers.tick(self.clock())
         except Exception:
             _log.exception("what was due could not be done")
         self._set_ticker()

@@ -141,7 +141,7 @@ def each_definition(host: VirtualHost) -> Iterator[Exported]:
     A binding is given only if both of its ends were given before, so the whole can be loaded.
     """
     vhost = host.settings.virtual_host
-    exchanges = dict.fromkeys(host.exchanges.values())
+    exchanges = dict.fromkeys(host.topology.exchanges.values())
     queues = {queue: None for queue in host.queues.values() if queue.exclusive_owner is None}
     for each in exchanges:
         if each.name and not each.name.startswith("amq."):
@@ -231,8 +231,8 @@ class Loading:
                 if not is_there:
                     self._undo.append(lambda: self._delete_queue(queue))
             case ExchangeDefinition():
-                is_there = what.name in host.exchanges
-                exchange = host.declare_exchange(
+                is_there = what.name in host.topology.exchanges
+                exchange = host.topology.declare_exchange(
                     check_name(what.name),
                     what.type,
                     durable=what.durable,
@@ -245,11 +245,11 @@ class Loading:
             case Policy():
                 yield from self._rules.set_policy_in_steps(what, host)
             case BindingDefinition():
-                named = host.queue if what.destination_type == "queue" else host.bindable_exchange
+                named = host.queue if what.destination_type == "queue" else host.topology.bindable_exchange
                 destination = named(what.destination)
-                source = host.bindable_exchange(what.source)
+                source = host.topology.bindable_exchange(what.source)
                 count = len(source.bindings)
-                host.bind(destination, what.source, check_name(what.routing_key, empty=True), what.arguments)
+                host.topology.bind(destination, what.source, check_name(what.routing_key, empty=True), what.arguments)
                 if len(source.bindings) > count:
                     self._undo.append(lambda: self._unbind(source, destination, what))
 
@@ -258,13 +258,13 @@ class Loading:
             self._host.delete_queue(queue)
 
     def _delete_exchange(self, exchange: Exchange) -> None:
-        if self._host.exchanges.get(exchange.name) is exchange:
-            self._host.delete_exchange(exchange.name)
+        if self._host.topology.exchanges.get(exchange.name) is exchange:
+            self._host.topology.delete_exchange(exchange.name)
 
     def _unbind(self, source: Exchange, destination: Queue | Exchange, binding: BindingDefinition) -> None:
         """Take a binding back. An exchange that was there before stays, though it may have no binding left."""
         auto_delete, source.auto_delete = source.auto_delete, False
-        self._host.unbind(destination, source.name, binding.routing_key, binding.arguments)
+        self._host.topology.unbind(destination, source.name, binding.routing_key, binding.arguments)
         source.auto_delete = auto_delete
 
 

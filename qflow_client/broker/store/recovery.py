@@ -31,10 +31,10 @@ class Recovery:
     def recover_topology(self, found: Found) -> None:
         """Make the exchanges, queues and bindings that a message store has."""
         host = self._host
-        host.is_recovering = True
+        host.topology.is_recovering = True
         try:
             for name, kind, auto_delete, internal, arguments in found.exchanges:
-                host.declare_exchange(
+                host.topology.declare_exchange(
                     name, kind, durable=True, auto_delete=auto_delete, internal=internal, arguments=arguments
                 )
             for number, name, auto_delete, arguments in found.queues:
@@ -42,10 +42,10 @@ class Recovery:
                     name, durable=True, auto_delete=auto_delete, arguments=arguments, number=number
                 )
             for source, kind, name, routing_key, arguments in found.bindings:
-                destination = host.queue(name) if kind == "queue" else host.exchange(name)
-                host.bind(destination, source, routing_key, arguments)
+                destination = host.queue(name) if kind == "queue" else host.router.exchange(name)
+                host.topology.bind(destination, source, routing_key, arguments)
         finally:
-            host.is_recovering = False
+            host.topology.is_recovering = False
 
     def recover_messages(self, messages: Iterable[FoundMessage]) -> list[int]:
         """Put messages that a message store has where they were; they come in the order of their numbers.

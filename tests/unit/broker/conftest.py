@@ -193,7 +193,7 @@ class World:
         has_store = journal is not None and journal.has_store
         self.rules = PolicyRules(self.settings, self.settings.policies, has_store=has_store)
         self.host = VirtualHost(self.settings, lambda: self.now, self.wall_clock, journal, self.rules)
-        self.rates = self.host.meter = Rates(self.host.wake_at)
+        self.rates = self.host.meter = Rates(self.host.timers.wake_at)
         self.controls = Controls(watches_publishes=self.settings.watches_publishes)
         self.clients = 0
 

@@ -180,7 +180,7 @@ def test_a_message_goes_round_as_long_as_somebody_rejects_it(world, client):
         client.send(1, commands.Basic.Get(queue="a"))
         client.send(1, commands.Basic.Reject(number, requeue=False))
         world.now += 0.01
-        world.host.tick(world.now)
+        world.host.timers.tick(world.now)
     assert [(death["reason"], death["count"]) for death in headers(world.queue("a"))["x-death"]] == [
         ("expired", 3),
         ("rejected", 3),
@@ -191,7 +191,7 @@ def test_a_message_that_nobody_rejects_does_not_come_back(world, client):
     client.declare("a", arguments={"x-message-ttl": 10, "x-dead-letter-exchange": ""})
     client.publish(routing_key="a")
     world.now = 0.01
-    world.host.tick(world.now)
+    world.host.timers.tick(world.now)
     drops = {DropReason.EXPIRED: 1, DropReason.CYCLE: 1}
     assert (world.queue("a").depth, world.queue("a").contents.drops) == (0, drops)
 
@@ -231,7 +231,7 @@ def test_E7_queues_that_dead_letter_to_each_other_as_time_passes_cost_no_more_ei
     client.publish(routing_key="q0")
     while any(queue.depth for queue in queues):
         world.now += 0.001
-        world.host.tick(world.now)
+        world.host.timers.tick(world.now)
     assert sum(queue.contents.published for queue in queues) <= count * count
 
 
@@ -270,7 +270,7 @@ def test_copies_with_other_routing_keys_go_through_one_queue(world, client):
     client.publish(exchange="amq.fanout")
     for _ in range(10):
         world.now += 0.001
-        world.host.tick(world.now)
+        world.host.timers.tick(world.now)
     assert [bodies(world.queue(f"{name}-archive")) for name in ("billing", "shipping")] == [[b"x"]] * 2
 
 
@@ -286,7 +286,7 @@ def test_copies_that_die_in_one_queue_are_dead_lettered_once_and_counted(world, 
         client.publish(exchange="amq.fanout")
         for _ in range(10):
             world.now += 0.001
-            world.host.tick(world.now)
+            world.host.timers.tick(world.now)
         delay = world.queue("delay")
         assert len(bodies(world.queue("archive"))) == published
         assert delay.contents.drops == {DropReason.EXPIRED: 2 * published, DropReason.COPY: published}

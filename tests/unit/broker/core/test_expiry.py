@@ -144,8 +144,8 @@ def test_J6_expiry_unblocks_and_releases_confirms(world):
     names = client.names()
     assert sorted(set(names)) == ["Basic.Ack", "Channel.Flow"]
     assert world.queue().flows.held_confirms == 1
-    world.now = world.host.next_tick
-    world.host.tick(world.now)
+    world.now = world.host.timers.next_tick
+    world.host.timers.tick(world.now)
     assert world.now == 1.0
     assert sorted(client.names()) == ["Basic.Ack", "Channel.Flow"]
     assert (world.queue().flows.held_confirms, world.queue().flows.is_on, world.queue().depth) == (0, False, 0)
@@ -158,11 +158,11 @@ def test_J6_each_expiry_is_looked_at_by_itself(world):
         client.publish(properties=commands.Basic.Properties(expiration=milliseconds))
     assert flows(client) == [False]
     for now, told in ((0.1, []), (0.2, [True]), (0.3, [])):
-        assert world.host.next_tick == now
+        assert world.host.timers.next_tick == now
         world.now = now
-        world.host.tick(now)
+        world.host.timers.tick(now)
         assert flows(client) == told
-    assert world.host.next_tick == float("inf")
+    assert world.host.timers.next_tick == float("inf")
 
 
 def test_a_tick_that_comes_early_or_twice_does_nothing():
@@ -230,7 +230,7 @@ def test_get_declare_and_consumers_keep_a_queue_alive(world, use):
     client.received()
     for now, there in ((1.0, True), (1.7, True), (1.8, False)):
         world.now = now
-        world.host.tick(now)
+        world.host.timers.tick(now)
         assert ("q" in world.host.queues) is there
 
 
@@ -239,9 +239,9 @@ def test_a_queue_with_a_consumer_never_expires(world):
     client.declare(arguments={"x-expires": 1000})
     client.consume()
     world.now = 1000.0
-    world.host.tick(world.now)
+    world.host.timers.tick(world.now)
     assert world.queue().dispatcher.consumers
-    assert world.host.next_tick == float("inf")
+    assert world.host.timers.next_tick == float("inf")
 
 
 def test_a_queue_that_is_deleted_is_not_looked_at_again(world):
@@ -250,7 +250,7 @@ def test_a_queue_that_is_deleted_is_not_looked_at_again(world):
     client.publish()
     client.call(1, commands.Queue.Delete(queue="q"), commands.Queue.DeleteOk)
     world.now = 2.0
-    world.host.tick(2.0)
+    world.host.timers.tick(2.0)
     assert client.received() == []
 
 

@@ -253,7 +253,7 @@ def test_E9_publishes_that_are_held_wait_as_long_as_memory_is_full(slow_world, m
 def test_E9_after_a_message_to_very_many_queues_others_have_their_turn(world, make_peer):
     peer = make_peer(world).open()
     for number in range(MANY_QUEUES + 1):
-        world.host.bind(world.host.declare_queue(f"q{number}"), "amq.fanout", "", None)
+        world.host.topology.bind(world.host.declare_queue(f"q{number}"), "amq.fanout", "", None)
     publish = (commands.Basic.Publish(exchange="amq.fanout"), header.ContentHeader(body_size=0))
     peer.connection.data_received(b"".join(frame.marshal(each, 1) for each in publish * 3))
     depths = [world.queue("q0").depth]

@@ -454,7 +454,7 @@ def test_names_that_clients_choose_reach_the_log_without_control_characters(make
         client.feed(make_frame(METHOD_FRAME, 1, declare))
         world.host.declare_queue("\x1b]0;title\x07", arguments={"x-expires": 1})
         world.now = 1.0
-        world.host.tick(world.now)
+        world.host.timers.tick(world.now)
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2
     assert "\\x1b[31mred\\r\\n\\u202eforged" in told[0]

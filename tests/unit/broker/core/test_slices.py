@@ -10,6 +10,7 @@ from pamqp import commands
 from qflow_client.broker.core.consuming import Consuming, Returning
 from qflow_client.broker.core.contents import Contents
 from qflow_client.broker.core.snapshots import queue_snapshot
+from qflow_client.broker.core.timers import Timers
 from qflow_client.broker.policies.definitions import DefinitionError, Definitions, Loading, QueueDefinition
 from qflow_client.broker.policies.policy import Policy, PolicyDefinition
 from qflow_client.broker.store.journal import Journal
@@ -105,7 +106,7 @@ def test_E9_what_is_purged_is_no_last_value_and_gives_no_memory(make_world):
     queue.dropping.drop_for_memory(entries[-1])
     assert queue.depth == MANY - Contents.AT_ONCE
     assert before > world.host.journal.memory > 0
-    world.host.tick(world.now)
+    world.host.timers.tick(world.now)
     assert (queue.depth, world.host.journal.memory, queue.contents.dropped) == (0, 0, 0)
 
 
@@ -127,7 +128,7 @@ def test_E9_messages_expire_in_slices_and_nothing_is_delivered_before_all_have()
 def test_E9_a_tick_leaves_the_rest_to_the_next_when_its_time_is_over(make_world):
     world = make_world()
     times = count()
-    world.host.clock = lambda: next(times) * world.host.MAX_TICK
+    world.host.timers._clock = lambda: next(times) * Timers.MAX_TICK
     looked = []
 
     class Due:
@@ -135,10 +136,10 @@ def test_E9_a_tick_leaves_the_rest_to_the_next_when_its_time_is_over(make_world)
             looked.append(self)
 
     for _ in range(3):
-        world.host.wake_at(Due(), 0.0)
+        world.host.timers.wake_at(Due(), 0.0)
     found = []
-    while world.host.next_tick <= 0.0:
-        world.host.tick(0.0)
+    while world.host.timers.next_tick <= 0.0:
+        world.host.timers.tick(0.0)
         found.append(len(looked))
     assert found == [1, 2, 3]
 
@@ -236,16 +237,16 @@ def test_E9_what_a_lost_connection_had_comes_back_in_slices_and_in_order(world, 
     client.consume()
     client.received()
     times = count()
-    world.host.clock = lambda: next(times)
+    world.host.clock = world.host.timers._clock = lambda: next(times)
     client.session.lost()
     other.consume()
     other.publish(b"35")
     other.publish(routing_key="got")
     queues = world.queue(), world.queue("got")
     ready = [queues[0].contents.ready_count]
-    while world.host.next_tick <= (now := next(times)):
+    while world.host.timers.next_tick <= (now := next(times)):
         assert other.deliveries_after_ok() == []
-        world.host.tick(now)
+        world.host.timers.tick(now)
         ready.append(queues[0].contents.ready_count)
     assert ready == [11, 21, 31, 0]
     assert [content for _, content, _ in other.deliveries()] == [b"%d" % number for number in range(36)]
@@ -263,6 +264,6 @@ def test_E9_what_a_lost_connection_had_of_a_queue_that_is_deleted_meanwhile_is_g
     queue = world.queue()
     client.session.lost()
     world.host.delete_queue(queue)
-    world.host.tick(world.now)
+    world.host.timers.tick(world.now)
     assert (queue.depth, queue.contents.ready_count, queue.contents.unacked) == (0, 0, {})
-    assert world.host.next_tick == float("inf")
+    assert world.host.timers.next_tick == float("inf")

@@ -46,8 +46,8 @@ def test_topic_patterns(world, pattern, key, matches):
     client.declare()
     client.call(1, Queue.Bind(queue="q", exchange="amq.topic", routing_key=pattern or "x"), Queue.BindOk)
     if not pattern:
-        world.host.unbind(world.queue(), "amq.topic", "x", {})
-        world.host.bind(world.queue(), "amq.topic", "", {})
+        world.host.topology.unbind(world.queue(), "amq.topic", "x", {})
+        world.host.topology.bind(world.queue(), "amq.topic", "", {})
     client.publish(routing_key=key, exchange="amq.topic")
     assert world.queue().depth == matches
 
@@ -334,7 +334,7 @@ def test_an_auto_delete_exchange_goes_with_its_last_binding(world):
     client.declare()
     client.call(1, Queue.Bind(queue="q", exchange="e"), Queue.BindOk)
     client.call(1, Queue.Delete(queue="q"), Queue.DeleteOk)
-    assert "e" not in world.host.exchanges
+    assert "e" not in world.host.topology.exchanges
 
 
 def test_an_exchange_in_use_is_not_deleted_if_unused(world):
@@ -460,8 +460,8 @@ def test_arguments_are_nested_no_deeper_than_AMQP_carries_them(world):
     host = world.host
     declares = (
         lambda arguments: host.declare_queue("q", arguments=arguments),
-        lambda arguments: host.declare_exchange("e", "direct", arguments=arguments),
-        lambda arguments: host.bind(host.queue("q"), "e", "", arguments),
+        lambda arguments: host.topology.declare_exchange("e", "direct", arguments=arguments),
+        lambda arguments: host.topology.bind(host.queue("q"), "e", "", arguments),
     )
     for declare in declares:
         with pytest.raises(ChannelException, match="more than 100 tables and arrays lie in one another") as caught:

@@ -389,15 +389,15 @@ class Rig:
 
     def _advance(self, seconds: float) -> None:
         host, until = self.world.host, self.world.now + seconds
-        while host.next_tick <= until:
-            self.world.now = max(self.world.now, host.next_tick)
+        while host.timers.next_tick <= until:
+            self.world.now = max(self.world.now, host.timers.next_tick)
             self._tick()
         self.world.now = until
         self._tick()
 
     def _tick(self) -> None:
         self.model.now = self.world.now
-        self.world.host.tick(self.world.now)
+        self.world.host.timers.tick(self.world.now)
         self.model.tick()
 
     def _publish(self) -> None:

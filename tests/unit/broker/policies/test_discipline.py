@@ -98,10 +98,10 @@ def test_D7_what_waits_for_room_is_in_the_backlog_until_it_is_taken_or_given_up(
     assert connection_snapshot(client.session).backlog == 3
     assert all(channel.is_blocked for channel in client.session.channels.values())
     world.queue().take(no_ack=True)
-    world.host.tick(0.0)
+    world.host.timers.tick(0.0)
     assert connection_snapshot(client.session).backlog == 2
     world.now = 60.0
-    world.host.tick(60.0)
+    world.host.timers.tick(60.0)
     assert connection_snapshot(client.session).backlog == 0
     assert not client.session.channels[1].is_blocked
 

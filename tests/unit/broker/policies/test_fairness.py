@@ -18,7 +18,7 @@ from ..core.test_flow import STOP_2, flows
 
 def tick(world, now):
     world.now = now
-    world.host.tick(now)
+    world.host.timers.tick(now)
 
 
 # Publishers that come back one after the other.

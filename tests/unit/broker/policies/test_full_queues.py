@@ -31,7 +31,7 @@ def settled(client):
 
 def tick(world, now):
     world.now = now
-    world.host.tick(now)
+    world.host.timers.tick(now)
 
 
 # Changed live (D4).

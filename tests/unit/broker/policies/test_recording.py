@@ -58,7 +58,7 @@ def test_J4_who_waits_for_which_queue_and_who_had_filled_it(make_world) -> None:
     assert (raised["producer"], raised["connection"], raised["queue"]) == ("client-2/p", "client-2", "q")
     assert (raised["reason"], raised["since"]) == ("channel_flow", 1_001_000_000)
     world.now = 3.0
-    world.host.tick(world.now)
+    world.host.timers.tick(world.now)
     (held,) = _of(lines, "held")
     assert (held["begun"], held["at"]) == (1_001_000_000, 1_003_000_000)
     assert held["causes"] == {"client-1/p": 1_333_334, "client-2/p": 666_666}
@@ -110,7 +110,7 @@ def test_samples_add_up_to_what_came_and_went(make_world) -> None:
             client.publish(b"abc")
         world.now = float(second)
         _get(client, 2)
-        world.host.tick(world.now)
+        world.host.timers.tick(world.now)
     samples = _of(lines, "depth")
     assert [line["depth"] for line in samples] == [0, 0, 1, 3, 6]
     assert [line["peak"] for line in samples] == [1, 2, 3, 5, 8]
@@ -129,7 +129,7 @@ def test_a_queue_in_which_nothing_is_or_happens_is_not_told_of(make_world) -> No
     _get(client)
     for second in range(1, 6):
         world.now = float(second)
-        world.host.tick(world.now)
+        world.host.timers.tick(world.now)
     assert len(_of(lines, "depth")) == 1
 
 
@@ -149,7 +149,7 @@ def test_a_channel_that_ends_and_a_queue_that_is_deleted_leave_no_wait_behind(ma
     assert _of(lines, "depth")[-1]["left"] == 6
     count = len(lines)
     world.now = 2.0
-    world.host.tick(world.now)
+    world.host.timers.tick(world.now)
     assert len(lines) == count
 
 

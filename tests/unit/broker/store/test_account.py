@@ -35,7 +35,7 @@ def test_headers_count(world):
 def test_E9_a_message_counts_a_little_for_each_queue_that_has_it(world):
     queues = [world.host.declare_queue(f"q{number}") for number in range(100)]
     for queue in queues:
-        world.host.bind(queue, "amq.fanout", "", None)
+        world.host.topology.bind(queue, "amq.fanout", "", None)
     world.host.publish("amq.fanout", "", b"")
     assert held(world) == Journal.OVERHEAD + 99 * Journal.ENTRY
     for queue in queues[:50]:

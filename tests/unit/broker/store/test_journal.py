@@ -155,7 +155,7 @@ def test_however_a_message_leaves_its_queue_it_leaves_the_disk(world, how):
             client.publish(properties=PERSISTENT)
         case "expire":
             world.now = 2.0
-            world.host.tick(world.now)
+            world.host.timers.tick(world.now)
         case "reject":
             client.send(1, commands.Basic.Get(queue="q"), commands.Basic.Reject(1, requeue=False))
     assert write(world)[0].removals == [batch.puts[0].number]
@@ -248,13 +248,13 @@ def test_what_cannot_be_kept_cannot_be_durable(world):
     assert "strange" in close.reply_text
     assert world.host.queues == {}
     for declare in (
-        lambda: world.host.declare_exchange("e", "direct", durable=True, arguments=arguments),
-        lambda: world.host.bind(world.host.declare_queue("d", durable=True), "amq.direct", "", arguments),
+        lambda: world.host.topology.declare_exchange("e", "direct", durable=True, arguments=arguments),
+        lambda: world.host.topology.bind(world.host.declare_queue("d", durable=True), "amq.direct", "", arguments),
     ):
         with pytest.raises(Exception, match="cannot be durable"):
             declare()
-    assert "e" not in world.host.exchanges
-    assert world.host.exchanges["amq.direct"].bindings == {}
+    assert "e" not in world.host.topology.exchanges
+    assert world.host.topology.exchanges["amq.direct"].bindings == {}
 
 
 def test_definitions_that_are_refused_leave_nothing_on_disk(world):
@@ -321,7 +321,7 @@ def test_a_time_to_live_goes_on_while_the_broker_is_away(world):
         assert after.queue().depth == 1
         assert after.queue().contents.drops == {"expired": 1}
         after.now = 14.5
-        after.host.tick(after.now)
+        after.host.timers.tick(after.now)
         assert after.queue().depth == 0
 
 
@@ -367,7 +367,7 @@ def test_what_leaves_before_its_batch_is_written_leaves_the_disk_in_a_later_one(
     world = small_batches(10)
     client = declared(world, "q", "r")
     for queue in ("q", "r"):
-        world.host.bind(world.queue(queue), "amq.fanout", "", {})
+        world.host.topology.bind(world.queue(queue), "amq.fanout", "", {})
     write(world)
     client.publish(b"x" * 10, properties=PERSISTENT)
     client.publish(b"y" * 10, exchange="amq.fanout", properties=PERSISTENT)
@@ -520,7 +520,7 @@ def test_a_broker_that_ends_between_two_batches_has_lost_nothing_that_was_confir
         for queue, arguments in (("q", letters | ring), ("kept", {}), ("dead", {})):
             host.declare_queue(queue, durable=True, arguments=arguments)
         for queue in ("q", "kept"):
-            host.bind(host.queues[queue], "amq.fanout", "", {})
+            host.topology.bind(host.queues[queue], "amq.fanout", "", {})
         for number in range(1, 200):
             acked_before[number] = len(acked)
             client.publish(b"%d " % number + bytes(chance.choice((0, 10, 70))), exchange="amq.fanout",
@@ -599,7 +599,7 @@ def test_a_confirmed_message_that_is_dead_lettered_from_disk_survives_a_kill_at_
         match how:
             case "expire":
                 world.now = 2.0
-                world.host.tick(world.now)
+                world.host.timers.tick(world.now)
             case "maxlen":
                 world.queue().dropping.drop_head()
             case "reject":
@@ -640,8 +640,8 @@ def test_a_letter_that_fills_memory_does_not_take_the_body_from_one_that_is_to_b
     q = host.declare_queue("q", durable=True, arguments=letters)
     spool = host.declare_queue("spool", arguments={"x-qflow-policy": "flow_to_disk", "qpid.max_count": 3})
     for queue in (q, spool):
-        host.bind(queue, "amq.fanout", "", {})
-    host.bind(spool, "amq.direct", "a", {})
+        host.topology.bind(queue, "amq.fanout", "", {})
+    host.topology.bind(spool, "amq.direct", "a", {})
     disk.write()
     client.call(1, commands.Basic.Qos(prefetch_count=3), commands.Basic.QosOk)
     client.consume("spool")
@@ -651,7 +651,7 @@ def test_a_letter_that_fills_memory_does_not_take_the_body_from_one_that_is_to_b
     assert [entry.message.body for entry in q.contents.oldest_first()] == [b"1", b"2", b"3"]
     # The first letter needs the place of one that follows it.
     world.now = 2.0
-    host.tick(world.now)
+    host.timers.tick(world.now)
     assert q.depth == 0
     for _ in range(3):
         disk.write()
@@ -677,11 +677,13 @@ def survivors(world):
         if queue.durable
     }
     exchanges = {
-        (each.name, each.type, each.auto_delete, each.internal) for each in host.exchanges.values() if each.durable
+        (each.name, each.type, each.auto_delete, each.internal)
+        for each in host.topology.exchanges.values()
+        if each.durable
     }
     bindings = Counter(
         (source.name, binding.destination.name, binding.routing_key, repr(binding.arguments))
-        for source in host.exchanges.values()
+        for source in host.topology.exchanges.values()
         for binding in source.bindings.values()
         if source.durable and getattr(binding.destination, "durable", False)
     )
@@ -708,7 +710,7 @@ def test_what_is_found_is_what_there_was_whatever_happened_before(world, seed):
                             host.declare_queue(queue, durable=chance.random() < 0.8, arguments=arguments)
                     case "publish":
                         properties = commands.Basic.Properties(delivery_mode=chance.choice((1, 2, 2)))
-                        target = chance.choice(("", *(name for name in exchanges if name in host.exchanges)))
+                        target = chance.choice(("", *(name for name in exchanges if name in host.topology.exchanges)))
                         client.publish(b"%d" % step, queue, exchange=target, properties=properties)
                     case "get" if queue in host.queues:
                         entry = host.queues[queue].take(no_ack=False)
@@ -716,18 +718,18 @@ def test_what_is_found_is_what_there_was_whatever_happened_before(world, seed):
                             host.queues[queue].dispatcher.settle(entry, acked=chance.random() < 0.5)
                         elif entry is not None:
                             host.queues[queue].dispatcher.requeue([entry])
-                    case "bind" if queue in host.queues and exchange in host.exchanges:
-                        host.bind(host.queues[queue], exchange, queue, chance.choice(({}, {"x": 1})))
-                    case "unbind" if queue in host.queues and exchange in host.exchanges:
-                        host.unbind(host.queues[queue], exchange, queue, {})
+                    case "bind" if queue in host.queues and exchange in host.topology.exchanges:
+                        host.topology.bind(host.queues[queue], exchange, queue, chance.choice(({}, {"x": 1})))
+                    case "unbind" if queue in host.queues and exchange in host.topology.exchanges:
+                        host.topology.unbind(host.queues[queue], exchange, queue, {})
                     case "delete" if queue in host.queues and chance.random() < 0.3:
                         host.delete_queue(host.queues[queue])
                     case "exchange":
-                        if "e" not in host.exchanges:
-                            host.declare_exchange("e", "fanout", durable=chance.random() < 0.8)
-                            host.bind(host.exchanges["e"], "amq.direct", "a", {})
+                        if "e" not in host.topology.exchanges:
+                            host.topology.declare_exchange("e", "fanout", durable=chance.random() < 0.8)
+                            host.topology.bind(host.topology.exchanges["e"], "amq.direct", "a", {})
                         elif chance.random() < 0.3:
-                            host.delete_exchange("e")
+                            host.topology.delete_exchange("e")
                     case "take":
                         snapshot = survivors(world)
                         stored.write()

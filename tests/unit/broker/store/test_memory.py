@@ -94,10 +94,10 @@ def test_A1_the_queue_with_most_gives_first(world):
 def test_A1_what_another_queue_keeps_is_not_dropped_for_nothing(world):
     for queue, arguments in (("q", DROPS), ("r", DROPS), ("keeps", {})):
         world.host.declare_queue(queue, arguments=arguments)
-        world.host.bind(world.queue(queue), "amq.fanout", "", {})
-    world.host.unbind(world.queue("keeps"), "amq.fanout", "", {})
+        world.host.topology.bind(world.queue(queue), "amq.fanout", "", {})
+    world.host.topology.unbind(world.queue("keeps"), "amq.fanout", "", {})
     publish(world, range(12), exchange="amq.fanout")
-    world.host.bind(world.queue("keeps"), "amq.fanout", "", {})
+    world.host.topology.bind(world.queue("keeps"), "amq.fanout", "", {})
     publish(world, range(12, 15), exchange="amq.fanout")
     world.host.relieve()
     assert bodies(world, "q") == bodies(world, "r") == list(range(5, 15))
@@ -114,7 +114,7 @@ def test_A1_a_policy_may_say_so_while_the_broker_runs_and_no_longer(world):
     world.set_policy(Policy("p", PolicyDefinition(drop_transient=True), "^amq.fanout$", "exchanges"))  # type: ignore[arg-type]
     world.host.relieve()
     assert world.queue().depth == 12
-    world.host.bind(world.queue(), "amq.fanout", "", {})
+    world.host.topology.bind(world.queue(), "amq.fanout", "", {})
     assert world.queue().limits.to_json()["drop_transient"] is True
     world.host.relieve()
     assert world.queue().depth == 10
@@ -221,7 +221,7 @@ def test_A1_what_cannot_be_dropped_is_looked_through_once_until_that_changes(wor
     world.host.declare_queue("q", arguments=DROPS)
     world.host.declare_queue("keeps")
     for name in ("q", "keeps"):
-        world.host.bind(world.queue(name), "amq.fanout", "", {})
+        world.host.topology.bind(world.queue(name), "amq.fanout", "", {})
     publish(world, range(20), exchange="amq.fanout")
     for number in range(20, 25):
         world.host.relieve()
@@ -284,7 +284,7 @@ def test_A1_whatever_comes_and_goes_the_limit_is_kept_if_it_can_be_and_every_mes
     names = ("a", "b", "keeps")
     for queue in names:
         world.host.declare_queue(queue, arguments={} if queue == "keeps" else DROPS)
-        world.host.bind(world.queue(queue), "amq.fanout" if queue != "keeps" else "amq.direct", "", {})
+        world.host.topology.bind(world.queue(queue), "amq.fanout" if queue != "keeps" else "amq.direct", "", {})
     came, taken = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
     for number in range(300):
         exchange = chance.choice(("", "amq.fanout", "amq.direct"))
@@ -320,7 +320,7 @@ def test_A1_whatever_is_put_back_shared_and_said_nothing_that_can_be_dropped_is_
     names = ("a", "b", "keeps")
     for name in names:
         host.declare_queue(name, arguments={} if name == "keeps" else DROPS)
-        host.bind(world.queue(name), "amq.fanout", "", {})
+        host.topology.bind(world.queue(name), "amq.fanout", "", {})
     changes = [PolicyDefinition(drop_transient=True)]
     if has_store:
         changes.append(PolicyDefinition(policy=QueuePolicy.FLOW_TO_DISK))

@@ -196,7 +196,7 @@ def test_A2_a_dead_letter_is_read_before_its_message_leaves_the_disk(how):
     it.turn()
     if how == "expire":
         it.world.now = 2.0
-        it.world.host.tick(it.world.now)
+        it.world.host.timers.tick(it.world.now)
     else:
         for _ in range(3):
             it.client.send(1, commands.Basic.Get(queue="q"))
