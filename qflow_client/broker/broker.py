@@ -14,7 +14,7 @@ from typing import Unpack
 
 from qflow_client.broker.core.broker import Broker as CoreBroker
 from qflow_client.broker.core.broker import url_host
-from qflow_client.broker.core.channel import Channel
+from qflow_client.broker.core.channelflow import ChannelFlow
 from qflow_client.broker.core.session import State
 from qflow_client.broker.core.snapshots import (
     BindingSnapshot,
@@ -51,7 +51,7 @@ __all__ = ["Broker"]
 
 def _names(source: FlowSource) -> tuple[str, str]:
     """What the client calls itself, and its connection's name."""
-    assert isinstance(source, Channel)
+    assert isinstance(source, ChannelFlow)
     session = source.session
     named = session.handshake.client_properties.get("connection_name")
     return (named if isinstance(named, str) and named else session.name), session.name

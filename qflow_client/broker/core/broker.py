@@ -13,7 +13,8 @@ from urllib.parse import quote
 
 import pamqp.commands
 
-from qflow_client.broker.core.channel import Channel, Discipline
+from qflow_client.broker.core.channel import Channel
+from qflow_client.broker.core.channelflow import Discipline
 from qflow_client.broker.core.controls import Controls
 from qflow_client.broker.core.entries import QueueEntry
 from qflow_client.broker.core.errors import ReplyCode
@@ -652,9 +653,9 @@ class Broker:
                 self._controls.producers_stopped = not active
             for each in self._named("channel", self._channels(), channel):
                 if active:
-                    each.unblock(self._controls.operator)
-                elif channel is not None or each.is_producer:
-                    each.block(self._controls.operator)
+                    each.flow.unblock(self._controls.operator)
+                elif channel is not None or each.flow.is_producer:
+                    each.flow.block(self._controls.operator)
 
         self._call(change, changes=True)
 

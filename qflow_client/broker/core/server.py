@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import cast
 
-from qflow_client.broker.core.channel import Discipline
+from qflow_client.broker.core.channelflow import Discipline
 from qflow_client.broker.core.controls import Controls
 from qflow_client.broker.core.errors import ReplyCode
 from qflow_client.broker.core.listener import Listener

@@ -35,7 +35,8 @@ from qflow_client.amqp.frames import (
     FrameSplitter,
 )
 from qflow_client.broker.core import wire
-from qflow_client.broker.core.channel import Channel, Discipline
+from qflow_client.broker.core.channel import Channel
+from qflow_client.broker.core.channelflow import Discipline
 from qflow_client.broker.core.controls import Controls
 from qflow_client.broker.core.errors import ChannelException, ConnectionException, FrameWaitsError, ReplyCode
 from qflow_client.broker.core.handshake import Handshake
@@ -388,9 +389,9 @@ class Session:
         """Forget a channel whose closing is complete."""
         del self.channels[channel.number]
         self.output.forget(channel)
-        self._published_before += channel.published
+        self._published_before += channel.flow.published
         self._delivered_before += channel.consuming.delivered
-        self._times_flowed_before += channel.times_flowed
+        self._times_flowed_before += channel.flow.times_flowed
 
     # Connection.Blocked.
 
@@ -417,8 +418,8 @@ class Session:
             self._send(commands.Connection.Blocked(wire.shortened(reason)))
         elif is_new and way is OnAlarm.CHANNEL_FLOW:
             for channel in self.channels.values():
-                if channel.is_producer and not channel.is_closing:
-                    channel.block(self.controls.alarm)
+                if channel.flow.is_producer and not channel.is_closing:
+                    channel.flow.block(self.controls.alarm)
 
     def unblock(self, source: str) -> None:
         """Tell the client that it is no longer blocked, if nothing else blocks it."""
@@ -429,7 +430,7 @@ class Session:
             self._send(commands.Connection.Unblocked())
         elif way is OnAlarm.CHANNEL_FLOW:
             for channel in self.channels.values():
-                channel.unblock(self.controls.alarm)
+                channel.flow.unblock(self.controls.alarm)
 
     # Clients that do not listen.
 
@@ -584,7 +585,7 @@ class Session:
     @property
     def published(self) -> int:
         """Messages that it published so far."""
-        return self._published_before + sum(channel.published for channel in self.channels.values())
+        return self._published_before + sum(channel.flow.published for channel in self.channels.values())
 
     @property
     def delivered(self) -> int:
@@ -601,7 +602,7 @@ class Session:
     @property
     def times_flowed(self) -> int:
         """How often its channels were flowed so far."""
-        return self._times_flowed_before + sum(channel.times_flowed for channel in self.channels.values())
+        return self._times_flowed_before + sum(channel.flow.times_flowed for channel in self.channels.values())
 
 
 def _frame_name(kind: int, payload: bytes) -> str:

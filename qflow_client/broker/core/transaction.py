@@ -6,14 +6,27 @@ no room for what the transaction as a whole leaves there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from qflow_client.broker.core.consuming import Delivery
+import pamqp.base
+from pamqp import commands
+
+from qflow_client.broker.core import wire
+from qflow_client.broker.core.channelflow import ChannelFlow
+from qflow_client.broker.core.confirms import Confirms
+from qflow_client.broker.core.consuming import Consuming, Delivery
+from qflow_client.broker.core.controls import Controls
 from qflow_client.broker.core.entries import QueueView, StoredMessage
+from qflow_client.broker.core.errors import ChannelException, ReplyCode
 from qflow_client.broker.core.exchange import Target
+from qflow_client.broker.core.output import Output
 from qflow_client.broker.core.queue import Queue
+from qflow_client.broker.core.routing import Router
+from qflow_client.broker.core.virtualhost import VirtualHost
 
-__all__ = ["Settlement", "Transaction"]
+__all__ = ["TRANSACTION_METHODS", "Settlement", "Transaction", "count_transaction", "roll_back"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +84,106 @@ class Transaction:
                 if reason is not None:
                     return reason
         return None
+
+
+class TransactionChannel(Protocol):
+    """The channel, as far as its transactions need it."""
+
+    number: int
+    host: VirtualHost
+    router: Router
+    output: Output
+    controls: Controls
+    consuming: Consuming
+    flow: ChannelFlow
+    confirms: Confirms | None
+    #: Only set in transaction mode.
+    transaction: Transaction | None
+
+    def become_producer(self) -> None:
+        """It publishes, or said that it will."""
+
+    def return_message(self, message: StoredMessage) -> None:
+        """Send a mandatory message back that goes nowhere."""
+
+    def count_rates(self, message: StoredMessage, queues: tuple[Queue, ...]) -> None:
+        """Count a publish against the rates that are limited."""
+
+
+def _open(channel: TransactionChannel) -> Transaction:
+    if channel.transaction is None:
+        raise ChannelException(ReplyCode.PRECONDITION_FAILED, "the channel is not in transaction mode; Tx.Select first")
+    return channel.transaction
+
+
+def count_transaction(channel: TransactionChannel, change: int) -> None:
+    """Take note of how many bytes more an open transaction has in memory."""
+    _open(channel).size += change
+    if channel.host.journal is not None:
+        channel.host.journal.unfinished += change
+
+
+def _select(channel: TransactionChannel, method: commands.Tx.Select) -> None:
+    if channel.confirms is not None:
+        raise ChannelException(ReplyCode.PRECONDITION_FAILED, "a channel in confirm mode cannot have transactions")
+    if channel.transaction is None:
+        channel.transaction = Transaction()
+    channel.output.write(wire.method(channel.number, commands.Tx.SelectOk()))
+    if not channel.flow.is_producer:
+        channel.become_producer()
+
+
+def _commit(channel: TransactionChannel, method: commands.Tx.Commit) -> None:
+    transaction, router = _open(channel), channel.router
+    for _, target in transaction.publishes:
+        if target.version != router.version:
+            router.resolve(target)
+    destinations = [router.destinations(*publish) for publish in transaction.publishes]
+    reason = transaction.refusal(destinations)
+    if channel.controls.nack_publishes and transaction.publishes:
+        reason = "the broker refuses every publish now"
+    if reason is not None:
+        roll_back(channel)
+        raise ChannelException(ReplyCode.PRECONDITION_FAILED, f"queue full, all is rolled back: {reason}")
+    count_transaction(channel, -transaction.size)
+    channel.transaction = Transaction()
+    touched: dict[Queue, None] = {}
+    for settlement in transaction.settlements:
+        channel.consuming.settle(settlement.deliveries, acked=settlement.acked, requeue=settlement.requeue)
+    for (message, target), queues in zip(transaction.publishes, destinations, strict=True):
+        if not queues and target.mandatory:
+            channel.return_message(message)
+        for queue in queues:
+            queue.enqueue(message, channel.flow)
+            touched[queue] = None
+        channel.count_rates(message, queues)
+    commit_ok = wire.method(channel.number, commands.Tx.CommitOk())
+    channel.output.write_when_durable(commit_ok, topology_only=False)
+    for queue in touched:
+        queue.after_publish()
+    if channel.host.journal is not None:
+        # All of it is one batch, however much that is.
+        channel.host.journal.divide()
+
+
+def _rollback(channel: TransactionChannel, method: commands.Tx.Rollback) -> None:
+    roll_back(channel)
+    channel.output.write(wire.method(channel.number, commands.Tx.RollbackOk()))
+
+
+def roll_back(channel: TransactionChannel) -> None:
+    """Forget the publishes; what was settled is unsettled again, and not delivered anew."""
+    transaction = _open(channel)
+    count_transaction(channel, -transaction.size)
+    channel.transaction = Transaction()
+    channel.consuming.take_back(
+        delivery for settlement in transaction.settlements for delivery in settlement.deliveries
+    )
+
+
+#: What a channel does with each method of transactions.
+TRANSACTION_METHODS: dict[type[pamqp.base.Frame], Callable[[TransactionChannel, Any], None]] = {
+    commands.Tx.Select: _select,
+    commands.Tx.Commit: _commit,
+    commands.Tx.Rollback: _rollback,
+}

@@ -7,7 +7,7 @@ the time of grace counts against its channel and connection, which are tarpitted
 
 from __future__ import annotations
 
-from qflow_client.broker.core.channel import Channel
+from qflow_client.broker.core.channelflow import ChannelFlow
 from qflow_client.broker.core.errors import ChannelException, ConnectionException, ReplyCode
 from qflow_client.broker.core.session import Session
 from qflow_client.flow import FlowController, StopResume, ThresholdLimiter
@@ -50,12 +50,12 @@ class Discipline:
         self.depth.add(size, now)
         if self.depth.on:
             for channel in self._session.channels.values():
-                self.look_at(channel)
+                self.look_at(channel.flow)
 
-    def look_at(self, channel: Channel) -> None:
+    def look_at(self, source: ChannelFlow) -> None:
         """Flow a channel if it publishes and the backlog is too large."""
-        if self.depth.on and channel.is_producer and not channel.is_closing:
-            self.backlog.block(channel)
+        if self.depth.on and source.is_producer and not source.is_over:
+            self.backlog.block(source)
 
     def settle(self, size: int, count: int = 1) -> None:
         """Messages are in the backlog no more.
@@ -66,11 +66,11 @@ class Discipline:
         """
         self.backlog.release(size, count)
 
-    def check(self, channel: Channel, now: float) -> None:
+    def check(self, source: ChannelFlow, now: float) -> None:
         """A publish came on a channel that is flowed.
 
         Args:
-            channel: which.
+            source: the channel.
             now: seconds of the clock.
 
         Raises:
@@ -78,10 +78,10 @@ class Discipline:
             ConnectionException: 506; the connection has.
         """
         settings = self._session.settings
-        if channel.flowed_since is None or now - channel.flowed_since < settings.flow_grace:
+        if source.since is None or now - source.since < settings.flow_grace:
             return
         sanctions = self._session.controls.sanctions
-        channel.past_flow += 1
+        source.past_flow += 1
         self.past_flow += 1
         if 0 < settings.close_connection_after < self.past_flow:
             sanctions["connections_closed"] += 1
@@ -89,15 +89,15 @@ class Discipline:
                 ReplyCode.RESOURCE_ERROR,
                 f"{self.past_flow} messages were published on channels after Channel.Flow(active=False); heed it",
             )
-        if 0 < settings.close_channel_after < channel.past_flow:
+        if 0 < settings.close_channel_after < source.past_flow:
             self.channels_closed += 1
             sanctions["channels_closed"] += 1
             raise ChannelException(
                 ReplyCode.CONTENT_TOO_LARGE,
-                f"{channel.past_flow} messages were published after Channel.Flow(active=False), by "
-                f"{', '.join(dict.fromkeys(each.name for each in channel.blocking))}; heed it",
+                f"{source.past_flow} messages were published after Channel.Flow(active=False), by "
+                f"{', '.join(dict.fromkeys(each.name for each in source.blocked_by))}; heed it",
             )
-        if settings.tarpit_after and not channel.past_flow % settings.tarpit_after:
+        if settings.tarpit_after and not source.past_flow % settings.tarpit_after:
             self.tarpits += 1
             sanctions["tarpits"] += 1
             self._session.tarpit(now)

@@ -95,7 +95,7 @@ def test_J4_a_channel_blocked_by_two_queues_stays_flowed_until_both_have_drained
         for _ in range(3):
             client.publish(routing_key=name)
     assert flows(client) == [False]
-    assert [each.name for each in client.session.channels[1].blocking] == ["a", "b"]
+    assert [each.name for each in client.session.channels[1].flow.blocked_by] == ["a", "b"]
     world.queue("a").purge()
     assert client.received() == []
     world.queue("b").purge()
@@ -108,7 +108,7 @@ def test_J4_a_queue_that_blocks_by_both_families_of_marks_is_named_once(world):
     for _ in range(3):
         client.publish()
     channel = client.session.channels[1]
-    assert len(channel.blocking) == 2
+    assert len(channel.flow.blocked_by) == 2
     assert channel_snapshot(channel).blocked_by == ("q",)
 
 
@@ -215,9 +215,9 @@ def test_flowed_time_and_times_are_counted(world):
         for _ in range(3):
             client.publish()
         world.now = start + 2.5
-        assert channel.flowed_since == start
+        assert channel.flow.since == start
         world.queue().purge()
-    assert (channel.times_flowed, channel.flowed_seconds, channel.flowed_since) == (2, 5.0, None)
+    assert (channel.flow.times_flowed, channel.flow.seconds, channel.flow.since) == (2, 5.0, None)
 
 
 def test_C5_a_message_that_turns_the_queue_ON_or_finds_it_ON_is_not_acked_until_OFF(world):
@@ -384,11 +384,11 @@ def test_D5_an_operators_hold_and_a_queues_hold_do_not_lift_each_other(world):
     channel = client.session.channels[1]
     for _ in range(3):
         client.publish()
-    channel.block(world.controls.operator)
+    channel.flow.block(world.controls.operator)
     assert flows(client) == [False]
     world.queue().purge()
     assert client.received() == []
-    channel.unblock(world.controls.operator)
+    channel.flow.unblock(world.controls.operator)
     assert flows(client) == [True]
 
 

@@ -37,7 +37,7 @@ def test_D7_a_backlog_beyond_its_stop_flows_all_channels_that_publish(make_world
     assert connection_snapshot(client.session).backlog == more
     assert flows(client, 2) == ([False] if all_are_flowed else [])
     # This one does not publish.
-    assert not client.session.channels[3].is_blocked
+    assert not client.session.channels[3].flow.is_blocked
     if all_are_flowed:
         assert channel_snapshot(client.session.channels[2]).blocked_by == ("backlog",)
         assert channel_snapshot(client.session.channels[1]).blocked_by == ("q", "backlog")
@@ -47,9 +47,9 @@ def test_D7_bytes_count_too(make_world):
     client = flowed(make_world(backlog_size=10).client())
     client.channel(2, confirms=True)
     client.publish(b"x" * 10)
-    assert not client.session.channels[2].is_blocked
+    assert not client.session.channels[2].flow.is_blocked
     client.publish(b"x")
-    assert client.session.channels[2].is_blocked
+    assert client.session.channels[2].flow.is_blocked
     assert connection_snapshot(client.session).backlog_bytes == 11
 
 
@@ -58,7 +58,7 @@ def test_D7_another_connection_goes_on(make_world):
     client, other = flowed(world.client()), world.client().channel(confirms=True)
     for _ in range(5):
         client.publish()
-    assert not other.session.channels[1].is_blocked
+    assert not other.session.channels[1].flow.is_blocked
 
 
 def test_D7_a_channel_that_turns_out_to_publish_is_flowed_at_once(make_world):
@@ -80,13 +80,13 @@ def test_D7_when_the_queue_has_drained_nothing_is_left_of_the_backlog(make_world
     for _ in range(10):
         client.publish()
     is_counted = enforcement != "completion" or confirms
-    assert client.session.channels[2].is_blocked is is_counted
+    assert client.session.channels[2].flow.is_blocked is is_counted
     client.publish(channel=2, routing_key="nowhere")
     world.queue().purge()
     snapshot = connection_snapshot(client.session)
     assert (snapshot.backlog, snapshot.backlog_bytes) == (0, 0)
-    assert not any(channel.is_blocked for channel in client.session.channels.values())
-    assert client.session.channels[1]._owed == [0, 0]
+    assert not any(channel.flow.is_blocked for channel in client.session.channels.values())
+    assert client.session.channels[1].flow._owed == [0, 0]
 
 
 def test_D7_what_waits_for_room_is_in_the_backlog_until_it_is_taken_or_given_up(make_world):
@@ -96,14 +96,14 @@ def test_D7_what_waits_for_room_is_in_the_backlog_until_it_is_taken_or_given_up(
     for channel in (1, 1, 2, 2):
         client.publish(channel=channel)
     assert connection_snapshot(client.session).backlog == 3
-    assert all(channel.is_blocked for channel in client.session.channels.values())
+    assert all(channel.flow.is_blocked for channel in client.session.channels.values())
     world.queue().take(no_ack=True)
     world.host.timers.tick(0.0)
     assert connection_snapshot(client.session).backlog == 2
     world.now = 60.0
     world.host.timers.tick(60.0)
     assert connection_snapshot(client.session).backlog == 0
-    assert not client.session.channels[1].is_blocked
+    assert not client.session.channels[1].flow.is_blocked
 
 
 @pytest.mark.parametrize("enforcement", ["channel_flow", "completion", "both"])
@@ -141,7 +141,7 @@ def test_D7_a_channel_that_ends_takes_its_part_of_the_backlog_along(make_world):
     client.received()
     client.send(1, commands.Channel.Close(200, "", 0, 0))
     assert connection_snapshot(client.session).backlog == 0
-    assert not client.session.channels[2].is_blocked
+    assert not client.session.channels[2].flow.is_blocked
     client.session.host.queues["q"].purge()
     assert connection_snapshot(client.session).backlog == 0
 
@@ -199,7 +199,7 @@ def test_D8_a_client_that_listens_after_all_begins_anew(make_world):
         world.queue().purge()
         for _ in range(2):
             client.publish()
-    assert client.session.channels[1].is_blocked
+    assert client.session.channels[1].flow.is_blocked
     assert not client.session.channels[1].is_closing
     assert connection_snapshot(client.session).past_flow == 15
 
@@ -305,5 +305,5 @@ def test_D11_acks_are_taken_from_a_connection_whose_channels_are_all_flowed(make
     client.received()
     client.send(2, commands.Basic.Ack(0, multiple=True))
     assert world.queue().depth == 0
-    assert not client.session.channels[1].is_blocked
+    assert not client.session.channels[1].flow.is_blocked
     assert "Basic.Ack" in client.names()

@@ -245,7 +245,7 @@ def test_D10_one_dead_queue_does_not_stop_an_exchange_for_ever(world):
         assert "Basic.Nack" not in client.names()
         world.queue("alive").take(no_ack=True)
     assert world.queue("dead").depth == 2
-    assert not client.session.channels[1].is_blocked
+    assert not client.session.channels[1].flow.is_blocked
 
 
 def test_D10_a_time_that_is_set_while_ON_counts_from_when_it_turned_ON(world):

@@ -159,8 +159,8 @@ def test_D5_the_operators_hold_is_told_without_a_queue(make_world) -> None:
     client.declare()
     client.publish()
     channel = client.session.channels[1]
-    channel.block(world.controls.operator)
-    channel.unblock(world.controls.operator)
+    channel.flow.block(world.controls.operator)
+    channel.flow.unblock(world.controls.operator)
     assert [(line["kind"], line["queue"], line["reason"]) for line in lines] == [
         ("raised", "", "operator"),
         ("lifted", "", "operator"),
