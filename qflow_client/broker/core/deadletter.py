@@ -19,8 +19,9 @@ from qflow_client.amqp.fields import encode_table
 from qflow_client.broker.core.entries import DropReason, StoredMessage
 from qflow_client.broker.core.exchange import Target
 from qflow_client.broker.core.logs import get_logger
+from qflow_client.broker.core.properties import decode_headers, with_headers
 from qflow_client.broker.core.queue import Queue
-from qflow_client.broker.core.wire import decode_headers, expiration_of, with_headers
+from qflow_client.broker.core.wire import expiration_of
 
 __all__ = ["DeadLetters"]
 

@@ -16,7 +16,8 @@ from typing import Protocol
 
 import pamqp.commands
 
-from qflow_client.broker.core.wire import HAS_EXPIRATION, decode_properties, is_persistent, short, time_to_live
+from qflow_client.broker.core.properties import decode_properties, is_persistent
+from qflow_client.broker.core.wire import HAS_EXPIRATION, short, time_to_live
 from qflow_client.flow import Thresholds
 
 __all__ = [

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from qflow_client.broker.core.errors import ChannelException, ReplyCode
-from qflow_client.broker.core.wire import reply_to_of, with_reply_to
+from qflow_client.broker.core.properties import reply_to_of, with_reply_to
 
 __all__ = ["REPLY_PREFIX", "REPLY_TO", "address_reply", "check_reply_consumer", "check_reply_queue", "is_reply_queue"]
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping
 from qflow_client.broker.core.entries import StoredMessage
 from qflow_client.broker.core.errors import ChannelException, ReplyCode
 from qflow_client.broker.core.exchange import MANY_QUEUES, Exchange, Target
+from qflow_client.broker.core.properties import decode_headers
 from qflow_client.broker.core.queue import Queue
 from qflow_client.broker.core.settings import Settings
-from qflow_client.broker.core.wire import decode_headers
 
 __all__ = ["ALTERNATE_EXCHANGE", "Router", "check_exchange_arguments", "needs_headers", "reach"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from qflow_client.broker.core.errors import ChannelException, ReplyCode
-from qflow_client.broker.core.wire import decode_headers
+from qflow_client.broker.core.properties import decode_headers
 
 __all__ = ["check_consumer_arguments", "check_copies", "check_queue_arguments"]
 

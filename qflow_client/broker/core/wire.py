@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from datetime import datetime
 from struct import Struct
 from typing import Any
 
@@ -17,7 +16,7 @@ import pamqp.commands
 import pamqp.decode
 import pamqp.header
 
-from qflow_client.amqp.fields import MAX_DEPTH, decode_short_string, decode_table, decode_timestamp
+from qflow_client.amqp.fields import MAX_DEPTH, decode_table
 from qflow_client.amqp.frames import (
     BODY_FRAME,
     CHANNEL_CLOSE,
@@ -31,9 +30,15 @@ from qflow_client.broker.core.errors import ChannelException, ConnectionExceptio
 
 __all__ = [
     "CONTENT_HEADER",
+    "DELIVERY_MODE_FLAG",
+    "EXPIRATION_FLAG",
     "HAS_EXPIRATION",
     "HAS_HEADERS",
     "HAS_REPLY_TO",
+    "HEADERS_FLAG",
+    "PROPERTIES",
+    "REPLY_TO_FLAG",
+    "TIMESTAMP_FLAG",
     "UNDECODABLE",
     "ack",
     "cancel",
@@ -42,23 +47,22 @@ __all__ = [
     "close",
     "consumer_ok",
     "content_frames",
-    "decode_headers",
     "decode_method",
-    "decode_properties",
     "deliver_prefix",
     "encode_header",
     "expiration_of",
     "get_ok",
-    "is_persistent",
+    "layout",
     "method",
     "method_name",
     "nack",
+    "offset",
+    "property_size",
     "queue_declare_ok",
     "return_",
     "short",
     "shortened",
     "time_to_live",
-    "with_headers",
 ]
 
 _HEAD = Struct(">BHI")
@@ -67,8 +71,6 @@ CONTENT_HEADER = Struct(">HHQH")
 _QUEUE_OK = Struct(">II")
 _TAG_BIT = Struct(">QB")
 _SIZES = {"octet": 1, "short": 2, "long": 4, "longlong": 8, "timestamp": 8}
-#: Bytes of the values in field tables; those that are not here begin with a length of four bytes.
-_FIELD_SIZES = dict(zip(b"tbBsuIilLfdDTV\0", (1, 1, 1, 2, 2, 4, 4, 8, 8, 4, 8, 5, 8, 0, 0), strict=True))
 #: What decoders raise for bytes that make no sense; nesting too deep is one of them.
 UNDECODABLE = (ValueError, struct.error, ArithmeticError, OSError, LookupError, TypeError, RecursionError)
 
@@ -184,30 +186,29 @@ HAS_EXPIRATION = 1
 #: The same for ``headers`` and ``reply_to``.
 HAS_HEADERS = 1 << 5
 HAS_REPLY_TO = 1 << 1
-_HEADERS_FLAG = 1 << 13
-_REPLY_TO_FLAG = 1 << 9
-_EXPIRATION_FLAG = 1 << 8
-_DELIVERY_MODE_FLAG = 1 << 12
-_TIMESTAMP_FLAG = 1 << 6
+HEADERS_FLAG = 1 << 13
+REPLY_TO_FLAG = 1 << 9
+EXPIRATION_FLAG = 1 << 8
+DELIVERY_MODE_FLAG = 1 << 12
+TIMESTAMP_FLAG = 1 << 6
 _USER_ID_FLAG = 1 << 4
 #: Flag and fixed size of each basic property, in the order of the wire; size 0 is a short string.
-_PROPERTIES = (
+PROPERTIES = (
     (1 << 15, 0),
     (1 << 14, 0),
-    (_HEADERS_FLAG, -1),
-    (_DELIVERY_MODE_FLAG, 1),
+    (HEADERS_FLAG, -1),
+    (DELIVERY_MODE_FLAG, 1),
     (1 << 11, 1),
     (1 << 10, 0),
     (1 << 9, 0),
-    (_EXPIRATION_FLAG, 0),
+    (EXPIRATION_FLAG, 0),
     (1 << 7, 0),
-    (_TIMESTAMP_FLAG, 8),
+    (TIMESTAMP_FLAG, 8),
     (1 << 5, 0),
     (_USER_ID_FLAG, 0),
     (1 << 3, 0),
     (1 << 2, 0),
 )
-_PROPERTY_NAMES = dict(zip((flag for flag, _ in _PROPERTIES), pamqp.commands.Basic.Properties.__slots__, strict=True))
 #: What each combination of flags means, and header tables that were found sound.
 _layouts: dict[int, tuple[tuple[int, int], ...]] = {}
 _sound_tables: set[bytes] = set()
@@ -233,11 +234,11 @@ def check_properties(header: bytes) -> str | None:
         if end != 14:
             raise _syntax("content header", f"{end - 14} bytes follow flags that announce no property")
         return None
-    layout = _layouts.get(flags) or _layout(flags)
+    properties = _layouts.get(flags) or layout(flags)
     user_id = None
     at = 14
     is_ascii = header[14:].isascii()
-    for flag, size in layout:
+    for flag, size in properties:
         start = at
         if size > 0:
             at += size
@@ -257,16 +258,17 @@ def check_properties(header: bytes) -> str | None:
                 user_id = text
     if at != end:
         raise _syntax("content header", f"{end - at} bytes follow the properties")
-    if flags & _EXPIRATION_FLAG:
+    if flags & EXPIRATION_FLAG:
         time_to_live(header)
     return user_id
 
 
-def _layout(flags: int) -> tuple[tuple[int, int], ...]:
+def layout(flags: int) -> tuple[tuple[int, int], ...]:
+    """Flag and fixed size of each property that is there, in the order of the wire."""
     if flags & 3:
         raise _syntax("content header", f"property flags 0x{flags:04x} name properties that class basic has not")
-    layout = _layouts[flags] = tuple(entry for entry in _PROPERTIES if flags & entry[0])
-    return layout
+    found = _layouts[flags] = tuple(entry for entry in PROPERTIES if flags & entry[0])
+    return found
 
 
 def _text(raw: bytes) -> str:
@@ -288,90 +290,13 @@ def _check_table(table: bytes) -> None:
     _sound_tables.add(table)
 
 
-def decode_properties(header: bytes) -> pamqp.commands.Basic.Properties:
-    """The basic properties in the payload of a content header frame that was found well-formed.
-
-    A time that `datetime` has no room for is left out.
-    """
-    properties = pamqp.commands.Basic.Properties()
-    at = 14
-    for flag, size in _layout(int.from_bytes(header[12:14], "big")):
-        value: Any
-        if size == 0:
-            value, at = decode_short_string(header, at)
-        elif size < 0:
-            value, at = decode_table(header, at)
-        elif flag == _TIMESTAMP_FLAG:
-            value, at = decode_timestamp(header, at)
-            value = value if isinstance(value, datetime) else None
-        else:
-            value, at = header[at], at + 1
-        setattr(properties, _PROPERTY_NAMES[flag], value)
-    return properties
-
-
-def decode_headers(header: bytes) -> dict[str, Any]:
-    """The headers alone; empty if there are none."""
-    if not int.from_bytes(header[12:14], "big") & _HEADERS_FLAG:
-        return {}
-    return decode_table(header, _offset(header, _HEADERS_FLAG))[0]
-
-
-def _with_properties(header: bytes, changes: dict[int, bytes | None]) -> bytes:
-    """A content header with some properties as given, or without them; what is not named stays as it came."""
-    properties: dict[int, bytes | None] = {}
-    at = 14
-    for flag, size in _layout(int.from_bytes(header[12:14], "big")):
-        stop = at + _property_size(header, at, size)
-        properties[flag] = header[at:stop]
-        at = stop
-    there = {flag: raw for flag, raw in (properties | changes).items() if raw is not None}
-    return b"".join((header[:12], sum(there).to_bytes(2, "big"), *(there[flag] for flag in sorted(there)[::-1])))
-
-
-def with_headers(header: bytes, headers: dict[bytes, bytes]) -> bytes:
-    """A content header with more headers, or others, and without ``expiration``.
-
-    Args:
-        header: the payload of a content header frame that was found well-formed.
-        headers: each with its type, by name.
-    """
-    fields: dict[bytes, bytes] = {}
-    if int.from_bytes(header[12:14], "big") & _HEADERS_FLAG:
-        at = _offset(header, _HEADERS_FLAG)
-        end = at + _property_size(header, at, -1)
-        at += 4
-        while at < end:
-            kind_at = at + 1 + header[at]
-            size = _FIELD_SIZES.get(header[kind_at])
-            if size is None:
-                size = 4 + int.from_bytes(header[kind_at + 1 : kind_at + 5], "big")
-            stop = kind_at + 1 + size
-            fields[header[at + 1 : kind_at]] = header[kind_at:stop]
-            at = stop
-    table = b"".join(b"%c%b%b" % (len(name), name, value) for name, value in (fields | headers).items())
-    changes = {_HEADERS_FLAG: len(table).to_bytes(4, "big") + table, _EXPIRATION_FLAG: None}
-    return _with_properties(header, changes)
-
-
-def reply_to_of(header: bytes) -> bytes:
-    """The property ``reply_to``, which is there."""
-    at = _offset(header, _REPLY_TO_FLAG)
-    return header[at + 1 : at + 1 + header[at]]
-
-
-def with_reply_to(header: bytes, name: str) -> bytes:
-    """A content header with another ``reply_to``; everything else stays as it came."""
-    return _with_properties(header, {_REPLY_TO_FLAG: short(name)})
-
-
 def expiration_of(header: bytes) -> str:
     """The property ``expiration``, which is there.
 
     Args:
         header: the payload of a content header frame that was found well-formed.
     """
-    at = _offset(header, _EXPIRATION_FLAG)
+    at = offset(header, EXPIRATION_FLAG)
     return header[at + 1 : at + 1 + header[at]].decode()
 
 
@@ -390,35 +315,20 @@ def time_to_live(header: bytes) -> int:
     return int(text)
 
 
-def is_persistent(header: bytes) -> bool:
-    """Whether the property ``delivery_mode`` says so.
-
-    Args:
-        header: the payload of a content header frame that was found well-formed.
-    """
-    flags = header[12]
-    if not flags & _DELIVERY_MODE_FLAG >> 8:
-        return False
-    # Most have nothing before it but a content type, or nothing at all.
-    if not flags & 0xE0:
-        return header[14] == 2
-    return header[_offset(header, _DELIVERY_MODE_FLAG)] == 2
-
-
-def _property_size(header: bytes, at: int, size: int) -> int:
+def property_size(header: bytes, at: int, size: int) -> int:
     """Bytes that a property takes, its length included."""
     if size > 0:
         return size
     return 1 + header[at] if size == 0 else 4 + int.from_bytes(header[at : at + 4], "big")
 
 
-def _offset(header: bytes, wanted: int) -> int:
+def offset(header: bytes, wanted: int) -> int:
     """Where a property begins that is there."""
     at = 14
-    for flag, size in _layout(int.from_bytes(header[12:14], "big")):
+    for flag, size in layout(int.from_bytes(header[12:14], "big")):
         if flag == wanted:
             break
-        at += _property_size(header, at, size)
+        at += property_size(header, at, size)
     return at
 
 

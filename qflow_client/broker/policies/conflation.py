@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from qflow_client.broker.core.contents import LastValueMap
 from qflow_client.broker.core.entries import Completion, DropReason, QueueEntry, StoredMessage
-from qflow_client.broker.core.wire import decode_headers
+from qflow_client.broker.core.properties import decode_headers
 from qflow_client.flow import FlowSource
 
 __all__ = ["LastValues"]

@@ -7,7 +7,7 @@ import pytest
 from pamqp import commands
 
 from qflow_client.broker.core.entries import DropReason
-from qflow_client.broker.core.wire import decode_properties
+from qflow_client.broker.core.properties import decode_properties
 
 from ..tools import make_queue, message
 from .test_queue import Taker

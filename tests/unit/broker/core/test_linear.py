@@ -7,6 +7,7 @@ from pamqp import commands
 
 from qflow_client.broker.core import wire
 from qflow_client.broker.core.errors import ConnectionException
+from qflow_client.broker.core.properties import decode_headers, decode_properties
 
 # As many as a frame of 128 KiB has room for.
 NULLS = b"A" + (130_000).to_bytes(4, "big") + b"V" * 130_000
@@ -41,8 +42,8 @@ def declare(fields):
     ("decode", "make"),
     [
         (wire.check_properties, header),
-        (wire.decode_headers, header),
-        (wire.decode_properties, header),
+        (decode_headers, header),
+        (decode_properties, header),
         (wire.decode_method, declare),
     ],
     ids=["check", "headers", "properties", "method"],
@@ -83,8 +84,8 @@ def test_what_is_decoded_is_what_pamqp_encodes():
         user_id="g",
         app_id="h",
     )
-    assert dict(wire.decode_properties(wire.encode_header(0, properties))) == dict(properties)
+    assert dict(decode_properties(wire.encode_header(0, properties))) == dict(properties)
 
 
 def test_a_null_may_be_written_as_RabbitMQ_once_did():
-    assert wire.decode_headers(header(b"\1a\0\1bV")) == {"a": None, "b": None}
+    assert decode_headers(header(b"\1a\0\1bV")) == {"a": None, "b": None}
